@@ -1,1 +1,1 @@
-"""The client's side of the protocol as plain objects: told what happened and when, they never wait. Sans-IO."""
+"""The client's side of the protocol as plain objects. The caller passes them frames and the time; they never wait (sans-IO)."""

@@ -1,7 +1,7 @@
-"""Aliases of one direction: numbers that stand for all that is constant of a sender and an address.
+"""Aliases in one direction of a connection: short numbers that replace the constant fields of a sender and an address.
 
-The declarer owns the numbers. When all are in use, the eighth used longest ago is declared anew; whoever cached an
-`Alias` sees its `number` turn to -1 and asks again.
+The side that declares an alias chooses its number. When all numbers are in use, the least recently used eighth is
+freed. Code that caches an `Alias` sees its `number` become -1 and must look it up again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ K = TypeVar("K", bound=Hashable)
 
 
 class Alias:
-    """One declared alias. `number` is -1 once it stands for something else; `used` is set by whoever sends with it."""
+    """One declared alias. `number` is -1 once it was freed; the sender sets `used` to its tick at each use."""
 
     __slots__ = ("number", "used")
 
@@ -24,7 +24,7 @@ class Alias:
 
 
 class AliasTable(Generic[K]):
-    """The declarer's table: what is declared, and which numbers are free."""
+    """The declaring side's table: key -> alias, and the free numbers. Holds at most `limit` aliases."""
 
     __slots__ = ("_by_key", "_by_number", "_free", "_limit", "_next", "_past")
 
@@ -40,21 +40,21 @@ class AliasTable(Generic[K]):
         return len(self._by_key)
 
     def get(self, key: K) -> Alias | None:
-        """Return the alias that stands for `key`, if one does."""
+        """Return the alias declared for `key`, or None."""
         return self._by_key.get(key)
 
     def key_of(self, number: int) -> K | None:
-        """Return the key that `number` was last declared for; None if that was freed without `remember`."""
+        """Return the key that `number` was last declared for, or None if it was freed without `remember`."""
         key = self._by_number.get(number)
         return self._past.get(number) if key is None else key
 
     def forget_past(self) -> None:
-        """Forget the keys that `free` remembered: nothing that was sent under them is still queued."""
+        """Forget the keys that `free` remembered. Call it when no frame sent under them is queued any more."""
         if self._past:
             self._past.clear()
 
     def add(self, key: K, tick: int) -> Alias:
-        """Return a fresh alias for `key`, which the caller declares before use; `tick` is any rising number."""
+        """Return a new alias for `key`. The caller must declare it before use; `tick` is any rising number."""
         if not self._free:
             if self._next < self._limit:
                 self._free.append(self._next)
@@ -67,7 +67,10 @@ class AliasTable(Generic[K]):
         return alias
 
     def free(self, key: K, *, remember: bool = False) -> None:
-        """Release the number of `key`, if it has one. With `remember`, `key_of` still finds the key, because frames of it are queued."""
+        """Free the number of `key`, if it has one.
+
+        With `remember`, `key_of` still finds the key, because frames under it may be queued.
+        """
         alias = self._by_key.pop(key, None)
         if alias is not None:
             del self._by_number[alias.number]

@@ -1,10 +1,14 @@
-"""What is inside a seal: several messages for one address, as columns.
+"""Bundles: several messages for one address, stored as columns. A bundle is the plain text of one seal.
 
     u32 count | u32 flags | payload column [| key column] [| headers column]
     column = (count + 1) x i32 offsets, the first 0, then the bytes; the next column starts at a multiple of 8
 
-Flag 1: there is a headers column (each entry a MessagePack map of str to str, or empty). Flag 2: the payloads are MessagePack.
-Flag 4: there is a key column (an empty entry is no key). Flag 8: compressed (`iris.core.compression`). The offsets and bytes of a column are an Arrow binary array as they stand.
+Flag 1: there is a headers column; each entry is a MessagePack map of str to str, or empty.
+Flag 2: the payloads are MessagePack.
+Flag 4: there is a key column; an empty entry means that the message has no key.
+Flag 8: the bundle is compressed (`iris.core.compression`).
+
+The offsets and bytes of a column form an Arrow binary array without conversion.
 """
 
 from __future__ import annotations
@@ -22,9 +26,9 @@ from iris.core.compression import expanded
 from iris.errors import DecodeError, LocalProtocolError
 
 CUT_BYTES: Final = 65 << 10
-"""A bundle is cut when its payloads would exceed this. It holds 64 KiB of payloads of 512 bytes or more, so that powers of two fit."""
+"""Largest size of a bundle of several messages. 64 KiB of payloads fit if each has 512 bytes or more, so powers of two fit."""
 MESSAGE_BYTES: Final = 8
-"""What each message adds to the size that is held against the cut: it bounds the count, too."""
+"""Bytes that each message adds to the size compared with `CUT_BYTES`; this bounds the number of messages, too."""
 HEADERS: Final = 1
 PACKED: Final = 2
 KEYS: Final = 4
@@ -41,10 +45,10 @@ Headers = dict[str, str]
 
 
 class BundleBuilder:
-    """The messages of a bundle that is not finished, and where it is cut.
+    """A bundle under construction, and the rule for when it is full.
 
-    The cut: messages that are objects and those that are bytes never share a bundle, and its payloads, keys and headers with
-    `MESSAGE_BYTES` for each message are at most `CUT_BYTES`, unless it is one message.
+    Messages that are objects and messages that are bytes never share a bundle. Payloads, keys and headers, plus
+    `MESSAGE_BYTES` for each message, are at most `CUT_BYTES`, unless the bundle holds one message only.
     """
 
     __slots__ = ("headers", "packed", "payloads", "plain", "size")
@@ -54,15 +58,15 @@ class BundleBuilder:
         self.headers: list[Headers | None] | None = None
         self.packed = False
         self.plain = True
-        """It has neither headers nor objects."""
+        """Whether the bundle has neither headers nor objects."""
         self.size = 0
 
     def fits(self, size: int, packed: bool) -> bool:
-        """Return whether a message of `message_bytes` = `size` may join those that are there."""
+        """Return whether a message whose `message_bytes` is `size` may join this bundle."""
         return not self.payloads or (self.size + size <= CUT_BYTES and packed is self.packed)
 
     def append(self, payload: bytes, headers: Headers | None, packed: bool, size: int) -> None:
-        """Add a message that fits."""
+        """Add a message. The caller must have checked `fits`."""
         if not self.payloads:
             self.packed = packed
             self.plain = not packed
@@ -75,19 +79,19 @@ class BundleBuilder:
         self.size += size
 
     def cut(self) -> tuple[list[bytes], list[Headers | None] | None]:
-        """Return the payloads and headers, and begin the next bundle."""
+        """Return the payloads and headers, and start the next bundle."""
         taken = self.payloads, self.headers
         self.payloads, self.headers, self.size = [], None, 0
         return taken
 
 
 def message_bytes(payload: bytes, headers: Headers | None) -> int:
-    """Return what a message counts against the cut."""
+    """Return the size of a message as compared with `CUT_BYTES`, without its key."""
     return len(payload) + MESSAGE_BYTES + (headers_bytes(headers) if headers else 0)
 
 
 class Column(msgspec.Struct, frozen=True, gc=False):
-    """Where a column lies in a bundle's plain text: its offsets from `offsets` to `base`, its bytes from there to `end`."""
+    """Position of a column in a bundle's plain text: its offsets from `offsets` to `base`, its bytes from `base` to `end`."""
 
     offsets: int
     base: int
@@ -95,7 +99,7 @@ class Column(msgspec.Struct, frozen=True, gc=False):
 
 
 class Columns(msgspec.Struct, frozen=True, gc=False):
-    """Where the columns of a bundle of `count` messages lie; `flags` as in the bundle."""
+    """Positions of the columns of a bundle of `count` messages, and the bundle's `flags`."""
 
     count: int
     flags: int
@@ -144,12 +148,12 @@ def join_columns(
 
 
 def headers_bytes(headers: Headers) -> int:
-    """Return what `headers` take in a bundle."""
+    """Return the encoded size of `headers` in bytes."""
     return len(_encode_headers(headers))
 
 
 def check_headers(headers: Headers) -> Headers:
-    """Return `headers`; raises LocalProtocolError unless they are str to str and small enough."""
+    """Return `headers`. Raises LocalProtocolError unless they are str to str and at most `MAX_HEADERS_BYTES`."""
     for text in (*headers, *headers.values()):
         if type(text) is not str:
             raise LocalProtocolError(
@@ -164,10 +168,10 @@ def check_headers(headers: Headers) -> Headers:
 
 
 def decode_bundle(plain: bytes) -> tuple[list[bytes], list[Headers | None] | None, bool]:
-    """Return (payloads, headers or None, packed); keys are left out.
+    """Return (payloads, headers or None, packed), without the keys.
 
     Raises:
-        DecodeError: the sender holds the key but wrote columns that do not add up.
+        DecodeError: the columns are inconsistent, so the sender, who holds the key, has a bug.
     """
     size = len(plain)
     if size < 16:
@@ -182,7 +186,11 @@ def decode_bundle(plain: bytes) -> tuple[list[bytes], list[Headers | None] | Non
 
 
 def decode_single(plain: bytes) -> tuple[bytes, Headers | None, bool]:
-    """Return (payload, headers, packed) of a bundle of one message; raises DecodeError as `decode_bundle`, and of more messages."""
+    """Return (payload, headers, packed) of a bundle of one message.
+
+    Raises:
+        DecodeError: as `decode_bundle`, or the bundle holds several messages.
+    """
     size = len(plain)
     if size >= 16:
         count, flags, zero, first = _ONE.unpack_from(plain)
@@ -197,7 +205,7 @@ def decode_single(plain: bytes) -> tuple[bytes, Headers | None, bool]:
 def decode_keyed(
     plain: bytes,
 ) -> tuple[list[bytes], list[bytes] | None, list[Headers | None] | None, bool]:
-    """Return (payloads, keys or None, headers or None, packed); raises DecodeError as `decode_bundle`."""
+    """Return (payloads, keys or None, headers or None, packed). Raises DecodeError as `decode_bundle`."""
     plain = expanded(plain)
     found = find_columns(plain)
     keys = _values(plain, found.keys) if found.keys is not None else None
@@ -206,10 +214,12 @@ def decode_keyed(
 
 
 def find_columns(plain: bytes) -> Columns:
-    """Return where the columns of an expanded bundle lie, which fill it; of the offsets in them only the first and last were looked at.
+    """Return the positions of the columns of an expanded bundle.
+
+    The columns fill the bundle exactly. Only the first and last offset of each column are checked.
 
     Raises:
-        DecodeError: they do not add up.
+        DecodeError: the columns are inconsistent.
     """
     size = len(plain)
     if size < 16:
@@ -234,7 +244,7 @@ def find_columns(plain: bytes) -> Columns:
 
 
 def decode_headers(plain: bytes, column: Column) -> list[Headers | None]:
-    """Return the headers of each message; raises DecodeError."""
+    """Return the headers of each message. Raises DecodeError."""
     try:
         return [_decode_headers(h) if h else None for h in _values(plain, column)]
     except (msgspec.DecodeError, UnicodeDecodeError) as err:

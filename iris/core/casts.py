@@ -1,4 +1,4 @@
-"""Incoming publications and broadcasts: opened, checked against their senders' sequences, delivered (sans-IO)."""
+"""Receive publications and broadcasts: open bundles, check their senders' sequences, deliver the messages (sans-IO)."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from iris.wire.codec import BODY_AT, BUNDLE, END_AT
 from iris.wire.kinds import UNKNOWN_COUNT, Kind
 
 CASTS: Final = (Kind.PUBLISH, Kind.BROADCAST, Kind.GAP)
-"""Frame kinds that arrive in their sender's order. A session may have to hold them back to keep it."""
+"""Frame kinds that arrive in their sender's order. A session may have to hold them to keep that order."""
 
 
 class Drop(Protocol):
-    """Counts dropped messages by cause."""
+    """A function that counts dropped messages by cause."""
 
     def __call__(self, cause: str, count: int = 1, /) -> None: ...
 
@@ -60,18 +60,18 @@ class Casts:
         self._drop = drop
         self._local_senders = local_senders
         self._bundle_bytes = 0
-        """Size in memory of the bundle that was opened last."""
+        """Size in memory of the bundle opened last."""
         self.now_us = 0
-        """µs since 1970, of this turn."""
+        """Time of this turn, in µs since 1970."""
         self.received = 0
-        """Messages received."""
+        """Number of messages received."""
         self.subscriptions_version = 0
-        """Rises when the subscriptions change."""
+        """Rises by one when the subscriptions change."""
         self.windows = Windows(self._sinks, inbound, send)
-        """What publishers that wait may send."""
+        """Credit of publishers that wait for subscribers."""
 
     def subscriptions_changed(self) -> None:
-        """There are other subscriptions, or keys, than before."""
+        """Note that the subscriptions or the keys have changed."""
         self.subscriptions_version += 1
         self.windows.changed()
 
@@ -91,14 +91,14 @@ class Casts:
             self.windows.received(flow, window, end - start)
 
     def _sinks(self, flow: InFlow) -> Sequence[Sink]:
-        """Return the subscriptions that a flow is for."""
+        """Return the subscriptions to which a flow is delivered."""
         if flow.version != self.subscriptions_version:
             flow.sinks = self._owner.sinks(flow)
             flow.version = self.subscriptions_version
         return flow.sinks
 
     def broadcast(self, buf: memoryview, start: int, end: int) -> None:
-        """Deliver a broadcast bundle to our member of that cluster."""
+        """Deliver a broadcast bundle to this session's member of that cluster."""
         flow, messages = self._bundle(buf, start, end)
         if messages:
             binding = self._owner.binding(flow)
@@ -108,7 +108,7 @@ class Casts:
                 binding.broadcast(messages, self._bundle_bytes)
 
     def _bundle(self, buf: memoryview, start: int, end: int) -> tuple[InFlow, list[Message]]:
-        """Open a bundle and check its place in its sender's sequence. The list is empty if the bundle was dropped."""
+        """Open a bundle and check its position in its sender's sequence. Return its flow and messages, none if it was dropped."""
         if end - start < BODY_AT:
             raise PeerProtocolError(
                 f"a data frame of {end - start} bytes is shorter than its {BODY_AT} bytes of fixed fields"
@@ -164,10 +164,10 @@ class Casts:
         ]
 
     def _expected(self, flow: InFlow) -> Expected | None:
-        """Return the flow's sequence entry, made at the first message that opened; None if the table is full.
+        """Return the flow's sequence, made at the first message that opened, or None if the table is full.
 
-        A service keeps its entry when a reconnect makes it another member, so it receives nothing twice. A broadcast for a member
-        that is not ours gets a temporary entry: a member that joins later has a sequence of its own.
+        A service keeps its sequence when a reconnect makes it another member, so it receives nothing twice. A broadcast
+        for a member of another session gets a temporary one, because a member that joins later has its own sequence.
         """
         if flow.expected is None:
             key = self._flow_key(flow)
@@ -177,7 +177,7 @@ class Casts:
         return flow.expected
 
     def _flow_key(self, flow: InFlow) -> FlowKey | None:
-        """Return the guard's name for a flow; None for a broadcast to a member that is not ours."""
+        """Return the guard's key for a flow, or None for a broadcast to a member of another session."""
         receiver = 0
         if flow.kind == Kind.BROADCAST:
             binding = self._owner.binding(flow)
@@ -187,9 +187,9 @@ class Casts:
         return (flow.kind, receiver, flow.name, flow.key.key_id, flow.sender_id)
 
     def _skipped_by_groups(self, flow: InFlow, expected: Expected, count: int) -> None:
-        """Handle a delivery to groups alone, from a sender whose messages reached subscriptions without a group before.
+        """Handle a delivery to queue groups only, from a sender whose messages reached subscriptions without a group before.
 
-        An honest relay sends it only when those subscriptions have ended. If they exist, they get a report of the loss.
+        An honest relay sends it only after those subscriptions have ended. If they still exist, report the loss to them.
         """
         plain = flow.as_plain()
         if self._owner.sinks(plain):
@@ -198,7 +198,7 @@ class Casts:
             expected.known = False
 
     def _report_loss(self, flow: InFlow, count: int | None, cause: str) -> None:
-        """Report a loss to everyone who wanted the messages of a flow."""
+        """Report a loss to each subscription or member that should have received the messages of a flow."""
         lost = Lost(Kind(flow.kind).name.lower(), flow.name, flow.sender_id, count, cause)
         self._drop("lost", count or 0)
         if flow.kind == Kind.BROADCAST:
@@ -211,16 +211,17 @@ class Casts:
         self._owner.lost(lost)
 
     def _report_refused(self, flow: InFlow, first: int, count: int, cause: str) -> None:
-        """Report a bundle that came and cannot be taken, once: what its sender's next message shows as missing was told then."""
+        """Report the messages of a bundle that is dropped. The gap that the sender's next message shows does not report them again."""
         if not flow.plain or not count:
             self._report_loss(flow, count, cause)
         elif not self._report_range(flow, first, count, cause):
             self._drop("late or repeated", count)
 
     def _report_range(self, flow: InFlow, first: int, count: int, cause: str) -> bool:
-        """Report `count` messages from `first` on, as far as they were not reported yet, and what is missing before them.
+        """Report `count` messages from `first` on as lost, and those missing before them, except what was already reported.
 
-        Returns False if all of that was reported, or received. Nobody who holds the key said so: the sequence goes on from what opens next.
+        Return False if all of them were already reported or received. These numbers are not authenticated, so the
+        sequence continues from the next message that opens.
         """
         key = self._flow_key(flow)
         expected = self._guard.reported(key) if key is not None else Expected()
@@ -232,13 +233,13 @@ class Casts:
         return bool(before or here)
 
     def gap(self, gap: frames.Gap) -> None:
-        """Report the losses that a relay announces."""
+        """Report the losses in a relay's GAP. Raises PeerProtocolError for a kind that has no gaps."""
         if gap.kind not in (Kind.PUBLISH, Kind.BROADCAST):
             raise PeerProtocolError(
                 f"GAP must name PUBLISH or BROADCAST, not frame kind 0x{gap.kind:02x}"
             )
         if self._local_senders is not None and gap.sender_id in self._local_senders:
-            return  # what is lost on that way was delivered here
+            return  # the process has delivered these messages itself
         key = self._owner.find_key(gap.key_id)
         if key is None:
             return
@@ -247,7 +248,7 @@ class Casts:
         )
         flow = InFlow(declared, key, None)
         if gap.count == UNKNOWN_COUNT:
-            # The next message shows how many. If there is none, the number stays unknown. Of one loss both sides of a link may tell.
+            # The next message shows how many; without one, the number stays unknown. Both ends of a link may report one loss.
             flow_key = self._flow_key(flow) if flow.plain else None
             expected = self._guard.known(flow_key) if flow_key is not None else None
             if expected is None or expected.unsure_again():
@@ -256,5 +257,5 @@ class Casts:
             # Members of a group see only their share, so the relay's number is the only one.
             self._report_loss(flow, gap.count, gap.cause)
         else:
-            # A count of 0 says where a run of losses begins whose length is not known yet.
+            # A count of 0 marks the start of a run of losses whose length is not known yet.
             self._report_range(flow, gap.first, gap.count, gap.cause)

@@ -1,9 +1,10 @@
-"""A caller's channels to stores: opened at the first call, used by all later calls of the session (sans-IO).
+"""A caller's channels to stores: opened at the first call, then used by all later calls of the session (sans-IO).
 
-    first call ─► knock ─► door: is its store named by an order of ours? ─► open ─► signed by that store? ─► channel
-                                                                calls that waited meanwhile go out, in order ◄┘
+    first call ─► Knock ─► Door: does an order signed by our key name its store? ─► Open ─► signed by that store? ─► channel
+                                                                     calls that were held are sent, in order ◄┘
 
-No part of a call leaves before the store has proven who it is. If a store no longer knows a channel, the next call opens another.
+No part of a call is sent before the store has proven who it is. If a store no longer knows a channel, the next call
+opens another.
 """
 
 from __future__ import annotations
@@ -28,20 +29,23 @@ from iris.wire.orders import DEAD, KEEP, Order, SignedOrder, decode_order
 from iris.wire.streams import NO_LOG, Door, Knock, Open, Opened, Refused, dead_uuid, encode
 
 MAX_CHANNELS: Final = 4096
-"""Channels of one session. When there is one more, the oldest is forgotten, and opened again if it is used."""
+"""Most channels of one session. Beyond it the oldest is forgotten, and opened again if it is used."""
 OPEN_MS: Final = 10_000
 FindKey = Callable[[bytes], ClusterKey | None]
 ChannelKey = tuple[str, bytes, bool]
-"""Address, key id, and whether the store itself is called."""
+"""(address, key id, whether the call is to the store itself rather than to a stream)."""
 
 
 def own_orders(
     orders: Iterable[SignedOrder], find_key: FindKey, *, uuid: bytes, store: bytes
 ) -> Iterator[Order]:
-    """Yield the orders of our keys under which this store keeps the log `uuid`, or the stream whose dead letters it holds."""
+    """Yield the orders, signed by a key that `find_key` returns, under which `store` keeps the log `uuid`.
+
+    An order for a stream also covers the log of its dead letters.
+    """
     for signed in orders:
         if find_key(public_id(signed.public_key)) is None:
-            continue  # anybody may have made it up: a signature costs more than this
+            continue  # anybody can make one up; this check is cheaper than verifying a signature
         try:
             key_id = verify_order(signed.public_key, signed.signature, signed.order)
             order = decode_order(signed.order)
@@ -55,12 +59,12 @@ def own_orders(
 
 
 def is_called(order: Order, name: str) -> bool:
-    """Whether a stream of this order, or its dead letters, has this name (without a site)."""
+    """Return whether the stream of this order, or its dead letters, has this name (without a site)."""
     return name in (order.definition.name, order.definition.name + DEAD)
 
 
 class ChannelOwner(Protocol):
-    """The owner of channels: the calls of a session."""
+    """The owner of channels, `StoreCalls`, as a channel sees it."""
 
     def find_key(self, key_id: bytes) -> ClusterKey | None: ...
     def entropy(self, size: int) -> bytes: ...
@@ -74,7 +78,7 @@ class ChannelOwner(Protocol):
 
 
 class _Callback:
-    """A `Waiter` that passes one answer to a function."""
+    """A `Waiter` that passes its result or exception to a function, once."""
 
     __slots__ = ("_then",)
 
@@ -97,7 +101,7 @@ class _Callback:
 
 
 class StoreChannel:
-    """A channel to one log, or to a store itself, from the first knock on. `held` are calls that wait for it to open."""
+    """A channel to one log, or to a store itself, from the first Knock on."""
 
     __slots__ = (
         "_offer",
@@ -116,24 +120,24 @@ class StoreChannel:
     ) -> None:
         self.channel_key: ChannelKey = (name, key.key_id, to_store)
         self.address = name
-        """Address of the channel: its log's uuid, once it is open."""
+        """Address that its calls are sent to. Once the Door has come, it is the log's uuid, with the site."""
         self.to_store = to_store
         self.opened: Channel | None = None
         self.held: dict[int, Any] = {}
-        """By hop; a call that was given up is taken out, its body with it."""
+        """Calls that wait for the channel to open: hop id -> call. A call that its caller gives up is removed."""
         self._owner = owner
         self.cluster_key = key
-        """The key that we prove to hold. The keyring may have retired it while a call was being prepared."""
+        """The key that this session proves to hold. It may have been retired from the keyring since the call was prepared."""
         self._shown = shown
         self._offer = Offer(key, owner.entropy)
 
     @property
     def key(self) -> ClusterKey | None:
-        """The key that its frames are addressed under; None for NO_KEY."""
+        """The key under which its frames are addressed; None for NO_KEY."""
         return None if self.to_store else self.cluster_key
 
     def knock(self) -> None:
-        """Begin to open the channel."""
+        """Start to open the channel."""
         self._ask(Knock(self._offer.nonce), self._door)
 
     def _ask(self, call: Knock | Open, then: Callable[[object], None]) -> None:
@@ -193,7 +197,7 @@ class StoreChannel:
         self._owner.opened(self, held.values())
 
     def _fail(self, answer: object) -> None:
-        """End the waiting calls. None of them was sent."""
+        """End the held calls with an error. None of them was sent."""
         failure: Refused | IrisError
         if isinstance(answer, (NoMembers, Overloaded)) or (
             isinstance(answer, Refused) and answer.code != "channel"

@@ -1,9 +1,11 @@
-"""Bundles compressed before they are sealed: afterwards only their heads would shrink, because what is sealed looks random.
+"""Compression of bundles before they are sealed. Sealed bytes look random, so they cannot be compressed afterwards.
 
-    u32 count | u32 flags, with COMPRESSED | u32 size | zstd frame (RFC 8878) of the `size` bytes that would stand behind the flags
+    u32 count | u32 flags, with COMPRESSED | u32 size | zstd frame (RFC 8878)
 
-Whoever sees the length of what is sealed learns how well it compressed: where somebody else can choose part of a message that holds a
-secret, leave compression off (Kelsey, "Compression and Information Leakage of Plaintext", 2002).
+The zstd frame expands to `size` bytes: everything that follows the flags in an uncompressed bundle.
+
+The length of a sealed bundle shows how well it compressed. Do not compress messages that hold a secret beside text that
+an attacker can choose (Kelsey, "Compression and Information Leakage of Plaintext", 2002).
 """
 
 from __future__ import annotations
@@ -15,27 +17,27 @@ from iris.errors import DecodeError
 from iris.wire.codec import FRAME_OVERHEAD, MAX_MESSAGE_LIMIT
 
 COMPRESSED: Final = 8
-"""Flag of a bundle."""
+"""Bundle flag: the bundle is compressed."""
 WORTH_BYTES: Final = 256
-"""Of less than this nothing is worth the time."""
+"""Smaller bundles are not compressed, because the time is not worth it."""
 MAX_EXPANDED_BYTES: Final = MAX_MESSAGE_LIMIT + FRAME_OVERHEAD
 LEVEL: Final = 3
-"""zstd's own default: 300 MB/s and more."""
+"""zstd's default level: 300 MB/s and more."""
 
 
 class Compressor:
-    """Compresses the bundles of one session. Its context is dear to make and must not be used by two threads at once."""
+    """Compressor for the bundles of one session. Expensive to create; two threads must not use it at the same time."""
 
     __slots__ = ("_compress",)
 
     def __init__(self) -> None:
-        # The library takes megabytes, which most processes have no use for.
+        # The library takes megabytes of memory, and most processes do not need it.
         from zstandard import ZstdCompressor
 
         self._compress = ZstdCompressor(level=LEVEL).compress
 
     def compressed(self, plain: bytes) -> bytes:
-        """Return a bundle compressed, or as it is if that saves less than an eighth."""
+        """Return the compressed bundle, or `plain` itself if that saves less than an eighth."""
         if len(plain) < WORTH_BYTES:
             return plain
         count, flags = struct.unpack_from("<II", plain)
@@ -52,10 +54,11 @@ _BODY_AT: Final = 8
 
 
 def expanded(plain: bytes) -> bytes:
-    """Return a bundle as it was before `compressed`; one that was not compressed is returned itself.
+    """Return a bundle as it was before `compressed`. A bundle that is not compressed is returned as it is.
 
     Raises:
-        DecodeError: what is compressed is damaged, or longer than it says or than any message may be. No more than that is allocated.
+        DecodeError: the compressed data is damaged, or expands to more than it declares or than `MAX_EXPANDED_BYTES`.
+            No more than that is ever allocated.
     """
     if len(plain) < _HEAD.size or not plain[_FLAGS_AT] & COMPRESSED:
         return plain
@@ -64,7 +67,7 @@ def expanded(plain: bytes) -> bytes:
     import zstandard
 
     try:
-        # The frame's own word is what the library allocates by.
+        # The library allocates what the zstd frame itself declares, so check that.
         if size > MAX_EXPANDED_BYTES or zstandard.frame_content_size(frame) != size:
             raise DecodeError(
                 f"a compressed bundle declares {size} bytes, which is over the limit of {MAX_EXPANDED_BYTES} "
@@ -77,7 +80,7 @@ def expanded(plain: bytes) -> bytes:
 
 
 def held_bytes(plain: bytes, size: int) -> int:
-    """Return what an opened bundle of `size` bytes on the wire takes once it is expanded: what waits is bounded by that."""
+    """Return the memory that an opened bundle of `size` bytes on the wire takes once expanded. Queues are bounded by this."""
     if len(plain) < _HEAD.size or not plain[_FLAGS_AT] & COMPRESSED:
         return size
     return max(size, int(_HEAD.unpack_from(plain)[2]))

@@ -1,8 +1,10 @@
-"""What every session says to its relay, and hears, whoever it works for: the greeting, answers by id, the end (sans-IO).
+"""The part of a session's protocol that clients and stores share: greeting, answers matched by id, end (sans-IO).
 
-Lifecycle: CONNECTING (HELLO sent) -> UP (WELCOME came) -> ENDED. `iris.core.session` is the conversation of a client, and
-`relay.store.session` that of a store. Both are driven alike: the shell feeds frames to `frame`, calls `turn` with the time before it
-lets user code run and `flush` after, and calls `expire` no later than `deadline_us`.
+    CONNECTING (HELLO sent) ──► UP (WELCOME received) ──► ENDED
+
+`iris.core.session` adds the client's part, `relay.store.session` the store's. The shell drives both in the same way:
+it passes frames to `frame`, calls `turn` with the time before user code runs and `flush` after it, and calls `expire`
+no later than `deadline_us`.
 """
 
 from __future__ import annotations
@@ -21,30 +23,30 @@ Handler = Callable[[memoryview, int, int], None]
 
 
 class State(Enum):
-    """How far a conversation has come."""
+    """Lifecycle state of a session."""
 
     CONNECTING = "connecting"
     """HELLO was sent."""
     UP = "up"
-    """WELCOME came."""
+    """WELCOME was received."""
     ENDED = "ended"
 
 
 CONNECTING: Final = State.CONNECTING
 UP: Final = State.UP
 ENDED: Final = State.ENDED
-"""Looked up in the class, as these are in every turn, a member takes five times as long."""
+"""Module constants, because every turn reads them and a look-up in the enum class takes five times as long."""
 
 
 class Conversation:
-    """One connection's conversation with its relay. Subclasses fill `_table` and `_controls`."""
+    """One connection's session with its relay. Subclasses fill `_table` and `_controls`."""
 
     answers: ClassVar[dict[type[frames.Control], type[frames.Control]]] = {
         frames.Status: frames.Report,
         frames.Ping: frames.Pong,
         frames.Topic: frames.Audience,
     }
-    """What answers a control frame with an id, where it is not Ack."""
+    """Request type -> type of its answer, where that is not Ack."""
 
     def __init__(self, *, label: str, pid: int, message_limit: int) -> None:
         self.state = CONNECTING
@@ -57,13 +59,13 @@ class Conversation:
         self.minor = 0
         """Minor version of the relay, from WELCOME."""
         self.reason = ""
-        """Why it ended."""
+        """Why the session ended."""
         self.on_welcome: Waiter | None = None
         self._label = label[:64]
         self._pid = pid
         self._next_id = 1
         self._acks: dict[int, tuple[type[Any], Waiter, int]] = {}
-        """id -> what answers it, who waits, and the last hop id sent before it."""
+        """Pending requests: id -> (type of the answer, waiter, last hop id sent before it)."""
         self._table: list[Handler] = [self._control] * 256
         self._controls: dict[type, Callable[[Any], None]] = {
             frames.Welcome: self._on_welcome,
@@ -77,57 +79,57 @@ class Conversation:
 
     @property
     def greeting(self) -> frames.Hello:
-        """HELLO, once the session was told the time."""
+        """The HELLO frame. Read it after the first `turn`, which sets the time."""
         return frames.Hello(PROTOCOL_VERSION, PROTOCOL_MINOR, self._label, self._pid)
 
     @property
     def started(self) -> bool:
-        """The relay has welcomed us."""
+        """Whether WELCOME was received."""
         return bool(self.relay_id)
 
     def frame(self, buf: memoryview, start: int, end: int) -> None:
-        """Take one whole frame; raises PeerProtocolError if the relay broke the protocol."""
+        """Handle one whole frame, `buf[start:end]`. Raises PeerProtocolError if the relay broke the protocol."""
         self._table[buf[start + KIND_AT]](buf, start, end)
 
     @property
     def silent(self) -> bool:
-        """Whether a relay on another host said nothing for too long."""
+        """Whether a relay on another host has sent nothing for too long."""
         return False
 
     def over_tls(self, relay_id: bytes, channel: bytes) -> None:
-        """Expect a relay on another host, with this relay id and certificate hash (`channel`). Call it before the greeting."""
+        """Expect a relay on another host, with this relay id and certificate hash (`channel`). Call it before `greeting`."""
         raise PeerProtocolError(
             "a session of this kind can attach only to the relay on its own host, not over TLS"
         )
 
     @property
     def last_hop(self) -> int:
-        """The last hop id of ours."""
+        """The last hop id that this session used."""
         return 0
 
     def mark_alive(self) -> None:
-        """Something came from the relay."""
+        """Note that bytes came from the relay."""
 
     def turn(self, now_us: int, mono_us: int) -> None:
-        """Tell the time: µs since 1970, and µs of CLOCK_MONOTONIC."""
+        """Set the time: µs since 1970, and µs of CLOCK_MONOTONIC."""
         self.now_us = now_us
         self.mono_us = mono_us
 
     def expire(self, mono_us: int) -> None:
-        """End what is past its deadline."""
+        """End everything whose deadline has passed."""
 
     def release_casts(self) -> None:
-        """Deliver what was held back, in order; raises PeerProtocolError as `frame`."""
+        """Deliver the held casts, in order. Raises PeerProtocolError as `frame`."""
 
     def poison(self) -> None:
-        """Seal nothing from now on: in the child of a fork, counters and nonces belong to the parent."""
+        """Make every later seal fail. In the child of a fork, counters and nonces belong to the parent."""
 
     def control(self, body: frames.Control) -> None:
         """Send a control frame."""
         raise NotImplementedError
 
     def ask(self, build: Callable[[int], frames.Control], waiter: Waiter) -> None:
-        """Send the control frame that `build` makes of an id; its Ack, Report, Pong or Audience resolves `waiter`."""
+        """Send the control frame that `build` makes for a new id. Its Ack, Report, Pong or Audience resolves `waiter`."""
         if self.state is not UP:
             waiter.set_exception(ConnectionLost("relay", self.reason or "the session is not up"))
             return
@@ -138,7 +140,10 @@ class Conversation:
         self.control(body)
 
     def end(self, reason: str, *, routed: bool = False) -> None:
-        """The connection is gone: everything in flight ends now, and says so. `routed`: the relay took all we sent. Idempotent."""
+        """End the session because the connection has ended: everything in flight fails with `reason`. Idempotent.
+
+        `routed`: the relay has routed everything that this session sent.
+        """
         if self.state is ENDED:
             return
         self.state, self.reason = ENDED, reason
@@ -149,7 +154,7 @@ class Conversation:
                 waiter.set_exception(ConnectionLost("relay", reason))
 
     def _ended(self, reason: str, routed: bool) -> None:
-        """It has just ended."""
+        """Hook for subclasses: the session has just ended."""
 
     def _control(self, buf: memoryview, start: int, end: int) -> None:
         body = decode_control(buf, start, end)
@@ -179,10 +184,10 @@ class Conversation:
             self.on_welcome.set_result(welcome)
 
     def _check_welcome(self, welcome: frames.Welcome) -> None:
-        """Raise PeerProtocolError for a WELCOME that this session does not accept."""
+        """Hook for subclasses: raise PeerProtocolError for a WELCOME that this session does not accept."""
 
     def _welcomed(self, welcome: frames.Welcome) -> None:
-        """Take what else a WELCOME says."""
+        """Apply an accepted WELCOME. Subclasses extend it."""
         self.state = UP
 
     def _on_error(self, error: frames.Error) -> None:
@@ -207,11 +212,11 @@ class Conversation:
             waiter.set_result(ack)
 
     def _on_wait(self, wait: frames.Wait) -> None:
-        """A publisher waits for subscribers, and nothing here holds it back."""
+        """Answer a publisher that waits for subscribers: this session does not limit it."""
         self.control(frames.Window(wait.alias, wait.serial, UNLIMITED))
 
     def _unexpected_ack(self, ack: Any) -> None:
-        """An answer with an id that nobody waits for."""
+        """Hook for subclasses: an answer came with an id that has no waiter."""
 
     def _routed(self, hops: int) -> None:
-        """The relay has taken everything up to this hop id: it takes our frames in order."""
+        """Hook for subclasses: the relay, which routes in order, has routed everything up to this hop id."""

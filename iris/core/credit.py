@@ -1,10 +1,11 @@
-"""Publishing that waits: what a publisher may still send, and what a subscriber lets it send (sans-IO).
+"""Credit of publishers that wait for slow subscribers, as the publisher and as the subscriber see it (sans-IO).
 
-Publisher and subscriber both ask for it. Each connection on the way has credit of its own, per alias: a position in bytes of frames
-since the latest WAIT, up to which may be sent. A position can be said again at any time, so none that is lost is missed for long.
+Publishers wait only if both publisher and subscriber enable it. Each connection on the route has its own credit per
+alias: the number of frame bytes, counted from the latest WAIT, that may be sent. This limit is absolute, so it can be
+sent again at any time and a lost WINDOW does no lasting harm.
 
-    publisher ── WAIT ──► relay ── WAIT ──► subscriber       credit: the least of what the subscribers let through
-    publisher ◄── WINDOW ── relay ◄── WINDOW ── subscriber   a window: `FIRST_WINDOW` at first, less what waits in the queue
+    publisher ── WAIT ──► relay ── WAIT ──► subscriber       credit: the smallest limit that a subscriber granted
+    publisher ◄── WINDOW ── relay ◄── WINDOW ── subscriber   window: `FIRST_WINDOW` at first, less what its queue holds
 """
 
 from __future__ import annotations
@@ -18,34 +19,35 @@ from iris.wire import frames
 from iris.wire.kinds import UNLIMITED, Kind
 
 WhenFull = Literal["drop", "wait"]
-"""Whether a publisher waits for subscribers that are slower, if both of them ask for it."""
+"""What to do when a subscriber is slower than its publisher. Publishers wait only if both sides choose "wait"."""
 FIRST_WINDOW: Final = 64 << 10
-"""What may be sent before the first WINDOW, and how large a window is at first."""
+"""Bytes that may be sent before the first WINDOW, and the initial window size."""
 MAX_WINDOW: Final = 4 << 20
 GROWTH: Final = 4
-"""Times the window before, while the subscriber keeps up."""
+"""Factor by which a window grows while the subscriber keeps up."""
 QUEUE_SHARE: Final = 4
-"""All windows of a subscription together are at most its queue's bound divided by this, unless each is the smallest."""
+"""All windows of a subscription together are at most its queue's limit divided by this, unless each is `FIRST_WINDOW`."""
 MIN_QUEUE_BYTES: Final = 4 << 20
-"""A subscription that publishers wait for has room for so much at least: a new one may get what other windows had allowed before."""
+"""Smallest queue of a subscription for which publishers wait, because earlier windows may still allow bytes to arrive."""
 
 
 class Credit:
-    """What a publisher may send to one topic."""
+    """A publisher's credit for one topic: it may send while `sent` < `limit`."""
 
     __slots__ = ("limit", "sent", "serial", "waiters")
 
     def __init__(self) -> None:
         self.serial = 0
-        """Of the latest WAIT."""
+        """Serial of the latest WAIT."""
         self.limit = 0
+        """Frame bytes that may be sent, counted from the latest WAIT."""
         self.sent = 0
-        """Bytes since the latest WAIT, as `limit` is counted."""
+        """Frame bytes sent since the latest WAIT."""
         self.waiters: list[Waiter] = []
-        """Who is to be woken when there is more."""
+        """Publishers to wake when the credit grows."""
 
     def wake(self) -> None:
-        """Let those that wait look again."""
+        """Wake all waiters, so that they check the credit again."""
         waiters, self.waiters = self.waiters, []
         for waiter in waiters:
             if not waiter.done():
@@ -53,18 +55,18 @@ class Credit:
 
 
 class Credits:
-    """The credit of one session's publishers."""
+    """Credit of all topics that one session publishes to and waits for."""
 
     def __init__(self, send: Callable[[frames.Control], None] | None) -> None:
-        """`send` sends a frame; None: the relay is too old to be asked, and there is no limit."""
+        """`send` sends a control frame. None means that the relay is too old for WAIT, so there is no limit."""
         self._send = send
         self._by_alias: dict[int, Credit] = {}
-        """By alias."""
+        """Credit requested with WAIT: alias -> credit."""
         self._serial = 0
-        """Of the latest WAIT."""
+        """Serial of the latest WAIT."""
 
     def ask(self, credit: Credit, alias: int, *, stalled: bool = False) -> None:
-        """Ask for credit: what was sent counts from here. `stalled`: a publisher has waited for as long as it does."""
+        """Send WAIT for `alias`, from which bytes are counted. `stalled`: a publisher has waited up to its timeout."""
         if self._send is None:
             credit.limit = UNLIMITED
             return
@@ -75,26 +77,26 @@ class Credits:
         self._send(frames.Wait(alias, self._serial, stalled))
 
     def window(self, window: frames.Window) -> None:
-        """The relay tells how much may be sent. What it said before the latest WAIT is void."""
+        """Apply a WINDOW from the relay. One that answers an earlier WAIT is ignored."""
         credit = self._by_alias.get(window.alias)
         if credit is not None and credit.serial == window.serial:
             credit.limit = window.limit
             credit.wake()
 
     def forget(self, alias: int) -> None:
-        """An alias stands for something else now."""
+        """Remove an alias that was declared for another address."""
         if self._by_alias:
             self._by_alias.pop(alias, None)
 
     def end(self) -> None:
-        """The session has ended, or begins anew: whoever waits looks again."""
+        """Wake all waiters, because the session has ended or all its sender ids change."""
         credits, self._by_alias = self._by_alias, {}
         for credit in credits.values():
             credit.wake()
 
 
 class Windows:
-    """The credit that one session's subscriptions give. A window is renewed only when half of it is free."""
+    """Credit that one session's subscriptions grant to publishers. A window is renewed only when half of it is free."""
 
     def __init__(
         self, sinks: Callable[[InFlow], Sequence[Sink]], inbound: Inbound, send: Callable[[frames.Control], None]
@@ -103,14 +105,14 @@ class Windows:
         self._flow = inbound.flow
         self._send = send
         self._flows: dict[int, InFlow] = {}
-        """By alias: those whose publishers wait."""
+        """Flows whose publishers wait: alias -> flow."""
         self._by_sender: dict[tuple[str, bytes], dict[int, InFlow]] = {}
-        """(topic, sender id) -> alias -> the same."""
+        """The same flows: (topic, sender id) -> alias -> flow."""
         self._limited = 0
-        """How many of their windows have a limit."""
+        """Number of their windows that have a limit."""
 
     def on_wait(self, wait: frames.Wait) -> None:
-        """A publisher waits; raises PeerProtocolError for an alias that was not declared."""
+        """Grant credit to a publisher that waits. Raises PeerProtocolError for an alias that was not declared."""
         before = self._forget(wait.alias)
         try:
             flow = self._flow(wait.alias, Kind.PUBLISH)
@@ -124,25 +126,25 @@ class Windows:
         self._review(flow, flow.window, answer=True)
 
     def received(self, flow: InFlow, window: Window, size: int) -> None:
-        """A frame of `size` bytes came, and was delivered or dropped."""
+        """Count a frame of `size` bytes that was delivered or dropped."""
         window.received += size
         if _may_be_half_free(window):
             self._review(flow, window)
 
     def freed(self, name: str, source: bytes) -> None:
-        """A subscription has handled some of what it had of a publisher."""
+        """Renew windows after a subscription has handled messages of a publisher."""
         for flow in self._by_sender.get((name, source), {}).values():
             if flow.window is not None and _may_be_half_free(flow.window):
                 self._review(flow, flow.window)
 
     def changed(self) -> None:
-        """There are other subscriptions now."""
+        """Renew all windows after the subscriptions have changed."""
         for flow in self._flows.values():
             if flow.window is not None:
                 self._review(flow, flow.window)
 
     def _review(self, flow: InFlow, window: Window, *, answer: bool = False) -> None:
-        """Give the credit that there is, if it is worth a frame or an answer is due."""
+        """Send the credit that is free, if it is worth a frame or if `answer` is set."""
         waiting = () if flow.is_local else [sink for sink in self._sinks(flow) if sink.waits]
         if not waiting:
             if answer or window.limit != UNLIMITED:
@@ -157,7 +159,7 @@ class Windows:
             free = 0
         gained = window.received + free - window.limit
         if answer or window.limit == UNLIMITED or 2 * gained >= size:
-            if 4 * held <= size <= window.limit:  # the subscriber is not what takes time
+            if 4 * held <= size <= window.limit:  # the subscriber is not the bottleneck
                 size = min(GROWTH * size, most, MAX_WINDOW)
                 free = max(0, size - held)
             window.bytes = size
@@ -170,11 +172,11 @@ class Windows:
         self._send(frames.Window(window.alias, window.serial, limit))
 
     def _forget(self, alias: int) -> InFlow | None:
-        """Forget whose publisher waited under an alias, which is asked for anew and may stand for something else; return it."""
+        """Remove and return the flow of an alias, which may have been declared for another address since."""
         flow = self._flows.pop(alias, None)
         if flow is None:
             return None
-        assert flow.window is not None  # it is there while the flow is listed
+        assert flow.window is not None  # every listed flow has one
         self._limited -= flow.window.limited
         sender = (flow.name, flow.sender_id)
         flows = self._by_sender[sender]
@@ -185,5 +187,5 @@ class Windows:
 
 
 def _may_be_half_free(window: Window) -> bool:
-    """Whether half of a window may be free. Whether there is a limit at all changes with the subscriptions alone."""
+    """Return whether half of a limited window may be free. A window without a limit gets one only when subscriptions change."""
     return window.limited and 2 * (window.received + window.bytes - window.limit) >= window.bytes

@@ -1,10 +1,11 @@
-"""A tunnel between two sessions of one relay that has carried much: the socket pair by which its records pass the relay by.
+"""Socket pairs: a busy tunnel between two sessions of one relay moves its records to a socket pair that bypasses the relay.
 
-The relay makes the pair and hands each session its end (PAIR, FETCH); how the two sides move over is said by items within the
-tunnel, see `iris.core.tunnel`. In the pair every record follows a u32 of its length.
+The relay creates the pair and gives each session its end (PAIR, FETCH). The two sides agree on the move by items within
+the tunnel (see `iris.core.tunnel`). In the pair, each record follows a u32 with its length.
 
-The relay keeps a duplicate of both ends and shuts them down when the tunnel or a session ends, after it has told why. So
-whoever finds the pair broken asks the relay by PING: if no TUNNEL_END came before the PONG, the pair itself broke, and with it the tunnel.
+The relay keeps a duplicate of both ends. When the tunnel or a session ends, it first sends the reason and then shuts the
+pair down. So a session that finds its pair broken sends PING: if no TUNNEL_END comes before the PONG, the pair itself
+broke, and the tunnel breaks.
 """
 
 from __future__ import annotations
@@ -13,65 +14,66 @@ from collections.abc import Callable
 from typing import Final, Protocol
 
 DIRECT_AFTER_BYTES: Final = 1 << 20
-"""What a tunnel carries, both directions together, before it asks for a pair."""
+"""Bytes that a tunnel carries, both directions together, before it requests a pair."""
 REPORT_BYTES: Final = 256 << 20
-"""The relay is told what passed after this much, and at the end."""
+"""Each time so many bytes have passed, and at the end, the session reports them to the relay."""
 
 
 class PairEnd(Protocol):
-    """This end of a pair, as the tunnel sees it. Nothing here waits."""
+    """This end of a socket pair, as the tunnel sees it. No method blocks."""
 
     sent_records: int
     sent_bytes: int
     received_records: int
     received_bytes: int
     queued_bytes: int
-    """Taken, and not written yet."""
+    """Bytes queued and not yet written."""
 
     @property
     def full(self) -> bool:
-        """Enough waits to be written: whoever sends should wait for `TunnelEnd.wake`."""
+        """Whether the queue is full: a sender should wait for `TunnelEnd.wake`."""
 
     def send(self, record: bytes) -> None:
-        """Take a record, to be written by the end of the turn."""
+        """Queue a record, to be written by the end of the turn."""
 
     def flush(self) -> None:
-        """Write what was taken, as far as there is room."""
+        """Write queued records, as far as the socket has room."""
 
     def finish(self, then: Callable[[], None]) -> None:
-        """Call `then` once all that was taken is written, or the pair is broken."""
+        """Call `then` once all queued records are written, or the pair is broken."""
 
     def read(self) -> None:
-        """Give what comes to `TunnelEnd.arrived`, from now on."""
+        """Start to pass received records to `TunnelEnd.arrived`."""
 
     def drain(self) -> None:
-        """Read all that is there now."""
+        """Read everything that is in the socket now."""
 
     def close(self) -> None:
-        """Give the descriptor back. Idempotent."""
+        """Close the descriptor. Idempotent."""
 
 
 class Direct:
-    """How far one end of a tunnel with a pair has come."""
+    """State of a tunnel end on its move to a socket pair."""
 
     __slots__ = ("moved", "pair", "peer_ready", "reported")
 
     def __init__(self) -> None:
         self.pair: PairEnd | None = None
-        """Set once this end has its descriptor, which it then said by `ready`."""
+        """This end of the pair, once its descriptor is here; the item `ready` is sent then."""
         self.peer_ready = False
+        """Whether the peer has sent `ready`."""
         self.moved = False
-        """What the other side sends is in the pair."""
+        """Whether the peer has sent `moved`, so its records come by the pair."""
         self.reported = (0, 0, 0, 0)
-        """What the relay was told of: records and bytes sent, records and bytes received."""
+        """Totals already reported to the relay: records and bytes sent, records and bytes received."""
 
     @property
     def may_move(self) -> bool:
-        """The other side may say that it has moved."""
+        """Whether the peer may send `moved` now."""
         return self.pair is not None and not self.moved
 
     def report(self, least_bytes: int) -> tuple[int, int, int, int] | None:
-        """Return what passed since the last report, as `reported`; None if that is less than `least_bytes`."""
+        """Return what passed since the last report, in the form of `reported`, or None if it is less than `least_bytes`."""
         pair = self.pair
         if pair is None:
             return None

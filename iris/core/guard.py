@@ -1,9 +1,9 @@
-"""What a receiver remembers of senders so that nothing is accepted twice or out of order.
+"""Replay protection: the receiver's memory of its senders, so that no message is accepted twice or out of order.
 
-Publish and broadcast are guarded by their sequence (per sender and address); requests, pushes and surveys by a replay
-window of counters (per sender and key). Both tables are bounded: entries that were idle beyond the freshness limit make room.
-A table that is full of fresh entries refuses new senders, and `refused_senders` counts them. Half of each table is split
-equally among the keys of this process, so that a holder of one key cannot fill it for the others.
+A sequence per sender and address protects publications and broadcasts. A replay window of counters per sender and key
+protects requests, pushes and surveys. Both tables are bounded: entries idle beyond the freshness limit are removed to
+make room. A table full of fresh entries refuses new senders, and `refused_senders` counts them. Half of each table is
+split equally among the keys of this process, so that a holder of one key cannot fill it for the others.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from iris.wire.kinds import Kind
 MAX_SENDERS: Final = 65_536
 MAX_SEQUENCES: Final = 262_144
 MAX_REPORTED: Final = 4096
-"""Senders that are known only from a relay's announcement."""
+"""Most senders that are known only because a relay reported losses of theirs."""
 SWEEP_US: Final = 1_000_000
 _K = TypeVar("_K")
 FlowKey = tuple[int, int, str, bytes, bytes]
-"""kind, number of the service here (0 for subscriptions), name, key id, sender id."""
+"""(kind, number of the local service or 0 for subscriptions, name, key id, sender id)."""
 
 
 class Shares:
-    """How much of a table each key id uses. Half of the table is split equally; the other half goes to whichever key comes first.
+    """Number of entries of a bounded table that each key id uses.
 
-    A fresh entry is never removed, because a message that a replay window forgot could be repeated.
+    Half of the table is split equally among the keys; the other half is first come, first served. A fresh entry is never
+    removed, because messages could be replayed once its window is forgotten.
     """
 
     __slots__ = ("_limit", "_used")
@@ -37,7 +38,7 @@ class Shares:
         self._used: dict[bytes, int] = {}
 
     def has_room(self, key_id: bytes, keys: int) -> bool:
-        """Whether `key_id` may use one more entry. `keys` is the number of keys that this process holds."""
+        """Return whether `key_id` may use one more entry. `keys` is the number of keys that this process holds."""
         used = self._used
         keys = max(keys, len(used) + (key_id not in used))
         share = max(1, self._limit // (2 * keys))
@@ -47,11 +48,11 @@ class Shares:
         return beyond < self._limit - keys * share
 
     def take(self, key_id: bytes) -> None:
-        """Count one entry more."""
+        """Count one more entry."""
         self._used[key_id] = self._used.get(key_id, 0) + 1
 
     def give_back(self, key_id: bytes) -> None:
-        """Count one entry less."""
+        """Count one entry fewer."""
         left = self._used[key_id] - 1
         if left:
             self._used[key_id] = left
@@ -60,38 +61,38 @@ class Shares:
 
 
 class Sequence:
-    """What is expected next from one sender for one address."""
+    """Sequence of one sender's messages for one address: the number expected next, and the losses reported."""
 
     __slots__ = ("known", "next", "reported", "unsure", "used_us")
 
     def __init__(self) -> None:
         self.next = 0
-        """Numbers below are late or repeated. Only a message that opened moves it."""
+        """Next expected number; lower ones are late or repeated. Only a message that opened moves it."""
         self.reported = 0
-        """Losses below were announced by a relay. If such a message arrives, the announcement was wrong and is ignored."""
+        """Losses below this number were reported by a relay. If such a message arrives, the report was wrong and is ignored."""
         self.known = False
-        """Whether deliveries without a queue group were followed without a pause, so that a jump is a gap."""
+        """Whether every delivery without a queue group was followed since some message, so that a jump is a gap."""
         self.unsure = -1
-        """What was expected next when a loss of unknown count was reported last."""
+        """Value of `next` when a loss of unknown count was last reported."""
         self.used_us = 0
 
     def missing(self, first: int) -> int:
-        """Return how many messages before `first`, which has arrived, are lost and not yet reported."""
+        """Return how many messages before `first`, which has just arrived, are lost and not yet reported."""
         if first < self.reported:
             self.reported = 0
         return first - max(self.next, self.reported)
 
     def unsure_again(self) -> bool:
-        """Note that nobody knows how many are lost from here on. Returns False if that was reported already, and nothing came since."""
+        """Note a loss of unknown count from here on. Return False if it was already reported and no message came since."""
         if self.unsure == self.next:
             return False
         self.unsure = self.next
         return True
 
     def lost(self, first: int, count: int) -> tuple[int, int]:
-        """Note that a relay dropped `count` from `first` on.
+        """Note that a relay dropped `count` messages from `first` on.
 
-        Returns how many are missing before `first`, and how many of `count` were not reported yet.
+        Return how many are missing before `first`, and how many of `count` were not reported yet.
         """
         reported = max(self.next, self.reported)
         end = first + count
@@ -103,7 +104,7 @@ class Sequence:
 
 
 class Sender:
-    """One sender under one key: its replay window, made only after something of it opened."""
+    """One sender under one key: its replay window, made only after a message of it opened."""
 
     __slots__ = ("used_us", "window")
 
@@ -113,7 +114,7 @@ class Sender:
 
 
 class Guard:
-    """Both tables of one process. They outlive connections, so a replay across a reconnect is refused too."""
+    """Both tables of one process. They outlive connections, so a replay after a reconnect is refused, too."""
 
     def __init__(
         self,
@@ -128,19 +129,20 @@ class Guard:
         self._senders: dict[tuple[bytes, bytes, int], Sender] = {}
         self._sequences: dict[FlowKey, Sequence] = {}
         self._reported: dict[FlowKey, Sequence] = {}
-        """Sequences of senders whose losses a relay announced before any message of theirs opened."""
+        """Sequences of senders whose losses a relay reported before any message of theirs opened."""
         self._sender_shares = Shares(max_senders)
         self._sequence_shares = Shares(max_sequences)
         self.refused_senders = 0
+        """How often a new sender was refused because a table was full."""
         self._full_until_us: dict[int, int] = {}
-        """By table: nothing becomes idle before then."""
+        """id of a full table -> time before which none of its entries can become idle."""
 
     def sender(
         self, key_id: bytes, sender_id: bytes, now_us: int, receiver: int = 0
     ) -> Sender | None:
-        """Return the entry of a sender whose message just opened; None if its key's share is full of fresh entries.
+        """Return the entry of a sender whose message just opened, or None if its key's share is full of fresh entries.
 
-        `receiver` is the number of the service for surveys, which reach every service of a process once; otherwise 0.
+        For a survey, which reaches every service of a process once, `receiver` is the number of the service; otherwise 0.
         """
         key = (key_id, sender_id, receiver)
         entry = self._senders.get(key)
@@ -154,7 +156,7 @@ class Guard:
         return entry
 
     def sequence(self, key: FlowKey, now_us: int) -> Sequence | None:
-        """Return the sequence of a sender for an address; None if its key's share is full of fresh entries."""
+        """Return the sequence of a sender for an address, or None if its key's share is full of fresh entries."""
         entry = self._sequences.get(key)
         if entry is None:
             shares = self._sequence_shares
@@ -167,14 +169,14 @@ class Guard:
         return entry
 
     def known(self, key: FlowKey) -> Sequence | None:
-        """Return the sequence of a sender of whom something opened; None if nothing did."""
+        """Return the sequence of a sender, or None if no message of it has opened."""
         return self._sequences.get(key)
 
     def reported(self, key: FlowKey) -> Sequence:
-        """Return the sequence of a sender whose losses a relay announced.
+        """Return the sequence of a sender whose losses a relay reported.
 
-        If no message of that sender has opened, the sequence is kept in a small table of its own, so that a relay's announcements
-        take no room from senders.
+        If no message of that sender has opened, the sequence is kept in a small separate table, so that a relay's reports
+        do not take room from senders.
         """
         entry = self._sequences.get(key) or self._reported.get(key)
         if entry is None:
@@ -184,7 +186,7 @@ class Guard:
         return entry
 
     def resume_topics(self, is_new: Callable[[str], bool]) -> None:
-        """Topics that nobody here followed until now: what was missed of them is no gap, and still never repeated."""
+        """Handle new topics, for which `is_new` is true: messages missed so far are not a gap. Old ones are still refused."""
         self._reported.clear()
         for (kind, _, name, _, _), entry in self._sequences.items():
             if kind == Kind.PUBLISH and entry.known and is_new(name):
@@ -194,10 +196,11 @@ class Guard:
         self, table: dict[_K, Sender] | dict[_K, Sequence], shares: Shares, key_id: bytes, now_us: int,
         key_of: Callable[[_K], bytes],
     ) -> bool:  # fmt: skip
-        """Whether a new entry has room, after entries that were idle beyond the freshness limit are removed.
+        """Return whether a table has room for a new entry, after removing entries idle beyond the freshness limit.
 
-        A removed entry is not missed: everything that it would refuse is refused as too old. A full table is searched again only
-        when its oldest entry may have become idle, and at most once a second, because strangers come by the thousand.
+        Removing those is safe, because everything that they would refuse is refused as too old. A full table is searched
+        again only when its oldest entry may have become idle, and at most once a second, because unknown senders may come
+        by the thousand.
         """
         if shares.has_room(key_id, self.keys):
             return True

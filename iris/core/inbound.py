@@ -1,4 +1,4 @@
-"""The receiving half of a session: declared aliases, openers, and what each flow expects next."""
+"""The receiving half of a session: aliases that the relay declared, and for each the opener and the expected sequence."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ from iris.wire.kinds import DECLARED_KINDS, Kind
 
 MAX_OPENERS: Final = 16_384
 MAX_GROUP_BYTES: Final = 64 << 20
-"""Of the names of queue groups that all aliases name; what an alias beyond names is for nobody here."""
+"""Most bytes of queue group names in all aliases together. The groups of an alias beyond it are ignored."""
 
 
 class UnknownKey(Exception):
-    """A frame whose alias was declared under a key that we do not have. It is dropped, and the session goes on."""
+    """The alias of a frame was declared under a key that this process does not have. Drop the frame and continue."""
 
 
 class Window:
-    """What a publisher that waits may send under one alias: see `iris.core.credit`."""
+    """Credit granted to a waiting publisher under one alias (see `iris.core.credit`)."""
 
     __slots__ = ("alias", "bytes", "limit", "limited", "received", "serial")
 
     def __init__(self, alias: int, serial: int, size: int) -> None:
         self.alias = alias
         self.serial = serial
-        """Of the latest WAIT."""
+        """Serial of the latest WAIT."""
         self.bytes = size
-        """Its size: so much may wait to be handled."""
+        """Size of the window: bytes that may wait to be handled."""
         self.received = 0
-        """Bytes of frames since that WAIT, ..."""
+        """Frame bytes received since that WAIT."""
         self.limit = 0
-        """... and up to which the publisher was told that it may send."""
+        """Frame bytes that the publisher may send, counted from that WAIT."""
         self.limited = False
-        """Whether that is less than `UNLIMITED`."""
+        """Whether `limit` is less than `UNLIMITED`."""
 
 
 class InFlow:
-    """One declared alias: who sends what to which address, and who here wants it."""
+    """One declared alias: its sender, kind and address, and the local subscriptions that receive it."""
 
     __slots__ = (
         "expected",
@@ -71,20 +71,20 @@ class InFlow:
         self.key = key
         self.sender_id = declared.sender_id
         self.plain = declared.plain or declared.kind != Kind.PUBLISH
-        """Whether it is for subscriptions without a group, or for a service, so that nothing of it may be missing."""
+        """Whether it goes to subscriptions without a group, or to a service, so that every missing message is a loss."""
         self.groups = frozenset(declared.groups)
         self.member = declared.member
         self.opener = opener
-        """None for a tunnel's opening: its first message is Noise, not SFrame."""
+        """None for a tunnel's opening, whose first message is Noise, not SFrame."""
         self.prefix = metadata_prefix(self.kind, self.name, key.key_id, self.sender_id)
         self.is_local = False
-        """Whether its sender delivers its casts here itself."""
+        """Whether its sender is in this process and delivers its casts directly (`iris.core.local_senders`)."""
         self.expected: Expected | None = None
         self.sinks: Sequence[Any] = ()
         self.version = -1
-        """Version of the subscriptions for which `sinks` was found."""
+        """`Casts.subscriptions_version` for which `sinks` was computed."""
         self.window: Window | None = None
-        """What its publisher may send, if it waits."""
+        """Credit of its publisher, if that waits."""
 
     def as_plain(self) -> InFlow:
         """Return the flow of the same sender and topic for subscriptions without a group."""
@@ -93,7 +93,7 @@ class InFlow:
 
 
 class Inbound:
-    """The relay's aliases towards this session, each with what is needed to open its frames."""
+    """Aliases that the relay declared to this session, each with what is needed to open its frames."""
 
     def __init__(
         self,
@@ -105,20 +105,21 @@ class Inbound:
         self._flows: list[InFlow | None] = []
         self._openers: dict[tuple[bytes, bytes], Opener] = {}
         self._unknown: dict[int, Declare] = {}
-        """Alias -> declaration, for aliases under keys that we did not have at that time."""
+        """Declarations under keys that this process did not have at the time: alias -> declaration."""
         self._group_bytes: dict[int, int] = {}
-        """Alias -> bytes of the group names that it declares, if any."""
+        """Alias -> bytes of its group names, if it has any."""
         self._all_group_bytes = 0
         self.replies: set[int] = set()
-        """Aliases of stores' answers."""
+        """Aliases declared for answers of stores."""
 
     def declare(self, declared: Declare) -> None:
-        """Store a declaration; it replaces what the alias stood for.
+        """Store a declaration, which replaces an earlier one of the same alias.
 
-        A key that we do not have is not the relay's fault: it may forward what others say, or what was said before the key left.
+        A key that this process does not have is not the relay's fault: it may forward declarations of others, or those
+        from before the key was removed.
 
         Raises:
-            PeerProtocolError: the kind cannot be declared.
+            PeerProtocolError: an alias cannot be declared for this kind.
         """
         if declared.kind not in DECLARED_KINDS:
             raise PeerProtocolError(
@@ -133,7 +134,7 @@ class Inbound:
             else:
                 self._group_bytes[declared.alias] = size
                 self._all_group_bytes += size
-        if declared.kind == Kind.STREAM_REPLY:  # in clear: whose it is, its hop id says
+        if declared.kind == Kind.STREAM_REPLY:  # in clear; its hop id names the call
             self._set_flow(declared.alias, None)
             self.replies.add(declared.alias)
             return
@@ -149,7 +150,7 @@ class Inbound:
             opener = self._openers.get(opener_key)
             if opener is None:
                 if len(self._openers) >= MAX_OPENERS:
-                    self._openers.clear()  # flows keep theirs; the rest is derived again when declared again
+                    self._openers.clear()  # flows keep theirs; others are derived again when declared again
                 opener = self._openers[opener_key] = Opener(key, declared.sender_id)
         self.replies.discard(declared.alias)
         flow = InFlow(declared, key, opener)
@@ -158,7 +159,7 @@ class Inbound:
         self._set_flow(declared.alias, flow)
 
     def forget_keys(self) -> None:
-        """Drop aliases under keys that we no longer have. An honest relay sends nothing under them."""
+        """Remove aliases under keys that this process no longer has. An honest relay sends nothing under them."""
         find_key = self._find_key
         self._openers = {p: o for p, o in self._openers.items() if find_key(p[0]) is not None}
         for alias, flow in enumerate(self._flows):
@@ -175,8 +176,8 @@ class Inbound:
         """Return the flow of an alias.
 
         Raises:
-            PeerProtocolError: it was not declared for this kind.
-            UnknownKey: it was declared under a key that we do not have.
+            PeerProtocolError: the alias was not declared for this kind.
+            UnknownKey: it was declared under a key that this process does not have.
         """
         try:
             flow = self._flows[alias]
@@ -185,7 +186,7 @@ class Inbound:
         if flow is None or flow.kind != kind:
             declared = self._unknown.get(alias)
             if declared is not None and declared.kind == kind:
-                self.declare(declared)  # the key may have arrived in the meantime
+                self.declare(declared)  # the key may have been added in the meantime
                 if alias in self._unknown:
                     raise UnknownKey
                 return self.flow(alias, kind)
@@ -193,7 +194,7 @@ class Inbound:
         return flow
 
     def flow_of(self, alias: int, kinds: Collection[int]) -> InFlow:
-        """Return the flow of an alias that was declared for one of `kinds`; raises as `flow`."""
+        """Return the flow of an alias that was declared for one of `kinds`. Raises as `flow`."""
         declared: InFlow | Declare | None = None
         if alias < len(self._flows):
             declared = self._flows[alias]

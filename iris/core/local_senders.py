@@ -1,7 +1,7 @@
-"""Clients of one process that hand each other what they publish and broadcast, as a bridge's do (sans-IO).
+"""Clients of one process that deliver their casts to each other directly, as those of a bridge do (sans-IO).
 
-A relay sends such casts to all of them nevertheless, because others want them, too. Each client drops, unopened, what comes from
-a sender of its local_senders.
+The relay still sends these casts to all of them, because members elsewhere want them too. So each client drops, without
+opening it, every cast whose sender id is in the process's `LocalSenders`.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Iterable
 from typing import Final
 
 MAX_RETIRED: Final = 65_536
-"""Ids of senders that have ended: what they sent last may still be on its way."""
+"""Retired sender ids that are remembered, because their last casts may still arrive."""
 
 
 class LocalSenders:
-    """The sender ids of all clients of one local_senders."""
+    """The sender ids of clients in this process that deliver their casts to each other directly."""
 
     def __init__(self) -> None:
         self._ids: set[bytes] = set()
@@ -25,11 +25,11 @@ class LocalSenders:
         return sender_id in self._ids
 
     def add(self, sender_id: bytes) -> None:
-        """Somebody sends under this id from now on."""
+        """Add the id of a new sender."""
         self._ids.add(sender_id)
 
     def retire(self, sender_ids: Iterable[bytes]) -> None:
-        """Nobody sends under these any more."""
+        """Mark ids as no longer used. The latest `MAX_RETIRED` of them stay in the set."""
         self._retired.extend(sender_ids)
         while len(self._retired) > MAX_RETIRED:
             self._ids.discard(self._retired.popleft())

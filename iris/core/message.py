@@ -1,4 +1,4 @@
-"""Messages as a user meets them, and how values become payloads."""
+"""Messages as the application receives them, and conversion between values and payloads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from iris.core.bundle import Headers
 from iris.errors import DecodeError
 
 MEMBER_HEADER: Final = "iris-member"
-"""Header of a survey's answer: the id of the member that gave it, sealed with it."""
+"""Header of a survey's answer: the id of the member that sent it, sealed with it."""
 
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decoders: Final[dict[Any, msgspec.msgpack.Decoder[Any]]] = {}
@@ -19,10 +19,10 @@ _MAX_DECODERS: Final = 256
 
 
 class Message(msgspec.Struct, gc=False):
-    """A message as received. Owned by whoever receives it.
+    """A message as received. The receiver owns it.
 
-    `payload` is as sent; `name` the topic or cluster; `packed` says that the payload is MessagePack because the sender
-    gave an object; `source` is the sender's 16-byte id, drawn anew at each of its connections.
+    `payload` holds the bytes as sent, `name` the topic or cluster. `packed` means that the payload is MessagePack,
+    because the sender passed an object. `source` is the sender's 16-byte id, new for each of its connections.
     """
 
     payload: bytes
@@ -33,19 +33,19 @@ class Message(msgspec.Struct, gc=False):
 
     @property
     def value(self) -> Any:
-        """The payload's bytes if it was sent raw, else the object."""
+        """The payload: bytes if it was sent raw, else the decoded object."""
         return decode_payload(self.payload, self.packed, None)
 
     def decode(self, type: Any) -> Any:
-        """Return the payload as `type` (bytes, str, or anything msgspec knows); raises DecodeError if it does not fit."""
+        """Return the payload as `type`: bytes, str, or any type that msgspec supports. Raises DecodeError if it does not match."""
         return decode_payload(self.payload, self.packed, type)
 
 
 def encode_payload(value: object) -> tuple[bytes, bool]:
-    """Return (bytes, packed): bytes and str travel raw, anything else as MessagePack.
+    """Return (bytes, packed): bytes and str are sent raw, anything else as MessagePack.
 
     Raises:
-        DecodeError: msgspec cannot write an object of this type, or the text holds surrogates.
+        DecodeError: msgspec cannot encode an object of this type, or the text holds surrogates.
     """
     if isinstance(value, bytes):
         return value, False
@@ -60,10 +60,10 @@ def encode_payload(value: object) -> tuple[bytes, bool]:
 
 
 def decode_payload(payload: bytes, packed: bool, wanted: Any) -> Any:
-    """Return `payload` as `wanted`; None means bytes if it was sent raw, else the object.
+    """Return `payload` as the type `wanted`. None means bytes if it was sent raw, else the decoded object.
 
     Raises:
-        DecodeError: it does not fit.
+        DecodeError: the payload does not match the type.
     """
     if wanted is bytes or (wanted is None and not packed):
         return payload

@@ -1,4 +1,4 @@
-"""What the parts of a client's session share: the way out, the flows that come in, whom it works for, and what is counted (sans-IO)."""
+"""State that all parts of a client's session share: outbound and inbound halves, owner, guard and counters (sans-IO)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from iris.wire.kinds import FLAG_REFUSED, Refusal
 
 
 class SessionBase(Conversation):
-    """A conversation of a client, to which requests, store calls, tunnels and casts each add their part: see `iris.core.session`."""
+    """Base of a client's session. Requests, store calls, tunnels and casts each add their part (`iris.core.session`)."""
 
     def __init__(
         self, owner: Owner, guard: Guard, entropy: Callable[[int], bytes], local_senders: LocalSenders | None, *, label: str, pid: int,
@@ -27,17 +27,18 @@ class SessionBase(Conversation):
         self.guard = guard
         self.entropy = entropy
         self.clock_us = 0
-        """Added to the relay's deadlines."""
+        """Added to the relay's deadlines to get this host's clock; 0 for a relay on this host."""
         self.out: Outbound
-        """From WELCOME on."""
+        """Set at WELCOME."""
         self.received_alone = 0
-        """Messages received one by one: calls, their answers, records of tunnels."""
+        """Messages received outside bundles: calls, their answers, tunnel records."""
         self.dropped: dict[str, int] = {}
+        """Dropped messages: cause -> count."""
         self._inbound = Inbound(owner.find_key, local_senders)
         self.replies = self._inbound.replies
-        """Aliases of the relay's that were declared for stores' answers."""
+        """Aliases that the relay declared for answers of stores."""
         self.flow = self._inbound.flow
-        """The flow of an alias of the relay's, declared for a kind."""
+        """Return the flow of an alias that the relay declared for a kind."""
 
     def control(self, body: frames.Control) -> None:
         self.out.control(body)
@@ -47,18 +48,18 @@ class SessionBase(Conversation):
         return self.out.hops
 
     def next_hop(self) -> int:
-        """Return a hop id of ours that was not used."""
+        """Return a new hop id of this session."""
         self.out.hops += 1
         return self.out.hops
 
     def drop(self, cause: str, count: int = 1) -> None:
-        """Count messages that go nowhere."""
+        """Count dropped messages."""
         self.dropped[cause] = self.dropped.get(cause, 0) + count
 
     def refuse(
         self, buf: memoryview, start: int, end: int, reason: Refusal, count: int = 1
     ) -> None:
-        """Send the frame itself, of `count` messages, back, so that the relay can try another member without keeping bodies."""
+        """Send a refused frame of `count` messages back, so that the relay can try another member without storing bodies."""
         frame = bytearray(buf[start:end])
         frame[FLAGS_AT] = FLAG_REFUSED | reason << 4
         self.drop(f"refused: {reason.name.lower()}", count)
