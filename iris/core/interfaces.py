@@ -1,4 +1,4 @@
-"""Who a session works for and with: the client behind it, its services and subscriptions, and whoever waits for an answer."""
+"""Interfaces between a session and the client that owns it: services, subscriptions, waiters, deliveries, losses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from iris.wire.kinds import Kind, Refusal
 
 
 class Waiter(Protocol):
-    """What a request resolves; asyncio.Future is one."""
+    """Receives one result or exception. asyncio.Future is one."""
 
     def done(self) -> bool: ...
     def set_result(self, result: Any, /) -> None: ...
@@ -23,7 +23,7 @@ class Waiter(Protocol):
 
 
 class Binding(Protocol):
-    """A service that joined through this session, as the session sees it. `number` is its own for good."""
+    """A service that joined through this session, as the session sees it. `number` is unique in the process, never reused."""
 
     @property
     def number(self) -> int: ...
@@ -40,25 +40,25 @@ class Sink(Protocol):
 
     @property
     def waits(self) -> bool:
-        """Whether publishers are to wait rather than send what would be dropped."""
+        """Whether publishers must wait when its queue is full, instead of having messages dropped."""
 
     @property
     def limit_bytes(self) -> int:
-        """What its queue holds."""
+        """Limit of its queue in bytes."""
 
     def held(self, name: str, source: bytes) -> int:
-        """Return how many bytes of what one sender published to a topic wait to be handled, if publishers are to wait."""
+        """Return the queued bytes of one sender's publications to a topic. Counted only if `waits`."""
 
     def deliver(self, messages: list[Message], size: int) -> None: ...
     def gap(self, gap: Lost) -> None: ...
 
 
 class Owner(Protocol):
-    """Who the session works for: the client."""
+    """The client that owns a session."""
 
     def find_key(self, key_id: bytes) -> ClusterKey | None: ...
     def binding(self, flow: InFlow) -> Binding | None:
-        """Return the service that a flow is for; None if it did not join the flow's address, whatever the relay says."""
+        """Return the service that a flow addresses, or None if no local service joined that address, whatever the relay says."""
 
     def sinks(self, flow: InFlow) -> Sequence[Sink]: ...
     def draining(self) -> None: ...
@@ -67,9 +67,9 @@ class Owner(Protocol):
 
 
 class Lost:
-    """Messages that did not arrive: `count` of them, None if nobody can know, and why.
+    """A report of messages that did not arrive: `count` of them (None if unknown), and the `cause`.
 
-    `error` is what a request would have raised, for a push that failed.
+    For a push that failed, `error` is what a request would have raised.
     """
 
     __slots__ = ("cause", "count", "error", "kind", "name", "source")
@@ -89,7 +89,7 @@ class Lost:
 
 
 class SurveySink(Protocol):
-    """Who hears the answers of one survey."""
+    """Receiver of the answers to one survey."""
 
     def roster(self, members: list[str]) -> None: ...
     def answer(self, message: Message) -> None: ...
@@ -98,12 +98,12 @@ class SurveySink(Protocol):
 
 
 class Answering(Protocol):
-    """The session that a delivery came over."""
+    """The session by which a delivery came, and which sends its answer."""
 
     message_limit: int
     relay_id: bytes
     running: int
-    """Deliveries of this session that our handlers have not ended yet; the bindings count."""
+    """Deliveries of this session whose handlers have not ended yet. The bindings count them."""
 
     def answer(
         self, delivery: Delivery, kind: int, payload: bytes, headers: Headers | None, packed: bool
@@ -112,7 +112,7 @@ class Answering(Protocol):
 
 
 class Delivery:
-    """A request, push or survey that was accepted for running; ends by exactly one of its methods."""
+    """A request, push or survey that was accepted for running. It ends by exactly one call of `reply`, `fault` or `finish`."""
 
     __slots__ = ("counter", "deadline_us", "flow", "hop", "message", "session", "size")
 
@@ -135,16 +135,16 @@ class Delivery:
         self.size = size
 
     def reply(self, payload: bytes, headers: Headers | None, packed: bool) -> None:
-        """Answer it (request, survey)."""
+        """Answer a request or survey."""
         kind = Kind.ANSWER if self.flow.kind == Kind.SURVEY else Kind.REPLY
         self.session.answer(self, kind, payload, headers, packed)
 
     def fault(self, detail: str, *, may_have_run: bool, member: str = "") -> None:
-        """Answer it with an error; `detail` reaches the caller."""
+        """Answer a request or survey with an error. The caller receives `detail`, up to 4,096 characters."""
         headers = {"may-have-run": "1" if may_have_run else "0", "member": member}
         text = detail[:4096].encode(errors="backslashreplace")  # a file name may hold surrogates
         self.session.answer(self, Kind.FAULT, text, headers, False)
 
     def finish(self, *, started: bool = True) -> None:
-        """It is done with (push), or was not `started`, which its sender hears: its credit goes back with the turn's."""
+        """End a push; its credit is returned at the end of the turn. If it was not `started`, its sender gets a report."""
         self.session.credit(self.flow.member, self.flow.kind, self.hop, started=started)

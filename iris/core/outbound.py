@@ -1,7 +1,7 @@
-"""The sending half of a session: sealers, aliases, bundles and the bytes that go out.
+"""The sending half of a session: sealers, aliases, bundles, runs, and the bytes to write.
 
-Messages for one address collect in an `OutFlow` until `flush` (once per turn of the event loop) or until the next one
-would take it over the cut; then they are sealed and framed as one. Requests and answers are sealed singly.
+Messages for one address collect in an `OutFlow` until `flush` (once per turn of the event loop) or until the bundle is
+full. Then they are sealed and framed as one. Requests and answers are sealed one by one and framed in runs.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from iris.wire.names import split_site
 from iris.wire.runs import MAX_RUN, MAX_RUN_BYTES, answer_run, call_run
 
 SMALL_BYTES: Final = 8192
-"""A body below this is cheaper to copy behind its header than to write as a piece of its own."""
+"""A smaller body is cheaper to copy behind its header than to write separately."""
 EAGER_CHUNKS: Final = 16
-"""So many requests or answers are written before the turn ends: others work on them meanwhile. To a relay that takes no runs, ..."""
+"""Requests or answers that are written before the turn ends, so that others work on them meanwhile. For a relay without runs."""
 EAGER_CALLS: Final = 32
-"""... and to one that does: a run is no longer, so that there are several on the way."""
+"""Most calls in a run, for a relay with runs: short enough that several runs are in flight."""
 RUN_OVERHEAD: Final = 64
-"""What a call in a run may take besides its plain text: hop id, length, seal."""
+"""Bytes that a call in a run may take besides its plain text: hop id, length, seal."""
 MAX_FLOWS: Final = 262_144
-"""Addresses remembered per session; past it all sender ids change and the flows are made anew."""
+"""Addresses remembered per session. Beyond it all flows are forgotten and all sender ids change."""
 AliasKey = tuple[int, str, bytes, bytes, str]
-"""kind, name, key id, sender id, site."""
+"""(kind, name, key id, sender id, site)."""
 
 
 class OutFlow(BundleBuilder):
-    """One (kind, name, key) that this session sends to, and the bundle that it begins there."""
+    """One (kind, name, key) that this session sends to, with its unfinished bundle or run."""
 
     __slots__ = (
         "alias",
@@ -68,38 +68,38 @@ class OutFlow(BundleBuilder):
         self.kind = kind
         self.name = name
         self.site = site
-        """Where it is to go, as in DECLARE."""
+        """Destination site, as in DECLARE."""
         self.key = key
         self.alias: Alias | None = None
         self.parts = 1
-        """Bundles that a turn's messages are cut into, so that queue groups share them."""
+        """Number of bundles into which a turn's messages are cut, so that queue groups share them."""
         self.cuts = 0
-        """Bundles of this turn that were full, while there are parts."""
+        """Bundles that were full in this turn, counted while `parts` > 1."""
         self.credit: Credit | None = None
-        """What may be published, once somebody has waited for it."""
+        """Credit for publishing, once a publisher has waited for it."""
         self.bodies: list[bytes] = []
-        """The run that was begun: calls or answers of this turn, sealed and not yet framed."""
+        """The run under construction: this turn's calls or answers, sealed and not yet framed."""
         self.body_bytes = 0
         self.end = b""
-        """End fields that each of them was sealed with, ..."""
+        """End fields with which each body of the run is sealed."""
         self.metadata = b""
-        """... and before them what is constant for the flow."""
+        """The flow's constant metadata, followed by `end`."""
         self.hop = 0
-        """Of calls: the hop id of the first; each next one has the next."""
+        """Hop id of the first call in the run; the ids of the others follow it."""
         self.hops: list[int] = []
-        """Hop ids of the answers in the run, ..."""
+        """Hop ids of the answers in the run."""
         self.callers: list[bytes] = []
-        """... and the sender ids of those who asked."""
+        """Sender ids of the callers of these answers."""
         self.deadline_us = 0
         self.timeout_ms = 0
 
     @property
     def address(self) -> str:
-        """The name, and the site before it, as `Outbound.flow` takes it."""
+        """The name, with the site before it if there is one, as `Outbound.flow` takes it."""
         return f"{self.site}:{self.name}" if self.site else self.name
 
     def set_sealer(self, sealer: Sealer, sender_id: bytes) -> None:
-        """Seal with `sealer` from now on; sequences belong to a sender, so they start again."""
+        """Use another sealer from now on. Sequences belong to a sender id, so they start again at 0."""
         self.sealer = sealer
         self.sender_id = sender_id
         self.first = 0
@@ -108,9 +108,9 @@ class OutFlow(BundleBuilder):
 
 
 class Outbound:
-    """Everything that one session has to say, as bytes in order.
+    """Everything that one session sends, as bytes in order.
 
-    `chunks` is what the shell writes next and clears. The session's owner tells it the time: `now_us`, µs since 1970.
+    The shell writes `chunks` and clears them. The session sets the time, `now_us`, in µs since 1970.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class Outbound:
     ) -> None:
         self.now_us = 0
         self.hops = 0
-        """The last hop id of ours."""
+        """The last hop id that this session used."""
         self.chunks: list[bytes] = []
         self.chunk_bytes = 0
         self.sent_messages = 0
@@ -147,21 +147,22 @@ class Outbound:
         self._local_senders = local_senders
         self._aliases: AliasTable[AliasKey] = AliasTable(max_aliases)
         self._sealers: dict[tuple[bytes, str], tuple[Sealer, bytes]] = {}
-        """By key id and site: what goes to one site only must leave no gap in what all receive."""
+        """(key id, site) -> (sealer, sender id). Per site, so that messages for one site leave no gap in what others receive."""
         self._flows: dict[tuple[int, str, bytes], OutFlow] = {}
+        """(kind, name with site, key id) -> flow."""
         self.topics: dict[str, OutFlow] = {}
-        """What is published to, by topic: the look-up of the hot path."""
+        """Topic -> flow, for the hot path of publishing."""
         self.credits = Credits(self._send_control if waits else None)
         self._dirty: list[OutFlow] = []
         self._running: list[OutFlow] = []
-        """Those that have begun a run."""
+        """Flows with an unfinished run."""
         self._proven: set[bytes] = set()
         self._caller = b""
-        """Tells our calls of stores from those of other sessions."""
+        """Sender id of this session's calls to stores, drawn at the first one."""
         self._tick = 0
 
     def control(self, body: Control) -> None:
-        """Queue a control frame behind what was sent before."""
+        """Queue a control frame behind everything sent before it."""
         if self._running:
             self._end_runs()
         self._send_control(body)
@@ -179,7 +180,7 @@ class Outbound:
             self._on_full()
 
     def prove(self, key: ClusterKey) -> None:
-        """Prove `key` to the relay, once."""
+        """Send a proof of `key` to the relay, if none was sent yet."""
         if key.key_id not in self._proven:
             self._proven.add(key.key_id)
             signature = key.sign_proof(
@@ -188,7 +189,7 @@ class Outbound:
             self.control(Prove(id=0, public_key=key.public_key, signature=signature))
 
     def flow(self, kind: int, name: str, key: ClusterKey) -> OutFlow:
-        """Return the flow of an address, made and proven at first use. But for topics, `name` may begin with a site."""
+        """Return the flow of an address, created at first use. `name` may begin with a site, except for topics."""
         flow_key = (kind, name, key.key_id)
         flow = self._flows.get(flow_key)
         if flow is None:
@@ -200,7 +201,7 @@ class Outbound:
         return flow
 
     def add(self, flow: OutFlow, payload: bytes, headers: Headers | None, packed: bool) -> None:
-        """Put a message into the flow's bundle. `Client.offer` does the same for the plain case."""
+        """Add a message to the flow's bundle. `Client.offer` does the same inline for the plain case."""
         size = message_bytes(payload, headers)
         if not flow.payloads:
             self._dirty.append(flow)
@@ -209,11 +210,11 @@ class Outbound:
         flow.append(payload, headers, packed, size)
 
     def cut(self, flow: OutFlow, *, full: bool = False) -> None:
-        """Seal and frame what the flow holds, which is at least one message. `full`: more of this turn follows."""
+        """Seal and frame the flow's bundle of one message or more. `full`: more messages of this turn follow."""
         payloads, headers = flow.cut()
         parts = flow.parts
         if full and parts > 1:
-            # Of a long burst each member gets several bundles: parts make that even, and each costs a seal.
+            # In a long burst each member gets several bundles anyway: parts even that out, and each costs a seal.
             flow.cuts += 1
             parts = (parts + 1) // 2 if flow.cuts <= parts else 1
         if parts > 1:
@@ -234,13 +235,13 @@ class Outbound:
         self._seal(flow, plain, 0, 0, 0, count, first, b"")
 
     def share(self, name: str, key_id: bytes, parts: int) -> None:
-        """Cut what is published to a topic in a turn into so many bundles from now on."""
+        """Cut each turn's publications to a topic into `parts` bundles from now on."""
         flow = self._flows.get((Kind.PUBLISH, name, key_id))
         if flow is not None:
             flow.parts = parts
 
     def credit(self, flow: OutFlow) -> Credit:
-        """Return what may be published to a topic; its subscribers are asked at the first use."""
+        """Return the credit for publishing to a topic. The first use sends WAIT to its subscribers."""
         credit = flow.credit
         if credit is None:
             credit = flow.credit = Credit()
@@ -252,13 +253,13 @@ class Outbound:
         return credit
 
     def stalled(self, flow: OutFlow) -> None:
-        """A publisher has waited for as long as it does: a subscriber without credit is dropped for until it has some."""
+        """Report that a publisher has waited up to its timeout. Messages for subscribers without credit are dropped until they grant some."""
         alias = flow.alias
         if flow.credit is not None and alias is not None and alias.number >= 0:
             self.credits.ask(flow.credit, alias.number, stalled=True)
 
     def flush(self) -> None:
-        """Cut every bundle, and end every run, begun since the last flush."""
+        """Send every unfinished bundle and run."""
         running, self._running = self._running, []
         for flow in running:
             if flow.bodies:
@@ -272,7 +273,7 @@ class Outbound:
     def call(
         self, flow: OutFlow, payload: bytes, headers: Headers | None, packed: bool, deadline_us: int, timeout_ms: int
     ) -> tuple[int, int]:  # fmt: skip
-        """Seal a request or push, which goes out with the others of this turn for its address; return its hop id and counter."""
+        """Seal a request or push into the flow's run. Return its hop id and its seal counter."""
         plain = encode_single(payload, headers, packed)
         if self._compressor is not None:
             plain = self._compressor.compressed(plain)
@@ -305,7 +306,7 @@ class Outbound:
     def answer(
         self, flow: OutFlow, payload: bytes, headers: Headers | None, packed: bool, hop: int, caller: bytes, suffix: bytes
     ) -> None:  # fmt: skip
-        """Seal an answer to `caller`, a sender id, which goes out with the others of this turn. `suffix` binds it to its request."""
+        """Seal an answer to `caller`, a sender id, into the flow's run. `suffix` binds it to its request."""
         plain = encode_single(payload, headers, packed)
         if self._compressor is not None:
             plain = self._compressor.compressed(plain)
@@ -327,7 +328,7 @@ class Outbound:
             self._write_run(flow)
 
     def _write_run(self, flow: OutFlow) -> None:
-        """Frame a run that is long enough; the others work on it while we make the next."""
+        """Frame a run that is long enough and have it written, so that its receivers work while this side makes the next."""
         self._end_run(flow)
         if self._longest_run > 1 or len(self.chunks) >= EAGER_CHUNKS:
             self._on_full()
@@ -339,7 +340,7 @@ class Outbound:
                 self._end_run(flow)
 
     def _end_run(self, flow: OutFlow) -> None:
-        """Frame the run that a flow has begun, of answers one for each caller; it stays listed as running."""
+        """Frame a flow's run; a run of answers becomes one run per caller. The flow stays listed as running."""
         bodies, flow.bodies, flow.body_bytes = flow.bodies, [], 0
         if not flow.hops:
             self._frame_run(flow, bodies, ())
@@ -383,17 +384,17 @@ class Outbound:
         self, flow: OutFlow, payload: bytes, headers: Headers | None, packed: bool, hop: int, deadline_us: int,
         timeout_ms: int, suffix: bytes = b"",
     ) -> int:  # fmt: skip
-        """Seal and frame one message at once; return the counter that it was sealed under."""
+        """Seal and frame one message at once; return its seal counter."""
         plain = encode_single(payload, headers, packed)
         first = flow.first
         flow.first = first + 1
         counter = self._seal(flow, plain, hop, deadline_us, timeout_ms, 1, first, suffix)
         if len(self.chunks) >= EAGER_CHUNKS:
-            self._on_full()  # the others work on these while we make the next
+            self._on_full()  # so that receivers work on these while this side makes the next
         return counter
 
     def opening(self, name: str, key: ClusterKey, tunnel_id: bytes, body: bytes, hop: int, deadline_us: int, timeout_ms: int) -> None:  # fmt: skip
-        """Frame the first handshake message of a tunnel. Each has an alias of its own: its id is the sender id."""
+        """Frame the first handshake message of a tunnel. Each tunnel has its own alias, because its id is the sender id."""
         self.prove(key)
         site, name = split_site(name)
         alias = self._declare(Kind.TUNNEL_OPEN, name, key.key_id, tunnel_id, site)
@@ -407,9 +408,9 @@ class Outbound:
     def store_call(
         self, name: str, key: ClusterKey | None, end: bytes, head: bytes, body: bytes, hop: int, deadline_us: int
     ) -> None:  # fmt: skip
-        """Frame a call of a store with its end fields. `key` is the stream's; None for a call of the store itself.
+        """Frame a call to a stream under `key`, or to a store itself if `key` is None, with these end fields.
 
-        `head` is put before an authenticated body.
+        `head` authenticates the body (`iris.crypto.channel`); empty for a call without a channel.
         """
         if key is not None:
             self.prove(key)
@@ -433,9 +434,9 @@ class Outbound:
         self, name: str, key: ClusterKey, payloads: Sequence[bytes], headers: Sequence[Headers | None] | None, packed: bool,
         message_key: bytes = b"",
     ) -> tuple[bytes, bytes, bytes]:  # fmt: skip
-        """Seal messages for a stream, all of one `message_key` (empty: none); return (sender id, end fields, body).
+        """Seal messages for a stream, all with the same `message_key` (empty for none); return (sender id, end fields, body).
 
-        Nothing is framed.
+        It frames nothing.
         """
         count = len(payloads)
         keys = [message_key] * count if message_key else None
@@ -444,7 +445,7 @@ class Outbound:
     def record_bundle(
         self, name: str, key: ClusterKey, plain: bytes, count: int
     ) -> tuple[bytes, bytes, bytes]:
-        """Seal a bundle of `count` messages, laid out as `encode_bundle` does, likewise."""
+        """Seal a bundle of `count` messages, encoded as by `encode_bundle`; return as `record`."""
         if self._compressor is not None:
             plain = self._compressor.compressed(plain)
         flow = self.flow(Kind.STREAM, split_site(name)[1], key)
@@ -455,7 +456,7 @@ class Outbound:
         return flow.sender_id, end, flow.sealer.seal(plain, flow.prefix + end)
 
     def unsent(self) -> list[tuple[int, str, bytes, Headers | None, bool]]:
-        """Return and forget the messages that no bundle took yet: (kind, name, payload, headers, packed)."""
+        """Remove and return the messages of unfinished bundles: (kind, name, payload, headers, packed)."""
         held = []
         for flow in self._dirty:
             payloads, headers = flow.cut()
@@ -467,12 +468,12 @@ class Outbound:
         return held
 
     def poison(self) -> None:
-        """After a fork the child must never seal with these counters."""
+        """Make every later seal fail; for the child of a fork, which shares these counters."""
         for sealer, _ in self._sealers.values():
             sealer.poison()
 
     def retire_senders(self) -> None:
-        """Nothing is sent under these sender ids any more."""
+        """Retire this session's sender ids from the process's `LocalSenders`."""
         if self._local_senders is not None:
             self._local_senders.retire(sender_id for _, sender_id in self._sealers.values())
 
@@ -487,7 +488,7 @@ class Outbound:
         return entry
 
     def _start_over(self) -> None:
-        """Forget every flow. Sequences would restart under the same senders, so the senders change too."""
+        """Forget every flow and every sender id, because sequences must not restart under the same sender id."""
         self.flush()
         self.credits.end()
         self._flows.clear()
@@ -496,7 +497,7 @@ class Outbound:
         self._sealers.clear()
 
     def _renew(self, flow: OutFlow) -> None:
-        """Draw a new sender id for a flow and all that share its own: a counter is never used twice."""
+        """Draw a new sender id for a flow and all flows that share its sealer, so that no counter is used twice."""
         self._end_runs()
         key, site = flow.key, flow.site
         _, ended = self._sealers.pop((key.key_id, site))
@@ -508,7 +509,7 @@ class Outbound:
                 flow.set_sealer(*entry)
 
     def _declare_flow(self, flow: OutFlow) -> Alias:
-        """Declare what a flow stands for, anew if its number was taken."""
+        """Declare an alias for a flow, at first use or after its number was freed."""
         alias = flow.alias = self._declare(
             flow.kind, flow.name, flow.key.key_id, flow.sender_id, flow.site
         )
@@ -521,7 +522,7 @@ class Outbound:
         self._tick += 1
         alias = self._aliases.add((kind, name, key_id, sender_id, site), self._tick)
         address = (kind, name, key_id, sender_id)
-        # Not behind the runs that have begun: each finds its alias when it ends, and could take this one.
+        # Do not end unfinished runs first: each looks up its alias when it ends, and could take this one.
         self._send_control(Declare(alias.number, *address, site=site))
         return alias
 

@@ -1,4 +1,4 @@
-"""What a session sent and waits for: requests, surveys and pushes, from their seal to the one way in which each ends."""
+"""Calls of one session that wait for an outcome: requests, surveys and pushes. Each ends exactly once (sans-IO)."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ ATTEMPTS: Final = 3
 
 @dataclass(slots=True)
 class Pending:
-    """A request or survey on the way."""
+    """A request or survey that has not ended."""
 
     kind: int
     name: str
-    """Of a cluster, perhaps with a site before it."""
+    """Name of the cluster, with a site before it if the caller named one."""
     key: ClusterKey
     payload: bytes
     headers: Headers | None
@@ -53,14 +53,14 @@ class Pending:
     idempotent: bool
     attempts: int = 1
     ran: bool = False
-    """An attempt before this one may have run."""
+    """Whether an earlier attempt may have run."""
     hop: int = 0
     counter: int = 0
     sender_id: bytes = b""
 
 
 class Requests:
-    """The requests and surveys of one session that have not ended, and the latest pushes."""
+    """Unfinished requests and surveys of one session, and its latest pushes."""
 
     __slots__ = ("_pending", "_pushes", "_session", "routed")
 
@@ -68,9 +68,9 @@ class Requests:
         self._session = session
         self._pending: dict[int, Pending] = {}
         self.routed = 0
-        """The relay has routed everything up to this hop id."""
+        """Last hop id up to which the relay has routed everything."""
         self._pushes: dict[int, tuple[str, int]] = {}
-        """hop id -> (cluster, deadline) of the latest pushes, so that a failure can be told by name."""
+        """The latest pushes: hop id -> (cluster, deadline), so that a report of a failure can name the cluster."""
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -79,7 +79,7 @@ class Requests:
         self, kind: int, name: str, key: ClusterKey, payload: bytes, headers: Headers | None, packed: bool, *,
         timeout_ms: int, waiter: Waiter | None = None, survey: SurveySink | None = None, idempotent: bool = False,
     ) -> Pending:  # fmt: skip
-        """Send a request or a survey. Raises Overloaded when too many are in flight."""
+        """Send a request or survey. Raises Overloaded if `MAX_PENDING` are in flight."""
         if len(self._pending) >= MAX_PENDING:
             raise Overloaded(
                 name,
@@ -130,7 +130,7 @@ class Requests:
         packed: bool,
         timeout_ms: int,
     ) -> None:
-        """Send a push: nothing comes back but a failure, which the owner hears as lost."""
+        """Send a push. Only a failure comes back; the owner gets a report of it (`Owner.lost`)."""
         session = self._session
         out = session.out
         deadline_us = session.mono_us + 1000 * timeout_ms
@@ -141,11 +141,11 @@ class Requests:
             del self._pushes[next(iter(self._pushes))]
 
     def forget(self, pending: Pending) -> None:
-        """The caller no longer waits; an answer that comes is dropped and counted."""
+        """Forget a call whose caller no longer waits. A later answer is dropped and counted."""
         self._pending.pop(pending.hop, None)
 
     def answered(self, buf: memoryview, start: int, end: int) -> None:
-        """A reply, fault or answer to one of our requests or surveys."""
+        """Handle a REPLY, FAULT or ANSWER to a request or survey of this session."""
         if end - start < BODY_AT:
             raise PeerProtocolError(
                 f"a data frame of {end - start} bytes is shorter than its {BODY_AT} bytes of fixed fields"
@@ -157,7 +157,7 @@ class Requests:
         self._answered(flow, hop, buf[start + BODY_AT : end], metadata)
 
     def answered_run(self, buf: memoryview, start: int, end: int) -> None:
-        """Replies to several of our requests."""
+        """Handle an ANSWERS frame: replies to several requests of this session."""
         at, hops, sizes = read_answers(buf, start, end)
         (alias,) = ALIAS.unpack_from(buf, start + ALIAS_AT)
         self._session.received_alone += len(hops)
@@ -214,7 +214,7 @@ class Requests:
                 waiter.set_result(message)
 
     def not_ours(self, hop: int) -> None:
-        """End a request whose answer came under a key that we do not have. In a survey, others may still answer."""
+        """End a request whose answer came under a key that this process does not have. A survey goes on: others may answer."""
         pending = self._pending.get(hop)
         if pending is not None and pending.survey is None:
             detail = "the reply was sealed under a key that this client does not have"
@@ -230,7 +230,7 @@ class Requests:
             pending.waiter.set_exception(error)
 
     def failed(self, fail: frames.Fail) -> None:
-        """Handle a relay's own answer, the last one. Only an idempotent message is sent once more, whatever the relay says."""
+        """Handle FAIL, by which a relay ends a call. Only an idempotent call is sent again, whatever the relay says."""
         pending = self._pending.get(fail.hop)
         if pending is None:
             push = self._pushes.pop(fail.hop, None)
@@ -247,7 +247,7 @@ class Requests:
             and pending.deadline_us > self._session.mono_us
         )
         if again and (fail.cause == Cause.LOST or is_stale(fail)):
-            # Sealed anew: a counter is never used for two sends.
+            # It is sealed again: a counter is never used for two sends.
             del self._pending[fail.hop]
             pending.attempts += 1
             pending.ran = pending.ran or fail.may_have_run or is_stale(fail)
@@ -256,20 +256,20 @@ class Requests:
         self._resolve(fail.hop, pending, error=error_of(pending.name, fail))
 
     def roster(self, roster: frames.Roster) -> None:
-        """A survey was handed to these members."""
+        """Handle ROSTER: the members to which a survey was dispatched."""
         pending = self._pending.get(roster.hop)
         if pending is not None and pending.survey is not None:
             pending.survey.roster(roster.members)
 
     def done(self, done: frames.Done) -> None:
-        """No more answers come for a survey."""
+        """Handle DONE: no more answers will come for a survey."""
         pending = self._pending.get(done.hop)
         if pending is not None and pending.survey is not None:
             del self._pending[done.hop]
             pending.survey.done(done.lost, None)
 
     def expire(self, mono_us: int) -> int:
-        """End what is past its deadline; return the next deadline."""
+        """End calls whose deadline has passed; return the next deadline."""
         soonest = NEVER_US
         late = []
         for hop, pending in self._pending.items():
@@ -288,7 +288,7 @@ class Requests:
         return soonest
 
     def end(self, reason: str, *, routed: bool) -> None:
-        """The connection is gone; `routed`: the relay took all that was sent."""
+        """End all calls because the connection has ended. `routed`: the relay has routed everything that was sent."""
         pending, self._pending = self._pending, {}
         for item in pending.values():
             lost = ConnectionLost(item.name, reason)
@@ -297,7 +297,7 @@ class Requests:
             elif item.waiter is not None and not item.waiter.done():
                 item.waiter.set_exception(lost)
         pushes, self._pushes = self._pushes, {}
-        # What the relay has routed, a member holds; and past its deadline a push has started, or was refused.
+        # A push that the relay has routed is at a member; one past its deadline has started or was refused.
         unsure = {
             name
             for hop, (name, deadline_us) in pushes.items()
@@ -308,12 +308,12 @@ class Requests:
 
 
 def is_stale(fail: frames.Fail) -> bool:
-    """Whether a message was too old to tell from a replay. If so, it may have run, whatever else the relay says."""
+    """Return whether a message was too old to distinguish from a replay. Then it may have run, whatever else the relay says."""
     return fail.cause == Cause.REFUSED and fail.detail == STALE
 
 
 def error_of(name: str, fail: frames.Fail) -> RequestError:
-    """Return what a relay's own answer means for the caller."""
+    """Return the error that a relay's FAIL means for the caller."""
     if fail.cause == Cause.NO_MEMBERS:
         return NoMembers(name, fail.detail or "no member serves it")
     if fail.cause == Cause.OVERLOADED:

@@ -1,8 +1,8 @@
-"""Calls of stores: what a session asked of the streams that it reads and writes, until each call ends (sans-IO).
+"""Calls to stores: what a session requests of the streams that it reads and writes, until each call ends (sans-IO).
 
-Calls are like requests (`asks`), but their bodies are in clear: each record in them is sealed on its own, by its sender and
-for its readers. A channel (`channels`) authenticates calls of a stream and their answers. An answer that a relay makes up ends
-the call as lost; it is never used as the store's answer.
+These calls are like requests (`iris.core.requests`), but their bodies are in clear: each record in them is sealed
+separately, by its sender for its readers. A channel (`iris.core.channels`) authenticates calls to a stream and their
+answers. An answer that a relay forges ends the call as lost; it is never used as the store's answer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from iris.wire.kinds import NEVER_US
 from iris.wire.streams import Refused, decode_answer
 
 GRACE_US: Final = 1_000_000
-"""The relay and the store end a call at its deadline; we wait so much longer for their word."""
+"""The relay and the store end a call at its deadline. The caller waits so much longer for their answer."""
 
 
 @dataclass(slots=True)
@@ -48,19 +48,20 @@ class StoreCall:
     channel: StoreChannel | None = None
     """The channel that it uses; None for a call without one."""
     counter: int = -1
-    """Its counter in that channel, once it was sent."""
+    """Its counter in that channel; -1 until it is sent."""
     body: bytes = b""
-    """Kept until it is sent; if the call changes nothing, until it is answered or sent again."""
+    """Held until the call is sent. If the call changes nothing, held until it is answered or sent again."""
     again: bool = False
+    """Whether this is the second attempt, through a new channel."""
 
     @property
     def sent(self) -> bool:
-        """Whether it may have reached the store."""
+        """Whether the call may have reached the store."""
         return self.channel is None or self.counter >= 0
 
 
 class StoreCalls:
-    """The unfinished calls of one session, and its channels."""
+    """Unfinished store calls of one session, and its channels."""
 
     __slots__ = ("_channels", "_pending", "_session", "writes")
 
@@ -69,16 +70,16 @@ class StoreCalls:
         self._pending: dict[int, StoreCall] = {}
         self._channels: dict[ChannelKey, StoreChannel] = {}
         self.writes = 0
-        """How many of them write: a session that is left waits for those."""
+        """Number of pending calls that write. A session does not end before these have ended."""
 
     def send(
         self, name: str, key: ClusterKey | None, body: bytes, *, timeout_ms: int, waiter: Waiter, shown: str = "",
         writes: bool = False, to_store: bool = False,
     ) -> StoreCall:  # fmt: skip
-        """Send a call to the address `name`; its decoded answer resolves `waiter`. Errors name it `shown`.
+        """Send a call to the address `name`; its decoded answer resolves `waiter`. Errors call it `shown`.
 
-        With a `key` it uses a channel to the stream that has the key. With `to_store` as well, it uses a channel to the store whose id
-        is `name`.
+        With a `key` the call uses a channel to the stream `name` under that key. If `to_store` is set too, it uses a
+        channel to the store whose id is `name`.
         """
         call = self._call(shown or name, timeout_ms, waiter, writes)
         if key is None:
@@ -89,7 +90,7 @@ class StoreCalls:
         return call
 
     def _route(self, call: StoreCall, channel_key: ChannelKey, key: ClusterKey) -> None:
-        """Send a call through the channel of its address, or let it wait until the channel is open."""
+        """Send a call through the channel of its address, or hold it until the channel is open."""
         channel = self._channels.get(channel_key)
         if channel is None:
             if len(self._channels) >= MAX_CHANNELS:
@@ -145,7 +146,7 @@ class StoreCalls:
     # -- channels --------------------------------------------------------------------------------------------
 
     def find_key(self, key_id: bytes) -> ClusterKey | None:
-        """Return our key with this id."""
+        """Return the client's key with this id, or None."""
         return self._session.owner.find_key(key_id)
 
     def entropy(self, size: int) -> bytes:
@@ -155,13 +156,13 @@ class StoreCalls:
     def plain(
         self, name: str, key: ClusterKey | None, body: bytes, *, timeout_ms: int, waiter: Waiter, shown: str
     ) -> StoreCall:  # fmt: skip
-        """Send a call that opens a channel."""
+        """Send one of the unauthenticated calls that open a channel."""
         call = self._call(shown, timeout_ms, waiter, False)
         self._frame(name, key, b"", body, call)
         return call
 
     def opened(self, channel: StoreChannel, held: Iterable[StoreCall]) -> None:
-        """Send the waiting calls in order, except those that have ended."""
+        """Send the held calls in order, except those that have ended."""
         for call in held:
             if self._pending.get(call.hop) is call:
                 self._seal(channel, call)
@@ -169,7 +170,7 @@ class StoreCalls:
     def failed_to_open(
         self, channel: StoreChannel, held: Iterable[StoreCall], failure: Refused | IrisError
     ) -> None:
-        """End the waiting calls. None of them was sent."""
+        """End the held calls with an error. None of them was sent."""
         self._drop_channel(channel)
         for call in held:
             if self._pending.get(call.hop) is call:
@@ -188,7 +189,7 @@ class StoreCalls:
     def _unsealed(
         self, call: StoreCall, channel: StoreChannel, end: memoryview, body: memoryview
     ) -> memoryview | None:
-        """Return the store's authenticated answer to this call; None if there is none, and the call was ended or sent again."""
+        """Return the store's authenticated answer to this call, or None if the call was ended or sent again instead."""
         opened = channel.opened
         if opened is not None and call.counter >= 0 and len(body):
             if body[0] == MARK:
@@ -199,7 +200,7 @@ class StoreCalls:
                 if counter == call.counter:
                     return answer
             elif self._refused(body):
-                # The store does not know the channel, or a relay claims that. Nobody knows whether the call was carried out.
+                # The store does not know the channel, or a relay claims so. It is unknown whether the call was carried out.
                 self._drop_channel(channel)
                 self._again(call, channel)
                 return None
@@ -215,7 +216,7 @@ class StoreCalls:
             return False
 
     def _again(self, call: StoreCall, channel: StoreChannel) -> None:
-        """Send a call once more through a new channel if it changes nothing; otherwise end it, and let its caller decide."""
+        """Send a call again through a new channel if it changes nothing; otherwise end it, and let its caller decide."""
         if not call.body:
             detail = (
                 "the store no longer knows the channel, because the store or its relay restarted; "
@@ -229,7 +230,7 @@ class StoreCalls:
         self._route(call, channel.channel_key, channel.cluster_key)
 
     def forget(self, call: StoreCall) -> None:
-        """The caller no longer waits; an answer that comes is dropped and counted."""
+        """Forget a call whose caller no longer waits. A later answer is dropped and counted."""
         self._take(call.hop)
 
     def _take(self, hop: int) -> StoreCall | None:
@@ -241,7 +242,7 @@ class StoreCalls:
         return call
 
     def answered(self, buf: memoryview, start: int, end: int) -> None:
-        """A store's answer."""
+        """Handle STREAM_REPLY, a store's answer."""
         if end - start < BODY_AT:
             raise PeerProtocolError(
                 f"a data frame of {end - start} bytes is shorter than its {BODY_AT} bytes of fixed fields"
@@ -270,13 +271,13 @@ class StoreCalls:
             call.waiter.set_exception(ConnectionLost(call.name, str(err)))
 
     def failed(self, fail: frames.Fail) -> None:
-        """The relay answered itself: there is no other answer."""
+        """Handle FAIL, by which the relay ends a call: no other answer will come."""
         call = self._take(fail.hop)
         if call is not None and not call.waiter.done():
             call.waiter.set_exception(error_of(call.name, fail))
 
     def expire(self, mono_us: int) -> int:
-        """End what is past its deadline; return the next deadline."""
+        """End calls whose deadline and grace time have passed; return the next such time."""
         late = [h for h, c in self._pending.items() if c.deadline_us + GRACE_US <= mono_us]
         for hop in late:
             if (call := self._pending.get(hop)) is not None:
@@ -286,7 +287,7 @@ class StoreCalls:
         return soonest + GRACE_US if self._pending else NEVER_US
 
     def end(self, reason: str) -> None:
-        """The connection is gone."""
+        """End all calls because the connection has ended."""
         for hop, call in list(self._pending.items()):
             self._end(hop, ConnectionLost(call.name, reason, may_have_run=call.sent))
 
