@@ -1,12 +1,15 @@
-"""Appends in order, each stored once: a window of sealed records on the way, sent again until the store has said what became of them.
+"""Ordered appends to a stream, each stored once. Sealed records are sent again until the store reports their outcome.
 
-    add ─► open record ── cut, 64 KiB ──► queue ── due, window ──► on the way ── answered ──► offsets
+    add ─► open record ── cut, 64 KiB ──► queue ── due, window ──► in flight ── answered ──► offsets
                                             ▲                          │ lost, out of order
-                                            └───────── all over ◄──────┘
+                                            └── nothing in flight ◄────┘
 
-A producer is a random id; its records are numbered from 0 in every epoch, and the store takes number n after n - 1 alone. So what
-was lost on the way goes out again as it was, in order, when nothing else is on the way; what was stored before is known by its number.
-In another epoch the store cannot tell it from something new: what may be stored is then given up, and its sender is told so.
+A producer has a random id, and numbers its records from 0 in each epoch. The store accepts number n only after n - 1.
+So lost records are sent again unchanged, in order, when nothing else is in flight, and the store recognises those that it
+has already stored by their numbers.
+
+In a new epoch the store cannot recognise records of the old one. Records that may be stored are not sent again then;
+their callers get StreamUnavailable with `may_have_run`.
 """
 
 from __future__ import annotations
@@ -35,10 +38,10 @@ from iris.wire.streams import (
 )
 
 WINDOW: Final = 64
-"""Records on the way at once: of so many the store knows the offsets when they come again."""
+"""Most records in flight. The store remembers the offsets of so many, in case they are sent again."""
 CALL_BYTES: Final = 256 << 10
 QUEUE_BYTES: Final = 32 << 20
-"""Appends wait while more than this is on the way or waits for it."""
+"""Appends wait while more bytes than this are queued or in flight."""
 RECORD_BYTES: Final = 256
 PAUSE_MIN_S: Final = 0.02
 PAUSE_MAX_S: Final = 1.0
@@ -46,21 +49,21 @@ W = TypeVar("W", bound=Waiter)
 
 
 class Extras(Struct, frozen=True, gc=False):
-    """What a message that is sealed alone, or with its equals, is stored with."""
+    """Fields stored with a record. Only messages with equal extras share a record."""
 
     key: bytes = b""
-    """Sealed with the messages."""
+    """Key of the messages, sealed with them."""
     key_hash: bytes = b""
     tombstone: bool = False
     expires_us: int = 0
     due_us: int = 0
     id_hash: bytes = b""
-    """Who has an id is stored alone: it may have been stored before, and its neighbors not."""
+    """Hash of the message's id. A message with an id gets its own record, because it alone may be a duplicate."""
 
     def record(
         self, sequence: int, end: bytes, body: bytes, expect: int | None = None
     ) -> NewRecord:
-        """Return a sealed record as a call takes it."""
+        """Return a sealed record in the form that an Append carries."""
         return NewRecord(
             sequence, end, body, self.key_hash, self.tombstone, self.expires_us, self.due_us, expect, self.id_hash
         )  # fmt: skip
@@ -70,7 +73,7 @@ PLAIN: Final = Extras()
 
 
 class Pending(BundleBuilder, Generic[W]):
-    """A record: messages that are stored together, and who waits for their offsets."""
+    """A record that has not ended: messages stored together, and the waiter for their first offset."""
 
     __slots__ = (
         "body",
@@ -91,16 +94,16 @@ class Pending(BundleBuilder, Generic[W]):
         """Resolved with the first offset."""
         self.sequence = -1
         self.lost = False
-        """On the way, once: nobody knows whether it is stored."""
+        """Whether an answer to it was lost, so that it is unknown whether it is stored."""
         self.uuid = b""
         self.key: ClusterKey | None = None
-        """The stream and its key when it was sealed. It opens only under that key, so it is sent only under that key."""
+        """Key it was sealed with, for the stream `uuid`. It opens only under that key, so it is sent only under that key."""
         self.sender_id = self.end = self.body = b""
-        """Once it is sealed: sent again as it is."""
+        """Set when it is sealed. It is sent again unchanged."""
 
 
 class Sent(Struct, Generic[W], eq=False):
-    """A call that is on its way, until `Producer.answered` or `lost`. It goes under `key`, with which its records were sealed."""
+    """A call in flight, until `Producer.answered` or `lost`. It is sent under `key`, with which its records were sealed."""
 
     records: list[Pending[W]]
     key: ClusterKey
@@ -108,42 +111,46 @@ class Sent(Struct, Generic[W], eq=False):
 
 
 class Producer(Generic[W]):
-    """One client's appends to one stream."""
+    """One client's ordered appends to one stream (sans-IO)."""
 
     def __init__(
         self, name: str, producer_id: bytes, *, waiter: Callable[[], W], on_open: Callable[[], object],
         find_key: Callable[[bytes], ClusterKey | None], rng: Callable[[], float],
     ) -> None:  # fmt: skip
-        """`waiter` makes what is resolved with a record's first offset; `on_open` hears that there is a record for `cut` to close."""
+        """`waiter` creates the waiter of a record. `on_open` is called when a record was opened, which `cut` must close."""
         self.name = name
         self.bytes = 0
-        """Queued and on the way."""
+        """Bytes queued and in flight."""
         self._id = producer_id
         self._waiter = waiter
         self._on_open = on_open
         self._find_key = find_key
         self._epoch = 0
         self._next = 0
-        """Number of the next record; below 0: there cannot be one in this epoch."""
+        """Number of the next record; below 0 if this epoch has ended."""
         self._open: Pending[W] | None = None
         self._queue: deque[Pending[W]] = deque()
         self._unacked: deque[Pending[W]] = deque()
         self._calls = 0
         self._records = 0
-        """Calls and records on the way."""
+        """Numbers of calls and of records in flight."""
         self._resend = False
-        """Something was lost: nothing new goes out until all on the way is over."""
+        """Whether records must be sent again. Nothing is sent until nothing is in flight."""
         self._resend_us = 0
-        """When it goes out again, once all is over."""
+        """Time to send them again, once nothing is in flight."""
         self._backoff = Backoff(PAUSE_MIN_S, PAUSE_MAX_S, rng)
         self._ended = ""
 
-    # -- taking ----------------------------------------------------------------------------------------------
+    # -- adding ----------------------------------------------------------------------------------------------
 
     def add(
         self, payload: bytes, headers: Headers | None, packed: bool, extras: Extras
     ) -> tuple[W, int]:
-        """Take a message; return who is told its record's first offset, and its place in that record."""
+        """Add a message. Return the waiter for its record's first offset, and its position in that record.
+
+        Raises:
+            StreamUnavailable: the producer has ended.
+        """
         if self._ended:
             raise StreamUnavailable(self.name, self._ended)
         size = message_bytes(payload, headers) + len(extras.key)
@@ -162,31 +169,31 @@ class Producer(Generic[W]):
         return record.waiter, len(record.payloads) - 1
 
     def cut(self) -> None:
-        """The turn is over: what was added in it is to be sent."""
+        """Close the open record at the end of a turn and queue it."""
         if self._open is not None:
             self._queue.append(self._open)
             self._open = None
 
     @property
     def full(self) -> bool:
-        """Whether an append has to wait for room."""
+        """Whether an append must wait for room."""
         return self.bytes > QUEUE_BYTES and not self._ended
 
     @property
     def busy(self) -> bool:
-        """Whether something waits to be sent, or to be answered."""
+        """Whether a record is queued or in flight."""
         return bool(self._queue or self._unacked)
 
     @property
     def idle(self) -> bool:
-        """Whether all that was taken has ended."""
+        """Whether every record that was added has ended."""
         return not (self._queue or self._unacked or self._open)
 
     # -- sending ---------------------------------------------------------------------------------------------
 
     @property
     def due_us(self) -> int:
-        """When something is to be sent; NEVER_US while that hangs on messages or answers to come."""
+        """Time to call `due`; NEVER_US while it depends on messages or answers to come."""
         if self._resend:
             return NEVER_US if self._calls else self._resend_us
         return 0 if self._queue and self._records < WINDOW else NEVER_US
@@ -194,7 +201,7 @@ class Producer(Generic[W]):
     def due(
         self, now_us: int, uuid: bytes, key: ClusterKey, out: Outbound, call_bytes: int
     ) -> list[Sent[W]]:
-        """Return the calls to send now, each of `call_bytes` at most; `out` seals their records with `key`, for the stream `uuid`."""
+        """Return the calls to send now, each of at most `call_bytes`. `out` seals records with `key` for the stream `uuid`."""
         if now_us < self.due_us:
             return []
         if self._resend:
@@ -212,7 +219,7 @@ class Producer(Generic[W]):
         return self._grouped(records, min(CALL_BYTES, call_bytes))
 
     def _seal(self, record: Pending[W], uuid: bytes, key: ClusterKey, out: Outbound) -> None:
-        """Seal a record once, or again if its key is gone."""
+        """Seal a record that is not sealed yet, or whose key was retired."""
         if not self._sealed_for(record, uuid, key):
             record.uuid, record.key = uuid, key
             record.sender_id, record.end, record.body = out.record(
@@ -220,24 +227,24 @@ class Producer(Generic[W]):
             )
 
     def _sealed_for(self, record: Pending[W], uuid: bytes, key: ClusterKey) -> bool:
-        """Whether a sealed record can go to this stream: we still have its key, and it is the same one."""
+        """Return whether a record is sealed for this stream, under a key that the client still has."""
         sealed = record.key
         if sealed is None or self._find_key(sealed.key_id) is None:
             return False
         return record.uuid == uuid or sealed.key_id == key.key_id
 
     def _to_resend(self, uuid: bytes, key: ClusterKey, out: Outbound) -> list[Pending[W]]:
-        """Return what was not acknowledged and goes out once more, in order."""
+        """Return the unacknowledged records to send again, in order. Fail those that cannot be sent again safely."""
         records = [record for record in self._unacked if not record.waiter.done()]
         for record in records:
             if not self._sealed_for(record, uuid, key):
                 if record.lost:
                     # It cannot be sent again, and later ones would be out of order.
                     self._next = -1
-                else:  # it is not stored, so sealing it again duplicates nothing
+                else:  # it is not stored, so sealing it again makes no duplicate
                     self._seal(record, uuid, key, out)
         if self._next < 0:
-            # In another epoch the store cannot tell what it has of these from new ones.
+            # In a new epoch the store cannot recognise those of these records that it has stored.
             unknown = StreamUnavailable(
                 self.name,
                 "its answer was lost and cannot be asked for again, so it may or may not be stored",
@@ -256,7 +263,7 @@ class Producer(Generic[W]):
         return records
 
     def _grouped(self, records: Iterable[Pending[W]], call_bytes: int) -> list[Sent[W]]:
-        """Return calls of these records, several to a call, each of one sender."""
+        """Return calls with these records. All records of a call have one sender id."""
         batches: list[list[Pending[W]]] = []
         size = 0
         for record in records:
@@ -276,10 +283,10 @@ class Producer(Generic[W]):
         assert sealed is not None
         return Sent(batch, sealed, Append(batch[0].sender_id, records, self._id, self._epoch))
 
-    # -- what became of it -----------------------------------------------------------------------------------
+    # -- outcomes -----------------------------------------------------------------------------------
 
     def answered(self, sent: Sent[W], outcomes: Sequence[Outcome], now_us: int) -> None:
-        """The store has said what became of each record of a call."""
+        """Apply the store's outcomes for the records of a call."""
         for record, outcome in zip(sent.records, outcomes, strict=True):
             if outcome.status in (STORED, DUPLICATE):
                 if outcome.value is None:
@@ -290,7 +297,7 @@ class Producer(Generic[W]):
                 else:
                     self._stored(record, outcome.value)
             elif outcome.status == OUT_OF_ORDER:
-                # Below what we have unanswered is what the store once had: it forgot us.
+                # The store expects a number below our unanswered ones, so it has forgotten this producer.
                 first = next((r.sequence for r in self._unacked if not r.waiter.done()), 0)
                 if outcome.value is not None and outcome.value < first:
                     self._next_epoch()
@@ -308,7 +315,7 @@ class Producer(Generic[W]):
         self._call_ended(sent, now_us)
 
     def lost(self, sent: Sent[W], error: Exception, now_us: int) -> bool:
-        """A call ended with an error. Returns whether it goes out again, because the store, or the way to it, is away."""
+        """Handle a call that ended with an error. Return whether it is sent again, because the store cannot be reached."""
         if isinstance(error, StreamError):
             # Reported by the store, or by a relay that knows of no store.
             away, lost = error.passing, isinstance(error.__cause__, RequestError)
@@ -321,13 +328,13 @@ class Producer(Generic[W]):
                 record.lost = record.lost or lost
         elif isinstance(error, StreamError):
             self._refused(sent.records, error)
-        else:  # what cannot be sent ends here, and holds up nothing behind it
+        else:  # fail records that cannot be sent, so that they do not block later ones
             self._refused(sent.records, StreamError(self.name, f"{type(error).__name__}: {error}"))
         self._call_ended(sent, now_us)
         return away
 
     def failed(self, error: Exception) -> None:
-        """There is nowhere to send to: nothing that was cut is sent, or sent again."""
+        """Fail every queued and unacknowledged record, because the stream cannot be reached."""
         unknown = StreamUnavailable(self.name, str(error), may_have_run=True)
         unsent = StreamUnavailable(self.name, str(error))
         self._fail_all(unknown, error if isinstance(error, StreamError) else unsent)
@@ -336,7 +343,7 @@ class Producer(Generic[W]):
         self._resend = False
 
     def end(self, reason: str) -> None:
-        """Nothing more is taken or sent; whoever waits hears so. Idempotent."""
+        """Fail every record and refuse new ones. Idempotent."""
         self._ended = self._ended or reason
         self.cut()
         unknown = StreamUnavailable(self.name, reason, may_have_run=True)
@@ -372,7 +379,7 @@ class Producer(Generic[W]):
         self._queue.clear()
 
     def _refused(self, records: list[Pending[W]], error: StreamError) -> None:
-        """The store did not take these: those after them are out of order there, and are numbered anew."""
+        """Fail records that the store refused. Later ones are out of order at the store, so they are numbered again."""
         for record in records:
             unknown = StreamUnavailable(
                 self.name,
@@ -383,6 +390,6 @@ class Producer(Generic[W]):
         self._next_epoch()
 
     def _next_epoch(self) -> None:
-        """The next number can never come: go on in another epoch, once nothing is on the way."""
+        """Start another epoch once nothing is in flight, because the store will not accept the next number."""
         self._resend = True
         self._next = -1

@@ -1,6 +1,7 @@
-"""The member's side of a session with its relay: ids, deadlines, answers, dispatch (sans-IO).
+"""A client's session with its relay: ids, deadlines, answers, dispatch (sans-IO).
 
-What comes in goes to the owner's bindings and sinks by plain calls. `iris.core.conversation` says how it is driven.
+Incoming messages are passed to the owner's bindings and sinks by plain calls. `iris.core.conversation` describes how the
+shell drives a session.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ NOT_OURS: Final = "under a key that is not ours"
 
 
 class Session(SessionBase):
-    """One connection's conversation. See the module's text for how it is driven."""
+    """A client's session over one connection."""
 
     def __init__(
         self, owner: Owner, guard: Guard, entropy: Callable[[int], bytes], *, label: str, pid: int, message_limit: int,
@@ -72,22 +73,22 @@ class Session(SessionBase):
         self._compress = compress
         self._local_senders = local_senders
         self.running = 0
-        """Deliveries of this session that our handlers have not ended yet; the bindings count."""
+        """Deliveries of this session whose handlers have not ended yet. The bindings count them."""
         self.drain_ms: int | None = None
-        """The relay stops, and ends this session after so long; None: it has not said so."""
+        """Grace time after which the relay, which is stopping, ends this session; None before DRAIN."""
         self.callers_left = 0
-        """Calls that members of this session were handed, and whose callers left before the answer."""
+        """Calls dispatched to members of this session whose callers left before the answer."""
         self.requests = requests = Requests(self)
         self.tunnels = tunnels = Tunnels(self)
         self.store_calls = StoreCalls(self)
         self.members: list[int] = []
-        """The members of ours that joined through this session."""
+        """Members that joined through this session."""
         self.registered: set[object] = set()
-        """What our owner registered through this session, by whatever it tells registrations apart."""
+        """Registrations that the owner made through this session, as keys of the owner's choice."""
         self._certified = self._channel = b""
         """Over TLS: the relay id in the certificate, and the certificate's hash, to which proofs are bound."""
         self._heartbeat: Heartbeat | None = None
-        """Of a relay on another host."""
+        """Heartbeat state; None for a relay on this host."""
         self.casts = casts = Casts(
             owner, guard, self._inbound, self.drop, self.control, local_senders
         )  # fmt: skip
@@ -96,9 +97,9 @@ class Session(SessionBase):
         self._watches: dict[
             int, tuple[Callable[[frames.Membership], None], Callable[[str], None] | None]
         ] = {}
-        """id -> who gets the answer, and who learns that there is none."""
+        """id -> (called with each Membership, called with the reason if the relay refuses)."""
         self._credits: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
-        """(member, kind) -> hop ids of the pushes that ended in this turn."""
+        """(member, kind) -> hop ids of the pushes that ended in this turn, and of those that were not started."""
         table = self._table
         table[Kind.PUBLISH] = casts.publish
         table[Kind.REQUEST] = table[Kind.PUSH] = table[Kind.SURVEY] = self._incoming
@@ -136,14 +137,14 @@ class Session(SessionBase):
     # -- driving ---------------------------------------------------------------------------------------------
 
     def frame(self, buf: memoryview, start: int, end: int) -> None:
-        """Take one whole frame; raises PeerProtocolError if the relay broke the protocol."""
+        """Handle one whole frame, `buf[start:end]`. Raises PeerProtocolError if the relay broke the protocol."""
         try:
             self._table[buf[start + KIND_AT]](buf, start, end)
         except UnknownKey:
             self._not_ours(buf, start, end)
 
     def turn(self, now_us: int, mono_us: int) -> None:
-        """Tell the time: µs since 1970, and µs of CLOCK_MONOTONIC."""
+        """Set the time: µs since 1970, and µs of CLOCK_MONOTONIC."""
         self.now_us = now_us
         self.mono_us = mono_us
         self.casts.now_us = now_us
@@ -151,7 +152,7 @@ class Session(SessionBase):
             self.out.now_us = now_us
 
     def flush(self) -> None:
-        """Seal what the turn collected and give back its credit."""
+        """Seal what the turn collected, and return the credit of pushes that ended."""
         if self.state is not UP:
             return
         self.out.flush()
@@ -162,7 +163,7 @@ class Session(SessionBase):
             self._credits.clear()
 
     def expire(self, mono_us: int) -> None:
-        """End what is past its deadline."""
+        """End everything whose deadline has passed, and send a beat if it is time."""
         self.mono_us = mono_us
         self.deadline_us = min(
             self.requests.expire(mono_us),
@@ -184,11 +185,11 @@ class Session(SessionBase):
 
     @property
     def silent(self) -> bool:
-        """Whether a relay on another host said nothing for too long."""
+        """Whether a relay on another host has sent nothing for too long."""
         return self._heartbeat is not None and self._heartbeat.dead(self.mono_us)
 
     def hold_casts(self) -> None:
-        """Keep publications and broadcasts back: another session of ours may owe us earlier ones, still unread."""
+        """Hold incoming casts, because another session of this client may still have earlier ones to read."""
         for kind in CASTS:
             self._table[kind] = self._hold
 
@@ -205,12 +206,10 @@ class Session(SessionBase):
         self._held.append(bytes(buf[start:end]))
         self._held_bytes += end - start
         if self._held_bytes > MAX_HELD_BYTES:
-            self.release_casts()  # what is still unread elsewhere will count as late, and be told
+            self.release_casts()  # casts still unread elsewhere will then count as late, and be reported
 
     def _ended(self, reason: str, routed: bool) -> None:
-        self._table = [
-            self._late
-        ] * 256  # what else came with BYE in one read: nobody could answer it
+        self._table = [self._late] * 256  # frames read together with BYE can no longer be answered
         if self.started:
             self.out.retire_senders()
             self.out.credits.end()
@@ -219,7 +218,7 @@ class Session(SessionBase):
         self.store_calls.end(reason)
 
     def _late(self, buf: memoryview, start: int, end: int) -> None:
-        """A frame came after the relay's last word."""
+        """Drop a frame that came after BYE."""
         self.drop("after BYE")
 
     def poison(self) -> None:
@@ -229,7 +228,7 @@ class Session(SessionBase):
             end.poison()
 
     def forget_keys(self) -> None:
-        """Drop aliases under keys that our owner no longer has."""
+        """Remove aliases under keys that the owner no longer has."""
         self._inbound.forget_keys()
 
     # -- sending ---------------------------------------------------------------------------------------------
@@ -244,9 +243,10 @@ class Session(SessionBase):
         stay: bool,
         streams: bool = False,
     ) -> int:
-        """Ask who serves `name`, or with `streams` which stores hold it; `on_change` gets the answer, and the changes if `stay`.
+        """Request the members that serve `name`, or with `streams` the stores that hold it; return the watch's id.
 
-        `refused` gets the reason if the relay has no room for one watch more.
+        `on_change` is called with the answer, and with later changes if `stay` is set. `refused` is called with the reason
+        if the relay has no room for another watch.
         """
         number = self._next_id
         self._next_id += 1
@@ -262,7 +262,7 @@ class Session(SessionBase):
     def answer(
         self, delivery: Delivery, kind: int, payload: bytes, headers: Headers | None, packed: bool
     ) -> None:
-        """Seal and send the answer of a delivery, bound to its request."""
+        """Seal and send the answer to a delivery, bound to its request."""
         if self.state is not UP:
             self.drop("late answers")
             return
@@ -276,7 +276,7 @@ class Session(SessionBase):
             out.single(ours, payload, headers, packed, delivery.hop, 0, 0, suffix)
 
     def credit(self, member: int, kind: int, hop: int, *, started: bool) -> None:
-        """Give back the credit of a push with the end of the turn; of one that was not `started`, its sender hears."""
+        """Return the credit of a push at the end of the turn. If it was not `started`, the relay reports that to its sender."""
         given = self._credits.get((member, kind))
         if given is None:
             given = self._credits[member, kind] = ([], [])
@@ -292,11 +292,11 @@ class Session(SessionBase):
 
     @property
     def received_messages(self) -> int:
-        """Messages of all kinds that were received."""
+        """Number of messages of all kinds received."""
         return self.received_alone + self.casts.received
 
     def _incoming(self, buf: memoryview, start: int, end: int) -> None:
-        """A request, push or survey for one of our members."""
+        """Handle a request, push or survey for a member of this session."""
         if end - start < BODY_AT:
             raise PeerProtocolError(
                 f"a data frame of {end - start} bytes is shorter than its {BODY_AT} bytes of fixed fields"
@@ -316,7 +316,7 @@ class Session(SessionBase):
             self.refuse(buf, start, end, reason)
 
     def _incoming_run(self, buf: memoryview, start: int, end: int) -> None:
-        """Requests or pushes for one of our members. What is refused for one reason goes back as a run, too."""
+        """Handle a run of requests or pushes for a member. Neighbors refused for one reason are sent back as a run, too."""
         at, sizes = read_calls(buf, start, end)
         _, flags, alias, hop, deadline_us, sent_us, count = CALL.unpack_from(buf, start)
         if flags & FLAG_REFUSED:
@@ -333,9 +333,9 @@ class Session(SessionBase):
         self, flow: InFlow, hop: int, deadline_us: int, sent_us: int, buf: memoryview, at: int, sizes: Sequence[int],
         end_fields: bytes | memoryview,
     ) -> Sequence[tuple[int, int, Refusal]]:  # fmt: skip
-        """Run what one frame carries: bodies of these lengths, from `at` on, and from our hop id `hop` on.
+        """Open and dispatch the calls of one frame: bodies of the lengths `sizes`, from `buf[at]` on, with hop ids from `hop` on.
 
-        Return what is refused: (number of the first, how many follow one another, reason).
+        Return the refused calls: (index of the first, number of consecutive calls, reason).
         """
         binding = self.owner.binding(flow)
         if binding is None:
@@ -400,9 +400,11 @@ class Session(SessionBase):
         return back
 
     def _too_old(self, delivery: Delivery, sent_us: int) -> Refusal | None:
-        """Answer a message whose clock is too far from ours, or return why a push is refused."""
+        """Answer a message whose clock is too far from this host's with a fault, or return why a push is refused."""
         self.drop("too old")
-        if delivery.flow.kind == Kind.PUSH:  # it takes no answer: its relay tells the sender
+        if (
+            delivery.flow.kind == Kind.PUSH
+        ):  # a push has no answer: its relay reports the refusal to the sender
             return Refusal.CLOCK if self.minor >= CLOCK_MINOR else Refusal.UNREADABLE
         age_s = (self.now_us - sent_us) / 1e6
         delivery.fault(
@@ -413,7 +415,7 @@ class Session(SessionBase):
         return None
 
     def _not_ours(self, buf: memoryview, start: int, end: int) -> None:
-        """Drop a frame under a key that we do not have. Nobody here can open it, and nothing else is affected."""
+        """Drop a frame under a key that this process does not have. Nothing else is affected."""
         _, kind, _, _, hop, _ = HOP.unpack_from(buf, start)
         if kind in CASTS:
             count = BUNDLE.unpack_from(buf, start)[3]
@@ -437,19 +439,19 @@ class Session(SessionBase):
         else:
             self.refuse(buf, start, end, Refusal.UNREADABLE)
 
-    # -- what comes in: tunnels ------------------------------------------------------------------------------
+    # -- incoming frames: tunnels ------------------------------------------------------------------------------
 
     @property
     def busy(self) -> bool:
-        """Requests of ours or for us, or tunnels, are still in flight here."""
+        """Whether requests in either direction, tunnels, or store calls that write are in flight."""
         return bool(
             len(self.requests) or self.tunnels.ends or self.running or self.store_calls.writes
         )
 
-    # -- what comes in: control ------------------------------------------------------------------------------
+    # -- incoming frames: control ------------------------------------------------------------------------------
 
     def _on_left(self, left: frames.CallerLeft) -> None:
-        """Callers wait no more for what we run. Handlers run to their end: what was begun is done, whoever is there to hear of it."""
+        """Count callers that no longer wait. Their handlers still run to the end, because work that was begun is finished."""
         self.callers_left += len(left.hops)
 
     def _on_fail(self, fail: frames.Fail) -> None:
@@ -465,7 +467,7 @@ class Session(SessionBase):
                 "the relay's WELCOME has no clock reading, or names another relay than its TLS certificate"
             )
         if welcome.minor < BOUND_PROOF_MINOR:
-            # Our proofs could be passed on, and a party in the middle can claim to be old.
+            # Another relay could reuse our proofs, and an attacker in the middle can claim to be old.
             raise PeerProtocolError(
                 "the relay is too old for sessions over TLS, because another relay could reuse the key proofs that it accepts; "
                 "upgrade the relay"
@@ -492,7 +494,7 @@ class Session(SessionBase):
                 refused(ack.error)
 
     def _routed(self, hops: int) -> None:
-        # Some answers wait for other relays, and come behind later ones.
+        # Some answers wait for other relays, and come after later ones.
         self.requests.routed = max(self.requests.routed, hops)
 
     def _on_drain(self, drain: frames.Drain) -> None:

@@ -1,23 +1,25 @@
-"""One end of a tunnel: chunks in Noise records, byte credit, and three ways to end.
+"""One end of a tunnel: message chunks in Noise records, byte credit, and three ways to end (sans-IO).
 
-A record's plain text is a run of items, `u8 type | u32 length | bytes`, packed until the record is full or the turn of
-the event loop ends:
+The plain text of a record is a list of items, `u8 type | u32 length | bytes`. Items are packed until the record is full
+or the turn of the event loop ends:
 
     0x01 headers   first record of the initiator; a MessagePack map, may be empty
     0x02 chunk     part of a message; with 0x10 it is the first, with 0x20 the last
-    0x03 credit    u32: what the other side may send in addition; a chunk costs its bytes and 64
+    0x03 credit    u32: bytes that the peer may send in addition; a chunk costs its bytes and 64
     0x04 finish    half-close: no message follows
-    0x05 close     nothing follows, and nothing is read any more
-    0x06 abort     the message begun is discarded; the tunnel goes on
-    0x07 ready     this side holds its end of the tunnel's socket pair, and reads there after `moved`
-    0x08 moved     last in the last record through the relay: the next one is in the socket pair
+    0x05 close     nothing follows, and this side reads nothing more
+    0x06 abort     the unfinished message is discarded; the tunnel continues
+    0x07 ready     this side has its end of the tunnel's socket pair, and will read there after `moved`
+    0x08 moved     last item in the last record through the relay: the next record comes by the socket pair
 
-Each side may send 64 KiB before the first credit. The receiver grants what it consumed, and grows the window, fourfold each time, up to
-16 MiB while it is the sender that it waits for: a slow reader throttles its sender to its own pace, and an idle tunnel
-holds 64 KiB at most. All windows of a session together grow by 256 MiB at most. After finish from both sides, or close, the tunnel has ended well; any other end is broken.
+Each side may send 64 KiB before the first credit. The receiver grants what it has consumed. While it waits for the
+sender it also grows the window, fourfold each time, up to 16 MiB. So a slow reader throttles its sender to its own pace,
+and an idle tunnel holds at most 64 KiB. All windows of a session together grow by at most 256 MiB.
 
-    through the relay ── 1 MiB carried: the opener asks ──► granted ── this end's descriptor is here: `ready` ──►
-    ... ── the other side is ready, too: `moved` ──► what this side sends goes by the socket pair (`iris.core.direct`)
+A tunnel has ended normally after finish from both sides, or after close. Any other end breaks it.
+
+    through the relay ── 1 MiB carried: the initiator requests a pair ──► granted ── this end has its descriptor: `ready` ──►
+    ... ── the peer is ready, too: `moved` ──► this side sends by the socket pair (`iris.core.direct`)
 """
 
 from __future__ import annotations
@@ -40,14 +42,14 @@ from iris.wire.kinds import Cause, Kind
 FIRST_WINDOW: Final = 64 << 10
 MAX_WINDOW: Final = 16 << 20
 MAX_GROWN: Final = 256 << 20
-"""What all windows of one session may have grown by; the others stay as they are until a tunnel ends."""
+"""Bytes by which all windows of one session together may grow. Beyond it windows keep their size until a tunnel ends."""
 GROWTH: Final = 4
-"""Times the window before: four round trips from the first to the largest."""
+"""Factor by which a window grows: four round trips from the first to the largest."""
 CHUNK_COST: Final = 64
-"""Credit that a chunk costs besides its bytes, so that a queue of tiny ones is bounded, too."""
+"""Credit that a chunk costs besides its bytes, so that a queue of tiny chunks is bounded, too."""
 _ABORTED: Final = 4
 NEVER: Final = 1 << 63
-"""Bytes that no tunnel carries."""
+"""More bytes than any tunnel carries."""
 
 _HEADERS, _CHUNK, _CREDIT, _FINISH, _CLOSE, _ABORT, _READY, _MOVED = 1, 2, 3, 4, 5, 6, 7, 8
 _FIRST, _LAST = 0x10, 0x20
@@ -59,12 +61,12 @@ _decode_headers: Final = msgspec.msgpack.Decoder(dict[str, str]).decode
 
 
 def prologue(name: str, key_id: bytes, tunnel_id: bytes) -> bytes:
-    """Return what both handshakes must agree on before the first message."""
+    """Return the Noise prologue, on which both sides must agree before the first message."""
     return b"iris-tunnel-1" + bytes((Kind.TUNNEL_OPEN,)) + name.encode() + key_id + tunnel_id
 
 
 class Growth:
-    """What the windows of a session may still grow by."""
+    """Bytes by which the windows of a session may still grow, shared by all its tunnels."""
 
     __slots__ = ("left",)
 
@@ -73,9 +75,9 @@ class Growth:
 
 
 class TunnelEnd:
-    """One end. `emit` takes whole frames; `wake` is called when something may have changed for a waiting caller.
+    """One end of a tunnel. `emit` is called with whole frames, `wake` when a waiting caller should check again.
 
-    The shell calls `flush` once per turn for an end that `pending` names, and `received` for each record.
+    The session calls `flush` once per turn for every end that `mark_dirty` named, and `received` for each record.
     """
 
     __slots__ = (
@@ -93,15 +95,16 @@ class TunnelEnd:
         self.initiator = initiator
         self.wake: Callable[[], None] = _nobody
         self.headers: Headers | None = None
-        """Opening headers: None until the initiator's first record has opened."""
+        """Opening headers; None until the initiator's first record has opened."""
         self.credit = FIRST_WINDOW
-        """What may be sent now."""
+        """Bytes that may be sent now."""
         self.buffered = 0
-        """Credit of what was received and not consumed."""
+        """Credit cost of the chunks received and not yet consumed."""
         self.finished = self.peer_finished = self.closed = self.peer_closed = False
         self.broken = ""
+        """Why the tunnel broke; empty while it has not."""
         self.error: IrisError | None = None
-        """Why it could not be opened, when the relay said so."""
+        """Why it could not be opened, if the relay reported that."""
         self._opening = opening or {}
         self._emit = emit
         self._mark_dirty = mark_dirty
@@ -116,17 +119,17 @@ class TunnelEnd:
         self._assembling = False
         self._filling = False
         self.direct: Direct | None = None
-        """State of the tunnel's socket pair; None before the relay has made one."""
+        """State of the tunnel's socket pair; None before the relay has created one."""
         self.pair: PairEnd | None = None
-        """The pair, once what this end sends goes by it."""
+        """The socket pair, once this end sends by it."""
         self.wants_direct = False
-        """It has carried enough to ask for a pair."""
+        """Whether the tunnel has carried enough to request a socket pair."""
         self._until_direct = DIRECT_AFTER_BYTES
         self._growth = growth
         self._window = FIRST_WINDOW
         self._consumed = 0
         self._dry = False
-        """The reader found nothing to read since the last grant."""
+        """Whether the reader found nothing to read since the last grant."""
 
     # -- opening ---------------------------------------------------------------------------------------------
 
@@ -136,7 +139,7 @@ class TunnelEnd:
         return self._handshake.write_message()
 
     def answer(self, message: memoryview) -> bytes:
-        """Return the second handshake message (responder); raises OpenError if the first is not made with our key."""
+        """Return the second handshake message (responder). Raises OpenError if the first was made with another key."""
         handshake = self._handshake
         assert handshake is not None
         handshake.read_message(message)
@@ -145,7 +148,11 @@ class TunnelEnd:
         return reply
 
     def accepted(self, message: memoryview) -> None:
-        """The responder's message came (initiator): the headers go out as the first record; raises OpenError."""
+        """Finish the handshake with the responder's message (initiator), and send the headers as the first record.
+
+        Raises:
+            OpenError: the message does not open.
+        """
         handshake = self._handshake
         if handshake is None or not self.initiator:
             raise PeerProtocolError(
@@ -164,12 +171,12 @@ class TunnelEnd:
 
     @property
     def open(self) -> bool:
-        """Messages may be exchanged."""
+        """Whether messages may be exchanged."""
         return self._send is not None and self.headers is not None and not self.broken
 
     @property
     def ended(self) -> bool:
-        """Nothing more passes in either direction."""
+        """Whether the tunnel has ended, normally or not."""
         return (
             bool(self.broken)
             or self.closed
@@ -189,12 +196,12 @@ class TunnelEnd:
             raise Closed(f"tunnel to {self.name}: the peer closed it")
 
     def write(self, data: memoryview, start: int) -> tuple[int, bool]:
-        """Put as much of the message `data` from `start` on the way as credit allows.
+        """Send as much of the message `data` from `start` on as credit allows.
 
-        Return where it stopped, and whether the whole message is on the way: an empty one stops where it starts.
+        Return the position where it stopped, and whether the whole message was sent; an empty message stops where it starts.
 
-        Every chunk costs `CHUNK_COST` besides its bytes. The view is borrowed until `flush`, or until a record takes it, so the caller
-        leaves it unchanged; what is not sent by the end of the call stays the caller's.
+        Each chunk costs `CHUNK_COST` besides its bytes. The view is borrowed until `flush` or until a record takes it, so
+        the caller must not change the part that was sent. The rest stays the caller's.
         """
         size = len(data)
         while True:
@@ -225,11 +232,11 @@ class TunnelEnd:
 
     @property
     def filling(self) -> bool:
-        """A message was begun and its last chunk is not on the way."""
+        """Whether a message was begun and its last chunk was not sent."""
         return self._filling
 
     def abort(self) -> None:
-        """Give up the message begun; the receiver discards it."""
+        """Give up the unfinished message; the receiver discards its chunks."""
         if self._filling and not self.ended:
             self._filling = False
             self._item(_ABORT, b"")
@@ -243,7 +250,7 @@ class TunnelEnd:
         self._end_if_done()
 
     def close(self) -> None:
-        """End the tunnel; what the other side sent and we did not read is discarded. Idempotent."""
+        """End the tunnel. Messages of the peer that were not read are discarded. Idempotent."""
         if self.ended:
             self.closed = True
             return
@@ -258,7 +265,7 @@ class TunnelEnd:
         self._send_end()
 
     def fail(self, reason: str, *, notify: bool) -> None:
-        """Break the tunnel; with `notify`, the relay ends it on the other side too."""
+        """Break the tunnel. With `notify`, a TUNNEL_END makes the relay end it at the peer, too."""
         if not self.ended:
             self.broken = reason
             self._drop_buffer()
@@ -275,7 +282,7 @@ class TunnelEnd:
         self._plain_bytes += 5 + len(body)
 
     def flush(self) -> None:
-        """Seal and emit the record begun."""
+        """Seal and emit the unfinished record."""
         if self._plain and self._send is not None and not self.broken:
             plain = b"".join(self._plain)
             self._plain = []
@@ -293,7 +300,7 @@ class TunnelEnd:
             self._send_end()
 
     def _send_end(self) -> None:
-        """Tell the relay that the tunnel has ended well, once the other side can read all that was sent."""
+        """Notify the relay that the tunnel has ended normally, once the peer can read everything that was sent."""
         frame = tunnel_frame(Kind.TUNNEL_END, self.hop, bytes((Cause.CLOSED,)))
         if self.pair is None:
             self._emit(frame)
@@ -303,7 +310,7 @@ class TunnelEnd:
     # -- the socket pair -------------------------------------------------------------------------------------
 
     def _carried(self, size: int) -> None:
-        """A record passed through the relay."""
+        """Count a record that passed through the relay, and request a socket pair if it was enough."""
         self._until_direct -= size
         if self._until_direct <= 0 and self.initiator:
             self._until_direct = NEVER
@@ -311,13 +318,13 @@ class TunnelEnd:
             self._mark_dirty(self)
 
     def pair_granted(self) -> None:
-        """The relay has made a pair for this tunnel, and this end of it is being fetched; raises PeerProtocolError."""
+        """Note that the relay has created a pair for this tunnel, whose end is being fetched. Raises PeerProtocolError."""
         if self.direct is not None:
             raise PeerProtocolError(f"the relay sent a second PAIR for tunnel {self.hop}")
         self.direct = Direct()
 
     def attach_pair(self, pair: PairEnd) -> None:
-        """This end of the pair is here."""
+        """Take this end of the pair, and notify the peer with `ready`."""
         direct = self.direct
         if direct is None or self.ended:
             pair.close()
@@ -328,7 +335,7 @@ class TunnelEnd:
             self._move()
 
     def _move(self) -> None:
-        """What this side sends goes by the pair from now on."""
+        """Send by the pair from now on."""
         assert self.direct is not None
         if self.ended:
             return
@@ -337,7 +344,7 @@ class TunnelEnd:
         self.pair = self.direct.pair
 
     def arrived(self, record: memoryview) -> None:
-        """Take one record out of the pair, as `received`."""
+        """Handle one record from the pair, as `received` does."""
         if self._recv is None or self.ended:
             return
         try:
@@ -349,7 +356,7 @@ class TunnelEnd:
     # -- receiving -------------------------------------------------------------------------------------------
 
     def received(self, record: memoryview) -> None:
-        """Take one record; a record that is not the next one, or breaks the credit, breaks the tunnel."""
+        """Handle one record from the relay. A record that is not the next one, or exceeds the credit, breaks the tunnel."""
         if self._recv is None or self.ended:
             return
         try:
@@ -365,25 +372,25 @@ class TunnelEnd:
         self.wake()
 
     def poison(self) -> None:
-        """After a fork the child must never encrypt with these nonces."""
+        """Make every later encryption fail; for the child of a fork, which shares these nonces."""
         self._handshake = None
         if self._send is not None:
             self._send.poison()
 
     def ended_by_relay(self, cause: int) -> None:
-        """TUNNEL_END came: well if the other side's close or both finishes came before it, else broken."""
+        """Handle TUNNEL_END: the end is normal after the peer's close or both finishes; otherwise it breaks the tunnel."""
         if not self.ended:
             self.fail(_CAUSES.get(cause, "the peer ended it without closing it"), notify=False)
 
     @property
     def begun(self) -> bool:
-        """A record was begun, which `flush` seals."""
+        """Whether there is an unfinished record, which `flush` would seal."""
         return bool(self._plain)
 
     def next_chunk(self) -> tuple[int, bytes | memoryview] | None:
-        """Return (flags: 1 first, 2 last, 4 aborted; bytes) of the next chunk and grant its bytes again; None if there is none.
+        """Return (flags, data) of the next chunk and grant its bytes to the peer again, or None if there is no chunk.
 
-        A whole message (flags 3) is bytes.
+        Flags: 1 first, 2 last, 4 aborted. The data of a whole message (flags 3) is bytes.
         """
         chunks = self._chunks
         if not chunks:
@@ -399,8 +406,8 @@ class TunnelEnd:
             if grant >= self._window // 4:
                 self._consumed = 0
                 if self._dry and self._window < MAX_WINDOW:
-                    # The reader found nothing since the last grant: the sender is what it waits for. Over a long round trip
-                    # there may be one grant in each, so few must do.
+                    # The reader has found nothing since the last grant, so it waits for the sender. A long round trip may
+                    # have one grant only, so growth must take few of them.
                     by = min(
                         (GROWTH - 1) * self._window, MAX_WINDOW - self._window, self._growth.left
                     )
@@ -492,7 +499,7 @@ class TunnelEnd:
             )
 
     def release(self) -> None:
-        """Leave to others what this tunnel, which has ended, held: what its window grew by, and its end of a pair."""
+        """Release what this tunnel, which has ended, held: the growth of its window, and its end of the pair."""
         self._growth.left += self._window - FIRST_WINDOW
         self._window = FIRST_WINDOW
         if self.direct is not None and self.direct.pair is not None:

@@ -1,4 +1,4 @@
-"""The tunnels of a session: opened by us, or to one of our members."""
+"""All tunnels of one session: those that it opens, and those opened to its members (sans-IO)."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from iris.wire.names import split_site
 MAX_HALF_OPEN: Final = 1024
 HALF_OPEN_US: Final = 5_000_000
 Fetch = Callable[[bytes, TunnelEnd], None]
-"""Gets the end of a socket pair that a token stands for, and gives it to `Tunnels.attach_pair`; where that fails, the tunnel stays with the relay."""
+"""Fetch the end of the socket pair for a token and pass it to `Tunnels.attach_pair`. On failure the tunnel stays with the relay."""
 
 
 class _AfterPong:
-    """Waits for the answer of the relay to a PING, and calls `then`; if there is none, the session has ended."""
+    """A `Waiter` for the PONG to a PING, which calls `then`. If PONG does not come, the session has ended."""
 
     __slots__ = ("_then",)
 
@@ -41,11 +41,11 @@ class _AfterPong:
         self._then()
 
     def set_exception(self, exception: BaseException, /) -> None:
-        """Every tunnel of the session is broken already."""
+        """Do nothing: the session has ended, so every tunnel is already broken."""
 
 
 class Tunnels:
-    """Every tunnel end of one session by hop id; those to us that are half open expire."""
+    """The tunnel ends of one session, `ends`: hop id -> end. Incoming tunnels that stay half open expire."""
 
     __slots__ = ("_dirty", "_growth", "_half_open", "_session", "_shares", "ends", "fetch")
 
@@ -55,15 +55,15 @@ class Tunnels:
         self._dirty: list[TunnelEnd] = []
         self._growth = Growth()
         self._half_open: dict[int, tuple[int, bytes]] = {}
-        """hop id -> (time at which it is given up, key)."""
+        """Half-open incoming tunnels: hop id -> (time at which it expires, key id)."""
         self._shares = Shares(MAX_HALF_OPEN)
         self.fetch: Fetch | None = None
-        """Set where the relay can hand us descriptors: on one host."""
+        """Set only for a relay on this host, which alone can pass descriptors."""
 
     def open(
         self, name: str, key: ClusterKey, headers: Headers | None, timeout_ms: int
     ) -> TunnelEnd:
-        """Start a tunnel; the end is `open` once the member accepted."""
+        """Start a tunnel. Its end is `open` once the member has accepted."""
         hop = self._session.next_hop()
         tunnel_id = self._session.entropy(16)
         bare = split_site(name)[1]
@@ -97,7 +97,7 @@ class Tunnels:
 
     def _emit(self, frame: bytes) -> None:
         if frame[KIND_AT] == Kind.TUNNEL_END:
-            # No message, as relays make it, too; and the last word on this hop id.
+            # TUNNEL_END does not count as a message, because relays create it, too. It is the last frame of this hop id.
             self._forget(HOP.unpack_from(frame)[4])
         elif self._session.state is UP:
             self._session.out.sent_messages += 1
@@ -105,7 +105,7 @@ class Tunnels:
             self._session.out.raw(frame)
 
     def opening(self, buf: memoryview, start: int, end: int) -> None:
-        """Somebody opens a tunnel to one of our members; its handler starts when the first record has opened."""
+        """Handle TUNNEL_OPEN, which opens a tunnel to a member. Its handler starts when the first record has opened."""
         if end - start < BODY_AT:
             raise PeerProtocolError(
                 f"a data frame of {end - start} bytes is shorter than its {BODY_AT} bytes of fixed fields"
@@ -145,7 +145,7 @@ class Tunnels:
         self._emit(tunnel_frame(Kind.TUNNEL_ACCEPT, hop, answer))
 
     def _opened(self, hop: int, tunnel: TunnelEnd, flow: InFlow) -> None:
-        """The first record of a tunnel to us was read, or failed."""
+        """Start the handler once the first record of an incoming tunnel has opened; clean up if it broke."""
         if tunnel.headers is None and not tunnel.broken:
             return
         self._not_half_open(hop)
@@ -165,7 +165,7 @@ class Tunnels:
             self._shares.give_back(half[1])
 
     def drop(self, end: TunnelEnd) -> None:
-        """Give up a tunnel that was not opened in time."""
+        """Break a tunnel that was not opened in time."""
         self._break(end.hop, "the caller gave it up before it was open")
 
     def _break(self, hop: int, reason: str) -> None:
@@ -174,7 +174,7 @@ class Tunnels:
             end.fail(reason, notify=True)
 
     def _forget(self, hop: int) -> TunnelEnd | None:
-        """Take out an end that no frame is for any more."""
+        """Remove and return an end that will receive no more frames."""
         end = self.ends.pop(hop, None)
         if end is not None:
             self._report(end, 0)
@@ -184,7 +184,7 @@ class Tunnels:
     # -- socket pairs ----------------------------------------------------------------------------------------
 
     def paired(self, pair: frames.Pair) -> None:
-        """The relay has made a socket pair for a tunnel; raises PeerProtocolError."""
+        """Handle PAIR: the relay has created a socket pair for a tunnel. Raises PeerProtocolError."""
         end = self.ends.get(pair.hop)
         if end is not None:
             end.pair_granted()
@@ -192,14 +192,14 @@ class Tunnels:
                 self.fetch(pair.token, end)
 
     def attach_pair(self, end: TunnelEnd, pair: PairEnd) -> None:
-        """This end of a tunnel's pair is here."""
+        """Give a tunnel its end of the pair, or close it if the tunnel has ended."""
         if self.ends.get(end.hop) is end:
             end.attach_pair(pair)
         else:
             pair.close()
 
     def pair_lost(self, end: TunnelEnd) -> None:
-        """A tunnel's pair is broken. If the relay has not said why when it answers, the tunnel breaks."""
+        """Handle a broken pair: the tunnel breaks unless the relay reports the reason before it answers a PING."""
         if not end.ended and self._session.state is UP:
             self._session.ask(frames.Ping, _AfterPong(lambda: self._break_if_open(end)))
 
@@ -220,11 +220,11 @@ class Tunnels:
 
     @property
     def queued_bytes(self) -> int:
-        """What waits to be written to socket pairs."""
+        """Bytes that wait to be written to socket pairs."""
         return sum(end.pair.queued_bytes for end in self.ends.values() if end.pair is not None)
 
     def frame(self, buf: memoryview, start: int, end: int) -> None:
-        """A frame of a tunnel that is open, or opening."""
+        """Handle TUNNEL_ACCEPT, TUNNEL_DATA or TUNNEL_END."""
         if end - start < TUNNEL_BODY_AT:
             raise PeerProtocolError(
                 f"a tunnel frame of {end - start} bytes is shorter than its {TUNNEL_BODY_AT} bytes of fixed fields"
@@ -252,12 +252,12 @@ class Tunnels:
                 and direct.moved
                 and direct.pair is not None
             ):
-                direct.pair.drain()  # all that was sent before this was said
+                direct.pair.drain()  # the peer sent all of it before TUNNEL_END
             self._forget(hop)
             tunnel.ended_by_relay(cause)
 
     def failed(self, fail: frames.Fail) -> None:
-        """The relay found nobody for an opening."""
+        """Handle FAIL: the relay found no member for an opening."""
         end = self._forget(fail.hop)
         if end is not None:
             end.error = error_of(end.name, fail)
@@ -275,7 +275,7 @@ class Tunnels:
         self._dirty.clear()
 
     def expire(self, mono_us: int) -> int:
-        """Break what is half open for too long; return the next deadline."""
+        """Break tunnels that were half open for too long; return the next deadline."""
         soonest = NEVER_US
         for hop, (until, _) in list(self._half_open.items()):
             if until <= mono_us:
@@ -288,7 +288,7 @@ class Tunnels:
         return soonest
 
     def end(self, reason: str) -> None:
-        """The connection is gone."""
+        """Break all tunnels because the connection has ended."""
         ends, self.ends = self.ends, {}
         for end in ends.values():
             end.release()
