@@ -412,10 +412,8 @@ class Client:
     ) -> None:  # fmt: skip
         """Send a message to all members that serve broadcasts.
 
-        Each receives it at most once, in the order of the sender.
-
-        The members of all sites receive it, or with `scope="site"` only those of this site. Waits and raises as
-        `publish` does.
+        Each member receives it at most once, and the messages of one sender in their order. The members of all sites
+        receive it, or with `scope="site"` only those of this site. Waits and raises as `publish` does.
         """
         cluster = _scoped(cluster, scope)
         if not self._take(Kind.BROADCAST, cluster, payload, headers):
@@ -441,7 +439,7 @@ class Client:
         """Publish a message to all subscribers whose filter matches the topic.
 
         Each subscriber receives it at most once, and the messages of one publisher to one topic in their order.
-        A queue group counts as one subscriber. Waits only while the write buffer is over its high-water mark.
+        Of each queue group one member receives it. Waits only while the write buffer is over its high-water mark.
 
         With `when_full="wait"`, also wait while subscribers that asked for it (`subscribe(...,
         when_full="wait")`) are full. After `config.stall_s` seconds the message is dropped for those that are

@@ -107,7 +107,9 @@ def _check_path(relay: str) -> None:
             "give the path of the relay's socket"
         )
     if "://" in relay:
-        raise ConfigError(f"relay: {relay!r} is not a path of a socket or tls://host:port")
+        raise ConfigError(
+            f"relay: {relay!r} is not an address of a relay; write the path of its socket, or tls://host:port"
+        )
     if _HOST_AND_PORT.fullmatch(relay) and not os.path.exists(relay):
         raise ConfigError(
             f"relay: {relay!r} is not a path; for a relay on another host write tls://{relay}"
@@ -177,7 +179,9 @@ def _parse_remote(text: str) -> Remote:
     except ValueError:
         host = port = None
     if parts.scheme != "tls" or not host or not port or parts.path.strip("/") or parts.query:
-        raise ConfigError(f"relay: {text!r} is not a path of a socket or tls://host:port")
+        raise ConfigError(
+            f"relay: {text!r} is not an address of a relay; write the path of its socket, or tls://host:port"
+        )
     return Remote(host, port, named)
 
 

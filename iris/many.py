@@ -45,7 +45,7 @@ class Outcome:
         return self.reply
 
 
-class _One:
+class _Request:
     """One request that waits for its reply.
 
     It stands in for a future, but wakes the iterator only once for all replies of one turn of the event loop.
@@ -104,10 +104,10 @@ class Many:
         self._wanted = wanted
         self._in_flight = in_flight
         self._sessions = SESSIONS_TRIED if idempotent else 1
-        self._waiting: set[_One] = set()
-        self._again: deque[_One] = deque()
+        self._waiting: set[_Request] = set()
+        self._again: deque[_Request] = deque()
         self._ended: deque[Outcome] = deque()
-        self._arrival: asyncio.Future[None] | None = None
+        self._waiter: asyncio.Future[None] | None = None
 
     async def outcomes(self) -> AsyncIterator[Outcome]:
         """Yield the outcome of each request, in the order in which they end."""
@@ -115,93 +115,95 @@ class Many:
         self._runtime.registry.cluster_keys(self._cluster)
         try:
             while True:
-                one = self._next()
-                if one is not None:
-                    await self._send_from(one)
+                request = self._next()
+                if request is not None:
+                    await self._send_from(request)
                 if not self._ended:
                     if not self._waiting:
                         return
-                    self._arrival = arrival = asyncio.get_running_loop().create_future()
-                    await arrival
+                    self._waiter = waiter = asyncio.get_running_loop().create_future()
+                    await waiter
                 while self._ended:
                     yield self._ended.popleft()
         finally:
-            for one in self._waiting:
-                requests, pending = one.pending
+            for request in self._waiting:
+                requests, pending = request.pending
                 requests.forget(pending)
 
-    def _next(self) -> _One | None:
+    def _next(self) -> _Request | None:
         """Return the next request to send; None if all were sent, or `in_flight` is reached."""
         if self._again:
             return self._again.popleft()
         if len(self._waiting) + len(self._ended) < self._in_flight:
             for number, payload in self._payloads:
-                return _One(self, number, payload, time.monotonic() + self._timeout, self._sessions)
+                return _Request(
+                    self, number, payload, time.monotonic() + self._timeout, self._sessions
+                )
         return None
 
-    async def _send_from(self, first: _One) -> None:
+    async def _send_from(self, first: _Request) -> None:
         """Send `first`, and as many others as `in_flight` allows."""
         runtime = self._runtime
         try:
             pump, session = await runtime.ready(self._cluster, seconds_left(first.until_s))
         except IrisError as err:
-            self._over(first, err)
+            self._record_error(first, err)
             return
         pump.turn()
         key = runtime.registry.cluster_keys(self._cluster)[0]
         requests = session.requests
-        one: _One | None = first
+        request: _Request | None = first
         try:
-            while one is not None:
-                one.ended = False
-                one.sessions_left -= 1
+            while request is not None:
+                request.ended = False
+                request.sessions_left -= 1
                 try:
-                    data, packed = runtime.encode(one.payload, self._headers)
+                    data, packed = runtime.encode(request.payload, self._headers)
                     pending = requests.send(
                         Kind.REQUEST, self._cluster, key, data, self._headers, packed,
-                        timeout_ms=milliseconds(seconds_left(one.until_s)), waiter=one, idempotent=self._idempotent,
+                        timeout_ms=milliseconds(seconds_left(request.until_s)), waiter=request, idempotent=self._idempotent,
                     )  # fmt: skip
                 except IrisError as err:
-                    self._over(one, err)
+                    self._record_error(request, err)
                 else:
-                    one.pending = requests, pending
-                    self._waiting.add(one)
-                one = self._next()
+                    request.pending = requests, pending
+                    self._waiting.add(request)
+                request = self._next()
         finally:
             pump.touch()  # even if the iterable of payloads raises
 
-    def replied(self, one: _One, message: Message) -> None:
+    def replied(self, request: _Request, message: Message) -> None:
         """Record the reply of a request."""
-        self._waiting.discard(one)
+        self._waiting.discard(request)
         reply: Any = message
         if self._wanted is not Message:
             try:
                 reply = decode_payload(message.payload, message.packed, self._wanted)
             except DecodeError as err:
-                self._over(one, err)
+                self._record_error(request, err)
                 return
-        self._ended.append(Outcome(one.number, reply, None))
-        if self._arrival is not None:
-            self._arrived()
+        self._ended.append(Outcome(request.number, reply, None))
+        if self._waiter is not None:
+            self._wake()
 
-    def failed(self, one: _One, error: IrisError) -> None:
+    def failed(self, request: _Request, error: IrisError) -> None:
         """Record the error of a request, or send it again if it may run on another session."""
-        self._waiting.discard(one)
-        again = one.sessions_left and time.monotonic() < one.until_s
+        self._waiting.discard(request)
+        again = request.sessions_left and time.monotonic() < request.until_s
         if again and isinstance(error, ConnectionLost):
-            one.ran = one.ran or error.may_have_run
-            self._again.append(one)
-            self._arrived()
+            request.ran = request.ran or error.may_have_run
+            self._again.append(request)
+            self._wake()
         else:
-            self._over(one, error)
+            self._record_error(request, error)
 
-    def _over(self, one: _One, error: IrisError) -> None:
-        if one.ran and isinstance(error, RequestError):
+    def _record_error(self, request: _Request, error: IrisError) -> None:
+        if request.ran and isinstance(error, RequestError):
             ran_before(error)
-        self._ended.append(Outcome(one.number, None, error))
-        self._arrived()
+        self._ended.append(Outcome(request.number, None, error))
+        self._wake()
 
-    def _arrived(self) -> None:
-        arrival, self._arrival = self._arrival, None
-        if arrival is not None and not arrival.done():
-            arrival.set_result(None)
+    def _wake(self) -> None:
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)

@@ -33,7 +33,7 @@ WRITE_BYTES: Final = 192 << 10
 """Queued bytes at which they are written at once, and not at the end of the turn."""
 AHEAD_BYTES: Final = 256 << 10
 """Bytes that may be queued while the socket is full, before the sender has to wait."""
-MOST_PIECES: Final = 512
+MAX_PIECES: Final = 512
 """Largest number of buffers in one `sendmsg`; the kernel accepts 1,024."""
 SMALL_BYTES: Final = 4096
 """Average size of a buffer below which buffers are joined before they are written."""
@@ -121,8 +121,23 @@ class PairSocket:
     """This side's end of a tunnel's socket pair. Implements `iris.core.direct.PairEnd`."""
 
     __slots__ = (
-        "_end", "_inside", "_loop", "_lost", "_pieces", "_reader", "_reading", "_socket", "_then", "_touch",
-        "_tunnels", "_waiting", "closed", "queued_bytes", "received_bytes", "received_records", "sent_bytes",
+        "_after_write",
+        "_end",
+        "_loop",
+        "_lost",
+        "_pieces",
+        "_processing",
+        "_reader",
+        "_reading",
+        "_socket",
+        "_touch",
+        "_tunnels",
+        "_waiting",
+        "closed",
+        "queued_bytes",
+        "received_bytes",
+        "received_records",
+        "sent_bytes",
         "sent_records",
     )  # fmt: skip
 
@@ -136,7 +151,7 @@ class PairSocket:
         self._touch = touch
         self._reader = FrameReader(self._record, buffer, MAX_MESSAGE_BYTES)
         self._reading = False
-        self._inside = False
+        self._processing = False
         """Whether records that were read are being processed now."""
         self._pieces: list[bytes | memoryview] = []
         """Queued buffers: alternately a record's length and the record."""
@@ -144,7 +159,7 @@ class PairSocket:
         """Whether the socket is full, and a writer is registered with the loop."""
         self._lost = False
         """Whether the socket is broken or shut down."""
-        self._then: Callable[[], None] | None = None
+        self._after_write: Callable[[], None] | None = None
         """Called once all that is queued was written, or the socket is broken."""
         self.closed = False
         self.queued_bytes = 0
@@ -176,7 +191,7 @@ class PairSocket:
     def finish(self, then: Callable[[], None]) -> None:
         self.flush()
         if self._pieces:
-            self._then = then
+            self._after_write = then
         else:
             then()
 
@@ -187,12 +202,12 @@ class PairSocket:
             if len(pieces) > 8 and self.queued_bytes < SMALL_BYTES * len(pieces):
                 pieces = self._pieces = [b"".join(pieces)]  # cheaper than many small buffers
             try:
-                sent = self._socket.sendmsg(pieces[:MOST_PIECES])
+                sent = self._socket.sendmsg(pieces[:MAX_PIECES])
             except (BlockingIOError, InterruptedError):
                 self._wait()
                 return
             except OSError:
-                self._broken()
+                self._on_broken()
                 return
             self.queued_bytes -= sent
             for index, piece in enumerate(pieces):
@@ -222,7 +237,7 @@ class PairSocket:
             self._end.wake()
 
     def _written(self) -> None:
-        then, self._then = self._then, None
+        then, self._after_write = self._after_write, None
         if then is not None:
             then()
             self._touch()
@@ -240,7 +255,7 @@ class PairSocket:
 
     def _readable(self) -> None:
         if not self._receive() and self._lost:
-            self._broken()
+            self._on_broken()
         self._touch()
 
     def _receive(self) -> bool:
@@ -257,13 +272,13 @@ class PairSocket:
         if not size:
             self._lost = True
             return False
-        self._inside = True
+        self._processing = True
         try:
             self._reader.received(size)
         except PeerProtocolError as err:
             self._end.fail(str(err), notify=True)
         finally:
-            self._inside = False
+            self._processing = False
         return not self.closed
 
     def _record(self, buf: memoryview, start: int, end: int) -> None:
@@ -273,14 +288,14 @@ class PairSocket:
 
     # -- its end ---------------------------------------------------------------------------------------------
 
-    def _broken(self) -> None:
+    def _on_broken(self) -> None:
         """Read the rest, stop, and let the tunnel ask the relay why the socket broke."""
         if self.closed:
             return
         if (
-            self._inside
+            self._processing
         ):  # a record that is being processed caused a write: process all records first
-            self._loop.call_soon(self._broken)
+            self._loop.call_soon(self._on_broken)
             return
         if self._reading:
             self.drain()
@@ -311,5 +326,5 @@ class PairSocket:
         self._lost = True
         self._pieces = []
         self.queued_bytes = 0
-        self._then = None
+        self._after_write = None
         self._socket.close()

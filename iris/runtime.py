@@ -164,8 +164,6 @@ class Runtime:
     async def acknowledged(self, done: asyncio.Future[Any] | None) -> None:
         """Wait for the relay's answer to LEAVE, UNSUBSCRIBE or SETTLE, at most `connect_timeout_s`.
 
-        Never raises for it.
-
         Without an answer the caller goes on, because the member or subscription has ended on this side in any case.
         """
         if done is not None:

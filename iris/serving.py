@@ -462,7 +462,11 @@ async def serving(runtime: Runtime, service: Service) -> AsyncIterator[ServiceBi
         if service.handlers:
             joined = runtime.registry.join(session, binding)
             attachment.touch()
-            await within(joined, runtime.config.connect_timeout_s, "the relay did not answer JOIN")
+            await within(
+                joined,
+                runtime.config.connect_timeout_s,
+                f"the relay did not register the service {service.name!r}",
+            )
         for subscription in subscriptions:
             await subscription.registered()
         await runtime.settled()

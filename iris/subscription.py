@@ -98,7 +98,7 @@ class Subscription:
         self._log = LossLog(runtime, "subscription", pattern, f"on_gap of {pattern}")
         self._queue: deque[tuple[list[Message], int]] = deque()
         self._queued_bytes = 0
-        self._batch: Iterator[Message] = iter(())
+        self._current: Iterator[Message] = iter(())
         """Unhandled messages of the bundle that was taken from `_queue` last."""
         self._waiter: asyncio.Future[None] | None = None
         self._worker: asyncio.Task[None] | None = None
@@ -132,7 +132,11 @@ class Subscription:
         runtime = self._runtime
         timeout = runtime.config.connect_timeout_s
         await runtime.ready(self.filter, timeout)
-        await within(runtime.registry.ready(self), timeout, "the relay did not answer SUBSCRIBE")
+        await within(
+            runtime.registry.ready(self),
+            timeout,
+            f"the relay did not register the subscription to {self.filter!r}",
+        )
 
     async def close(self) -> None:
         """End the subscription. Nothing is delivered after it returns. Idempotent.
@@ -177,7 +181,7 @@ class Subscription:
         for task in tasks:
             if task is not asyncio.current_task():
                 task.cancel()
-        rests.append(list(self._batch))
+        rests.append(list(self._current))
         while self._lanes is not None and (waiting := self._lanes.drop_oldest()) is not None:
             rests.append(waiting[0])
         for messages in (*rests, *(queued for queued, _ in self._queue)):
@@ -211,12 +215,12 @@ class Subscription:
         try:
             await self.ready()
             while True:
-                for message in self._batch:
+                for message in self._current:
                     yield message
                 if self._queue:
                     messages, size = self._queue.popleft()
                     self._handled(messages, size)
-                    self._batch = iter(messages)
+                    self._current = iter(messages)
                 elif self._error is not None:
                     raise self._error
                 elif self._ended:
@@ -270,7 +274,7 @@ class Subscription:
         if self._error is not None:
             self._drop(messages)  # it was cut
         elif self._queued_bytes + size > self.limit_bytes and (self._queue or self._lanes):
-            self._full(messages, size)
+            self._on_full(messages, size)
         else:
             self._put(messages, size)
 
@@ -299,7 +303,7 @@ class Subscription:
             self._runtime.working.add(self)
             self._worker.add_done_callback(lambda _: self._runtime.working.discard(self))
 
-    def _full(self, messages: list[Message], size: int) -> None:
+    def _on_full(self, messages: list[Message], size: int) -> None:
         if self._policy == "drop-old":
             while self._queued_bytes + size > self.limit_bytes:
                 oldest = self._oldest()
@@ -356,8 +360,8 @@ class Subscription:
                 await self._waiter
                 continue
             messages, size = self._queue.popleft()
-            self._batch = iter(messages)
-            for message in self._batch:
+            self._current = iter(messages)
+            for message in self._current:
                 try:
                     await handler(message)
                 except (Exception, asyncio.CancelledError):

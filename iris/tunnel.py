@@ -96,7 +96,7 @@ class Tunnel:
             sent, done = end.write(view, 0)
             self._touch()
             if done:
-                await self._room()
+                await self._wait_for_room()
                 return
         else:
             sent = 0
@@ -112,13 +112,13 @@ class Tunnel:
                     if done:
                         break
                     if sent == before:
-                        await self._changed()
-                    await self._room()
+                        await self._wait_for_change()
+                    await self._wait_for_room()
             except BaseException:
                 end.abort()
                 self._touch()
                 raise
-        await self._room()
+        await self._wait_for_room()
 
     async def recv(self, *, limit_bytes: int = DEFAULT_RECV_LIMIT) -> bytes:
         """Return the next message.
@@ -133,9 +133,9 @@ class Tunnel:
             message = self._message(limit_bytes)
             if message is not None:
                 return message
-        async with self._reading():
+        async with self._receive_turn():
             while (message := self._message(limit_bytes)) is None:
-                await self._changed()
+                await self._wait_for_change()
             return message
 
     def _message(self, limit_bytes: int) -> bytes | None:
@@ -173,7 +173,7 @@ class Tunnel:
         If you leave the iteration early, the rest of the message is discarded. Raises as `recv`, and also
         TunnelBroken if the sender aborts the message after some of its chunks were yielded.
         """
-        async with self._reading():
+        async with self._receive_turn():
             # A cancelled `recv` may have received the first chunks of this message.
             begun, self._parts, self._parts_bytes = self._parts, None, 0
             started = bool(begun)
@@ -184,7 +184,7 @@ class Tunnel:
             while True:
                 while (chunk := self._next()) is None:
                     self._check_more(self._end)
-                    await self._changed()
+                    await self._wait_for_change()
                 flags, data = chunk
                 if flags == 4:
                     if started:
@@ -211,7 +211,7 @@ class Tunnel:
         """End this direction. The other side's iteration ends after the messages sent so far; it may still send."""
         self._end.finish()
         self._touch()
-        await self._room()
+        await self._wait_for_room()
 
     async def close(self) -> None:
         """End both directions. Unread messages are discarded. Idempotent."""
@@ -243,7 +243,7 @@ class Tunnel:
             await self.close()
 
     @contextlib.asynccontextmanager
-    async def _reading(self) -> AsyncIterator[None]:
+    async def _receive_turn(self) -> AsyncIterator[None]:
         """Wait for other receivers, and make later ones wait."""
         if self._receiving is None:
             self._receiving = asyncio.Lock()
@@ -272,16 +272,16 @@ class Tunnel:
         if end.peer_finished or end.closed:
             raise EndOfTunnel(f"tunnel to {end.name}: the other side finished")
 
-    async def _room(self) -> None:
+    async def _wait_for_room(self) -> None:
         """Wait until there is room to write, or the tunnel has ended."""
         waiting = self._wait_writable()
         if waiting is not None:
             await waiting
         end = self._end
         while end.pair is not None and end.pair.full and not end.ended:
-            await self._changed()
+            await self._wait_for_change()
 
-    async def _changed(self) -> None:
+    async def _wait_for_change(self) -> None:
         """Wait for a change of the tunnel: chunks, credit, room or its end."""
         waiter = asyncio.get_running_loop().create_future()
         self._waiters.append(waiter)
