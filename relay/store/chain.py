@@ -1,6 +1,6 @@
-"""The chain of entries from `oldest` until `next`, on disk and in sums.
+"""The chain of entries from `oldest` until `next`, on disk and as sums in memory.
 
-Everything that adds, walks or removes entries goes through here, so that one place answers for it that they lie side by side.
+Everything that adds, reads or removes entries goes through this module, so that one place guarantees that they are contiguous.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ from relay.store.records import (
 from relay.store.segments import Segment, Slot, pack_outline, unpack_outline
 
 DUE: Final = struct.Struct(">QQ")
-"""Due time, offset: the key of a deferred record among the due ones."""
+"""(due time, offset): the key of a deferred record in rows `d`."""
 
 
 class Chain:
-    """The entries of one log. `oldest` and `next` are always where one begins or the last one ends."""
+    """The entries of one log. `oldest` is the offset at which the first one begins, `next` that at which the last one ends."""
 
     def __init__(self, database: Database) -> None:
-        """Raises LogDamaged, struct.error or ValueError if what is on disk does not fit together."""
+        """Load the sums. Raises LogDamaged, struct.error or ValueError if the rows on disk are inconsistent."""
         self.database = database
         self.path = database.path
         self.oldest, self.next = self._load_offset(b"o"), self._load_offset(b"n")
         self.segments: deque[Segment] = deque()
-        """Full ones; the first may reach below `oldest`, and then sums up only what is not."""
+        """The full segments. The first may begin below `oldest`; its sums then cover only the entries from `oldest` on."""
         self.open = Segment(self.oldest)
-        """What follows them."""
+        """The unfinished segment after them."""
         self.open_slots: list[Slot] | None = []
-        """Its entries, since it was empty; None once compaction has been there."""
+        """The entries of the unfinished segment; None if they are not known because compaction or retention changed it."""
         self.head: deque[Slot] | None = None
-        """Entries of the first segment, once retention had to look into it."""
+        """The entries of the first segment, loaded when retention needs them."""
         self._load_segments()
         self.size = sum(segment.size for segment in self.every)
-        """Bytes of keys and values."""
+        """Bytes of keys and values from `oldest` on."""
         self.messages = sum(segment.messages for segment in self.every)
 
     @property
@@ -65,7 +65,7 @@ class Chain:
         return self.segments[0] if self.segments else self.open
 
     def walk(self, start: int, end: int | None = None) -> Iterator[tuple[Item, int]]:
-        """Yield each entry from the one that contains `start` until `end` (`next`), and its size on disk.
+        """Yield each entry and its size on disk, from the entry that contains `start` until `end` (default: `next`).
 
         Raises LogDamaged where the chain of entries breaks.
         """
@@ -92,7 +92,7 @@ class Chain:
                 yield item, len(key) + len(value)
                 at = item.next
                 if isinstance(item, Hole):
-                    rows.seek(KEY.pack(at))  # not through what was deleted in between
+                    rows.seek(KEY.pack(at))  # skip deleted rows inside the hole
                 else:
                     rows.next()
             if at > end:
@@ -103,11 +103,11 @@ class Chain:
             raise LogDamaged(self.path, str(err), at) from err
 
     def draft(self) -> Draft:
-        """Return an empty draft of what comes at `next`."""
+        """Return an empty draft that begins at `next`."""
         return Draft(self.database, self.next, self.open, self.open_slots)
 
     def finish(self, draft: Draft) -> None:
-        """Put `draft` on disk and take it over. Raises LogWriteFailed, and is then as it was."""
+        """Write `draft` to disk with a sync, and add its sums. Raises LogWriteFailed; the chain is then unchanged."""
         if draft.next == self.next and not draft.rows:
             return
         draft.batch.put(b"n", KEY.pack(draft.next))
@@ -125,7 +125,7 @@ class Chain:
         self.messages += sum(slot.messages for slot in draft.slots)
 
     def slots_of(self, segment: Segment) -> list[Slot]:
-        """Return the entries of a segment from `oldest` on, by its outline if it has one. Raises LogDamaged."""
+        """Return the entries of a segment from `oldest` on, from its outline if it has one. Raises LogDamaged."""
         slots = self.open_slots if segment is self.open else None
         if segment is not self.open and not segment.indexed:
             row = self.database.get(b"x" + KEY.pack(segment.first))
@@ -136,11 +136,11 @@ class Chain:
         return [Slot.of(item, size) for item, size in walk]
 
     def write(self, batch: Batch, *, sync: bool) -> None:
-        """Write what adds no entries. Raises LogWriteFailed."""
+        """Write a batch that adds no entries. Raises LogWriteFailed."""
         self.database.write(batch, self.next, sync=sync)
 
     def drop_rows(self, batch: Batch, slot: Slot) -> None:
-        """Remove what the entry of `slot` has outside the records."""
+        """Delete the rows that the entry of `slot` has outside the records."""
         if slot.key_hash is not None:
             key = b"k" + slot.key_hash
             if self.database.get(key) == KEY.pack(slot.first):
@@ -179,31 +179,34 @@ class Chain:
 
 
 class Draft:
-    """Entries on their way to disk, and how the log's end looks when they are there."""
+    """Entries that are about to be written, and the end of the log after that write."""
 
     __slots__ = ("_before", "batch", "full", "listed_us", "next", "open", "rows", "since", "slots")
 
     def __init__(
         self, database: Database, at: int, segment: Segment, before: list[Slot] | None
     ) -> None:
-        """`before` are the entries of `segment`, None if they are not known."""
+        """`before` are the entries of `segment`; None if they are not known."""
         self.batch = database.batch()
         self.next = at
         self.open = copy(segment)
         self.full: list[Segment] = []
         self.slots: list[Slot] = []
         self.since = 0
-        """How many of them belong to full segments."""
+        """How many of `slots` belong to full segments."""
         self._before = before
         self.rows = False
-        """The batch is to be written also if it holds no entry."""
+        """Write the batch even if it contains no entry."""
         self.listed_us = 0
-        """Due times up to here were listed: nothing may come to stand among them."""
+        """Due times up to this one were listed to consumers, so no new deferred record may be due before it."""
 
     def add_entry(
         self, entry: Entry, first: int, count: int, now_us: int, stored_us: int | None = None
     ) -> None:
-        """Add a record that was stored at `stored_us`, here or in the log that is copied (now if None); one that is due by now is not deferred."""
+        """Add a record. `stored_us` is when it was stored, here or in the copied log (None: now).
+
+        A record that is already due is not deferred.
+        """
         stored_us = now_us if stored_us is None else stored_us
         deferred = entry.due_us > max(now_us, self.listed_us)
         key = KEY.pack(first)
@@ -228,7 +231,7 @@ class Draft:
         )
 
     def add_item(self, item: Item, now_us: int) -> None:
-        """Add an item of another log as it stands there. Raises ValueError if it is malformed, or not what comes next."""
+        """Add an item of another log unchanged. Raises ValueError if it is malformed or does not begin at `next`."""
         if item.first != self.next or item.next <= item.first:
             raise ValueError(
                 f"items: expected an item that begins at offset {self.next}, got {item.first} to {item.next}"
@@ -253,7 +256,7 @@ class Draft:
         self.add(key, value, Slot.of(item, len(key) + len(value)))
 
     def add_stored(self, key: bytes, value: bytes, item: Item) -> None:
-        """Add an entry of this log as it stood in its files, which comes next, byte by byte."""
+        """Add an entry that was read from this log's files, byte for byte. It must begin at `next`."""
         slot = Slot.of(item, len(key) + len(value))
         if slot.key_hash is not None:
             self.batch.put(b"k" + slot.key_hash, key)
@@ -262,7 +265,7 @@ class Draft:
         self.add(key, value, slot)
 
     def add(self, key: bytes, value: bytes, slot: Slot) -> None:
-        """Add what is packed already."""
+        """Add an encoded entry."""
         self.batch.put_record(key, value)
         self.slots.append(slot)
         self.open.add(slot)
@@ -277,6 +280,6 @@ class Draft:
             self.open = Segment(self.next)
 
     def slots_of_first(self) -> list[Slot]:
-        """Return the new entries that belong to the segment that was open before."""
+        """Return the new entries that belong to the segment that was unfinished before."""
         end = self.full[0].next if self.full else self.next
         return [slot for slot in self.slots if slot.next <= end]

@@ -1,10 +1,11 @@
-"""A consumer of a log: hands its messages to workers until each is settled, at least once (sans-IO).
+"""A consumer of a log: delivers its messages to workers, at least once, until each is settled (sans-IO).
 
-A record is sealed as a whole and handed out so, with a bitmap of the messages that are meant: no more than the worker asked for, so
-that others get the rest. Acks are per message. What is read and not settled is in the table of `unsettled`; its bytes are in `cursor`.
+A record is sealed as a whole and is dispatched as a whole, with a bitmap of the messages that are meant for the worker: no more than
+it asked for, so that other workers get the rest. Acks are per message. Messages that were read but are not settled are in the table
+of `unsettled`; their layout on disk is in `cursor`.
 
-In a group the records of a key go one after the other: each waits until those before it are settled or dead, so a failed one
-comes again first. A deferred record queues when it comes due. Records without a key are free.
+In a group, the records of one key are processed in order: each waits until those before it are settled or dead, so a failed record is
+delivered again first. A deferred record joins its key's queue when it is due. Records without a key have no order.
 """
 
 from __future__ import annotations
@@ -24,32 +25,33 @@ from relay.store.records import Reason
 from relay.store.unsettled import Unsettled
 
 MAX_FENCED: Final = 1024
-"""Workers that were taken over from and are remembered; one that is forgotten can take over again."""
+"""Replaced workers that a consumer remembers. A replaced worker that is forgotten can take over again."""
 MAX_DELAY_US: Final = 30 * 86_400_000_000
 
 
 class Info(Struct, frozen=True):
-    """How far a consumer is, in messages; offsets where it says so."""
+    """The state of a consumer. Numbers are messages, except where they are offsets."""
 
     floor: int
-    """Offset below which all but deferred messages are settled."""
+    """Offset below which all messages are settled, except deferred ones."""
     position: int
-    """Offset of the next new one."""
+    """Offset of the next new message."""
     lag: int
-    """Not settled up to the end of the log; by offsets, so holes ahead count."""
+    """Messages up to the end of the log that are not settled. Computed from offsets, so holes ahead count too."""
     pending: int
-    """Held by workers."""
+    """Messages held by workers."""
     redelivering: int
     dead: int
     workers: int
-    """Those that hold messages."""
+    """Workers that hold messages."""
     counts: Counts
 
 
 class Consumer:
-    """One consumer of a log, from one thread at a time. `now_us` is `Clock.elapsed_us`; `clock` tells how others differ from it.
+    """One consumer of a log; use it from one thread at a time.
 
-    What `take` returned is handed out. A crash between two calls of `save` delivers again what was settled since.
+    `now_us` is `Clock.elapsed_us`; `clock` says how the other clocks differ from it. What `take` returns is dispatched. After a crash,
+    messages that were settled since the last `save` are delivered again.
     """
 
     def __init__(
@@ -77,14 +79,15 @@ class Consumer:
     def load(
         cls, log: Log, name: str, now_us: int | None = None, clock: Clock | None = None
     ) -> Consumer:
-        """Return the consumer that was saved as `name`; what it had handed out is delivered again.
+        """Return the consumer that was saved as `name`. Messages that it had dispatched are delivered again.
 
-        Delays last no longer than they had to when it was saved, wherever the clock is set. None: `now_us` is by that clock.
+        No delay lasts longer than what was left of it at the save, even if the wall clock was set since. With `now_us` None, due times
+        are taken as they were saved.
 
         Raises:
-            KeyError: there is none.
-            CursorDamaged: its state is not what was saved.
-            LogDamaged: the row cannot be read.
+            KeyError: there is no consumer of this name.
+            CursorDamaged: its stored state is not what was saved.
+            LogDamaged: its row cannot be read.
         """
         data = log.cursors.get(name)
         if data is None:
@@ -108,17 +111,17 @@ class Consumer:
         consumer.counts = consumer._dispatcher.counts = state.counts
         return consumer
 
-    # Dispatcher out
+    # Dispatching
 
     def take(self, worker: bytes, max_bytes: int, max_messages: int, now_us: int) -> Taken:
-        """Hand messages to `worker`: what failed before, then deferred records that are due, then new ones.
+        """Dispatch messages to `worker`: first those to redeliver, then deferred records that are due, then new ones.
 
-        At least one message if there is any for it. A record of which not all fits into `max_messages` is cut, and what is left of it
-        comes next, to whoever takes; one that does not fit into `max_bytes` comes first, or it would never go.
+        Dispatches at least one message if one is available. A record that does not fit into `max_messages` is divided, and the rest is
+        next for whichever worker takes next. A record larger than `max_bytes` is dispatched only as the first of a call.
 
         Raises:
             ValueError: a limit is below 1.
-            LogDamaged: the log cannot be read there, and nothing was handed out.
+            LogDamaged: the log cannot be read at the next record, and nothing was dispatched.
         """
         if max_bytes < 1 or max_messages < 1:
             raise ValueError(
@@ -132,13 +135,13 @@ class Consumer:
     # Settling
 
     def ack(self, worker: bytes, first: int, next: int, now_us: int) -> int:
-        """Settle the messages from `first` until `next`, whoever holds them, and return how many were not before.
+        """Settle the messages from `first` until `next`, whichever worker holds them; return how many were not settled before.
 
-        An ack is a fact, also from a worker that was fenced or whose lease ended: it did the work, and if another has the message
-        by now it is done twice, as at least once allows. The rest counts as late.
+        An ack counts even from a worker that was replaced or whose lease ended, because the work is done. If another worker holds the
+        message by now, the work is done twice, as at-least-once delivery allows. Acks of settled messages count as late.
 
         Raises:
-            ValueError: one of them was never handed out; nothing was settled. That includes messages handed out after
+            ValueError: one of the messages was never dispatched; nothing was settled. That includes messages dispatched after
                 the last `save` before a crash.
         """
         self._table.update_time(now_us)
@@ -150,10 +153,10 @@ class Consumer:
         return settled
 
     def ack_through(self, worker: bytes, offset: int, now_us: int) -> int:
-        """Settle what was handed out up to and including `offset`, and return how many messages that were.
+        """Settle the dispatched messages up to and including `offset`, and return how many.
 
-        In a group only what `worker` holds. A deferred record comes later than its offset says, so it is settled
-        only if `offset` is in it. Raises ValueError if `offset` was never handed out.
+        In a group, only those that `worker` holds. A deferred record is delivered later than its offset suggests, so it is
+        settled only if it contains `offset`. Raises ValueError if `offset` was never dispatched.
         """
         self._table.update_time(now_us)
         self._dispatched(offset, offset + 1)
@@ -172,12 +175,13 @@ class Consumer:
     def nack(
         self, worker: bytes, first: int, next: int, delay_us: int, reason: str, now_us: int
     ) -> int:
-        """Deliver again after `delay_us` what `worker` holds from `first` until `next`; return how many messages.
+        """Redeliver, after `delay_us`, the messages from `first` until `next` that `worker` holds; return how many.
 
-        After `max_deliver` deliveries they are dead letters with `reason`, cut at 1024 bytes. What others hold stays with them.
+        After `max_deliver` deliveries they become dead letters with `reason`, cut at 1024 bytes. Messages that other workers hold are
+        not affected.
 
         Raises:
-            ValueError: never handed out, or `delay_us` is not between 0 and 30 days.
+            ValueError: a message was never dispatched, or `delay_us` is not between 0 and 30 days.
         """
         if not 0 <= delay_us <= MAX_DELAY_US:
             raise ValueError(f"delay_us: {delay_us} is not between 0 and {MAX_DELAY_US}")
@@ -192,9 +196,9 @@ class Consumer:
         return count
 
     def touch(self, worker: bytes, first: int, next: int, now_us: int) -> int:
-        """Start the ack timeout anew for what `worker` holds from `first` until `next`; return how many messages.
+        """Restart the ack timeout of the messages from `first` until `next` that `worker` holds; return how many.
 
-        Raises ValueError if one was never handed out.
+        Raises ValueError if one was never dispatched.
         """
         self._table.update_time(now_us)
         count = 0
@@ -206,12 +210,12 @@ class Consumer:
         return count
 
     def confirm_range(self, worker: bytes, first: int, next: int, now_us: int) -> None:
-        """`worker` has what it was handed from `first` until `next`. Raises ValueError if one was never handed out."""
+        """Count the messages from `first` until `next` as delivered to `worker`. Raises ValueError if one was never dispatched."""
         self._table.update_time(now_us)
         self._confirm(worker, self._dispatched(first, next))
 
     def confirm(self, worker: bytes) -> None:
-        """`worker` asks for more: it has what it was handed."""
+        """Count everything dispatched to `worker` as delivered, because it asks for more."""
         self._table.confirm(worker)
 
     def _confirm(self, worker: bytes, found: list[tuple[OpenRecord, int]]) -> None:
@@ -223,7 +227,7 @@ class Consumer:
     # Failing
 
     def expire(self, now_us: int) -> None:
-        """Let leases end and delays pass, up to `now_us`."""
+        """End the leases and delays that have passed at `now_us`."""
         self._table.update_time(now_us)
         self._table.expire()
         if self._log.oldest > self._oldest:
@@ -232,7 +236,7 @@ class Consumer:
                 self._dispatcher.removed(record, Reason.RETENTION)
 
     def worker_left(self, worker: bytes, now_us: int) -> None:
-        """What `worker` holds is due again at once. What it has confirmed was delivered, and counts so."""
+        """Redeliver everything that `worker` holds at once. What it had confirmed counts as a delivery."""
         self._table.update_time(now_us)
         self._table.worker_left(worker)
         self._fenced.pop(worker, None)
@@ -240,9 +244,9 @@ class Consumer:
             self._worker = None
 
     def answer_lost(self, worker: bytes, now_us: int, *, counted: bool = True) -> None:
-        """The last answer to `worker` did not reach it: what was in it is due again at once.
+        """Redeliver at once what the last answer to `worker` contained, because it did not arrive.
 
-        `counted`: it may be that message which breaks whoever gets it.
+        `counted`: count it as a try, because a message may crash every worker that receives it.
         """
         self._table.update_time(now_us)
         self._table.answer_lost(worker, counted=counted)
@@ -253,22 +257,24 @@ class Consumer:
         return self._dispatcher.position
 
     def dead_letters(self) -> list[Dead]:
-        """Return the messages that were given up, in that order. They are settled by `forget_dead` only."""
+        """Return the listed dead letters, oldest first. Only `forget_dead` settles them."""
         return list(self._table.dead)
 
     def forget_dead(self, n: int) -> None:
-        """Settle the first `n` dead letters: they are kept elsewhere. Raises ValueError if there are fewer."""
+        """Settle the first `n` dead letters, which are now stored elsewhere. Raises ValueError if there are fewer."""
         self._table.forget_dead(n)
 
     @property
     def deadline_us(self) -> int | None:
-        """When the next lease or delay ends or deferred record is due: call `expire`, and let workers take.
+        """When the next lease or delay ends or the next deferred record is due; then call `expire`, and let workers take.
 
-        None = not by time alone. After `expire` it lies ahead. Raises LogDamaged.
+        None if nothing changes with time alone. After `expire` it is in the future. Raises LogDamaged.
         """
         coming = self._dispatcher.next_deferred()
         high_us = self._table.high_us
-        if coming is not None and coming[0] <= high_us:  # these wait for a worker, not for time
+        if (
+            coming is not None and coming[0] <= high_us
+        ):  # due already: these wait for a worker, not for time
             later = self._log.due(MAX_OFFSET, after=(high_us, MAX_OFFSET), limit=1)
             coming = later[0] if later else None
         times = [self._table.next_us, coming[0] - high_us + self._now if coming else None]
@@ -278,13 +284,13 @@ class Consumer:
 
     @property
     def dirty(self) -> bool:
-        """`save` has something to write."""
+        """Whether `save` has something to write."""
         return self._table.dirty and self.settings.durable
 
     def save(self, sync: bool = False) -> None:
-        """Write the cursor if it changed. Without `sync` a power cut may bring the former one back.
+        """Write the cursor if it changed. Without `sync`, a power cut may restore the previous one.
 
-        Raises CursorsFull or LogWriteFailed, and is then still dirty.
+        Raises CursorsFull or LogWriteFailed; the consumer is then still dirty.
         """
         if self.dirty:
             state = State(
@@ -301,7 +307,7 @@ class Consumer:
             self._table.dirty = False
 
     def info(self) -> Info:
-        """Return how far it is."""
+        """Return the state of this consumer."""
         table = self._table
         return Info(
             floor=table.floor(self.position),
@@ -321,7 +327,7 @@ class Consumer:
     # Inside
 
     def _admit(self, worker: bytes) -> bool:
-        """Return whether `worker` may take; a new one of a consumer that is no group takes over."""
+        """Return whether `worker` may take messages. A new worker of a consumer that is not a group replaces the former one."""
         if self.settings.group or worker == self._worker:
             return True
         if worker in self._fenced:
@@ -335,7 +341,7 @@ class Consumer:
         return True
 
     def _dispatched(self, first: int, end: int) -> list[tuple[OpenRecord, int]]:
-        """Return the records of these offsets and their messages. Raises ValueError if one was never handed out."""
+        """Return (record, bitmap) for the messages from `first` until `end`. Raises ValueError if one was never dispatched."""
         if not 0 <= first < end:
             raise ValueError(f"first, next: {first} to {end} is not a range of offsets")
         found = []

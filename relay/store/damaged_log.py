@@ -1,10 +1,11 @@
-"""A damaged log's database, read as far as it can be: everything that RocksDB still gives, and nothing else.
+"""Reads everything from a damaged log's database that RocksDB can still read.
 
-It is read in a copy of its directory (tables as hard links: nobody writes to a table), so the files themselves stay as they are.
-RocksDB opens the copy with as much of the write-ahead log as is whole. Where its directory of tables (MANIFEST, CURRENT) is damaged,
-or does not name all tables that are there, RocksDB makes another from the tables themselves; it leaves out a damaged table then.
+The log is read in a copy of its directory, with hard links for the tables because nobody writes to a table, so its own files do not
+change. RocksDB opens the copy with the undamaged part of the write-ahead log. If the list of tables (MANIFEST, CURRENT) is damaged or
+does not name all existing tables, RocksDB rebuilds it from the tables, and leaves out a damaged table.
 
-An iterator ends where a block is damaged. It is set behind it: place by place first, since a block holds few, then in growing steps.
+An iterator ends at a damaged block. It is then set to a key after the block: first key by key, since a block contains few keys, then
+in growing steps.
 """
 
 from __future__ import annotations
@@ -35,17 +36,19 @@ from relay.store.journal import disarm
 from relay.store.records import KEY, Item, decode
 
 STEPS: Final = 65_536
-"""So many offsets are tried one by one behind a damaged place."""
+"""Offsets that are tried one by one after damage, before the steps grow."""
 _ROW_BYTES: Final = 40
-"""Of a row's key these say where it is, when the way behind a damaged place is looked for."""
+"""Bytes of a row's key that are used as a number when searching for the first readable key after damage."""
 _COPY_BYTES: Final = 64 << 10
 _SEED: Final = b"\xff" * 20
-"""A key that no log has."""
+"""A key that does not occur in any log."""
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class DamagedLog:
-    """What can be read of the log at `path`. `scratch` is a directory for the copy, on the same disk; `close` removes it.
+    """The readable part of the log at `path`.
+
+    `scratch` is the directory for the copy, on the same disk; `close` removes it.
 
     Raises:
         LogWriteFailed: there is no room for the copy.
@@ -59,9 +62,9 @@ class DamagedLog:
         with contextlib.suppress(LogDamaged):
             self.mark = read_mark(path)
         self.repaired = False
-        """The tables were found without their directory."""
+        """The list of tables was rebuilt."""
         self.unreadable_rows = False
-        """Something besides the entries could not be read."""
+        """A row outside the entries could not be read."""
         self._whole = False
         self._meta: Rdict | None = None
         self._records: Rdict | None = None
@@ -78,11 +81,11 @@ class DamagedLog:
 
     @property
     def current(self) -> bool:
-        """Whether the rows besides the entries are surely the last that were written, as far as they were read."""
+        """Whether the rows outside the entries, as far as they were read, are certainly the latest that were written."""
         return self._whole and not self.repaired and not self.unreadable_rows
 
     def close(self) -> None:
-        """Give the copy up. Idempotent."""
+        """Remove the copy. Idempotent."""
         self._release()
         shutil.rmtree(self._scratch, ignore_errors=True)
 
@@ -97,9 +100,9 @@ class DamagedLog:
     # -- reading ---------------------------------------------------------------------------------------------
 
     def entries(self) -> Iterator[tuple[bytes, bytes, Item]]:
-        """Yield key, value and meaning of every entry that is what was written there, in order of offsets.
+        """Yield key, value and decoded item of every undamaged entry, in order of offsets.
 
-        What lies within an entry before it is left out: a hole covers what was there before it was made.
+        Entries inside the range of an earlier entry are left out: a hole covers records that were removed when it was written.
         """
         at = 0
         if self._records is None:
@@ -116,7 +119,7 @@ class DamagedLog:
                 at = item.next
 
     def rows(self, prefix: bytes) -> Iterator[tuple[bytes, bytes]]:
-        """Yield what can be read of the rows with this prefix: the rest of the key, and the value."""
+        """Yield the rest of the key and the value of every readable row with this prefix."""
         if self._meta is None:
             return
         for key, value in _scan(self._meta, prefix, _ROW_BYTES, 0, self._missed):
@@ -124,7 +127,7 @@ class DamagedLog:
                 yield key[len(prefix) :], value
 
     def get(self, key: bytes) -> bytes | None:
-        """Return what is at `key` outside the entries; None if there is nothing, or it cannot be read."""
+        """Return the row at `key` outside the entries; None if there is none, or it cannot be read."""
         if self._meta is None:
             return None
         try:
@@ -140,7 +143,7 @@ class DamagedLog:
     # -- opening ---------------------------------------------------------------------------------------------
 
     def _choose(self) -> None:
-        """Open the copy in the way that gives most."""
+        """Open the copy with the method that makes most messages readable."""
         found = self._open_as_it_is()
         if found is not None and not self._unnamed_tables():
             return
@@ -152,7 +155,7 @@ class DamagedLog:
             self._open_as_it_is()
 
     def _open_as_it_is(self) -> bool | None:
-        """Open with the directory of tables as it is; None if that fails."""
+        """Open with the existing list of tables. Returns None if that fails."""
         self._copy()
         self.repaired = self._whole = False
         if self.mark is not None and self._attach(DBRecoveryMode.point_in_time()):
@@ -201,7 +204,7 @@ class DamagedLog:
         return sum(item.next - item.first for _, _, item in self.entries())
 
     def _unnamed_tables(self) -> bool:
-        """Whether there are tables that the directory of tables does not name."""
+        """Return whether there are tables that the list of tables does not name."""
         assert self._meta is not None
         named = {os.path.basename(str(file["name"])) for file in self._meta.live_files()}
         return any(table.name not in named for table in Path(self._scratch).glob("*.sst"))
@@ -225,7 +228,10 @@ class DamagedLog:
             os.unlink(os.path.join(self._scratch, CONFIG_NAME))
 
     def _plant(self) -> None:
-        """Put a table of each kind into the copy: RocksDB knows by tables alone which kinds there are in the write-ahead log."""
+        """Add a table of each column family to the copy.
+
+        When RocksDB rebuilds the list, it knows only from tables which column families the write-ahead log may contain.
+        """
         seed = os.path.join(self._scratch, "seed")
         options = _options(DBRecoveryMode.point_in_time())
         options.create_if_missing(True)
@@ -250,13 +256,13 @@ def _options(mode: DBRecoveryMode) -> Options:
 
 
 def _check_room(err: Exception) -> None:
-    """Raise OSError if that is what an error of RocksDB is for: a full disk is not damage."""
+    """Raise OSError if RocksDB failed because the disk is full, which is not damage."""
     if "No space left" in str(err) or "quota exceeded" in str(err):
         raise OSError(errno.ENOSPC, str(err))
 
 
 def _copy_readable(source: Path, copy: str) -> None:
-    """Copy a file; what the disk does not give becomes zeros. Raises OSError if the copy cannot be written, or nothing may be read."""
+    """Copy a file, with zeros for what cannot be read. Raises OSError if the source cannot be opened or the copy not written."""
     with source.open("rb", buffering=0) as file, open(copy, "wb") as out:
         size = os.fstat(file.fileno()).st_size
         for at in range(0, size, _COPY_BYTES):
@@ -271,7 +277,7 @@ def _copy_readable(source: Path, copy: str) -> None:
 def _scan(
     database: Rdict, prefix: bytes, width: int, steps: int, missed: object = None
 ) -> Iterator[tuple[bytes, bytes]]:
-    """Yield the keys with this prefix, and their values, in order; go on behind what cannot be read, and call `missed`."""
+    """Yield the keys with this prefix and their values, in order. At damage, call `missed` and continue after it."""
     options = ReadOptions()
     options.set_readahead_size(READAHEAD_BYTES)
     rows = database.iter(options)
@@ -295,7 +301,7 @@ def _scan(
 
 
 def _seek_behind(rows: RdictIter, prefix: bytes, bad: int, width: int, steps: int) -> bool | None:
-    """Set the iterator to what can be read behind place `bad`; return whether there is anything."""
+    """Set the iterator to the first readable key after `bad`; return whether there is one."""
     last = (1 << (8 * width)) - 1
 
     def readable(place: int) -> bool | None:
@@ -324,7 +330,7 @@ def _seek_behind(rows: RdictIter, prefix: bytes, bad: int, width: int, steps: in
 
 
 def _seek(rows: RdictIter, key: bytes) -> bool | None:
-    """Set the iterator to `key` or what follows it: True; False if nothing does, None if that cannot be read."""
+    """Set the iterator to `key` or the next one. Returns False if there is none, None if it cannot be read."""
     try:
         rows.seek(key)
     except Exception:  # rocksdict raises nothing narrower
@@ -333,7 +339,7 @@ def _seek(rows: RdictIter, key: bytes) -> bool | None:
 
 
 def _state(rows: RdictIter) -> bool | None:
-    """Return why an iterator ended: False at the end, None where it cannot read on."""
+    """Return why an iterator ended: False at the last key, None at damage."""
     try:
         rows.status()
     except Exception:

@@ -1,10 +1,10 @@
-"""RocksDB as a log needs it: its settings, what its errors mean, and a mark that proves that nothing synced is gone.
+"""RocksDB for logs: settings, the meaning of its errors, and a mark that proves that no synced write is lost.
 
-RocksDB cannot tell a write-ahead log that a power cut tore from one that lost synced writes to damage: depending on the
-recovery mode it refuses both, or drops both without a word. So after every sync the log's *mark* (a file of 44
-bytes beside RocksDB's own) gets the sequence number of the last synced write, in place and without a sync of its own. It outlives
-the process exactly and is never ahead of the disk; a power cut may leave it a few seconds behind. What a log has after recovery must
-reach its mark: less is damage, a torn end behind it is normal.
+RocksDB cannot distinguish a write-ahead log that a power cut truncated from one that lost synced writes to damage: depending on the
+recovery mode it refuses both, or silently drops both. So after every sync the sequence number of the last synced write is written to
+the log's *mark*, a file of 44 bytes beside RocksDB's files, in place and without a sync of its own. After a crash of the process the
+mark is exact; after a power cut it may be a few seconds behind, but it is never ahead of the disk. A recovered log must reach its
+mark: less is damage, and a truncated end after the mark is normal.
 
 docs/decisions/0015 argues the settings.
 """
@@ -44,7 +44,7 @@ MARK_NAME: Final = "MARK"
 CONFIG_NAME: Final = "rocksdict-config.json"
 RECORDS: Final = "records"
 _MARK: Final = struct.Struct("<16sQQ")
-"""uuid, sequence number of RocksDB, next offset; a CRC-32 follows."""
+"""uuid, RocksDB sequence number, next offset; followed by a CRC-32."""
 
 WRITE_BUFFER_BYTES: Final = 32 << 20
 BLOCK_BYTES: Final = 32 << 10
@@ -54,10 +54,10 @@ OPEN_FILES: Final = 256
 
 
 def room_to_open(path: str) -> None:
-    """Return if the disk has room for what opening the database at `path` writes: its journals once more, as tables.
+    """Return if the disk has room to open the database at `path`, which rewrites its journals as tables.
 
     Raises:
-        LogWriteFailed: it has not.
+        LogWriteFailed: the disk is full.
     """
     probe = os.path.join(path, "PROBE")
     try:
@@ -73,11 +73,11 @@ def room_to_open(path: str) -> None:
 
 
 class Mark(Struct, frozen=True):
-    """What a log has after recovery, or it is damaged."""
+    """What a log must contain after recovery; with less it is damaged."""
 
     uuid: bytes
     sequence: int
-    """Of the last synced write, as RocksDB counts them."""
+    """RocksDB's sequence number of the last synced write."""
     next_offset: int
 
 
@@ -93,7 +93,7 @@ def read_mark(path: str) -> Mark:
 
 
 def rocksdb_options(write_buffer: int, recovery: DBRecoveryMode, cache: Cache) -> Options:
-    """Return the settings of a log's database."""
+    """Return the RocksDB settings of a log."""
     table = BlockBasedOptions()
     table.set_block_size(BLOCK_BYTES)
     table.set_block_cache(cache)
@@ -115,8 +115,8 @@ def rocksdb_options(write_buffer: int, recovery: DBRecoveryMode, cache: Cache) -
 
 
 def _rocksdb(path: str, recovery: DBRecoveryMode, access: AccessType) -> Rdict:
-    # rocksdict writes this file at every open and never syncs it. It says only that keys are raw
-    # bytes, which the options say too, so one that a power cut emptied is not worth a log.
+    # rocksdict writes this file at every open and never syncs it. It only says that keys are raw bytes, which the
+    # options say too. A power cut can leave it empty, which must not make the log unusable.
     with contextlib.suppress(FileNotFoundError):
         os.unlink(os.path.join(path, CONFIG_NAME))
     cache = Cache(CACHE_BYTES)
@@ -126,7 +126,7 @@ def _rocksdb(path: str, recovery: DBRecoveryMode, access: AccessType) -> Rdict:
 
 
 class Batch:
-    """Writes that reach the disk together or not at all."""
+    """A batch of writes: all of them reach the disk, or none."""
 
     __slots__ = ("_records", "raw")
 
@@ -151,7 +151,7 @@ class Batch:
 
 
 class Database:
-    """One RocksDB: `records` by offset in a column family of their own, everything else by prefixed key."""
+    """One RocksDB database: `records` by offset in a column family of their own, all other rows by prefixed key."""
 
     def __init__(self, path: str, rocksdb: Rdict) -> None:
         self.path = path
@@ -165,14 +165,14 @@ class Database:
         self._mark_fd = -1
         self._uuid = bytes(16)
         self.failed: str | None = None
-        """Why a write failed; every later one does too, since RocksDB may hold half of it."""
+        """Why a write failed; None if none did. All later writes fail too, because RocksDB may hold half of the failed one."""
 
     @classmethod
     def create(cls, path: str) -> Database:
-        """Return a new database in the new directory `path`; `make_mark` completes it.
+        """Create a database in the new directory `path` and return it; `make_mark` completes it.
 
         Raises:
-            LogWriteFailed: the files could not be made.
+            LogWriteFailed: the files could not be created.
         """
         try:
             os.mkdir(path)
@@ -183,12 +183,12 @@ class Database:
 
     @classmethod
     def open(cls, path: str) -> Database:
-        """Return the database at `path` with all that its mark covers.
+        """Open the database at `path`, with everything that its mark covers.
 
         Raises:
-            LogMissing: there is no directory.
-            LogBusy: it is open elsewhere.
-            LogDamaged: anything else. Files that hold what the mark covers are as they were.
+            LogMissing: the directory does not exist.
+            LogBusy: another process or object has it open.
+            LogDamaged: any other error. Files with data that the mark covers were not changed.
         """
         if not os.path.isdir(path):
             raise LogMissing(path, "the directory does not exist")
@@ -218,7 +218,7 @@ class Database:
 
     @property
     def uuid(self) -> bytes:
-        """Whose mark it is."""
+        """The log's uuid, from its mark."""
         return self._uuid
 
     def batch(self) -> Batch:
@@ -227,15 +227,15 @@ class Database:
         return Batch(self.records_handle)
 
     def check_open(self) -> None:
-        """Raise Closed if `close` was called."""
+        """Raise Closed after `close`."""
         if not self._open:
             raise Closed(f"log {self.path} is closed")
 
     def make_mark(self, uuid: bytes, next_offset: int) -> None:
-        """Write the first mark and sync it.
+        """Create the mark and sync it.
 
         Raises:
-            OSError: it was not written.
+            OSError: it could not be written.
         """
         self._uuid = uuid
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -245,10 +245,10 @@ class Database:
         sync_directory(self.path)
 
     def write(self, batch: Batch, next_offset: int, *, sync: bool) -> None:
-        """Write `batch`; if `sync`, return after it and all before it is on disk and marked.
+        """Write `batch`. With `sync`, return when this and all earlier writes are on disk and the mark is updated.
 
         Raises:
-            LogWriteFailed: it may or may not be there after a reopen; later writes raise too.
+            LogWriteFailed: the batch may or may not be there after a reopen; later writes raise too.
         """
         if self.failed is not None:
             raise LogWriteFailed(self.path, self.failed)
@@ -261,7 +261,7 @@ class Database:
             raise LogWriteFailed(self.path, self.failed) from err
 
     def get(self, key: bytes) -> bytes | None:
-        """Return what is at `key` outside the records. Raises LogDamaged if the disk does not say."""
+        """Return the row at `key` outside the records; None if there is none. Raises LogDamaged if it cannot be read."""
         self.check_open()
         try:
             value: bytes | None = self._meta.get(key)
@@ -270,10 +270,10 @@ class Database:
         return value
 
     def rows(self, prefix: bytes, start: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
-        """Yield the keys after `prefix` that are `start` or later, and their values.
+        """Yield the rest of each key with this `prefix`, from `start` on, and its value.
 
         Raises:
-            LogDamaged: RocksDB stopped early. Its iterator just ends where a block is damaged; only the status tells.
+            LogDamaged: RocksDB stopped early. Its iterator simply ends at a damaged block; only its status shows the error.
         """
         self.check_open()
         try:
@@ -290,14 +290,14 @@ class Database:
             raise LogDamaged(self.path, str(err)) from err
 
     def records(self) -> RdictIter:
-        """Return an iterator over the records; whoever uses it checks that offsets are covered."""
+        """Return an iterator over the records. The caller must check that the entries are contiguous."""
         self.check_open()
         options = ReadOptions()
         options.set_readahead_size(READAHEAD_BYTES)
         return self._records.iter(options)
 
     def first_record(self, default: int) -> int:
-        """Return the lowest offset that is on disk, also of what was dropped and not yet freed."""
+        """Return the lowest offset on disk, including removed entries whose space is not freed yet; `default` if none."""
         try:
             rows = self._records.iter()
             rows.seek_to_first()
@@ -307,9 +307,9 @@ class Database:
             raise LogDamaged(self.path, str(err)) from err
 
     def free(self, begin: bytes, end: bytes) -> None:
-        """Give the disk space of the records from `begin` until `end` back. The caller has moved `oldest` past them.
+        """Free the disk space of the records from `begin` until `end`. The caller has already moved `oldest` past them.
 
-        The tombstone is flushed by itself and compacted at once: one that shares a file with new records would drag the
+        The range tombstone is flushed into a file of its own and compacted at once. In one file with new records it would pull the
         whole log into the next compaction.
 
         Raises:
@@ -326,7 +326,7 @@ class Database:
             raise LogWriteFailed(self.path, self.failed) from err
 
     def compact_rows(self, begin: bytes, end: bytes) -> None:
-        """Give the disk space of the deleted rows from `begin` until `end`, outside the records, back. Raises LogWriteFailed, as `write`."""
+        """Free the disk space of the deleted rows from `begin` until `end`, outside the records. Raises LogWriteFailed, as `write`."""
         self.check_open()
         try:
             self._meta.flush()
@@ -336,7 +336,7 @@ class Database:
             raise LogWriteFailed(self.path, self.failed) from err
 
     def close(self) -> None:
-        """Give the files back; idempotent. What was synced stays so whatever fails here."""
+        """Close the files. Idempotent. Errors here do not affect what was synced."""
         if not self._open:
             return
         self._open = False
@@ -344,7 +344,7 @@ class Database:
             self._records.close()
         with contextlib.suppress(Exception):
             self._meta.close()
-        # RocksDB's lock goes with the last reference.
+        # RocksDB releases its lock with the last reference.
         del self._records, self._meta, self.records_handle
         if self._mark_fd >= 0:
             with contextlib.suppress(OSError):
@@ -358,10 +358,10 @@ class Database:
 
 
 def _recovered(path: str, sequence: int) -> Rdict:
-    """Open `path`. If the write-ahead log is damaged, only when that cost nothing up to `sequence`.
+    """Open `path`. If the write-ahead log is damaged, open it only if nothing up to `sequence` is lost.
 
-    RocksDB deletes a write-ahead log once it has recovered what it could. So the strict mode goes first, which
-    takes a log that just ends early; what it refuses is looked at read-only before anything is changed.
+    RocksDB deletes a write-ahead log after recovering what it could. So the strict mode is tried first, which accepts a log that
+    merely ends early. A log that it refuses is inspected read-only before anything is changed.
     """
     try:
         mode = DBRecoveryMode.tolerate_corrupted_tail_records()
@@ -381,7 +381,7 @@ def _recovered(path: str, sequence: int) -> Rdict:
 
 
 def write_beside(path: str, data: bytes) -> None:
-    """Write a small file whole or not at all. Raises LogWriteFailed."""
+    """Write a small file atomically, through a temporary file beside it. Raises LogWriteFailed."""
     try:
         descriptor = os.open(
             path + ".new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600

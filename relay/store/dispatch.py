@@ -1,9 +1,9 @@
-"""What a consumer hands out: what failed before, then deferred records that are due, then new ones (sans-IO).
+"""Chooses what a consumer dispatches: first redeliveries, then deferred records that are due, then new ones (sans-IO).
 
-What is bounded, and what happens at the bound (nothing here waits or raises; `take` hands out less):
-- handed out and not settled: `Settings.max_pending` messages; new records wait, redeliveries go on;
-- waiting behind a key: `MAX_BLOCKED` records; reading stops until one settles;
-- records in the table: by the bytes that they can take in the cursor; reading stops likewise;
+Bounds, and what happens at each (nothing here waits or raises; `take` dispatches less):
+- dispatched and not settled: `Settings.max_pending` messages; new records wait, redeliveries continue;
+- waiting behind a key: `MAX_BLOCKED` records; reading stops until one is settled;
+- records in the table: bounded by their largest possible size in the cursor; reading stops until one is settled.
 """
 
 from __future__ import annotations
@@ -23,39 +23,39 @@ from relay.store.unsettled import Unsettled
 
 MAX_BLOCKED: Final = 4096
 ENVELOPE_BYTES: Final = 448
-"""What a record takes in an answer beside its body, at most."""
+"""Upper bound of what a record needs in an answer besides its body."""
 READS: Final = 8
 FIRST_READ_BYTES: Final = 16 << 10
-"""Of new records; each further read of a `take` is twice the last, so that little is read in vain."""
+"""Size of the first read of new records in a `take`. Each further read is twice as large, so that little is read in vain."""
 DUE_BATCH: Final = 256
 
 
 class Delivery(Struct, frozen=True, gc=False):
-    """Messages of `record` for a worker."""
+    """Messages of `record` that are dispatched to a worker."""
 
     record: Record
     wanted: int
-    """Bitmap: bit i is the message at `record.first + i`. The others are settled, or not for this worker."""
+    """Bitmap: bit i is the message at `record.first + i`. The other messages are settled, or not for this worker."""
     deliveries: int
-    """1 = for the first time, as far as any worker confirmed."""
+    """Number of this delivery, counting those that a worker confirmed: 1 is the first."""
 
 
 class Taken(Struct, frozen=True):
-    """What a worker gets, in order. Gaps and holes that retention left are told once and need no ack."""
+    """What a worker receives from one `take`, in order. Gaps and holes left by retention are reported once and need no ack."""
 
     items: list[Delivery | Gap | Hole]
     bytes: int
-    """Of the records, envelopes included."""
+    """Bytes of the records with their envelopes."""
     messages: int
-    """Gaps count one each."""
+    """Messages; a gap counts as one."""
     more: bool = False
-    """It stopped at the worker's limits, not for want of messages."""
+    """More messages are available: `take` stopped at the worker's limits."""
     fenced: bool = False
-    """A newer worker has taken over; this one gets nothing any more."""
+    """A newer worker has taken over, so this one receives nothing any more."""
 
 
 class _Basket:
-    """What a call of `take` has so far."""
+    """What one `take` has collected so far."""
 
     def __init__(self, worker: bytes, max_bytes: int, max_messages: int) -> None:
         self.worker = worker
@@ -71,18 +71,18 @@ class _Basket:
         return self.more
 
     def fits(self, size: int) -> bool:
-        """Return whether there is room for a record of so many bytes; the first always has it, or it would never go."""
+        """Return whether a record of `size` bytes fits. The first always does, so that a large record is not stuck forever."""
         self.more = self.room <= 0 or (self.messages > 0 and self.bytes + size > self.max_bytes)
         return not self.more
 
     @property
     def room(self) -> int:
-        """How many messages there is room for."""
+        """Messages that still fit."""
         return self.max_messages - self.messages
 
 
 class Dispatcher:
-    """Takes records from a log into the table of what is unsettled, and messages from there to workers."""
+    """Reads records from a log into the table of unsettled messages, and dispatches messages from there to workers."""
 
     def __init__(self, log: Log, table: Unsettled, settings: Settings, start: int) -> None:
         self._log = log
@@ -90,16 +90,16 @@ class Dispatcher:
         self.counts = Counts()
         self._settings = settings
         self.start = start
-        """Deferred records below are not for this consumer."""
+        """Offset at which the consumer started. It does not deliver deferred records below."""
         self.position = start
-        """The offset of the next new message."""
+        """Offset of the next new message."""
         self.due = (0, 0)
-        """Due time and offset of the last deferred record that was taken."""
+        """(due time, offset) of the last deferred record that was processed."""
         self._coming: tuple[tuple[int, int, int], tuple[int, int] | None] | None = None
         self._unreported: list[Hole] = []
 
     def take(self, worker: bytes, max_bytes: int, max_messages: int) -> Taken:
-        """Hand messages to `worker`. Raises LogDamaged if the log cannot be read there, and nothing was handed out."""
+        """Dispatch messages to `worker`. Raises LogDamaged if the log cannot be read and nothing was dispatched."""
         basket = _Basket(worker, max_bytes, max_messages)
         self._report_lost(basket)
         try:
@@ -107,18 +107,18 @@ class Dispatcher:
                 self._take_new(basket)
         except LogDamaged:
             if not basket.items:
-                raise  # else the next call does: these are handed out
+                raise  # otherwise return what was dispatched; the next call raises
         return Taken(basket.items, basket.bytes, basket.messages, basket.more)
 
     def _take_ready(self, basket: _Basket) -> bool:
-        """Hand out what waits; return whether the basket has room for others."""
+        """Dispatch waiting messages of the table; return whether the basket has room for more."""
         aside = []
         try:
             while self._table.ready and not basket.full():
                 record = self._table.records.get(self._table.ready[0])
                 parts = self._table.eligible(record) if record is not None else []
                 if record is not None and record.key is None:
-                    # What was delivered as often goes together; the rest of the record comes by itself.
+                    # Messages with the same number of deliveries are dispatched together; the others follow separately.
                     parts = [part for part in parts if part.deliveries == parts[0].deliveries]
                 if record is None or not parts:
                     heapq.heappop(self._table.ready)
@@ -128,7 +128,7 @@ class Dispatcher:
                 wanted = lowest(record.bits(parts), basket.room)
                 fresh = (wanted & record.fresh).bit_count()
                 if fresh and not self._may_dispatch(fresh):
-                    # It waits for acks, and those perhaps for redeliveries behind it.
+                    # It must wait for acks, and the acks may depend on redeliveries behind it.
                     aside.append(heapq.heappop(self._table.ready))
                     continue
                 if not self._may_hold(basket.worker, wanted.bit_count()):
@@ -152,7 +152,7 @@ class Dispatcher:
         return not basket.full()
 
     def _take_due(self, basket: _Basket) -> bool:
-        """Hand out deferred records that have come due; return whether the basket has room for others."""
+        """Dispatch deferred records that are due; return whether the basket has room for more."""
         coming = self.next_deferred()
         if coming is None or coming[0] > self._table.high_us:
             return True
@@ -163,7 +163,7 @@ class Dispatcher:
             if pair[1] >= self.start:
                 item = self._log.read(pair[1], 1, now_us=self._table.wall_us).items[0]
                 if isinstance(item, Hole) and item.reason is Reason.DAMAGED:
-                    self.counts.missed += 1  # how many it held cannot be read any more
+                    self.counts.missed += 1  # how many messages it had cannot be read any more
                     basket.items.append(Hole(pair[1], pair[1] + 1, item.reason))
                 elif not isinstance(item, Record):
                     self.counts.skipped += item.next - pair[1]
@@ -191,7 +191,7 @@ class Dispatcher:
         basket.more = self.position < self._log.next
 
     def _take_item(self, item: Item, basket: _Basket) -> bool:
-        """Deal with what is at the read position; return whether to go on behind it."""
+        """Process the item at the read position; return whether to continue with the next one."""
         first = max(item.first, self.position)
         match item:
             case Record():
@@ -207,7 +207,7 @@ class Dispatcher:
         return True
 
     def _take_record(self, item: Record, start: int, basket: _Basket, *, deferred: bool) -> bool:
-        """Hand out a record from offset `start` on, or queue it behind its key; return False if there is no room for it."""
+        """Dispatch a record from offset `start` on, or queue it behind its key; return False if there is no room for it."""
         if item.count > cursor.MAX_COUNT:
             cause = f"not deliverable: the record claims {item.count} messages, more than {cursor.MAX_COUNT}"
             basket.items.append(Gap(item.first, item.count, cause, item.stored_us))
@@ -224,7 +224,7 @@ class Dispatcher:
         if early_us or self._table.behind(key):
             if self._table.behind(key) and self._table.blocked >= MAX_BLOCKED:
                 return False
-            # One that was listed before its time, because the clock was set back, waits here as if it had failed.
+            # If the clock was set back, a record may be listed before it is due. It then waits here like a redelivery.
             self._table.add(
                 record, [(bits, 0, self._table.now_us + early_us if early_us else 0, 0)]
             )
@@ -240,7 +240,7 @@ class Dispatcher:
         return True
 
     def _may_dispatch(self, count: int) -> bool:
-        """Return whether `count` new messages are within `max_pending`; alone, a record always is."""
+        """Return whether `count` new messages fit into `max_pending`. A record always fits if nothing else is dispatched."""
         return (
             not self._table.dispatched
             or self._table.dispatched + count <= self._settings.max_pending
@@ -261,12 +261,12 @@ class Dispatcher:
             basket.bytes += len(item.body) + ENVELOPE_BYTES
 
     def _report_lost(self, basket: _Basket) -> None:
-        """Pass on what retention took since the last time."""
+        """Add the holes for messages that were lost to retention or damage since the last call."""
         basket.items.extend(self._unreported)
         self._unreported.clear()
 
     def came_due(self, first: int, end: int) -> bool:
-        """Return whether these offsets, ahead of the read position, are of a deferred record that is settled."""
+        """Return whether these offsets, ahead of the read position, belong to a deferred record that is settled."""
         if first >= self._log.next:
             return False
         item = self._log.read(first, 1, now_us=0).items[0]
@@ -279,7 +279,7 @@ class Dispatcher:
         )
 
     def removed(self, record: OpenRecord, reason: Reason) -> None:
-        """Settle what waits of `record`: it is no longer in the log. What is held may still be acked."""
+        """Settle the waiting messages of `record`, which was removed from the log. Messages held by workers may still be acked."""
         gone = record.bits([part for part in record.parts if part.waiting])
         settled = self._table.settle(record, gone)
         self._table.tidy(record.first, record.next)
@@ -294,13 +294,13 @@ class Dispatcher:
                 self._unreported.append(Hole(record.first, record.next, reason))
 
     def _early_us(self, record: Record) -> int:
-        """Return how long `record` has to wait yet; 0 if its time has come, or had when it was stored."""
+        """Return how long `record` still has to wait; 0 if it is due, or was due when it was stored."""
         if record.due_us <= record.stored_us:
             return 0
         return max(0, record.due_us - self._table.wall_us - self._log.steps.grace_us(record.first))
 
     def next_deferred(self) -> tuple[int, int] | None:
-        """Return (due time, offset) of the first deferred record that was not taken."""
+        """Return (due time, offset) of the first deferred record that was not processed yet."""
         known = (self._log.next, *self.due)
         if self._coming is None or self._coming[0] != known:
             found = self._log.due(MAX_OFFSET, after=self.due, limit=1)

@@ -1,4 +1,4 @@
-"""Which log a log is, and how an empty one begins on disk."""
+"""The identity of a log (row `i`), and the creation of an empty log on disk."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FORMAT: Final = 1
 
 
 class Identity(Struct, frozen=True):
-    """Which log it is: row `i`."""
+    """Row `i` of a log: which log it is, and its definition."""
 
     uuid: bytes
     epoch: int
@@ -30,7 +30,7 @@ class Identity(Struct, frozen=True):
 
     @classmethod
     def unpack(cls, row: bytes) -> Identity:
-        """Raises ValueError if the row is not one that this version wrote."""
+        """Return the identity of a row. Raises ValueError if the row is damaged or of another format."""
         if len(row) < 4 + _IDENTITY.size or crc32(row[4:]) != int.from_bytes(row[:4], "little"):
             raise ValueError("row 'i', its identity, is damaged")
         version, uuid, epoch, created_us = _IDENTITY.unpack_from(row, 4)
@@ -42,7 +42,7 @@ class Identity(Struct, frozen=True):
 
 
 def make(path: str, identity: Identity, oldest: int = 0) -> Database:
-    """Write an empty log that begins at `oldest`, and return it open. Raises LogWriteFailed, OSError."""
+    """Create an empty log that begins at `oldest`, and return its open database. Raises LogWriteFailed, OSError."""
     database = Database.create(path)
     try:
         database.make_mark(identity.uuid, oldest)

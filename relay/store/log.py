@@ -1,17 +1,17 @@
-"""One stream's log: sealed bundles by offset, and what goes with them, in one RocksDB.
+"""The log of one stream: sealed bundles by offset, and their indexes, in one RocksDB database.
 
-Offsets number messages; a bundle of n messages takes n of them. `next` only grows, also when retention took everything, so
-an offset names the same message for ever within a log's uuid. From `oldest` until `next` entries lie side by side:
-records, gaps (messages that could not be taken) and holes (records that were taken out). `read` follows that
-chain and never steps over a break, since RocksDB's iterator simply ends where a block is damaged.
+Offsets number messages; a bundle of n messages occupies n offsets. `next` only grows, even when retention has removed everything, so
+within a log's uuid an offset always names the same message. From `oldest` until `next` the entries are contiguous: records, gaps
+(messages that were lost before they could be stored) and holes (records that were removed). `read` follows this chain and never skips
+a missing entry, because RocksDB's iterator simply ends at a damaged block.
 
-Outside the records, by prefix: `i` identity, `o` oldest, `n` next, `s` segment summaries, `x` their outlines, `p` producers, `k` key
-hash -> its last record, `d` due time and offset of deferred records, `c` cursors, `t` staged entries, `u` what is known of
-each without reading it, `w` writers' last batches. Rows of `k` and `d` come and go in the batch of their record, so there are
-never more of them than records.
+Rows outside the records, by prefix: `i` identity, `o` oldest, `n` next, `s` segment summaries, `x` their outlines, `p` producers, `k`
+key hash -> its last record, `d` due time and offset of deferred records, `c` cursors, `t` staged entries, `u` the size and time of
+each, `w` writers' last batches. Rows `k` and `d` are written and deleted in the same batch as their record, so there are never more of
+them than records.
 
-The entries themselves are the `chain`, which `retention` and `compaction` shorten; the bytes of an entry are in `records`,
-sums over many in `segments`, who appended what in `producers`, what is to be appended by a commit in `staged`, RocksDB in `database`.
+The entries are in `chain`, which `retention` and `compaction` shorten. The layout of an entry is in `records`, sums over many entries
+in `segments`, the producers' sequences in `producers`, staged entries in `staged_rows`, and RocksDB in `database`.
 """
 
 from __future__ import annotations
@@ -63,31 +63,31 @@ MAX_OFFSET: Final = 1 << 63
 
 
 class Chunk(Struct, frozen=True):
-    """What a read found: `items` lie side by side in offset order, the last one ends at `next`."""
+    """The result of a read: `items` are contiguous and in offset order, and the last one ends at `next`."""
 
     items: list[Item]
     next: int
-    """Where to read on."""
+    """Offset at which to continue reading."""
     oldest: int
     high_water: int
 
 
 class Log:
-    """The log of one stream. Open one with `open` or `create`; use it from one thread at a time.
+    """The log of one stream. Open it with `open` or `create`; use it from one thread at a time.
 
-    It has no clock: `now_us` is µs since 1970 by a clock that may be set, also back. After `LogWriteFailed` reads go on
-    and every write is refused until the log is opened again.
+    It has no clock: `now_us` is µs since 1970 on a wall clock that may be set, even back. After `LogWriteFailed`, reads still work
+    and every write is refused until the log is reopened.
     """
 
     uuid: bytes
-    """16 bytes. A log that is created again has another."""
+    """16 bytes. A log that is created again has another uuid."""
     epoch: int
     created_us: int
     definition: bytes
-    """Opaque to the log."""
+    """The stream's definition, opaque to the log."""
 
     def __init__(self, database: Database) -> None:
-        """Use `open` or `create`. Raises LogDamaged or struct.error if the rows do not fit together."""
+        """Use `open` or `create` instead. Raises LogDamaged or struct.error if the rows are inconsistent."""
         self._database = database
         self._path = database.path
         self._load_identity()
@@ -99,7 +99,7 @@ class Log:
         self.cursors = Cursors(self._chain)
         self.steps = Steps()
         self.ids = Ids(database)
-        """Its window and time are the owner's to set."""
+        """The owner sets its `window_us` and `now_us`."""
 
     # Opening and closing
 
@@ -107,11 +107,11 @@ class Log:
     def create(
         cls, path: str, *, uuid: bytes, definition: bytes, created_us: int, epoch: int = 0
     ) -> Log:
-        """Return a new, empty log at `path`, whose parent directory exists. It is there whole or not at all.
+        """Create an empty log at `path`, whose parent directory must exist, and return it. A crash leaves a whole log or none.
 
         Raises:
-            LogExists: something is at `path`.
-            LogWriteFailed: the disk refused; nothing is at `path`.
+            LogExists: `path` exists.
+            LogWriteFailed: a disk write failed; there is nothing at `path`.
         """
         if len(uuid) != ID_BYTES:
             raise ValueError(f"uuid: {len(uuid)} bytes; a uuid has {ID_BYTES}")
@@ -120,8 +120,8 @@ class Log:
         made = f"{path}.new"
         shutil.rmtree(made, ignore_errors=True)
         try:
-            # Nothing of it may be open when the directory gets its name: RocksDB's lock on the file is gone for all of
-            # this process as soon as any descriptor of it is closed.
+            # Close the database before the rename: RocksDB's file lock is lost for the whole process as soon as
+            # any descriptor of the lock file is closed.
             make(made, Identity(uuid, epoch, created_us, definition)).close()
             os.rename(made, path)
             sync_directory(os.path.dirname(os.path.abspath(path)))
@@ -133,14 +133,14 @@ class Log:
 
     @classmethod
     def open(cls, path: str) -> Log:
-        """Return the log at `path` with everything that was acknowledged.
+        """Open the log at `path`, with everything that was acknowledged.
 
-        Reads the summaries and the unfinished segment; damage elsewhere shows when it is read.
+        Reads the summaries and the unfinished segment. Damage elsewhere is found when it is read.
 
         Raises:
-            LogMissing: there is none.
-            LogBusy: it is open elsewhere.
-            LogDamaged: it does not hold what was written. It is not repaired.
+            LogMissing: there is no log.
+            LogBusy: another process or object has it open.
+            LogDamaged: it does not contain what was written. It is not repaired.
         """
         database = Database.open(path)
         try:
@@ -154,12 +154,12 @@ class Log:
 
     @staticmethod
     def destroy(path: str) -> None:
-        """Remove the log at `path`, damaged or not.
+        """Delete the log at `path`, damaged or not.
 
         Raises:
-            LogMissing: there is none.
-            LogBusy: it is open; it was not touched.
-            OSError: files are left; call again.
+            LogMissing: there is no log.
+            LogBusy: it is open, and was not changed.
+            OSError: some files could not be deleted; call again.
         """
         if not os.path.isdir(path):
             raise LogMissing(path, "the directory does not exist")
@@ -171,7 +171,7 @@ class Log:
         shutil.rmtree(path)
 
     def close(self) -> None:
-        """Give the files back; idempotent. The log cannot be used any more."""
+        """Close the files. Idempotent. The log cannot be used afterwards."""
         self._database.close()
 
     def __enter__(self) -> Log:
@@ -184,31 +184,31 @@ class Log:
 
     @property
     def oldest(self) -> int:
-        """The first offset that is kept; equal to `next` when nothing is."""
+        """The first offset that is still stored; equal to `next` if there is none."""
         return self._chain.oldest
 
     @property
     def next(self) -> int:
-        """The offset of the next message. Everything below it is on disk: it is the high-water mark too."""
+        """The offset of the next message. Everything below is on disk, so this is also the high-water mark."""
         return self._chain.next
 
     @property
     def size_bytes(self) -> int:
-        """Stored keys and values from `oldest` on."""
+        """Bytes of stored keys and values from `oldest` on."""
         return self._chain.size
 
     @property
     def messages(self) -> int:
-        """Messages from `oldest` on; a gap counts one, a hole none."""
+        """Messages from `oldest` on; a gap counts as one, a hole as none."""
         return self._chain.messages
 
     @property
     def failed(self) -> str | None:
-        """Why writes are refused, None while they are not."""
+        """Why writes are refused; None while they are accepted."""
         return self._database.failed
 
     def define(self, definition: bytes) -> None:
-        """Replace the definition; synced. Raises LogWriteFailed."""
+        """Replace the definition, with a sync. Raises LogWriteFailed."""
         batch = self._database.batch()
         batch.put(b"i", Identity(self.uuid, self.epoch, self.created_us, definition).pack())
         self._chain.write(batch, sync=True)
@@ -217,16 +217,15 @@ class Log:
     # Appending
 
     def append(self, entries: Sequence[Entry | Note], now_us: int) -> list[Outcome]:
-        """Write `entries`, and what was staged, in one batch with one sync; return the outcome of each entry, in order.
-        A Note becomes a Gap of one offset.
+        """Write `entries` and the queued staged entries in one batch with one sync. Returns the outcome of each entry, in order.
 
-        An entry that is refused does not hold up those after it, but a later one of the same producer is then out of
-        order. A duplicate, of a producer or of a message's id, is known as one before `expect` is looked at. An entry whose due time has come is not
-        deferred. The message count is the publisher's: nothing here can look under the seal.
+        A Note becomes a Gap of one offset. A refused entry does not hold up the entries after it, but later ones of the same producer
+        are then out of order. Duplicates, by producer sequence or message id, are recognized before `expect` is checked. An entry whose
+        due time has passed is not deferred. The message count is the publisher's claim, because a log cannot open the seal.
 
         Raises:
-            ValueError: an entry is malformed; nothing was written, and what was staged waits for the next call.
-            LogWriteFailed: nothing was acknowledged. Producers that retry after a reopen learn what was stored.
+            ValueError: an entry is malformed. Nothing was written; the queued staged entries wait for the next call.
+            LogWriteFailed: nothing was acknowledged. Producers that retry after a reopen are told what was stored.
         """
         counts = [1 if isinstance(entry, Note) else check_entry(entry) for entry in entries]
         draft = self._draft()
@@ -269,12 +268,12 @@ class Log:
         return outcomes
 
     def copy(self, items: Sequence[Item], end: int, now_us: int) -> None:
-        """Write what another log holds from `next` until `end`, as it stands there, in one batch with one sync.
+        """Write the items of another log from `next` until `end`, in one batch with one sync.
 
-        Offsets, times and holes are the other log's. What is due by now is not deferred: it stands where it is.
+        Offsets, times and holes are those of the other log. A record that is already due is stored as not deferred.
 
         Raises:
-            ValueError: an item is malformed, or they do not lie side by side up to there; nothing was written.
+            ValueError: an item is malformed, or the items are not contiguous up to `end`; nothing was written.
             LogWriteFailed: nothing was acknowledged.
         """
         draft = self._draft()
@@ -291,13 +290,13 @@ class Log:
     def stage(
         self, writer: str, batch: int, attempt: bytes, entries: Sequence[tuple[int, Entry]], now_us: int
     ) -> int:  # fmt: skip
-        """Take (sequence, entry) pairs of an attempt at a batch; the next `append` puts them on disk, if of nothing else.
+        """Queue (sequence, entry) pairs of an attempt at a batch. The next `append`, even an empty one, writes them to disk.
 
-        Return how many bytes that will be: 0 if all is staged, or the batch is not above the writer's last.
+        Returns their bytes: 0 if all are staged already, or if the batch is not later than the writer's last one.
 
         Raises:
             ValueError: an entry is malformed.
-            StagingRefused: a bound is reached.
+            StagingRefused: a limit is reached.
         """
         for _, entry in entries:
             check_entry(entry)
@@ -306,19 +305,20 @@ class Log:
     def commit(
         self, writer: str, batch: int, attempts: Sequence[tuple[bytes, int]], now_us: int
     ) -> Committed:
-        """Append what (attempt, records) pairs staged, in order, and drop all else that was staged for this batch or an earlier one.
+        """Append the records of these (attempt, record count) pairs, in order, and drop what else is staged up to this batch.
 
-        One write: all of it is there, with the writer's number, or nothing has changed. Again it changes nothing.
+        This is one write: either all records are there, with the writer's batch number, or nothing has changed. A repeated commit
+        changes nothing.
 
         Raises:
-            StagingRefused: something is not staged, or a bound is reached.
+            StagingRefused: a record is not staged, or a limit is reached.
             LogDamaged: a staged entry is not what was written.
-            LogWriteFailed: it may be found committed after a reopen.
+            LogWriteFailed: the batch may turn out to be committed after a reopen.
         """
         done = self.staged.replay(writer, batch)
         if done is not None:
             return done
-        if self._database.failed is not None:  # what is staged may be half gone
+        if self._database.failed is not None:  # staged rows may be deleted already
             raise LogWriteFailed(self._path, self._database.failed)
         self.append((), now_us)
         self.staged.check(writer, batch, attempts, now_us)
@@ -336,7 +336,10 @@ class Log:
         return Committed(first, last.next, False)
 
     def discard(self, writer: str, batch: int, attempts: Sequence[bytes], now_us: int) -> int:
-        """Drop what these attempts staged, or all attempts at the batch; return how many records. Synced. Raises LogWriteFailed."""
+        """Delete the staged records of these attempts (empty: of all attempts at the batch), with a sync; return how many.
+
+        Raises LogWriteFailed.
+        """
         self.append((), now_us)
         rows = self._database.batch()
         dropped = self.staged.discard(rows, writer, batch, attempts)
@@ -345,7 +348,7 @@ class Log:
         return dropped
 
     def tend_ids(self) -> None:
-        """Forget ids of messages whose window has passed, some of them. Not synced. Raises LogWriteFailed."""
+        """Delete some of the message ids whose window has passed. Not synced. Raises LogWriteFailed."""
         if self.ids.count:
             rows = self._database.batch()
             if self.ids.expire(rows):
@@ -353,7 +356,7 @@ class Log:
             self.ids.commit()
 
     def tend_staged(self, now_us: int) -> int:
-        """Drop attempts that are too old, give disk space back; return how many records went. Raises LogWriteFailed."""
+        """Delete expired attempts and free their disk space; return how many records were deleted. Raises LogWriteFailed."""
         dropped = 0
         if old := self.staged.expired(now_us):
             self.append((), now_us)
@@ -366,16 +369,15 @@ class Log:
     # Reading
 
     def read(self, start: int, max_bytes: int, *, now_us: int, deferred: bool = True) -> Chunk:
-        """Return entries from the one that contains `start` on, until they have about `max_bytes`; at least one.
+        """Return about `max_bytes` of entries, at least one, beginning with the entry that contains `start`.
 
-        What was removed or has expired is a hole and counts by its size on disk, so a call never reads much more than
-        `max_bytes`. A record that a later one of its key supersedes is shown until `compact` has run.
-        With `deferred=False` records that were appended for later are holes too, before and after they are
-        due: `due` names them, and reading at their offset gets them.
+        A removed or expired record is a hole and counts with its size on disk, so a call never reads much more than `max_bytes`. A
+        record that a later one of its key supersedes is returned until `compact` has run. With `deferred=False`, deferred records
+        are holes too, before and after they are due; `due` lists them, and a read at their offset returns them.
 
         Raises:
             ValueError: `start` is not between 0 and `next`.
-            LogDamaged: the entry there is not what was written. Those before it can be read.
+            LogDamaged: the entry at `start` is not what was written. Entries before it can be read.
         """
         if not 0 <= start <= self._chain.next:
             raise ValueError(f"start: {start} is not between 0 and {self._chain.next}")
@@ -406,7 +408,7 @@ class Log:
         return Chunk(items, at, self._chain.oldest, self._chain.next)
 
     def find(self, time_us: int) -> int:
-        """Return the offset of the first entry that was stored at `time_us` or later, else `next`.
+        """Return the offset of the first entry that was stored at `time_us` or later; `next` if there is none.
 
         Raises LogDamaged.
         """
@@ -422,10 +424,10 @@ class Log:
     def due(
         self, now_us: int, *, after: tuple[int, int] = (0, 0), limit: int = 1024
     ) -> list[tuple[int, int]]:
-        """Return (due time, offset) of up to `limit` deferred records that are due, in that order, later than `after`.
+        """Return sorted (due time, offset) pairs of up to `limit` deferred records that are due, beginning after `after`.
 
-        Each is listed until its record is removed. None comes to stand before one that `cursors.listed` was told of, so the last pair is
-        all that a consumer has to remember. Raises LogDamaged.
+        A record is listed until it is removed. No new record sorts before a due time that was passed to `cursors.listed`, so the last
+        pair is all that a consumer has to remember. Raises LogDamaged.
         """
         found: list[tuple[int, int]] = []
         for row, _ in self._database.rows(b"d", DUE.pack(*after)):
@@ -437,7 +439,7 @@ class Log:
         return found
 
     def verify(self) -> None:
-        """Read all of it, and return if it is what was written. Raises LogDamaged."""
+        """Read the whole log, and return if it contains what was written. Raises LogDamaged."""
         for _ in self._chain.walk(self._chain.oldest):
             pass
         for prefix in (b"c", b"d", b"k", b"p", b"s", b"t", b"u", b"w", b"x"):
@@ -452,30 +454,29 @@ class Log:
     # Retention and compaction
 
     def enforce(self, limits: Limits, now_us: int) -> int:
-        """Drop the oldest entries until `limits` hold, and return how many messages went.
+        """Remove the oldest entries until `limits` hold, and return how many messages were removed.
 
-        Cheap when there is nothing to do: the sums are in memory. Not synced: a power cut may bring entries back. Disk space
-        comes back in lumps of 64 MiB. A whole entry goes or none of it.
+        Cheap if there is nothing to do, because the sums are in memory. Not synced: a power cut may restore entries. Disk space is
+        freed in lumps of 64 MiB. Entries are removed whole.
 
         Raises:
-            LogDamaged: the first segment cannot be read; what went before it is gone, as `oldest` says.
-            LogWriteFailed: likewise; space may not have come back.
+            LogDamaged: the first segment cannot be read. Entries below `oldest` were removed before that.
+            LogWriteFailed: the same; disk space may not have been freed.
         """
         before = self._chain.messages
         self._retention.enforce(limits, now_us)
         return before - self._chain.messages
 
     def compact(self, now_us: int) -> bool:
-        """Take out expired records, and all but the last of each key; return whether that is now done.
+        """Remove expired records, and all but the last record of each key; return whether the pass is complete.
 
-        Each call goes on where the last one stopped and reads about 64 MiB; when a pass has ended the next
-        call starts another. Only segments that hold keys, or something that has expired, are read. Not synced.
-        Holes keep the place of what went; neighbours of one reason become one. A tombstone is the last record of
-        its key and stays, until it expires if it has an expiry.
+        Each call continues where the last one stopped and reads about 64 MiB. After a complete pass the next call starts another.
+        Only segments with keys or expired records are read. Not synced. Removed records become holes; adjacent holes with the same
+        reason become one. A tombstone is the last record of its key, so it stays until it expires, if it does.
 
         Raises:
-            LogDamaged: a segment cannot be read; it is as it was.
-            LogWriteFailed: the segment is as it was, or compacted.
+            LogDamaged: a segment cannot be read; it was not changed.
+            LogWriteFailed: the segment was either not changed or compacted.
         """
         return self._compaction.step(now_us)
 
@@ -506,7 +507,9 @@ class Log:
         if entry.id_hash is not None and self.ids.window_us:
             found = self.ids.find(entry.id_hash)
             if found is not None and found.first is not None and found.next is not None:
-                if entry.stamp is not None:  # it has its place: the producer goes on behind it
+                if (
+                    entry.stamp is not None
+                ):  # the message is stored: the producer continues after it
                     self._producers.take(entry.stamp, found.first, found.next - found.first, now_us)
                 return found
         if entry.expect is not None and entry.expect != at:
@@ -515,7 +518,7 @@ class Log:
 
 
 def _shown(item: Item, now_us: int, deferred: bool) -> Item:
-    """Return `item` as a reader sees it."""
+    """Return `item` as a reader sees it: an expired record is a hole, and so is a deferred one without `deferred`."""
     if isinstance(item, Record):
         if 0 < item.expires_us <= now_us:
             return Hole(item.first, item.next, Reason.EXPIRED)

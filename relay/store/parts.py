@@ -1,14 +1,14 @@
-"""Records that are not settled, and their parts (sans-IO).
+"""Unsettled records of a consumer, and their parts (sans-IO).
 
-Unsettled messages of a record that share a fate are a *part*: held by a worker until a lease ends, waiting to be
-delivered again, or given up. Which messages they are is a bitmap.
+A *part* is a set of unsettled messages of one record with the same state: held by a worker until a lease ends, waiting to be
+delivered, or given up. A bitmap says which messages belong to it.
 """
 
 from __future__ import annotations
 
 
 class Part:
-    """Unsettled messages of a record that share a fate."""
+    """Unsettled messages of one record that have the same state."""
 
     __slots__ = (
         "bits",
@@ -28,25 +28,25 @@ class Part:
         self.record = record
         self.bits = bits
         self.deliveries = deliveries
-        """That were confirmed: the worker asked for more, or said something of these."""
+        """Confirmed deliveries: the worker asked for more afterwards, or settled or touched these messages."""
         self.tries = tries
-        """Times that it was handed out and not confirmed, the present one included."""
+        """Dispatches that were not confirmed, including the current one."""
         self.dispatched = deliveries > 0 or tries > 0
-        """It was handed out, now or before."""
+        """It was dispatched at least once."""
         self.confirmed = False
-        """Its worker has it for certain."""
+        """The worker that holds it has confirmed that it received it."""
         self.due_us = due_us
-        """When the lease ends, or when to deliver again."""
+        """When the lease ends, or when to deliver it again."""
         self.worker: bytes | None = None
         self.reason: str | None = None
-        """Why it was given up."""
+        """Why it was given up; None if it was not."""
 
     @property
     def waiting(self) -> bool:
         return self.worker is None and self.reason is None
 
     def rest(self, bits: int) -> Part:
-        """Take these bits out, into a part of the same fate."""
+        """Move these bits into a new part with the same state, and return it."""
         self.bits ^= bits
         part = Part(self.record, bits, self.deliveries, self.due_us, self.tries)
         part.worker, part.confirmed, part.dispatched = self.worker, self.confirmed, self.dispatched
@@ -55,7 +55,7 @@ class Part:
 
 
 class OpenRecord:
-    """A record that is not settled."""
+    """A record with unsettled messages."""
 
     __slots__ = ("count", "dead", "deferred", "first", "key", "parts", "queued")
 
@@ -65,11 +65,11 @@ class OpenRecord:
         self.key = key
         self.deferred = deferred
         self.parts: list[Part] = []
-        """Disjoint, none empty."""
+        """Disjoint and not empty."""
         self.dead = 0
-        """Listed as dead letters."""
+        """Bitmap of the messages that are listed as dead letters."""
         self.queued = False
-        """It is in the heap of those that may be ready."""
+        """It is in the heap `Unsettled.ready`."""
 
     @property
     def next(self) -> int:
@@ -81,7 +81,7 @@ class OpenRecord:
 
     @property
     def fresh(self) -> int:
-        """Never handed out."""
+        """Bitmap of the messages that were never dispatched."""
         return self.bits([part for part in self.parts if not part.dispatched])
 
     @staticmethod

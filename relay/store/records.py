@@ -1,8 +1,7 @@
-"""What a log holds, and its bytes: the only home of the layout of a stored value.
+"""The entries of a log and their layout on disk. No other module knows this layout.
 
-The offsets of a log are tiled: every entry says where the next one begins, and where a record was taken out a hole stays in its
-place, so a reader can prove that it missed nothing. Integers are little-endian, keys big-endian (RocksDB orders
-bytes). Key: u64 first offset. Value:
+Entries cover all offsets: every entry says where the next one begins, and a removed record leaves a hole, so a reader can prove that
+it missed nothing. Integers are little-endian; keys are big-endian, because RocksDB sorts by bytes. Key: u64 first offset. Value:
 
     u32 crc | u8 form | rest           crc = CRC-32 of key, form and rest
     record: u8 flags | u8 kind | u16 name length | i64 stored | i64 expires | i64 due | key id | sender id
@@ -10,8 +9,8 @@ bytes). Key: u64 first offset. Value:
     gap:    i64 stored | u64 count + 1, 0 = unknown | cause
     hole:   u8 reason | u64 next
 
-A staged entry is laid out as a record, under a longer key of its own.
-The CRC guards against software and bit errors; forgers meet the seal of the body, which a log never opens.
+A staged entry has the layout of a record, under a longer key.
+The CRC detects software and bit errors. Forgery is detected by the seal of the body, which a log never opens.
 """
 
 from __future__ import annotations
@@ -40,62 +39,62 @@ MAX_CAUSE_BYTES: Final = 1024
 
 
 class Reason(IntEnum):
-    """Why offsets hold nothing that a reader gets."""
+    """Why there is no message at these offsets."""
 
     RETENTION = 1
-    """Below the oldest offset that the limits keep."""
+    """Removed by retention."""
     COMPACTED = 2
     """A later record has the same key."""
     EXPIRED = 3
     DEFERRED = 4
-    """Left out on request: `Log.due` lists it when its time comes."""
+    """Deferred, and left out of this read. `Log.due` lists it when it is due."""
     DAMAGED = 5
-    """What stood there could not be read: `salvage` put the hole in its place."""
+    """It could not be read, and `salvage` wrote this hole instead."""
 
 
 class Stamp(Struct, frozen=True):
-    """Says which append of which producer this is, so that a retry is known for one."""
+    """Identifies an append of a producer, so that a retry is recognized."""
 
     producer: bytes
     """16 bytes."""
     epoch: int
-    """u32; a higher one fences the producer's older self, and starts again at sequence 0."""
+    """u32. A higher epoch fences older instances of the producer, and starts again at sequence 0."""
     sequence: int
-    """u64; rises by one with every entry."""
+    """u64. Grows by one with every entry."""
 
 
 class Entry(Struct, frozen=True, gc=False):
-    """One sealed bundle to append. Times are µs since 1970, 0 = none."""
+    """A sealed bundle to append. Times are µs since 1970; 0 is none."""
 
     kind: int
     name: str
     key_id: bytes
     sender_id: bytes
     end: bytes
-    """The 24 bytes of the frame's end fields; their count says how many offsets the entry takes."""
+    """The 24 bytes of the frame's end fields. Their message count is the number of offsets that the entry occupies."""
     body: bytes
     stamp: Stamp | None = None
     key_hash: bytes | None = None
-    """32 bytes; compaction keeps the last record of each."""
+    """32 bytes. Compaction keeps the last record of each key hash."""
     tombstone: bool = False
-    """Says that the key was deleted. A sealed body is never empty, so a flag has to."""
+    """The key was deleted. This needs a flag, because a sealed body is never empty."""
     expires_us: int = 0
     due_us: int = 0
     expect: int | None = None
     """Append only if this is the next offset."""
     id_hash: bytes | None = None
-    """32 bytes; stored only if the log does not remember another of this id."""
+    """32 bytes. The entry is a duplicate if the log remembers a message with the same id."""
 
 
 class Note(Struct, frozen=True):
-    """To be noted in its place: `count` messages (None: unknown) could not be taken, and why. A long `cause` is cut at 1024 bytes."""
+    """A gap to append: `count` messages (None: unknown) were lost because of `cause`, which is cut at 1024 bytes."""
 
     count: int | None
     cause: str
 
 
 class Record(Struct, frozen=True, gc=False):
-    """A sealed bundle as it was published; its messages are `first` to `first + count`. Times are µs, 0 = none."""
+    """A stored bundle, sealed as it was published, with the offsets `first` until `first + count`. Times are µs; 0 is none."""
 
     first: int
     count: int
@@ -111,7 +110,7 @@ class Record(Struct, frozen=True, gc=False):
     expires_us: int
     due_us: int
     deferred: bool
-    """Its due time was still to come when it was appended."""
+    """It was not due yet when it was appended."""
 
     @property
     def next(self) -> int:
@@ -119,7 +118,7 @@ class Record(Struct, frozen=True, gc=False):
 
 
 class Gap(Struct, frozen=True, gc=False):
-    """One offset that stands for `count` messages (None: unknown) that could not be taken, and why."""
+    """One offset that stands for `count` lost messages (None: unknown), and the cause of the loss."""
 
     first: int
     count: int | None
@@ -132,7 +131,7 @@ class Gap(Struct, frozen=True, gc=False):
 
 
 class Hole(Struct, frozen=True, gc=False):
-    """Offsets from `first` until `next` hold nothing any more."""
+    """The offsets from `first` until `next` contain no messages any more."""
 
     first: int
     next: int
@@ -146,7 +145,7 @@ def check_entry(entry: Entry) -> int:
     """Return how many messages `entry` holds.
 
     Raises:
-        ValueError: a field has the wrong length or is out of range; the text names it.
+        ValueError: a field has the wrong length or is out of range; the text names the field.
     """
     for what, value, size in (
         ("key_id", entry.key_id, ID_BYTES),
@@ -183,7 +182,7 @@ def check_entry(entry: Entry) -> int:
 
 
 def check_count(count: int | None) -> None:
-    """Raise ValueError if a gap cannot stand for `count` messages."""
+    """Raise ValueError if `count` is not a valid count of a gap."""
     if count is not None and not 0 <= count < 1 << 63:
         raise ValueError(f"count: {count} is not from 0 to 2^63 - 1")
 
@@ -213,7 +212,7 @@ def encode_record(key: bytes, entry: Entry, stored_us: int, *, deferred: bool) -
 
 
 def encode_gap(key: bytes, count: int | None, cause: str, stored_us: int) -> bytes:
-    """Return the value of a gap; a long `cause` is cut at `MAX_CAUSE_BYTES`."""
+    """Return the value of a gap. `cause` is cut at `MAX_CAUSE_BYTES`."""
     text = cause.encode()[:MAX_CAUSE_BYTES]
     return encode_row(
         key, _GAP.pack(_FORM_GAP, stored_us, 0 if count is None else count + 1) + text
@@ -221,12 +220,12 @@ def encode_gap(key: bytes, count: int | None, cause: str, stored_us: int) -> byt
 
 
 def encode_hole(key: bytes, reason: Reason, end: int) -> bytes:
-    """Return the value of a hole from `key` until `end`."""
+    """Return the value of a hole that begins at `key` and ends at `end`."""
     return encode_row(key, _HOLE.pack(_FORM_HOLE, reason, end))
 
 
 def decode(key: bytes, value: bytes) -> Item:
-    """Return what is stored under `key`.
+    """Return the entry that `value` stores under `key`.
 
     Raises:
         ValueError: it is not what was written there.
@@ -250,7 +249,7 @@ def decode(key: bytes, value: bytes) -> Item:
 
 
 def decode_staged(key: bytes, value: bytes) -> tuple[Entry, int]:
-    """Return the entry that `encode_record` wrote under a `key` of any length, and how many messages it holds.
+    """Return the entry that `encode_record` wrote under a `key` of any length, and its message count.
 
     Raises:
         ValueError: it is not what was written there.
@@ -270,7 +269,7 @@ def decode_staged(key: bytes, value: bytes) -> tuple[Entry, int]:
 
 
 def encode_row(key: bytes, rest: bytes) -> bytes:
-    """Return `rest` with the checksum that ties it to `key`."""
+    """Return `rest` with a checksum of `key` and `rest` in front."""
     return CRC.pack(crc32(rest, crc32(key))) + rest
 
 

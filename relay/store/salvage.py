@@ -1,13 +1,14 @@
-"""Salvage: what can be read of a damaged log becomes a log again, with the same uuid and offsets, and a higher epoch.
+"""Salvage: rebuilds a damaged log from what can be read of it, with the same uuid and offsets, and a higher epoch.
 
-Nothing is guessed. An entry is kept byte by byte, or a hole with a reason of its own stands in its place. The files of the damaged log
-are kept beside it, until somebody deletes them. In the directory of streams, for the log UUID:
+Nothing is guessed. An entry is copied byte for byte, or replaced by a hole with its own reason. The files of the damaged log stay
+beside the new one until somebody deletes them. In the directory of streams, for the log UUID:
 
-    UUID.look       the copy that the damaged log is read in; removed at the end
-    UUID.salvaged   the new log, not whole before it was written, synced, closed, and read again
-    UUID.damaged-N  the damaged log. It gets this name, and then UUID.salvaged becomes UUID
+    UUID.look       a copy in which the damaged log is read; removed at the end
+    UUID.salvaged   the new log; complete only after it was written, synced, closed and read again
+    UUID.damaged-N  the damaged log. UUID is renamed to this first, then UUID.salvaged to UUID
 
-So UUID.salvaged beside UUID is a rest of a try that ended early, and goes. Without UUID it is the log: `finish` gives it its name.
+So UUID.salvaged beside UUID is left from an attempt that ended early, and is removed. Without UUID it is the complete new log, and
+`finish` renames it.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from relay.store.segments import Segment
 log = logging.getLogger(__name__)
 
 ORDERS: Final = ".orders"
-"""A file beside the log: its orders once more, for when the log cannot be opened."""
+"""A file beside the log with a copy of its orders, for when the log cannot be opened."""
 _NEW, _LOOK, _OLD = ".salvaged", ".look", ".damaged-"
 _UUID: Final = re.compile("[0-9a-f]{32}")
 _LAST: Final = struct.Struct("<QQQqQ")
@@ -55,30 +56,30 @@ _decode_kept: Final = msgspec.msgpack.Decoder(Kept).decode
 
 
 class Report(Struct):
-    """What became of one stream."""
+    """The result for one stream."""
 
     stream: str
-    """Its name, "" if nothing says."""
+    """Its name; "" if it is not known."""
     uuid: str
     state: str = "undamaged"
     """"undamaged", "salvaged" or "failed"."""
     error: str = ""
-    """What was found damaged; of "failed", why nothing was changed."""
+    """What was damaged; for "failed", why nothing was changed."""
     records: int = 0
-    """Kept, as are gaps and holes that were there before."""
+    """Records that were kept. Earlier gaps and holes are kept too, but not counted."""
     messages: int = 0
-    """In these records."""
+    """Messages in these records."""
     oldest: int = 0
     next: int = 0
     end_from: str = ""
-    """What `next` is known from."""
+    """The source from which `next` is known."""
     epoch: int = 0
     lost: list[tuple[int, int]] = []
     """(first, next) of offsets that could not be read."""
     also: list[str] = []
-    """What else was lost, or may be behind."""
+    """What else was lost, or may be outdated."""
     kept_at: str = ""
-    """Where the damaged files are."""
+    """Path of the damaged files."""
 
     @property
     def lost_offsets(self) -> int:
@@ -88,12 +89,13 @@ class Report(Struct):
 def salvage(
     directory: Path, wanted: str = "", report_done: Callable[[Report], object] = lambda _: None
 ) -> list[Report]:
-    """Salvage the streams of a data directory that are damaged, or those of this name or uuid and their dead letters.
+    """Salvage the damaged streams in a directory of streams.
 
-    Whoever calls holds the directory's lock. `report_done` is called with the report of each stream.
+    With `wanted`, only the stream of this name or uuid and its dead letters. The caller holds the lock of the data directory.
+    `report_done` is called with the report of each stream when it is done.
 
     Raises:
-        ConfigError: no such stream is there.
+        ConfigError: there is no such stream.
         OSError: the directory cannot be read.
     """
     finish(directory)
@@ -120,7 +122,7 @@ def salvage(
 
 
 def finish(directory: Path) -> None:
-    """Give a salvaged log its name, if whoever made it was stopped before. Raises OSError."""
+    """Rename salvaged logs whose salvage was interrupted just before the rename. Raises OSError."""
     for made in directory.glob(f"*{_NEW}"):
         uuid = made.name.removesuffix(_NEW)
         if _UUID.fullmatch(uuid) and not (directory / uuid).exists():
@@ -154,15 +156,15 @@ def _salvage_one(path: Path, name: str) -> Report:
 
 
 def _damage(path: Path) -> str | None:
-    """Return what is wrong with a log after reading all of it; None if nothing is.
+    """Read a whole log and return what is wrong with it; None if nothing is.
 
     Raises:
-        LogError: that cannot be said: it is open elsewhere, or the disk is full.
-        OSError: its files may not be read.
+        LogError: this cannot be determined, because the log is open elsewhere or the disk is full.
+        OSError: the files may not be read.
     """
     for file in path.iterdir():
         if file.is_file():
-            file.open("rb").close()  # what may not be read is not damaged
+            file.open("rb").close()  # a file without read permission is not damage
     room_to_open(str(path))
     try:
         with Log.open(str(path)) as opened:
@@ -174,13 +176,13 @@ def _damage(path: Path) -> str | None:
     except LogBusy:
         raise
     except LogDamaged as err:
-        room_to_open(str(path))  # a full disk looks like damage to RocksDB
+        room_to_open(str(path))  # RocksDB reports a full disk as damage
         return err.what if err.offset is None else f"{err.what} (at offset {err.offset})"
     return None
 
 
 def _swap(path: Path, made: Path) -> Path:
-    """Put what was made in the place of the damaged log, and return where that is now."""
+    """Replace the damaged log by the new one, and return the new path of the damaged log."""
     number = 1
     while (old := Path(f"{path}{_OLD}{number}")).exists():
         number += 1
@@ -193,7 +195,7 @@ def _swap(path: Path, made: Path) -> Path:
 
 
 def _names(directory: Path, uuids: Iterable[str]) -> dict[str, str]:
-    """Return the names of streams by uuid, from the orders beside the logs; that of dead letters ends as everywhere."""
+    """Return uuid -> name of streams, from the orders beside the logs. Dead letters have their stream's name with its suffix."""
     names = {}
     parents = {}
     for uuid in uuids:
@@ -215,7 +217,7 @@ def _names(directory: Path, uuids: Iterable[str]) -> dict[str, str]:
 
 
 def _rebuild(damaged: DamagedLog, path: Path, made: Path, report: Report) -> None:
-    """Write what can be read of the damaged to a log of its own. Raises LogError, OSError."""
+    """Write everything readable of the damaged log to a new log. Raises LogError, OSError."""
     identity = _identity(damaged, path, report)
     now_us = time.time_ns() // 1000
     rows = dict(_other_rows(damaged, report, now_us))
@@ -234,7 +236,9 @@ def _rebuild(damaged: DamagedLog, path: Path, made: Path, report: Report) -> Non
         chain = Chain(database)
         _copy_entries(damaged, chain, end, report)
         lost = report.lost
-        for due in _due_in(damaged, lost):  # so that consumers that passed them are told
+        for due in _due_in(
+            damaged, lost
+        ):  # so that consumers that are past these offsets get a report
             rows[b"d" + due] = b""
         batch, size = database.batch(), 0
         for key, value in rows.items():
@@ -252,7 +256,7 @@ def _rebuild(damaged: DamagedLog, path: Path, made: Path, report: Report) -> Non
 
 
 def _copy_entries(damaged: DamagedLog, chain: Chain, end: int, report: Report) -> None:
-    """Write the entries as they are, side by side: what is missing between them is a hole."""
+    """Copy the entries unchanged; what is missing between them becomes a hole."""
     oldest = chain.oldest
     draft, size = chain.draft(), 0
     for key, value, item in damaged.entries():
@@ -278,7 +282,7 @@ def _fill(draft: Draft, until: int, report: Report) -> None:
 
 
 def _identity(damaged: DamagedLog, path: Path, report: Report) -> Identity:
-    """Return who the new log is: the same, of a later epoch."""
+    """Return the identity of the new log: the same as before, with a higher epoch."""
     uuid = bytes.fromhex(path.name)
     row = damaged.get(b"i")
     try:
@@ -297,12 +301,12 @@ def _identity(damaged: DamagedLog, path: Path, report: Report) -> Identity:
         report.also.append(
             f"its time of creation and its epoch; its orders come from {path.name}{ORDERS}"
         )
-        # Epochs are counted, so the time in seconds is above all that were.
+        # Epochs count up from 0, so the time in seconds is higher than any earlier epoch.
         return Identity(uuid, int(time.time()), 0, definition)
 
 
 def _known_end(damaged: DamagedLog, rows: dict[bytes, bytes]) -> tuple[int, str]:
-    """Return the highest offset below which all were given out, as anything but the entries says, and what says it."""
+    """Return the highest end offset that anything but the entries proves, and a name for that source."""
     found: list[tuple[int, str]] = [(0, "nothing")]
     if damaged.mark is not None and damaged.mark.next_offset <= MAX_OFFSET:
         found.append((damaged.mark.next_offset, "its mark"))
@@ -324,12 +328,12 @@ def _known_end(damaged: DamagedLog, rows: dict[bytes, bytes]) -> tuple[int, str]
         elif key[:1] == b"p" and len(value) >= _PRODUCER.size + _OFFSETS.size:
             first, count = _OFFSETS.unpack(value[-_OFFSETS.size :])
             found.append((first + count, "a producer's last record"))
-    # Of equals the first, which is the better witness.
+    # Of equal offsets, `max` returns the first, which has the more reliable source.
     return max((one for one in found if one[0] <= MAX_OFFSET), key=lambda one: one[0])
 
 
 def _due_in(damaged: DamagedLog, lost: list[tuple[int, int]]) -> Iterator[bytes]:
-    """Yield the due times of deferred records that were lost."""
+    """Yield the keys of rows `d` of deferred records that were lost."""
     for row, _ in damaged.rows(b"d"):
         if len(row) == DUE.size:
             offset = DUE.unpack(row)[1]
@@ -337,13 +341,13 @@ def _due_in(damaged: DamagedLog, lost: list[tuple[int, int]]) -> Iterator[bytes]
                 yield row
 
 
-# -- the rows besides ----------------------------------------------------------------------------------------
+# -- the other rows ------------------------------------------------------------------------------------------
 
 
 def _other_rows(damaged: DamagedLog, report: Report, now_us: int) -> Iterator[tuple[bytes, bytes]]:
-    """Yield what goes over besides the entries: consumers, producers, writers, and what is staged."""
+    """Yield the rows to copy besides the entries: consumers, producers, writers and staged records."""
     listed = damaged.get(b"l")
-    # What is due by now is not deferred anyway, so this is late enough for whatever consumers were told.
+    # Records that are due by now are not deferred anyway, so this covers everything that was listed to consumers.
     yield b"l", max(int.from_bytes(listed or b"", "big"), now_us).to_bytes(8, "big")
     consumers = list(damaged.rows(b"c"))
     for name, value in consumers:
@@ -396,7 +400,7 @@ def _whole(key: bytes, value: bytes, layout: struct.Struct | None = None) -> boo
 
 
 def _offset(row: bytes | None) -> int | None:
-    """Return the offset in a row; None if there is none, or it cannot be one."""
+    """Return the offset in a row; None if there is none, or it is not valid."""
     if row is None or len(row) != KEY.size:
         return None
     offset: int = KEY.unpack(row)[0]

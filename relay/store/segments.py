@@ -1,8 +1,8 @@
-"""Sums over stretches of a log, so that retention and opening need not read bodies.
+"""Sums over sections of a log, so that retention and opening do not have to read bodies.
 
-A segment sums up neighbouring entries. When it is full its summary is written in the same batch as its last
-entry. A log opens by reading the summaries and the one unfinished stretch behind them; retention drops segments whole, and
-where the limit falls within one it reads that one's *outline*: where its entries end and what they count, beside the summary.
+A segment sums up adjacent entries. When it is full, its summary is written in the same batch as its last entry. To open a log, the
+summaries and the unfinished section after them are read. Retention drops whole segments; where a limit falls inside a segment, it
+reads that segment's *outline*, a row beside the summary with the end, size and message count of each entry.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from relay.store.records import Gap, Hole, Item
 
 SEGMENT_BYTES: Final = 8 << 20
 SEGMENT_ENTRIES: Final = 8192
-"""A segment is full at either. A TiB in large records is then 131,072 segments, about 25 MB in memory."""
+"""A segment is full when it reaches either limit. 1 TiB of large records is 131,072 segments, about 25 MB in memory."""
 _SUMMARY: Final = struct.Struct("<QQQQqQq")
 _LINE: Final = struct.Struct("<QIIq")
-"""Of an outline: offsets, bytes, messages, when stored."""
+"""One entry of an outline: offsets, bytes, messages, time stored."""
 
 
 class Limits(Struct, frozen=True):
-    """What a log keeps; None is no limit. What is over any of them goes, oldest first."""
+    """The limits of a log; None is no limit. The oldest entries are removed until all limits hold."""
 
     max_bytes: int | None = None
-    """Sum of the stored keys and values. The disk holds more: see docs/decisions/0015."""
+    """Sum of the stored keys and values. Use of the disk is higher: see docs/decisions/0015."""
     max_age_us: int | None = None
-    """Since the log stored it."""
+    """Longest time since the log stored an entry."""
     max_messages: int | None = None
-    """Live messages; a gap counts one, holes none."""
+    """Live messages; a gap counts as one, a hole as none."""
 
 
 class Segment:
@@ -58,16 +58,16 @@ class Segment:
         self.messages = 0
         self.newest_us = 0
         self.indexed = 0
-        """Records with a key or a due time: they have rows elsewhere that go with them."""
+        """Number of records with a key or a due time, which have rows elsewhere that must be deleted with them."""
         self.expires_us = 0
-        """The earliest expiry, 0 = none."""
+        """The earliest expiry; 0 is none."""
 
     @property
     def full(self) -> bool:
         return self.size >= SEGMENT_BYTES or self.entries >= SEGMENT_ENTRIES
 
     def add(self, slot: Slot) -> None:
-        """Count the entry that follows the last one."""
+        """Add the next entry to the sums."""
         self.next = slot.next
         self.size += slot.size
         self.entries += 1
@@ -78,7 +78,7 @@ class Segment:
             self.expires_us = min(self.expires_us or slot.expires_us, slot.expires_us)
 
     def drop(self, slot: Slot) -> None:
-        """Take the first entry out. `first` and the times stay: they may be too early, never too late."""
+        """Subtract the first entry. `first` and the times stay: they may be too early, but never too late."""
         self.size -= slot.size
         self.entries -= 1
         self.messages -= slot.messages
@@ -98,7 +98,7 @@ class Segment:
 
     @classmethod
     def unpack(cls, first: int, value: bytes) -> Segment:
-        """Raises struct.error if `value` is no summary."""
+        """Return the segment of a summary. Raises struct.error if `value` is not one."""
         segment = cls(first)
         (
             segment.next,
@@ -113,24 +113,24 @@ class Segment:
 
 
 class Slot(Struct, frozen=True, gc=False):
-    """What the sums have to know of one entry."""
+    """What a segment needs to know about one entry."""
 
     first: int
     next: int
     size: int
     """Bytes of key and value."""
     messages: int
-    """Live ones: a gap counts one, a hole none."""
+    """Live messages: a gap counts as one, a hole as none."""
     stored_us: int
-    """0 in a hole: it is as old as can be."""
+    """0 for a hole, which counts as infinitely old."""
     key_hash: bytes | None = None
     due_us: int = 0
-    """Of a deferred record, else 0."""
+    """Due time of a deferred record, else 0."""
     expires_us: int = 0
 
     @property
     def indexed(self) -> bool:
-        """It has rows of its own outside the records."""
+        """Whether the entry has rows outside the records."""
         return self.key_hash is not None or self.due_us > 0
 
     @classmethod
@@ -154,7 +154,7 @@ class Slot(Struct, frozen=True, gc=False):
 
 
 def pack_outline(slots: Sequence[Slot]) -> bytes:
-    """Return the outline of neighbouring entries without rows of their own elsewhere."""
+    """Return the outline of adjacent entries that have no rows outside the records."""
     lines = b"".join(
         [
             _LINE.pack(slot.next - slot.first, slot.size, slot.messages, slot.stored_us)
@@ -165,7 +165,7 @@ def pack_outline(slots: Sequence[Slot]) -> bytes:
 
 
 def unpack_outline(segment: Segment, row: bytes) -> list[Slot] | None:
-    """Return the entries of a segment by its outline; None if it is not what was written: then they have to be read themselves."""
+    """Return the entries of a segment from its outline; None if the outline is damaged and the entries must be read instead."""
     if len(row) % _LINE.size != 4 or crc32(row[4:]) != int.from_bytes(row[:4], "little"):
         return None
     slots = []

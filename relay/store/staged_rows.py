@@ -1,13 +1,13 @@
-"""What is staged in a log: entries out of sight, by writer, batch and attempt, until a commit appends some and drops the others.
+"""The staged entries of a log, by writer, batch and attempt. Readers do not see them until a commit appends them.
 
-Rows outside the records, of a row_key = u8 length of the writer's name | name | u64 batch | attempt | u64 sequence:
+Rows outside the records, with key = u8 length of the writer's name | name | u64 batch | attempt | u64 sequence:
 
-    t place     the entry, laid out as a record
-    u place     u32 crc | u32 bytes of the body | u32 bytes of row t | i64 staged: what has to be known without reading it
-    w writer    u32 crc | u64 batch | u64 first | u64 next | i64 committed | u64 commits: its last batch, and how many it committed
+    t key       the entry, with the layout of a record
+    u key       u32 crc | u32 bytes of the body | u32 bytes of row t | i64 staged: what is needed without reading row t
+    w writer    u32 crc | u64 batch | u64 first | u64 next | i64 committed | u64 commits: its last batch, and its number of commits
 
-A commit copies entries into the chain in one write with the writer's row and the end of all that was staged for that batch or an
-earlier one, so that it has happened or it has not. docs/decisions/0017 says why they are copied.
+A commit is one write: it copies entries into the chain, writes the writer's row, and deletes everything staged for this or an earlier
+batch. So it happens completely or not at all. docs/decisions/0017 says why entries are copied.
 """
 
 from __future__ import annotations
@@ -33,37 +33,40 @@ from relay.store.records import (
 )
 
 STAGED_BYTES: Final = 1 << 30
-"""Per log: the rows, and `ROW_BYTES` for each. One record more is refused."""
+"""Limit per log of the rows' bytes plus `ROW_BYTES` for each record. A record beyond it is refused."""
 COMMIT_BYTES: Final = 256 << 20
-"""Bodies in a commit, and in one attempt: a commit is one write, and the store does nothing else meanwhile."""
+"""Limit of the bodies in a commit and in an attempt. A commit is one write, during which the store does nothing else."""
 ROW_BYTES: Final = 512
-"""What a record counts besides its row `t`: memory, row `u`, and the time that a log takes to read that when it opens."""
+"""What a record counts in addition to row `t`: memory, row `u`, and the time to read row `u` when the log is opened."""
 MAX_AHEAD: Final = 65_536
-"""Records of an attempt that came before an earlier one; what is kept of them in memory is for each."""
+"""Records of an attempt that may arrive before an earlier one. Memory is used for each of them."""
 MAX_RECORDS: Final = 1 << 32
 MAX_WRITERS: Final = 4096
 MAX_WRITER_BYTES: Final = 255
 FORGET_US: Final = 7 * 86_400_000_000
-"""A writer that committed nothing for so long makes room for a new one."""
+"""A writer that has committed nothing for this long may be forgotten for a new one."""
 FORGET_ONCE_US: Final = 3_600_000_000
-"""One that committed a single batch does so earlier, and before all others: most are jobs that never come again."""
+"""A writer with a single commit may be forgotten after this time, before all others: most are jobs that never run again."""
 EXPIRE_US: Final = 86_400_000_000
-"""An attempt is dropped so long after it was staged to last."""
+"""An attempt is dropped this long after its last record was staged."""
 LOOK_US: Final = 60_000_000
 FREE_BYTES: Final = 64 << 20
-"""Disk space of what is dropped comes back in lumps of about so much."""
+"""Disk space of dropped rows is freed in lumps of about this size."""
 RANGE_RECORDS: Final = 1000
-"""More records are dropped by range, these and fewer row by row: after each write the next read sorts all ranges that were ever dropped."""
+"""Up to this many records are deleted row by row, more of them by range.
+
+Deleting by range has a cost: after each write, the next read sorts all ranges that were ever deleted.
+"""
 FREE_RANGES: Final = 256
-"""After so many drops by range their disk space comes back too, however little it is, since they go only with it."""
+"""After this many deleted ranges the disk space is freed however little it is, because only that removes the ranges."""
 EXPIRE_RECORDS: Final = 65_536
-"""Of old attempts about so many records are dropped at a time."""
+"""Expired records are dropped about this many at a time."""
 _SIZES: Final = struct.Struct("<IIq")
 _LAST: Final = struct.Struct("<QQQqQ")
 
 
 class StagingRefused(IrisError):
-    """Nothing was changed. `code` is one of `streams.REFUSALS`: "staged", "full" or "invalid"."""
+    """A call was refused and changed nothing. `code` is one of `streams.REFUSALS`: "staged", "full" or "invalid"."""
 
     def __init__(self, code: str, detail: str) -> None:
         super().__init__(detail)
@@ -71,7 +74,7 @@ class StagingRefused(IrisError):
 
 
 class Committed(Struct, frozen=True):
-    """Where a batch is; None if a later one was committed. `replayed`: it was before."""
+    """Offsets of a committed batch; None if a later batch was committed. `replayed`: it had been committed before."""
 
     first: int | None
     next: int | None
@@ -79,18 +82,18 @@ class Committed(Struct, frozen=True):
 
 
 class Last(Struct, frozen=True):
-    """The last batch of a writer."""
+    """The last committed batch of a writer."""
 
     batch: int
     first: int
     next: int
     committed_us: int
     commits: int
-    """How many batches it committed, this one included."""
+    """Number of batches that the writer committed, including this one."""
 
 
 class _Attempt:
-    """What is known of an attempt: its records below `next` are there, and those `ahead`."""
+    """The staged records of an attempt: all sequences below `next`, and those in `ahead`."""
 
     __slots__ = ("ahead", "bytes", "next", "size", "staged_us")
 
@@ -98,9 +101,9 @@ class _Attempt:
         self.next = 0
         self.ahead: set[int] = set()
         self.bytes = 0
-        """Of bodies."""
+        """Bytes of bodies."""
         self.size = 0
-        """What it counts against `STAGED_BYTES`."""
+        """Bytes that count against `STAGED_BYTES`."""
         self.staged_us = 0
 
     def has(self, sequence: int) -> bool:
@@ -127,18 +130,18 @@ _Batches = dict[int, dict[bytes, _Attempt]]
 
 
 class StagedRows:
-    """The staged entries and the writers of one log. What changes rows names the write that they go into."""
+    """The staged entries and the writers of one log. Methods that change rows add to a write that the caller executes."""
 
     def __init__(self, database: Database) -> None:
-        """Reads rows `u` and `w`. Raises LogDamaged, struct.error or ValueError if one is not what was written."""
+        """Read rows `u` and `w`. Raises LogDamaged, struct.error or ValueError if one is damaged."""
         self._database = database
         self._waiting: list[tuple[bytes, bytes]] = []
-        """Rows that the next write takes."""
+        """Rows for the next write."""
         self._staged: dict[str, _Batches] = {}
         self._writers: dict[str, Last] = {}
-        """The one that committed longest ago is first."""
+        """Writer -> its last batch. The one that committed longest ago is first."""
         self.bytes = 0
-        """What counts against `STAGED_BYTES`."""
+        """Bytes that count against `STAGED_BYTES`."""
         self._freed = 0
         """Bytes that were dropped and may still be on disk, all between two by_address."""
         self._freed_from = self._freed_until = b""
@@ -163,12 +166,12 @@ class StagedRows:
     def stage(
         self, writer: str, batch: int, attempt: bytes, entries: Sequence[tuple[int, Entry]], now_us: int
     ) -> int:  # fmt: skip
-        """Take checked (sequence, entry) pairs; the next `put` writes what is not staged yet. Return the bytes of that.
+        """Queue checked (sequence, entry) pairs that are not staged yet for the next `put`, and return their bytes.
 
-        Of a batch that is not above the writer's last nothing is kept.
+        Entries of a batch that is not later than the writer's last one are ignored.
 
         Raises:
-            StagingRefused: "full" over a bound, "invalid" for a name, id or sequence that cannot be.
+            StagingRefused: "full" if a limit is reached, "invalid" for a name, id or sequence that is not valid.
         """
         if not 0 < len(writer.encode()) <= MAX_WRITER_BYTES or len(attempt) != ID_BYTES:
             raise StagingRefused(
@@ -218,19 +221,19 @@ class StagedRows:
         return size
 
     def put(self, batch: Batch) -> bool:
-        """Add what waits to a write; return whether anything does. `written` says that it is done, else it waits on."""
+        """Add the queued rows to a write; return whether there are any. They stay queued until `written` is called."""
         for key, value in self._waiting:
             batch.put(key, value)
         return bool(self._waiting)
 
     def written(self) -> None:
-        """What `put` added is on disk."""
+        """Clear the queue: the rows that `put` added are on disk."""
         self._waiting.clear()
 
     # -- committing ------------------------------------------------------------------------------------------
 
     def replay(self, writer: str, batch: int) -> Committed | None:
-        """Return where a batch is that is not above the writer's last, None if it is."""
+        """Return the offsets of a batch that is not later than the writer's last one; None if it is later."""
         last = self._writers.get(writer)
         if last is None or batch > last.batch:
             return None
@@ -241,10 +244,10 @@ class StagedRows:
     def check(
         self, writer: str, batch: int, attempts: Sequence[tuple[bytes, int]], now_us: int
     ) -> None:
-        """Return if the attempts are there, each with so many records, and may be committed.
+        """Return if these (attempt, record count) pairs are staged completely and may be committed.
 
         Raises:
-            StagingRefused: "staged" names what is missing; "full" over a bound; "invalid" if one is named twice.
+            StagingRefused: "staged" names what is missing; "full" if a limit is reached; "invalid" if an attempt is named twice.
         """
         if not 0 < len(writer.encode()) <= MAX_WRITER_BYTES:
             raise StagingRefused(
@@ -261,7 +264,7 @@ class StagedRows:
             if state is None:
                 if count:
                     raise StagingRefused("staged", f"{which}: it is not staged; stage it again")
-                continue  # an attempt that came to nothing, as it says
+                continue  # an attempt without records, as the call says
             if state.next < count:
                 raise StagingRefused(
                     "staged", f"{which}: record {state.next} of {count} is missing; stage it again"
@@ -281,12 +284,12 @@ class StagedRows:
     def read(
         self, writer: str, batch: int, attempts: Sequence[tuple[bytes, int]]
     ) -> Iterator[tuple[Entry, int]]:
-        """Yield the entries of checked attempts in order, and how many messages each holds. Raises LogDamaged, which names the entry."""
+        """Yield the entries of checked attempts in order, each with its message count. Raises LogDamaged, which names the entry."""
         for attempt, count in attempts:
             start = b"t" + _pack_batch(writer, batch) + attempt
             sequence = 0
             try:
-                # No step goes beyond the last record: rows that were dropped may lie there, by the hundred thousand.
+                # Do not step past the last record: hundreds of thousands of deleted rows may follow it.
                 for _, (row, value) in zip(range(count), self._database.rows(start), strict=False):
                     if row != KEY.pack(sequence):
                         raise ValueError("it is missing")
@@ -299,12 +302,15 @@ class StagedRows:
                 raise LogDamaged(self._database.path, f"{what}: {err}") from err
 
     def commits(self, writer: str) -> int:
-        """Return how many batches a writer committed since it was forgotten last."""
+        """Return how many batches a writer has committed since it was last forgotten."""
         last = self._writers.get(writer)
         return last.commits if last is not None else 0
 
     def put_commit(self, rows: Batch, writer: str, last: Last) -> None:
-        """Add to a write: `last` is the writer's last batch, and nothing is staged for it and those before; `committed` says it is done."""
+        """Add a commit to a write: store `last` as the writer's last batch, and delete all rows staged up to it.
+
+        Call `committed` when the write is done.
+        """
         if (gone := self._writer_to_forget(writer, last.committed_us)) is not None:
             rows.delete(b"w" + gone.encode())
         key = b"w" + writer.encode()
@@ -316,7 +322,7 @@ class StagedRows:
         self._drop_rows(rows, writer, every, start, end)
 
     def committed(self, writer: str, last: Last) -> None:
-        """What `put_commit` added is on disk."""
+        """Update the tables: what `put_commit` added is on disk."""
         if (gone := self._writer_to_forget(writer, last.committed_us)) is not None:
             del self._writers[gone]
         self._writers.pop(writer, None)
@@ -329,10 +335,10 @@ class StagedRows:
     # -- dropping --------------------------------------------------------------------------------------------
 
     def discard(self, rows: Batch, writer: str, batch: int, attempts: Sequence[bytes]) -> int:
-        """Add to a write: these attempts, or all of a batch, are not staged any more. Return how many records that is.
+        """Add the deletion of these attempts (empty: all of the batch) to a write; return how many records that is.
 
         Raises:
-            StagingRefused: "invalid" for a name that cannot be.
+            StagingRefused: "invalid" for a writer name that is not valid.
         """
         if not 0 < len(writer.encode()) <= MAX_WRITER_BYTES:
             raise StagingRefused(
@@ -349,7 +355,7 @@ class StagedRows:
         return sum(self._forget(writer, batch, attempt) for attempt in chosen)
 
     def expired(self, now_us: int) -> list[tuple[str, int, bytes]]:
-        """Return attempts that were staged too long ago, as (writer, batch, attempt). Looks once a minute, or goes on at once if there are many."""
+        """Return expired attempts as (writer, batch, attempt). Searches once a minute, or at every call while there are many."""
         if not self._staged or now_us < self._look_us:
             return []
         found: list[tuple[str, int, bytes]] = []
@@ -366,14 +372,14 @@ class StagedRows:
         return found
 
     def drop(self, rows: Batch, writer: str, batch: int, attempt: bytes) -> int:
-        """Add to a write: this attempt, which is there, is not staged any more. Return how many records that is."""
+        """Add the deletion of a staged attempt to a write; return how many records that is."""
         start = _pack_batch(writer, batch) + attempt
         end = start + b"\xff" * (KEY.size + 1)
         self._drop_rows(rows, writer, [(batch, attempt)], start, end)
         return self._forget(writer, batch, attempt)
 
     def free(self) -> None:
-        """Give disk space of what was dropped back, if there is enough of it. Raises LogWriteFailed."""
+        """Free the disk space of deleted rows, if there is enough of it. Raises LogWriteFailed."""
         if self._freed < FREE_BYTES and self._ranges < FREE_RANGES:
             return
         for prefix in (b"t", b"u"):
@@ -384,7 +390,7 @@ class StagedRows:
     def _drop_rows(
         self, rows: Batch, writer: str, attempts: Sequence[tuple[int, bytes]], start: bytes, end: bytes
     ) -> None:  # fmt: skip
-        """Add to a write: the rows of these (batch, attempt) go, which is all that there is from `start` until `end`."""
+        """Add the deletion of the rows of these (batch, attempt) to a write. No other rows are between `start` and `end`."""
         if not attempts:
             return
         states = [(one, self._staged[writer][one[0]][one[1]]) for one in attempts]
@@ -416,7 +422,7 @@ class StagedRows:
         return self._staged.setdefault(writer, {}).setdefault(batch, {})
 
     def _writer_to_forget(self, writer: str, now_us: int) -> str | None:
-        """Return the writer to forget for this one, None if there is room; raises StagingRefused if there is neither."""
+        """Return the writer to forget for a new one; None if there is room. Raises StagingRefused if none may be forgotten."""
         if writer in self._writers or len(self._writers) < MAX_WRITERS:
             return None
         once = next((name for name, last in self._writers.items() if last.commits == 1), None)

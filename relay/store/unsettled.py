@@ -1,13 +1,13 @@
-"""What a consumer has read and not settled: who holds it, what waits, and what comes next of each key (sans-IO).
+"""The messages that a consumer has read but not settled: which worker holds them, which wait, and the queue of each key (sans-IO).
 
-Every step moves bitmaps between the parts of a record (see `parts`), never single messages, but for dead letters. Of these
-128 KiB are listed; further ones are neither delivered nor listed until some are confirmed.
+Every step moves bitmaps between the parts of a record (see `parts`), never single messages, except for dead letters. At most
+128 KiB of dead letters are listed; further ones are neither delivered nor listed until some are stored elsewhere.
 
-A hand-out is a *try* until the worker has confirmed it, by asking for more or by a word about these messages; then it is a
-*delivery*. So messages that went to a worker that was gone already do not come nearer to being dead letters.
+A dispatch counts as a *try* until the worker confirms it, by asking for more or by settling or touching these messages. Then it
+counts as a *delivery*. So messages sent to a worker that had already left do not come closer to being dead letters.
 
-The records of a key queue in the order in which they were added, and only the first may be handed out: the next one's turn comes
-when it is settled or dead. A record without a key is free.
+The records of a key queue in the order in which they were added, and only the first may be dispatched. The next one follows when it
+is settled or dead. Records without a key have no order.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from relay.store.parts import OpenRecord, Part, lowest
 TIMED_OUT: Final = "not acknowledged in time"
 WORKER_LEFT: Final = "not acknowledged: the worker left"
 MAX_TRIES: Final = 10
-"""Where there are dead letters, what was handed out so often and never confirmed is one, too: it may end whoever gets it."""
+"""If a consumer has dead letters, a message dispatched this often and never confirmed becomes one: it may crash its workers."""
 DISPATCHED_US: Final = 1
-"""The due time, on disk, of what was handed out and not yet delivered. Older stores take it for one that has come."""
+"""The due time, on disk, of messages that were dispatched and not yet delivered. Older stores read it as a time in the past."""
 
 
 class Unsettled:
-    """The table. `now_us` and `awake_us` never fall; `dirty` says that `kept` or `dead` changed.
+    """The table of unsettled messages of one consumer.
 
-    Delays are by the first, leases by the second (see `clock`).
+    `now_us` and `awake_us` never go back; delays use the first, leases the second (see `clock`). `dirty`: `kept` or `dead` changed.
     """
 
     def __init__(self, settings: Settings, now_us: int, clock: Clock) -> None:
@@ -42,47 +42,49 @@ class Unsettled:
         self._clock = clock
         self.dirty = True
         self.records: dict[int, OpenRecord] = {}
-        """By first offset."""
+        """First offset -> record."""
         self.firsts: list[int] = []
-        """The same offsets, sorted."""
+        """The keys of `records`, sorted."""
         self.ready: list[int] = []
-        """Heap of records that may have something to hand out; each once."""
+        """Heap of the first offsets of records that may have something to dispatch. Each is in it at most once."""
         self.held: dict[bytes, int] = {}
-        """Messages by worker."""
+        """Worker -> number of messages that it holds."""
         self.dead: deque[Dead] = deque()
         self.open = 0
         """Messages in the table."""
         self.dispatched = 0
-        """Of these, handed out at least once."""
+        """Messages in the table that were dispatched at least once."""
         self.weight = 0
-        """The most bytes that the records take in the cursor."""
+        """Upper bound of the bytes that the records can take in the cursor."""
         self.blocked = 0
-        """Records behind another of their key."""
+        """Records that wait behind another of the same key."""
         self._ack_timeout_us = settings.ack_timeout_us
         self._max_deliver = settings.max_deliver
         self._keys: dict[bytes, deque[OpenRecord]] = {}
         self._timers: list[tuple[int, int]] = []
         self._max_timers = 1024
-        self._leases: OrderedDict[Part, None] = OrderedDict()  # all last equally long: in order
+        self._leases: OrderedDict[Part, None] = (
+            OrderedDict()
+        )  # all leases last equally long, so they are in order of their end
         self._unconfirmed: dict[bytes, list[Part]] = {}
-        """By worker: what it was handed since it last asked. Some may be settled, or another's, by now."""
+        """Worker -> parts dispatched since it last confirmed. Some may be settled or held by another worker by now."""
         self._doomed: deque[Part] = deque()
-        """Given up, and not listed yet as dead."""
+        """Parts that are given up, but not listed as dead letters yet."""
         self._dead_bytes = 0
 
     @property
     def pending(self) -> int:
-        """Messages that workers hold."""
+        """Number of messages that workers hold."""
         return sum(self.held.values())
 
     @property
     def given_up(self) -> int:
-        """Messages that are dead letters, listed or not."""
+        """Number of dead letters, listed or not."""
         return len(self.dead) + sum(part.bits.bit_count() for part in self._doomed)
 
     @property
     def next_us(self) -> int | None:
-        """When the next lease or delay ends, by `now_us`."""
+        """When the next lease or delay ends, on the clock of `now_us`; None if there is none."""
         times = [self._timers[0][0]] if self._timers else []
         if self._leases:
             times.append(next(iter(self._leases)).due_us - self.awake_us + self.now_us)
@@ -92,39 +94,39 @@ class Unsettled:
 
     @property
     def wall_us(self) -> int:
-        """What the wall clock says."""
+        """The time of the wall clock."""
         return self.now_us + self._clock.wall_ahead_us
 
     @property
     def high_us(self) -> int:
-        """What it would say if it had never been set back."""
+        """The time of the wall clock if it had never been set back."""
         return self.now_us + self._clock.high_ahead_us
 
     def update_time(self, now_us: int) -> None:
-        """It is `now_us` by `Clock.elapsed_us`, or later."""
+        """Advance to `now_us`, a value of `Clock.elapsed_us`."""
         self.now_us = max(self.now_us, now_us)
         self.awake_us = max(self.awake_us, self.now_us + self._clock.awake_ahead_us)
 
     # Finding
 
     def within(self, first: int, end: int) -> list[OpenRecord]:
-        """Return the records that have offsets from `first` until `end`, in order."""
+        """Return the records that contain offsets from `first` until `end`, in order."""
         low = max(bisect_right(self.firsts, first) - 1, 0)
         firsts = self.firsts[low : bisect_left(self.firsts, end)]
         return [self.records[first] for first in firsts if self.records[first].next > first]
 
     def wait(self, record: OpenRecord) -> None:
-        """What is left of `record` waits for whoever takes next, or for its turn."""
+        """Make the rest of `record` available to the next `take`, or queue it behind its key."""
         self._requeue(record)
 
     def behind(self, key: bytes | None) -> bool:
-        """Return whether a record of `key` would have to wait."""
+        """Return whether a new record of `key` would have to wait behind another."""
         return key in self._keys
 
-    # Dispatcher out
+    # Dispatching
 
     def add(self, record: OpenRecord, parts: list[tuple[int, int, int, int]]) -> None:
-        """Take `record` in, its messages waiting as (bits, deliveries, due time, tries)."""
+        """Add `record`, whose waiting messages are given as (bits, deliveries, due time, tries)."""
         self.records[record.first] = record
         insort(self.firsts, record.first)
         self.weight += cursor.weight(record.count, record.key)
@@ -141,7 +143,7 @@ class Unsettled:
             queue.append(record)
 
     def eligible(self, record: OpenRecord) -> list[Part]:
-        """Return the parts that may be handed out: of a keyed record all that are left, or none."""
+        """Return the parts that may be dispatched now. A keyed record is dispatched with all its waiting parts, or not at all."""
         waiting = [part for part in record.parts if part.waiting]
         if record.key is None or not waiting:
             return [part for part in waiting if part.due_us <= self.now_us]
@@ -153,7 +155,7 @@ class Unsettled:
         return waiting
 
     def cut(self, record: OpenRecord, parts: list[Part], most: int) -> list[Part]:
-        """Return of waiting `parts` those of the first `most` messages, parted from the rest, which goes on waiting."""
+        """Return the first `most` messages of the waiting `parts`, split from the rest, which continues to wait."""
         bits = record.bits(parts)
         wanted = lowest(bits, most)
         if wanted == bits:
@@ -169,7 +171,10 @@ class Unsettled:
         return found
 
     def dispatch(self, record: OpenRecord, parts: Sequence[Part], worker: bytes) -> list[Part]:
-        """Hand `parts` of `record` to `worker`; return them by message, those of one count as one."""
+        """Dispatch `parts` of `record` to `worker`.
+
+        Parts with the same number of deliveries are merged. Returns them in the order of their messages.
+        """
         by_count: dict[int, Part] = {}
         for part in list(parts):
             same = by_count.setdefault(part.deliveries, part)
@@ -193,19 +198,19 @@ class Unsettled:
         return sorted(by_count.values(), key=lambda part: part.bits & -part.bits)
 
     def lease(self, part: Part) -> None:
-        """Start the ack timeout of `part`, which a worker holds, anew."""
+        """Restart the ack timeout of `part`, which a worker holds."""
         part.due_us = self.awake_us + self._ack_timeout_us
         self._leases[part] = None
         self._leases.move_to_end(part)
 
     def confirm(self, worker: bytes) -> None:
-        """`worker` has what it was handed."""
+        """Count everything that was dispatched to `worker` as delivered."""
         for part in self._unconfirmed.pop(worker, ()):
             if part.worker == worker:
                 self.mark_delivered(part)
 
     def mark_delivered(self, part: Part) -> None:
-        """The worker that holds `part` has it: that was a delivery."""
+        """Count the last try of `part` as a delivery, because its worker has confirmed it."""
         if not part.confirmed:
             part.confirmed = True
             part.tries -= 1
@@ -215,7 +220,7 @@ class Unsettled:
     # Settling
 
     def settle(self, record: OpenRecord, mask: int) -> int:
-        """Settle messages of `record` that are not given up, and return how many. `tidy` has to follow."""
+        """Settle messages of `record` that are not given up, and return how many. Call `tidy` afterwards."""
         settled = 0
         for part in list(record.parts):
             bits = part.bits & mask
@@ -241,14 +246,14 @@ class Unsettled:
         return settled
 
     def tidy(self, first: int, end: int) -> None:
-        """Drop the firsts of records that were settled between these offsets: at once, not one by one."""
+        """Remove from `firsts` the records that were settled between these offsets, in one step instead of one by one."""
         low = max(bisect_right(self.firsts, first) - 1, 0)
         high = bisect_left(self.firsts, end)
         firsts = self.firsts[low:high]
         self.firsts[low:high] = [first for first in firsts if first in self.records]
 
     def forget_dead(self, n: int) -> None:
-        """Settle the first `n` dead letters. Raises ValueError if there are fewer."""
+        """Settle the first `n` listed dead letters. Raises ValueError if there are fewer."""
         if not 0 <= n <= len(self.dead):
             raise ValueError(f"n: {n} is not between 0 and {len(self.dead)}")
         for _ in range(n):
@@ -264,7 +269,7 @@ class Unsettled:
         self._list_dead_letters()
 
     def floor(self, position: int) -> int:
-        """Return the first offset that is not settled and not of a deferred record, else `position`."""
+        """Return the first unsettled offset that is not in a deferred record; `position` if there is none."""
         for first in self.firsts:
             record = self.records[first]
             if not record.deferred:
@@ -275,7 +280,7 @@ class Unsettled:
     # Failing
 
     def split(self, record: OpenRecord, mask: int, worker: bytes) -> list[Part]:
-        """Return what `worker` holds of these messages, parted from the rest: lease it anew or take it away."""
+        """Return the parts of these messages that `worker` holds, split from the rest, so that they can be leased or redelivered."""
         found = []
         for part in list(record.parts):
             bits = part.bits & mask
@@ -290,7 +295,7 @@ class Unsettled:
         return found
 
     def redeliver(self, part: Part, due_us: int, reason: str) -> None:
-        """Take `part` from its worker: it is due at `due_us`, or given up for `reason`."""
+        """Take `part` from its worker. It is due again at `due_us`, or given up with `reason` after too many deliveries."""
         self._release(part, part.bits)
         self._leases.pop(part, None)
         part.worker = None
@@ -308,7 +313,7 @@ class Unsettled:
         self.dirty = True
 
     def expire(self) -> None:
-        """Let leases end and delays pass."""
+        """End leases and delays that have passed."""
         while self._leases:
             part = next(iter(self._leases))
             if part.due_us > self.awake_us:
@@ -320,15 +325,15 @@ class Unsettled:
                 self._push_ready(record)
 
     def worker_left(self, worker: bytes) -> None:
-        """What `worker` holds is due again at once."""
+        """Redeliver everything that `worker` holds at once."""
         if worker in self.held:
             for part in [part for part in self._leases if part.worker == worker]:
                 self.redeliver(part, 0, WORKER_LEFT)
 
     def answer_lost(self, worker: bytes, *, counted: bool) -> None:
-        """What `worker` was handed and did not confirm never reached it: it is due again at once.
+        """Redeliver at once what was dispatched to `worker` and not confirmed, because it never arrived.
 
-        It was tried, and that is `counted`, or known not to have been.
+        `counted`: it still counts as a try. Otherwise it is known that the worker did not receive it.
         """
         for part in self._unconfirmed.pop(worker, ()):
             if part.worker == worker and not part.confirmed:
@@ -338,9 +343,9 @@ class Unsettled:
     # The cursor
 
     def kept(self, ahead_us: int) -> list[Kept]:
-        """Return the records for the cursor; what is held or given up, and not listed as dead, waits there.
+        """Return the records for the cursor, where held messages, and those given up but not listed, are stored as waiting.
 
-        Due times are by the wall clock, which is `ahead_us`.
+        Due times are stored in wall clock time, which is `ahead_us` ahead of `now_us`.
         """
         kept = []
         last = 0
@@ -359,9 +364,9 @@ class Unsettled:
         return kept
 
     def restore(self, records: list[Kept], dead: list[Dead], end: int, ahead_us: int) -> None:
-        """Fill the empty table; the clock of its due times is `ahead_us`.
+        """Fill the empty table from a cursor whose due times are `ahead_us` ahead of `now_us`.
 
-        Raises ValueError or LookupError if it does not fit together or reaches over `end`.
+        Raises ValueError or LookupError if the records are inconsistent or extend past `end`.
         """
         first = 0
         for kept in records:
@@ -401,7 +406,9 @@ class Unsettled:
 
     def _time(self, due_us: int, record: OpenRecord) -> None:
         heapq.heappush(self._timers, (due_us, record.first))
-        if len(self._timers) > self._max_timers:  # of records that were settled since
+        if (
+            len(self._timers) > self._max_timers
+        ):  # drop the timers of records that were settled since
             self._timers = [
                 (part.due_us, each.first)
                 for each in self.records.values()
@@ -412,7 +419,7 @@ class Unsettled:
             self._max_timers = 1024 + 2 * len(self._timers)
 
     def _requeue(self, record: OpenRecord) -> None:
-        """Look again at `record`, or at the first of its key if it is done."""
+        """Make `record` ready again, or the next of its key if it is done."""
         if record.key is not None:
             queue = self._keys.get(record.key, deque())
             while queue and all(part.reason is not None for part in queue[0].parts):
@@ -431,7 +438,7 @@ class Unsettled:
             heapq.heappush(self.ready, record.first)
 
     def _list_dead_letters(self) -> None:
-        """List as dead letters what was given up, as far as there is room for them."""
+        """Move given-up messages to the listed dead letters, as far as there is room for them."""
         while self._doomed and self._dead_bytes < cursor.MAX_DEAD_BYTES:
             part = self._doomed[0]
             record = part.record
