@@ -1,4 +1,4 @@
-"""Calls that nobody serves: whether somebody may come who does, and what the caller hears if not."""
+"""Calls that no member serves: whether a relay or store may still come back for them, and the error text if not."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def kind_name(kind: int) -> str:
 
 
 class Absence:
-    """What one relay knows of those who are not there."""
+    """What one relay knows about members, stores and sites that are not reachable at the moment."""
 
     def __init__(self, interest: Interest, sites: Sites, mesh: Mesh) -> None:
         self._interest = interest
@@ -34,11 +34,11 @@ class Absence:
         self._awaited_until_us = 0
 
     def wait_for(self, members: int, until_us: int) -> None:
-        """This relay had so many members before it was restarted: they are waited for until then."""
+        """Wait until `until_us` for the `members` that this relay had before it was restarted."""
         self._awaited, self._awaited_until_us = members, until_us
 
     def may_end(self, route: Route, now_us: int) -> bool:
-        """Whether a relay may come back that serves a route's address, or none was found yet."""
+        """Whether a relay that serves this route's address may come back, or peers have not been found yet."""
         address = (route.kind, route.name, route.key_id)
         if self._sites.is_for_this_site(route) and (
             self._mesh.might_serve(*address, now_us) or self._returning(now_us)
@@ -47,17 +47,17 @@ class Absence:
         return self._sites.might_serve(*address, route.site, self._mesh.settling(now_us), now_us)
 
     def _returning(self, now_us: int) -> bool:
-        """Whether members that this relay had before a restart are still to come back."""
+        """Whether members that this relay had before a restart have not all rejoined."""
         return self._interest.joined < self._awaited and now_us < self._awaited_until_us
 
     def waited_for(self, route: Route) -> str:
-        """Return what a call has waited for until its deadline."""
+        """Return the error text for a call that waited until its deadline: what it waited for."""
         if route.kind == Kind.STREAM and (where := self._mesh.starting_stores()):
             return f"no store holds it yet; a store is still starting: {', '.join(where[:4])}{self._mesh.failed_stores()}"
         return "the relay that served it did not come back before the deadline"
 
     def why(self, route: Route) -> str:
-        """Return what the caller hears when nobody serves it, and nobody is waited for."""
+        """Return the error text for a call that no member serves and that does not wait."""
         if route.kind == Kind.STREAM:
             return f"no store holds it{self._mesh.failed_stores()}"
         if (

@@ -1,9 +1,9 @@
-"""What the other relays are told of this one: its members, what is wanted here, the sites that it reaches, and its store.
+"""Advertises this relay's interest to the other relays: members, subscriptions, reachable sites and the state of its store.
 
     a change ── gathered for `GATHER_US` ──► INTEREST to every link
-    a new link, or RESYNC ── what was gathered is told ──► a snapshot
+    a new link, or RESYNC ── flush what was gathered ──► a snapshot to that link
 
-Both are encoded once for all links.
+Changes and snapshots are encoded once for all links.
 """
 
 from __future__ import annotations
@@ -23,17 +23,20 @@ from relay.core.session import Member
 
 GATHER_US: Final = 2_000
 MAX_GROUPS_HERE: Final = 128
-"""Queue groups of one relay under one key: a DECLARE over a link may name them all, and is a control frame."""
+"""Limit of queue groups of one relay under one key:
+
+a DECLARE over a link may have to name them all in one control frame.
+"""
 
 
 class Advertiser:
-    """Our interest, as every link is told of it."""
+    """The interest of this relay, as advertised to every link."""
 
     def __init__(
         self, links: dict[bytes, Link], interest: Interest, reach: Reach, members: Callable[[], Iterable[Member]],
         due: Callable[[int], None],
     ) -> None:  # fmt: skip
-        """`members` gives all members of this relay; `due` hears when `flush` is due."""
+        """`members` returns all members of this relay; `due` is called with the time at which `flush` is due."""
         self._links = links
         self._interest = interest
         self._reach = reach
@@ -41,35 +44,38 @@ class Advertiser:
         self._due = due
         self.journal = Journal()
         self.flushed: Callable[[], None] = _nothing
-        """Called when all that was gathered has been sent."""
+        """Called after all gathered changes have been sent."""
         self.leaving = False
-        """Links are told of no interest any more: what runs here may finish."""
+        """Set once this relay stops: links are then sent an empty interest, and calls in flight may finish."""
         self.starting = False
-        """A store of ours is on its way."""
+        """A store of this relay is starting."""
         self.store_failed = ""
-        """Why the store that this relay starts cannot serve."""
+        """Why the store that this relay starts cannot serve; empty if it can."""
         self._advertised_store = (False, "")
         self._joined: dict[int, Member] = {}
         self._left: list[int] = []
         self._topics: dict[Topic, int] = {}
         self._changed: dict[Topic, int] = {}
         self._sites: dict[str, None] = {}
-        """Other sites whose distance is to be told."""
+        """Remote sites whose distance must be advertised in the next change."""
         self._groups: dict[bytes, dict[str, dict[str, int]]] = {}
-        """Key id -> queue group -> user -> this relay's subscriptions in it. The first user is the one who made the group."""
+        """Key id -> queue group -> user -> subscriptions of this relay.
+
+        The first user is the one that created the group.
+        """
         self._snapshot: list[bytes] = []
         self._snapshot_version = 0
         self.flush_us = NEVER_US
 
     def joined(self, member: Member, now_us: int) -> None:
-        """A member of this relay is there."""
+        """Advertise a new member of this relay."""
         self._snapshot_version = 0
         if self._links and not self.leaving:
             self._joined[member.serial] = member
             self.gather(now_us)
 
     def left(self, member: Member, now_us: int) -> None:
-        """A member of this relay is gone."""
+        """Advertise that a member of this relay has left."""
         self._snapshot_version = 0
         if self._links and not self.leaving:
             if self._joined.pop(member.serial, None) is None:
@@ -79,7 +85,7 @@ class Advertiser:
     def count_subscription(
         self, pattern: str, key_ids: Iterable[bytes], group: str, user: str, by: int, now_us: int
     ) -> None:
-        """Count one session of a user more (`by` 1) or less (-1) that wants a topic."""
+        """Add (`by` 1) or remove (`by` -1) one session's subscription, and advertise the new count."""
         for key_id in key_ids:
             topic = (pattern, key_id, group)
             if group:
@@ -107,7 +113,10 @@ class Advertiser:
                 del self._groups[key_id]
 
     def group_error(self, group: str, key_ids: Iterable[bytes], user: str) -> str:
-        """Return why one queue group more is too many here, or an empty text: an alias over a link may have to name them all."""
+        """Return why no queue group can be added here, or an empty text.
+
+        An alias over a link may have to name all groups.
+        """
         for key_id in key_ids:
             here = self._groups.get(key_id, {})
             if group in here:
@@ -123,7 +132,10 @@ class Advertiser:
         return ""
 
     def leave(self) -> None:
-        """This relay is about to stop: others send nothing new to its members."""
+        """Advertise an empty interest because this relay is about to stop:
+
+        peers then send nothing new to its members.
+        """
         self.flush()
         self.leaving = True
         self._snapshot_version = 0
@@ -133,36 +145,36 @@ class Advertiser:
                 link.port.control(frame)
 
     def set_store(self, *, starting: bool, failed: str, now_us: int) -> None:
-        """A store of this relay is on its way, or is not any more; or it cannot serve, and this is why."""
+        """Set whether a store of this relay is starting, and why it cannot serve (`failed`, empty if it can)."""
         if (starting, failed) != (self.starting, self.store_failed):
             self.starting, self.store_failed = starting, failed
-            self._interest.version += 1  # what waits for it is looked at
+            self._interest.version += 1  # calls that wait for the store look again
             self.gather(now_us)
 
     def site_changed(self, site: str, now_us: int) -> None:
-        """Another site is reached through us, or no more, or is another distance away."""
+        """Advertise that a remote site is now reached through this relay, is no longer, or is at another distance."""
         self._sites[site] = None
         self.gather(now_us)
 
     def topics(self) -> list[Topic]:
-        """Return every topic that somebody of this site wants."""
+        """Return every topic that has a subscription in this site."""
         there = (link.topics for link in self._links.values())
         return list(dict.fromkeys(topic for topics in (self._topics, *there) for topic in topics))
 
     def subscription_count(self, topic: Topic) -> int:
-        """Return how many of this site want a topic."""
+        """Return the number of subscriptions to a topic in this site."""
         there = sum(link.topics.get(topic, 0) for link in self._links.values())
         return self._topics.get(topic, 0) + there
 
     def gather(self, now_us: int) -> None:
-        """Something is to be told to the other relays, with what else changes in a moment."""
+        """Advertise a change at most `GATHER_US` from now, together with other changes until then."""
         self._snapshot_version = 0
         if self.flush_us == NEVER_US:
             self.flush_us = now_us + GATHER_US
             self._due(self.flush_us)
 
     def flush(self) -> None:
-        """Tell all links of what changed."""
+        """Send all gathered changes to every link."""
         self.flush_us = NEVER_US
         joined = [_entry(member) for member in self._joined.values()]
         topics = [TopicEntry(*topic, count) for topic, count in self._changed.items()]
@@ -181,13 +193,13 @@ class Advertiser:
         self.flushed()
 
     def on_resync(self, link: Link, _: object) -> None:
-        """A change was lost on the way to it: all is told again."""
+        """Send a snapshot to a link that missed a change."""
         self.flush()
         for frame in self.snapshot():
             link.port.control(frame)
 
     def snapshot(self) -> list[bytes]:
-        """Return our interest as it is now; all that was gathered has been told."""
+        """Return the frames of a snapshot of the current interest. Gathered changes must have been flushed."""
         if self._snapshot_version != self.journal.version:
             joined, topics = [], []
             sites, clusters, site_topics = self._reach.snapshot()
@@ -205,7 +217,7 @@ class Advertiser:
         return self._snapshot
 
     def _store_state(self) -> tuple[bool, str]:
-        """Return what links are told of our store."""
+        """Return (starting, failed) of our store as advertised: nothing once this relay is leaving."""
         return (False, "") if self.leaving else (self.starting, self.store_failed)
 
 
@@ -217,4 +229,4 @@ def _entry(member: Member) -> MemberEntry:
 
 
 def _nothing() -> None:
-    """Nobody waits."""
+    """Default for `flushed`."""

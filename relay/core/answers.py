@@ -1,8 +1,9 @@
-"""What comes back for calls that were handed over: answers, and for pushes credit; or the failure that another relay tells.
+"""Answers to calls in flight, credit for pushes, and failures that another relay reports.
 
-    REPLY, FAULT, ANSWER, CREDIT, FAIL ── hop id ──► `handed` of who sends it ──► the caller, under the hop id that it chose
+    REPLY, FAULT, ANSWER, CREDIT, FAIL ── hop id ──► `in_flight` of the sender ──► the caller, under the caller's hop id
 
-What nobody waits for any more is counted and dropped. Messages that come back refused are in calls.py: another member may take them.
+An answer without a call in flight is counted and dropped. Refused calls are handled in calls.py, because another member
+may run them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from relay.core.tunnels import Tunnels
 
 
 class Answers:
-    """Ends the calls that `Calls` handed over, by what is said of them."""
+    """Ends calls that `Calls` dispatched when their answer, credit or failure arrives."""
 
     def __init__(
         self, accounts: Accounts, interest: Interest, neighbors: dict[int, Neighbor], tunnels: Tunnels, surveys: Surveys,
@@ -41,7 +42,7 @@ class Answers:
         self._release = release
 
     def answered(self, neighbor: Neighbor, buf: memoryview, start: int, end: int) -> None:
-        """A reply, fault or answer came from a member's session or over a link; it is the credit, too."""
+        """Forward a reply, fault or answer from a member or link to the caller. It also frees the member's slot."""
         if end - start < BODY_AT:
             raise PeerProtocolError(
                 f"data frame of {end - start} bytes is shorter than its {BODY_AT}-byte header"
@@ -92,11 +93,11 @@ class Answers:
                     detail = "the reply was dropped because the caller read too slowly"
                     origin.control(Fail(dispatched.origin_hop(hop), Cause.LOST, detail, True))
         if survey is not None and dispatched.load.member is not None:
-            del neighbor.in_flight[hop]  # over a link, more may come until its DONE
+            del neighbor.in_flight[hop]  # over a link, more answers may follow until DONE
             self._surveys.finish_part(dispatched, ())
 
     def answered_run(self, neighbor: Neighbor, buf: memoryview, start: int, end: int) -> None:
-        """Replies came from a member's session or over a link, or answers to surveys from a member; they are the credit, too."""
+        """Forward the answers of one ANSWERS frame: replies from a member or link, or a member's answers to surveys."""
         _, hops, _ = read_answers(buf, start, end)
         _, _, flags, alias, _, _ = HOP.unpack_from(buf, start)
         if flags:
@@ -136,7 +137,7 @@ class Answers:
     def _run_of(
         self, neighbor: Neighbor, route: Route, hops: Sequence[int]
     ) -> DispatchedRun | None:
-        """Return the run that all these calls are of, if it is one and its caller takes the answers as one."""
+        """Return the run if all these calls belong to it and its caller can take ANSWERS; else None."""
         table = neighbor.in_flight
         dispatched = table.get(hops[0])
         if (
@@ -153,7 +154,7 @@ class Answers:
     def _of_one_origin(
         self, neighbor: Neighbor, route: Route, hops: Sequence[int]
     ) -> list[Dispatched] | None:
-        """Return these calls if one session or link asked all of them, and takes the answers as one."""
+        """Return these calls if they all have one caller and this caller can take ANSWERS; else None."""
         calls: list[Dispatched] = []
         asked: Route | None = None
         for dispatched in map(neighbor.in_flight.get, hops):
@@ -186,9 +187,9 @@ class Answers:
     def _misanswered(
         self, neighbor: Neighbor, route: Route, dispatched: Dispatched, hop: int
     ) -> None:
-        """Handle an answer that does not have its question's kind, name or key, so that the caller gets no alias for it.
+        """Drop an answer whose name, key or kind does not match its call, so that the caller gets no alias for it.
 
-        A session that answers so breaks a rule. A relay may only have forwarded the answer, so its connection stays.
+        A session that sends one has broken the protocol. A relay may only have forwarded it, so its connection stays open.
         """
         asked = dispatched.route
         if not neighbor.hop_class:
@@ -199,7 +200,7 @@ class Answers:
         self._accounts.in_ += 1
         self._accounts.drop("misdirected answer", 1)
         if asked.kind not in (Kind.REQUEST, Kind.STREAM):
-            return  # a survey ends with DONE, a push with its credit, a tunnel with its end
+            return  # a survey ends with DONE, a push with CREDIT, a tunnel with its end
         del neighbor.in_flight[hop]
         self._ended(dispatched, 1)
         if not dispatched.origin.closed:
@@ -207,7 +208,10 @@ class Answers:
             dispatched.origin.control(Fail(dispatched.origin_hop(hop), Cause.LOST, detail, True))
 
     def credited(self, session: Session, load: Load, credit: Credit, now_us: int) -> None:
-        """A member is done with these pushes; relays that handed some over hear of theirs, and senders of what did not run."""
+        """Remove finished pushes of a member.
+
+        Relays are sent credit for theirs; senders are notified of pushes that did not run.
+        """
         distinct = set(credit.hops)
         if len(distinct) < len(credit.hops) or not load.pushes.keys() >= distinct:
             raise PeerProtocolError(
@@ -217,7 +221,7 @@ class Answers:
         self._credit(session, load.kind, hops)
 
     def _ran(self, session: Session, credit: Credit, now_us: int) -> list[int]:
-        """Tell the senders of pushes that a member gives back unstarted; return the others."""
+        """Report pushes that the member returned unstarted to their senders; return the hop ids of the others."""
         unstarted = set(credit.unstarted)
         ran = [hop for hop in credit.hops if hop not in unstarted]
         if len(ran) + len(credit.unstarted) != len(credit.hops):
@@ -238,7 +242,7 @@ class Answers:
         return ran
 
     def credited_by_link(self, link: Neighbor, credit: Credit) -> None:
-        """Remove pushes that members behind a link, or in another site, have finished. Unknown ones are ignored."""
+        """Remove pushes that members behind a link or in a remote site have finished. Unknown hop ids are ignored."""
         hops = [hop for hop in dict.fromkeys(credit.hops) if hop in link.in_flight]
         if any(link.in_flight[hop].load.kind != Kind.PUSH for hop in hops):
             raise PeerProtocolError("CREDIT over a link for a call that is not a push")
@@ -255,7 +259,7 @@ class Answers:
             self._neighbors[number].control(Credit(0, kind, theirs))
 
     def failed_by_link(self, link: Neighbor, fail: Fail) -> None:
-        """The relay behind a link, or a gateway of another site, answers itself."""
+        """Forward a FAIL from the relay behind a link or from a remote site's gateway to the caller."""
         dispatched = link.in_flight.pop(fail.hop, None)
         if dispatched is None:
             return
@@ -279,9 +283,9 @@ _ANSWERS: Final[dict[int, tuple[int, ...]]] = {
     Kind.ANSWER: (Kind.SURVEY,),
     Kind.STREAM_REPLY: (Kind.STREAM,),
 }
-"""Answer kind -> kind of the question."""
+"""Answer kind -> call kinds that it may answer."""
 
 
 def _answers(route: Route, asked: Route) -> bool:
-    """Whether a reply by this route may answer a call by that one."""
+    """Whether a reply under `route` may answer a request under `asked`."""
     return asked.kind == Kind.REQUEST and asked.name == route.name and asked.key_id == route.key_id

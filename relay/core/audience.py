@@ -1,7 +1,7 @@
-"""Who hears a topic, and who was too slow for it: asked by publishers, answered by this relay and those that it is linked to.
+"""Answers publishers that ask how many subscribers a topic has and which receivers were too slow for it.
 
-TOPIC from a session ──► AUDIENCE: how many subscribe, as far as this relay knows
-TOPIC with `slow` ──► TOPIC to every link that leads to subscribers ──► their AUDIENCEs, or `ASK_US` is over ──► one AUDIENCE
+TOPIC from a session ──► AUDIENCE: number of subscriptions that this relay knows
+TOPIC with `slow` ──► TOPIC to every link with subscribers ──► their AUDIENCEs, or `ASK_US` has passed ──► one AUDIENCE
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from relay.core.session import Session
 from relay.core.slow import SlowReceivers
 
 ASK_US: Final = 500_000
-"""Other relays are waited for no longer."""
+"""Longest wait for the answers of other relays."""
 MAX_ASKED: Final = 4096
-"""Questions that wait for other relays; more are answered with what this relay knows."""
+"""Limit of questions that wait for other relays. Over it, a question is answered with what this relay knows."""
 _SLOW_BYTES: Final = MAX_CONTROL_BYTES - 1024
-"""For the slow receivers in one frame."""
+"""Bytes for slow receivers in one AUDIENCE frame."""
 _ENTRY_BYTES: Final = 48
-"""Most that one of them takes besides its texts."""
+"""Largest encoded size of one slow receiver, without its texts."""
 
 
 class _Question:
-    """A session's question that other relays have not all answered."""
+    """A session's question that some relays have not answered yet. `open`: numbers of their links."""
 
     __slots__ = ("audience", "open", "session", "until_us")
 
@@ -45,23 +45,23 @@ class _Question:
 
 
 class Audiences:
-    """The questions about topics of one relay."""
+    """The open questions about topics at one relay."""
 
     def __init__(
         self, relay: str, interest: Interest, slow: SlowReceivers, clock: Callable[[], int]
     ) -> None:
-        """`relay` is this relay's host, for people."""
+        """`relay` is the name of this relay's host, for people."""
         self.deadline_us = NEVER_US
         self._relay = relay
         self._interest = interest
         self._slow = slow
         self._clock = clock
         self._questions: dict[int, _Question] = {}
-        """By the id that we gave, the oldest first."""
+        """Our question id -> question, oldest first."""
         self._last = 0
 
     def ask(self, session: Session, topic: frames.Topic) -> None:
-        """A session asks; it holds the key."""
+        """Answer a session's question about a topic. The caller has checked that the session has proven the key."""
         audience = self._audience(topic)
         links = self._links(topic) if topic.slow and len(self._questions) < MAX_ASKED else []
         if not links:
@@ -77,11 +77,11 @@ class Audiences:
         self.deadline_us = min(self.deadline_us, question.until_us)
 
     def asked_by_link(self, link: Link, topic: frames.Topic) -> None:
-        """The relay behind a link asks: what this relay alone knows."""
+        """Answer a question that another relay forwarded, with what this relay knows itself."""
         link.control(self._audience(topic))
 
     def answered(self, link: Link, audience: frames.Audience) -> None:
-        """The relay behind a link answers. One that was not asked, or answers twice, is ignored."""
+        """Add a relay's answer to the question. Answers that were not asked for, and second answers, are ignored."""
         question = self._questions.get(audience.id)
         if question is None or link.number not in question.open:
             return
@@ -100,7 +100,7 @@ class Audiences:
             self._end(audience.id)
 
     def forget(self, neighbor: Neighbor) -> None:
-        """A link is gone: nobody waits for it."""
+        """Stop waiting for a link that is closed."""
         for number, question in list(self._questions.items()):
             if neighbor.number in question.open:
                 question.open.remove(neighbor.number)
@@ -108,7 +108,7 @@ class Audiences:
                     self._end(number)
 
     def expire(self, now_us: int) -> None:
-        """Answer with what has come in time."""
+        """Answer questions that have waited for `ASK_US` with what has arrived."""
         for number, question in list(self._questions.items()):
             if now_us >= question.until_us:
                 self._end(number)
@@ -122,7 +122,9 @@ class Audiences:
             self._answer(question.session, question.audience)
 
     def _answer(self, session: Session, audience: frames.Audience) -> None:
-        """Answer a session; which process is slow, and where, is told to the relay's own user alone, as in its status."""
+        """Answer a session. Process id and address of slow receivers are shown only to the relay's own user,
+        as in its status.
+        """
         if not session.ours:
             slow = [msgspec.structs.replace(entry, pid=0, address="") for entry in audience.slow]
             audience = msgspec.structs.replace(audience, slow=slow)
@@ -142,7 +144,7 @@ class Audiences:
         return frames.Audience(topic.id, count, dropped, _fitting(slow))
 
     def _links(self, topic: frames.Topic) -> Iterable[Link]:
-        """Return the links that lead to subscribers, whose relays take the question."""
+        """Return the links with subscribers whose relays support the question."""
         plain, groups = self._interest.subscribers(topic.name, topic.key_id)
         subscribers = [
             *plain,
@@ -157,7 +159,7 @@ class Audiences:
 
 
 def _fitting(slow: Sequence[SlowEntry]) -> list[SlowEntry]:
-    """Return as many as one frame takes, whatever other relays call theirs."""
+    """Return as many entries as fit in one frame, whatever texts other relays put into theirs."""
     fitting = []
     left = _SLOW_BYTES
     for entry in slow[:MAX_SLOW_LISTED]:

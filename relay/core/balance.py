@@ -1,10 +1,11 @@
-"""Which member, or which relay, takes the next message.
+"""Chooses the member or relay that runs the next call.
 
-Members of this relay that have a free handler come first, the one with the fewest outstanding among them; then a relay
-that has one, the freer of two drawn at random (Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing",
-1996), so that relays whose picture is a few milliseconds old do not all run to the same one. Only when no handler is free
-anywhere does work queue: where the wait is shortest by the pace at which messages end there, up to the member's byte limit, so
-that a slow member is not given as many as a fast one.
+Members of this relay that have a free handler come first, the one with the fewest outstanding calls among them. Then comes
+a relay that has one, the freer of two drawn at random (Mitzenmacher, "The Power of Two Choices in Randomized Load
+Balancing", 1996), so that relays with figures a few milliseconds old do not all choose the same one.
+
+Calls queue only when no handler is free anywhere. They go where the wait is shortest, judged by the pace at which calls end
+there, up to the member's byte limit. A slow member therefore gets fewer calls than a fast one.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ from typing import Final
 from relay.core.neighbor import Load
 
 SAMPLE: Final = 8
-"""Relays looked at for one message, when none of the first two has a free handler."""
+"""Relays looked at for one call when neither of the first two has a free handler."""
 _MIX: Final = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: multiples of it are spread evenly (Knuth, TAOCP 3, 6.4)
 
 
 def pick(
     loads: Sequence[Load], peers: Sequence[Load], size: int, tried: Sequence[Load], turn: int
 ) -> Load | None:
-    """Return where to hand a message of `size` bytes, or None when all are full.
+    """Return the load to dispatch a call of `size` bytes to, or None when all are full.
 
-    `loads` are members of this relay, `peers` those behind links. `tried` are left out; `turn` is any rising number, so that
-    equals take turns. An empty queue takes any size.
+    `loads` are members of this relay, `peers` those behind links. `tried` are left out. `turn` is any rising number, so that
+    equal candidates take turns. An empty queue takes a call of any size.
     """
     best: Load | None = None
     count = len(loads)
@@ -45,7 +46,7 @@ def pick(
     if best is not None and best.messages < best.concurrency:
         return best
     if best is not None:
-        # The fewest outstanding is saturated; another with more handlers may still have one free.
+        # The one with the fewest outstanding is saturated; another with more handlers may still have a free one.
         for load in loads:
             if load.messages < load.concurrency and load not in tried:
                 return load
@@ -59,7 +60,7 @@ def pick(
 def _saturated(
     loads: Sequence[Load], peers: Sequence[Load], size: int, tried: Sequence[Load], turn: int
 ) -> Load | None:
-    """Return a relay with a free handler, else where the wait is shortest."""
+    """Return a relay with a free handler, else the load with the shortest wait."""
     count = len(peers)
     if count > 1:
         mixed = turn * _MIX & (1 << 64) - 1

@@ -1,9 +1,9 @@
-"""One budget for what waits at all ports of a relay, and what gives way when it is used up.
+"""One limit in bytes for the queues of all ports of a relay, and what is dropped when it is reached.
 
-    a frame for a port that waits ── budget full ── another queue is clearly longer? ── yes: its newest publications go, GAPs in their place
-                                                                                     └─ no: this frame meets the answer of its own scheme
+    a frame must queue ── limit reached ── another queue is clearly longer? ── yes: drop its newest casts, with GAPs in their place
+                                                                            └─ no: this frame is refused or dropped, as its kind requires
 
-Bytes are counted where ports count them already: when something is queued, and when a batch is written.
+Ports report bytes at two moments: when a frame is queued, and when a batch is written.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ from relay.core.ports import Held
 
 QUEUE_BYTES: Final = 128 << 20
 NEAR: Final = 6
-"""Queues that differ by less than a 2^6th of the limit are equally long, and so much is dropped at once."""
+"""Queues that differ by less than limit / 2^6 count as equally long; at least that much is dropped at once."""
 LOOK: Final = 8
-"""So many times what is wanted is looked through, at most."""
+"""A shed looks through at most this many times the wanted bytes."""
 _CASTS: Final = (Kind.PUBLISH, Kind.BROADCAST)
 Entry = tuple[bytes, int, Held | None]
-"""Frames, how many messages they are, and the tunnel that they are of. A count of 0 is of control frames."""
+"""(frames, number of messages in them, the tunnel they belong to or None). Control frames have a count of 0."""
 
 
 class Queue(Protocol):
-    """One port's queue."""
+    """The queue of one port."""
 
     @property
     def waiting_bytes(self) -> int:
-        """Bytes that wait in it."""
+        """Bytes in the queue."""
 
     def shed(self, wanted_bytes: int) -> int:
-        """Drop about so many bytes of its newest publications; return how many bytes that frees, 0 if it has none."""
+        """Drop about `wanted_bytes` of the newest casts; return the bytes freed, 0 if there are no casts."""
 
 
 class Budget:
-    """What waits at all ports of a relay, in bytes."""
+    """The bytes queued at all ports of a relay, and their limit."""
 
     __slots__ = (
         "_barren",
@@ -71,16 +71,16 @@ class Budget:
         self.full = 0
         """Frames that found no room."""
         self.shed = 0
-        """Messages that were queued, and made room."""
+        """Queued messages that were dropped to make room."""
         self.waiting: dict[Queue, None] = {}
         """Queues that are not empty."""
         self._longest = sys.maxsize
-        """Length of the longest queue, when it was looked for last."""
+        """Length of the longest queue at the last search."""
         self._barren: dict[Queue, int] = {}
-        """Queues without publications, and how long they were when that was found."""
+        """Queues without casts -> their length when that was found."""
 
     def released(self, size: int) -> None:
-        """So much waits no more."""
+        """Subtract bytes that were written or dropped."""
         self.bytes -= size
         if self.bytes < self.limit_bytes - self.near_bytes:
             self._longest = sys.maxsize
@@ -88,14 +88,14 @@ class Budget:
                 self._barren.clear()
 
     def ended(self, queue: Queue) -> None:
-        """A queue is empty."""
+        """Forget a queue that is empty."""
         self.waiting.pop(queue, None)
         self._barren.pop(queue, None)
 
     def make_room(self, queue: Queue, size: int, *, own: bool = False) -> bool:
         """Make room for `size` bytes by shortening the longest queue, unless it is this one; return whether there is room.
 
-        `own`: what is added may take the place of this queue's own publications.
+        `own`: what is added may replace this queue's own casts.
         """
         length = 0 if own else queue.waiting_bytes + size + self.near_bytes
         while length < self._longest or own:
@@ -118,7 +118,7 @@ class Budget:
         return False
 
     def report(self) -> dict[str, int]:
-        """Return it ready for JSON."""
+        """Return the figures, ready for JSON."""
         return {
             "bytes": self.bytes,
             "limit_bytes": self.limit_bytes,
@@ -130,18 +130,18 @@ class Budget:
 def cut(
     newest: Iterable[Entry], wanted_bytes: int, key_of: Callable[[int], Delivery | None]
 ) -> tuple[list[Entry], list[tuple[Delivery, int]], int, int]:
-    """Drop publications and broadcasts from the end of a queue until `wanted_bytes` are free; what they were is said in their place.
+    """Drop casts from the end of a queue until `wanted_bytes` are free, and put GAPs in their place.
 
-    `newest` are the entries of the queue, the last one first, which the caller removes as it reads; `key_of` tells what an alias
-    stands for at the end of the queue. Returns what takes their place, in order, who lost how many messages, how many entries were
-    read, and the bytes freed: not above 0 if nothing is to be changed.
+    `newest` yields the entries of the queue, the last one first; the caller removes them as it reads. `key_of` returns what an
+    alias stands for at the end of the queue. Returns the entries to put back in order, the lost messages per delivery, the
+    number of entries read, and the bytes freed (0 or less if nothing must change).
     """
     kept: list[Entry] = []  # newest first
     lost: dict[Delivery, int] = {}
     later: set[int] = (
         set()
-    )  # aliases that were declared further on: what they stood for before is not known
-    gaps: list[tuple[Delivery, list[int]]] = []  # first, count, and how much is kept behind it
+    )  # aliases declared further on: what they stood for before is not known
+    gaps: list[tuple[Delivery, list[int]]] = []  # first, count, and number of kept entries behind it
     latest: dict[Delivery, list[int]] = {}
     read = freed = seen = 0
     for entry in newest:
@@ -179,7 +179,7 @@ def cut(
         seen += len(data)
         if freed >= wanted_bytes or seen >= LOOK * wanted_bytes:
             break
-    gaps.reverse()  # at one place the one said last goes before those said earlier
+    gaps.reverse()  # at the same position, the gap found last goes first
     gaps.sort(key=lambda one: -one[1][2])
     for delivery, (first, number, index) in gaps:
         frame = encode_control(gap_of(delivery, first, number, "slow receiver"))
@@ -190,7 +190,7 @@ def cut(
 
 
 def _frames(data: bytes) -> list[tuple[int, int]]:
-    """Return where the frames of an entry begin and end."""
+    """Return the (start, end) of each frame in an entry."""
     spans = []
     start = 0
     while start < len(data):

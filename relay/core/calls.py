@@ -1,7 +1,7 @@
-"""Requests, pushes, surveys, tunnel openings and calls of stores: handed to members or other relays, refused, lost.
+"""Requests, pushes, surveys, tunnel openings and calls of stores: dispatched to members or other relays, refused, or lost.
 
-A call that a neighbor was handed is in that neighbor's `handed` table, under a hop id that this relay chose. So only that
-neighbor can answer it (answers.py). A refusal returns the frame itself, over links too, to the relay of the caller: no relay
+A dispatched call is in the `in_flight` table of the neighbor that has it, under a hop id that this relay chose. So only that
+neighbor can answer it (answers.py). A refusal returns the frame itself, over links too, to the caller's relay, so no relay
 keeps bodies. The exception is a call that waits because a relay that served it a moment ago may come back (parking.py).
 """
 
@@ -53,14 +53,14 @@ from relay.core.surveys import Surveys
 from relay.core.tunnels import Tunnels
 
 MAX_ATTEMPTS: Final = 4
-"""The first member, and up to three others after refusals; then as many in other sites."""
+"""Attempts per call: the first member and up to three others after refusals. Remote sites then get as many again."""
 MAX_IN_FLIGHT: Final = 262_144
-"""Unfinished calls that a session of this relay may have been handed. The member itself chooses its limit in bytes."""
+"""Limit of calls in flight at one session of this relay. The member itself chooses its limit in bytes."""
 _NUMBERS: Final = (1 << 62) - 1
 
 
 class Calls:
-    """The router's half that expects answers."""
+    """The part of the router for calls, which expect answers."""
 
     def __init__(
         self, relay_id: bytes, accounts: Accounts, interest: Interest, sites: Sites, mesh: Mesh, limits: Limits, quotas: Quotas,
@@ -70,7 +70,7 @@ class Calls:
         self._interest = interest
         self._limits = limits
         self.limit = limits.pending
-        """Calls that a session or link may wait for."""
+        """Limit of unanswered calls of one session or link."""
         self._neighbors = neighbors
         self._mesh = mesh
         self._loads = mesh.loads
@@ -103,7 +103,9 @@ class Calls:
     def called(
         self, neighbor: Neighbor, buf: memoryview, start: int, end: int, now_us: int
     ) -> None:
-        """A request, push, survey, tunnel opening or a store's call came; or one that was refused where it was handed to."""
+        """Route a request, push, survey, tunnel opening or store call, or one that its receiver refused and
+        returned.
+        """
         if end - start < BODY_AT:
             raise PeerProtocolError(
                 f"data frame of {end - start} bytes is shorter than its {BODY_AT}-byte header"
@@ -154,7 +156,7 @@ class Calls:
         self._start(neighbor, route, hop, deadline_us, buf, start, end)
 
     def count_demand(self, link: Link, route: Route) -> None:
-        """Count a call for its link: the other relay is to hear how busy our members are."""
+        """Count a call that came over a link, so that the other relay gets load reports for this address."""
         demand = route.demand = link.demand(route.kind, route.name, route.key_id)
         demand.used_us = self._now_us
         self._loads.called(self._now_us)
@@ -178,20 +180,20 @@ class Calls:
             self._return_unserved(dispatched, buf, start, end)
 
     def dispatch_one(self, dispatched: Dispatched, buf: memoryview, start: int, end: int) -> None:
-        """Hand a call to whoever is left, or end it."""
+        """Dispatch a call to the best remaining member, or end it."""
         if self._dispatch_to_best(dispatched, buf, start, end):
             dispatched.origin.pending += 1
         else:
             self._return_unserved(dispatched, buf, start, end)
 
     def is_served(self, route: Route, now_us: int) -> bool:
-        """Whether anybody serves a route's address, here or in another site."""
+        """Whether this relay, another one or a remote site serves a route's address."""
         self._now_us = now_us
         self._resolve(route)
         return bool(route.loads or route.peers or route.sites)
 
     def _resolve(self, route: Route) -> None:
-        """Find who serves this route's address while the interest stays as it is."""
+        """Find the loads that serve this route's address; cached until the interest changes."""
         if route.version != self._interest.version:
             route.targets.clear()
             address = (route.name, route.key_id, route.kind)
@@ -210,9 +212,9 @@ class Calls:
     def _dispatch_to_best(
         self, dispatched: Dispatched, buf: memoryview, start: int, end: int
     ) -> bool:
-        """Hand it to the best member left, or to a relay that has one, or else to another site; False when there is none.
+        """Dispatch a call to the best member, else to a relay that has one, else to a remote site; False when there is none.
 
-        Work stays at home while anybody there takes it, even into a queue: another site is a way of tens of milliseconds off.
+        While anybody in this site has room, even in a queue, calls stay here: a remote site is tens of milliseconds away.
         """
         route = dispatched.route
         self._resolve(route)
@@ -274,14 +276,14 @@ class Calls:
         return True
 
     def _may_hold_more(self, target: Target, dispatched: Dispatched) -> bool:
-        """Whether a link or WAN connection may be handed one more call of that sender. If so, count it in the sender's share.
+        """Whether a link or WAN connection may hold one more call of that sender. If so, count it in the sender's share.
 
-        A side that finishes nothing must not fill our tables, and one session must not take all places at the other side.
+        A peer that finishes nothing must not fill our tables, and one session must not take all slots at the peer.
         """
         neighbor, limit, share = target.neighbor, self._limits.pending, target.share
         count = dispatched.count
         if len(neighbor.in_flight) + count <= limit:
-            # Does what `hold` does while there is room for everybody, without its calls.
+            # This does what `hold` does while there is room for everybody, without its function calls.
             if share is not None and share.held + count <= limit >> 1:
                 whole = share.whole
                 if whole.held + count <= limit - (limit >> 2):
@@ -300,7 +302,7 @@ class Calls:
     def _nobody(
         self, origin: Neighbor, route: Route, hop: int, deadline_us: int, buf: memoryview, start: int, end: int
     ) -> None:  # fmt: skip
-        """Nobody serves it: final, unless a relay may come back that does, or none was found yet."""
+        """Park a call that nobody serves if somebody may come back who does; else end it."""
         if not isinstance(origin, Session) or not self.absence.may_end(route, self._now_us):
             self._return_unserved(Dispatched(origin, hop, route, end - start), buf, start, end)
             return
@@ -316,7 +318,7 @@ class Calls:
         return Prospect.HOPED if self.absence.may_end(route, self._now_us) else Prospect.NONE
 
     def _unparked(self, entry: Parked, *, served: bool) -> None:
-        """Hand a call that waited to a member that serves it now, or end it."""
+        """Dispatch a call that waited to a member that serves it now, or end it."""
         origin, route, hop = entry.origin, entry.route, entry.hop
         frame = memoryview(bytearray(entry.frame))
         self._resolve(route)
@@ -332,7 +334,7 @@ class Calls:
         return min(self.parking.deadline_us, due_us) if self.parking.waiting else due_us
 
     def expire(self, now_us: int) -> None:
-        """End calls whose time is over, and hand over those that are served again."""
+        """End calls whose time is over, and dispatch parked calls that are served again."""
         self._now_us = now_us
         if now_us >= self._overdue.due_us:
             self._overdue.expire(now_us)
@@ -346,7 +348,7 @@ class Calls:
     def _refused(
         self, neighbor: Neighbor, buf: memoryview, start: int, end: int, reason: int, hop: int
     ) -> None:
-        """A message came back unopened: another may take it, within the deadline."""
+        """Offer a call that its receiver refused to another member, within the deadline."""
         dispatched = neighbor.in_flight.get(hop)
         if dispatched is None:
             if not neighbor.greeted:
@@ -372,7 +374,7 @@ class Calls:
         dispatched = dispatched.single(hop)
         dispatched.tried.append(dispatched.load)
         buf[start + FLAGS_AT] = 0
-        # Over a link it came back with the deadline by the other clock.
+        # It came back over a link with the deadline by the other relay's clock.
         DEADLINE.pack_into(buf, start + DEADLINE_AT, dispatched.deadline_us)
         if reason in (Refusal.FULL, Refusal.LEAVING):
             deadline_us, route = dispatched.deadline_us, dispatched.route
@@ -404,7 +406,7 @@ class Calls:
         end: int,
         reason: int = Refusal.FULL,
     ) -> None:
-        """Nobody here takes it: the caller hears so, or the relay it came from gets it back."""
+        """End a call that nobody here can take: report it to the caller, or return it to the relay that sent it."""
         route = dispatched.route
         servers = (("member on this relay", route.loads), ("other relay", route.peers), ("remote site", route.sites))  # fmt: skip
         served = [_counted(len(loads), what) for what, loads in servers if loads]
@@ -424,7 +426,7 @@ class Calls:
     def _bounce(
         self, dispatched: Dispatched, buf: memoryview, start: int, end: int, reason: int
     ) -> None:
-        """Send it back over the link that it came by: the caller's relay may know somebody else."""
+        """Return a call over the link that it came by, because the caller's relay may know another member."""
         port = dispatched.origin.port
         if dispatched.route.barred:
             self.accounts.refused += 1
@@ -447,12 +449,14 @@ class Calls:
             )
 
     def release(self, dispatched: Dispatched, hop: int) -> None:
-        """A member, or the relay behind a link, has this no more."""
+        """Remove one call from its load, because its member or link no longer has it."""
         dispatched.load.pushes.pop(hop, None)
         self.ended(dispatched)
 
     def ended(self, dispatched: Dispatched, count: int = 1) -> None:
-        """A member, or the relay behind a link, is done with so many calls of `handed`."""
+        """Subtract `count` calls of `dispatched` from its load, demand and share, and from the origin's
+        unanswered calls.
+        """
         load = dispatched.load
         load.ended(dispatched.size, self._now_us, count)
         demand = dispatched.route.demand
@@ -476,7 +480,9 @@ class Calls:
     # -- losses ----------------------------------------------------------------------------------------------
 
     def neighbor_down(self, neighbor: Neighbor, now_us: int) -> None:
-        """Whoever waits for what this session or link was handed, or shares a tunnel with it, hears now; so does who has its calls."""
+        """Report the calls in flight at a lost connection as lost, end its tunnels, and notify receivers of
+        its own calls.
+        """
         self.tunnels.neighbor_down(neighbor)
         for far in (*self._mesh.links.values(), *self._sites.wans.values()):
             share = far.shares.pop(neighbor.number, None)
@@ -502,7 +508,7 @@ def _counted(count: int, what: str) -> str:
 
 
 COUNTED: Final = (HopClass.MESH, HopClass.FROM_WAN)
-"""Calls over links to members of this relay: the other side hears how busy these are."""
+"""Hop classes of calls over links to members of this relay. The sending relay gets load reports for these."""
 _LOST: Final[dict[int, str]] = {
     HopClass.LOCAL: "the member's session",
     HopClass.MESH: "the link to the member's relay",

@@ -1,7 +1,7 @@
-"""Publish and broadcast: one copy to every session, link and site that wants it, each frame as it came but for its alias.
+"""Publications and broadcasts: one copy for every session, link and site that wants it; only the alias is rewritten.
 
-What comes over a link goes to sessions alone, as the delivery set of its alias says: the publisher's relay has chosen for
-every queue group which session, which relay or which site gets it. In the site a gateway chooses again, among its relays.
+What comes over a link goes to sessions only, as the delivery set of its alias says: the publisher's relay has chosen a
+session, relay or site for every queue group. A gateway chooses again among the relays of its own site.
 """
 
 from __future__ import annotations
@@ -31,31 +31,34 @@ from relay.core.slow import SlowReceivers
 REPORT_EVERY_US: Final = 1_000_000
 MAX_GAPS_REPORTED: Final = 4096
 PARTS_EACH: Final = 2
-"""Bundles of a turn for each member of a queue group: one that is passed over because it is slow still gets a part."""
+"""Bundles per turn for each member of a queue group. Two, so that a member skipped as slow still gets a part."""
 SENT_WHILE_DOWN: Final = "sent while a link on the way was down"
 
 
 class Casts:
-    """The router's half that expects no answers."""
+    """The part of the router for casts, which expect no answers."""
 
     def __init__(
         self, accounts: Accounts, interest: Interest, sites: Sites, slow: SlowReceivers, clock: Callable[[], int],
         has_acknowledged: Callable[[Neighbor], bool], last_received_us: Callable[[], int],
     ) -> None:  # fmt: skip
-        """`has_heard`: whether this relay stops, and that neighbor has heard of it; `heard_us` as in `Away`."""
+        """`has_acknowledged`: whether this relay stops and that neighbor knows.
+
+        `last_received_us`: see `MissedCasts`.
+        """
         self._accounts = accounts
         self._interest = interest
         self._sites = sites
         self._slow = slow
         self.begun = False
-        """Something was published or broadcast."""
+        """Whether anything was published or broadcast."""
         self.missed = MissedCasts(clock, last_received_us)
         self.credits = Credits(interest, self._resolve, clock)
-        """Publishers that wait."""
+        """Publishers that wait for subscribers."""
         self._has_acknowledged = has_acknowledged
 
     def cast(self, neighbor: Neighbor, buf: memoryview, start: int, end: int) -> None:
-        """Publish or broadcast: to every target."""
+        """Send a publication or broadcast to every target."""
         if end - start < BODY_AT:
             raise PeerProtocolError(
                 f"data frame of {end - start} bytes is shorter than its {BODY_AT}-byte header"
@@ -102,7 +105,7 @@ class Casts:
     def _fan_out(
         self, route: Route, buf: memoryview, start: int, end: int, count: int, tick: int
     ) -> None:
-        """Send a frame to several targets, or to the members of groups whose turn it is."""
+        """Send a frame to several targets, one per queue group, or drop it if there are none."""
         accounts, flow = self._accounts, route.flow
         targets = self._choose(route) if route.groups else route.many
         if not targets:
@@ -131,7 +134,7 @@ class Casts:
         if target.neighbor.hop_class:
             self.missed.record(
                 target.route
-            )  # if the connection is lost now, the other side does not know of it
+            )  # if the connection is lost now, the other side does not know this alias
         return target.declare(tick)
 
     def _too_slow(self, target: Target, buf: memoryview, start: int, count: int) -> None:
@@ -141,13 +144,13 @@ class Casts:
         self._slow.dropped(target.neighbor, target.delivery, count)
 
     def shed(self, neighbor: Neighbor, delivery: Delivery, count: int) -> None:
-        """Messages that a port had taken made room for others; it has said so in their place."""
+        """Count queued messages that a port dropped to make room; the port has put GAPs in their place."""
         self._accounts.out -= count
         self._accounts.drop("slow receiver", count)
         self._slow.dropped(neighbor, delivery, count)
 
     def _resolve(self, route: Route) -> None:
-        """Find who gets this route's casts while the interest stays as it is."""
+        """Find the targets of this route's casts; cached until the interest changes."""
         self.begun = True
         if route.version == UNUSED or self.missed:
             self.missed.record(route)
@@ -169,7 +172,9 @@ class Casts:
         self._send_parts(route)
 
     def _send_parts(self, route: Route) -> None:
-        """A publisher hears into how many bundles it is to cut a turn's messages, so that the groups that want them share a burst."""
+        """Notify a publisher into how many bundles it should cut a turn's messages, so that members of queue
+        groups share a burst.
+        """
         publisher = route.neighbor
         most = max((len(candidates) for name, candidates in route.groups if name), default=0)
         parts = min(MAX_PARTS, PARTS_EACH * most) if most > 1 else 1
@@ -192,15 +197,15 @@ class Casts:
         ]
 
     def _subscribers(self, route: Route) -> tuple[list[Subscriber], dict[str, list[Subscriber]]]:
-        """Return who wants it without a group, and the candidates of every group: a link once for each of its sessions.
+        """Return the subscribers without a group, and the candidates of every group: a link once for each of its sessions.
 
-        Of a group that has somebody in this site, no other site is a candidate; of another, the nearest alone is.
+        A group with a member in this site has no candidate in remote sites. Of another group only the nearest site is a candidate.
         """
         plain, groups = self._interest.subscribers(route.name, route.key_id)
         here, far = self._apart(route, plain if route.plain else ())
         named = groups if route.hop_class == HopClass.LOCAL else route.only
         apart = {group: self._apart(route, groups.get(group, ())) for group in named}
-        # One way for each site, whoever wants it there: a bundle crosses once.
+        # One route for each site, whoever wants it there: a bundle crosses the WAN once.
         every = [*far, *(site_route for _, remote in apart.values() for site_route in remote)]
         vias = {
             site_route.site: site_route
@@ -226,7 +231,7 @@ class Casts:
     def _apart(
         self, route: Route, subscribers: Iterable[Subscriber]
     ) -> tuple[list[Subscriber], list[SiteRoute]]:
-        """Return those of this site that a route's messages may go to, and the ways to others."""
+        """Return the subscribers in this site that a route may send to, and the routes to remote sites."""
         home, spreads = self._sites.is_for_this_site(route), self._spreads(route)
         here: list[Subscriber] = []
         far: list[SiteRoute] = []
@@ -242,11 +247,14 @@ class Casts:
         return subscriber.weight(route.key_id, group) if isinstance(subscriber, Link) else 1
 
     def _spreads(self, route: Route) -> bool:
-        """Whether a route's messages go over links to the other relays of this site: from a session, or fresh from the WAN."""
+        """Whether a route's messages may go over links to other relays of this site:
+
+        they come from a session or a WAN connection.
+        """
         return route.neighbor.hop_class != HopClass.MESH
 
     def _choose(self, route: Route) -> Sequence[Target]:
-        """Choose one session or link per queue group for a bundle; one that is slow is passed over."""
+        """Choose one session or link per queue group for a bundle; slow ones are skipped."""
         route.turn += 1
         (_, plain), *groups = route.groups
         chosen: dict[int, list[str]] = {subscriber.number: [] for subscriber in plain}
@@ -269,7 +277,9 @@ class Casts:
     # -- losses ----------------------------------------------------------------------------------------------
 
     def gap_from_link(self, link: Link, gap: Gap) -> None:
-        """The relay behind a link dropped messages on their way here, or to another site: whoever would have got them hears of it."""
+        """Report messages that the relay behind a link dropped to their receivers here, or to the site they
+        were for.
+        """
         if not gap.site:
             self._report_here(gap)
             return
@@ -282,31 +292,33 @@ class Casts:
                 return
 
     def _gap_to_site(self, route: Route, gap: Gap) -> None:
-        """The word of a loss takes the way of what was lost, so that it overtakes nothing."""
-        if route.version == UNUSED:  # nothing was lost of it here: it began where its site was away
+        """Send a gap to a remote site by the route of the lost messages, so that it does not overtake what was
+        sent before.
+        """
+        if route.version == UNUSED:  # nothing of it was lost here: it began while its site was disconnected
             self._resolve(route)
         wan = self._sites.wan_of(route)
         if wan is not None:
             wan.control(gap)
 
     def gap_from_wan(self, wan: Wan, gap: Gap, now_us: int) -> None:
-        """A gateway of another site dropped messages on their way to this one: our relays hear of it, too.
+        """Report messages that a remote site's gateway dropped to this relay's sessions and to the other relays of this site.
 
-        How many is not taken from another site: it could name a sender of ours, and receivers would wait for sequences that never come.
-        What the sender's next message shows is exact. And it is told once a second for each sender and address.
+        The count from another site is ignored: it could name a sender of ours, and receivers would wait for sequences that never
+        come. The sender's next message shows the exact loss. One gap per second is reported for each sender and address.
         """
         gap = msgspec.structs.replace(gap, first=0, count=UNKNOWN_COUNT, site="", member=0)
         key = (gap.kind, gap.name, gap.key_id, gap.sender_id, gap.plain, tuple(gap.groups))
         if now_us < wan.reported_us.get(key, 0):
             return
-        wan.reported_us.pop(key, None)  # it becomes the youngest
+        wan.reported_us.pop(key, None)  # reinsert it as the youngest
         if len(wan.reported_us) >= MAX_GAPS_REPORTED:
             wan.reported_us.clear()
         wan.reported_us[key] = now_us + REPORT_EVERY_US
         self._spread_gap(gap)
 
     def _spread_gap(self, gap: Gap) -> None:
-        """Sessions of this relay, and other relays of this site, hear of a loss."""
+        """Report a loss to sessions of this relay and to other relays of this site."""
         self._report_here(gap)
         if gap.kind == Kind.BROADCAST:
             for load in self._interest.peer_loads(gap.name, gap.key_id, Kind.BROADCAST):
@@ -314,7 +326,7 @@ class Casts:
             return
         plain, groups = self._interest.subscribers(gap.name, gap.key_id)
         links = [t.neighbor for t in plain if gap.plain and t.hop_class == HopClass.MESH]
-        # Each link is told only of its own groups. Those always fit a frame; the groups that arrived may not.
+        # Each link is sent only its own groups. Those always fit in a frame; the groups that arrived may not.
         theirs: dict[Neighbor, list[str]] = {link: [] for link in links}
         for group in dict.fromkeys(gap.groups):
             for subscriber in dict.fromkeys(groups.get(group, ())):
@@ -325,7 +337,7 @@ class Casts:
             link.control(msgspec.structs.replace(gap, plain=wanted, groups=named))
 
     def _report_here(self, gap: Gap) -> None:
-        """Sessions of this relay hear of a loss."""
+        """Report a loss to sessions of this relay."""
         if gap.kind == Kind.BROADCAST:
             for load in self._interest.loads(gap.name, gap.key_id, Kind.BROADCAST):
                 self._send_gap(load.neighbor, gap, load.serial, ())
@@ -336,13 +348,13 @@ class Casts:
                 if not subscriber.hop_class:
                     self._send_gap(subscriber.neighbor, gap, 0, ())
         for group in gap.groups:
-            # Whose turn it would have been, nobody knows: the oldest member of the group hears it.
+            # Nobody knows whose turn it would have been: report to the oldest member of the group.
             here = next((t for t in groups.get(group, ()) if not t.hop_class), None)
             if here is not None:
                 self._send_gap(here.neighbor, gap, 0, (group,))
 
     def link_lost(self, link: Link) -> None:
-        """What was on its way over a lost link is lost, and nobody knows how much."""
+        """Report messages in transit over a lost link as a gap of unknown length."""
         for route, gap in self._gaps(link):
             if route.hop_class != HopClass.TO_WAN:
                 self._report_here(gap)
@@ -350,16 +362,21 @@ class Casts:
                 self._gap_to_site(route, msgspec.structs.replace(gap, site=route.site))
 
     def unread(self, session: Session) -> None:
-        """What a session has sent is not read to the end: other relays and sites that get its casts hear that nobody knows how much that is."""
+        """Report to other relays and sites that an unknown number of a session's casts was not read, because
+        this relay stops.
+        """
         for route in session.routes:
             if route is None or route.barred or route.kind not in (Kind.PUBLISH, Kind.BROADCAST):
                 continue
             for target in self._all_targets(route):
-                if target.neighbor.hop_class:  # a session's connection ends, which says the same
+                if target.neighbor.hop_class:  # a local session's connection ends, which says the same
                     target.neighbor.send_gap(target.delivery, 0, UNKNOWN_COUNT, "a relay on the way was stopped")  # fmt: skip
 
     def _all_targets(self, route: Route, alone: Neighbor | None = None) -> list[Target]:
-        """Return every target that a route's messages may go to. `alone`: of a queue group only if all of it is behind that neighbor."""
+        """Return every target of a route.
+
+        With `alone`, a queue group counts only if all its members are behind that neighbor.
+        """
         if route.version != self._interest.version:
             self._resolve(route)
         targets = [*route.many]
@@ -376,19 +393,19 @@ class Casts:
         return targets
 
     def link_restored(self, link: Link) -> None:
-        """The relay behind a link has said what it wants: it hears of what was sent while it was away."""
+        """Report casts that were sent while a link was down to its relay, once that has advertised its interest."""
         for route in self.missed.reconnected(link.relay_id):
             targets = self._all_targets(route, link)
             self._report_late(route, [target for target in targets if target.neighbor is link])
 
     def site_restored(self, site: str, *, connected: bool) -> None:
-        """As `link_back`, for another site; `connected`: this relay is its gateway."""
+        """Same as `link_restored`, for a remote site. `connected`: this relay is a gateway to it."""
         for route in self.missed.reconnected(site, connected=connected):
             targets = self._all_targets(route)
             self._report_late(route, [target for target in targets if target.delivery[-1] == site])
 
     def site_route_lost(self, site_route: SiteRoute, unconfirmed: Iterable[Route]) -> None:
-        """One of several ways to a site is lost: what went that way and is not known there is told another way."""
+        """Report casts that may be lost with one of several routes to a site over another route."""
         for route in unconfirmed:
             targets = self._all_targets(route)
             self._report_late(
@@ -397,14 +414,14 @@ class Casts:
 
     def _report_late(self, route: Route, targets: Iterable[Target]) -> None:
         for target in targets:
-            if target.delivery[-1]:  # a gateway on the way passes on what was declared to it
+            if target.delivery[-1]:  # a gateway on the way forwards only for aliases that were declared to it
                 target.number(self._interest.tick)
             target.neighbor.send_gap(target.delivery, 0, UNKNOWN_COUNT, SENT_WHILE_DOWN)
         if route.neighbor.closed:
             route.release()
 
     def wan_lost(self, wan: Wan) -> None:
-        """As `link_lost`, for a WAN connection: the relays of this site hear of it, too."""
+        """Same as `link_lost`, for a WAN connection: the relays of this site are notified too."""
         for _, gap in self._gaps(wan):
             self._spread_gap(gap)
 

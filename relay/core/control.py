@@ -1,4 +1,4 @@
-"""What sessions ask for by control frames: keys, aliases, members, subscriptions, watches and reports."""
+"""Control frames of sessions: keys, aliases, members, subscriptions, watches and status reports."""
 
 from __future__ import annotations
 
@@ -38,26 +38,26 @@ from relay.core.session import Member, Session, Watch
 
 MAX_WATCHES: Final = 1024
 MAX_INFOS: Final = 4096
-"""Members named in one frame."""
+"""Members in one frame."""
 MAX_STARTING: Final = 8
-"""Relays with a store on its way that are named."""
+"""Limit of relays named as having a store that is starting."""
 NOT_OURS: Final = (
     "names are shown only to the relay's own user and to root on its host; run the command there"
 )
 TOO_LONG: Final = "the full report does not fit in one frame"
 MAX_GROUPS: Final = 128
-"""Queue groups of one session: all of them may have to be named in one DECLARE."""
+"""Limit of queue groups of one session: one DECLARE may have to name them all."""
 
 
 class SessionControl:
-    """The control frames of all sessions of one router."""
+    """Handles the control frames of all sessions of one router."""
 
     def __init__(self, router: Parts, calls: Calls) -> None:
         self._router = router
         self._answers = calls.answers
         self._next_serial = 1
         self._documents: dict[bool, str] = {}
-        """The reports to sessions of our own user, and to others, as of `_documents_us`."""
+        """Status documents as of `_documents_us`: for the relay's own user (True) and for others (False)."""
         self._documents_us = -1
         self._handlers: dict[type, Callable[[Session, Any], None]] = {
             frames.Prove: self._on_prove,
@@ -84,7 +84,7 @@ class SessionControl:
         }
 
     def frame(self, session: Session, buf: memoryview, start: int, end: int) -> None:
-        """Take one; raises PeerProtocolError."""
+        """Handle one control frame; raises PeerProtocolError."""
         body = decode_control(buf, start, end)
         if not session.greeted:
             if not isinstance(body, frames.Hello):
@@ -112,7 +112,7 @@ class SessionControl:
             self._router.watch_pulse(session)
         session.greeted = True
         session.minor = hello.minor
-        # Shown in terminals: no session may move somebody's cursor.
+        # The label is shown in terminals, so it must not contain control characters.
         session.label = printable(hello.label)
         session.pid = hello.pid
         session.control(
@@ -156,7 +156,7 @@ class SessionControl:
         session.control(frames.Ack(grant.id, take_grant(session, grant, self._router.relay_id)))
 
     def _on_declare(self, session: Session, declared: frames.Declare) -> None:
-        # An answer goes to whom its hop id says; calls under no key are to the stores themselves.
+        # An answer goes by its hop id; calls without a key are to the stores themselves.
         open_to_all = declared.kind == Kind.STREAM_REPLY or (
             declared.kind == Kind.STREAM and declared.key_id == NO_KEY
         )
@@ -272,7 +272,7 @@ class SessionControl:
         session.control(frames.Ack(unsubscribe.id))
 
     def _on_credit(self, session: Session, credit: frames.Credit) -> None:
-        # After LEAVE the member is gone, and what it finishes then needs no credit.
+        # After LEAVE the member may be forgotten, and what it finishes then needs no credit.
         member = session.members.get(credit.member)
         load = member.loads.get(credit.kind) if member is not None else None
         if load is not None:
@@ -332,15 +332,15 @@ class SessionControl:
             self._documents.clear()
             self._documents_us = self._router.now_us
         document = self._documents.get(ours)
-        if document is None:  # many may ask at once
+        if document is None:  # many sessions may ask at once
             document = json.dumps(self._router.status() if ours else self._router.numbers(NOT_OURS))
-            if len(document) > MAX_REPORT_BYTES - FRAME_OVERHEAD:  # ASCII: as many bytes
+            if len(document) > MAX_REPORT_BYTES - FRAME_OVERHEAD:  # it is ASCII, so its length is its size in bytes
                 document = json.dumps(self._router.numbers(TOO_LONG))
             self._documents[ours] = document
         session.control(frames.Report(status.id, document))
 
     def _on_bye(self, session: Session, bye: frames.Bye) -> None:
-        # Everything before it is routed: the frames of one session are taken in order.
+        # Frames of one session are handled in order, so everything before BYE is routed.
         if not self._router.drains.keep_bye(session):
             self._router.goodbye(session)
 
@@ -358,7 +358,7 @@ class SessionControl:
 
 
 def _node_count(pattern: str, key_ids: Sequence[bytes]) -> int:
-    """Return how many nodes of the topic tree a subscription takes at most."""
+    """Return the largest number of topic tree nodes that a subscription may need."""
     return len(set(key_ids)) * (pattern.count(".") + 1)
 
 

@@ -1,10 +1,11 @@
-"""Publishers that wait, at a relay: what each may send is the least of what the subscribers of its topic let through.
+"""Credit for publishers that wait: each may send as much as the slowest of its topic's subscribers allows.
 
     publisher ── WAIT ──► Flow ── WAIT ──► Credit: one connection that leads to subscribers
               ◄── WINDOW ──     ◄── WINDOW ──
 
-A connection has a credit for each delivery set. Of a queue group one member with credit is enough. A connection that has had none for
-as long as a publisher waits is left out: a session is dropped for until it gives credit, and a relay does the same for its own.
+A connection has a credit for each delivery set. For a queue group, one member with credit is enough. A connection that has
+had no credit for as long as its publisher waits is left out: messages for a session are dropped until it gives credit, and
+a relay does the same for its own sessions.
 """
 
 from __future__ import annotations
@@ -21,17 +22,20 @@ from relay.core.interest import Interest
 from relay.core.neighbor import RELEASED, Counted, Delivery, Neighbor, Route, Target
 
 STEP_BYTES: Final = 32 << 10
-"""A publisher is told of so much more credit, or of any once it has none."""
+"""A publisher is sent a WINDOW when its credit grows by this much, or at all after it had none."""
 LOOK_US: Final = 50_000
-"""While a publisher has no credit, the queues here are looked at so often."""
+"""Interval at which queues are checked while a publisher has no credit."""
 RENEW_US: Final = 250_000
-"""A connection that has given no credit for so long is asked again: what was sent may have been dropped on the way to it."""
+"""A connection without credit for this long is asked again: the WAIT or WINDOW may have been dropped."""
 MAX_CREDITS: Final = 2048
-"""Credits of one publisher's topic; when there are more, all of them begin anew."""
+"""Limit of credits of one publisher's topic; over it, all of them are started again."""
 
 
 class Credit:
-    """What may be sent of one publisher's topic over one connection, to one delivery set there. Several aliases of a publisher may lead there."""
+    """Credit of one connection for one delivery set of a publisher's topic.
+
+    Several aliases of a publisher may share it.
+    """
 
     __slots__ = (
         "alias", "asked_us", "delivery", "flows", "left_out", "limit", "neighbor", "sent", "serial",
@@ -39,34 +43,36 @@ class Credit:
 
     def __init__(self, neighbor: Neighbor, delivery: Delivery) -> None:
         self.flows: dict[Flow, None] = {}
-        """Those that send it."""
+        """The flows that send by this credit."""
         self.neighbor = neighbor
         self.delivery = delivery
         self.alias: Alias | None = None
-        """For which it was asked."""
+        """The alias that the last WAIT named."""
         self.serial = 0
         self.asked_us = 0
         self.limit = UNLIMITED
         self.sent = 0
-        """Bytes since it was asked, as `limit` is counted."""
+        """Bytes sent since the last WAIT, to compare with `limit`."""
         self.left_out = False
-        """It had no credit for as long as a publisher waits. A session is dropped for; a relay gets everything, and drops itself."""
+        """The connection had no credit for as long as the publisher waits. Messages for a session are dropped; a relay still gets
+        all of them and drops itself.
+        """
 
     @property
     def key(self) -> tuple[int, bool, tuple[str, ...]]:
-        """Number of the neighbor, whether subscriptions without a group are meant, and groups: what tells those of one flow apart."""
+        """(neighbor number, includes subscriptions without a group, groups): distinguishes the credits of one flow."""
         return (self.neighbor.number, self.delivery[4], self.delivery[5])
 
     @property
     def room(self) -> int:
-        """Bytes that may be sent; the queue of the connection counts, too."""
+        """Bytes that may be sent now; 0 while the queue of the connection is crowded."""
         if self.limit == UNLIMITED:
             return UNLIMITED
         return 0 if self.neighbor.port.crowded else self.limit - self.sent
 
 
 class Flow:
-    """A topic of a publisher that waits. It is the publisher's alias that has it."""
+    """One topic of a publisher that waits, attached to the publisher's alias."""
 
     __slots__ = (
         "_end",
@@ -81,34 +87,34 @@ class Flow:
     )
 
     def __init__(self, route: Route, alias: int, end: Callable[[Flow], None]) -> None:
-        """`end` is called when the publisher is gone."""
+        """`end` is called when the publisher has left."""
         self._end = end
         self.route = route
         self.alias = alias
         self.serial = 0
         self.received = 0
-        """Bytes since its latest WAIT, ..."""
+        """Bytes received since the publisher's latest WAIT."""
         self.limit = 0
-        """... and up to which it was told that it may send."""
+        """Bytes since that WAIT that the publisher was allowed to send."""
         self.review_at = 0
-        """With so many bytes received it is looked at what more there is."""
+        """`received` at which the credit is reviewed."""
         self.credits: dict[tuple[int, bool, tuple[str, ...]], Credit] = {}
-        """By `Credit.place`."""
+        """`Credit.key` -> credit."""
         self.by_group: dict[tuple[int, str], list[Credit]] = {}
-        """Number of the neighbor, group or an empty text -> the same credits."""
+        """(neighbor number, group or an empty text) -> the same credits."""
 
     def ended(self) -> None:
         self._end(self)
 
     def hold(self, credit: Credit) -> None:
-        """Send to where a credit is for."""
+        """Add a credit to this flow."""
         self.credits[credit.key] = credit
         number, plain, groups = credit.key
         for group in ("", *groups) if plain else groups:
             self.by_group.setdefault((number, group), []).append(credit)
 
     def drop(self, credit: Credit) -> None:
-        """Keep one credit no more: the connection is gone, or its alias is."""
+        """Remove a credit, because its connection or alias has ended."""
         del self.credits[credit.key]
         number, plain, groups = credit.key
         for group in ("", *groups) if plain else groups:
@@ -118,7 +124,10 @@ class Flow:
                 del self.by_group[(number, group)]
 
     def room(self, neighbor: Neighbor, group: str) -> int:
-        """Return how many bytes may be sent over a connection to those who want it without a group, or in one; who is left out does not count."""
+        """Return how many bytes may be sent over a connection to subscribers without a group ("") or in a group.
+
+        Connections that are left out do not limit it.
+        """
         there = self.by_group.get((neighbor.number, group))
         if there is None:
             return FIRST_WINDOW if neighbor.minor >= WAIT_MINOR else UNLIMITED
@@ -131,38 +140,40 @@ class Flow:
 
 
 class Credits:
-    """The publishers of one relay that wait, those behind its links included."""
+    """All publishers at one relay that wait, including those behind its links."""
 
     def __init__(
         self, interest: Interest, resolve: Callable[[Route], None], clock: Callable[[], int]
     ) -> None:
-        """`resolve` finds who gets a route's messages."""
+        """`resolve` finds the targets of a route."""
         self._interest = interest
         self._resolve = resolve
         self._clock = clock
         self._serial = 0
         self._credits: dict[int, dict[Delivery, Credit]] = {}
-        """Number of a neighbor -> what its alias stands for -> the credit that it gives."""
+        """Neighbor number -> delivery that its alias stands for -> credit."""
         self._watched: dict[Flow, None] = {}
-        """Those that have no credit, or leave somebody out."""
+        """Flows that have no credit or leave a connection out."""
         self._look_us = NEVER_US
         self._version = 0
-        """Of the interest, when they were looked at."""
+        """Version of the interest at the last `expire`."""
 
     @property
     def deadline_us(self) -> int:
-        """When `expire` is due: at once if who wants what has changed."""
+        """When `expire` is due: at once after a change of the interest."""
         if self._watched and self._interest.version != self._version:
             return 0
         return self._look_us
 
     @property
     def waiting(self) -> int:
-        """Publishers' topics that have no credit, or leave somebody out."""
+        """Number of publishers' topics that have no credit or leave a connection out."""
         return len(self._watched)
 
     def asked(self, neighbor: Neighbor, wait: frames.Wait) -> None:
-        """A session, or the relay behind a link, waits for the subscribers of what it publishes under an alias; raises PeerProtocolError."""
+        """Start waiting for the subscribers of what a session or relay publishes under an alias; raises
+        PeerProtocolError.
+        """
         route = neighbor.routes[wait.alias] if wait.alias < len(neighbor.routes) else None
         if route is None or route.kind != Kind.PUBLISH:
             raise PeerProtocolError(f"alias {wait.alias} was not declared for PUBLISH")
@@ -175,12 +186,12 @@ class Credits:
             for credit in list(flow.credits.values()):
                 if credit.room <= 0:
                     credit.left_out = True
-                    # What it says now is the truth, whatever was dropped on the way to it before.
+                    # The answer to a new WAIT is correct, whatever was dropped on the way before.
                     self._ask(credit, stalled=credit.neighbor.hop_class != HopClass.LOCAL)
         self.review(flow, answer=True)
 
     def window(self, neighbor: Neighbor, window: frames.Window) -> None:
-        """A neighbor gives credit; what it said before it was asked last is void."""
+        """Set the credit that a neighbor gives. A WINDOW for an older WAIT is ignored."""
         delivery = neighbor.aliases.key_of(window.alias)
         credit = self._credits.get(neighbor.number, {}).get(delivery) if delivery else None
         if credit is None or credit.serial != window.serial:
@@ -195,23 +206,23 @@ class Credits:
                 self.review(flow)
 
     def forget(self, neighbor: Neighbor) -> None:
-        """A connection is gone."""
+        """Remove the credits of a closed connection."""
         for credit in self._credits.pop(neighbor.number, {}).values():
             for flow in credit.flows:
                 flow.drop(credit)
 
     def _ended(self, flow: Flow) -> None:
-        """A publisher is gone, or its alias stands for another."""
+        """Remove a flow whose publisher has left or whose alias was declared again."""
         self._watched.pop(flow, None)
         for credit in list(flow.credits.values()):
             self._leave(flow, credit)
 
     def _leave(self, flow: Flow, credit: Credit) -> None:
-        """A flow sends no more where a credit is for."""
+        """Stop sending a flow by a credit."""
         flow.drop(credit)
         del credit.flows[flow]
         if credit.left_out and credit.neighbor.gaps:
-            credit.neighbor.send_gaps()  # nothing may follow that would show it
+            credit.neighbor.send_gaps()  # no later message would show this loss
         if not credit.flows:
             there = self._credits[credit.neighbor.number]
             del there[credit.delivery]
@@ -219,11 +230,11 @@ class Credits:
                 del self._credits[credit.neighbor.number]
 
     def sending(self, flow: Counted, target: Target, size: int) -> bool:
-        """Count a frame that goes to a target, whose alias is declared; False: its messages are to be dropped.
+        """Count a frame for a target with a declared alias; False if its messages must be dropped.
 
-        What the connection does not take then is given back by asking again.
+        What the connection then refuses is given back by asking again.
         """
-        assert isinstance(flow, Flow)  # no other is made
+        assert isinstance(flow, Flow)  # there is no other implementation
         delivery = target.delivery
         credit = flow.credits.get((target.neighbor.number, delivery[4], delivery[5]))
         if credit is None or credit.alias is not target.alias:
@@ -234,8 +245,8 @@ class Credits:
         return True
 
     def review(self, flow: Counted, *, answer: bool = False) -> None:
-        """Tell a publisher of the credit that there is, if it is worth a frame or an answer is due."""
-        assert isinstance(flow, Flow)  # no other is made
+        """Send a publisher its credit, if it changed enough to be worth a frame or an answer is due."""
+        assert isinstance(flow, Flow)  # there is no other implementation
         route = flow.route
         if route.version == RELEASED or route.neighbor.closed:
             self._watched.pop(flow, None)
@@ -245,7 +256,7 @@ class Credits:
         room = self._room(flow)
         limit = UNLIMITED if room == UNLIMITED else min(flow.received + max(0, room), UNLIMITED - 1)
         before = flow.limit
-        # Less, if somebody came or is back whose window is smaller.
+        # The credit shrinks if a subscriber with a smaller window joined or came back.
         if answer or abs(limit - before) >= STEP_BYTES or before <= flow.received < limit:
             flow.limit = limit
             route.neighbor.control(frames.Window(flow.alias, flow.serial, limit))
@@ -257,7 +268,7 @@ class Credits:
             self._watched.pop(flow, None)
 
     def expire(self, now_us: int) -> None:
-        """Look again at those that have no credit, and ask whoever has given none for long."""
+        """Review flows without credit, and ask again connections that have given none for long."""
         self._version = self._interest.version
         self._look_us = now_us + LOOK_US
         for flow in list(self._watched):
@@ -271,7 +282,10 @@ class Credits:
             self._look_us = NEVER_US
 
     def _room(self, flow: Flow) -> int:
-        """Return how many bytes a publisher may send for all that get them. Other sites are not waited for."""
+        """Return how many bytes a publisher may send so that all subscribers can take them.
+
+        Remote sites are not waited for.
+        """
         route = flow.route
         if not route.groups:
             near = (target.neighbor for target in route.many if not target.delivery[-1])
@@ -313,11 +327,11 @@ class Credits:
         return credit
 
     def _ask(self, credit: Credit, *, stalled: bool = False) -> None:
-        """Ask for credit: what is sent counts from here, and there is none before the answer."""
+        """Ask a connection for credit. Bytes count from here, and there is no credit before the answer."""
         if credit.alias is None or credit.alias.number < 0:
             for flow in list(
                 credit.flows
-            ):  # what follows is sent under another alias, and asked for by that
+            ):  # the next frame goes under another alias, which is asked for itself
                 self._leave(flow, credit)
             return
         self._serial = (self._serial + 1) & 0xFFFFFFFF
@@ -326,7 +340,7 @@ class Credits:
         credit.neighbor.control(frames.Wait(credit.alias.number, self._serial, stalled))
 
     def _recovered(self, credit: Credit) -> bool:
-        """Whether a connection that was left out has credit again; it then hears what was dropped for it."""
+        """Whether a connection that was left out has credit again; if so, send it the gaps of what was dropped."""
         if credit.room <= 0:
             return False
         credit.left_out = False

@@ -1,9 +1,9 @@
-"""Socket pairs for tunnels between two sessions of this host: who gets one, how many there are, and what their ends say passed.
+"""Socket pairs for tunnels between two local sessions: which tunnels get one, how many, and the traffic their ends report.
 
-    the opener asks: DIRECT ──► both sessions can be handed descriptors, and there is room: a pair, and a token of each end to its session
-    the tunnel ends, or a session does ──► the pair is shut down for both, whatever they do with their descriptors
+the opener sends DIRECT ──► both sessions can receive descriptors, and there is room: a pair, and a token of its end to each session
+the tunnel or a session ends ──► the pair is shut down for both, whatever they do with their descriptors
 
-What passes by a pair this relay never sees, so it stands in no account of messages.
+The relay does not see what passes over a pair, so this traffic is in no account of messages.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from relay.core.quotas import Table
 from relay.core.session import Session
 
 MAX_PAIRS_OF_SESSION: Final = 128
-"""Ends of pairs that one session may have: each is a descriptor there."""
+"""Limit of pair ends of one session: each is a file descriptor there."""
 
 
 class Pair(Protocol):
-    """A socket pair, and the token of each end: the opener's, the member's."""
+    """A socket pair, and the tokens of its ends: (opener's, member's)."""
 
     @property
     def tokens(self) -> tuple[bytes, bytes]: ...
     def end(self) -> None:
-        """Shut it down for whoever holds a descriptor of it, and give ours back; tokens that were not used mean nothing any more."""
+        """Shut the pair down for everybody who holds a descriptor, and close ours. Unused tokens become invalid."""
 
 
 class PairMaker(Protocol):
-    """Makes pairs: this needs sockets."""
+    """Makes pairs, which needs sockets."""
 
     def make(self, opener: str, member: str) -> Pair | None:
-        """Return a pair of which each user may fetch an end; None: no descriptor is free."""
+        """Return a pair of which each user may fetch one end, or None if no descriptor is free."""
 
 
 class DirectTunnels:
@@ -45,12 +45,12 @@ class DirectTunnels:
         self.table = Table(limit)
         self.made = 0
         self.refused: dict[str, int] = {}
-        """Why tunnels stayed with the relay -> how many times one asked."""
+        """Reason that a tunnel got no pair -> number of requests."""
         self.passed = [0, 0, 0, 0]
-        """What all ends said passed: records and bytes sent, records and bytes received."""
+        """Totals that all ends reported: records and bytes sent, records and bytes received."""
 
     def asked(self, session: Session, ask: frames.Direct) -> None:
-        """A session asks for a pair. A tunnel that ended meanwhile is none of ours any more, and one is enough."""
+        """Make a pair that a session asks for. A tunnel that has ended is ignored, and so is a second request."""
         tunnel = session.tunnels.get(ask.hop)
         if tunnel is None or tunnel.pair is not None:
             return
@@ -89,7 +89,7 @@ class DirectTunnels:
             session.control(frames.Pair(hop, token))
 
     def ended(self, tunnel: Tunnel) -> None:
-        """A tunnel is forgotten, and both sides were told or are being told."""
+        """Shut down the pair of a tunnel that ends."""
         pair, tunnel.pair = tunnel.pair, None
         if pair is None:
             return
@@ -100,7 +100,7 @@ class DirectTunnels:
             session.pairs -= 1
 
     def carried(self, session: Session, carried: frames.Carried) -> None:
-        """One end says what passed; raises PeerProtocolError."""
+        """Add what one end reports to have passed; raises PeerProtocolError."""
         if not session.had_pairs:
             raise PeerProtocolError("CARRIED from a session that never had a socket pair")
         for index, more in enumerate(
@@ -114,7 +114,7 @@ class DirectTunnels:
             self.passed[index] += more
 
     def status(self) -> dict[str, object]:
-        """Return the figures, ready for JSON. Those of records and bytes are what the ends said."""
+        """Return the figures, ready for JSON. Records and bytes are as the ends reported."""
         sent_records, sent_bytes, received_records, received_bytes = self.passed
         return {
             "open": self.table.total,

@@ -1,11 +1,12 @@
-"""A relay that stops: who has heard of it, and when its members may leave.
+"""Draining a relay that stops: which neighbors have acknowledged it, and when its members may leave.
 
     drain ── DRAIN, or an empty interest, and PING ──► every session, link and WAN connection
-          ◄── what was sent before they heard, PONG ── heard
-    all have heard, or `HEARD_US` is over ──► LEAVEs that came are done, and nothing new comes any more
+          ◄── frames sent before that, PONG ── acknowledged
+    all acknowledged, or `DRAIN_WAIT_US` has passed ──► LEAVEs that were held are done, and nothing new arrives
 
-A call that its sender sent before it heard finds the members that were there: none leaves before all senders have heard. Who speaks an
-older minor version is not asked: its sessions do not stop calling, and for its relays twice the round trip is waited.
+Calls that were sent before their sender knew of the drain still find the members, because none leaves before all senders
+have acknowledged. Neighbors of an older minor version are not asked: such sessions do not stop calling, and such relays are
+given twice the round trip.
 """
 
 from __future__ import annotations
@@ -21,41 +22,41 @@ from relay.core.session import Session
 from relay.core.site_routes import Wan
 
 DRAIN_PING: Final = 1
-"""The id of the PING of a relay that stops."""
+"""Id of the PING of a relay that stops."""
 PING_MINOR: Final = 2
-"""Of relays that answer PING, and of sessions that begin nothing new after DRAIN."""
+"""Minor version of relays that answer PING, and of sessions that start nothing new after DRAIN."""
 DRAIN_WAIT_US: Final = 2_000_000
-"""Nobody is waited for any longer; of a short grace a quarter."""
+"""Longest wait for acknowledgements; at most a quarter of the grace."""
 UNASKED_US: Final = 100_000
 
 
 class Draining:
-    """The drain of one relay. `leave` takes the LEAVEs that were held back, `bye` answers the BYE of a session."""
+    """The drain of one relay. `leave` handles the LEAVEs that were held, `bye` answers the BYE of a session."""
 
     def __init__(
         self, leave: Callable[[Session, frames.Leave], None], bye: Callable[[Session], None]
     ) -> None:
         self.begun = False
         self.cut_calls = self.cut_tunnels = 0
-        """Under way when a session that took part in them said goodbye."""
+        """Calls and tunnels that ended because a session that took part in them said goodbye."""
         self._bye = bye
         self._byes: dict[int, Session] = {}
         self.acknowledged = True
-        """Nobody who has not heard of the drain can send anything new."""
+        """No neighbor can send anything new that does not know of the drain."""
         self.deadline_us = NEVER_US
         self._leave = leave
         self._open: set[int] = set()
-        """Neighbors that have not answered."""
+        """Numbers of neighbors that have not answered."""
         self._silent: frozenset[int] = frozenset()
-        """Those that had not when time was over."""
+        """Numbers of neighbors that had not answered when the wait ended."""
         self._unasked_us = 0
-        """Until then relays that are not asked may have something on the way."""
+        """Time until which relays that are not asked may have frames in transit."""
         self._until_us = 0
         self._leaving: dict[tuple[int, int], tuple[Session, frames.Leave]] = {}
-        """By the numbers of session and member."""
+        """(session number, member serial) -> LEAVE that is held."""
 
     def begin(self, neighbors: Iterable[Neighbor], grace_ms: int, now_us: int) -> None:
-        """Ask everybody who was told of the drain whether they have heard."""
+        """Send PING to every neighbor that supports it, and start waiting."""
         self.begun, self.acknowledged = True, False
         self._until_us = now_us + min(DRAIN_WAIT_US, 250 * grace_ms)
         for neighbor in neighbors:
@@ -68,31 +69,37 @@ class Draining:
         self.expire(now_us)
 
     def answered(self, neighbor: Neighbor, pong: frames.Pong, now_us: int) -> None:
-        """A PONG came. Others than to our PING are ignored."""
+        """Note a PONG to our PING; others are ignored."""
         if self._open and pong.id == DRAIN_PING:
             self.forget(neighbor, now_us)
 
     def has_acknowledged(self, neighbor: Neighbor) -> bool:
-        """Whether a neighbor of a relay that stops sends nothing new. Of who is not asked that is so when nobody is waited for any more."""
+        """Whether a neighbor of a stopping relay sends nothing new.
+
+        One that is not asked counts once the wait has ended.
+        """
         if not self.begun or neighbor.number in self._open or neighbor.number in self._silent:
             return False
         return self.acknowledged or neighbor.minor >= PING_MINOR
 
     def forget(self, neighbor: Neighbor, now_us: int) -> None:
-        """A neighbor has heard, or is gone."""
+        """Stop waiting for a neighbor that has acknowledged or disconnected."""
         if self._open:
             self._open.discard(neighbor.number)
             self.expire(now_us)
 
     def keep_bye(self, session: Session) -> bool:
-        """Keep the BYE of a session until its pushes have ended, whose failures it is told; False: it is answered now."""
+        """Hold the BYE of a session until its pushes have ended, so that it gets their failures; False:
+
+        answer it now.
+        """
         if not self.begun or session.minor < PING_MINOR or not session.pending:
             return False
         self._byes[session.number] = session
         return True
 
     def answer_byes(self, *, over: bool = False) -> None:
-        """Answer those that wait for nothing more, or all if the grace is `over`."""
+        """Answer the held BYEs of sessions that wait for nothing more, or all of them if the grace is `over`."""
         for session in list(self._byes.values()):
             if session.closed or over or not session.pending:
                 del self._byes[session.number]
@@ -100,12 +107,17 @@ class Draining:
                     self._bye(session)
 
     def cut(self, before: tuple[int, int], after: tuple[int, int]) -> None:
-        """The goodbye of a session ended calls and tunnels: what was under way before and after it."""
+        """Count the calls and tunnels that a session's goodbye ended, from (calls, tunnels) in flight before
+        and after it.
+        """
         self.cut_calls += before[0] - after[0]
         self.cut_tunnels += before[1] - after[1]
 
     def hold(self, session: Session, leave: frames.Leave) -> bool:
-        """Keep the LEAVE of a member until all have heard; False: it goes now. One that is repeated is not kept."""
+        """Hold the LEAVE of a member until all have acknowledged; False:
+
+        it leaves now. A repeated LEAVE is not held.
+        """
         key = (session.number, leave.member)
         if self.acknowledged or key in self._leaving:
             return False
@@ -113,7 +125,7 @@ class Draining:
         return True
 
     def expire(self, now_us: int) -> None:
-        """Go on if all have heard, or time is over."""
+        """Handle the held LEAVEs if all have acknowledged or the wait has ended."""
         if self.acknowledged:
             return
         until_us = self._until_us if self._open else min(self._unasked_us, self._until_us)

@@ -1,11 +1,11 @@
-"""Other sites: WAN connections, what our site tells over them, and what a gateway tells the relays of its own site.
+"""WAN connections to remote sites: what this site advertises over them, and what a gateway advertises to its own site.
 
-    our site's interest ── Summary ──► every Wan            every Wan ── Way ── Summary per site ──► our links
-    Wan down: its Way is gone; the last Way of a site is remembered for `SUSPENDED_US`
+    our site's interest ── Summary ──► every Wan            every Wan ── SiteRoute ── Summary per site ──► our links
+    Wan down: its SiteRoute is removed; interest of a site without any is remembered for `SUSPENDED_US`
 
-A frame goes from a relay to one gateway, over one WAN connection, and on to the relays of that site: HopClass says how far it has
-come, and nothing that came over the WAN goes over it again. Which way a sender's frames take is chosen once for each address,
-and again only when that way is lost, so that they stay in order.
+A frame goes from a relay to one gateway, over one WAN connection, and on to the relays of that site. HopClass says how far it
+has come, and nothing that came over the WAN goes over it again. A sender's route is chosen once per address, and again only
+when that route is lost, so that frames stay in order.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from relay.core.sites import Sites
 from relay.core.summary import Room, Summary
 
 WAN_GATHER_US: Final = 50_000
-"""Changes are gathered so long before other sites hear of them."""
+"""Time for which changes are gathered before they are advertised to remote sites."""
 MAX_COUNT: Final = (1 << 32) - 1
 SNAPSHOT_US: Final = 1_000_000
 RTT_STEP_US: Final = 1_000
-"""Relays of our site hear of a round trip that changed by so much, and by a quarter."""
+"""A changed round trip is advertised to relays of this site if it differs by this much, and by a quarter."""
 
 
 class Federation:
-    """The router's half that deals with other sites."""
+    """The part of the router for WAN connections."""
 
     def __init__(
         self, interest: Interest, sites: Sites, reach: Reach, advertiser: Advertiser, casts: Casts, next_number: Callable[[], int]
     ) -> None:  # fmt: skip
         self.journal = Journal()
-        """Of what other sites were told."""
+        """Journal of what was advertised to remote sites."""
         self.resyncs = 0
         self._interest = interest
         self._sites = sites
@@ -57,16 +57,19 @@ class Federation:
         self._casts = casts
         self._next_number = next_number
         self.leaving = False
-        """Other sites are told of no interest any more: what runs here may finish."""
+        """Set once this relay stops: remote sites are then sent an empty interest, and calls in flight may finish."""
         self._ours: Summary | None = None
-        """What other sites are told of ours; None: there was no WAN connection yet."""
+        """Our site's interest as advertised to remote sites; None before the first WAN connection."""
         self._flush_us = NEVER_US
         self.deadline_us = NEVER_US
 
     # -- WAN connections -------------------------------------------------------------------------------------
 
     def wan_up(self, wan: Wan, cost_ms: int, now_us: int) -> None:
-        """Both gateways have greeted, and the certificate named the other one's site: send our site's interest."""
+        """Add a WAN connection after both gateways have greeted, and send our site's interest.
+
+        The certificate named the other gateway's site.
+        """
         if wan.site == self._sites.site:
             raise PeerProtocolError(
                 f"the peer's certificate names {wan.site!r}, which is this site; a WAN connection must lead to another site"
@@ -81,7 +84,7 @@ class Federation:
                 self._ours.touch(address)
             for topic in self._advertiser.topics():
                 self._ours.touch_topic(topic)
-        self._flush()  # to the others; the new one gets it all
+        self._flush()  # to the others; the new one gets a snapshot
         wan.site_route = site_route = SiteRoute(wan.site, wan, wan.relay_id, self._next_number())
         site_route.cost_ms = cost_ms
         site_route.rtt_us = wan.beats.rtt_us
@@ -90,7 +93,7 @@ class Federation:
         self._snapshot(wan)
 
     def wan_down(self, wan: Wan, now_us: int, *, silent: bool = False) -> None:
-        """The connection is gone, however it ended. `silent`: the other gateway had heard that we stop, and sent nothing new."""
+        """Remove a closed WAN connection. `silent`: the other gateway knew that we stop, and sent nothing new."""
         if self._sites.wans.get(wan.relay_id) is wan:
             del self._sites.wans[wan.relay_id]
         if not wan.bye and not silent:
@@ -99,7 +102,7 @@ class Federation:
         self._advertise_site(wan.site, now_us)
 
     def on_interest(self, wan: Wan, change: frames.Interest, now_us: int) -> None:
-        """The other site says what it wants."""
+        """Apply an INTEREST frame of a remote site."""
         if change.joined or change.left or change.topics or change.sites:
             raise PeerProtocolError(
                 "INTEREST between sites may carry clusters and site_topics only"
@@ -125,7 +128,7 @@ class Federation:
             self._request_resync(wan)
 
     def on_resync(self, wan: Wan, now_us: int) -> None:
-        """A change was lost on the way: all is told again, at most once a second, because it takes a while."""
+        """Send a snapshot to a gateway that missed a change, at most once a second because it is large."""
         if now_us < wan.snapshot_us + SNAPSHOT_US:
             wan.snapshot_due_us = wan.snapshot_us + SNAPSHOT_US
             self.deadline_us = min(self.deadline_us, wan.snapshot_due_us)
@@ -135,9 +138,9 @@ class Federation:
         self._snapshot(wan)
 
     def beat(self, wan: Wan, version: int, now_us: int) -> None:
-        """A beat came; its version is that of the changes sent before it."""
+        """Handle a beat. `version` is that of the changes sent before it."""
         wan.smooth_rtt()
-        # The oldest come first: however much was told, a beat looks only at what has run out.
+        # The oldest come first, so a beat looks only at entries that have expired.
         reported = wan.reported_us
         for what in list(takewhile(lambda what: reported[what] <= now_us, reported)):
             del reported[what]
@@ -156,7 +159,7 @@ class Federation:
     # -- our site, to others ---------------------------------------------------------------------------------
 
     def _cluster_here(self, address: Address) -> Served:
-        """Return who serves an address in our site, as others may know."""
+        """Return the members of our site at an address, as exported to remote sites."""
         name, key_id = address
         kinds: dict[int, int] = {}
         members = 0
@@ -168,7 +171,7 @@ class Federation:
         return (dict(sorted(kinds.items())), members) if kinds else NOBODY
 
     def _topic_here(self, topic: Topic) -> int:
-        """Return how many of our site want a topic, as others may know: without a group, whether anybody does."""
+        """Return the number of subscriptions to a topic in our site, as exported; without a group 1 at most."""
         if not self._sites.policy.imported.may_allow(topic[0]):
             return 0
         count = self._advertiser.subscription_count(topic)
@@ -186,12 +189,12 @@ class Federation:
 
     def _due(self) -> None:
         if self._flush_us == NEVER_US:
-            # The clock of the moment is the router's to know: `expire` starts the wait.
+            # The current time is not known here: `expire` starts the wait.
             self._flush_us = 0
             self.deadline_us = 0
 
     def _flush(self) -> None:
-        """Tell other sites what changed in ours."""
+        """Advertise our site's changes to remote sites."""
         self._flush_us = NEVER_US
         if self._ours is None or self.leaving:
             return
@@ -207,7 +210,10 @@ class Federation:
             wan.port.control(frame)
 
     def leave(self) -> None:
-        """This relay is about to stop: other sites send nothing new through it."""
+        """Advertise an empty interest because this relay is about to stop:
+
+        remote sites then send nothing new through it.
+        """
         self._flush()
         self.leaving = True
         self.journal.version += 1
@@ -215,12 +221,12 @@ class Federation:
             self._snapshot(wan)
 
     def _advertise_site(self, site: str, now_us: int) -> None:
-        """Our relays hear whether a site is reached through us, and how far it is."""
+        """Advertise to the relays of this site whether a remote site is reached through us, and its distance."""
         self._reach.add_summary(site)
         self._advertiser.site_changed(site, now_us)
 
     def barred(self, declared: frames.Declare, site: str) -> str:
-        """Return why messages of a site may not enter ours, or an empty text; a refusal is counted."""
+        """Return why messages of a remote site may not enter ours, or an empty text. A refusal is counted."""
         policy = self._sites.policy
         rule = policy.entering(declared.kind, declared.name, declared.key_id)
         if not rule and declared.kind == Kind.STREAM and self._ours is not None:
@@ -245,7 +251,7 @@ class Federation:
         self.deadline_us = min(self._flush_us, *soonest, NEVER_US)
 
     def status(self) -> dict[str, object]:
-        """Return the sites and what was refused, ready for JSON."""
+        """Return the remote sites and the refusals, ready for JSON."""
         return {
             "sites": [
                 {

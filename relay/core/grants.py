@@ -1,8 +1,8 @@
-"""What a session may do that holds no key: a store, by orders that a key holder signed.
+"""What a session without the key may do: a store acts on orders that a key holder signed.
 
-An order to keep a stream stands in for the proof of its key, for what it names alone: to serve the stream and its dead
-letters, and to receive what the stream records, which is a topic filter, or the pushes and broadcasts of a cluster. The
-store signs the session's challenge with the key that the order names, so a copied order is worth nothing.
+An order to keep a stream replaces the proof of its key, for what it names only: to serve the stream and its dead letters,
+and to receive what the stream records. That is a topic filter, or the pushes and broadcasts of a cluster. The store signs
+the session's challenge with the key that the order names, so a copied order is useless.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _RECORDED: Final = frozenset({Kind.PUSH, Kind.BROADCAST})
 
 
 def take_grant(session: Session, grant: frames.Grant, relay_id: bytes) -> str:
-    """Let a session do what an order names; return why not, or nothing."""
+    """Allow a session what an order names; return why not, or an empty text."""
     if not session.ours:
         return "a store must run as the relay's own user or as root, on the relay's host"
     if len(session.granted) > MAX_GRANTED:
@@ -50,7 +50,7 @@ def take_grant(session: Session, grant: frames.Grant, relay_id: bytes) -> str:
 
 
 def barred(session: Session, join: frames.Join) -> str:
-    """Return why a session may not serve what it asks for, or nothing."""
+    """Return why a session may not serve what it asks for, or an empty text."""
     kinds = join.kinds.keys()
     for key_id in join.key_ids:
         if key_id in session.proven:

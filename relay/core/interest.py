@@ -1,6 +1,6 @@
-"""Who wants what: members by cluster, subscribers by topic, links to relays that have either, and who watches.
+"""The interest that a relay routes by: members by cluster, subscribers by topic, links to relays that have either, watches.
 
-Addresses are (name, key id) throughout. `version` rises with every change that may alter a route.
+An address is (name, key id). `version` rises with every change that may alter a route.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from relay.core.neighbor import Address, Load, Subscriber, Topic
 from relay.core.session import Member, Watch, is_listed
 
 MAX_OTHERS: Final = 64
-"""Other keys of a name that are reported to a caller without them. Anybody can make up keys, so there is a bound."""
+"""Limit of other keys of a name that are reported to a caller without them. Anybody can make up keys."""
 MAX_SHOWN: Final = 4096
 """Names in one report."""
 
 
 class _Node:
-    """A token of the topic tree. `subscribers`: (number, group) -> session, or link to a relay that has some."""
+    """One token of the topic tree. `subscribers`: (number, group) -> session, link or site route."""
 
     __slots__ = ("children", "rest", "subscribers")
 
@@ -33,12 +33,12 @@ class _Node:
 
 
 class Interest:
-    """Everything that members and subscribers asked for: those of this relay one by one, those of others by link or way."""
+    """All members and subscribers: those of this relay one by one, others by link or site route."""
 
     def __init__(self) -> None:
         self.version = 0
         self.tick = 0
-        """Rises with every use of an alias, and so dates them all by one clock."""
+        """Rises with every use of an alias, so that all aliases are dated by one clock."""
         self._clusters: dict[Address, dict[int, Member]] = {}
         self._names: dict[str, dict[bytes, int]] = {}
         self._peers: dict[Address, dict[int, Link]] = {}
@@ -47,14 +47,14 @@ class Interest:
         self.changed: Callable[[Address], None] = _ignore
         self.changed_topic: Callable[[Topic], None] = _ignore
         self.joined = 0
-        """Members of this relay."""
+        """Number of members of this relay."""
         self.on_members: Callable[[], object] = _nothing
-        """Called when a member of this relay came or went."""
+        """Called after a member of this relay joined or left."""
 
     def listen(
         self, changed: Callable[[Address], None], changed_topic: Callable[[Topic], None]
     ) -> None:
-        """Call these where who serves an address of this site, or who wants a topic, may have changed."""
+        """Set what to call when members of an address, or subscriptions to a topic, may have changed in this site."""
         self.changed, self.changed_topic = changed, changed_topic
 
     def next_tick(self) -> int:
@@ -65,7 +65,7 @@ class Interest:
     # -- clusters --------------------------------------------------------------------------------------------
 
     def join(self, member: Member) -> None:
-        """A member is there."""
+        """Add a member of this relay."""
         self.version += 1
         self.joined += 1
         for key_id in member.key_ids:
@@ -78,7 +78,7 @@ class Interest:
         self.on_members()
 
     def leave(self, member: Member) -> None:
-        """A member is gone."""
+        """Remove a member of this relay."""
         self.version += 1
         self.joined -= 1
         for key_id in member.key_ids:
@@ -108,7 +108,9 @@ class Interest:
     def members(
         self, name: str, key_ids: Iterable[bytes], *, streams: bool = False
     ) -> list[Member]:
-        """Return the members under any of the key ids, each once, oldest first; with `streams` the stores that hold one instead."""
+        """Return the members under any of the key ids, each once, oldest first; with `streams` the stores that
+        hold one instead.
+        """
         found: dict[int, Member] = {}
         for key_id in key_ids:
             found.update(self._clusters.get((name, key_id), {}))
@@ -118,14 +120,14 @@ class Interest:
         return [member for member in members if member.listed]
 
     def others(self, name: str, key_ids: Iterable[bytes]) -> dict[str, int]:
-        """Return how many serve `name` under other keys: first 4 bytes of the key id in hex -> count."""
+        """Return how many members serve `name` under other keys: first 4 bytes of the key id in hex -> count."""
         known = set(key_ids)
         counts = islice(self._names.get(name, {}).items(), MAX_OTHERS + len(known))
         return {key_id[:4].hex(): n for key_id, n in sorted(counts) if key_id not in known}
 
     @property
     def names(self) -> int:
-        """Number of cluster names with members here."""
+        """Number of cluster names with members of this relay."""
         return len(self._names)
 
     def cluster_counts(self) -> dict[str, dict[str, int]]:
@@ -136,18 +138,18 @@ class Interest:
         }
 
     def serve(self, link: Link, address: Address) -> None:
-        """A relay behind a link has members of `address` now."""
+        """Note that a relay behind a link has members of `address`."""
         self._peers.setdefault(address, {})[link.number] = link
 
     def unserve(self, link: Link, address: Address) -> None:
-        """It has none any more, or the link is gone."""
+        """Note that a link no longer leads to members of `address`."""
         links = self._peers[address]
         del links[link.number]
         if not links:
             del self._peers[address]
 
     def peer_loads(self, name: str, key_id: bytes, kind: int) -> list[Load]:
-        """Return one load for each link behind which members of an address serve `kind`, oldest link first."""
+        """Return one load for each link with members of an address that serve `kind`, oldest link first."""
         links = self._peers.get((name, key_id))
         if not links:
             return []
@@ -159,7 +161,7 @@ class Interest:
         return list(dict.fromkeys((*self._clusters, *self._peers)))
 
     def serving(self, name: str, key_id: bytes) -> Iterator[tuple[dict[int, int], bool, str]]:
-        """Give, for each member of this site, what it serves (kind -> handlers), whether it counts as one, and its tag."""
+        """Yield, for each member of this site at an address: kind -> handlers, whether it is listed, and its tag."""
         for member in self._clusters.get((name, key_id), {}).values():
             kinds = {kind: load.concurrency for kind, load in member.loads.items()}
             yield kinds, member.listed, member.tag
@@ -173,7 +175,7 @@ class Interest:
     def subscribe(
         self, session: Subscriber, pattern: str, group: str, key_ids: Iterable[bytes]
     ) -> None:
-        """A session, the relay behind a link, or a site wants what matches `pattern`."""
+        """Add a subscription of a session, link or site route to topics that match `pattern`."""
         self.version += 1
         for key_id in key_ids:
             node = self._topics.setdefault(key_id, _Node())
@@ -186,7 +188,7 @@ class Interest:
     def unsubscribe(
         self, session: Subscriber, pattern: str, group: str, key_ids: Iterable[bytes]
     ) -> None:
-        """It is wanted no longer; empty branches are pruned."""
+        """Remove a subscription; empty branches are pruned."""
         self.version += 1
         for key_id in key_ids:
             root = self._topics[key_id]
@@ -208,7 +210,9 @@ class Interest:
     def subscribers(
         self, topic: str, key_id: bytes
     ) -> tuple[list[Subscriber], dict[str, list[Subscriber]]]:
-        """Return (who wants `topic` without a group, group -> who wants it), sessions, links and ways, each once per group, oldest first."""
+        """Return (subscribers of `topic` without a group, group -> its subscribers), each once per group,
+        oldest first.
+        """
         root = self._topics.get(key_id)
         if root is None:
             return [], {}
@@ -238,7 +242,10 @@ class Interest:
         return plain, dict(sorted(groups.items()))
 
     def audience(self, topic: str, key_id: bytes) -> int:
-        """Return how many subscriptions match a topic, as far as is known: sessions of this relay, of others, and of other sites."""
+        """Return how many known subscriptions match a topic:
+
+        sessions of this relay, of other relays and of remote sites.
+        """
         root = self._topics.get(key_id)
         if root is None:
             return 0
@@ -257,7 +264,7 @@ class Interest:
         found += [(path[:-1], node.subscribers) for path, node in nodes]
         count = 0
         sites: dict[tuple[str, str, str], int] = {}
-        """Site, filter, group: several ways to a site tell of the same subscriptions."""
+        """(site, filter, group) -> count: several routes to a site report the same subscriptions."""
         for pattern, subscribers in found:
             for (_, group), subscriber in subscribers.items():
                 topic_key = (pattern, key_id, group)
@@ -273,13 +280,13 @@ class Interest:
     # -- watches ---------------------------------------------------------------------------------------------
 
     def watch(self, watch: Watch) -> None:
-        """A session wants to hear of changes."""
+        """Notify a session of changes in a cluster from now on."""
         for key_id in watch.key_ids:
             watches = self._watches.setdefault((watch.name, key_id), {})
             watches[watch.session.number, watch.number] = watch
 
     def unwatch(self, watch: Watch) -> None:
-        """It no longer does."""
+        """Stop notifying a session."""
         for key_id in watch.key_ids:
             watches = self._watches[watch.name, key_id]
             del watches[watch.session.number, watch.number]
@@ -287,7 +294,7 @@ class Interest:
                 del self._watches[watch.name, key_id]
 
     def watchers(self, name: str, key_ids: Iterable[bytes]) -> list[Watch]:
-        """Return who hears of a member of `name` under `key_ids`; who watches it under other keys costs nothing."""
+        """Return the watches of a member of `name` under `key_ids`. Watches of other keys cost nothing."""
         if not self._watches:
             return []
         found: dict[tuple[int, int], Watch] = {}
@@ -297,8 +304,8 @@ class Interest:
 
 
 def _ignore(_: object) -> None:
-    """Nobody asked."""
+    """Default for `changed` and `changed_topic`."""
 
 
 def _nothing() -> None:
-    """Nobody asked."""
+    """Default for `on_members`."""

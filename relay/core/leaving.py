@@ -1,8 +1,8 @@
-"""Callers that have left, while calls of theirs are with members or with other relays: whoever has one is told.
+"""Notifies whoever has a call in flight that its caller has left.
 
-Nobody is made to stop: a member's handler runs to its end unless it wants otherwise, and a store takes back a call that waits. Which
-calls a session or connection waits for stands in no table of its own, so they are looked for: once for all that left
-meanwhile, and the more there is to look through, the less often.
+No handler is stopped: it runs to its end unless it reacts itself, and a store takes back a call that waits. No table lists
+the calls that a connection waits for, so they are searched: once for all callers that left since the last search. The more
+calls there are, the less often.
 """
 
 from __future__ import annotations
@@ -15,37 +15,40 @@ from iris.wire.kinds import NEVER_US, Kind
 from relay.core.neighbor import Neighbor
 
 LEFT_MINOR: Final = 2
-"""CALLER_LEFT is sent to sessions and relays of this minor version."""
+"""Minor version of sessions and relays that CALLER_LEFT is sent to."""
 REST_US: Final = 100_000
-"""Between two looks, at least, ..."""
+"""Shortest time between two searches."""
 REST_PER_CALL_US: Final = 2
-"""... and so much for each call that was looked at: a thousand sessions that end one by one do not stop a relay."""
+"""Added to that for each call looked at, so that a thousand sessions that end one by one do not stop a relay."""
 _NOTIFIED_KINDS: Final = frozenset({Kind.REQUEST, Kind.SURVEY, Kind.STREAM})
-"""Of these an answer is waited for. A push is to be done whoever sent it; a tunnel ends by itself."""
+"""Kinds whose callers wait for an answer. A push must be done whoever sent it; a tunnel ends by itself."""
 
 
 class Leaving:
-    """Tells who has calls of callers that left. `due_us` is when `expire` is to be called."""
+    """Notifies holders of calls whose callers left. `due_us` is when `expire` is due."""
 
     def __init__(self, neighbors: Mapping[int, Neighbor], limit: int) -> None:
         self._neighbors = neighbors
         self._limit = limit
         self._rest_until_us = 0
         self._down: set[Neighbor] = set()
-        """Those that are down since the last look."""
+        """Neighbors that disconnected since the last search."""
         self.due_us = NEVER_US
         self.notified = 0
-        """Calls whose callers left, as members, stores and relays were told."""
+        """Calls for which CALLER_LEFT was sent to a member, store or relay."""
 
     def neighbor_down(self, neighbor: Neighbor, now_us: int) -> None:
-        """A session or connection is down; if it waits for something, that is told."""
+        """Note a closed session or connection; if it waits for answers, search for its calls."""
         neighbor.left_hops = set()  # all of its callers left
         if neighbor.pending > 0:
             self._down.add(neighbor)
             self._look(now_us)
 
     def callers_left(self, neighbor: Neighbor, left: CallerLeft, now_us: int) -> None:
-        """A relay says that callers behind it have left. Hop ids of what has been answered meanwhile mean nothing."""
+        """Note hop ids of callers behind a relay that have left.
+
+        Ids of calls that were answered meanwhile are ignored.
+        """
         room = self._limit - len(neighbor.left_hops)
         neighbor.left_hops.update(left.hops[:room])
         neighbor.dropped_entries += max(0, len(left.hops) - room)
@@ -53,7 +56,7 @@ class Leaving:
             self._look(now_us)
 
     def expire(self, now_us: int) -> None:
-        """Look for the calls of all that left."""
+        """Search the calls of everybody who left, and send CALLER_LEFT."""
         self.due_us = NEVER_US
         seen = 0
         neighbor_down, self._down = self._down, set()

@@ -1,4 +1,4 @@
-"""What sessions may hold at a relay."""
+"""Limits on what sessions may hold at a relay."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A link as the router knows it, and the copy of the other relay's interest that came over it.
+"""A link to another relay, and the copy of that relay's interest.
 
-The other relay is the only authority on its members: a snapshot when the link comes up, then changes in order, each from
-one version to the next. A copy outlives its link for `SUSPENDED_US`, so that a link that flaps makes nobody disappear.
+Only the other relay decides about its members: it sends a snapshot when the link comes up, then changes in order, each from
+one version to the next. A copy outlives its link for `SUSPENDED_US`, so that members do not disappear when a link flaps.
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ from relay.core.replica import Replica
 SUSPENDED_US: Final = 3_000_000
 """How long a copy outlives its link, and how long a snapshot is waited for."""
 MAX_COPY: Final = 1 << 20
-"""Members (counted once per key id), and topics, that are kept of one relay. Entries beyond that are counted and dropped."""
+"""Limit of members (counted once per key id), and of topics, in the copy of one relay.
+
+Entries over it are counted and dropped.
+"""
 LINK_HOP: Final = 1 << 62
-"""Set in hop ids that the relay with the higher id chose."""
+"""Bit that is set in hop ids chosen by the relay with the higher id."""
 _UNBOUNDED: Final = 1 << 62
 
 
 class Copy:
-    """What another relay's members and subscribers want, as it said last."""
+    """The members of another relay, as it advertised them last."""
 
     __slots__ = (
         "keyed", "label", "link", "members", "names", "relay", "site", "starting", "store_failed", "surplus", "until_us",
@@ -36,31 +39,31 @@ class Copy:
 
     def __init__(self, relay: str, site: str, label: str) -> None:
         self.relay = relay
-        """Its id in hex."""
+        """The relay's id in hex."""
         self.site = site
         self.label = label
         self.link: Link | None = None
-        """None: suspended."""
+        """The link to that relay; None while the copy is suspended."""
         self.until_us = 0
-        """When it is dropped, while it is suspended."""
+        """When a suspended copy is dropped."""
         self.starting = False
-        """A store of that relay is on its way."""
+        """A store of that relay is starting."""
         self.store_failed = ""
-        """Why the store that it starts cannot serve."""
+        """Why the store that it starts cannot serve; empty if it can."""
         self.members: dict[int, MemberEntry] = {}
         self.names: dict[str, dict[int, MemberEntry]] = {}
         self.keyed = 0
         """Members, each counted once per key id."""
         self.surplus = 0
-        """Members that were dropped for want of room and have not left: as many unknown ones may leave."""
+        """Members that were dropped over the limit and have not left: as many unknown ones may leave."""
 
     def replace(self, newer: Copy) -> None:
-        """Replace the contents by those of a complete snapshot."""
+        """Replace the contents with those of a complete snapshot."""
         self.members, self.names = newer.members, newer.names
         self.keyed, self.surplus = newer.keyed, newer.surplus
 
     def join(self, entry: MemberEntry) -> bool:
-        """Add a member. Returns False if there is no room for it."""
+        """Add a member. Returns False if the copy is full. Raises PeerProtocolError if it joined already."""
         if entry.serial in self.members:
             raise PeerProtocolError(f"member {entry.serial} joined twice")
         if self.keyed + len(entry.key_ids) > MAX_COPY:
@@ -72,7 +75,7 @@ class Copy:
         return True
 
     def leave(self, serial: int) -> MemberEntry | None:
-        """Remove a member and return it; None if it had been dropped for want of room."""
+        """Remove a member and return it; None if it had been dropped over the limit."""
         entry = self.members.pop(serial, None)
         if entry is None:
             if not self.surplus:
@@ -136,34 +139,34 @@ class Link(Neighbor):
         self.relay_id = hello.relay_id
         self.label = copy.label
         self.copy = copy
-        """What the other relay wants."""
+        """The other relay's members."""
         self.own_hop_mask = LINK_HOP
         self.own_hop = LINK_HOP if own_id > hello.relay_id else 0
         self.waiting: Copy | None = None
-        """The snapshot that is coming in."""
+        """The snapshot that is arriving, or None."""
         self.replica = Replica()
-        """How far its interest was heard."""
+        """How far the other relay's interest has been received."""
         self.settle_us = now_us + SUSPENDED_US
-        """Until then its snapshot may come and have what nobody else serves."""
+        """Until then, the snapshot may arrive and have members that nobody else has."""
         self.pings: list[int] = []
-        """PINGs to be answered when its snapshot has come."""
+        """Ids of PINGs to answer when the snapshot is complete."""
         self.addresses: dict[Address, int] = {}
-        """Address -> members there: where the interest leads to this link."""
+        """Address -> number of members behind this link. The interest leads to this link for these addresses."""
         self.topics: dict[tuple[str, bytes, str], int] = {}
-        """(filter, key id, group) -> sessions there."""
+        """(filter, key id, group) -> number of sessions behind this link."""
         self.weights: dict[tuple[bytes, str], dict[str, int]] = {}
-        """(key id, group) -> filter -> sessions there."""
+        """(key id, group) -> filter -> number of sessions behind this link."""
         self.groups: dict[bytes, int] = {}
-        """Key id -> number of queue groups there."""
+        """Key id -> number of queue groups behind this link."""
         self.loads: dict[tuple[int, str, bytes], Load] = {}
         self.demands: dict[tuple[int, str, bytes], Demand] = {}
         self.bye = False
-        """The other relay leaves: nothing of it is kept."""
+        """The other relay said goodbye, so its copy is not kept."""
         self.pulse = self.beats = Heartbeat(hello.mono_us, now_us)
         self.clock_us = self.beats.clock_us
 
     def subscription_count(self, key: tuple[str, bytes, str]) -> int:
-        """Return how many sessions there have a subscription, as the other relay said."""
+        """Return how many sessions behind this link have a subscription, as the other relay advertised."""
         return self.topics.get(key, 1)
 
     @property
@@ -196,12 +199,12 @@ class Link(Neighbor):
         ]
 
     def forget_loads(self, name: str, key_id: bytes) -> None:
-        """Nobody serves an address there any more."""
+        """Remove the loads of an address that has no members behind this link any more."""
         for kind in SERVED_KINDS:
             self.loads.pop((kind, name, key_id), None)
 
     def demand(self, kind: int, name: str, key_id: bytes) -> Demand:
-        """Return where what this link hands to an address is counted."""
+        """Return the counter of calls from this link to an address and kind here."""
         key = (kind, name, key_id)
         demand = self.demands.get(key)
         if demand is None:
@@ -209,13 +212,13 @@ class Link(Neighbor):
         return demand
 
     def weight(self, key_id: bytes, group: str) -> int:
-        """Return how many sessions there are in a queue group behind this link, at most 64."""
+        """Return how many sessions of a queue group are behind this link, at most 64."""
         filters = self.weights.get((key_id, group))
         return min(64, max(filters.values())) if filters else 1
 
 
 def check_named(check: Callable[[str], str], name: str) -> None:
-    """Raise PeerProtocolError for a name that `check` refuses: a relay tells of none."""
+    """Raise PeerProtocolError for a name that `check` refuses, because no relay may advertise it."""
     try:
         check(name)
     except InvalidName as err:

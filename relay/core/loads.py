@@ -1,4 +1,4 @@
-"""How busy members are: of ours, as the links are told that call them; of other relays', as they tell."""
+"""Load reports: relays report over links how busy their members are."""
 
 from __future__ import annotations
 
@@ -12,40 +12,42 @@ from relay.core.link import Link
 
 LOADS_US: Final = 10_000
 ASKED_US: Final = 1_000_000
-"""Loads of an address are reported for so long after the last call that came over the link for it."""
+"""How long the load of an address is reported after the last call for it over the link."""
 _LOAD_ENTRIES: Final = 48
-"""Names are 255 bytes at most: this many always fit a control frame."""
+"""Entries per frame. Names have at most 255 bytes, so this many always fit in a control frame."""
 
 
 class LoadReports:
-    """What links tell one another of how busy their members are."""
+    """Sends and receives load reports over the links of one relay."""
 
     def __init__(
         self, links: dict[bytes, Link], interest: Interest, due: Callable[[int], None]
     ) -> None:
-        """`due` hears when `report` is due."""
+        """`due` is called with the time at which `report` is due."""
         self._links = links
         self._interest = interest
         self._due = due
         self.report_us = NEVER_US
 
     def called(self, now_us: int) -> None:
-        """A call came over a link: its side is to know how busy our members are."""
+        """Schedule a report, because a call came over a link and the other relay needs to know how busy our
+        members are.
+        """
         if self.report_us == NEVER_US:
             self.report_us = now_us + LOADS_US
             self._due(self.report_us)
 
     def on_loads(self, link: Link, report: frames.Loads) -> None:
-        """The other relay tells."""
+        """Apply a load report of another relay."""
         for entry in report.loads:
             load = link.loads.get((entry.kind, entry.name, entry.key_id))
             if load is not None:
                 load.others = entry.others
 
     def report(self, now_us: int) -> None:
-        """Tell each link that asked lately what our members hold from others.
+        """Report to each link that sent calls lately what our members hold for other senders.
 
-        Where nobody asks any more, the other side is told 0 once: it will ask again, and hear the truth then.
+        When a link sends no more calls, 0 is reported once. With its next call, it gets correct figures again.
         """
         self.report_us = NEVER_US
         for link in self._links.values():

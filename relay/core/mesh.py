@@ -1,10 +1,10 @@
-"""The other relays: links, copies of their interest, and introductions.
+"""The other relays of this site: links, copies of their interest, and introductions.
 
     link up ── our snapshot ──►        ◄── theirs ── copy ──► interest (addresses, topics -> this link)
-            ── changes, loads, beats ──►                `telling`, `hearing` and `loads` have a module each
+            ── changes, loads, beats ──►                `advertiser`, `peer_interest` and `loads` have a module each
     link down: the copy is suspended for `SUSPENDED_US`, then dropped
 
-Nobody speaks for a third relay, so there is nothing to reconcile: in doubt, a relay asks for the snapshot again.
+No relay speaks for a third one, so there is nothing to reconcile: when in doubt, a relay asks for the snapshot again.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from relay.core.reach import Reach
 from relay.core.session import Member, is_listed
 
 PEERS_US: Final = 30_000_000
-"""How often one peer is asked for its peers: once linked, everybody finds everybody."""
+"""Interval at which one peer is asked for its peers, so that all relays find each other once they are linked."""
 _FRAME_ENTRIES: Final = 256
 _FRAME_BYTES: Final = 32 << 10
 
 
 class Mesh:
-    """The router's half that deals with other relays."""
+    """The part of the router for links to other relays."""
 
     def __init__(
         self, relay_id: bytes, label: str, interest: Interest, casts: Casts, reach: Reach, members: Callable[[], Iterable[Member]]
     ) -> None:  # fmt: skip
-        """`label` is our host's name, for people; `members` gives all members of this relay."""
+        """`label` is our host's name, for people; `members` returns all members of this relay."""
         self._relay_id = relay_id
         self._label = label
         self._reach = reach
         self._interest = interest
         self._casts = casts
         self.links: dict[bytes, Link] = {}
-        """Those that are up, by relay id."""
+        """Relay id -> link, while it is up."""
         self.copies: dict[bytes, Copy] = {}
-        """By relay id; those without a link are suspended."""
+        """Relay id -> copy; those without a link are suspended."""
         self.introduced: Callable[[bytes, list[str]], None] = _ignore
         self.addresses: list[str] = []
         self.settle_us = 0
@@ -60,7 +60,7 @@ class Mesh:
     # -- links -----------------------------------------------------------------------------------------------
 
     def link_up(self, port: Port, number: int, hello: frames.LinkHello, now_us: int) -> Link:
-        """Both sides have greeted: send our interest."""
+        """Add a link after both relays have greeted, and send our interest."""
         relay_id = hello.relay_id
         copy = self.copies.get(relay_id)
         if copy is None:
@@ -79,7 +79,7 @@ class Mesh:
         return link
 
     def link_down(self, link: Link, now_us: int) -> None:
-        """The link is gone: its interest leads nowhere, its copy is kept for a while unless the relay said goodbye."""
+        """Remove a closed link. Its copy is kept for a while unless the relay said goodbye."""
         if not link.bye:
             self._casts.link_lost(link)
         self.peer_interest.empty(link)
@@ -95,7 +95,7 @@ class Mesh:
         self._interest.version += 1
 
     def controls(self) -> dict[type, Callable[[Link, Any], None]]:
-        """Return what takes which control frame of a link."""
+        """Return the handler of each control frame type."""
         return {
             frames.Interest: self.peer_interest.on_interest,
             frames.Resync: self.advertiser.on_resync,
@@ -109,9 +109,9 @@ class Mesh:
     def infos(
         self, name: str, key_ids: Iterable[bytes], *, streams: bool = False
     ) -> list[frames.MemberInfo]:
-        """Return the members of other relays under any of the key ids, those of suspended relays included.
+        """Return the members of other relays under any of the key ids, including those of suspended relays.
 
-        With `streams` the stores that hold a stream of the name instead.
+        With `streams`, return the stores that hold a stream of the name instead.
         """
         wanted = set(key_ids)
         return [
@@ -123,7 +123,10 @@ class Mesh:
         ]
 
     def others(self, name: str, key_ids: Iterable[bytes]) -> dict[str, int]:
-        """Return how many members of other relays serve `name` under other keys: first 4 bytes of the key id in hex -> count."""
+        """Return how many members of other relays serve `name` under other keys:
+
+        first 4 bytes of the key id in hex -> count.
+        """
         known = set(key_ids)
         found: dict[str, int] = {}
         for copy in self.copies.values():
@@ -135,7 +138,10 @@ class Mesh:
         return found
 
     def might_serve(self, kind: int, name: str, key_id: bytes, now_us: int) -> bool:
-        """Whether nobody is not final: a relay whose link was lost may come back with members, a store is on its way, or no relay was found yet."""
+        """Whether a relay or store may still come that serves an address:
+
+        one is suspended, starting, or not found yet.
+        """
         return (
             self.settling(now_us)
             or (kind == Kind.STREAM and bool(self.starting_stores()))
@@ -143,7 +149,7 @@ class Mesh:
         )  # fmt: skip
 
     def starting_stores(self) -> list[str]:
-        """Return the relays, by their hosts' names, a store of which is on its way, and what it waits for: this one first."""
+        """Return the hosts whose stores are starting, with what each waits for; this relay first."""
         stores = self._stores()
         return [f"{who} ({why})"[:64] if why else who for who, starting, why in stores if starting]
 
@@ -153,7 +159,7 @@ class Mesh:
         return "".join(f"; the store on {who} cannot serve: {why}" for who, why in failed)
 
     def _stores(self) -> list[tuple[str, bool, str]]:
-        """Return for each relay its host, whether a store of it is on its way, and why that cannot serve: this one first."""
+        """Return (host, starting, why its store cannot serve) of every relay, this one first."""
         ours, copies = self.advertiser, self.copies.values()
         there = [
             (copy.label or copy.relay[:8], copy.starting, copy.store_failed) for copy in copies
@@ -162,7 +168,7 @@ class Mesh:
         return [(label, ours.starting, ours.store_failed), *there]
 
     def settling(self, now_us: int) -> bool:
-        """Whether a relay was not found yet, or its snapshot has not come."""
+        """Whether a relay has not been found yet, or a snapshot has not arrived."""
         return now_us < self.settle_us or any(
             now_us < link.settle_us for link in self.links.values()
         )
@@ -224,7 +230,7 @@ class Mesh:
         self.deadline_us = soonest
 
     def _drop(self, relay_id: bytes, copy: Copy) -> None:
-        """A relay is gone for good, or for so long that nobody waits."""
+        """Drop the copy of a relay that did not come back, and notify watchers that its members have left."""
         del self.copies[relay_id]
         for serial, entry in copy.members.items():
             self.peer_interest.notify_watchers(entry, left=[copy.member_id(serial)])
@@ -263,4 +269,4 @@ class Mesh:
 
 
 def _ignore(relay_id: bytes, addresses: list[str]) -> None:
-    """Nobody dials here."""
+    """Default for `introduced`: does not dial."""

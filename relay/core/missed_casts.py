@@ -1,11 +1,11 @@
-"""Relays and sites that are away, and the casts that were sent meanwhile. Whoever is behind them hears of the loss when they are back.
+"""Casts that disconnected relays and sites may have missed, to report to their receivers when they are back.
 
-A receiver that heard a sender before counts what is missing by its sequence. A receiver that did not cannot know of the loss.
+A receiver that knows a sender counts missing casts by their sequences. A receiver that does not know the sender cannot.
 
-    link or site lost ──► left ── each cast that is sent or declared ──► began ── link or site up, its interest known ──► back ──► GAP
+    link or site lost ──► disconnected ── each cast sent or declared ──► record ── up, interest known ──► reconnected ──► GAP
 
-A relay that was started again has another id. So a relay that was not known may be any of those that left: it is told what any of them
-may have missed, and takes the place of one.
+A relay that was restarted has another id. So an unknown relay may be any of those that disconnected: it gets the gaps that
+any of them may have missed, and takes the slot of one.
 """
 
 from __future__ import annotations
@@ -17,60 +17,66 @@ from relay.core.neighbor import Neighbor, Route
 from relay.core.quotas import all_but_a_quarter
 
 ABSENT_US: Final = 3_600_000_000
-"""Who stays away for longer does not count as coming back."""
+"""A relay or site that is disconnected for longer is forgotten."""
 SILENT_US: Final = 3_000_000
-"""A connection is given up after so much silence: ..."""
+"""A connection is closed after so much silence. See `UNSURE_US`."""
 UNSURE_US: Final = 5_000_000
-"""... what it was given in its last 5 s may not have arrived."""
+"""What was sent in the last 5 s over a connection that is lost may not have arrived."""
 CLAIMED_US: Final = 300_000_000
-"""A relay that was lost may still come back, for so long, after one that was not known took its place."""
+"""A lost relay may still come back for this long after an unknown one took its slot."""
 MAX_DISCONNECTED: Final = 1024
-"""Relays and sites; of more, the one that left first is forgotten."""
+"""Limit of disconnected relays and sites; over it, the one that disconnected first is forgotten."""
 MAX_CASTS: Final = 4096
-"""Casts (an address and its sender) that are remembered, of all users. The loss of more is counted, not told."""
+"""Limit of casts (an address and its sender) that are recorded, of all users.
+
+Over it, losses are counted and not reported.
+"""
 
 PeerId = bytes | str | int
-"""A relay's id, a site's name, or the number of one that this relay's predecessor was connected to and that is not back."""
+"""A relay's id, a site's name, or the number of a peer of this relay's predecessor that is not back."""
 
 
 class _Disconnected:
-    """One that is away."""
+    """A relay or site that is disconnected."""
 
     __slots__ = ("claimed", "final", "since", "until_us")
 
     def __init__(self, since: int, until_us: int, final: bool) -> None:
         self.since = since
-        """It may have missed all casts after this place in the order."""
+        """Position in the order of casts; it may have missed all later ones."""
         self.until_us = until_us
         """When it is forgotten."""
         self.final = final
-        """It comes back under another id, if it does."""
+        """It said goodbye, so that it comes back under another id, if it does."""
         self.claimed = False
-        """Another took its place."""
+        """An unknown relay took its slot."""
 
 
 class MissedCasts:
-    """Who is away from one relay, and the casts that they may have missed."""
+    """The relays and sites that are disconnected from one relay, and the casts that they may have missed."""
 
     def __init__(self, clock: Callable[[], int], last_received_us: Callable[[], int]) -> None:
-        """`heard_us`: when the connection that has been silent for longest was heard last."""
+        """`last_received_us`: when something was received last over the connection that has been silent for longest."""
         self._clock = clock
         self._last_received_us = last_received_us
         self._disconnected: dict[PeerId, _Disconnected] = {}
-        """Who left first comes first."""
+        """Peer -> its state, in the order in which they disconnected."""
         self._sent: dict[Route, tuple[int, int]] = {}
-        """Cast -> its place in the order, and when it was noted. The latest comes last."""
+        """Cast -> (its position in the order, when it was recorded); the latest comes last."""
         self._users: dict[str, int] = {}
-        """User -> how many of these are of its senders: at most all but a quarter."""
+        """User -> number of recorded casts of its senders: all but a quarter of the limit at most."""
         self._order = 0
         self.unreported = 0
-        """Casts that nobody is told of, for want of room."""
+        """Casts whose loss is not reported because the table was full."""
 
     def __len__(self) -> int:
         return len(self._disconnected)
 
     def disconnected(self, peer: PeerId, *, final: bool) -> None:
-        """A relay or site is not reached any more. `final`: it said goodbye, so that it has all that was sent before."""
+        """Note that a relay or site is not reachable.
+
+        `final`: it said goodbye, so that it has all that was sent before.
+        """
         now_us = self._clock()
         self._disconnected.pop(peer, None)
         if len(self._disconnected) >= MAX_DISCONNECTED:
@@ -81,7 +87,9 @@ class MissedCasts:
         self._disconnected[peer] = _Disconnected(since, now_us + ABSENT_US, final)
 
     def record(self, route: Route) -> None:
-        """A cast is being sent for the first time, for the first time over a connection, or while somebody is away."""
+        """Record a cast that is sent for the first time, for the first time over a connection, or while a peer
+        is disconnected.
+        """
         self._tidy()
         if route in self._sent:
             self._drop(route)
@@ -95,12 +103,15 @@ class MissedCasts:
         self._sent[route] = self._order, self._clock()
 
     def unconfirmed(self) -> list[Route]:
-        """Return the casts that a connection which is lost now may not have carried."""
+        """Return the casts that a connection which is lost now may not have delivered."""
         since_us = self._sure_us()
         return [route for route, (_, sent_us) in self._sent.items() if sent_us > since_us]
 
     def reconnected(self, peer: PeerId, *, connected: bool = True) -> list[Route]:
-        """Return the casts that a relay or site may have missed. One that is `connected` to this relay and was not known may be one that left."""
+        """Return the casts that a relay or site may have missed.
+
+        An unknown one that is `connected` to this relay may be one that left.
+        """
         self.expire()
         since = self._order
         if peer in self._disconnected:
@@ -112,7 +123,9 @@ class MissedCasts:
         return record
 
     def _claim(self, peer: PeerId) -> int:
-        """Let one that was not known take the place of one that left; return since when it may have missed anything."""
+        """Let an unknown relay take the slot of one that left; return the position from which it may have
+        missed casts.
+        """
         kinds = (int,) if isinstance(peer, str) else (bytes, int)
         claimable = [
             (k, e) for k, e in self._disconnected.items() if isinstance(k, kinds) and not e.claimed
@@ -129,7 +142,7 @@ class MissedCasts:
         return since
 
     def expire(self) -> None:
-        """Forget who has been away for too long."""
+        """Forget peers that have been disconnected for too long."""
         now_us = self._clock()
         self._disconnected = {
             peer: entry for peer, entry in self._disconnected.items() if now_us < entry.until_us
@@ -137,11 +150,14 @@ class MissedCasts:
         self._tidy()
 
     def _sure_us(self) -> int:
-        """Return until when what was sent has arrived, or its connection is gone. While this process stands still, nothing is heard."""
+        """Return the time before which everything sent has arrived or its connection is closed.
+
+        While this process is paused, nothing is received.
+        """
         return min(self._clock(), self._last_received_us() + SILENT_US) - UNSURE_US
 
     def _tidy(self) -> None:
-        """Forget what nobody who is away, or leaves in this moment, has to hear."""
+        """Remove casts that no disconnected peer can have missed, nor one that disconnects now."""
         first = min((entry.since for entry in self._disconnected.values()), default=self._order)
         unsure_us = self._sure_us() if self._sent else 0
         while self._sent:
@@ -152,7 +168,7 @@ class MissedCasts:
             self._drop(route)
 
     def forget(self, link: Neighbor) -> None:
-        """A link is gone, and who sent over it is another relay's to tell of."""
+        """Remove the casts that came over a closed link: their sender's relay reports them."""
         for route in [route for route in self._sent if route.neighbor is link]:
             self._drop(route)
 

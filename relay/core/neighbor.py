@@ -1,6 +1,6 @@
-"""A connection of the router, and what is on its way over it: aliases that were declared, calls that were handed over, tunnels.
+"""A connection of the router, and what is in transit over it: declared aliases, calls in flight, tunnels.
 
-These types refer to one another, so they stand together: a neighbor has routes and calls, and each of those leads to a neighbor.
+These types refer to one another, so they share a module: a neighbor has routes and calls, and each leads to a neighbor.
 """
 
 from __future__ import annotations
@@ -20,19 +20,22 @@ from relay.core.shares import Share, UserShare
 MAX_GAPS: Final = 65_536
 MAX_TARGETS: Final = 1024
 PACE_WEIGHT: Final = 0.125
-"""Of the latest interval in the average (as TCP smooths its round trips: RFC 6298)."""
+"""Weight of the latest interval in the average (as TCP smooths its round trips: RFC 6298)."""
 UNKNOWN_PACE_US: Final = 1000
-"""Taken for one handler until the pace is known."""
+"""Assumed time per call of one handler until the pace is known."""
 
 Address = tuple[str, bytes]
 Topic = tuple[str, bytes, str]
-"""Filter, key id, group."""
+"""(filter, key id, group)."""
 Delivery = tuple[int, str, bytes, bytes, bool, tuple[str, ...], int, int, str]
-"""kind, name, key id, sender id, plain, groups, member, hop class, site: all that an alias towards a neighbor stands for."""
+"""(kind, name, key id, sender id, plain, groups, member, hop class, site):
+
+all that an alias towards a neighbor stands for.
+"""
 
 
 class Subscriber(Protocol):
-    """Who wants a topic: a session, a relay behind a link, or another site."""
+    """A receiver of topics: a session, a relay behind a link, or a remote site."""
 
     @property
     def number(self) -> int: ...
@@ -42,47 +45,47 @@ class Subscriber(Protocol):
     def site(self) -> str: ...
     @property
     def neighbor(self) -> Neighbor:
-        """Over which connection it is reached."""
+        """The connection over which it is reached."""
 
     def subscription_count(self, key: Topic) -> int:
-        """Return how many subscriptions to (filter, key id, group) it stands for, which it has."""
+        """Return how many subscriptions to (filter, key id, group) it stands for. It must have at least one."""
 
 
 class Behind(Protocol):
-    """A relay behind a link, or another site."""
+    """A relay behind a link, or a remote site."""
 
     def members_behind(self, kind: int, name: str, key_id: bytes) -> list[str]:
-        """Return the ids of the members there that serve `kind` at an address, as far as is known."""
+        """Return the ids of the members there that serve `kind` at an address, as far as known."""
 
 
 class Serves(Protocol):
-    """A member of this relay, as far as what it was handed is concerned."""
+    """A member of this relay that has calls in flight."""
 
     @property
     def serial(self) -> int: ...
     @property
     def left(self) -> bool: ...
     def forget_if_done(self) -> None:
-        """Once it has left and finished all, nothing refers to it any more."""
+        """Forget the member once it has left and finished its calls."""
 
 
 class Counted(Protocol):
-    """What a publisher that waits may send, as far as its frames count."""
+    """The flow of a publisher that waits, as far as counting its frames goes."""
 
     received: int
-    """Bytes, ..."""
+    """Bytes received since the publisher's latest WAIT."""
     review_at: int
-    """... and how many of them are reason to look how much more it may send."""
+    """`received` at which the publisher's credit must be reviewed."""
 
     def ended(self) -> None:
-        """The publisher is gone, or its alias stands for another."""
+        """End the flow, because the publisher has left or its alias was declared again."""
 
 
 _UNDECLARED: Final = Alias(-1, 0)
 
 
 class Target:
-    """One delivery set at one neighbor, and the alias that stands for it there, declared at its first message."""
+    """One delivery set at one neighbor, and the alias that stands for it there, declared with its first message."""
 
     __slots__ = ("alias", "delivery", "neighbor", "port", "route", "share")
 
@@ -93,23 +96,25 @@ class Target:
         self.delivery = delivery
         self.alias = _UNDECLARED
         self.share: Share | None = None
-        """Share of the route's neighbor, if this is a link or WAN connection and the share was needed already."""
+        """The share of the route's neighbor, once needed, if `neighbor` is a link or WAN connection."""
 
     def number(self, tick: int) -> int:
-        """Return the alias number, declared anew if it was taken for something else."""
+        """Return the alias number, declared again if it was reused for another delivery."""
         alias = self.alias if self.alias.number >= 0 else self.declare(tick)
         alias.used = tick
         return alias.number
 
     def declare(self, tick: int) -> Alias:
-        """Return the alias, declared: it is new, or its number was taken for something else."""
+        """Declare the alias, because it is new or its number was reused, and return it."""
         self.alias = self.neighbor.out_alias(self.delivery, tick)
         self.route.declared(self)
         return self.alias
 
 
 class Demand:
-    """What a link handed to the members here of one address and kind, and what it was last told of the others' share."""
+    """Calls from one link to the members here of one address and kind, and the load of other senders it
+    was last sent.
+    """
 
     __slots__ = ("messages", "reported", "used_us")
 
@@ -121,14 +126,14 @@ class Demand:
 
 UNUSED: Final = -1
 RELEASED: Final = -2
-"""Versions of a route that was not resolved yet, or whose sender is gone."""
+"""Versions of a route that was not resolved yet (UNUSED) or whose sender has left (RELEASED)."""
 
 
 class Route:
-    """An alias that a neighbor declared: where its frames go. What is cached holds for one `version` of the interest.
+    """An alias that a neighbor declared: where its frames go. Cached targets hold for one `version` of the interest.
 
-    What a link sends goes to sessions of this relay alone, or at a gateway to one other site; what comes from another site, to sessions
-    and links: nothing can go round in circles.
+    Frames from a link go to sessions of this relay only, or at a gateway to one remote site. Frames from a remote site go to
+    sessions and links. So no frame can loop.
     """
 
     __slots__ = (
@@ -171,44 +176,44 @@ class Route:
         self.key_id = declared.key_id
         self.sender_id = declared.sender_id
         self.plain = declared.plain
-        """Over a link: the subscriptions without a group are meant ..."""
+        """Over a link: deliver to subscriptions without a group."""
         self.only: tuple[str, ...] = ()
-        """... and those of these groups."""
+        """Over a link: deliver to subscriptions in these groups."""
         self.hop_class = declared.hop_class
         self.site = declared.site
-        """Where a session's messages are to go, or those on their way to a site."""
+        """The site that a session's messages are for, or that messages on their way to a site are for."""
         self.barred = ""
-        """Why its messages may not cross to, or from, another site."""
+        """Why its messages may not cross to or from a remote site; empty if they may."""
         wan = neighbor.hop_class == HopClass.TO_WAN
         self.onward = HopClass.FROM_WAN if wan else HopClass.MESH
         """The hop class over links to relays of this site."""
         self.vias: dict[str, int] = {}
-        """Site -> number of the way that these messages take."""
+        """Site -> number of the site route that these messages take."""
         self.sites: Sequence[Load] = ()
-        """Members in other sites, nearest first, all of a site as one."""
+        """Loads in remote sites, nearest first; all members of a site are one load."""
         self.demand: Demand | None = None
-        """Over a link: where its calls are counted."""
+        """Counter of calls that came over a link; None for other routes."""
         self.version = UNUSED
         self.flow: Counted | None = None
-        """What its publisher may send, if it waits: see `relay.core.credit`."""
+        """The credit of its publisher, if it waits: see `relay.core.credit`."""
         self.parts = 1
-        """Bundles that a publisher was told to cut a turn's messages into."""
+        """Number of bundles into which the publisher was notified to cut a turn's messages."""
         self.turn = 0
-        """Rises with every choice, so that equals take turns."""
+        """Rises with every choice, so that equal candidates take turns."""
         self.single: Target | None = None
-        """The only receiver, when there is exactly one and no group to choose for."""
+        """The target, when there is exactly one and no group to choose for."""
         self.many: Sequence[Target] = ()
         self.groups: Sequence[tuple[str, Sequence[Subscriber]]] = ()
         self.loads: Sequence[Load] = ()
         self.peers: Sequence[Load] = ()
         self.targets: dict[tuple[int, int, bool, tuple[str, ...]], Target] = {}
-        """By the number of a neighbor or way, ..."""
+        """(number of a neighbor or site route, member, plain, groups) -> target."""
         self._declared: dict[tuple[int, Delivery], None] = {}
-        """Number of a neighbor, and what an alias was declared for there."""
+        """(neighbor number, delivery) of every alias that was declared for this route."""
         self._prune_at = 64
 
     def declared(self, target: Target) -> None:
-        """An alias was declared for a target of this route: it goes with the route."""
+        """Note that an alias was declared for a target of this route; it is freed with the route."""
         self._declared[(target.neighbor.number, target.delivery)] = None
         if len(self._declared) >= self._prune_at:
             there = (key for key in self._declared if key[0] in self._neighbors)
@@ -216,7 +221,9 @@ class Route:
             self._prune_at = max(64, 2 * len(self._declared))
 
     def release(self) -> None:
-        """The sender is gone, or its alias stands for another: the aliases that stood for it elsewhere are free."""
+        """Free the aliases that were declared for this route, because its sender has left or its alias was
+        declared again.
+        """
         if self.flow is not None:
             self.flow.ended()
             self.flow = None
@@ -225,17 +232,17 @@ class Route:
             if neighbor is not None:
                 remember = (
                     neighbor.port.held_messages > 0
-                )  # it may wait there, and make room for others
+                )  # it may be queued there, and be dropped to make room
                 neighbor.aliases.free(delivery, remember=remember)
         self._declared = {}
-        # Who still refers to it (`relay.core.missed_casts`) keeps little.
+        # A released route may still be referred to (`relay.core.missed_casts`) and must stay small.
         self.targets, self.single, self.many, self.groups = {}, None, (), ()
         self.version = RELEASED
 
     def target(
         self, subscriber: Subscriber, member: int, plain: bool = True, groups: tuple[str, ...] = ()
     ) -> Target:
-        """Return the target for a delivery at a session or link, or over a way to a site."""
+        """Return the target for a delivery at a session or link, or over a route to a site."""
         key = (subscriber.number, member, plain, groups)
         target = self.targets.get(key)
         if target is None:
@@ -251,7 +258,7 @@ class Route:
 
 
 class Survey:
-    """One survey on the way: who has not answered, and who was lost."""
+    """A survey in flight: its unanswered parts and its lost members."""
 
     __slots__ = (
         "_room_bytes", "deadline_us", "hop", "lost", "open", "origin", "until_us", "waits",
@@ -266,10 +273,10 @@ class Survey:
         self.lost: list[str] = []
         self._room_bytes = MAX_REPORT_BYTES // 2
         self.waits = True
-        """The origin may still wait: this counts in its `pending`."""
+        """The origin may still wait: the survey counts in its `pending`."""
 
     def lose(self, members: Sequence[str]) -> None:
-        """Note members that never answered. As many are named as fit into DONE, however long their names are."""
+        """Add members that never answered. Only as many are named as fit in a DONE frame."""
         for member in members:
             size = 3 + (len(member) if member.isascii() else 4 * len(member))
             if size > self._room_bytes:
@@ -278,22 +285,22 @@ class Survey:
             self.lost.append(member)
 
     def give_up(self) -> None:
-        """The origin waits no more."""
+        """End the origin's wait."""
         if self.waits:
             self.waits = False
             self.origin.pending -= 1
 
 
 class Dispatched:
-    """A request, push, survey or tunnel opening that a member or another relay was handed and has not finished."""
+    """A request, push, survey or tunnel opening in flight at a member or another relay."""
 
     __slots__ = (
         "attempts", "behind", "deadline_us", "hop", "load", "origin", "roster", "route", "share", "size", "survey", "tried", "until_us", "waits",
     )  # fmt: skip
     count = 1
-    """Calls in it."""
+    """Number of calls in it."""
     left = 1
-    """Calls of it that did not end."""
+    """Number of its calls that have not ended."""
 
     def __init__(self, origin: Neighbor, hop: int, route: Route, size: int) -> None:
         self.origin = origin
@@ -306,24 +313,27 @@ class Dispatched:
         self.tried: list[Load] = []
         self.survey: Survey | None = None
         self.roster: list[str]
-        """Of a survey: the members that the relay behind a link handed it to, ..."""
+        """The members to which the relay behind a link dispatched this survey."""
         self.behind: Sequence[str]
-        """... and what stands for those of another site, before it has named them."""
+        """Placeholders for the members of a remote site, until it has named them."""
         self.share: Share | None = None
-        """Share in which it counts while a link or WAN connection has it."""
+        """The share that counts it while it is at a link or WAN connection."""
         self.deadline_us = 0
         self.until_us = 0
-        """Time at which it is given up, if it has no deadline."""
+        """When it is given up, if it has no deadline."""
         self.waits = True
         """The origin may still wait: this counts in its `pending`."""
 
     @property
     def given_up(self) -> bool:
-        """Whether the origin was told that it is lost: it had no deadline, and nobody ended it. It hears no more of it."""
+        """Whether it was reported to the origin as lost, because it had no deadline and did not end.
+
+        Later answers are dropped.
+        """
         return not (self.waits or self.deadline_us)
 
     def origin_hop(self, hop: int) -> int:
-        """Return the origin's hop id of the call that we gave this one."""
+        """Return the origin's hop id of the call with this hop id of ours."""
         return self.hop
 
     def length(self, hop: int) -> int:
@@ -331,22 +341,22 @@ class Dispatched:
         return self.size
 
     def single(self, hop: int) -> Dispatched:
-        """Return that call by itself, after it came back."""
+        """Return that call on its own, after it was refused and returned."""
         return self
 
     def ended(self, count: int) -> None:
-        """The origin waits no more for so many calls of it."""
+        """End the origin's wait for `count` calls of it."""
         if self.waits:
             self.waits = False
             self.origin.pending -= 1
 
     def give_up(self) -> None:
-        """The origin waits no more for any call of it."""
+        """End the origin's wait for all of its calls."""
         self.ended(1)
 
 
 class DispatchedRun(Dispatched):
-    """Calls of one frame that a member or another relay was handed: under hop ids that follow one another, and so were the origin's."""
+    """Calls of one frame in flight at a member or another relay. Their hop ids are consecutive, on both sides."""
 
     __slots__ = ("count", "first_hop", "left", "sizes")
 
@@ -357,7 +367,7 @@ class DispatchedRun(Dispatched):
         self.count = self.left = count
         self.sizes = sizes
         self.first_hop = 0
-        """The hop id that we gave to the first call."""
+        """Our hop id of the first call."""
 
     def origin_hop(self, hop: int) -> int:
         return self.hop + hop - self.first_hop
@@ -372,7 +382,7 @@ class DispatchedRun(Dispatched):
         return one
 
     def same(self, hop: int, sizes: Sequence[int]) -> bool:
-        """Whether bodies of these lengths, from our hop id `hop` on, are what was handed over."""
+        """Whether bodies of these lengths, from our hop id `hop` on, are those that were dispatched."""
         first = hop - self.first_hop
         return tuple(self.sizes[first : first + len(sizes)]) == tuple(sizes)
 
@@ -389,13 +399,13 @@ class DispatchedRun(Dispatched):
 
 
 class EndOfPair(Protocol):
-    """A tunnel's socket pair, as far as its end goes."""
+    """The socket pair of a tunnel; only its end matters here."""
 
     def end(self) -> None: ...
 
 
 class Tunnel:
-    """A tunnel's two ends here: the opener's session (or link) and hop id, the member's session (or link) and hop id."""
+    """The two ends of a tunnel at this relay: neighbor and hop id of its opener and of its member."""
 
     __slots__ = (
         "member",
@@ -411,7 +421,7 @@ class Tunnel:
         self, opener: Neighbor, opener_hop: int, member: Neighbor, member_hop: int
     ) -> None:
         self.pair: EndOfPair | None = None
-        """By which its records pass us by: see `relay.core.direct`."""
+        """The socket pair that carries its records past this relay, if any: see `relay.core.direct`."""
         self.opener = opener
         self.opener_hop = opener_hop
         self.member = member
@@ -421,7 +431,7 @@ class Tunnel:
 
 
 class Neighbor:
-    """The router's side of one connection: a session, or a link to another relay."""
+    """The router's side of one connection: a session, or a link or WAN connection to another relay."""
 
     __slots__ = (
         "address",
@@ -453,7 +463,7 @@ class Neighbor:
     )
     hop_class = HopClass.LOCAL
     site = ""
-    """Another one, if this connection goes there."""
+    """The remote site, if this connection leads to one."""
 
     def __init__(self, port: Port, number: int, max_aliases: int) -> None:
         self.port = port
@@ -462,45 +472,45 @@ class Neighbor:
         self.closed = False
         self.label = ""
         self.address = ""
-        """host:port of the other end, if it is on another host."""
+        """host:port of the peer, if it is on another host."""
         self.minor = 0
         """Minor version of its greeting. Frames that were added later are not sent to it."""
         self.pulse: Heartbeat | None = None
-        """Of the other side, if it is on another host."""
+        """The heartbeat state of a peer on another host; None on this host."""
         self.clock_us = 0
-        """Added to its deadlines: our clock less its own."""
+        """Our clock minus the peer's, to be added to its deadlines."""
         self.own_hop = RELAY_HOP
-        """What a hop id that we chose has in the bits of `own_hop_mask`: both sides number their own."""
+        """Value of the `own_hop_mask` bits in hop ids that we chose: both sides number their own."""
         self.own_hop_mask = RELAY_HOP
         self.casts = False
         """It has declared an alias for publications or broadcasts."""
         self.swept_us = 0
         self.routes: list[Route | None] = []
         self.group_bytes = 0
-        """Of the queue groups that its aliases name."""
+        """Bytes of the queue group names in its aliases."""
         self.aliases: AliasTable[Delivery] = AliasTable(max_aliases)
         self.in_flight: dict[int, Dispatched] = {}
-        """By the hop id that we gave: what its members run."""
+        """Our hop id -> call in flight at its members."""
         self.pending = 0
-        """What it waits for."""
+        """Number of its own calls that are unanswered."""
         self.left_hops: set[int] = set()
-        """Its hop ids of calls whose callers left, until those who have them are told."""
+        """Its hop ids of calls whose callers left, until their holders are notified."""
         self.tunnels: dict[int, Tunnel] = {}
         self.user: str = f"connection {number}"
-        """User in whose shares its calls count."""
+        """The user in whose shares its calls count."""
         self.shares: dict[int, Share] = {}
         """Number of the neighbor that a call came from -> its share of this connection."""
         self.users: dict[str, UserShare] = {}
         """User -> share of this connection."""
         self.over_share = 0
-        """Calls that it was not handed because their sender's share was used up."""
+        """Calls that were not dispatched to it because their sender's share was used up."""
         self.dropped_entries = 0
-        """Entries that it announced beyond the bounds, which were dropped."""
+        """Entries of its advertised interest that were dropped over a limit."""
         self.gaps: dict[Delivery, list[int]] = {}
-        """Dropped on the way to it and not yet told: delivery -> [first sequence, count]."""
+        """Unreported losses on the way to it: delivery -> [first sequence, count]."""
 
     def forget(self) -> None:
-        """Its connection is gone: whoever still refers to it keeps little."""
+        """Drop its tables after it disconnected: objects that still refer to it keep little."""
         self.closed = True
         for route in self.routes:
             if route is not None:
@@ -511,22 +521,27 @@ class Neighbor:
 
     @property
     def neighbor(self) -> Neighbor:
-        """Itself: a way to a site has another."""
+        """Itself. A route to a site returns another neighbor."""
         return self
 
     def subscription_count(self, key: tuple[str, bytes, str]) -> int:
-        """Return how many subscriptions to (filter, key id, group) this neighbor stands for, which it has."""
+        """Return how many subscriptions to (filter, key id, group) it stands for. It must have at least one."""
         return 1
 
     def beat_came(self, beat: Beat, now_us: int) -> None:
-        """Its heart beats, which says how its clock runs; raises PeerProtocolError from a session of this host, which has none."""
+        """Note a beat and the peer's clock; raises PeerProtocolError from a session of this host, which does
+        not beat.
+        """
         if self.pulse is None:
             raise PeerProtocolError("BEAT from a session on this host")
         self.pulse.on_beat(beat, now_us)
         self.clock_us = self.pulse.clock_us
 
     def control(self, body: Control) -> None:
-        """Send it a control frame; one that cannot be said ends a connection between relays, and nobody else's call."""
+        """Send it a control frame.
+
+        A frame that does not fit closes a connection between relays; for a session it raises.
+        """
         try:
             frame = encode_control(body)
         except LocalProtocolError as err:
@@ -549,10 +564,10 @@ class Neighbor:
         return alias
 
     def dropped(self, delivery: Delivery, first: int, count: int) -> None:
-        """Remember a loss on the way to this neighbor, to be told when there is room.
+        """Note a loss on the way to this neighbor, to be reported when there is room.
 
-        The receiver itself sees a loss between what arrives, so of a plain delivery the latest run is remembered. Where
-        a run starts is said at once, in order: a receiver that knew nothing of this sender counts from there.
+        The receiver itself sees losses between messages that arrive, so of a plain delivery only the latest run is kept. Where a
+        run starts is reported at once, in order: a receiver that does not know this sender counts from there.
         """
         gap = self.gaps.get(delivery)
         plain = delivery[4]
@@ -564,20 +579,20 @@ class Neighbor:
                 self.send_gap(delivery, first, 0, "slow receiver")
 
     def send_gaps(self) -> None:
-        """Send the losses remembered: there is room again."""
+        """Report the losses that were noted, because there is room again."""
         gaps, self.gaps = self.gaps, {}
         for delivery, (first, count) in gaps.items():
             self.send_gap(delivery, first, count, "slow receiver")
 
     def send_gap(self, delivery: Delivery, first: int, count: int, cause: str) -> None:
-        """Tell it of a loss on the way to it."""
+        """Send it a GAP for a loss on the way to it."""
         self.control(gap_of(delivery, first, count, cause))
 
 
 def gap_of(delivery: Delivery, first: int, count: int, cause: str) -> Gap:
-    """Return what tells of a loss of a delivery."""
+    """Return the GAP frame for a loss of a delivery."""
     kind, name, key_id, sender_id, plain, groups, member, _, site = delivery
-    # `first` is the sender's word, and `count` a sum: they may not fit the fields.
+    # `first` comes from the sender, and `count` is a sum: they may not fit in the fields.
     first, count = min(first, (1 << 63) - 1), min(count, (1 << 32) - 1)
     return Gap(
         kind, name, key_id, sender_id, first, count, cause, plain, list(groups), member, site
@@ -585,7 +600,7 @@ def gap_of(delivery: Delivery, first: int, count: int, cause: str) -> Gap:
 
 
 class Load:
-    """What one member, or all members of an address behind one link, were handed of one kind and have not finished."""
+    """Calls of one kind in flight at one member, or at all members of an address behind one link or site route."""
 
     __slots__ = (
         "_since_us",
@@ -615,42 +630,42 @@ class Load:
     ) -> None:
         self.neighbor = neighbor
         self.member = member
-        """None: whoever the relay at the other end of the link chooses, ..."""
+        """The member; None if the relay behind the link chooses one of `behind`."""
         self.behind = behind
-        """... of these."""
+        """The relay or site whose members these are."""
         self.site_route = site_route
-        """To the site of these members, if it is another one."""
+        """The route to the site of these members, if it is a remote one."""
         self.kind = kind
         self.concurrency = concurrency
         self.limit_bytes = limit_bytes
         self.messages = 0
-        """Handed over by us, and not finished."""
+        """Calls in flight from this relay."""
         self.others = 0
-        """Handed over by others, as the other relay said last."""
+        """Calls in flight from other relays, as last reported."""
         self.bytes = 0
         self.pace_us = 0.0
-        """Time from one end of ours to the next while all handlers are busy, a moving average; 0 while it is not known."""
+        """Moving average of the time between two ends of our calls while all handlers are busy; 0 until it is known."""
         self._since_us = 0
-        """Since when all handlers are busy, or the last end after that."""
+        """When all handlers became busy, or the latest end since."""
         self.pushes: dict[int, int] = {}
-        """Pushes that a member was handed, by hop id."""
+        """Pushes in flight at a member: hop id -> hop id."""
 
     @property
     def serial(self) -> int:
-        """The member that is meant; 0 behind a link."""
+        """Serial of the member; 0 behind a link."""
         return 0 if self.member is None else self.member.serial
 
     def taken(self, size: int, now_us: int, count: int = 1) -> None:
-        """Messages of `size` bytes each were handed over."""
+        """Count calls of `size` bytes each that were dispatched."""
         self.bytes += size * count
         self.messages += count
         beyond = self.messages + self.others - self.concurrency
         if 0 <= beyond < count:
-            # What its handlers waited for us does not make it slow.
+            # Time in which its handlers waited for calls does not make it slow.
             self._since_us = now_us
 
     def ended(self, size: int, now_us: int, count: int = 1) -> None:
-        """Messages of `size` bytes each ended."""
+        """Subtract calls of `size` bytes each that ended."""
         self.bytes -= size * count
         if self.messages + self.others >= self.concurrency:
             if self._since_us:
@@ -663,9 +678,9 @@ class Load:
         self.messages -= count
 
     def wait_us(self) -> float:
-        """Return how long a message more would take, as far as the pace tells.
+        """Return how long one more call would take, judged by the pace.
 
-        Little's law on what we handed over alone: the pace at which that ends tells what others' share of the handlers costs us.
+        This is Little's law for our own calls only: the pace at which these end includes what others' share of the handlers costs.
         """
         if self.pace_us:
             return (self.messages + 1) * self.pace_us

@@ -1,7 +1,7 @@
 """Calls that end without an answer: their deadline passed long ago, or they have no deadline and waited for too long.
 
-There is no timer per call. Late calls are looked for when room is short: at most once a second among all pending calls, and once a
-second for each link or WAN connection. Calls without a deadline are looked for when the first of them is due.
+There is no timer per call. Late calls are searched when room is short: at most once a second among all calls, and once a
+second for each link or WAN connection. Calls without a deadline are searched when the first of them is due.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SWEEP_US: Final = 1_000_000
 
 
 class Overdue:
-    """Ends overdue calls. `release` is called for each one, and frees its place at the member or link."""
+    """Ends overdue calls. `release` is called for each one, and frees its slot at the member or link."""
 
     def __init__(
         self,
@@ -36,13 +36,13 @@ class Overdue:
         self.due_us = NEVER_US
         """Time at which `expire` is due: when the first call without a deadline may reach `LIFE_US`."""
         self._swept_us = 0
-        """Time from which all pending calls may be looked at again."""
+        """Time from which all calls may be searched again."""
 
     def make_room_for(self, origin: Neighbor, limit: int, now_us: int) -> bool:
-        """Remove late calls of everybody. Returns True if fewer than `limit` calls of `origin` remain.
+        """Remove late calls of all origins. Returns True if `origin` then has fewer than `limit` unanswered calls.
 
-        All share one look a second: several sessions that each fill their own bound would otherwise keep the relay looking.
-        A member that hangs keeps its calls in its own account, but they must not close other clusters to the caller.
+        All origins share one search per second: several sessions that each fill their own limit would otherwise keep the relay
+        searching. Calls of a member that hangs stay in its account, but must not stop the caller from calling other clusters.
         """
         if now_us < self._swept_us:
             return False
@@ -55,7 +55,7 @@ class Overdue:
         return origin.pending < limit
 
     def make_room_at(self, neighbor: Neighbor, now_us: int) -> bool:
-        """Forget late calls that a link or WAN connection was handed. Returns False if that was done less than a second ago."""
+        """Forget late calls at a link or WAN connection. Returns False if that was done less than a second ago."""
         if now_us < neighbor.swept_us:
             return False
         neighbor.swept_us = now_us + _SWEEP_US
@@ -68,7 +68,7 @@ class Overdue:
     def expire(self, now_us: int) -> None:
         """End calls without a deadline that have waited for `LIFE_US`: their callers get LOST. Tunnels have no such limit.
 
-        A call that a member of this relay was handed stays in that member's account until it answers.
+        A call at a member of this relay stays in that member's account until it answers.
         """
         soonest = NEVER_US
         for neighbor in list(self._neighbors.values()):

@@ -1,10 +1,10 @@
-"""Calls of this relay's sessions that nobody serves now, but that a lost relay or site served a moment ago and may serve again.
+"""Calls of this relay's sessions that nobody serves now, but that a lost relay or site may serve again soon.
 
     nobody serves it ── a relay may come back ── waiting ──► served again, or no relay can come back: to `unparked`
                                                          ──► its deadline has passed: EXPIRED
                                                          ──► its session is lost, or the tunnel is given up: dropped
 
-What waits is bounded in bytes per session, per user and in total. A call beyond a bound is refused as overloaded.
+Waiting calls are limited in bytes per session, per user and in total. A call over a limit is refused as overloaded.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from relay.core.session import Session
 PARKED_BYTES: Final = 16 << 20
 """Bytes that may wait in total. One session may have half of them."""
 PARKED_US: Final = 50_000
-"""Time between two looks at what waits, if the interest does not change."""
+"""Interval at which waiting calls are checked if the interest does not change."""
 
 
 class Prospect(Enum):
@@ -56,7 +56,8 @@ class Unparked(Protocol):
 class Parking:
     """The waiting calls of one relay.
 
-    `prospect` says whether a route is served; `unparked` receives calls that stop waiting; `why` says what one waited for in vain.
+    `prospect` says whether a route is served; `unparked` receives calls that stop waiting; `why` returns the error text for a
+    call whose deadline passed.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class Parking:
         self._openings: set[tuple[int, int]] = set()
         """Waiting tunnel openings: (number of the opener, its hop id)."""
         self._version = 0
-        """Version of the interest at the last look at what waits."""
+        """Version of the interest at the last `expire`."""
         self._due_us = 0
 
     def add(self, entry: Parked, now_us: int) -> str:
@@ -120,11 +121,11 @@ class Parking:
 
     @property
     def deadline_us(self) -> int:
-        """Time at which `expire` is due while something waits: at once after a change of the interest."""
+        """When `expire` is due while something waits: at once after a change of the interest."""
         return self._due_us if self._version == self._interest.version else 0
 
     def expire(self, now_us: int) -> None:
-        """Look at all waiting calls, because the interest has changed or time has passed."""
+        """Check all waiting calls, because the interest has changed or time has passed."""
         self._due_us = now_us + PARKED_US
         self._version = self._interest.version
         prospects: dict[tuple[int, str, bytes, str], Prospect] = {}

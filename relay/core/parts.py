@@ -1,4 +1,4 @@
-"""What one relay consists of, and what becomes of its members, aliases and connections. `Router` takes frames and drives it."""
+"""The parts of one relay's router, and the life of its members, aliases and connections. `Router` feeds it frames."""
 
 from __future__ import annotations
 
@@ -33,11 +33,14 @@ from relay.core.slow import SlowReceivers
 from relay.core.stores import StoreWatch
 
 MAX_GROUP_BYTES: Final = 64 << 20
-"""Of the names of queue groups that the aliases of one link or WAN connection may name together; those of an alias beyond are counted, and left out."""
+"""Bytes of queue group names in the aliases of one link or WAN connection.
+
+Names of an alias over it are counted and dropped.
+"""
 
 
 class Parts:
-    """The parts of one relay's decisions, and what they share."""
+    """The parts of one relay's router, and the state that they share."""
 
     def __init__(
         self, relay_id: bytes, *, message_limit: int, limits: Limits | None = None,
@@ -51,9 +54,9 @@ class Parts:
         self.interest = Interest()
         self.sessions: dict[int, Session] = {}
         self.neighbors: dict[int, Neighbor] = {}
-        """Sessions and links, by number."""
+        """Number -> session, link or WAN connection."""
         self._pulsing: dict[int, Neighbor] = {}
-        """Those on other hosts."""
+        """Number -> neighbor on another host, which gets beats."""
         self.limits = limits or Limits()
         self.quotas = Quotas(
             members=self.limits.all_members, subscriptions=self.limits.all_subscriptions,
@@ -64,7 +67,7 @@ class Parts:
         """When the next beat is due."""
         self.draining = False
         self.alone = True
-        """No other relay or site was ever connected: what is published elsewhere is nothing to anybody here."""
+        """No other relay or site was ever connected, so nobody here can have missed a cast from elsewhere."""
         self.status_extra: Callable[[], dict[str, object]] = dict
         self._next_number = 1
         self.slow = SlowReceivers(lambda: self.now_us)
@@ -100,29 +103,29 @@ class Parts:
         self.audiences = Audiences(label, self.interest, self.slow, lambda: self.now_us)
 
     def number(self) -> int:
-        """Return the number of the next neighbor or way."""
+        """Return the number of the next neighbor or site route."""
         self._next_number += 1
         return self._next_number - 1
 
     @property
     def site(self) -> str:
-        """The name of our site; empty while this relay knows none."""
+        """The name of our site; empty while it is unknown."""
         return self.sites.site
 
     @property
     def fresh(self) -> bool:
-        """Whether no publication and no broadcast was routed yet, and none elsewhere that would have come here."""
+        """Whether no cast was routed yet, and none elsewhere that would have come here."""
         return self.alone and not self._casts.begun
 
     # -- connections -----------------------------------------------------------------------------------------
 
     def watch_pulse(self, neighbor: Neighbor) -> None:
-        """Beat to a neighbor on another host from now on, and end it when it is silent."""
+        """Send beats to a neighbor on another host from now on, and close it when it is silent."""
         self._pulsing[neighbor.number] = neighbor
         self.pulse_us = 0
 
     def session_down(self, session: Session) -> None:
-        """The connection is gone, however it ended. Idempotent."""
+        """Remove a closed session. Idempotent."""
         if session.closed:
             return
         session.forget()
@@ -148,12 +151,12 @@ class Parts:
         session.empty()
 
     def _last_received_us(self) -> int:
-        """Return when the link or WAN connection that has been silent for longest was heard last."""
+        """Return when something was received last over the link or WAN connection that has been silent for longest."""
         far = (n.pulse.last_us for n in self._pulsing.values() if n.hop_class and n.pulse)
         return min(far, default=self.now_us)
 
     def link_down(self, link: Link) -> None:
-        """The link is gone, however it ended. Idempotent."""
+        """Remove a closed link. Idempotent."""
         if link.closed:
             return
         self.mesh.link_down(link, self.now_us)
@@ -166,7 +169,7 @@ class Parts:
         self.audiences.forget(link)
 
     def wan_down(self, wan: Wan) -> None:
-        """The WAN connection is gone, however it ended. Idempotent."""
+        """Remove a closed WAN connection. Idempotent."""
         if wan.closed:
             return
         self.federation.wan_down(wan, self.now_us, silent=self.drains.has_acknowledged(wan))
@@ -177,7 +180,7 @@ class Parts:
         self.drains.forget(wan, self.now_us)
 
     def goodbye(self, session: Session, *, complete: bool = False) -> None:
-        """Answer a BYE, or say one: nothing follows."""
+        """Send BYE to a session, as an answer or first, and close it after that."""
         if session.gaps:
             session.send_gaps()
         session.port.control(encode_control(frames.Bye(complete=complete)))
@@ -191,7 +194,7 @@ class Parts:
     # -- members ---------------------------------------------------------------------------------------------
 
     def leave_asked(self, session: Session, leave: frames.Leave) -> None:
-        """A session takes one of its members away."""
+        """Handle LEAVE: a session withdraws one of its members."""
         member = session.members.get(leave.member)
         if member is None or member.left:
             session.control(
@@ -199,12 +202,12 @@ class Parts:
             )
             return
         if self.drains.hold(session, leave):
-            return  # somebody may still call it who has not heard of the drain
+            return  # a caller that does not know of the drain may still call it
         self.leave(member)
         session.control(frames.Ack(leave.id))
 
     def leave(self, member: Member) -> None:
-        """A member goes, by its own word or with its session."""
+        """Remove a member that left itself or with its session."""
         member.left = True
         member.session.keyed -= len(member.key_ids)
         self.quotas.members.give(member.session.user, len(member.key_ids))
@@ -218,17 +221,17 @@ class Parts:
                 )
 
     def watchers(self, member: Member) -> Sequence[Watch]:
-        """Return who hears of a member."""
+        """Return the watches to notify of changes of a member."""
         return self.interest.watchers(member.name, member.key_ids) if member.listed else ()
 
     def member_id(self, member: Member) -> str:
-        """Return the id by which users know a member: relay id (hex), '.', serial: never reused."""
+        """Return the id by which users know a member: relay id (hex), '.', serial. It is never reused."""
         return f"{self.relay_id.hex()}.{member.serial}"
 
     # -- aliases ---------------------------------------------------------------------------------------------
 
     def declare(self, neighbor: Neighbor, declared: frames.Declare) -> Route:
-        """Take an alias, and return where its frames go; raises PeerProtocolError."""
+        """Store a declared alias and return its route; raises PeerProtocolError."""
         if declared.kind not in DECLARED_KINDS:
             raise PeerProtocolError(
                 f"DECLARE of an alias for frames of kind 0x{declared.kind:02x}, which have none"
@@ -252,7 +255,7 @@ class Parts:
             before.release()
             neighbor.group_bytes -= sum(map(len, before.only))
         route = routes[declared.alias] = Route(neighbor, declared, self.neighbors)
-        if declared.groups and neighbor.hop_class:  # a session's go where its relay says
+        if declared.groups and neighbor.hop_class:  # a session's casts go where its relay decides
             size = sum(map(len, declared.groups))
             if neighbor.group_bytes + size <= MAX_GROUP_BYTES:
                 neighbor.group_bytes += size
@@ -265,7 +268,7 @@ class Parts:
 
     @property
     def under_way(self) -> tuple[int, int]:
-        """Calls that have not ended, surveys as many times as they were handed over, and tunnels."""
+        """(calls that have not ended, each survey counted once per receiver; tunnels)."""
         neighbors = self.neighbors.values()
         dispatched = sum(len(neighbor.in_flight) for neighbor in neighbors)
         tunnels = sum(len(neighbor.tunnels) for neighbor in neighbors) // 2
@@ -273,7 +276,7 @@ class Parts:
 
     @property
     def held_messages(self) -> int:
-        """Messages that ports took and have not written."""
+        """Messages that ports accepted and have not written."""
         waiting = sum(neighbor.port.held_messages for neighbor in self.neighbors.values())
         return waiting + len(self._calls.parking.waiting)
 
@@ -319,7 +322,7 @@ class Parts:
     def numbers(self, limited: str) -> dict[str, object]:
         """Return the part of the snapshot without names. `limited` says why there is no more.
 
-        It has no "clusters", so that nobody who checks for a name takes an empty list for an answer.
+        It has no "clusters" key, so that nobody who looks for a name takes an empty list for an answer.
         """
         return {
             "relay": self.relay_id.hex(),

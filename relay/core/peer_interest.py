@@ -1,10 +1,10 @@
-"""What the other relays say of themselves: a snapshot of their interest, then changes.
+"""The interest of the other relays: receives their snapshots and changes, and keeps the copies up to date.
 
-    INTEREST ── `Replica.hear` ──► part of a snapshot ── with the last, the new copy takes the place of the old
-                               ──► a change ──► the copy, and who watches
-                               ──► a change before it is missing ──► RESYNC
+    INTEREST ── `Replica.receive` ──► part of a snapshot ── with the last part, the new copy replaces the old one
+                                  ──► a change ──► the copy, and sessions that watch
+                                  ──► a change before it is missing ──► RESYNC
 
-What a copy has leads to its link.
+The interest leads to a link for all that is in its copy.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from relay.core.session import is_listed
 
 MAX_SHARED: Final = 8192
 MAX_PINGS: Final = 1024
-"""PINGs of one link that wait for its snapshot; more are answered at once."""
+"""Limit of PINGs of one link that wait for its snapshot; over it they are answered at once."""
 
 
 class PeerInterest:
-    """The interest of other relays, as they tell it."""
+    """The interest of other relays, as they advertise it."""
 
     def __init__(self, interest: Interest, casts: Casts, reach: Reach) -> None:
         self._interest = interest
@@ -44,10 +44,10 @@ class PeerInterest:
         self._kinds: dict[tuple[tuple[int, int], ...], dict[int, int]] = {}
 
     def on_interest(self, link: Link, change: frames.Interest) -> None:
-        """A snapshot or part of one, or a change."""
+        """Apply a change, a snapshot or part of one."""
         if (change.starting, change.store_failed) != (link.copy.starting, link.copy.store_failed):
             link.copy.starting, link.copy.store_failed = change.starting, change.store_failed
-            self._interest.version += 1  # what waits for it is looked at
+            self._interest.version += 1  # calls that wait for the store look again
         verdict = link.replica.receive(change)
         if change.reset:
             copy = link.copy
@@ -62,7 +62,7 @@ class PeerInterest:
             self._request_resync(link)
 
     def _apply_part(self, link: Link, waiting: Copy, change: frames.Interest) -> None:
-        """Part of a snapshot; with the last, the new copy takes the place of the old."""
+        """Apply part of a snapshot; with the last part, the new copy replaces the old one."""
         for entry in map(self._shared, change.joined):
             if waiting.join(entry):
                 self._add_addresses(link, entry)
@@ -84,7 +84,7 @@ class PeerInterest:
             if (name, key_id) not in link.addresses:
                 link.forget_loads(name, key_id)
         for address in link.addresses:
-            self._interest.changed(address)  # the copy counts only now
+            self._interest.changed(address)  # the copy is used from here on
         link.waiting = None
         new = link.replica.whole(change.version)
         link.settle_us = 0
@@ -126,11 +126,14 @@ class PeerInterest:
             or change.sites
             or change.clusters
         ):
-            # Where only topics changed, those that came or went have said so themselves, and how many want one changes no route.
+            # If only topics changed, `subscribe` has raised the version for those that came or went; a new count changes no route.
             self._interest.version += 1
 
     def _shared(self, entry: MemberEntry) -> MemberEntry:
-        """Return the entry, checked, made of values that others have, too: at a hundred thousand members that is half the memory."""
+        """Return the entry, checked, made of values shared with other entries:
+
+        at 100,000 members that halves the memory.
+        """
         _check_member(entry)
         if len(self._key_ids) + len(self._kinds) > MAX_SHARED:
             self._key_ids.clear()
@@ -141,7 +144,7 @@ class PeerInterest:
         return MemberEntry(entry.serial, name, key_ids, kinds, label, printable(entry.tag))
 
     def _add_addresses(self, link: Link, entry: MemberEntry) -> None:
-        """Calls for the addresses of a member may go over the link."""
+        """Route calls for the addresses of a member over the link."""
         for key_id in entry.key_ids:
             address = (entry.name, key_id)
             count = link.addresses.get(address, 0)
@@ -151,7 +154,7 @@ class PeerInterest:
             self._interest.changed(address)
 
     def _apply_topics(self, link: Link, topics: Sequence[TopicEntry]) -> bool:
-        """Take what the relay behind a link wants. Returns True if the weight of a queue group changed."""
+        """Apply the subscriptions of the relay behind a link. Returns True if the weight of a queue group changed."""
         weighed = False
         for entry in topics:
             topic = (entry.filter, entry.key_id, entry.group)
@@ -189,19 +192,21 @@ class PeerInterest:
         return weighed
 
     def beat(self, link: Link, version: int) -> None:
-        """A beat came; its version is that of the changes sent before it."""
+        """Handle a beat. `version` is that of the changes sent before it."""
         if not link.replica.in_step(version):
             self._request_resync(link)
 
     def on_ping(self, link: Link, ping: frames.Ping) -> None:
-        """The other relay asks whether we know what it sent before. While its snapshot is due, it is answered after that."""
+        """Answer a PING, which asks whether we have received all earlier changes; while a snapshot is due,
+        only after that.
+        """
         if link.replica.behind and ping.id != DRAIN_PING and len(link.pings) < MAX_PINGS:
             link.pings.append(ping.id)
         else:
             link.control(frames.Pong(ping.id))
 
     def _request_resync(self, link: Link) -> None:
-        """A change was lost or repeated: the snapshot makes it good."""
+        """Ask for a snapshot, because a change was lost or repeated."""
         self.resyncs += 1
         link.settle_us = link.beats.last_us + SUSPENDED_US
         link.control(link.replica.request_resync())
@@ -209,7 +214,7 @@ class PeerInterest:
     def notify_watchers(
         self, entry: MemberEntry, joined: Sequence[frames.MemberInfo] = (), left: Sequence[str] = ()
     ) -> None:
-        """Who watches its cluster hears of a member."""
+        """Notify sessions that watch a member's cluster."""
         if not is_listed(entry.kinds):
             return
         for watch in self._interest.watchers(entry.name, entry.key_ids):
@@ -217,7 +222,7 @@ class PeerInterest:
                 watch.session.control(frames.Membership(watch.number, list(joined), list(left)))
 
     def empty(self, link: Link) -> None:
-        """What the other relay wants leads to this link no more."""
+        """Stop routing to a link: remove its addresses and topics from the interest."""
         for address in link.addresses:
             self._interest.unserve(link, address)
             self._interest.changed(address)

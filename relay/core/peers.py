@@ -1,4 +1,4 @@
-"""What relays say to each other by control frames, over links and between sites."""
+"""Control frames between relays, over links and between sites."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from relay.core.parts import Parts
 from relay.core.site_routes import Wan
 
 _ANSWER_KINDS: Final = (Kind.REPLY, Kind.FAULT, Kind.ANSWER, Kind.STREAM_REPLY)
-"""They go where what they answer came from."""
+"""Kinds of answers, which go where their call came from."""
 
 
 class LinkControl:
-    """The control frames of all links of one router."""
+    """Handles the control frames of all links of one router."""
 
     def __init__(self, router: Parts, calls: Calls, casts: Casts) -> None:
         self._router = router
@@ -51,7 +51,7 @@ class LinkControl:
         }
 
     def frame(self, link: Link, buf: memoryview, start: int, end: int) -> None:
-        """Take one; raises PeerProtocolError."""
+        """Handle one control frame; raises PeerProtocolError."""
         body = decode_control(buf, start, end)
         handler = self._handlers.get(type(body))
         if handler is None:
@@ -91,19 +91,19 @@ class LinkControl:
         self._calls.leaving.callers_left(link, left, self._router.now_us)
 
     def _on_bye(self, link: Link, bye: frames.Bye) -> None:
-        """The relay stops, and has sent all that it had."""
+        """Close the link after BYE: the relay stops, and has sent everything."""
         link.bye = True
         link.port.finish()
         self._router.link_down(link)
 
     def _on_error(self, link: Link, error: frames.Error) -> None:
-        """The other relay says which rule we broke, and ends the link."""
+        """Close the link after ERROR: the other relay reports which rule we broke."""
         link.port.abort(f"the other relay reported: {error.detail}")
         self._router.link_down(link)
 
 
 class WanControl:
-    """The control frames of all connections to other sites of one router. What they say is shown to people here."""
+    """Handles the control frames of all WAN connections of one router. Texts in them are shown to people here."""
 
     def __init__(self, router: Parts, calls: Calls, casts: Casts) -> None:
         self._router = router
@@ -131,7 +131,7 @@ class WanControl:
         }
 
     def frame(self, wan: Wan, buf: memoryview, start: int, end: int) -> None:
-        """Take one; raises PeerProtocolError."""
+        """Handle one control frame; raises PeerProtocolError."""
         body = decode_control(buf, start, end)
         handler = self._handlers.get(type(body))
         if handler is None:
@@ -175,7 +175,7 @@ class WanControl:
         self._calls.leaving.callers_left(wan, left, self._router.now_us)
 
     def _on_fail(self, wan: Wan, fail: frames.Fail) -> None:
-        # What another site says is shown to people here.
+        # Another site's text is shown to people here.
         self._calls.answers.failed_by_link(
             wan, msgspec.structs.replace(fail, detail=printable(fail.detail))
         )
@@ -188,17 +188,17 @@ class WanControl:
         self._calls.surveys.done(wan, frames.Done(done.hop, [printable(m) for m in done.lost]))
 
     def _on_bye(self, wan: Wan, bye: frames.Bye) -> None:
-        """The gateway stops, and has sent all that it had."""
+        """Close the connection after BYE: the gateway stops, and has sent everything."""
         wan.bye = True
         wan.port.finish()
         self._router.wan_down(wan)
 
     def _on_error(self, wan: Wan, error: frames.Error) -> None:
-        """The other gateway says which rule we broke, and ends the connection."""
+        """Close the connection after ERROR: the other gateway reports which rule we broke."""
         wan.port.abort(f"the other gateway reported: {printable(error.detail)}")
         self._router.wan_down(wan)
 
 
 def _on_ping(neighbor: Neighbor, ping: frames.Ping) -> None:
-    """The other relay stops, has said so, and asks whether we have heard: what we sent before goes before this answer."""
+    """Answer a PING of a relay that stops. All that we sent before arrives before this answer."""
     neighbor.control(frames.Pong(ping.id))

@@ -1,4 +1,4 @@
-"""What the router knows of the outside: ports that take frames, and the account of every message."""
+"""The router's view of the outside: ports that accept frames, and the account of every message."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class Held:
-    """What one tunnel has waiting at one port, in bytes."""
+    """Bytes that one tunnel has queued at one port."""
 
     __slots__ = ("bytes",)
 
@@ -15,49 +15,52 @@ class Held:
 
 
 class Port(Protocol):
-    """One session's connection as the router sees it. Nothing here waits: a port queues within its bounds, or refuses."""
+    """One connection as the router sees it. Nothing here waits: a port queues within its limits, or refuses."""
 
     def has_room(self, size: int) -> bool:
-        """Whether `forward` and `send` would take a frame of `size` bytes: asked before an alias is declared for it."""
+        """Whether `forward` and `send` would accept a frame of `size` bytes.
+
+        Asked before an alias is declared for it.
+        """
 
     def forward(self, buf: memoryview, start: int, end: int, count: int) -> bool:
-        """Take the frame at `buf[start:end]`, of `count` messages; False: the queue is full, nothing was taken.
+        """Accept the frame at `buf[start:end]`, of `count` messages; False: the queue is full and nothing was accepted.
 
-        The frame is borrowed until the router's caller settles the port, and not changed until then.
+        The frame is borrowed until the router's caller settles the port, and must not change until then.
         """
 
     def send(self, frame: bytes, count: int) -> bool:
-        """As `forward`, for a frame of its own."""
+        """Same as `forward`, for a frame of its own."""
 
     def forward_tunnel(self, buf: memoryview, start: int, end: int, held: Held) -> bool:
-        """As `forward`, for one message within the tunnels' share of the queue; `held` counts what waits."""
+        """Same as `forward`, for one message within the tunnels' share of the queue; `held` counts the queued bytes."""
 
     def discard(self, held: Held) -> int:
-        """Forget what one tunnel has waiting here; return how many messages that were."""
+        """Drop what one tunnel has queued here; return the number of messages."""
 
     def control(self, frame: bytes) -> None:
-        """Take a control frame, always; a session that does not read its answers is not read from."""
+        """Accept a control frame, always. A session that does not read its answers is not read from."""
 
     def finish(self) -> None:
-        """Close once all that was taken is written."""
+        """Close once all accepted frames are written."""
 
     def abort(self, reason: str) -> None:
         """Close now; `reason` is for our log."""
 
     @property
     def crowded(self) -> bool:
-        """Whether more waits here than publishers that wait for credit are to add to."""
+        """Whether the queue is so long that publishers that wait for credit must not add to it."""
 
     @property
     def held_messages(self) -> int:
-        """Messages taken and not yet given to the connection."""
+        """Messages accepted and not yet given to the connection."""
 
 
 class Accounts:
     """Where messages went: in + copied = out + refused + dropped + expired + held, always.
 
-    A fan-out to n ports adds n - 1 to `copied`; one that nobody wants is dropped as "unwanted". `out` counts what a port
-    took; what it still holds is `held`, and what it held when it closed is dropped as "session lost".
+    A fan-out to n ports adds n - 1 to `copied`; a cast that nobody wants is dropped as "unwanted". `out` counts what a port
+    accepted; what it still has queued is `held`, and what it had queued when it closed is dropped as "session lost".
     """
 
     __slots__ = ("copied", "dropped", "expired", "in_", "out", "refused")
@@ -71,7 +74,7 @@ class Accounts:
         self.dropped: dict[str, int] = {}
 
     def drop(self, cause: str, count: int) -> None:
-        """Count messages that go nowhere."""
+        """Count messages that are dropped."""
         self.dropped[cause] = self.dropped.get(cause, 0) + count
 
     def report(self, held: int) -> dict[str, object]:
