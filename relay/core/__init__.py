@@ -1,1 +1,1 @@
-"""The relay's decisions as plain objects: routing, interest, balancing, pending requests. Sans-IO."""
+"""The decisions of a relay as plain objects: routing, interest, load balancing, calls in flight. Sans-IO."""

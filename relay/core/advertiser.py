@@ -1,4 +1,4 @@
-"""Advertises this relay's interest to the other relays: members, subscriptions, reachable sites and the state of its store.
+"""Advertises this relay's interest to the other relays: members, subscriptions, reachable sites, its store.
 
     a change ── gathered for `GATHER_US` ──► INTEREST to every link
     a new link, or RESYNC ── flush what was gathered ──► a snapshot to that link
@@ -23,10 +23,7 @@ from relay.core.session import Member
 
 GATHER_US: Final = 2_000
 MAX_GROUPS_HERE: Final = 128
-"""Limit of queue groups of one relay under one key:
-
-a DECLARE over a link may have to name them all in one control frame.
-"""
+"""Limit of queue groups of one relay under one key. One DECLARE over a link may have to name them all."""
 
 
 class Advertiser:
@@ -132,10 +129,7 @@ class Advertiser:
         return ""
 
     def leave(self) -> None:
-        """Advertise an empty interest because this relay is about to stop:
-
-        peers then send nothing new to its members.
-        """
+        """Advertise an empty interest, so that peers send nothing new, because this relay is about to stop."""
         self.flush()
         self.leaving = True
         self._snapshot_version = 0

@@ -93,9 +93,9 @@ class Budget:
         self._barren.pop(queue, None)
 
     def make_room(self, queue: Queue, size: int, *, own: bool = False) -> bool:
-        """Make room for `size` bytes by shortening the longest queue, unless it is this one; return whether there is room.
+        """Make room for `size` bytes by shortening the longest queue, unless it is this one.
 
-        `own`: what is added may replace this queue's own casts.
+        Returns whether there is room. `own`: what is added may replace this queue's own casts.
         """
         length = 0 if own else queue.waiting_bytes + size + self.near_bytes
         while length < self._longest or own:
@@ -138,10 +138,11 @@ def cut(
     """
     kept: list[Entry] = []  # newest first
     lost: dict[Delivery, int] = {}
-    later: set[int] = (
-        set()
-    )  # aliases declared further on: what they stood for before is not known
-    gaps: list[tuple[Delivery, list[int]]] = []  # first, count, and number of kept entries behind it
+    # Aliases declared further on: what they stood for before is not known.
+    later: set[int] = set()
+    gaps: list[
+        tuple[Delivery, list[int]]
+    ] = []  # first, count, and number of kept entries behind it
     latest: dict[Delivery, list[int]] = {}
     read = freed = seen = 0
     for entry in newest:

@@ -1,4 +1,4 @@
-"""Requests, pushes, surveys, tunnel openings and calls of stores: dispatched to members or other relays, refused, or lost.
+"""Requests, pushes, surveys, tunnel openings and store calls: dispatched to members or relays, refused, or lost.
 
 A dispatched call is in the `in_flight` table of the neighbor that has it, under a hop id that this relay chose. So only that
 neighbor can answer it (answers.py). A refusal returns the frame itself, over links too, to the caller's relay, so no relay
@@ -212,9 +212,9 @@ class Calls:
     def _dispatch_to_best(
         self, dispatched: Dispatched, buf: memoryview, start: int, end: int
     ) -> bool:
-        """Dispatch a call to the best member, else to a relay that has one, else to a remote site; False when there is none.
+        """Dispatch a call to the best member, else to a relay that has one, else to a remote site.
 
-        While anybody in this site has room, even in a queue, calls stay here: a remote site is tens of milliseconds away.
+        Returns False if none of them has room. While anybody in this site has room, even in a queue, calls stay here: a remote site is tens of milliseconds away.
         """
         route = dispatched.route
         self._resolve(route)
@@ -276,7 +276,7 @@ class Calls:
         return True
 
     def _may_hold_more(self, target: Target, dispatched: Dispatched) -> bool:
-        """Whether a link or WAN connection may hold one more call of that sender. If so, count it in the sender's share.
+        """Count a call in its sender's share of a link or WAN connection; False if the share is used up.
 
         A peer that finishes nothing must not fill our tables, and one session must not take all slots at the peer.
         """

@@ -132,9 +132,8 @@ class Casts:
 
     def _declare(self, target: Target, tick: int) -> Alias:
         if target.neighbor.hop_class:
-            self.missed.record(
-                target.route
-            )  # if the connection is lost now, the other side does not know this alias
+            # If the connection is lost now, the other side does not know this alias.
+            self.missed.record(target.route)
         return target.declare(tick)
 
     def _too_slow(self, target: Target, buf: memoryview, start: int, count: int) -> None:
@@ -197,7 +196,7 @@ class Casts:
         ]
 
     def _subscribers(self, route: Route) -> tuple[list[Subscriber], dict[str, list[Subscriber]]]:
-        """Return the subscribers without a group, and the candidates of every group: a link once for each of its sessions.
+        """Return the subscribers without a group, and the candidates of every group (a link once per session).
 
         A group with a member in this site has no candidate in remote sites. Of another group only the nearest site is a candidate.
         """
@@ -247,10 +246,7 @@ class Casts:
         return subscriber.weight(route.key_id, group) if isinstance(subscriber, Link) else 1
 
     def _spreads(self, route: Route) -> bool:
-        """Whether a route's messages may go over links to other relays of this site:
-
-        they come from a session or a WAN connection.
-        """
+        """Whether a route's messages may go over links: those from a session or a WAN connection."""
         return route.neighbor.hop_class != HopClass.MESH
 
     def _choose(self, route: Route) -> Sequence[Target]:
@@ -295,14 +291,15 @@ class Casts:
         """Send a gap to a remote site by the route of the lost messages, so that it does not overtake what was
         sent before.
         """
-        if route.version == UNUSED:  # nothing of it was lost here: it began while its site was disconnected
+        # Nothing of it was lost here: it began while its site was disconnected.
+        if route.version == UNUSED:
             self._resolve(route)
         wan = self._sites.wan_of(route)
         if wan is not None:
             wan.control(gap)
 
     def gap_from_wan(self, wan: Wan, gap: Gap, now_us: int) -> None:
-        """Report messages that a remote site's gateway dropped to this relay's sessions and to the other relays of this site.
+        """Report messages that a remote site's gateway dropped to the sessions and relays of this site.
 
         The count from another site is ignored: it could name a sender of ours, and receivers would wait for sequences that never
         come. The sender's next message shows the exact loss. One gap per second is reported for each sender and address.
@@ -369,7 +366,8 @@ class Casts:
             if route is None or route.barred or route.kind not in (Kind.PUBLISH, Kind.BROADCAST):
                 continue
             for target in self._all_targets(route):
-                if target.neighbor.hop_class:  # a local session's connection ends, which says the same
+                # A local session's connection ends, which says the same.
+                if target.neighbor.hop_class:
                     target.neighbor.send_gap(target.delivery, 0, UNKNOWN_COUNT, "a relay on the way was stopped")  # fmt: skip
 
     def _all_targets(self, route: Route, alone: Neighbor | None = None) -> list[Target]:
@@ -414,7 +412,8 @@ class Casts:
 
     def _report_late(self, route: Route, targets: Iterable[Target]) -> None:
         for target in targets:
-            if target.delivery[-1]:  # a gateway on the way forwards only for aliases that were declared to it
+            # A gateway on the way forwards only for aliases that were declared to it.
+            if target.delivery[-1]:
                 target.number(self._interest.tick)
             target.neighbor.send_gap(target.delivery, 0, UNKNOWN_COUNT, SENT_WHILE_DOWN)
         if route.neighbor.closed:

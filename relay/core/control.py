@@ -334,7 +334,8 @@ class SessionControl:
         document = self._documents.get(ours)
         if document is None:  # many sessions may ask at once
             document = json.dumps(self._router.status() if ours else self._router.numbers(NOT_OURS))
-            if len(document) > MAX_REPORT_BYTES - FRAME_OVERHEAD:  # it is ASCII, so its length is its size in bytes
+            # It is ASCII, so its length is its size in bytes.
+            if len(document) > MAX_REPORT_BYTES - FRAME_OVERHEAD:
                 document = json.dumps(self._router.numbers(TOO_LONG))
             self._documents[ours] = document
         session.control(frames.Report(status.id, document))

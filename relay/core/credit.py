@@ -54,7 +54,8 @@ class Credit:
         self.sent = 0
         """Bytes sent since the last WAIT, to compare with `limit`."""
         self.left_out = False
-        """The connection had no credit for as long as the publisher waits. Messages for a session are dropped; a relay still gets
+        """The connection had no credit for as long as the publisher waits.
+
         all of them and drops itself.
         """
 
@@ -329,9 +330,8 @@ class Credits:
     def _ask(self, credit: Credit, *, stalled: bool = False) -> None:
         """Ask a connection for credit. Bytes count from here, and there is no credit before the answer."""
         if credit.alias is None or credit.alias.number < 0:
-            for flow in list(
-                credit.flows
-            ):  # the next frame goes under another alias, which is asked for itself
+            # The next frame goes under another alias, which is asked for itself.
+            for flow in list(credit.flows):
                 self._leave(flow, credit)
             return
         self._serial = (self._serial + 1) & 0xFFFFFFFF

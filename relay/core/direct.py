@@ -1,4 +1,4 @@
-"""Socket pairs for tunnels between two local sessions: which tunnels get one, how many, and the traffic their ends report.
+"""Socket pairs for tunnels between two local sessions: who gets one, their limit, and the traffic over them.
 
 the opener sends DIRECT ──► both sessions can receive descriptors, and there is room: a pair, and a token of its end to each session
 the tunnel or a session ends ──► the pair is shut down for both, whatever they do with their descriptors

@@ -89,9 +89,9 @@ class Draining:
             self.expire(now_us)
 
     def keep_bye(self, session: Session) -> bool:
-        """Hold the BYE of a session until its pushes have ended, so that it gets their failures; False:
+        """Hold the BYE of a session until its pushes have ended, so that it gets their failures.
 
-        answer it now.
+        Returns False if it must be answered now.
         """
         if not self.begun or session.minor < PING_MINOR or not session.pending:
             return False
@@ -114,9 +114,9 @@ class Draining:
         self.cut_tunnels += before[1] - after[1]
 
     def hold(self, session: Session, leave: frames.Leave) -> bool:
-        """Hold the LEAVE of a member until all have acknowledged; False:
+        """Hold the LEAVE of a member until all have acknowledged.
 
-        it leaves now. A repeated LEAVE is not held.
+        Returns False if it leaves now. A repeated LEAVE is not held.
         """
         key = (session.number, leave.member)
         if self.acknowledged or key in self._leaving:

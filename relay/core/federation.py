@@ -210,10 +210,7 @@ class Federation:
             wan.port.control(frame)
 
     def leave(self) -> None:
-        """Advertise an empty interest because this relay is about to stop:
-
-        remote sites then send nothing new through it.
-        """
+        """Advertise an empty interest, so that remote sites send nothing new, because this relay is about to stop."""
         self._flush()
         self.leaving = True
         self.journal.version += 1

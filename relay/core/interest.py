@@ -1,4 +1,4 @@
-"""The interest that a relay routes by: members by cluster, subscribers by topic, links to relays that have either, watches.
+"""The interest that a relay routes by: members by cluster, subscribers by topic, links that lead to them.
 
 An address is (name, key id). `version` rises with every change that may alter a route.
 """
@@ -242,10 +242,7 @@ class Interest:
         return plain, dict(sorted(groups.items()))
 
     def audience(self, topic: str, key_id: bytes) -> int:
-        """Return how many known subscriptions match a topic:
-
-        sessions of this relay, of other relays and of remote sites.
-        """
+        """Return how many known subscriptions match a topic, in this relay, other relays and remote sites."""
         root = self._topics.get(key_id)
         if root is None:
             return 0

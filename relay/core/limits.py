@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class Limits:
-    """What one session may hold at this relay, and (`all_members`, `all_subscriptions`, `all_watches`) all sessions together.
+    """Limits of one session at this relay, and (`all_…`) of all sessions together.
 
     Members and watches are counted once per key id.
     """

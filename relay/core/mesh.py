@@ -123,9 +123,9 @@ class Mesh:
         ]
 
     def others(self, name: str, key_ids: Iterable[bytes]) -> dict[str, int]:
-        """Return how many members of other relays serve `name` under other keys:
+        """Return how many members of other relays serve `name` under other keys.
 
-        first 4 bytes of the key id in hex -> count.
+        First 4 bytes of the key id in hex -> count.
         """
         known = set(key_ids)
         found: dict[str, int] = {}
@@ -138,10 +138,7 @@ class Mesh:
         return found
 
     def might_serve(self, kind: int, name: str, key_id: bytes, now_us: int) -> bool:
-        """Whether a relay or store may still come that serves an address:
-
-        one is suspended, starting, or not found yet.
-        """
+        """Whether a relay or store that is suspended, starting or not found yet may serve an address."""
         return (
             self.settling(now_us)
             or (kind == Kind.STREAM and bool(self.starting_stores()))

@@ -28,10 +28,7 @@ Address = tuple[str, bytes]
 Topic = tuple[str, bytes, str]
 """(filter, key id, group)."""
 Delivery = tuple[int, str, bytes, bytes, bool, tuple[str, ...], int, int, str]
-"""(kind, name, key id, sender id, plain, groups, member, hop class, site):
-
-all that an alias towards a neighbor stands for.
-"""
+"""What an alias stands for: (kind, name, key id, sender id, plain, groups, member, hop class, site)."""
 
 
 class Subscriber(Protocol):
@@ -230,9 +227,8 @@ class Route:
         for number, delivery in self._declared:
             neighbor = self._neighbors.get(number)
             if neighbor is not None:
-                remember = (
-                    neighbor.port.held_messages > 0
-                )  # it may be queued there, and be dropped to make room
+                # It may be queued there, and be dropped to make room.
+                remember = neighbor.port.held_messages > 0
                 neighbor.aliases.free(delivery, remember=remember)
         self._declared = {}
         # A released route may still be referred to (`relay.core.missed_casts`) and must stay small.

@@ -66,9 +66,9 @@ class Overdue:
         return True
 
     def expire(self, now_us: int) -> None:
-        """End calls without a deadline that have waited for `LIFE_US`: their callers get LOST. Tunnels have no such limit.
+        """End calls without a deadline that have waited for `LIFE_US`: their callers get LOST.
 
-        A call at a member of this relay stays in that member's account until it answers.
+        Tunnels have no such limit. A call at a member of this relay stays in that member's account until it answers.
         """
         soonest = NEVER_US
         for neighbor in list(self._neighbors.values()):

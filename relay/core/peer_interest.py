@@ -126,13 +126,14 @@ class PeerInterest:
             or change.sites
             or change.clusters
         ):
-            # If only topics changed, `subscribe` has raised the version for those that came or went; a new count changes no route.
+            # If only topics changed, `subscribe` has raised the version for those that came or went.
+            # A new count changes no route.
             self._interest.version += 1
 
     def _shared(self, entry: MemberEntry) -> MemberEntry:
-        """Return the entry, checked, made of values shared with other entries:
+        """Check an entry, and return it made of values shared with other entries.
 
-        at 100,000 members that halves the memory.
+        At 100,000 members, sharing halves the memory.
         """
         _check_member(entry)
         if len(self._key_ids) + len(self._kinds) > MAX_SHARED:

@@ -1,6 +1,6 @@
-"""What a site exports to and imports from other sites:
+"""What a site exports to and imports from other sites.
 
-lists of names and filters, with "!" before those that are denied.
+Lists of names and filters, with "!" before those that are denied.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ class Patterns:
 
 
 class Policy:
-    """`exported`: our clusters that other sites may call, and our topics that they may receive; `imported`: theirs for ours.
+    """What may cross between sites.
+
+    `exported`: our clusters that other sites may call, and our topics that they may receive. `imported`: theirs for ours.
 
     A log is called by its uuid, and judged by its stream's name, which its store sends in JOIN. Calls of the stores themselves,
     under NO_KEY, never cross.
@@ -79,9 +81,9 @@ class Policy:
     def exports(
         self, kinds: Mapping[int, int], name: str, key_id: bytes, tag: str
     ) -> dict[int, int]:
-        """Return what other sites may use of what a member serves at an address:
+        """Return what other sites may use of what a member serves at an address.
 
-        kind -> handlers. `tag` is the one in JOIN.
+        Returns kind -> handlers. `tag` is the one in JOIN.
         """
         if key_id == NO_KEY:
             return {}

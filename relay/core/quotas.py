@@ -1,10 +1,10 @@
-"""Shares: how much of a shared table, byte bound or set of places one user and one session may hold.
+"""Quotas: how much of a shared table, byte limit or set of slots one user and one session may hold.
 
     what is shared       a user may have                        a session may have
     sessions             all but the last quarter               -
     members, topics,     all but the last quarter               what its own limits say
     watches, parked
-    a link's places      all but the last quarter               half
+    a link's slots       all but the last quarter               half
 
 A user is a uid of this host, the holder of one access file, or, for calls that arrive over a link or WAN connection, that
 connection. A user over its share gets an error; other users notice nothing.
@@ -18,11 +18,11 @@ from relay.core.neighbor import Dispatched, Neighbor, Target
 from relay.core.shares import Share, UserShare
 
 RELAYS_STORE: Final = "the relay's store"
-"""User name of the store that this relay started itself. No share bounds it, so that no user can lock it out."""
+"""User name of the store that this relay started itself. No share limits it, so that no user can lock it out."""
 
 
 def all_but_a_quarter(limit: int) -> int:
-    """Return the share of one user of a limit: all but the last quarter, which is kept for others."""
+    """Return one user's share of a limit: all but the last quarter, which is reserved for others."""
     return limit - limit // 4
 
 
@@ -81,7 +81,7 @@ class Table:
 
 
 class Quotas:
-    """The tables that the sessions of one relay share. Each one is also bounded per session."""
+    """The tables that the sessions of one relay share. Each one is also limited per session."""
 
     def __init__(
         self, *, members: int, subscriptions: int, watches: int, parked_bytes: int
@@ -102,7 +102,7 @@ class Quotas:
 
 
 def share_at(neighbor: Neighbor, origin: Neighbor) -> Share:
-    """Return the counter of calls that a link or WAN connection was handed for `origin`, and for its user."""
+    """Return the counter of calls from `origin`, and from its user, in flight at a link or WAN connection."""
     share = neighbor.shares.get(origin.number)
     if share is None:
         users = neighbor.users
@@ -112,13 +112,13 @@ def share_at(neighbor: Neighbor, origin: Neighbor) -> Share:
 
 
 def is_over(neighbor: Neighbor, origin: Neighbor, limit: int) -> bool:
-    """Whether `origin` has its share of a connection's places: half for a session, three quarters for a user."""
+    """Whether `origin` has used its share of a connection's slots: half for a session, three quarters for a user."""
     share = neighbor.shares.get(origin.number)
     return share is not None and _is_over(share, origin, limit)
 
 
 def _is_over(share: Share, origin: Neighbor, limit: int, count: int = 1) -> bool:
-    """Whether `count` more would be too many."""
+    """Whether `count` more calls would be over the share."""
     more = count - 1
     return share.whole.held + more >= all_but_a_quarter(limit) or (
         share.held + more >= max(1, limit // 2) and not origin.hop_class
@@ -126,7 +126,7 @@ def _is_over(share: Share, origin: Neighbor, limit: int, count: int = 1) -> bool
 
 
 def hold(target: Target, dispatched: Dispatched, limit: int) -> bool:
-    """Count a call in its sender's share of a connection with `limit` places. Returns False if the share is used up."""
+    """Count calls in their sender's share of a connection with `limit` slots. Returns False if the share is used up."""
     share = target.share
     if share is None:
         share = target.share = share_at(target.neighbor, target.route.neighbor)

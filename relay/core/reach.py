@@ -1,9 +1,9 @@
-"""What is reached of other sites: the ways to them, own or over gateways of ours, and what our relays are told of it.
+"""The remote sites that this relay reaches, by its own WAN connections or over other gateways.
 
-    every Wan ── Way ── Summary per site ──► our links          our gateways' links ── Way ──► interest
-    the last way of a site is remembered for `SUSPENDED_US`
+    every Wan ── SiteRoute ── Summary per site ──► our links          our gateways' links ── SiteRoute ──► interest
+    interest of a site that lost its last route is remembered for `SUSPENDED_US`
 
-Which way a sender's frames take is chosen once for each address, and again only when that way is lost, so that they stay in order.
+A sender's route is chosen once per address, and again only when that route is lost, so that frames stay in order.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAX_SITES: Final = 1024
 
 
 class Reach:
-    """Keeps the ways to other sites, and what the relays of our site are told of them."""
+    """Keeps the routes to remote sites, and what is advertised about these sites to the relays of this one."""
 
     def __init__(
         self, interest: Interest, sites: Sites, casts: Casts, next_number: Callable[[], int]
@@ -41,19 +41,19 @@ class Reach:
         self._casts = casts
         self._next_number = next_number
         self._behind: dict[int, dict[str, SiteRoute]] = {}
-        """Number of a link -> site -> the way over that gateway."""
+        """Link number -> site -> the route over that gateway."""
         self._theirs: dict[str, Summary] = {}
-        """Interest of other sites, as announced to the relays of our site."""
+        """Site -> its interest as advertised to the relays of our site."""
         self._their_room = Room(MAX_COPY)
-        """Room for that interest, all sites together."""
+        """Limits of that interest, for all sites together."""
         self.entries: dict[str, SiteEntry] = {}
-        """Sites as our relays were told."""
+        """Site -> its entry as last advertised to our relays."""
         self.deadline_us = NEVER_US
 
-    # -- what our relays are told ----------------------------------------------------------------------------
+    # -- what is advertised to our relays ----------------------------------------------------------------------
 
     def add_summary(self, site: str) -> None:
-        """A site may be reached by us since now: its interest is kept for our relays."""
+        """Start to summarise the interest of a site for our relays, if this relay has a WAN connection to it."""
         own = self._sites.own(site)
         if not own or site in self._theirs:
             return
@@ -73,14 +73,17 @@ class Reach:
                 summary.touch_topic(topic)
 
     def unadvertised(self, site: str) -> int:
-        """Return how many entries of a site are held back from our relays, for want of room."""
+        """Return how many entries of a site are not advertised to our relays because the limit is reached."""
         theirs = self._theirs.get(site)
         return theirs.unadvertised if theirs is not None else 0
 
     def replace(
         self, site_route: SiteRoute, clusters: Sequence[SiteCluster], topics: Sequence[SiteTopic]
     ) -> bool:
-        """Take a snapshot in the place of what was known: what stays is not touched. Returns what `take` does."""
+        """Replace what is known of a site with a snapshot; entries that stay are not touched.
+
+        Returns what `apply` does.
+        """
         there = {(entry.name, entry.key_id) for entry in clusters}
         wanted = {(entry.filter, entry.key_id, entry.group) for entry in topics}
         gone = [SiteCluster(site_route.site, *a, {}) for a in site_route.clusters if a not in there]
@@ -94,7 +97,10 @@ class Reach:
     def apply(
         self, site_route: SiteRoute, clusters: Iterable[SiteCluster], topics: Iterable[SiteTopic]
     ) -> bool:
-        """A site wants this now; of it only what our site may use counts. Returns whether our relays are to hear of it."""
+        """Apply changes of a site's interest, as far as our policy imports or exports it.
+
+        Returns whether to advertise them.
+        """
         summary = self._theirs.get(site_route.site) if site_route.own else None
         policy = self._sites.policy
         for cluster in clusters:
@@ -117,7 +123,7 @@ class Reach:
     def changes(
         self, sites: Iterable[str]
     ) -> tuple[list[SiteEntry], list[SiteCluster], list[SiteTopic]]:
-        """Return what our relays have not been told: of the sites named their distance, and of all what they want."""
+        """Return what has not been advertised yet: named sites' distance, and changed interest of all."""
         entries, clusters, topics = [], [], []
         for site in sites:
             own = self._sites.own(site)
@@ -138,7 +144,7 @@ class Reach:
         return entries, clusters, topics
 
     def snapshot(self) -> tuple[list[SiteEntry], list[SiteCluster], list[SiteTopic]]:
-        """Return all that our relays were told of other sites."""
+        """Return everything that was advertised to our relays about remote sites."""
         clusters, topics = [], []
         for summary in self._theirs.values():
             whole = summary.whole()
@@ -147,7 +153,7 @@ class Reach:
         return list(self.entries.values()), clusters, topics
 
     def advertised_by(self, link: Link, change: frames.Interest, now_us: int) -> None:
-        """A gateway of our site tells what it reaches; a snapshot counts once it is whole, and what stays is not touched."""
+        """Apply what a gateway of our site advertises of remote sites. A snapshot is applied once it is complete."""
         snapshot = link.replica.stage is Stage.SNAPSHOT
         if snapshot:
             link.dropped_entries += link.replica.gather(change, MAX_COPY, MAX_SITES)
@@ -168,7 +174,7 @@ class Reach:
     def _apply_snapshot(
         self, link: Link, behind: dict[str, SiteRoute], coming: frames.Interest, now_us: int
     ) -> None:
-        """Take what a gateway's snapshot says of the sites that it reaches."""
+        """Apply what a gateway's snapshot says of the sites that it reaches."""
         by_site: dict[str, tuple[list[SiteCluster], list[SiteTopic]]] = {}
         for site in behind:
             by_site[site] = ([], [])
@@ -188,7 +194,7 @@ class Reach:
     def _apply_site(
         self, link: Link, behind: dict[str, SiteRoute], entry: SiteEntry, now_us: int
     ) -> None:
-        """A gateway reaches a site, or does no more."""
+        """Add or remove the route to a site over a gateway."""
         site_route = behind.get(entry.site)
         if not entry.up:
             if site_route is not None:
@@ -223,7 +229,7 @@ class Reach:
 
     @staticmethod
     def _site_route_behind(link: Link, behind: dict[str, SiteRoute], site: str) -> SiteRoute | None:
-        """Return the way to a site that a gateway names; None if this site may be one that was dropped for want of room."""
+        """Return the route to a site that a gateway names; None if this site may have been dropped over the limit."""
         site_route = behind.get(site)
         if site_route is None:
             if not link.dropped_entries:
@@ -234,7 +240,7 @@ class Reach:
         return site_route
 
     def forget(self, link: Link, now_us: int) -> None:
-        """A link is gone: no way leads over it."""
+        """Remove the routes over a closed link."""
         for site_route in self._behind.pop(link.number, {}).values():
             self.remove(site_route, now_us, drained=link.bye)
 
@@ -245,7 +251,10 @@ class Reach:
     def remove(
         self, site_route: SiteRoute, now_us: int, *, final: bool = False, drained: bool = False
     ) -> None:
-        """Forget a way. `final`: the other end said goodbye; `drained`: so will a gateway of ours, once all that it has is through."""
+        """Remove a route to a site.
+
+        `final`: the peer said goodbye. `drained`: a gateway of ours will, once everything it has is through.
+        """
         site_routes = self._sites.site_routes[site_route.site]
         del site_routes[site_route.number]
         unconfirmed: list[Route] = []
@@ -274,7 +283,7 @@ class Reach:
         self._casts.site_route_lost(site_route, unconfirmed)
 
     def expire(self, now_us: int) -> None:
-        """Sites that stayed away are nothing to wait for."""
+        """Forget suspended sites that did not come back in time."""
         suspended = self._sites.suspended
         for site, gone in list(suspended.items()):
             if now_us >= gone.until_us:

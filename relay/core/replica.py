@@ -1,9 +1,9 @@
-"""Interest that is replicated: the journal of who tells it, and the state of who hears it.
+"""Replicated interest: the journal of the side that advertises it, and the state of the side that receives it.
 
-    Journal   a snapshot to who is new, then changes, each from one version to the next
+    Journal   a snapshot for a new peer, then changes, each from one version to the next
     Replica   FRESH ── reset ──► SNAPSHOT ── its last part ──► LIVE ── a change is missing ──► RESYNC ── reset ──► SNAPSHOT
 
-The mesh tells and hears the members of relays in this way, and with them the sites that gateways reach; federation a site as a whole.
+Links replicate the members of relays in this way, and the sites that gateways reach. WAN connections replicate whole sites.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FRAME_BYTES: Final = 32 << 10
 
 
 class Journal:
-    """What one side has told of its interest: changes and snapshots as frames. `version` rises with every change."""
+    """The advertising side: changes and snapshots as frames. `version` rises with every change."""
 
     __slots__ = ("version",)
 
@@ -35,7 +35,10 @@ class Journal:
         self.version = 1
 
     def changes(self, least: int = 0, /, **said: Any) -> Iterator[bytes]:
-        """Yield the frames that tell of a change, at least so many. What is no list is said in each of them."""
+        """Yield the frames of a change, `least` of them at least.
+
+        Values that are not lists are repeated in each frame.
+        """
         lists, rest = _apart(said)
         for part in list(cut(**lists)) or [{}] * least:
             frame = encode_control(Interest(self.version, self.version + 1, **part, **rest))
@@ -43,7 +46,7 @@ class Journal:
             yield frame
 
     def snapshot(self, **said: Any) -> list[bytes]:
-        """Return the frames that tell of everything."""
+        """Return the frames of a snapshot."""
         lists, rest = _apart(said)
         parts = list(cut(**lists)) or [{}]
         last = len(parts) - 1
@@ -56,39 +59,39 @@ class Journal:
 
 
 class Stage(Enum):
-    """How much a replica has heard."""
+    """How much a replica has received."""
 
-    FRESH = "nothing came"
-    LIVE = "it is as the other side said last"
-    RESYNC = "a change is missing, and a snapshot was asked for"
-    SNAPSHOT = "a snapshot is coming in"
+    FRESH = "nothing received"
+    LIVE = "up to date"
+    RESYNC = "a change is missing; a snapshot was requested"
+    SNAPSHOT = "a snapshot is arriving"
 
 
 class Verdict(Enum):
-    """What to do with an Interest."""
+    """What to do with an INTEREST frame."""
 
-    PART = "it is part of a snapshot"
-    CHANGE = "it changes what is known"
-    IGNORED = "the snapshot that is due will have it"
-    MISSING = "a change before it is missing: ask again"
+    PART = "part of a snapshot"
+    CHANGE = "a change to apply"
+    IGNORED = "the snapshot that is due includes it"
+    MISSING = "an earlier change is missing"
 
 
 class Replica:
-    """How far one side has heard the other's journal."""
+    """The receiving side: how far it has received the other side's journal."""
 
     __slots__ = ("coming", "known", "resyncs", "stage", "version")
 
     def __init__(self) -> None:
         self.stage = Stage.FRESH
         self.coming = Interest(0, 0)
-        """What the parts of a snapshot that is coming in have said of sites."""
+        """What the parts of an arriving snapshot have said about sites so far."""
         self.known = False
-        """A first snapshot has come in whole."""
+        """A complete snapshot has arrived before."""
         self.version = 0
         self.resyncs = 0
 
     def receive(self, change: Interest) -> Verdict:
-        """Return what an Interest is. Of a snapshot `whole` is to be called with the last part."""
+        """Return what an INTEREST frame is. Call `whole` with the last part of a snapshot."""
         if change.reset:
             self.stage, self.coming = Stage.SNAPSHOT, Interest(0, 0)
         if self.stage is Stage.SNAPSHOT:
@@ -101,7 +104,10 @@ class Replica:
         return Verdict.CHANGE
 
     def gather(self, part: Interest, limit: int, sites: int = 0) -> int:
-        """Keep what a part of a snapshot says of sites, up to so many sites and entries. Returns how many were left out."""
+        """Store what a part of a snapshot says about sites, up to `sites` sites and `limit` entries.
+
+        Returns how many were dropped.
+        """
         coming = self.coming
         return (
             _extend(coming.sites, part.sites, sites)
@@ -110,7 +116,7 @@ class Replica:
         )
 
     def whole(self, version: int) -> bool:
-        """A snapshot has come in: return whether it is the first."""
+        """Note that a snapshot is complete; return whether it is the first."""
         first, self.known = not self.known, True
         self.stage, self.version, self.coming = Stage.LIVE, version, Interest(0, 0)
         return first
@@ -121,25 +127,25 @@ class Replica:
 
     @property
     def behind(self) -> bool:
-        """Whether a snapshot is due, or coming in, that was asked for."""
+        """Whether a snapshot that was asked for is due or arriving."""
         return self.stage in (Stage.RESYNC, Stage.SNAPSHOT)
 
     def request_resync(self) -> Resync:
-        """Return what asks for a snapshot."""
+        """Return the frame that asks for a snapshot."""
         self.stage = Stage.RESYNC
         self.resyncs += 1
         return Resync(self.version)
 
 
 def _extend(known: list[Any], more: Sequence[object], limit: int) -> int:
-    """Append as many entries as `limit` allows; return how many were left out."""
+    """Append as many entries as `limit` allows; return how many were dropped."""
     room = max(0, limit - len(known))
     known.extend(more[:room])
     return max(0, len(more) - room)
 
 
 def _apart(said: dict[str, Any]) -> tuple[dict[str, Sequence[Any]], dict[str, Any]]:
-    """Return the lists, and the rest."""
+    """Return (values that are lists, all other values)."""
     lists: dict[str, Sequence[Any]] = {
         name: value for name, value in said.items() if isinstance(value, list)
     }
@@ -147,7 +153,7 @@ def _apart(said: dict[str, Any]) -> tuple[dict[str, Sequence[Any]], dict[str, An
 
 
 def cut(**change: Sequence[Any]) -> Iterator[dict[str, Any]]:
-    """Cut the lists of an Interest into pieces that fit a control frame each; nothing makes no piece."""
+    """Cut the lists of an INTEREST into pieces that fit in a control frame each; empty lists make no piece."""
     part: dict[str, list[Any]] = {}
     size = 0
     for name, items in change.items():
@@ -162,7 +168,7 @@ def cut(**change: Sequence[Any]) -> Iterator[dict[str, Any]]:
 
 
 def _size(item: object) -> int:
-    """Return how many bytes an entry takes at most."""
+    """Return the largest encoded size of an entry in bytes."""
     match item:
         case MemberEntry():
             texts = len(item.name) + len(item.label) + len(item.tag)

@@ -1,14 +1,13 @@
-"""Decides where every frame goes; never waits, reads a clock, draws entropy or opens a socket.
+"""Decides where every frame goes. It never waits, reads a clock, draws entropy or opens a socket.
 
-Whoever drives it (the daemon, or a test with virtual time) sets `now_us`, hands in sessions and whole frames, and settles
-the ports after each batch. Bodies are never looked at: a data frame is routed by its alias and hop id alone, which are
-overwritten in place.
+The driver (the daemon, or a test with virtual time) sets `now_us`, adds sessions, feeds whole frames, and settles the ports
+after each batch. Bodies are never read: a data frame is routed by its alias and hop id alone, which are overwritten in place.
 
     session ── DECLARE ──► Route ── interest (members, subscribers, links) ──► Target ── alias there ──► port
     link    ── DECLARE ──► Route ── interest (members, subscribers)        ──► Target ── alias there ──► port
 
-Casts, calls (with surveys and tunnels), the mesh and other sites have a module each, and so has what control frames say: `control`
-of sessions, `peers` of other relays.
+Casts, calls (with surveys and tunnels), the mesh and federation have a module each. Control frames of sessions are in
+`control`, those of other relays in `peers`.
 """
 
 from __future__ import annotations
@@ -38,13 +37,16 @@ from relay.core.site_routes import Wan
 WEIGHTY_KINDS: Final = frozenset(
     (Kind.DECLARE, Kind.GAP, Kind.BEAT, Kind.INTEREST, Kind.RESYNC, Kind.LOADS)
 )
-"""Frames about interest and addresses: they come in bursts, and cost more than their length. Messages and answers are none."""
+"""Frames about interest and addresses, which come in bursts and cost more than their length.
+
+Messages and answers do not.
+"""
 BEAT_STEP_US: Final = 100_000
-"""Beats due within this go together, so that many links cost one round a second."""
+"""Beats due within this time are sent together, so that many links cost one round a second."""
 
 
 class Router(Parts):
-    """One relay's decisions. `entropy` gives the challenges of new sessions."""
+    """The router of one relay. `entropy` gives the challenges of new sessions."""
 
     def __init__(
         self, relay_id: bytes, *, entropy: Callable[[int], bytes], message_limit: int, limits: Limits | None = None,
@@ -71,9 +73,9 @@ class Router(Parts):
     def session_up(
         self, port: Port, *, remote: bool = False, ours: bool = True, user: str = "this process"
     ) -> Session:
-        """Add a connection that has yet to say HELLO. `remote`: from another host; `ours`: of the relay's own user or root.
+        """Add a session that has yet to send HELLO.
 
-        What it holds counts in the shares of `user`.
+        `remote`: it is on another host; `ours`: it is of the relay's own user or root. What the session holds counts in the shares of `user`.
         """
         number = self.number()
         session = Session(port, number, self._entropy(32), self.limits.aliases, remote, ours, user)
@@ -86,7 +88,10 @@ class Router(Parts):
         return self.mesh.hello(dial_us, self.now_us, limits, self.site, self.label)
 
     def link_up(self, port: Port, hello: frames.LinkHello) -> Link:
-        """Both relays have greeted, and the certificate named the relay of `hello`; an older link to it is down already."""
+        """Add a link after both relays have greeted. An older link to that relay must be down.
+
+        The certificate named the relay of `hello`.
+        """
         self.alone = False
         number = self.number()
         link = self.mesh.link_up(port, number, hello, self.now_us)
@@ -97,7 +102,10 @@ class Router(Parts):
         return link
 
     def wan_up(self, port: Port, hello: frames.LinkHello, site: str, cost_ms: int) -> Wan:
-        """Two gateways have greeted, and the certificate named the relay of `hello` and its `site`; an older one to it is down already."""
+        """Add a WAN connection after both gateways have greeted. An older one to that gateway must be down.
+
+        The certificate named the relay of `hello` and its `site`.
+        """
         self.alone = False
         number = self.number()
         wan = Wan(port, number, hello, site, self.relay_id, self.now_us)
@@ -111,14 +119,17 @@ class Router(Parts):
         """Route the frame at `buf[start:end]`, which may be changed in place.
 
         Raises:
-            PeerProtocolError: the session or relay broke the protocol; the caller tells it and ends it.
+            PeerProtocolError: the session or relay broke the protocol; the caller sends it the error and closes it.
         """
         self.entry(neighbor)(buf, start, end)
 
     def entry(
         self, neighbor: Neighbor, count_bytes: Callable[[int], None] | None = None
     ) -> Callable[[memoryview, int, int], None]:
-        """Return `frame_in` of one session or link, one call shorter. `heard`: told the size of each frame of `WEIGHTY_KINDS`."""
+        """Return `frame_in` of one neighbor, one call shorter.
+
+        `count_bytes` is called with the size of each `WEIGHTY_KINDS` frame.
+        """
         table = self._session_table
         if isinstance(neighbor, Link):
             table = self._link_table
@@ -144,11 +155,11 @@ class Router(Parts):
         return frame_in
 
     def shed(self, neighbor: Neighbor, delivery: Delivery, count: int) -> None:
-        """Messages that the neighbor's port had taken made room for others, and it is told in their place."""
+        """Count queued messages that the neighbor's port dropped to make room; the port has put GAPs in their place."""
         self._casts.shed(neighbor, delivery, count)
 
     def writable(self, neighbor: Neighbor) -> None:
-        """The port has room again: what was dropped meanwhile is told."""
+        """Report what was dropped for a neighbor, because its port has room again."""
         if neighbor.gaps and not neighbor.closed:
             neighbor.send_gaps()
 
@@ -164,7 +175,7 @@ class Router(Parts):
         )  # fmt: skip
 
     def expire(self) -> None:
-        """Do what is due at `now_us`: beats, what changed, calls that wait; connections that are silent for too long end."""
+        """Do what is due at `now_us`: beats, changes, waiting calls; close connections that are silent for too long."""
         if self.now_us >= self.pulse_us:
             self._beat()
         if self.now_us >= self.mesh.deadline_us:
@@ -185,9 +196,8 @@ class Router(Parts):
             self.credits.expire(self.now_us)
         if self.now_us >= self._reach.deadline_us:
             self._reach.expire(self.now_us)
-        if (
-            self.now_us >= self.federation.deadline_us
-        ):  # last: others' changes are to be told to other sites, too
+        # Last, because changes above must be advertised to other sites too.
+        if self.now_us >= self.federation.deadline_us:
             self.federation.expire(self.now_us)
 
     def _beat(self) -> None:
@@ -216,17 +226,19 @@ class Router(Parts):
         self.pulse_us = soonest
 
     def wait_for_return(self, members: int, until_us: int) -> None:
-        """This relay had so many members before it was restarted: calls that nobody serves wait until as many are here, or it is `until_us`."""
+        """Hold unserved calls until as many members are here as before this relay was restarted, or until
+        `until_us`.
+        """
         self._calls.absence.wait_for(members, until_us)
 
     def wait_for_links(self, count: int, now_us: int) -> None:
-        """This relay had so many links and WAN connections more before it was restarted, and lets sessions in without them."""
+        """Note `count` links and WAN connections from before a restart that are not back when sessions are let in."""
         self.now_us = now_us
         for number in range(count):
             self._casts.missed.disconnected(number, final=True)
 
     def drain(self, grace_ms: int) -> None:
-        """The relay is about to stop: members and callers hear of it, new sessions are told at once."""
+        """Start to stop: notify members and callers. New sessions are notified when they greet."""
         self.draining = True
         self.stores.end(self.now_us)
         self.advertiser.leave()
@@ -238,11 +250,11 @@ class Router(Parts):
         self.drains.begin(there, grace_ms, self.now_us)
 
     def unread(self, session: Session) -> None:
-        """This relay stops, and has not read all that a session sent: whoever would have got it elsewhere hears of it."""
+        """Report that not everything a session sent was read, because this relay stops, to receivers elsewhere."""
         self._casts.unread(session)
 
     def end(self, session: Session, *, complete: bool) -> None:
-        """Say goodbye to a store: it is sent nothing more. `complete`: see `frames.Bye`."""
+        """Say goodbye to a store, which is sent nothing more. `complete`: see `frames.Bye`."""
         self.goodbye(session, complete=complete and session.minor >= PING_MINOR)
 
     # -- calls -----------------------------------------------------------------------------------------------
@@ -254,7 +266,7 @@ class Router(Parts):
         self._runs.called(neighbor, buf, start, end, self.now_us)
 
     def _table(self, control: Callable[..., None]) -> list[Callable[..., None]]:
-        """Return what takes a frame, by its kind."""
+        """Return the handler of each frame kind."""
         calls, answers = self._calls, self._calls.answers
         table = [control] * 256
         for kind in (Kind.PUBLISH, Kind.BROADCAST):
@@ -271,7 +283,7 @@ class Router(Parts):
 
 
 def _weighed(take: Callable[..., None], count_bytes: Callable[[int], None]) -> Callable[..., None]:
-    """Return what takes a frame, and says then how long it was."""
+    """Return a handler that reports the length of a frame after handling it."""
 
     def weighed(neighbor: Neighbor, buf: memoryview, start: int, end: int) -> None:
         take(neighbor, buf, start, end)

@@ -1,7 +1,7 @@
-"""Runs of calls: handed over whole where one member takes them all, else cut; and their answers.
+"""Runs of calls: dispatched whole if one member can take them all, otherwise cut; and runs that are refused.
 
-What is not the plain case (a queue that is full, nobody there, another site, a receiver of an older version) is left to `calls`,
-one call after the other: a run is nothing but single frames that share a head.
+Anything but the plain case (a full queue, no member, another site, a receiver of an older version) is left to `calls`, one
+call after the other: a run is nothing but single frames that share a header.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from relay.core.link import Link
 from relay.core.neighbor import Dispatched, DispatchedRun, Load, Neighbor, Route
 
 LOOKED_AT: Final = 32
-"""Members that are all looked at to cut a run between them; of more only if there are as many calls."""
+"""A run is cut among all members if there are at most this many; among more only if there are as many calls."""
 
 
 class Runs:
-    """The part of the calls that takes several at once."""
+    """The part of `Calls` that handles several calls at once."""
 
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
@@ -35,7 +35,7 @@ class Runs:
     def called(
         self, neighbor: Neighbor, buf: memoryview, start: int, end: int, now_us: int
     ) -> None:
-        """Requests or pushes came; or such as were refused where they were handed to."""
+        """Route a run of requests or pushes, or one that its receiver refused and returned."""
         at, sizes = read_calls(buf, start, end)
         _, _, flags, alias, hop, deadline_us = HOP.unpack_from(buf, start)
         if flags:
@@ -72,7 +72,10 @@ class Runs:
         self._dispatch(_Run(neighbor, route, hop, deadline_us, (), 0, at, sizes, buf, start, end))
 
     def _dispatch(self, run: _Run) -> None:
-        """Hand the calls of one frame to members by their free handlers; those that it was `tried` on refused them before."""
+        """Dispatch the calls of one frame to members by their free handlers.
+
+        Loads in `tried` have refused them before.
+        """
         route, sizes, tried = run.route, run.sizes, run.tried
         first, left = 0, len(sizes)
         left_bytes = BODY_AT * left + sum(sizes)
@@ -89,14 +92,18 @@ class Runs:
                 or count == 1
                 or load.neighbor.minor < RUN_MINOR
                 or not self._dispatch_part(run, load, first, count, size)
-            ):  # one by one: others may take some of them
+            ):
+                # One by one: other members may take some of them.
                 self._dispatch_singly(run, load, first, count)
             first += count
             left -= count
             left_bytes -= BODY_AT * count + size
 
     def _dispatch_part(self, run: _Run, load: Load, first: int, count: int, size: int) -> bool:
-        """Give the calls from number `first` on, of `size` bytes, to one member or relay; False: it has no room for all."""
+        """Dispatch `count` calls from number `first` on, of `size` bytes, to one load.
+
+        Returns False if it has no room for all of them.
+        """
         dispatched = DispatchedRun(
             run.origin, run.hop + first, run.route, run.sizes[first : first + count]
         )
@@ -116,7 +123,7 @@ class Runs:
         return True
 
     def _dispatch_singly(self, run: _Run, load: Load | None, first: int, count: int) -> None:
-        """Give calls as frames of their own, to `load` while it has room, and then to whoever has."""
+        """Dispatch calls as single frames, to `load` while it has room, and then to any other."""
         calls = self._calls
         for number in range(first, first + count):
             frame = run.part(number, 1)
@@ -137,7 +144,7 @@ class Runs:
     def _refused(
         self, neighbor: Neighbor, buf: memoryview, start: int, end: int, reason: int, now_us: int
     ) -> None:
-        """Calls came back unopened: others may take them, within the deadline."""
+        """Offer calls that their receiver refused to other members, within the deadline."""
         calls = self._calls
         at, sizes = read_calls(buf, start, end)
         hop = HOP.unpack_from(buf, start)[4]
@@ -173,7 +180,7 @@ class Runs:
 
 
 class _Run:
-    """The calls of one frame on their way to members: whose they are, and where each lies."""
+    """The calls of one frame before they are dispatched: their origin, and where each body lies."""
 
     __slots__ = (
         "_begins",
@@ -194,7 +201,10 @@ class _Run:
         self, origin: Neighbor, route: Route, hop: int, deadline_us: int, tried: Sequence[Load], attempts: int,
         at: int, sizes: Sequence[int], buf: memoryview, start: int, end: int,
     ) -> None:  # fmt: skip
-        """`hop` is the origin's of the first call; the bodies, of these `sizes`, begin at `at`. `tried` refused them before."""
+        """`hop` is the origin's for the first call; the bodies, of these `sizes`, begin at `at`.
+
+        `tried` refused them before.
+        """
         self.origin = origin
         self.route = route
         self.hop = hop
@@ -209,7 +219,10 @@ class _Run:
         self._end_fields = bytes(buf[start + END_AT : start + BODY_AT])
 
     def part(self, first: int, count: int) -> memoryview:
-        """Return some of the calls as a frame of their own, one as a single call. Its alias and hop ids are still to be put in."""
+        """Return some of the calls as a frame of its own; one becomes a single call.
+
+        The caller fills in alias and hop ids.
+        """
         bodies = self.buf[self._begins[first] : self._begins[first + count]]
         end_fields = counted(self._end_fields, count)
         if count == 1:
@@ -222,7 +235,7 @@ class _Run:
 
 
 class _Shares:
-    """What the members of an address have free, while a run is cut between them."""
+    """The free handlers of the members of an address, while a run is cut among them."""
 
     __slots__ = ("_assigned", "_busy", "_count", "_free", "_others", "_route", "_tried")
 
@@ -230,22 +243,23 @@ class _Shares:
         self._route = route
         self._tried = tried
         self._others = len(route.loads) + len(route.peers)
-        """Members and relays that are not `tried`."""
+        """Number of members and relays that are not `tried`."""
         if tried:
             self._others -= sum(one in tried for one in (*route.loads, *route.peers))
         self._assigned: list[Load] = []
         self._count = 0
-        """Of those of this relay, or of the others: how many they are; ..."""
+        """Number of the members of this relay, or else of the other relays."""
         self._free = 0
-        """... handlers that those have free that got nothing yet; ..."""
+        """Free handlers of those that have got nothing yet."""
         self._busy = 0
-        """... and what they have in hand."""
+        """Calls in flight at them."""
 
     def part(self, load: Load, left: int, left_bytes: int) -> int:
-        """Return how many of `left` calls `load` gets at once: its part of the free handlers, or all if nobody else is left.
+        """Return how many of `left` calls `load` gets at once: its part of the free handlers, or all.
 
-        As if they were handed out one by one: who has less to do than others gets what makes them even. But where everybody is
-        busy it gets at least half of what it has already, because a queue is no fairer for being dealt out one by one.
+        The result is as if calls were dispatched one by one: a load with fewer calls than others gets enough to be even with them.
+        But where everybody is busy, it gets at least half of what it has already, because dealing calls out one by one would not
+        make a queue fairer.
         """
         if load.site_route is not None:
             return left
@@ -272,7 +286,7 @@ class _Shares:
         return max(least, min(free, left, most))
 
     def _look(self, load: Load) -> None:
-        """Count: members of this relay come first, what other relays have free counts only among themselves."""
+        """Count the loads: members of this relay, or for a load behind a link those of the other relays."""
         self._assigned.clear()
         self._count = self._free = self._busy = 0
         for one in self._route.peers if load.member is None else self._route.loads:

@@ -1,4 +1,4 @@
-"""A session: what it proved and serves, and who it watches."""
+"""Sessions: what they have proven, their members and their watches."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from relay.core.ports import Port
 MAX_SHOWN_KEYS: Final = 64
 
 Granted = tuple[str, str, bytes]
-"""What for ("stream", "topic" or "cluster"), name or filter, key id."""
+"""("stream", "topic" or "cluster"; name or filter; key id)."""
 
 
 class Session(Neighbor):
-    """A process of this host, or over TLS (`remote`) of another."""
+    """A process on this host, or over TLS (`remote`) on another."""
 
     __slots__ = (
         "challenge",
@@ -49,7 +49,7 @@ class Session(Neighbor):
         self.user = user
         self.remote = remote
         self.ours = ours
-        """A process of the relay's own user or of root: it may be a store."""
+        """A process of the relay's own user or of root, which may be a store."""
         self.session_id = number.to_bytes(8, "little")
         self.challenge = challenge
         self.channel = b""
@@ -57,11 +57,11 @@ class Session(Neighbor):
         self.pid = 0
         self.proven: set[bytes] = set()
         self.proofs = 0
-        """Signatures checked, those that held before included."""
+        """Signatures checked, including those of keys that were proven already."""
         self.granted: set[Granted] = set()
         """What a store may do without holding the key."""
         self.topic_nodes = 0
-        """Nodes of the topic tree that its subscriptions may take."""
+        """Topic tree nodes that its subscriptions may need."""
         self.keyed = 0
         """Its members, each counted once per key id."""
         self.parked_bytes = 0
@@ -70,10 +70,10 @@ class Session(Neighbor):
         self.subscriptions: dict[tuple[str, str], tuple[bytes, ...]] = {}
         """(filter, group) -> key ids."""
         self.groups: dict[str, int] = {}
-        """Queue group -> subscriptions in it."""
+        """Queue group -> number of subscriptions in it."""
         self.watches: dict[int, Watch] = {}
         self.takes_descriptors = False
-        """It is connected by a socket of this host, over which it can be handed descriptors."""
+        """It is connected by a socket of this host, over which it can receive file descriptors."""
         self.pairs = 0
         """Ends of socket pairs that its tunnels have."""
         self.had_pairs = False
@@ -81,7 +81,10 @@ class Session(Neighbor):
         """Its SETTLEs that wait for other relays."""
 
     def empty(self) -> None:
-        """It is gone, and the tables of the relay have nothing of it: a cast that it began may still be kept (`relay.core.missed_casts`)."""
+        """Drop its tables after it disconnected.
+
+        A cast that it sent may still be recorded (`relay.core.missed_casts`) and refer to it.
+        """
         self.proven, self.granted = set(), set()
         self.members, self.subscriptions, self.groups, self.watches = {}, {}, {}, {}
 
@@ -92,7 +95,10 @@ class Session(Neighbor):
 
     @property
     def shown_keys(self) -> list[str]:
-        """The keys that it has proven, for operators: the first 8 hex digits of each id, then how many are not shown."""
+        """The keys that it has proven, for operators.
+
+        The first 8 hex digits of each id, then how many are not shown.
+        """
         keys = sorted(key_id.hex()[:8] for key_id in self.proven)
         more = len(keys) - MAX_SHOWN_KEYS
         return keys if more <= 0 else [*keys[:MAX_SHOWN_KEYS], f"+{more}"]
@@ -119,25 +125,27 @@ class Member:
         self.tag = tag
         self.listed = is_listed(kinds)
         self.left = False
-        """It takes nothing new, and stays known until it finished what it was handed."""
+        """It gets nothing new, and stays known until its calls in flight have ended."""
         self.loads = {
             kind: Load(session, self, kind, serving.concurrency, serving.limit_bytes)
             for kind, serving in sorted(kinds.items())
         }
 
     def forget_if_done(self) -> None:
-        """Once it has left and finished all, nothing refers to it any more."""
+        """Forget the member once it has left and finished its calls."""
         if self.left and not any(load.messages for load in self.loads.values()):
             self.session.members.pop(self.serial, None)
 
 
 def is_listed(kinds: Iterable[int]) -> bool:
-    """Whether who serves these kinds is a member of its cluster; who serves a stream alone is a store of that name."""
+    """Whether something that serves these kinds is a member of its cluster; with streams alone it is a
+    store of that name.
+    """
     return any(kind != Kind.STREAM for kind in kinds)
 
 
 class Watch:
-    """A session that hears of changes in a cluster. Each of `key_ids` is another one."""
+    """A session that is notified of changes in a cluster. Each of `key_ids` counts as a cluster of its own."""
 
     __slots__ = ("key_ids", "name", "number", "session")
 

@@ -1,7 +1,7 @@
-"""Sessions that wait until the other relays know what they asked for.
+"""Sessions that wait until the other relays know their members and subscriptions.
 
-    SETTLE from a session ──► our changes are told to every link (`Telling.gather`), then PING
-    PONG from every link, or `SETTLE_US` is over ──► ACK
+    SETTLE from a session ──► our changes are sent to every link (`Advertiser.gather`), then PING
+    PONG from every link, or `SETTLE_US` has passed ──► ACK
 
 Relays of an older minor version do not answer PING and are not waited for.
 """
@@ -20,9 +20,9 @@ from relay.core.neighbor import Neighbor
 from relay.core.session import Session
 
 SETTLE_US: Final = 1_000_000
-"""Nobody waits any longer."""
+"""Longest wait for other relays."""
 MAX_SETTLING: Final = 64
-"""SETTLEs of one session that wait; more are answered at once."""
+"""Limit of waiting SETTLEs of one session; over it they are answered at once."""
 
 
 class _Round:
@@ -38,7 +38,7 @@ class _Round:
 
 
 class Settling:
-    """The waiting sessions of one relay. All that ask within one gathering share a PING."""
+    """The waiting sessions of one relay. All that ask before the same flush share a PING."""
 
     def __init__(
         self, links: dict[bytes, Link], advertiser: Advertiser, clock: Callable[[], int]
@@ -48,14 +48,14 @@ class Settling:
         self._advertiser = advertiser
         self._clock = clock
         self._asked: list[tuple[Session, int]] = []
-        """They wait for our changes to be sent."""
+        """Those that wait for our changes to be sent."""
         self._rounds: dict[int, _Round] = {}
-        """By the id of the PING, the oldest first. There is at most one for each gathering."""
+        """Id of a PING -> round, oldest first. There is at most one for each flush."""
         self._last = DRAIN_PING
         advertiser.flushed = self._begin
 
     def ask(self, session: Session, settle: frames.Settle) -> None:
-        """A session wants to hear when the other relays know what it asked for before."""
+        """Handle SETTLE: answer once the other relays know everything that the session asked for before."""
         if not self._links or self._advertiser.leaving or session.settling >= MAX_SETTLING:
             session.control(frames.Ack(settle.id))
             return
@@ -64,7 +64,7 @@ class Settling:
         self._advertiser.gather(self._clock())
 
     def _begin(self) -> None:
-        """All that was asked for has been sent to the links."""
+        """Send PING, because all gathered changes have been sent to the links."""
         if not self._asked:
             return
         asked, self._asked = self._asked, []
@@ -79,7 +79,7 @@ class Settling:
             self._end(number)
 
     def answered(self, neighbor: Neighbor, pong: frames.Pong) -> None:
-        """A PONG came over a link. Others than to our PINGs are ignored."""
+        """Note a PONG to one of our PINGs; others are ignored."""
         begun = self._rounds.get(pong.id)
         if begun is not None and neighbor.number in begun.open:
             begun.open.remove(neighbor.number)
@@ -87,14 +87,14 @@ class Settling:
                 self._end(pong.id)
 
     def forget(self, neighbor: Neighbor) -> None:
-        """A link is gone: nobody waits for it."""
+        """Stop waiting for a closed link."""
         for number, begun in list(self._rounds.items()):
             begun.open.discard(neighbor.number)
             if not begun.open:
                 self._end(number)
 
     def expire(self, now_us: int) -> None:
-        """Answer who has waited long enough."""
+        """Answer sessions that have waited for `SETTLE_US`."""
         for number, begun in list(self._rounds.items()):
             if now_us >= begun.until_us:
                 self._end(number)

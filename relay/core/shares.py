@@ -1,17 +1,20 @@
-"""What one session, and one user, has of the places of a link or WAN connection. `quotas` says how much that may be."""
+"""Counters of one session's and one user's calls in flight at a link or WAN connection. `quotas` sets their limits."""
 
 from __future__ import annotations
 
 
 class UserShare:
-    """Calls of all sessions of one user that a link or WAN connection was handed. It removes itself from `users` when unused."""
+    """Calls of all sessions of one user in flight at a link or WAN connection.
+
+    It removes itself from `users` when unused.
+    """
 
     __slots__ = ("_user", "_users", "held", "sessions")
 
     def __init__(self, users: dict[str, UserShare], user: str) -> None:
         self.held = 0
         self.sessions = 0
-        """Shares of sessions that still exist. Calls that a session left behind stay in `held` until they end."""
+        """Number of shares of sessions that still exist. Calls of a session that left stay in `held` until they end."""
         self._users = users
         self._user = user
         users[user] = self
@@ -23,7 +26,7 @@ class UserShare:
 
 
 class Share:
-    """Calls of one session that a link or WAN connection was handed."""
+    """Calls of one session in flight at a link or WAN connection."""
 
     __slots__ = ("held", "whole")
 
@@ -33,7 +36,7 @@ class Share:
         whole.sessions += 1
 
     def add(self, count: int) -> None:
-        """Count calls that were handed over."""
+        """Count calls that were dispatched."""
         self.held += count
         self.whole.held += count
 
@@ -46,6 +49,6 @@ class Share:
             whole.forget_if_done()
 
     def close(self) -> None:
-        """End the session's part. Its calls that are not finished stay counted for its user."""
+        """End the session's part. Its calls in flight stay counted for its user."""
         self.whole.sessions -= 1
         self.whole.forget_if_done()

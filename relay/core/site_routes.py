@@ -1,10 +1,11 @@
-"""Ways to other sites: a WAN connection of this relay's own, or a link to a gateway that has one.
+"""Routes to remote sites: a WAN connection of this relay, or a link to a gateway that has one.
 
-    this relay ──────────── Wan ──────────► gateway of another site
-    this relay ── Link ── gateway ── Wan ─► gateway of another site
+    this relay ──────────── Wan ──────────► gateway of a remote site
+    this relay ── Link ── gateway ── Wan ─► gateway of a remote site
 
-A site is told as a whole: what all its members and subscribers together want. Each end of a WAN connection keeps a copy of the other
-site's, in one `Way`; a gateway tells the relays of its own site what its ways lead to, and they keep a `Way` for it, too.
+A site is advertised as a whole: the interest of all its members and subscribers together. Each end of a WAN connection keeps
+a copy of the other site's interest in a `SiteRoute`. A gateway advertises that to the relays of its own site, which keep a
+`SiteRoute` over it too.
 """
 
 from __future__ import annotations
@@ -26,24 +27,27 @@ from relay.core.ports import Port
 from relay.core.replica import Replica
 
 Served = tuple[dict[int, int], int]
-"""Kind -> handlers at once, and members, of an address in a site."""
+"""(kind -> number of handlers, number of members) of an address in a site."""
 NOBODY: Final[Served] = ({}, 0)
 Groups = dict[bytes, dict[str, int]]
 """Key id -> queue group -> number of topics in it."""
 MAX_WANTED: Final = 1 << 18
-"""Addresses, and topics, of one site: with the longest names about 700 MB for each way to it. More are not announced or kept."""
+"""Limit of addresses, and of topics, of one site: about 700 MB per route with the longest names. More are dropped."""
 MAX_SITE_GROUPS: Final = 240
-"""Queue groups of one site under one key. A DECLARE on the way there is a control frame and may have to name all of them."""
+"""Limit of queue groups of one site under one key:
+
+a DECLARE on the way there may have to name them all in one control frame.
+"""
 MAX_NAMED: Final = 4096
-"""Members of another site that are counted one by one where a survey misses them."""
+"""Largest number of placeholders for a remote site's members that did not answer a survey."""
 _UNBOUNDED: Final = 1 << 62
 _SMOOTH: Final = 8
 
 
 class SiteRoute:
-    """One way to another site, and the copy of that site's interest that came over it.
+    """One route to a remote site, and the copy of that site's interest that came over it.
 
-    It stands among the takers of the interest like a session or link; what it is given goes to `neighbor`.
+    It is a subscriber in the interest, like a session or link; its frames go to `neighbor`.
     """
 
     __slots__ = (
@@ -66,17 +70,17 @@ class SiteRoute:
         self.site = site
         self.neighbor = neighbor
         self.relay_id = relay_id
-        """Of the relay at the other end of `neighbor`."""
+        """Id of the relay at the other end of `neighbor`."""
         self.number = number
         self.cost_ms = 0
         self.rtt_us = 0
         self.clusters: dict[Address, Served] = {}
         self.names: dict[str, dict[bytes, None]] = {}
-        """Cluster -> the key ids that it is known under there."""
+        """Cluster -> the key ids under which it has members there."""
         self.topics: dict[Topic, int] = {}
         self.groups: Groups = {}
         self.dropped_entries = 0
-        """Entries that the site announced beyond the bounds, which were dropped."""
+        """Entries of the site's interest that were dropped over a limit."""
         self.loads: dict[tuple[int, str, bytes], Load] = {}
 
     @property
@@ -86,16 +90,16 @@ class SiteRoute:
 
     @property
     def stale(self) -> bool:
-        """Whether the other site has not said yet what it wants."""
+        """Whether the remote site has not advertised its interest yet."""
         return isinstance(self.neighbor, Wan) and not self.neighbor.replica.known
 
     @property
     def distance_us(self) -> int:
-        """How far the site is this way: its cost and its round trip."""
+        """Distance of the site by this route: its cost and its round trip."""
         return 1000 * self.cost_ms + self.rtt_us
 
     def subscription_count(self, key: Topic) -> int:
-        """Return how many sessions of the site have a subscription, as it said."""
+        """Return how many sessions of the site have a subscription, as it advertised."""
         return self.topics.get(key, 1)
 
     def load(self, kind: int, name: str, key_id: bytes) -> Load | None:
@@ -112,13 +116,13 @@ class SiteRoute:
         return load
 
     def members_behind(self, kind: int, name: str, key_id: bytes) -> list[str]:
-        """Return what stands for the members there that serve `kind` at an address: only their number is known."""
+        """Return placeholders for the members there that serve `kind` at an address: only their number is known."""
         kinds, members = self.clusters.get((name, key_id), NOBODY)
         count = min(members, kinds.get(kind, 0), MAX_NAMED)
         return [f"{self.site}:{number}" for number in range(1, count + 1)]
 
     def apply_cluster(self, entry: SiteCluster, interest: Interest) -> None:
-        """The site says who serves an address there now."""
+        """Set the members that the site advertises for an address."""
         address = (entry.name, entry.key_id)
         if entry.kinds:
             if len(self.clusters) >= MAX_WANTED and address not in self.clusters:
@@ -135,7 +139,7 @@ class SiteRoute:
         interest.version += 1
 
     def apply_topic(self, entry: SiteTopic, interest: Interest) -> None:
-        """The site says how many want a topic there now."""
+        """Set the number of subscriptions that the site advertises for a topic."""
         key = (entry.filter, entry.key_id, entry.group)
         if entry.count:
             if key not in self.topics:
@@ -149,7 +153,7 @@ class SiteRoute:
             interest.unsubscribe(self, entry.filter, entry.group, (entry.key_id,))
 
     def empty(self, interest: Interest) -> None:
-        """It leads nowhere any more."""
+        """Remove everything that leads to this route."""
         for topic, key_id, group in self.topics:
             interest.unsubscribe(self, topic, group, (key_id,))
         self.topics = {}
@@ -160,16 +164,19 @@ class SiteRoute:
         interest.version += 1
 
     def rank(self, name: str, sender_id: bytes) -> bytes:
-        """Return by what a sender and address choose among the ways to one site: the highest wins.
+        """Return the rank of this route for a sender and address; the route with the highest rank to a site is chosen.
 
-        Rendezvous hashing (Thaler and Ravishankar, 1998): a way that goes takes nobody else's with it.
+        Rendezvous hashing (Thaler and Ravishankar, 1998): when a route is lost, senders on other routes are not moved.
         """
         seed = sender_id + self.relay_id + name.encode()
         return hashlib.blake2b(seed, digest_size=8).digest()
 
 
 class Wan(Neighbor):
-    """The router's side of one WAN connection: a gateway of another site, whose name its certificate says."""
+    """The router's side of one WAN connection to a gateway of a remote site.
+
+    The site's name is from its certificate.
+    """
 
     __slots__ = (
         "beats",
@@ -199,26 +206,29 @@ class Wan(Neighbor):
         self.own_hop = LINK_HOP if own_id > hello.relay_id else 0
         self.site_route: SiteRoute
         self.replica = Replica()
-        """How far the other site's interest was heard, as it came over this connection."""
+        """How far the other site's interest has been received over this connection."""
         self.settle_us = now_us + SUSPENDED_US
-        """Until then it may come, and have what nobody else serves."""
+        """Until then, its interest may arrive and have members that nobody else has."""
         self.snapshot_us = 0
-        """When our interest was sent whole last."""
+        """When our interest was last sent as a snapshot."""
         self.snapshot_due_us = 0
-        """When it is to be sent again, if it is."""
+        """When the next snapshot is due; 0 if none is."""
         self.reported_us: dict[tuple[int, str, bytes, bytes, bool, tuple[str, ...]], int] = {}
-        """What losses were told of -> until when they are told no more."""
+        """Address and receivers of a reported loss -> time until which further losses are not reported."""
         self.bye = False
         self.pulse = self.beats = Heartbeat(hello.mono_us, now_us)
         self.clock_us = self.beats.clock_us
 
     def forget(self) -> None:
-        """Its connection is gone: a cast that came over it may still be kept (`relay.core.missed_casts`)."""
+        """Drop its tables after it disconnected:
+
+        a cast that came over it may still be recorded (`relay.core.missed_casts`).
+        """
         super().forget()
         self.reported_us = {}
 
     def smooth_rtt(self) -> None:
-        """A beat came: the round trip, smoothed."""
+        """Update the smoothed round trip after a beat."""
         site_route, rtt_us = self.site_route, self.beats.rtt_us
         if rtt_us:
             site_route.rtt_us += (
@@ -227,7 +237,7 @@ class Wan(Neighbor):
 
 
 class Suspended:
-    """What a site wanted when the last way to it was lost: it may come back in a moment."""
+    """The members of a site whose last route was lost a moment ago, because the site may come back."""
 
     __slots__ = ("clusters", "until_us")
 
@@ -252,7 +262,7 @@ def join_group(groups: Groups, key: Topic) -> bool:
 
 
 def leave_group(groups: Groups, key: Topic) -> None:
-    """Remove a topic that `_join_group` counted."""
+    """Remove a topic that `join_group` counted."""
     _, key_id, group = key
     if group:
         here = groups[key_id]
@@ -264,7 +274,10 @@ def leave_group(groups: Groups, key: Topic) -> None:
 
 
 def clusters_behind(site_routes: Iterable[SiteRoute], address: Address) -> Served:
-    """Return what several ways to one site say of an address: they may be some milliseconds apart."""
+    """Return the members of an address at a site.
+
+    Its routes may differ by some milliseconds; the largest number counts.
+    """
     return max(
         (site_route.clusters.get(address, NOBODY) for site_route in site_routes),
         key=lambda served: (served[1], sum(served[0].values())),
@@ -273,7 +286,7 @@ def clusters_behind(site_routes: Iterable[SiteRoute], address: Address) -> Serve
 
 
 def check_entry(entry: SiteCluster | SiteTopic) -> None:
-    """Raise PeerProtocolError for what no relay says of a site."""
+    """Raise PeerProtocolError for an entry that no relay may advertise about a site."""
     if isinstance(entry, SiteCluster):
         check_named(check_cluster, entry.name)
         if not entry.kinds.keys() <= SERVED_KINDS:
@@ -285,5 +298,8 @@ def check_entry(entry: SiteCluster | SiteTopic) -> None:
 
 
 def is_site_local(kind: int) -> bool:
-    """Whether calls of a kind leave their site only where it is named: a stream's name stands for another log elsewhere."""
+    """Whether calls of a kind leave this site only if they name another:
+
+    a stream's name stands for another log elsewhere.
+    """
     return kind == Kind.STREAM

@@ -1,4 +1,7 @@
-"""What is known of other sites: the connections and ways to them, what may cross, and which way messages take."""
+"""The remote sites known to this relay:
+
+connections and routes to them, what may cross, and which route messages take.
+"""
 
 from __future__ import annotations
 
@@ -14,22 +17,25 @@ from relay.core.site_routes import SiteRoute, Suspended, Wan, clusters_behind, i
 
 
 class Sites:
-    """Other sites as this relay knows them. Casts, calls and the mesh ask it; `Reach` and `Federation` keep it true."""
+    """The remote sites as this relay knows them.
+
+    Casts, calls and the mesh read it; `Reach` and `Federation` update it.
+    """
 
     def __init__(self, site: str, policy: Policy) -> None:
         self.site = site
-        """Our own name; a relay that is no gateway hears it from one."""
+        """Our own site's name; a relay that is not a gateway gets it from one."""
         self.policy = policy
         self.wans: dict[bytes, Wan] = {}
-        """By the other gateway's relay id."""
+        """Id of the other gateway's relay -> WAN connection."""
         self.site_routes: dict[str, dict[int, SiteRoute]] = {}
-        """Site -> number -> way."""
+        """Site -> number -> site route."""
         self.suspended: dict[str, Suspended] = {}
 
     def choose(self, route: Route, site_routes: Iterable[SiteRoute]) -> list[SiteRoute]:
-        """Return one of `ways` for each site that a route's messages may go to, nearest first, the way taken before if it still leads there.
+        """Return one of `site_routes` for each site that a route's messages may go to, nearest site first.
 
-        Where this relay has a WAN connection itself, no other gateway is asked.
+        The route taken before is kept if it still leads there. If this relay has a WAN connection itself, no other gateway is used.
         """
         sites: dict[str, list[SiteRoute]] = {}
         for site_route in site_routes:
@@ -79,7 +85,7 @@ class Sites:
         return site_route.own and route.site == site_route.site and not route.barred
 
     def distance_us(self, site: str) -> int:
-        """Return how far a site is by the nearest way."""
+        """Return the distance of a site by its nearest route."""
         return min(
             (site_route.distance_us for site_route in self.site_routes.get(site, {}).values()),
             default=0,
@@ -103,7 +109,10 @@ class Sites:
         )
 
     def others(self, name: str, key_ids: Iterable[bytes]) -> dict[str, int]:
-        """Return how many members of other sites serve `name` under other keys: first 4 bytes of the key id in hex -> count."""
+        """Return how many members of remote sites serve `name` under other keys:
+
+        first 4 bytes of the key id in hex -> count.
+        """
         known = set(key_ids)
         found: dict[str, int] = {}
         for site_routes in self.site_routes.values():
@@ -119,7 +128,10 @@ class Sites:
         return found
 
     def members(self, name: str, key_ids: Iterable[bytes]) -> dict[str, int]:
-        """Return how many members an address has in other sites, those under several key ids once as far as that can be told."""
+        """Return site -> number of members of a cluster.
+
+        Members under several key ids are counted once as far as possible.
+        """
         found: dict[str, int] = {}
         for site, site_routes in sorted(self.site_routes.items()):
             served = (clusters_behind(site_routes.values(), (name, key_id)) for key_id in key_ids)
@@ -131,14 +143,14 @@ class Sites:
     def might_serve(
         self, kind: int, name: str, key_id: bytes, site: str, settling: bool, now_us: int
     ) -> bool:
-        """Whether a site to which the last way was lost a moment ago may come back with members of an address.
+        """Whether a site that lost its last route a moment ago may come back with members of an address.
 
-        `settling`: a relay of this site was not found yet, or has not said what it reaches.
+        `settling`: a relay of this site has not been found yet, or has not advertised what it reaches.
         """
         if site in (HERE, self.site) or (is_site_local(kind) and not site):
             return False
         if site and settling:
-            return True  # who reaches it may be found in a moment
+            return True  # a relay that reaches it may be found in a moment
         if any(
             not wan.replica.known and now_us < wan.settle_us and site in ("", wan.site)
             for wan in self.wans.values()
@@ -150,7 +162,7 @@ class Sites:
         )
 
     def own(self, site: str) -> list[SiteRoute]:
-        """Return our own connections to a site that has said what it wants."""
+        """Return our own connections to a site that has advertised its interest."""
         return [
             site_route
             for site_route in self.site_routes.get(site, {}).values()
@@ -161,7 +173,7 @@ class Sites:
         return min((site_route.rtt_us for site_route in self.own(site)), default=0)
 
     def barred(self, of: frames.Declare | Route, site: str) -> str:
-        """Return why messages may not cross to a site, or an empty text; a refusal is counted."""
+        """Return why messages may not cross to a site, or an empty text. A refusal is counted."""
         rule = self.policy.leaving(of.kind, of.name, of.key_id)
         if rule:
             self.policy.refuse(site, rule)

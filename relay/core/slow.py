@@ -1,6 +1,6 @@
-"""Who did not take what was published, and how much was dropped for them: kept for operators and publishers after it is over.
+"""Slow receivers: who did not read casts in time, and how much was dropped for them. Kept for operators and publishers.
 
-a drop ── within GATHER_US ──► told to the log, then every AGAIN_US while drops go on
+a drop ── within GATHER_US ──► reported to the log, then every AGAIN_US while drops go on
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from relay.core.neighbor import Delivery, Neighbor
 from relay.core.session import Session
 
 GATHER_US: Final = 200_000
-"""From the first drop to the word of it: it says of a burst how many they were."""
+"""Time from the first drop to its report, so that a burst is reported with its count."""
 AGAIN_US: Final = 10_500_000
 MAX_REPORTED: Final = 64
 TOPICS_REPORTED: Final = 8
 MAX_SLOW: Final = 256
-"""Receivers remembered. The one that dropped nothing for the longest time makes room."""
+"""Limit of receivers remembered. The one whose last drop is oldest makes room."""
 MAX_TOPICS: Final = 64
-"""Addresses remembered of one receiver; what was dropped of others is in its sum alone."""
+"""Limit of addresses remembered per receiver; drops of others count in its total only."""
 Address = tuple[str, bytes]
-"""Name and key id."""
+"""(name, key id)."""
 
 
 class Slow:
@@ -37,20 +37,20 @@ class Slow:
         self.number = neighbor.number
         self.label = neighbor.label
         self.link = bool(neighbor.hop_class)
-        """It is another relay."""
+        """Whether it is another relay."""
         self.pid = neighbor.pid if isinstance(neighbor, Session) else 0
         self.user = neighbor.user if isinstance(neighbor, Session) else ""
         self.address = neighbor.address
         self.since_us = self.last_us = now_us
-        """The first and the latest drop, by the relay's clock."""
+        """Times of the first and the latest drop, by the relay's clock."""
         self.dropped = 0
         self.unreported = 0
-        """Of them, those that the log does not have yet."""
+        """Drops that were not reported to the log yet."""
         self.reported_us = 0
         self.topics: dict[Address, int] = {}
 
     def report(self, now_us: int) -> dict[str, object]:
-        """Return it ready for JSON, names included."""
+        """Return the figures, ready for JSON, including names."""
         return {
             "session": self.number,
             "label": self.label,
@@ -66,16 +66,16 @@ class Slow:
 
 
 class SlowReceivers:
-    """The slow receivers of one relay. A drop costs a look-up; who drops nothing costs nothing."""
+    """The slow receivers of one relay. A drop costs one look-up; receivers without drops cost nothing."""
 
     def __init__(self, clock: Callable[[], int]) -> None:
-        """`clock` gives the relay's time in µs."""
+        """`clock` returns the relay's time in µs."""
         self._clock = clock
         self.deadline_us = NEVER_US
         self.on_report: Callable[[Slow, int], None] = _ignore
         """Called with a slow receiver and the time, for the log."""
         self._slow: dict[int, Slow] = {}
-        """By number, the one that dropped last at the end."""
+        """Number -> receiver; the one with the latest drop is last."""
         self._latest = -1
 
     def dropped(self, neighbor: Neighbor, delivery: Delivery, count: int) -> None:
@@ -103,7 +103,7 @@ class SlowReceivers:
             slow.topics[address] = count
 
     def expire(self, now_us: int) -> None:
-        """Tell the log what is due."""
+        """Report to the log what is due."""
         soonest = NEVER_US
         for slow in self._slow.values():
             if not slow.unreported:
@@ -118,7 +118,7 @@ class SlowReceivers:
         self.deadline_us = soonest
 
     def of(self, name: str, key_id: bytes) -> list[tuple[Slow, int]]:
-        """Return who dropped messages of an address, and how many of them, the latest first."""
+        """Return (receiver, dropped messages of an address), the latest first."""
         address = (name, key_id)
         return [
             (slow, slow.topics[address])
@@ -127,10 +127,10 @@ class SlowReceivers:
         ]
 
     def report(self, now_us: int) -> list[dict[str, object]]:
-        """Return the latest of them ready for JSON, the last one first."""
+        """Return the latest receivers, ready for JSON, the last one first."""
         latest = islice(reversed(self._slow.values()), MAX_REPORTED)
         return [slow.report(now_us) for slow in latest]
 
 
 def _ignore(slow: Slow, now_us: int) -> None:
-    """Nobody asked."""
+    """Default for `on_report`."""

@@ -1,10 +1,11 @@
-"""Whether a store of this relay is on its way: calls of streams wait for it then, here and at the relays that are linked.
+"""Whether a store of this relay is starting: calls of streams then wait for it, here and at linked relays.
 
-    the relay starts a store, or one was lost ── on its way ──► it has joined for every stream: up
-                                                            ──► nobody starts it, and `BACK_US` is over: there is none
-                                                            ──► its directory or key cannot be used: there is none, and why is told
+    the relay starts a store, or one was lost ── starting ──► it has joined for every stream: up
+                                              ──► nobody starts it, and `BACK_US` has passed: there is none
+                                              ──► its directory or key cannot be used: there is none, and the reason is advertised
 
-A store joins for the stores first, then for each stream, in one go. So the relay asks it by PING at the first: its PONG follows the rest.
+A store joins for the stores first, then for each stream, in one go. So the relay sends it PING at its first JOIN: its PONG
+follows the rest.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from relay.core.quotas import RELAYS_STORE
 from relay.core.session import Session
 
 BACK_US: Final = 5_000_000
-"""A store that this relay does not start itself is waited for so long, once it was lost."""
+"""How long a lost store that this relay does not start itself is waited for."""
 STORE_PING: Final = 2
-"""The id of the PING; of a drain's it is another."""
+"""Id of the PING to a store; different from that of a drain."""
 
 
 class StoreWatch:
@@ -33,13 +34,13 @@ class StoreWatch:
         self._advertiser = advertiser
         self._starts_one = False
         self._failed = ""
-        """Why the store that this relay starts cannot serve."""
+        """Why the store that this relay starts cannot serve; empty if it can."""
         self._final = False
-        """It will not before somebody mends that."""
+        """It cannot serve until an operator fixes that."""
         self._ended = False
         self._asked: set[int] = set()
         self._up: dict[int, str] = {}
-        """Number of its session -> user."""
+        """Session number -> user, of stores that are up."""
 
     @property
     def own_store_is_up(self) -> bool:
@@ -48,26 +49,26 @@ class StoreWatch:
 
     @property
     def own_store_failed(self) -> bool:
-        """Whether the store that this relay starts cannot serve before somebody mends what it lacks."""
+        """Whether the store that this relay starts cannot serve until an operator fixes what it lacks."""
         return self._final
 
     def starts_one(self, now_us: int) -> None:
-        """This relay has a store that it starts whenever there is none."""
+        """Note that this relay has a store, which it starts whenever there is none."""
         self._starts_one = True
         self._advertise(now_us)
 
     def set_failure(self, why: str, *, final: bool, now_us: int) -> None:
-        """The store that this relay starts says why it cannot serve; empty: it can. Unless that is `final`, it is waited for."""
+        """Set why the store that this relay starts cannot serve; empty if it can. Unless `final`, it is waited for."""
         self._failed, self._final = why[:MAX_FAILED], final and bool(why)
         self._advertise(now_us)
 
     def end(self, now_us: int) -> None:
-        """This relay stops: no store comes back to it."""
+        """Stop waiting for stores, because this relay stops."""
         self._ended, self.deadline_us = True, NEVER_US
         self._advertise(now_us)
 
     def joined(self, session: Session, now_us: int) -> None:
-        """A store is there, and about to say which streams it holds; one of an older minor version counts as up at once."""
+        """Note a store that is about to join for its streams. One of an older minor version counts as up at once."""
         self._asked.add(session.number)
         if session.minor >= PING_MINOR:
             session.control(frames.Ping(STORE_PING))
@@ -75,7 +76,7 @@ class StoreWatch:
             self.answered(session, frames.Pong(STORE_PING), now_us)
 
     def answered(self, session: Session, pong: frames.Pong, now_us: int) -> None:
-        """A PONG came. Others than to our PING are ignored."""
+        """Note a PONG to our PING; others are ignored."""
         if pong.id == STORE_PING and session.number in self._asked:
             self._asked.discard(session.number)
             self._up[session.number] = session.user
@@ -83,14 +84,14 @@ class StoreWatch:
             self._advertise(now_us)
 
     def session_ended(self, session: Session, now_us: int) -> None:
-        """A session has ended."""
+        """Note that a session has ended; if it was a store, wait for it to come back."""
         self._asked.discard(session.number)
         if self._up.pop(session.number, None) is not None and not self._ended:
             self.deadline_us = now_us + BACK_US
             self._advertise(now_us)
 
     def expire(self, now_us: int) -> None:
-        """A store did not come back."""
+        """Stop waiting for a store that did not come back."""
         if now_us >= self.deadline_us:
             self.deadline_us = NEVER_US
             self._advertise(now_us)

@@ -1,4 +1,4 @@
-"""The interest of one site, as it is announced: ours to other sites, and other sites' to the relays of ours."""
+"""The interest of one site as advertised: ours to other sites, and other sites' to the relays of ours."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from relay.core.site_routes import NOBODY, Groups, Served, join_group, leave_gro
 
 
 class Room:
-    """Room for announced addresses, and for topics. Of our own site each key has a share; of other sites, each site."""
+    """Limits of advertised addresses and of topics. Of our own site each key has a share; of other sites, each site."""
 
     __slots__ = ("clusters", "topics")
 
@@ -22,10 +22,10 @@ class Room:
 
 
 class Summary:
-    """The interest of one site, as announced to others.
+    """The interest of one site, as advertised to others.
 
-    Possible changes are collected, and sent if they differ from what was sent last. Entries without room are held back, and
-    announced when another one ends.
+    Possible changes are collected, and sent if they differ from what was sent last. Entries over a limit are held back, and
+    advertised when another entry ends.
     """
 
     __slots__ = (
@@ -45,7 +45,7 @@ class Summary:
     def __init__(
         self, site: str, cluster_of: Callable[[Address], Served], topic_of: Callable[[Topic], int], room: Room, *, by_key: bool
     ) -> None:  # fmt: skip
-        """`cluster_of` and `topic_of` say what is true now."""
+        """`cluster_of` and `topic_of` return the current values."""
         self.site = site
         self._room = room
         self._by_key = by_key
@@ -60,15 +60,15 @@ class Summary:
         self._touched_topics: dict[Topic, None] = {}
 
     def touch(self, address: Address) -> None:
-        """Who serves an address may have changed."""
+        """Note that the members of an address may have changed."""
         self._touched_addresses[address] = None
 
     def touch_topic(self, topic: Topic) -> None:
-        """Who wants a topic may have changed."""
+        """Note that the subscriptions to a topic may have changed."""
         self._touched_topics[topic] = None
 
     def changes(self) -> tuple[list[SiteCluster], list[SiteTopic]]:
-        """Return what differs from what was told last; from now on it counts as told."""
+        """Return what differs from what was advertised last; from now on it counts as advertised."""
         clusters: list[SiteCluster] = []
         topics: list[SiteTopic] = []
         addresses, touched = list(self._touched_addresses), list(self._touched_topics)
@@ -82,7 +82,7 @@ class Summary:
         return clusters, topics
 
     def _collect_cluster(self, address: Address, changed: list[SiteCluster]) -> bool:
-        """Announce an address if its members changed. Returns True if room became free."""
+        """Append an address if its members changed. Returns True if room became free."""
         now, before = self._cluster_of(address), self.clusters.get(address, NOBODY)
         table, holder = self._room.clusters, self._holder(address[1])
         kept = self._kept[0]
@@ -103,7 +103,7 @@ class Summary:
         return not now[0]
 
     def _collect_topic(self, topic: Topic, changed: list[SiteTopic]) -> bool:
-        """Announce a topic if its subscriptions changed. Returns True if room became free."""
+        """Append a topic if its subscriptions changed. Returns True if room became free."""
         count, before = self._topic_of(topic), self.topics.get(topic, 0)
         table, holder = self._room.topics, self._holder(topic[1])
         kept = self._kept[1]
@@ -125,7 +125,7 @@ class Summary:
         return not count
 
     def _holder(self, key_id: bytes) -> str:
-        """Return whose share an entry counts in."""
+        """Return the holder of the share in which an entry counts: a key or a site."""
         return key_id.hex() if self._by_key else self.site
 
     @property
@@ -139,7 +139,7 @@ class Summary:
             table.drop(self.site)
 
     def whole(self) -> tuple[list[SiteCluster], list[SiteTopic]]:
-        """Return all that was told."""
+        """Return everything that was advertised."""
         return (
             [
                 SiteCluster(self.site, *address, *changed)

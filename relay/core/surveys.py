@@ -1,7 +1,7 @@
-"""Surveys: a copy to every member here, one to every relay that has some, and the answers of all until the last is done.
+"""Surveys: a copy to every member here, one to every relay that has some, and all their answers until the last is done.
 
-The relay of the surveyor says first whom it handed the survey to (ROSTER), and so does each other relay; answers follow, and
-DONE when no more can come. What a relay behind a link owes is kept under one hop id until its own DONE.
+The surveyor's relay first sends a ROSTER of the members it dispatched the survey to, and so does each other relay. Answers
+follow, and DONE when no more can come. All parts behind a link are kept under one hop id until that relay's own DONE.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ from relay.core.neighbor import Dispatched, Load, Neighbor, Route, Survey, Targe
 from relay.core.ports import Accounts
 
 MAX_ROSTER: Final = 1 << 18
-"""Members that one relay or site may say it handed a survey to; their ids take about 30 MB."""
+"""Limit of members in the rosters of one relay or site; their ids take about 30 MB."""
 _LONGEST_NAME: Final = 64 * 4 + 3
-"""Largest size of a member's id in a frame."""
+"""Largest encoded size of a member's id."""
 
 
 class Surveys:
-    """The surveys of a relay. `next_hop` gives hop ids for a neighbor, `ended` is told of each that a member has no more."""
+    """The surveys of a relay.
+
+    `next_hop` returns hop ids for a neighbor; `ended` is called for each part that has ended.
+    """
 
     def __init__(
         self, relay_id: bytes, accounts: Accounts, interest: Interest, next_hop: Callable[[Neighbor], int],
@@ -38,7 +41,7 @@ class Surveys:
     def start(
         self, origin: Neighbor, route: Route, hop: int, deadline_us: int, until_us: int, buf: memoryview, start: int, end: int
     ) -> None:  # fmt: skip
-        """To every member that serves surveys and has room: a copy each, under a hop id each."""
+        """Dispatch a survey to every member that serves surveys and has room: a copy each, under a hop id each."""
         survey = Survey(origin, hop, deadline_us, until_us)
         roster = []
         size = end - start
@@ -102,7 +105,7 @@ class Surveys:
         return True
 
     def roster(self, link: Neighbor, roster: Roster) -> None:
-        """The relay behind a link says whom it handed a survey to; of another site, one relay after the other does."""
+        """Forward the ROSTER of the relay behind a link. A remote site sends one for each of its relays."""
         dispatched = link.in_flight.get(roster.hop)
         if dispatched is not None and dispatched.survey is not None:
             members = roster.members[: max(0, MAX_ROSTER - len(dispatched.roster))]
@@ -113,14 +116,14 @@ class Surveys:
                     dispatched.survey.origin.control(Roster(dispatched.survey.hop, part))
 
     def done(self, link: Neighbor, done: Done) -> None:
-        """No more answers come over a link, or from another site."""
+        """End a part of a survey: a link or remote site has no more answers."""
         dispatched = link.in_flight.get(done.hop)
         if dispatched is not None and dispatched.survey is not None:
             del link.in_flight[done.hop]
             self.finish_part(dispatched, done.lost)
 
     def finish_part(self, dispatched: Dispatched, lost: Sequence[str]) -> None:
-        """One that was handed a survey owes nothing more; `lost` never answered."""
+        """Note that a part of a survey has ended; `lost` never answered."""
         survey = dispatched.survey
         assert survey is not None
         self._ended(dispatched, 1)
@@ -133,12 +136,15 @@ class Surveys:
                 survey.origin.control(Done(survey.hop, next(_parts(survey.lost))))
 
     def unanswered(self, dispatched: Dispatched) -> list[str]:
-        """Return the ids of who may not have answered: behind a link, only the surveyor can tell who of all did."""
+        """Return the ids of members that may not have answered.
+
+        Behind a link, only the surveyor knows which of all did.
+        """
         load = dispatched.load
         if load.member is not None:
             return [f"{self._relay}.{load.serial}"]
         if load.site_route is not None:
-            # One relay after the other named whom it handed the survey to: not all may have.
+            # Not all relays of a remote site may have sent their roster: the rest are placeholders.
             return [*dispatched.roster, *dispatched.behind[len(dispatched.roster) :]]
         return list(dispatched.roster) or _behind(load, dispatched.route)
 
@@ -152,7 +158,10 @@ def _behind(load: Load, route: Route) -> list[str]:
 
 
 def _parts(names: list[str]) -> Iterator[list[str]]:
-    """Split names that other relays chose into lists that fit a frame. A list may come from a frame as large as ours may be."""
+    """Split names that other relays chose into lists that fit in a frame.
+
+    A received list may be as large as a frame of ours.
+    """
     room = MAX_REPORT_BYTES - 64
     if len(names) * _LONGEST_NAME <= room:
         yield names

@@ -1,7 +1,7 @@
 """Tunnels as a relay sees them: two ends, each with a hop id, and records that pass from one to the other.
 
-Relays do not throttle tunnels, their ends do; when a port's share for tunnels is full, the tunnel that holds most of it is
-broken on both ends.
+The ends of a tunnel throttle it, not the relays. When a port's share for tunnels is full, the tunnel that holds most of it
+is broken at both ends.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from relay.core.neighbor import Dispatched, Neighbor, Tunnel
 from relay.core.ports import Accounts
 
 MAX_RECORD_FRAME: Final = TUNNEL_BODY_AT + 65_535
-"""Longest frame of a tunnel. Relays forward it whole, whatever message limit the next one has."""
+"""Longest frame of a tunnel. Relays forward it whole, whatever the message limit of the next one."""
 
 
 class Tunnels:
-    """The tunnels of a relay. `ended` is told of each that its member, or the relay behind a link, has no more.
+    """The tunnels of a relay. `ended` is called for each opening that its member or link no longer has.
 
-    `given_up` is asked whether an end is that of an opening which still waits for somebody to serve it.
+    `given_up` returns whether an end belongs to an opening that still waits for a member, and drops it.
     """
 
     def __init__(
@@ -40,19 +40,19 @@ class Tunnels:
         self._given_up = given_up
 
     def opening(self, dispatched: Dispatched, member: Neighbor, hop: int) -> None:
-        """An opening was handed to `member` under `hop`."""
+        """Note an opening that was dispatched to `member` under `hop`."""
         tunnel = Tunnel(dispatched.origin, dispatched.hop, member, hop)
         dispatched.origin.tunnels[dispatched.hop] = member.tunnels[hop] = tunnel
 
     def refused(self, dispatched: Dispatched, member: Neighbor, hop: int) -> None:
-        """The opening came back."""
+        """Forget a tunnel whose opening was refused."""
         tunnel = member.tunnels.pop(hop, None)
         dispatched.origin.tunnels.pop(dispatched.hop, None)
         if tunnel is not None and tunnel.pair is not None:
             self.direct.ended(tunnel)
 
     def frame(self, neighbor: Neighbor, buf: memoryview, start: int, end: int) -> None:
-        """A tunnel frame: to the other side, under that side's hop id."""
+        """Forward a tunnel frame to the other side, under that side's hop id."""
         if not TUNNEL_BODY_AT <= end - start <= MAX_RECORD_FRAME:
             self._misfit(neighbor, buf, start, end)
             return
@@ -60,7 +60,7 @@ class Tunnels:
         if flags:
             clear_flags(neighbor, buf, start)
         accounts = self._accounts
-        # An end may be the relay's own word, so it is no message.
+        # The relay may send an end itself, so an end does not count as a message.
         count = 0 if kind == Kind.TUNNEL_END else 1
         tunnel = neighbor.tunnels.get(hop)
         if tunnel is None:
@@ -72,7 +72,7 @@ class Tunnels:
             accounts.drop("late tunnel frame", count)
             return
         if not count and end - start > TUNNEL_BODY_AT + 1:
-            # Ends go out whatever the queue of the other side: they stay small.
+            # Ends are queued even if the other side's queue is full, so they must stay small.
             raise PeerProtocolError("TUNNEL_END must carry at most one byte, its cause")
         accounts.in_ += count
         if hop & neighbor.own_hop_mask == neighbor.own_hop:
@@ -91,10 +91,14 @@ class Tunnels:
         fullest = max(other.tunnels.values(), key=lambda t: self._held_at(t, other))
         self._break(fullest, "tunnel share full")
         if fullest is not tunnel:
-            self._break(tunnel, "tunnel share full")  # its frame is lost, and a tunnel never skips
+            # Its frame is lost, and a tunnel never skips one.
+            self._break(tunnel, "tunnel share full")
 
     def _misfit(self, neighbor: Neighbor, buf: memoryview, start: int, end: int) -> None:
-        """End a session whose tunnel frame is too short or too long. If an older relay forwarded it, break only its tunnel."""
+        """Raise for a tunnel frame that is too short or too long.
+
+        If an older relay forwarded it, break only its tunnel.
+        """
         size = end - start
         if size < TUNNEL_BODY_AT:
             raise PeerProtocolError(
@@ -111,7 +115,7 @@ class Tunnels:
             self._break(tunnel, "tunnel record too long")
 
     def neighbor_down(self, neighbor: Neighbor) -> None:
-        """Whoever shares a tunnel with it hears now."""
+        """End all tunnels of a lost neighbor, and notify their other ends."""
         for tunnel in list(neighbor.tunnels.values()):
             self._forget(tunnel)
             other, hop = (
@@ -123,12 +127,12 @@ class Tunnels:
                 other.port.control(tunnel_frame(Kind.TUNNEL_END, hop, bytes((Cause.LOST,))))
 
     def _held_at(self, tunnel: Tunnel, neighbor: Neighbor) -> int:
-        """Return the bytes of a tunnel that wait at a neighbor; one to itself has both its ends there."""
+        """Return the bytes of a tunnel that are queued at a neighbor, which may have both ends."""
         opener = tunnel.opener_held.bytes if tunnel.opener is neighbor else 0
         return opener + (tunnel.member_held.bytes if tunnel.member is neighbor else 0)
 
     def _break(self, tunnel: Tunnel, cause: str) -> None:
-        """End a tunnel on both sides; what it has waiting is not sent."""
+        """End a tunnel on both sides; its queued frames are dropped."""
         self._forget(tunnel)
         for neighbor, hop, held in (
             (tunnel.opener, tunnel.opener_hop, tunnel.opener_held),

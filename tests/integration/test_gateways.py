@@ -217,7 +217,7 @@ async def test_a_site_that_answers_under_another_key_ends_that_call_alone(world:
     async with foul.vault(eu.config.socket_path, us.config.socket_path) as vault:
         async with foul.liar(us.config.socket_path) as told:
             await vault.ask_a_liar()
-            assert "REPLY of echo under key" in await told
+            assert "REPLY for echo" in await told
         wan = us.router.wans[eu.router.relay_id]
         assert "misdirected answer" not in eu.router.accounts.dropped
         strange = frames.Declare(
