@@ -32,7 +32,7 @@ from iris.core.bundle import (
 from iris.core.bundle import HEADERS as HEADERS_FLAG
 from iris.core.compression import expanded
 from iris.errors import DecodeError
-from iris.spark.errors import MALFORMED, MISFITS, SparkError
+from iris.spark.errors import DECODE_ERRORS, MALFORMED, SparkError
 from iris.spark.options import FAILFAST, JSON, SourceOptions
 from iris.spark.schema import value_schema
 from iris.wire.kinds import Kind
@@ -247,7 +247,7 @@ class _ValueDecoder:
             if value is not None:
                 try:
                     found = self._decode(value)
-                except MISFITS as err:
+                except DECODE_ERRORS as err:
                     self._check_mode(str(err))
                 if not isinstance(found, dict):
                     self._check_mode("it is not a map")
@@ -260,7 +260,7 @@ class _ValueDecoder:
                 )
                 for field in self._types
             ]
-        except MISFITS:
+        except DECODE_ERRORS:
             columns = self._singly(rows)
         corrupt = [value if row is None else None for value, row in zip(raw, rows, strict=True)]
         return [*columns, pa.array(corrupt, pa.binary())]
@@ -273,7 +273,7 @@ class _ValueDecoder:
             try:
                 for field in self._types:
                     pa.array([row.get(field.name)], field.type)
-            except MISFITS as err:
+            except DECODE_ERRORS as err:
                 self._check_mode(str(err))
                 rows[index] = None
         return [

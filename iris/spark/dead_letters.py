@@ -13,7 +13,7 @@ from operator import and_
 from typing import TYPE_CHECKING, Any, Final
 
 from iris.errors import ConfigError, IrisError
-from iris.spark.errors import MISFITS, to_spark_error
+from iris.spark.errors import DECODE_ERRORS, to_spark_error
 from iris.spark.options import AT_LEAST_ONCE, SinkOptions
 
 if TYPE_CHECKING:
@@ -197,11 +197,11 @@ class _Splitter:
             reasons.append(why)
         try:
             parsed = pa.array(rows, kind)
-        except MISFITS:
+        except DECODE_ERRORS:
             for index, row in enumerate(rows):
                 try:
                     pa.array([row], kind)
-                except MISFITS as err:
+                except DECODE_ERRORS as err:
                     rows[index], reasons[index] = None, f"it does not fit the schema: {err}"
             parsed = pa.array(rows, kind)
         return parsed, pa.array(reasons, pa.string())

@@ -34,7 +34,7 @@ MALFORMED: Final = "IRIS_MALFORMED"
 SINK: Final = "IRIS_SINK"
 """The rows were not stored, or not acknowledged in time: the stream is full or paused, or staged rows have expired."""
 
-MISFITS: Final = (ValueError, TypeError, AttributeError, NotImplementedError, ArithmeticError, RecursionError)  # fmt: skip
+DECODE_ERRORS: Final = (ValueError, TypeError, AttributeError, NotImplementedError, ArithmeticError, RecursionError)  # fmt: skip
 """Errors that msgspec and pyarrow raise for a value that does not fit its type (their own errors are subclasses)."""
 
 

@@ -245,12 +245,12 @@ def _query_lag(progress: StreamingQueryProgress) -> QueryLag | None:
     streams: dict[str, StreamLag] = {}
     rows = 0
     rate = 0.0
-    ours = False
+    any_source = False
     for source in progress.sources:
         ends = _offsets(source.endOffset)
         if ends is None:
             continue
-        ours = True
+        any_source = True
         latest = _offsets(source.latestOffset) or {}
         rows += source.numInputRows
         rate += _finite(source.processedRowsPerSecond)
@@ -265,7 +265,7 @@ def _query_lag(progress: StreamingQueryProgress) -> QueryLag | None:
             # A query may read a stream twice: report the slower position.
             if before is None or position.next < before.next:
                 streams[name] = StreamLag(position.next, lag)
-    if not ours:
+    if not any_source:
         return None
     return QueryLag(
         query=str(progress.id),

@@ -21,7 +21,7 @@ from iris.wire.names import check_cluster, check_filter, check_topic
 
 EARLIEST: Final = "earliest"
 LATEST: Final = "latest"
-LIVE_AGE_S: Final = 7 * 86_400
+STREAM_AGE_S: Final = 7 * 86_400
 """Default of `streamMaxAge`, for streams that a source creates: 7 days, the retention of a Kafka topic."""
 MAX_FETCH_BYTES: Final = 8 << 20
 EXACTLY_ONCE: Final = "exactly_once"
@@ -34,17 +34,17 @@ JSON: Final = "json"
 MSGPACK: Final = "msgpack"
 PERMISSIVE: Final = "permissive"
 FAILFAST: Final = "failfast"
-SPARK_OWN: Final = frozenset({"path", "checkpointlocation", "queryname", "outputmode"})
+SPARK_OPTIONS: Final = frozenset({"path", "checkpointlocation", "queryname", "outputmode"})
 """Options that Spark itself passes to every format."""
 
-_BOTH: Final = ("stream", "keyringFile", "accessKeyFile", "relay", "fetchTimeoutMs")
+_COMMON: Final = ("stream", "keyringFile", "accessKeyFile", "relay", "fetchTimeoutMs")
 _SOURCE: Final = (
-    *_BOTH, "subscribe", "subscribePattern", "cluster", "groupId", "groupIdPrefix", "startingOffsets", "endingOffsets", "startingTimestamp",
+    *_COMMON, "subscribe", "subscribePattern", "cluster", "groupId", "groupIdPrefix", "startingOffsets", "endingOffsets", "startingTimestamp",
     "endingTimestamp", "maxOffsetsPerTrigger", "maxBytesPerTrigger", "minOffsetsPerTrigger", "maxTriggerDelay", "minPartitions",
     "maxRecordsPerPartition", "failOnDataLoss", "includeHeaders", "includeMeta", "fetchOffset.numRetries", "fetchBytes", "timestampHeader",
     "valueFormat", "valueSchema", "valueMode", "streamMaxBytes", "streamMaxAge",
 )  # fmt: skip
-_SINK: Final = (*_BOTH, "topic", "cluster", "sendMode", "delivery", "writerId", "batchId", "keyedRecords", "createStream", "whenFull")  # fmt: skip
+_SINK: Final = (*_COMMON, "topic", "cluster", "sendMode", "delivery", "writerId", "batchId", "keyedRecords", "createStream", "whenFull")  # fmt: skip
 
 _UNITS: Final = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 _DURATION: Final = re.compile(
@@ -102,7 +102,7 @@ class SourceOptions:
     value_schema: str = ""
     value_mode: str = PERMISSIVE
     stream_max_bytes: int = 0
-    stream_max_age_s: float = LIVE_AGE_S
+    stream_max_age_s: float = STREAM_AGE_S
 
     @classmethod
     def parse(cls, options: Mapping[str, str], *, streaming: bool | None) -> SourceOptions:
@@ -165,7 +165,7 @@ class SourceOptions:
             value_schema=value_schema,
             value_mode=given.choice("valueMode", PERMISSIVE, (PERMISSIVE, FAILFAST)),
             stream_max_bytes=given.number("streamMaxBytes", 0),
-            stream_max_age_s=given.duration("streamMaxAge", LIVE_AGE_S),
+            stream_max_age_s=given.duration("streamMaxAge", STREAM_AGE_S),
         )
         if parsed.max_offsets and parsed.min_offsets > parsed.max_offsets:
             raise ConfigError(
@@ -300,7 +300,7 @@ class _Given:
             lower = name.lower()
             if lower in names:
                 self._values[lower] = value
-            elif lower not in SPARK_OWN:
+            elif lower not in SPARK_OPTIONS:
                 close = difflib.get_close_matches(lower, names, 1)
                 what = "reading" if known is _SOURCE else "writing"
                 hint = f"; did you mean {names[close[0]]}?" if close else ""

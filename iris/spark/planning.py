@@ -210,7 +210,7 @@ class Planner:
 
         async def wait(client: Client) -> bool:
             # Spark asks 100 times per second; one call that waits is cheaper and as fast.
-            calls = [
+            fetches = [
                 asyncio.ensure_future(
                     client.streams.fetch(
                         name, info.next, uuid=info.uuid, max_bytes=1, wait=WAIT_S, timeout=timeout_s
@@ -219,12 +219,12 @@ class Planner:
                 for name, info in infos.items()
             ]
             try:
-                done, _pending = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
-                return any(len(call.result()) for call in done)
+                done, _pending = await asyncio.wait(fetches, return_when=asyncio.FIRST_COMPLETED)
+                return any(len(fetch.result()) for fetch in done)
             finally:
-                for call in calls:
-                    call.cancel()
-                await asyncio.gather(*calls, return_exceptions=True)
+                for fetch in fetches:
+                    fetch.cancel()
+                await asyncio.gather(*fetches, return_exceptions=True)
 
         return wait
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-INTACT: Final = frozenset({"compacted", "expired", "deferred"})
+EXPECTED_HOLES: Final = frozenset({"compacted", "expired", "deferred"})
 """Causes of holes that are not data loss, because the stream's users asked for them."""
 
 
@@ -136,7 +136,7 @@ class _RangeReader:
                     opened.append(self._wanted(item, at, min(item.next, end)))
                 elif item.unreadable:
                     self._cannot_read(item)
-                elif item.cause not in INTACT:
+                elif item.cause not in EXPECTED_HOLES:
                     self._miss(item)
             at = max(at, item.next)
         if at < min(page.next, end):

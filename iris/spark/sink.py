@@ -129,16 +129,16 @@ class _Sink:
 
         async def append(client: Client) -> None:
             for begin in range(0, len(rows), FLUSH_ROWS):
-                calls = []
+                appends = []
                 for number, row in enumerate(rows[begin : begin + FLUSH_ROWS], first + begin):
                     headers = {**(row.headers or {}), **common, ROW_HEADER: str(number)}
-                    calls.append(
+                    appends.append(
                         client.streams.append(
                             options.stream, row.value or b"", headers=headers, key=row.key, tombstone=row.value is None,
                             timeout=timeout_s,
                         )
                     )  # fmt: skip
-                for result in await asyncio.gather(*calls, return_exceptions=True):
+                for result in await asyncio.gather(*appends, return_exceptions=True):
                     if isinstance(result, BaseException):
                         raise result
 

@@ -21,9 +21,8 @@ from iris.deadlines import seconds_left
 from iris.errors import ConfigError, NoStream, StreamError, StreamUnavailable
 from iris.runtime import Runtime
 from iris.streams.appending import Appender, append_expecting
-from iris.streams.calls import Stores
-from iris.streams.consuming import TAKE_MESSAGES, Consumer
-from iris.streams.defining import (
+from iris.streams.consuming import BATCH_MESSAGES, Consumer
+from iris.streams.definitions import (
     check_local_name,
     check_same,
     end_stream,
@@ -46,6 +45,7 @@ from iris.streams.staging import (
     commit_call,
     discard_call,
 )
+from iris.streams.stores import Stores
 from iris.wire.names import check_address, check_cluster, split_site
 from iris.wire.orders import DEAD, Definition, check_definition
 from iris.wire.streams import Committed, ConsumerInfo, DeleteConsumer, Fetch, Fetched, Settled
@@ -142,7 +142,7 @@ class Streams:
         Raises:
             StreamUnavailable: a store did not answer.
         """
-        infos = [stream_info(known) for known in await list_streams(self._stores, timeout)]
+        infos = [stream_info(stream) for stream in await list_streams(self._stores, timeout)]
         return sorted(infos, key=lambda info: (info.name, info.uuid))
 
     async def change(
@@ -195,10 +195,10 @@ class Streams:
         """
         until_s = time.monotonic() + timeout
         changed = []
-        for known in await list_streams(self._stores, timeout):
-            info = stream_info(known)
-            wanted = {key.key_id.hex() for key in keys_of(self._stores, known.order.definition)}
-            if not known.dead and not wanted <= set(info.key_ids):
+        for stream in await list_streams(self._stores, timeout):
+            info = stream_info(stream)
+            wanted = {key.key_id.hex() for key in keys_of(self._stores, stream.order.definition)}
+            if not stream.dead and not wanted <= set(info.key_ids):
                 changed.append(
                     await self.change(info.name, uuid=info.uuid, timeout=seconds_left(until_s))
                 )
@@ -248,9 +248,7 @@ class Streams:
                 future, index = producer.add(data, headers, packed, extras)
                 return await asyncio.shield(future) + index
         except TimeoutError:
-            detail = (
-                f"not acknowledged within {timeout:g} s; it may still be stored{self._stores.why}"
-            )
+            detail = f"not acknowledged within {timeout:g} s; it may still be stored{self._stores.starting_hint}"
             raise StreamUnavailable(name, detail, may_have_run=True) from None
 
     async def append_many(
@@ -273,7 +271,7 @@ class Streams:
                 if pending:  # waiting cancels none of them
                     await asyncio.wait({future for future, _ in pending})
         except TimeoutError:
-            detail = f"not all acknowledged within {timeout:g} s; the rest may still be stored{self._stores.why}"
+            detail = f"not all acknowledged within {timeout:g} s; the rest may still be stored{self._stores.starting_hint}"
             raise StreamUnavailable(name, detail, may_have_run=True) from None
         return [future.result() + index for future, index in pending]
 
@@ -389,7 +387,7 @@ class Streams:
 
     def consumer(
         self, name: str, consumer: str, start: Start = "first", *, group: bool = False, durable: bool = True, ack_timeout: float = 30.0,
-        max_deliver: int = 0, max_messages: int = TAKE_MESSAGES, uuid: str = "", patience: float = PATIENCE_S,
+        max_deliver: int = 0, max_messages: int = BATCH_MESSAGES, uuid: str = "", patience: float = PATIENCE_S,
         on_gap: Callable[[StreamGap], object] | None = None,
     ) -> Consumer:  # fmt: skip
         """Return a worker of a consumer, whose position in the stream the store keeps; see `Consumer`.
@@ -457,7 +455,7 @@ class Streams:
         Calling it again changes nothing. Raises StreamError.
         """
         return await redefine(
-            self._stores, name, uuid, lambda there: promoted(name, there, record), timeout
+            self._stores, name, uuid, lambda definition: promoted(name, definition, record), timeout
         )
 
     # -- life ------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from iris.core.bundle import Headers
 from iris.core.producer import Extras, Producer, Sent
 from iris.deadlines import seconds_left
 from iris.errors import ConnectionLost, OffsetConflict, StreamError
-from iris.streams.calls import Stores, StreamLocation
+from iris.streams.stores import Stores, StreamLocation
 from iris.wire.kinds import NEVER_US
 from iris.wire.streams import CONFLICT, DUPLICATE, STORED, Append, Appended
 

@@ -12,13 +12,13 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Final, Self
 
 from iris.errors import Closed, IrisError, RequestError, StreamError, StreamUnavailable
-from iris.streams.calls import Stores
-from iris.streams.reading import GAPS, Start, resolve_dead, start_offset
+from iris.streams.reading import MAX_GAPS, Start, resolve_dead, start_offset
 from iris.streams.records import RecordOpener, StreamGap, StreamMessage, to_gap
+from iris.streams.stores import Stores
 from iris.wire.streams import Consume, Delivered, Handed, Range, Record, Settle, Settled
 
-TAKE_BYTES: Final = 1 << 20
-TAKE_MESSAGES: Final = 1000
+BATCH_BYTES: Final = 1 << 20
+BATCH_MESSAGES: Final = 1000
 WAIT_MS: Final = 20_000
 MAX_RANGES: Final = 4000
 SETTLE_S: Final = 10.0
@@ -44,7 +44,7 @@ class Consumer:
         self.name = name
         self.lag = 0
         """Messages not settled yet, as of the last delivery."""
-        self.gaps: deque[StreamGap] = deque(maxlen=GAPS)
+        self.gaps: deque[StreamGap] = deque(maxlen=MAX_GAPS)
         self._stores = stores
         self._start = start
         self._group = group
@@ -62,7 +62,7 @@ class Consumer:
         self._held: set[int] = set()
         """Offsets of messages delivered here and not settled yet."""
         self._offset = -1
-        self._take_task: asyncio.Task[list[StreamMessage]] | None = None
+        self._batch_task: asyncio.Task[list[StreamMessage]] | None = None
         self._lost_answer = False
         """The last delivery may have been lost: ask the store to repeat it."""
         self._away_since_s = 0.0
@@ -107,56 +107,58 @@ class Consumer:
                 raise Closed(f"consumer {self.name!r} of {self.stream!r} was closed")
             self._raise_error()
             if self._offset < 0:
-                known, self._offset = await start_offset(
+                stream, self._offset = await start_offset(
                     self._stores, self.stream, self._uuid, self._start, patience=self._patience
                 )
-                self._opener.stream = known
-                self._uuid = self._uuid or known.described.uuid.hex()
-            task = self._take_task
+                self._opener.stream = stream
+                self._uuid = self._uuid or stream.described.uuid.hex()
+            task = self._batch_task
             if task is None:
-                task = self._take_task = asyncio.create_task(self._take(), name="iris-consume")
+                task = self._batch_task = asyncio.create_task(
+                    self._fetch_batch(), name="iris-consume"
+                )
                 task.add_done_callback(_retrieve_error)
             try:
                 # If the caller is cancelled, the next caller waits for this task: its messages are not lost.
                 messages = await asyncio.shield(task)
             except asyncio.CancelledError:
                 if task.cancelled():
-                    self._take_task = None
+                    self._batch_task = None
                 raise
             except BaseException:
-                self._take_task = None
+                self._batch_task = None
                 raise
-            self._take_task = None
+            self._batch_task = None
             if messages:
                 return messages
 
-    async def _take(self) -> list[StreamMessage]:
+    async def _fetch_batch(self) -> list[StreamMessage]:
         self._cancel_confirm()  # the call below confirms the last delivery
         await self._wait_settled()
         call = Consume(
-            self.name, self._worker, TAKE_BYTES, self._max_messages, WAIT_MS, self._offset, self._group, self._durable,
+            self.name, self._worker, BATCH_BYTES, self._max_messages, WAIT_MS, self._offset, self._group, self._durable,
             self._ack_timeout_us, self._max_deliver, self._lost_answer,
         )  # fmt: skip
         # Until the answer has arrived and is opened, assume that it was lost.
         again, self._lost_answer = self._lost_answer, True
         try:
             location = await self._stores.find(self.stream, self._uuid, timeout=self._patience)
-            taken = await self._stores.ask(
+            delivered = await self._stores.ask(
                 location.address, location.key, call, Delivered, timeout=self._patience + WAIT_MS / 1000, shown=self.stream
             )  # fmt: skip
         except (RequestError, StreamError) as err:
             await self._pause_or_raise(err)
             return []
         self._away_since_s = 0.0
-        self.lag = taken.lag
-        if taken.fenced:
+        self.lag = delivered.lag
+        if delivered.fenced:
             raise StreamError(
                 self.stream,
-                f"another worker of consumer {self.name!r} has taken over; to share its messages set group",
+                f"another worker of consumer {self.name!r} has taken over; set group to share its messages",
             )
         messages: list[StreamMessage] = []
-        for handed in taken.items:
-            messages += await self._open_item(handed)
+        for delivery in delivered.items:
+            messages += await self._open_item(delivery)
         if again:
             # A repeated delivery may contain messages that we already hold.
             messages = [message for message in messages if message.offset not in self._held]
@@ -198,16 +200,16 @@ class Consumer:
             raise StreamUnavailable(self.stream, str(err), may_have_run=True) from err
         await asyncio.sleep(random.uniform(0.05, 0.2))
 
-    async def _open_item(self, handed: Handed) -> list[StreamMessage]:
-        item = handed.item
+    async def _open_item(self, delivery: Handed) -> list[StreamMessage]:
+        item = delivery.item
         if not isinstance(item, Record):
             self._report(to_gap(item))
             return []
-        opened = self._opener.open(item, handed.deliveries)
+        opened = self._opener.open(item, delivery.deliveries)
         if isinstance(opened, StreamGap):
             self._report(opened)
             return []
-        wanted = int.from_bytes(handed.wanted, "little")
+        wanted = int.from_bytes(delivery.wanted, "little")
         messages = [message for index, message in enumerate(opened) if wanted >> index & 1]
         for message in messages:
             if message.dead is not None:
@@ -317,7 +319,7 @@ class Consumer:
             return
         self._closed = True
         self._cancel_confirm()
-        task, self._take_task = self._take_task, None
+        task, self._batch_task = self._batch_task, None
         if task is not None:
             task.cancel()
             await asyncio.wait((task,))

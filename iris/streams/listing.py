@@ -11,7 +11,7 @@ from msgspec import Struct, structs
 from iris.crypto.keys import ClusterKey, public_id
 from iris.deadlines import seconds_left
 from iris.errors import NoStream, RequestError, StreamError, StreamUnavailable
-from iris.streams.calls import Stores, VerifiedStream
+from iris.streams.stores import Stores, VerifiedStream
 from iris.wire.kinds import NO_KEY, STORES
 from iris.wire.orders import DEAD
 from iris.wire.streams import (
@@ -126,10 +126,10 @@ async def list_consumers(
     return found
 
 
-def stream_info(known: VerifiedStream) -> StreamInfo:
+def stream_info(stream: VerifiedStream) -> StreamInfo:
     """Return the description of a stream for users."""
-    found, definition = known.described, known.order.definition
-    if known.dead:
+    found, definition = stream.described, stream.order.definition
+    if stream.dead:
         definition = structs.replace(
             definition, name=definition.name + DEAD, topic="", cluster="", mirror="", origins=(),
             consuming_paused=False, dedup_window_us=0,

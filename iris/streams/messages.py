@@ -9,7 +9,7 @@ from typing import Final
 
 from iris.core.producer import PLAIN, Extras
 from iris.errors import ConfigError, MessageTooLarge, StreamError
-from iris.streams.calls import Stores
+from iris.streams.stores import Stores
 
 MAX_US: Final = 1 << 62
 """Latest time accepted, in µs since 1970 (about the year 148,000)."""

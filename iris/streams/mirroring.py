@@ -28,8 +28,8 @@ from iris.errors import (
     StreamExists,
     StreamUnavailable,
 )
-from iris.streams.calls import PAUSE_MAX_S, PAUSE_MIN_S, Stores, VerifiedStream
-from iris.streams.defining import make_stream
+from iris.streams.definitions import make_stream
+from iris.streams.stores import PAUSE_MAX_S, PAUSE_MIN_S, Stores, VerifiedStream
 from iris.wire.codec import END
 from iris.wire.orders import Definition, Origin, check_definition
 from iris.wire.streams import (
@@ -150,20 +150,22 @@ class Mirror:
             source = await self._retry(lambda: self._describe(self._uuid, ATTEMPT_PATIENCE_S))
         self._check_copy(copy)
         self._check_source(source, copy.order.definition.mirror)
-        ends, there = copy.described.next, source.described.next
-        if there < ends:  # another mirror may have written since; ask for the source's end again
-            there = (await self._describe(source.described.uuid.hex())).described.next
-        if there < ends:
-            detail = f"it ends at offset {there}, before its copy {self.name} at {ends}: the source has lost messages"
+        copy_next, source_next = copy.described.next, source.described.next
+        if source_next < copy_next:  # another mirror may have written since: ask again
+            source_next = (await self._describe(source.described.uuid.hex())).described.next
+        if source_next < copy_next:
+            detail = f"it ends at offset {source_next}, before its copy {self.name} at {copy_next}: the source has lost messages"
             raise StreamError(self.source, detail)
         self._source_uuid, self._copy_uuid = source.described.uuid, copy.described.uuid
-        self.next, self.source_next = ends, there
+        self.next, self.source_next = copy_next, source_next
 
     async def _describe(self, uuid: str, patience: float = ATTEMPT_S) -> VerifiedStream:
-        known = await self._stores.describe(self.source, uuid, timeout=ATTEMPT_S, patience=patience)
-        if known.dead:
+        stream = await self._stores.describe(
+            self.source, uuid, timeout=ATTEMPT_S, patience=patience
+        )
+        if stream.dead:
             raise ConfigError(f"source: {self.source!r} holds dead letters, which are not copied")
-        return known
+        return stream
 
     def _copy_definition(self, source: VerifiedStream) -> Definition:
         of = source.order.definition
@@ -176,19 +178,19 @@ class Mirror:
 
     def _check_copy(self, copy: VerifiedStream) -> None:
         """Raise StreamExists unless the stream is a copy with the limits that were given."""
-        there = copy.order.definition
-        if not there.mirror:
+        definition = copy.order.definition
+        if not definition.mirror:
             raise StreamExists(
                 self.name,
                 "it was promoted, so nothing is copied into it; give the copy another name"
-                if there.origins
+                if definition.origins
                 else "it is not a copy; give the copy another name",
             )
         for field, value in self._limits.items():
-            if getattr(there, field) != value:
+            if getattr(definition, field) != value:
                 raise StreamExists(
                     self.name,
-                    f"it exists with {field} {getattr(there, field)}, not {value}; change one of them",
+                    f"it exists with {field} {getattr(definition, field)}, not {value}; change one of them",
                 )
 
     def _check_source(self, source: VerifiedStream, mirror: str) -> None:

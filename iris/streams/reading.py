@@ -9,8 +9,8 @@ from datetime import datetime
 from typing import Final, Self
 
 from iris.errors import Closed, StreamDamaged, StreamError
-from iris.streams.calls import Stores, VerifiedStream
 from iris.streams.records import RecordOpener, StreamGap, StreamMessage, to_gap
+from iris.streams.stores import Stores, VerifiedStream
 from iris.wire.codec import END
 from iris.wire.orders import DEAD
 from iris.wire.streams import DeadLetter, Fetch, Fetched, Find, Found, Record
@@ -18,7 +18,7 @@ from iris.wire.streams import DeadLetter, Fetch, Fetched, Find, Found, Record
 Start = str | int | datetime
 FETCH_BYTES: Final = 1 << 20
 WAIT_MS: Final = 20_000
-GAPS: Final = 1000
+MAX_GAPS: Final = 1000
 """Latest gaps that a reader or consumer keeps in `gaps`."""
 
 
@@ -37,7 +37,7 @@ class Reader:
         self.name = name
         self._at = -1
         """First offset not opened yet; -1 until the stream is found."""
-        self.gaps: deque[StreamGap] = deque(maxlen=GAPS)
+        self.gaps: deque[StreamGap] = deque(maxlen=MAX_GAPS)
         self.high_water = 0
         """The end of the stream as of the last answer."""
         self._stores = stores
@@ -126,15 +126,15 @@ class Reader:
     # -- fetching --------------------------------------------------------------------------------------------
 
     async def _find_start(self) -> None:
-        known, self._at = await start_offset(
+        stream, self._at = await start_offset(
             self._stores, self.name, self._uuid, self._start, patience=self._patience
         )
         # From now on read only this log, even if its name is given to another.
-        self._uuid = self._uuid or known.described.uuid.hex()
-        self._opener.stream = known
-        self.high_water = known.described.next
+        self._uuid = self._uuid or stream.described.uuid.hex()
+        self._opener.stream = stream
+        self.high_water = stream.described.next
         if not self._follow:
-            self._end = known.described.next
+            self._end = stream.described.next
 
     async def _next(self) -> Fetched:
         task = self._fetching or self._fetch(self._at)
@@ -238,24 +238,24 @@ async def start_offset(
     stores: Stores, name: str, uuid: str, start: Start, *, patience: float
 ) -> tuple[VerifiedStream, int]:
     """Return the stream and the offset that `start` means in it. Raises StreamError."""
-    known = await stores.describe(name, uuid, timeout=patience, patience=patience)
-    found = known.described
+    stream = await stores.describe(name, uuid, timeout=patience, patience=patience)
+    found = stream.described
     if not found.readable:
         raise StreamDamaged(name, found.failed)
     if start == "first":
-        return known, found.oldest
+        return stream, found.oldest
     if start == "new":
-        return known, found.next
+        return stream, found.next
     if start == "last":
-        return known, max(found.oldest, found.next - 1)
+        return stream, max(found.oldest, found.next - 1)
     if isinstance(start, datetime):
         call = Find(int(start.timestamp() * 1e6))
         at = await stores.ask_stream(name, found.uuid.hex(), call, Found, timeout=patience)
-        return known, at.offset
+        return stream, at.offset
     if isinstance(start, int) and start >= 0:
         if start > found.next:
             raise StreamError(name, f"offset {start} is beyond the end, {found.next}")
-        return known, start
+        return stream, start
     raise StreamError(name, f"start: {start!r} is not an offset, a time, 'first', 'last' or 'new'")
 
 

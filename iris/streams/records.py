@@ -12,7 +12,7 @@ from iris.core.message import Message
 from iris.crypto.keys import ClusterKey
 from iris.crypto.sframe import Opener
 from iris.errors import DecodeError, OpenError
-from iris.streams.calls import VerifiedStream
+from iris.streams.stores import VerifiedStream
 from iris.wire.codec import END, metadata_prefix
 from iris.wire.kinds import Kind
 from iris.wire.names import matches
@@ -234,8 +234,8 @@ class StreamPage:
         return map(self._opener.item, self._items)
 
 
-def _belongs(record: Record, known: VerifiedStream) -> bool:
-    definition = known.order.definition
+def _belongs(record: Record, stream: VerifiedStream) -> bool:
+    definition = stream.order.definition
     return _is_recorded_by(record, definition) or any(
         _is_recorded_by(record, one) for one in definition.origins
     )

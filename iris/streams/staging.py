@@ -23,8 +23,8 @@ from iris.core.outbound import Outbound
 from iris.core.producer import CALL_BYTES, PLAIN, RECORD_BYTES, Extras
 from iris.crypto.keys import ClusterKey
 from iris.errors import Closed, ConfigError, LocalProtocolError, MessageTooLarge, StreamError
-from iris.streams.calls import Stores
 from iris.streams.messages import OF_A_MESSAGE, make_extras
+from iris.streams.stores import Stores
 from iris.wire.names import check_cluster
 from iris.wire.streams import (
     MAX_ATTEMPTS,
@@ -250,7 +250,7 @@ class Staging:
             )
 
         try:
-            await self._stores.until(self.name, self._uuid, once, timeout=self._timeout)
+            await self._stores.retry(self.name, self._uuid, once, timeout=self._timeout)
         except Exception as err:  # the next `append` or `finish` raises it, whatever it is
             self._error = self._error or err
         finally:

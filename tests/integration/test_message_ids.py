@@ -12,7 +12,7 @@ from msgspec import Meta, Struct, structs
 
 from iris.crypto.keys import ClusterKey
 from iris.errors import MessageTooLarge, OffsetConflict, StreamError
-from iris.streams.ordering import orders_to_create
+from iris.streams.signed_orders import orders_to_create
 from iris.testing import LocalCluster
 from iris.wire.orders import Definition, decode_order
 from relay.store import ids as ids_module

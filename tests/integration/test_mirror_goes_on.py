@@ -153,13 +153,13 @@ async def test_a_mirror_goes_on_over_restarts_of_either_store(tmp_path: Path) ->
         await client.streams.append("log", b"0")
         stores = contextlib.AsyncExitStack()
         second = await stores.enter_async_context(second_store(cluster, tmp_path / "two"))
-        real = other.streams._stores.store
+        real = other.streams._stores.find_store
 
         async def at_the_second(*, timeout: float) -> Any:
             found = await real(timeout=timeout)
             return structs.replace(found, key=second.store.key.public_key)
 
-        other.streams._stores.store = at_the_second
+        other.streams._stores.find_store = at_the_second
         async with other.streams.mirror("log", "copy") as mirror:
             running = asyncio.create_task(mirror.run())
             at = 1

@@ -19,7 +19,7 @@ import iris
 from iris.crypto.keyring import Keyring
 from iris.crypto.keys import ClusterKey
 from iris.errors import NoMembers, NoStream, StreamError
-from iris.streams import ordering
+from iris.streams import signed_orders
 from iris.testing import LocalCluster
 from iris.wire.orders import END, KEEP, SignedOrder, decode_order
 from iris.wire.streams import Change, Delete, Refused, encode
@@ -161,8 +161,9 @@ async def test_a_client_from_before_revisions_is_refused_with_the_advice_to_upgr
     setting: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, client, _ = setting
-    old = ordering.Order
-    monkeypatch.setattr(ordering, "Order", lambda *given: old(*given[:7]))  # without its revision
+    old = signed_orders.Order
+    # Without its revision.
+    monkeypatch.setattr(signed_orders, "Order", lambda *given: old(*given[:7]))
     await client.streams.create("orders")
     for call in (client.streams.pause("orders"), client.streams.delete("orders")):
         with pytest.raises(StreamError, match="upgrade the client"):
@@ -178,7 +179,7 @@ async def test_a_client_whose_clock_is_wrong_learns_the_difference(
     for ahead_s, said in ((3600, r"3,\d+ s after"), (-3600, r"3,\d+ s before")):
         wrong = SimpleNamespace(time_ns=lambda ahead_s=ahead_s: time.time_ns() + ahead_s * 10**9)
         with monkeypatch.context() as patched:
-            patched.setattr(ordering, "time", wrong)
+            patched.setattr(signed_orders, "time", wrong)
             for call in (client.streams.create("wages"), client.streams.delete("orders")):
                 with pytest.raises(StreamError, match=f"{said} the time of the store's clock"):
                     await call

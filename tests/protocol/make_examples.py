@@ -35,8 +35,8 @@ from iris.crypto.keys import (
 from iris.crypto.noise import Handshake
 from iris.crypto.sframe import Sealer, derive_key_and_salt
 from iris.remote import certificate_hash
-from iris.streams.calls import VerifiedStream
 from iris.streams.records import RecordOpener
+from iris.streams.stores import VerifiedStream
 from iris.wire import frames, streams
 from iris.wire.codec import (
     END,

@@ -12,7 +12,7 @@ import pytest
 from iris.spark.connections import connection
 from iris.spark.options import SourceOptions
 from iris.spark.planning import Planner
-from iris.streams.calls import Stores
+from iris.streams.stores import Stores
 from spark.kit import (
     Relay,
     append_rows,

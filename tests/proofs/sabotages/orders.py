@@ -246,7 +246,7 @@ SABOTAGES = (
     ),
     Sabotage(
         "client-in-force",
-        "iris/streams/calls.py",
+        "iris/streams/stores.py",
         "Stores.verified",
         "in_force(order for order in ours if is_called(order, name))",
         "max((o for o in ours if is_called(o, name)), key=lambda o: o.issued_us, default=None)",

@@ -260,7 +260,7 @@ SABOTAGES = (
     Sabotage(
         "consumer-again",
         "iris/streams/consuming.py",
-        "Consumer._take",
+        "Consumer._fetch_batch",
         "if message.offset not in self._held",
         "if True",
         ("tests/unit/core/test_stream_worker.py",),

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from iris.errors import StreamDamaged
-from iris.streams.calls import VerifiedStream
 from iris.streams.reading import Reader
+from iris.streams.stores import VerifiedStream
 from iris.wire.orders import KEEP, Definition, Order
 from iris.wire.streams import Described, Fetch, Fetched, Find, Gap, Hole, Item
 

@@ -9,8 +9,8 @@ from iris.core.bundle import encode_bundle
 from iris.crypto.keys import ClusterKey
 from iris.crypto.sframe import Sealer
 from iris.errors import RequestTimeout
-from iris.streams.calls import KeyUser, VerifiedStream
 from iris.streams.consuming import Consumer
+from iris.streams.stores import KeyUser, VerifiedStream
 from iris.wire.codec import END, metadata_prefix
 from iris.wire.kinds import Kind
 from iris.wire.orders import KEEP, Definition, Order

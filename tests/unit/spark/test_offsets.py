@@ -18,7 +18,7 @@ from iris.spark.offsets import (
     split,
     spread,
 )
-from iris.spark.reading import INTACT
+from iris.spark.reading import EXPECTED_HOLES
 from iris.wire.streams import HOLES
 from relay.store.records import Reason
 
@@ -74,4 +74,4 @@ def test_a_small_stream_is_not_starved_by_a_large_one() -> None:
 
 def test_damage_fails_a_query_as_other_gaps_do() -> None:
     assert HOLES[Reason.DAMAGED] == "damaged"
-    assert "damaged" not in INTACT
+    assert "damaged" not in EXPECTED_HOLES

@@ -195,7 +195,7 @@ class Stores:
     async def ask_stream(
         self, name: str, uuid: str, call: Call, answer: type[T], *, timeout: float, patience: float | None = None, writes: bool = False
     ) -> T:  # fmt: skip
-        """Send a stream a call that may be repeated; retry until it is answered. Raises as `until`."""
+        """Send a stream a call that may be repeated; retry until it is answered. Raises as `retry`."""
 
         async def once(left_s: float) -> T:
             location = await self.find(name, uuid, timeout=left_s)
@@ -209,9 +209,9 @@ class Stores:
                 writes=writes,
             )
 
-        return await self.until(name, uuid, once, timeout=timeout, patience=patience)
+        return await self.retry(name, uuid, once, timeout=timeout, patience=patience)
 
-    async def until(
+    async def retry(
         self, name: str, uuid: str, once: Callable[[float], Awaitable[T]], *, timeout: float, patience: float | None = None
     ) -> T:  # fmt: skip
         """Call `once(seconds left)` and return its result; retry while the relay or the store is away.
@@ -250,10 +250,10 @@ class Stores:
                         if lost:
                             ran_before(err)
                         raise
-                    detail = f"{err}{self.why}"
+                    detail = f"{err}{self.starting_hint}"
                     raise StreamUnavailable(name, detail, may_have_run=True) from err
             except RequestTimeout as err:
-                detail = f"no answer within {timeout:g} s{self.why}"
+                detail = f"no answer within {timeout:g} s{self.starting_hint}"
                 raise StreamUnavailable(name, detail, may_have_run=True) from err
             except RequestError as err:
                 if lost:
@@ -283,12 +283,12 @@ class Stores:
         if latest is None:
             raise StreamError(
                 name,
-                "no key of this keyring signed the stream's description; add a key of the stream",
+                "the stream's description is not signed by a key of this keyring; add a key of the stream to the keyring",
             )
         return VerifiedStream(latest, described)
 
     @property
-    def why(self) -> str:
+    def starting_hint(self) -> str:
         """Text to add to the error of an unanswered call: which stores are still starting. May be empty."""
         where = ", ".join(self._starting)
         return f"; a store is still starting: {where}" if where else ""
@@ -355,12 +355,12 @@ class Stores:
         return location
 
     async def locate(self, name: str, uuid: str, *, timeout: float) -> StreamLocation:
-        """Return the location of a stream; retry while its store is away. Raises as `until`."""
+        """Return the location of a stream; retry while its store is away. Raises as `retry`."""
 
         async def once(left_s: float) -> StreamLocation:
             return await self.find(name, uuid, timeout=left_s)
 
-        return await self.until(name, uuid, once, timeout=timeout)
+        return await self.retry(name, uuid, once, timeout=timeout)
 
     async def key_hash_source(
         self, name: str, uuid: str, *, timeout: float
@@ -370,8 +370,8 @@ class Stores:
         location = await self.locate(name, uuid, timeout=timeout)
         of = self._key_uuids.get(location.uuid)
         if of is None:
-            known = await self.describe(name, location.uuid.hex(), timeout=seconds_left(until_s))
-            of = known.order.definition.key_uuid(known.order.uuid)
+            stream = await self.describe(name, location.uuid.hex(), timeout=seconds_left(until_s))
+            of = stream.order.definition.key_uuid(stream.order.uuid)
             if len(self._key_uuids) >= MAX_LOCATIONS:
                 self._key_uuids.clear()
             self._key_uuids[location.uuid] = of
@@ -387,8 +387,8 @@ class Stores:
         until_s = _deadline_s(timeout)
         location = await self.locate(name, uuid, timeout=timeout)
         if location.uuid not in self._dedup_logs:
-            known = await self.describe(name, location.uuid.hex(), timeout=seconds_left(until_s))
-            if not known.order.definition.dedup_window_us:
+            stream = await self.describe(name, location.uuid.hex(), timeout=seconds_left(until_s))
+            if not stream.order.definition.dedup_window_us:
                 raise StreamError(
                     name,
                     "it does not remember message ids; set its dedup_window (`iris stream change --dedup-window`)",
@@ -408,7 +408,7 @@ class Stores:
         for opener in self.openers:
             opener.forget_keys()
 
-    def created(self, name: str) -> None:
+    def note_created(self, name: str) -> None:
         """Note that a stream was created, even if the local relay does not know it yet."""
         self.forget(name)
         self._seen.add((name, ""))
@@ -456,7 +456,7 @@ class Stores:
             if _UUID.fullmatch(info.tag)
         ]
 
-    async def store(self, *, timeout: float) -> StoreInfo:
+    async def find_store(self, *, timeout: float) -> StoreInfo:
         """Return a store for a new stream, preferably the local relay's own. Raises StreamUnavailable."""
 
         async def once(left_s: float) -> StoreInfo:
@@ -465,7 +465,7 @@ class Stores:
             )
 
         try:
-            return await self.until("stores", "", once, timeout=timeout)
+            return await self.retry("stores", "", once, timeout=timeout)
         except NoStream as err:
             why = err.detail.partition("; ")[2] or START_HINT
             raise StreamUnavailable("stores", f"this network has no store: {why}") from err

@@ -13,9 +13,9 @@ from msgspec import structs
 from iris.crypto.keys import ClusterKey, public_id
 from iris.deadlines import seconds_left
 from iris.errors import ConfigError, NoStream, StreamError, StreamExists
-from iris.streams.calls import RevisionTaken, Stores, VerifiedStream
 from iris.streams.listing import StreamInfo, stream_info
-from iris.streams.ordering import orders_to_change, orders_to_create, orders_to_end
+from iris.streams.signed_orders import orders_to_change, orders_to_create, orders_to_end
+from iris.streams.stores import RevisionTaken, Stores, VerifiedStream
 from iris.wire.names import check_cluster, split_site
 from iris.wire.orders import Definition
 from iris.wire.streams import Change, Create, Delete, Described, Settled
@@ -41,7 +41,7 @@ async def make_stream(stores: Stores, definition: Definition, timeout: float) ->
     """Create a stream. If another client created it first, return that one, whatever its definition."""
     name = definition.name
     until_s = time.monotonic() + timeout
-    store = await stores.store(timeout=seconds_left(until_s))
+    store = await stores.find_store(timeout=seconds_left(until_s))
     orders = orders_to_create(definition, keys_of(stores, definition), os.urandom(16), store.key)
     address = public_id(store.key).hex()
 
@@ -51,10 +51,10 @@ async def make_stream(stores: Stores, definition: Definition, timeout: float) ->
         )
 
     try:
-        await stores.until(name, "", once, timeout=seconds_left(until_s))
+        await stores.retry(name, "", once, timeout=seconds_left(until_s))
     except StreamExists:
         return await stores.describe(name, "", timeout=seconds_left(until_s))
-    stores.created(name)
+    stores.note_created(name)
     # The local relay learns of the new stream within milliseconds, so its creator can use it at once.
     # The answer to a create came without a channel, so describe the stream again through one.
     return await stores.describe(name, "", timeout=seconds_left(until_s))
@@ -113,15 +113,15 @@ async def end_stream(stores: Stores, name: str, uuid: str, timeout: float) -> No
     stores.forget_deleted(name, log)
 
 
-def promoted(name: str, there: Definition, record: bool) -> Definition | None:
+def promoted(name: str, definition: Definition, record: bool) -> Definition | None:
     """Return the definition of a copy after its promotion, None if it was promoted before. Raises StreamError."""
-    if not there.mirror:
-        if there.origins:
+    if not definition.mirror:
+        if definition.origins:
             return None
         raise StreamError(name, "it is not a copy of another stream, so it cannot be promoted")
-    source = there.origins[-1]
+    source = definition.origins[-1]
     topic, cluster = (source.topic, source.cluster) if record else ("", "")
-    return structs.replace(there, mirror="", topic=topic, cluster=cluster)
+    return structs.replace(definition, mirror="", topic=topic, cluster=cluster)
 
 
 def keys_of(stores: Stores, definition: Definition) -> list[ClusterKey]:
@@ -139,13 +139,13 @@ def keys_of(stores: Stores, definition: Definition) -> list[ClusterKey]:
 
 def check_same(found: VerifiedStream, definition: Definition) -> StreamInfo:
     """Return the stream's info. Raises StreamExists if its definition differs from `definition`."""
-    there = found.order.definition
-    if structs.replace(there, paused=False, consuming_paused=False) == definition:
+    existing = found.order.definition
+    if structs.replace(existing, paused=False, consuming_paused=False) == definition:
         return stream_info(found)
     differ = [
         field
         for field in definition.__struct_fields__
-        if getattr(there, field) != getattr(definition, field)
+        if getattr(existing, field) != getattr(definition, field)
     ]
     held = f"it exists in the store on {found.described.label} as log {found.order.uuid.hex()}"
     named = ", ".join(field.removesuffix("_us") for field in differ)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from iris.crypto.keyring import Keyring
 from iris.crypto.keys import ClusterKey, public_id
-from iris.streams.calls import VerifiedStream
+from iris.streams.stores import VerifiedStream
 from iris.wire.orders import END, KEEP, ORDER_FRESH_US, Definition, Order, SignedOrder
 from iris.wire.streams import encode
 
