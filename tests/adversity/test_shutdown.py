@@ -278,7 +278,7 @@ def test_connect_without_a_relay_says_how_to_start_one(tmp_path: Path) -> None:
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith(f"iris.errors.RelayUnavailable: no relay at {tmp_path}/iris/relay.sock")
-    assert last.endswith("with `iris relay --dev`")
+    assert "`iris relay --dev`" in last
 
 
 def test_the_log_of_a_whole_life_is_json_lines(daemon: Daemon) -> None:

@@ -610,7 +610,9 @@ async def test_a_watcher_that_is_refused_says_so(monkeypatch: pytest.MonkeyPatch
     net.run()
     await watchers[0].first()
     for wait in (watchers[1].first, watchers[1].changed):
-        with pytest.raises(LocalProtocolError, match=r"in db: this session already has 1 watches"):
+        with pytest.raises(
+            LocalProtocolError, match=r"members of db: this session already has 1 watches"
+        ):
             await wait()
     watchers[1].detach()
     watchers[0].detach()
