@@ -1,1 +1,4 @@
-"""Durable streams: the log of one stream on disk. Imports nothing of the relay's routing."""
+"""Durable streams: the store process, and the logs of its streams on disk.
+
+Imports nothing of the relay's routing.
+"""

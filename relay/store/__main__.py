@@ -1,4 +1,4 @@
-"""`python -m relay.store`, and `iris store`: one data directory, served to the relay of this host, or salvaged."""
+"""`python -m relay.store` and `iris store`: run a store on a data directory, or salvage its streams."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(name="store", add_completion=False, pretty_exceptions_enable=False)
 SHOWN = 20
-"""So many lost ranges of a stream are listed for people; --json has all."""
+"""Lost ranges of a stream that the text output lists; --json has all."""
 
 
 @app.callback(invoke_without_command=True)
@@ -44,9 +44,11 @@ def store(
         bool, typer.Option("--supervised", hidden=True, help="Exit when standard input ends.")
     ] = False,
 ) -> None:
-    """Store durable streams for the relay on this host. Runs until SIGTERM or Ctrl-C; a second signal ends it at once.
+    """Store durable streams for the relay on this host. Runs until SIGTERM or Ctrl-C; a second signal
+    ends it at once.
 
-    `iris relay --data DIR` starts a store by itself. A store has no cluster key, so it cannot read what it stores.
+    `iris relay --data DIR` starts a store by itself. A store has no cluster key, so it cannot read
+    what it stores.
 
     \b
     Examples:
@@ -96,9 +98,10 @@ def salvage(
 ) -> None:
     """Recover what can be read of damaged streams. Stop their store first.
 
-    Reads every stream and rewrites each damaged one with everything that can still be read, at the same offsets. Readers receive
-    the lost offsets as gaps with the reason "damaged". This needs as much free disk space as the damaged streams use. The damaged
-    files are kept as UUID.damaged-N; delete them when you no longer need them. Undamaged streams are not changed.
+    Reads every stream and rewrites each damaged one with everything that can still be read, at the
+    same offsets. Readers receive the lost offsets as gaps with the reason "damaged". This needs as
+    much free disk space as the damaged streams use. The damaged files are kept as UUID.damaged-N;
+    delete them when you no longer need them. Undamaged streams are not changed.
 
     \b
     Examples:
@@ -111,14 +114,14 @@ def salvage(
         process = _process()
         from relay.store import salvage as work
 
-        def told(report: work.Report) -> None:
+        def print_report(report: work.Report) -> None:
             if as_json:
                 write_json(report)
             else:
                 typer.echo("\n".join(_report_lines(report)))
 
         with process.locked(data.absolute()) as streams:
-            reports = work.salvage(streams, stream, told)
+            reports = work.salvage(streams, stream, print_report)
     except (IrisError, OSError) as err:
         sys.stderr.write(f"iris store salvage: {err}\n")
         print_causes(err)
@@ -130,7 +133,7 @@ def salvage(
 
 
 def _report_lines(report: Report) -> list[str]:
-    """Return what became of a stream, for people."""
+    """Return the lines of a report for people."""
     name = f"{printable(report.stream) or '(unnamed)'} {report.uuid}"
     if report.state == "undamaged":
         return [f"{name}: undamaged, left alone"]
@@ -151,7 +154,7 @@ def _report_lines(report: Report) -> list[str]:
 
 
 def _process() -> ModuleType:
-    """Return the module that needs RocksDB. Raises ConfigError without that."""
+    """Return the module `process`, which requires RocksDB. Raises ConfigError if RocksDB is not installed."""
     try:
         from relay.store import process
     except ModuleNotFoundError as err:

@@ -47,7 +47,9 @@ def item_from_wire(item: streams.Item) -> Item:
 
 
 def items_to_wire(chunk: Chunk, limit: int, start: int) -> tuple[list[streams.Item], int]:
-    """Return the first items of a chunk that fit into an answer of `limit` bytes, at least one, and the offset after them."""
+    """Return the first items of a chunk that fit into an answer of `limit` bytes, at least one, and
+    the offset after them.
+    """
     items: list[streams.Item] = []
     used = 0
     end = start

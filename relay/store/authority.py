@@ -1,11 +1,13 @@
-"""Who may keep, change and end a stream: the rules for the orders of a call. The keeper does the writing and serving.
+"""The rules for orders: who may create, change and end a stream. This module only decides; `calls`
+writes and serves.
 
-    create    every order signed by the key that it names, without a revision, fresh
-    change    every order of the next revision, fresh, and signed by a key that the stream has, or countersigned by one
-    end       every order of the next revision, fresh, and signed by a key that the stream has
-    start     the signatures, and how each key came to the stream; no clock, so that an order holds for as long as it is kept
+    create    every order is signed by the key that it names, has revision 0, and is fresh
+    change    every order has the next revision, is fresh, and is signed by a key of the stream, or countersigned by one
+    end       every order has the next revision, is fresh, and is signed by a key of the stream
+    start     checks the signatures, and how each key joined the stream; not the time, so that a stored order stays valid
 
-A revision rises by one. So every order can be replaced by a later one, and of two changes at once one is refused.
+A revision grows by one. So every order can be replaced by a later one, and of two concurrent
+changes one is refused.
 """
 
 from __future__ import annotations
@@ -39,13 +41,13 @@ class Kept(Struct, frozen=True):
     parent: bytes = b""
     """For dead letters: the stream's uuid."""
     roots: list[bytes] = []
-    """Ids of the keys that it was created under. None: the file is from before there were revisions."""
+    """Ids of the keys that the stream was created with. Empty in files from before there were revisions."""
     admitted: list[SignedOrder] = []
-    """The countersigned orders of its other keys."""
+    """The countersigned orders of the stream's other keys."""
 
 
 class Charter(Struct, frozen=True):
-    """The orders under which a stream is kept."""
+    """The orders that authorize a stream."""
 
     orders: _Signed = {}
     """Key id -> order."""
@@ -74,13 +76,16 @@ NO_CHARTER = Charter()
 
 
 class Authority:
-    """Judges orders for the store of this public key. Every method raises Refuse if an order fails a check."""
+    """Checks orders for the store with this public key.
+
+    Every method raises Refuse if an order fails a check.
+    """
 
     def __init__(self, store: bytes) -> None:
         self._store = store
 
     def create(self, orders: _Signed, now_us: int) -> Charter:
-        """Return the charter of a new stream. The orders were read, and define one stream (`one_definition`)."""
+        """Return the charter of a new stream, from orders that `read` and `one_definition` have accepted."""
         for order, _ in orders.values():
             if order.revision:
                 raise Refuse(
@@ -93,7 +98,9 @@ class Authority:
     def change(
         self, charter: Charter, signed: Sequence[SignedOrder], uuid: bytes, now_us: int
     ) -> Charter:
-        """Return the stream's new charter; the same `charter` if the orders are in force already, because the call is a retry."""
+        """Return the stream's new charter, or the same `charter` if the orders are already in
+        force, as in a retry.
+        """
         orders = self.read(signed, uuid)
         definition = one_definition(orders)
         if all(_is_kept(charter, key_id, one) for key_id, (_, one) in orders.items()):
@@ -124,7 +131,7 @@ class Authority:
             _check_fresh(order, now_us)
 
     def load(self, kept: Kept, uuid: bytes) -> Charter:
-        """Return the charter that was written to disk, checked."""
+        """Check the stored orders, and return their charter."""
         orders = self.read(kept.orders, uuid)
         if not kept.roots:
             return Charter(orders, tuple(orders))
@@ -144,7 +151,7 @@ class Authority:
         return Charter(orders, tuple(kept.roots), admitted)
 
     def read(self, signed: Sequence[SignedOrder], uuid: bytes, *, action: str = KEEP) -> _Signed:
-        """Return orders by key id. Each must be signed, and be for this store, this log and this action."""
+        """Return key id -> order. Each order must be signed, and be for this store, log and action."""
         orders: _Signed = {}
         for one in signed:
             try:
@@ -162,7 +169,7 @@ class Authority:
 
 
 def one_definition(orders: _Signed) -> Definition:
-    """Return the definition of all orders of a call; raises Refuse if they differ."""
+    """Return the definition that all orders of a call share. Raises Refuse if they differ."""
     definitions = [order.definition for order, _ in orders.values()]
     if any(definition != definitions[0] for definition in definitions):
         raise Refuse("order", "the orders of one call must all define the same stream")
@@ -170,7 +177,7 @@ def one_definition(orders: _Signed) -> Definition:
 
 
 def is_promotion(old: Definition, new: Definition) -> bool:
-    """Whether the change turns a copy into a stream of its own."""
+    """Return whether the change turns a copy into an independent stream."""
     return bool(old.mirror) and not new.mirror
 
 
@@ -229,7 +236,7 @@ def _check_countersigned(
 
 
 def _check_kept_as_is(charter: Charter, definition: Definition) -> None:
-    """Raise Refuse if a change alters a field that is fixed."""
+    """Raise Refuse if a change alters a field that cannot be changed."""
     there = charter.order
     old = there.definition if there is not None else definition
     wanted = _promoted(old, definition) if is_promotion(old, definition) else old
@@ -241,7 +248,7 @@ def _check_kept_as_is(charter: Charter, definition: Definition) -> None:
 
 
 def _fixed(definition: Definition) -> tuple[object, ...]:
-    """Return the fields of a definition that are fixed."""
+    """Return the fields of a definition that cannot be changed."""
     return (
         definition.name,
         definition.topic,
@@ -252,7 +259,7 @@ def _fixed(definition: Definition) -> tuple[object, ...]:
 
 
 def _promoted(copy: Definition, wanted: Definition) -> Definition:
-    """Return the definition of a promoted copy: it records what its source did, or nothing."""
+    """Return the definition of a promoted copy, which records what its source recorded, or nothing."""
     source = copy.origins[-1]
     topic, cluster = (source.topic, source.cluster) if wanted.topic or wanted.cluster else ("", "")
     return structs.replace(copy, mirror="", topic=topic, cluster=cluster)

@@ -1,4 +1,6 @@
-"""Handles the calls that clients send to a store: finds the stream that each call is for, and carries the call out."""
+"""Handles the calls that clients send to a store: finds the stream that each call is for, and
+carries the call out.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,11 @@ from relay.store.stream import Stream
 log = logging.getLogger(__name__)
 
 MAX_STREAMS: Final = 500
-"""Streams per store. One relay session can prove and join enough addresses for these, with a second key during key rotation."""
+"""Streams per store.
+
+One relay session can prove and join enough addresses for these, with a second key during key
+rotation.
+"""
 
 
 class Calls:
@@ -229,7 +235,9 @@ class Calls:
         incoming.answer(stream.described(self._public_key, self._label))
 
     def _order_answered(self, incoming: IncomingCall, stream: Stream, error: str) -> bool:
-        """Answer the call after the relay has accepted or refused the stream's orders; return whether it accepted them."""
+        """Answer the call after the relay has accepted or refused the stream's orders; return
+        whether it accepted them.
+        """
         if error:
             incoming.refuse("order", f"the relay refused the order: {error}")
         else:

@@ -1,6 +1,7 @@
 """The catalogue of a store's streams: on disk, by address, and at the relay.
 
-Each stream is a directory named by its uuid. Its orders are in the log itself and in a file beside the directory.
+Each stream is a directory named by its uuid. Its orders are in the log itself and in a file beside
+the directory.
 """
 
 from __future__ import annotations
@@ -134,7 +135,10 @@ class Catalogue:
         return stream
 
     def _write_dead_letters(self, stream: Stream, consumer: str, letters: list[Dead]) -> None:
-        """Write dead letters to the stream's log of dead letters, which the first one creates. Raises LogError."""
+        """Write dead letters to the stream's log of dead letters, which the first one creates.
+
+        Raises LogError.
+        """
         uuid = dead_uuid(stream.uuid)
         dead_stream = self.streams.get(uuid)
         if dead_stream is None:
@@ -147,7 +151,9 @@ class Catalogue:
         dead_stream.append_dead_letters(stream, consumer, letters, self.clock.wall_us)
 
     def check_keys(self, definition: Definition, key_ids: set[bytes]) -> None:
-        """Raise Refuse if this stream, with all others of the same filter, has more keys than a frame to the relay can hold."""
+        """Raise Refuse if this stream, with all others of the same filter, has more keys than a
+        frame to the relay can hold.
+        """
         for stream in self.streams.values():
             if definition.topic and stream.definition.topic == definition.topic:
                 key_ids = key_ids | stream.orders.keys()
@@ -186,8 +192,8 @@ class Catalogue:
     def remove_addresses(self, stream: Stream) -> None:
         self.version += 1
         dead = self.streams.get(dead_uuid(stream.uuid))
-        gone = (stream, dead)
-        self.by_address = {address: s for address, s in self.by_address.items() if s not in gone}
+        removed = (stream, dead)
+        self.by_address = {address: s for address, s in self.by_address.items() if s not in removed}
         for other in (
             self.streams.values()
         ):  # it may have been hidden by this stream, under a key that both have
@@ -207,10 +213,10 @@ class Catalogue:
         self.leave(stream)
         self.remove_addresses(stream)
         for uuid in (stream.uuid, dead_uuid(stream.uuid)):
-            gone = self.streams.pop(uuid, None)
-            if gone is not None:
-                gone.end(reason)
-                self._destroy(gone.path)
+            removed = self.streams.pop(uuid, None)
+            if removed is not None:
+                removed.end(reason)
+                self._destroy(removed.path)
 
 
 def is_stream(name: str) -> bool:

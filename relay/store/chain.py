@@ -1,6 +1,7 @@
 """The chain of entries from `oldest` until `next`, on disk and as sums in memory.
 
-Everything that adds, reads or removes entries goes through this module, so that one place guarantees that they are contiguous.
+Everything that adds, reads or removes entries goes through this module, so that one place
+guarantees that they are contiguous.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ DUE: Final = struct.Struct(">QQ")
 
 
 class Chain:
-    """The entries of one log. `oldest` is the offset at which the first one begins, `next` that at which the last one ends."""
+    """The entries of one log.
+
+    `oldest` is the offset at which the first one begins, `next` that at which the last one ends.
+    """
 
     def __init__(self, database: Database) -> None:
         """Load the sums. Raises LogDamaged, struct.error or ValueError if the rows on disk are inconsistent."""
@@ -42,11 +46,16 @@ class Chain:
         self.path = database.path
         self.oldest, self.next = self._load_offset(b"o"), self._load_offset(b"n")
         self.segments: deque[Segment] = deque()
-        """The full segments. The first may begin below `oldest`; its sums then cover only the entries from `oldest` on."""
+        """The full segments.
+
+        The first may begin below `oldest`; its sums then cover only the entries from `oldest` on.
+        """
         self.open = Segment(self.oldest)
         """The unfinished segment after them."""
         self.open_slots: list[Slot] | None = []
-        """The entries of the unfinished segment; None if they are not known because compaction or retention changed it."""
+        """The entries of the unfinished segment; None if they are not known because compaction or
+        retention changed it.
+        """
         self.head: deque[Slot] | None = None
         """The entries of the first segment, loaded when retention needs them."""
         self._load_segments()
@@ -65,7 +74,8 @@ class Chain:
         return self.segments[0] if self.segments else self.open
 
     def walk(self, start: int, end: int | None = None) -> Iterator[tuple[Item, int]]:
-        """Yield each entry and its size on disk, from the entry that contains `start` until `end` (default: `next`).
+        """Yield each entry and its size on disk, from the entry that contains `start` until `end` (default:
+        `next`).
 
         Raises LogDamaged where the chain of entries breaks.
         """
@@ -107,7 +117,10 @@ class Chain:
         return Draft(self.database, self.next, self.open, self.open_slots)
 
     def finish(self, draft: Draft) -> None:
-        """Write `draft` to disk with a sync, and add its sums. Raises LogWriteFailed; the chain is then unchanged."""
+        """Write `draft` to disk with a sync, and add its sums.
+
+        Raises LogWriteFailed; the chain is then unchanged.
+        """
         if draft.next == self.next and not draft.rows:
             return
         draft.batch.put(b"n", KEY.pack(draft.next))
@@ -125,7 +138,10 @@ class Chain:
         self.messages += sum(slot.messages for slot in draft.slots)
 
     def slots_of(self, segment: Segment) -> list[Slot]:
-        """Return the entries of a segment from `oldest` on, from its outline if it has one. Raises LogDamaged."""
+        """Return the entries of a segment from `oldest` on, from its outline if it has one.
+
+        Raises LogDamaged.
+        """
         slots = self.open_slots if segment is self.open else None
         if segment is not self.open and not segment.indexed:
             row = self.database.get(b"x" + KEY.pack(segment.first))
@@ -231,7 +247,10 @@ class Draft:
         )
 
     def add_item(self, item: Item, now_us: int) -> None:
-        """Add an item of another log unchanged. Raises ValueError if it is malformed or does not begin at `next`."""
+        """Add an item of another log unchanged.
+
+        Raises ValueError if it is malformed or does not begin at `next`.
+        """
         if item.first != self.next or item.next <= item.first:
             raise ValueError(
                 f"items: expected an item that begins at offset {self.next}, got {item.first} to {item.next}"

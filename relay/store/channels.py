@@ -1,8 +1,10 @@
-"""Authenticated channels of callers. Signatures and MACs decide who may call; the store does not trust the relay (sans-IO).
+"""Authenticated channels of callers. Signatures and MACs decide who may call; the store does not
+trust the relay (sans-IO).
 
-The store keeps no state for a caller before the caller has signed. The nonce in a door is a MAC over the call, valid for
-`DOOR_US`. Each log may use a share of the open channels; when it is full, the channel that was idle longest is closed and its
-caller opens another. Shares are per log, not per key: anybody can make thousands of keys, but a store has at most 500 streams.
+The store keeps no state for a caller before the caller has signed. The nonce in a door is a MAC
+over the call, valid for `DOOR_US`. Each log may use a share of the open channels; when it is full,
+the channel that was idle longest is closed and its caller opens another. Shares are per log, not
+per key: anybody can make thousands of keys, but a store has at most 500 streams.
 """
 
 from __future__ import annotations
@@ -27,7 +29,10 @@ MAX_CHANNELS: Final = 16_384
 MAX_OF_LOG: Final = 4096
 """Open channels of one log, or of the store itself. One more closes the one that was idle longest."""
 MAX_SPENT: Final = 16_384
-"""Used doors that a store remembers. One more closes all doors, and callers that were opening a channel knock again."""
+"""Used doors that a store remembers.
+
+One more closes all doors, and callers that were opening a channel knock again.
+"""
 DOOR_US: Final = 30_000_000
 UNSEALED: Final = (FindStore, Create, Knock, Open)
 """Calls that need no channel: they reveal no secret, or are signed one by one."""
@@ -54,7 +59,10 @@ class Channels:
         """Close every channel and every door."""
         self._secret = self._entropy(32)
         self._next = int.from_bytes(self._entropy(4)) << 24
-        """The next channel number. Numbers do not repeat soon, so an old channel is unknown rather than mistaken for another."""
+        """The next channel number.
+
+        Numbers do not repeat soon, so an old channel is unknown rather than mistaken for another.
+        """
         self._channels: dict[int, Channel] = {}
         self._of_log: dict[bytes, OrderedDict[int, None]] = {}
         """Log uuid -> its channel numbers, longest idle first."""
@@ -70,7 +78,8 @@ class Channels:
         """Open a channel for the holder of a key. The calling code has checked that the log has this key.
 
         Raises:
-            ChannelRefused: the door is not ours, was used or has closed, or the signature is not of the key's holder.
+            ChannelRefused: the door is not ours, was used or has closed, or the signature is not of
+                the key's holder.
         """
         shown_us = int.from_bytes(call.door[:8], "little")
         if not 0 <= now_us - shown_us <= DOOR_US or not hmac.compare_digest(
@@ -94,10 +103,12 @@ class Channels:
         return Opened(channel.number, share, signature)
 
     def unseal(self, incoming: IncomingCall, end: memoryview, body: memoryview) -> memoryview:
-        """Return the call inside a body and set its channel in `incoming` for the answer. Each call is accepted once.
+        """Return the call inside a body and set its channel in `incoming` for the answer. Each call is
+        accepted once.
 
         Raises:
-            ChannelRefused: the channel's holder did not make this call, or it is a repetition or is for another address.
+            ChannelRefused: the channel's holder did not make this call, or it is a repetition or is
+                for another address.
         """
         number = int.from_bytes(body[1:9], "little")
         channel = self._channels.get(number)

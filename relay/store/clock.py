@@ -1,9 +1,12 @@
-"""What time it is for a store: a wall clock that may be set, and time that only passes (sans-IO: it is told both).
+"""The clocks of a store: a wall clock that may be set, and elapsed time, which cannot (sans-IO: the
+caller passes both in).
 
-`elapsed_us` passes as it does everywhere, also while the host sleeps: delays, waits and retries. `awake_us` passes only while
-this process runs, so that a worker's lease does not end while nobody could hear the worker: the host slept, or we were stopped.
-`wall_us` is what the clock of the host says: stored and due times, ages, `ttl`. It may be set back. What was deferred before is
-not held up by that: it comes when as much time has passed as was left, which is what `high_us` and `grace` are for.
+`elapsed_us` also runs while the host sleeps; delays, waits and retries use it. `awake_us` runs only
+while this process runs, so that a worker's lease does not end while we could not receive anything
+from the worker, because the host slept or we were stopped. `wall_us` is the host's clock; stored
+times, due times, ages and `ttl` use it. It may be set back. That does not delay records that were
+deferred before: they are delivered after the time that was left, for which `high_us` and
+`Steps.grace_us` exist.
 """
 
 from __future__ import annotations
@@ -11,28 +14,37 @@ from __future__ import annotations
 from typing import Final
 
 STEP_US: Final = 1_000_000
-"""What a clock gains or loses against elapsed time from one look at it to the next, and is a step. Less is drift, and followed."""
+"""A change of the wall clock against elapsed time between two updates that counts as a step.
+
+Less is drift, and is followed.
+"""
 STALL_US: Final = 1_000_000
-"""A longer time between two looks at the clock is one in which we did not run; looks are 50 ms apart."""
+"""A longer time between two updates means that this process did not run. Updates are 50 ms apart."""
 MAX_STEPS: Final = 16
 
 
 class Clock:
-    """All times are µs. `elapsed_us` begins as `wall_us` does; until a step they stay near each other."""
+    """All times are in µs.
+
+    `elapsed_us` starts at the value of `wall_us`, and stays close to it until the wall clock is
+    set.
+    """
 
     def __init__(self, now_us: int = 0) -> None:
         self.wall_us = self.elapsed_us = self.awake_us = self.high_us = now_us
-        """`high_us` never falls: it is where the wall clock would be if it had never been set back."""
+        """`high_us` never goes back: it is the time of the wall clock if it had never been set back."""
         self._running_us: int | None = None
         self._behind_us = 0
 
     def at(self, now_us: int) -> None:
-        """It is `now_us` by every clock."""
+        """Set all clocks to `now_us`."""
         self.wall_us = self.elapsed_us = self.awake_us = self.high_us = now_us
         self._running_us, self._behind_us = None, 0
 
     def update(self, wall_us: int, running_us: int) -> int:
-        """Take a look at the clocks: the wall's, and one that never stops and is never set. Return by how much the first was set."""
+        """Update from the wall clock and from a clock that never stops and is never set; return by
+        how much the first was set.
+        """
         if self._running_us is None:
             self._running_us = running_us
             self.at_start(wall_us)
@@ -50,7 +62,7 @@ class Clock:
         return step_us
 
     def at_start(self, wall_us: int) -> None:
-        """The first look: time that passes begins where the wall clock is, unless it was told before."""
+        """Handle the first update: elapsed time starts at the wall clock's time, unless `at` has set it."""
         if not self.elapsed_us:
             self.elapsed_us = self.awake_us = wall_us
         self.wall_us = wall_us
@@ -58,35 +70,37 @@ class Clock:
 
     @property
     def wall_ahead_us(self) -> int:
-        """What the wall clock is ahead of elapsed time."""
+        """How much the wall clock is ahead of elapsed time."""
         return self.wall_us - self.elapsed_us
 
     @property
     def high_ahead_us(self) -> int:
-        """Likewise `high_us`."""
+        """How much `high_us` is ahead of elapsed time."""
         return self.high_us - self.elapsed_us
 
     @property
     def awake_ahead_us(self) -> int:
-        """Likewise `awake_us`: never above 0 once time is told."""
+        """How much `awake_us` is ahead of elapsed time: never more than 0 after the first update."""
         return self.awake_us - self.elapsed_us
 
 
 class Steps:
-    """The steps back of the clock since a log was opened, and which of its records were stored before each."""
+    """The steps by which the wall clock was set back since a log was opened, each with the end of
+    the log at that time.
+    """
 
     def __init__(self) -> None:
         self._steps: list[tuple[int, int]] = []
 
     def back(self, step_us: int, end: int) -> None:
-        """The clock was set back by `step_us` when the log ended at `end`."""
+        """Add a step: the clock was set back by `step_us` when the log ended at `end`."""
         self._steps.append((end, step_us))
         if len(self._steps) > MAX_STEPS:
             first, second, *rest = self._steps
             self._steps = [(second[0], first[1] + second[1]), *rest]
 
     def forward(self, step_us: int) -> None:
-        """The clock was set forward: that takes back what it was set back by."""
+        """Subtract `step_us` from the latest steps, because the clock was set forward by it."""
         while step_us > 0 and self._steps:
             end, back_us = self._steps.pop()
             if back_us > step_us:

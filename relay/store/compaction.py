@@ -1,4 +1,4 @@
-"""Compaction: expired records go, and all but the last of each key; holes keep their place."""
+"""Compaction: replaces expired records, and all but the last record of each key, by holes."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from relay.store.records import KEY, Gap, Hole, Reason, Record, encode_hole
 from relay.store.segments import Segment, Slot
 
 COMPACT_BYTES: Final = 64 << 20
-"""What one step reads."""
+"""Bytes that one step reads at most, plus one segment."""
 
 
 class Compaction:
-    """Goes through a chain again and again, a step at a time."""
+    """Compacts a chain in passes, one step at a time."""
 
     def __init__(self, chain: Chain) -> None:
         self._chain = chain
         self._at = self._end = 0
-        """Where the pass is, and where it ends."""
+        """Offsets: where the next step of the pass begins, and where the pass ends."""
 
     def step(self, now_us: int) -> bool:
         """See `Log.compact`."""
         chain = self._chain
         if self._at >= self._end:
-            # What is appended from now on waits for the next pass: a record has to go before the one that supersedes
-            # it, or it would come back as the last of its key when that one has expired.
+            # Records appended from now on wait for the next pass. A record must be removed before
+            # the one that supersedes it, or it would become the last of its key again when that one
+            # has expired.
             self._at, self._end = chain.oldest, chain.next
         read = 0
         for index, segment in enumerate(chain.every):
@@ -81,7 +82,7 @@ class Compaction:
         chain.messages += kept.messages - segment.messages
 
     def _reason(self, item: Record | Gap, now_us: int) -> Reason | None:
-        """Return why `item` is taken out, None if it stays."""
+        """Return why `item` is removed; None if it stays."""
         if isinstance(item, Gap):
             return None
         if item.key_hash is not None:

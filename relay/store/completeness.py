@@ -1,10 +1,12 @@
-"""Decides whether a stream can have missed messages between two sessions of a store, when nobody counted them.
+"""Decides whether a stream can have missed messages between two sessions of a store, when nobody
+counted them.
 
     BYE, complete ──► each log now holds everything ── a file, if the store exits with its relay ──► the next store
     SUBSCRIBE, JOIN ──► ACK, fresh: the relay has routed nothing of that kind before ── the stream continues without a gap
 
-In all other cases a gap of unknown count is recorded between the sessions. The file names the relay that sent BYE. The next relay
-at that relay's socket removes the file if another relay ran in between (`relay.startup`).
+In all other cases a gap of unknown count is recorded between the sessions. The file names the relay
+that sent BYE. The next relay at that relay's socket removes the file if another relay ran in
+between (`relay.startup`).
 """
 
 from __future__ import annotations
@@ -52,12 +54,18 @@ class Completeness:
         self.complete.clear()
 
     def missed_at_start(self) -> set[bytes]:
-        """The relay had routed messages before it received our interest. Return the streams that may have missed them."""
+        """The relay had routed messages before it received our interest.
+
+        Return the streams that may have missed them.
+        """
         missing, self.complete = self.complete, set()
         return missing
 
     def session_ended(self, streams: Iterable[Stream], relay: bytes, *, complete: bool) -> None:
-        """The session has ended and everything it delivered is written. `complete`: `relay` confirmed that this is all."""
+        """The session has ended and everything it delivered is written.
+
+        `complete`: `relay` confirmed that this is all.
+        """
         if self._registered:
             self.complete = (
                 {stream.uuid for stream in streams if stream.complete} if complete else set()
@@ -65,9 +73,11 @@ class Completeness:
             self._relay = relay.hex()
 
     def save(self, path: Path, streams: Iterable[Stream], *, unread: bool = False) -> None:
-        """Write the file for the next store: which streams are complete, and their ends. Raises LogWriteFailed.
+        """Write the file for the next store: which streams are complete, and their ends. Raises
+        LogWriteFailed.
 
-        Before the registrations were answered, only the relay knows whether anything was missed. `unread` says that nothing was.
+        Before the registrations were answered, only the relay knows whether anything was missed.
+        `unread` says that nothing was.
         """
         ends = {s.uuid.hex(): s.log.next for s in streams if s.uuid in self.complete and s.log}
         if ends and (self._registered or unread):

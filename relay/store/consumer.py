@@ -1,11 +1,13 @@
 """A consumer of a log: delivers its messages to workers, at least once, until each is settled (sans-IO).
 
-A record is sealed as a whole and is dispatched as a whole, with a bitmap of the messages that are meant for the worker: no more than
-it asked for, so that other workers get the rest. Acks are per message. Messages that were read but are not settled are in the table
-of `unsettled`; their layout on disk is in `cursor`.
+A record is sealed as a whole and is dispatched as a whole, with a bitmap of the messages that are
+meant for the worker: no more than it asked for, so that other workers get the rest. Acks are per
+message. Messages that were read but are not settled are in the table of `unsettled`; their layout
+on disk is in `cursor`.
 
-In a group, the records of one key are processed in order: each waits until those before it are settled or dead, so a failed record is
-delivered again first. A deferred record joins its key's queue when it is due. Records without a key have no order.
+In a group, the records of one key are processed in order: each waits until those before it are
+settled or dead, so a failed record is delivered again first. A deferred record joins its key's
+queue when it is due. Records without a key have no order.
 """
 
 from __future__ import annotations
@@ -37,7 +39,10 @@ class Info(Struct, frozen=True):
     position: int
     """Offset of the next new message."""
     lag: int
-    """Messages up to the end of the log that are not settled. Computed from offsets, so holes ahead count too."""
+    """Messages up to the end of the log that are not settled.
+
+    Computed from offsets, so holes ahead count too.
+    """
     pending: int
     """Messages held by workers."""
     redelivering: int
@@ -50,8 +55,9 @@ class Info(Struct, frozen=True):
 class Consumer:
     """One consumer of a log; use it from one thread at a time.
 
-    `now_us` is `Clock.elapsed_us`; `clock` says how the other clocks differ from it. What `take` returns is dispatched. After a crash,
-    messages that were settled since the last `save` are delivered again.
+    `now_us` is `Clock.elapsed_us`; `clock` says how the other clocks differ from it. What `take`
+    returns is dispatched. After a crash, messages that were settled since the last `save` are
+    delivered again.
     """
 
     def __init__(
@@ -81,8 +87,8 @@ class Consumer:
     ) -> Consumer:
         """Return the consumer that was saved as `name`. Messages that it had dispatched are delivered again.
 
-        No delay lasts longer than what was left of it at the save, even if the wall clock was set since. With `now_us` None, due times
-        are taken as they were saved.
+        No delay lasts longer than what was left of it at the save, even if the wall clock was set
+        since. With `now_us` None, due times are taken as they were saved.
 
         Raises:
             KeyError: there is no consumer of this name.
@@ -114,10 +120,12 @@ class Consumer:
     # Dispatching
 
     def take(self, worker: bytes, max_bytes: int, max_messages: int, now_us: int) -> Taken:
-        """Dispatch messages to `worker`: first those to redeliver, then deferred records that are due, then new ones.
+        """Dispatch messages to `worker`: first those to redeliver, then deferred records that are due, then
+        new ones.
 
-        Dispatches at least one message if one is available. A record that does not fit into `max_messages` is divided, and the rest is
-        next for whichever worker takes next. A record larger than `max_bytes` is dispatched only as the first of a call.
+        Dispatches at least one message if one is available. A record that does not fit into
+        `max_messages` is divided, and the rest is next for whichever worker takes next. A record
+        larger than `max_bytes` is dispatched only as the first of a call.
 
         Raises:
             ValueError: a limit is below 1.
@@ -135,14 +143,16 @@ class Consumer:
     # Settling
 
     def ack(self, worker: bytes, first: int, next: int, now_us: int) -> int:
-        """Settle the messages from `first` until `next`, whichever worker holds them; return how many were not settled before.
+        """Settle the messages from `first` until `next`, whichever worker holds them; return how many were
+        not settled before.
 
-        An ack counts even from a worker that was replaced or whose lease ended, because the work is done. If another worker holds the
-        message by now, the work is done twice, as at-least-once delivery allows. Acks of settled messages count as late.
+        An ack counts even from a worker that was replaced or whose lease ended, because the work is
+        done. If another worker holds the message by now, the work is done twice, as at-least-once
+        delivery allows. Acks of settled messages count as late.
 
         Raises:
-            ValueError: one of the messages was never dispatched; nothing was settled. That includes messages dispatched after
-                the last `save` before a crash.
+            ValueError: one of the messages was never dispatched; nothing was settled. That includes
+                messages dispatched after the last `save` before a crash.
         """
         self._table.update_time(now_us)
         found = self._dispatched(first, next)
@@ -155,8 +165,9 @@ class Consumer:
     def ack_through(self, worker: bytes, offset: int, now_us: int) -> int:
         """Settle the dispatched messages up to and including `offset`, and return how many.
 
-        In a group, only those that `worker` holds. A deferred record is delivered later than its offset suggests, so it is
-        settled only if it contains `offset`. Raises ValueError if `offset` was never dispatched.
+        In a group, only those that `worker` holds. A deferred record is delivered later than its
+        offset suggests, so it is settled only if it contains `offset`. Raises ValueError if
+        `offset` was never dispatched.
         """
         self._table.update_time(now_us)
         self._dispatched(offset, offset + 1)
@@ -175,10 +186,11 @@ class Consumer:
     def nack(
         self, worker: bytes, first: int, next: int, delay_us: int, reason: str, now_us: int
     ) -> int:
-        """Redeliver, after `delay_us`, the messages from `first` until `next` that `worker` holds; return how many.
+        """Redeliver, after `delay_us`, the messages from `first` until `next` that `worker` holds; return
+        how many.
 
-        After `max_deliver` deliveries they become dead letters with `reason`, cut at 1024 bytes. Messages that other workers hold are
-        not affected.
+        After `max_deliver` deliveries they become dead letters with `reason`, cut at 1024 bytes.
+        Messages that other workers hold are not affected.
 
         Raises:
             ValueError: a message was never dispatched, or `delay_us` is not between 0 and 30 days.
@@ -196,7 +208,8 @@ class Consumer:
         return count
 
     def touch(self, worker: bytes, first: int, next: int, now_us: int) -> int:
-        """Restart the ack timeout of the messages from `first` until `next` that `worker` holds; return how many.
+        """Restart the ack timeout of the messages from `first` until `next` that `worker` holds; return how
+        many.
 
         Raises ValueError if one was never dispatched.
         """
@@ -210,7 +223,10 @@ class Consumer:
         return count
 
     def confirm_range(self, worker: bytes, first: int, next: int, now_us: int) -> None:
-        """Count the messages from `first` until `next` as delivered to `worker`. Raises ValueError if one was never dispatched."""
+        """Count the messages from `first` until `next` as delivered to `worker`.
+
+        Raises ValueError if one was never dispatched.
+        """
         self._table.update_time(now_us)
         self._confirm(worker, self._dispatched(first, next))
 
@@ -261,12 +277,16 @@ class Consumer:
         return list(self._table.dead)
 
     def forget_dead(self, n: int) -> None:
-        """Settle the first `n` dead letters, which are now stored elsewhere. Raises ValueError if there are fewer."""
+        """Settle the first `n` dead letters, which are now stored elsewhere.
+
+        Raises ValueError if there are fewer.
+        """
         self._table.forget_dead(n)
 
     @property
     def deadline_us(self) -> int | None:
-        """When the next lease or delay ends or the next deferred record is due; then call `expire`, and let workers take.
+        """When the next lease or delay ends or the next deferred record is due; then call `expire`, and let
+        workers take.
 
         None if nothing changes with time alone. After `expire` it is in the future. Raises LogDamaged.
         """
@@ -327,7 +347,10 @@ class Consumer:
     # Inside
 
     def _admit(self, worker: bytes) -> bool:
-        """Return whether `worker` may take messages. A new worker of a consumer that is not a group replaces the former one."""
+        """Return whether `worker` may take messages.
+
+        A new worker of a consumer that is not a group replaces the former one.
+        """
         if self.settings.group or worker == self._worker:
             return True
         if worker in self._fenced:
@@ -341,7 +364,10 @@ class Consumer:
         return True
 
     def _dispatched(self, first: int, end: int) -> list[tuple[OpenRecord, int]]:
-        """Return (record, bitmap) for the messages from `first` until `end`. Raises ValueError if one was never dispatched."""
+        """Return (record, bitmap) for the messages from `first` until `end`.
+
+        Raises ValueError if one was never dispatched.
+        """
         if not 0 <= first < end:
             raise ValueError(f"first, next: {first} to {end} is not a range of offsets")
         found = []

@@ -1,6 +1,7 @@
 """Answers the calls of consumers at one stream.
 
-A consumer is created by the first call that names it. It is saved while it changes, and its dead letters are written to their log.
+A consumer is created by the first call that names it. It is saved while it changes, and its dead
+letters are written to their log.
 """
 
 from __future__ import annotations
@@ -48,7 +49,10 @@ class _Waiting:
 
 
 class ConsumerCalls:
-    """All consumers of a log. `now_us` is `Clock.elapsed_us`, so setting the wall clock ends no lease, delay or wait."""
+    """All consumers of a log.
+
+    `now_us` is `Clock.elapsed_us`, so setting the wall clock ends no lease, delay or wait.
+    """
 
     def __init__(
         self, log: Log, write_dead_letters: WriteDeadLetters, clock: Clock | None = None
@@ -72,7 +76,10 @@ class ConsumerCalls:
     def take(
         self, incoming: IncomingCall, call: Consume, now_us: int, *, wait: bool = False
     ) -> None:
-        """Answer a Consume call now, or when there are messages. An earlier waiting call of the worker is answered with nothing."""
+        """Answer a Consume call now, or when there are messages.
+
+        An earlier waiting call of the worker is answered with nothing.
+        """
         consumer = self._consumer(call, now_us)
         waiting = self._waiting.setdefault(call.consumer, [])
         self._withdraw(consumer, [one for one in waiting if one.call.worker == call.worker])
@@ -93,7 +100,8 @@ class ConsumerCalls:
     def settle(self, incoming: IncomingCall, call: Settle, now_us: int) -> None:
         """Answer a Settle call.
 
-        Messages that were dispatched before a crash and not saved since are delivered again, so settling them has no effect.
+        Messages that were dispatched before a crash and not saved since are delivered again, so
+        settling them has no effect.
         """
         consumer = self._get(call.consumer)
         for ranges in (call.done, call.failed, call.held, call.had):
@@ -112,7 +120,8 @@ class ConsumerCalls:
             with contextlib.suppress(ValueError):
                 consumer.confirm_range(worker, each.first, each.next, now_us)
         for one in work:
-            # Messages dispatched before a crash and not saved since are unknown here. They are dispatched again.
+            # Messages dispatched before a crash and not saved since are unknown here. They are
+            # dispatched again.
             with contextlib.suppress(ValueError):
                 count += one()
         if call.gone:
@@ -124,7 +133,10 @@ class ConsumerCalls:
         incoming.answer(streams.Settled(count))
 
     def callers_left(self, hops: Set[int], now_us: int) -> None:
-        """Remove the calls, by hop id, whose callers no longer wait. What was just dispatched to them goes to other workers."""
+        """Remove the calls, by hop id, whose callers no longer wait.
+
+        What was just dispatched to them goes to other workers.
+        """
         for name, waiting in self._waiting.items():
             consumer = self._consumers.get(name)
             if consumer is not None:
@@ -147,20 +159,22 @@ class ConsumerCalls:
             one.incoming.answer(self._delivered(consumer, Taken([], 0, 0)))
 
     def described(self, after: str) -> tuple[list[ConsumerInfo], bool]:
-        """Return the state of the consumers after the name `after`, sorted by name, and whether there are more."""
+        """Return the state of the consumers after the name `after`, sorted by name, and whether
+        there are more.
+        """
         names = sorted({*self._log.cursors.names(), *self._consumers})
         names = [name for name in names if name > after]
-        told = []
+        infos = []
         for name in names[:MAX_LISTED]:
             consumer = self._get(name)
             info, settings, counts = consumer.info(), consumer.settings, consumer.counts
-            told.append(
+            infos.append(
                 ConsumerInfo(
                     name, settings.group, settings.durable, info.floor, info.position, info.lag, info.pending,
                     info.redelivering, info.workers, info.dead, counts.missed, counts.late,
                 )
             )  # fmt: skip
-        return told, len(names) > MAX_LISTED
+        return infos, len(names) > MAX_LISTED
 
     def delete(self, name: str) -> bool:
         """Delete a consumer; return whether it existed. Raises LogWriteFailed."""
@@ -282,7 +296,10 @@ class ConsumerCalls:
     def _answer(
         self, consumer: Consumer, incoming: IncomingCall, call: Consume, now_us: int, *, last: bool
     ) -> bool:
-        """Answer a call with the available messages. Returns False if there are none and the call may wait (not `last`)."""
+        """Answer a call with the available messages.
+
+        Returns False if there are none and the call may wait (not `last`).
+        """
         if self.paused:
             if last:
                 incoming.answer(self._delivered(consumer, Taken([], 0, 0)))
@@ -326,7 +343,9 @@ class ConsumerCalls:
 
 
 def _check_ranges(ranges: Sequence[Range], end: int) -> None:
-    """Raise ConsumerRefused unless the ranges are ascending and below `end`, so that no message is processed twice."""
+    """Raise ConsumerRefused unless the ranges are ascending and below `end`, so that no message is
+    processed twice.
+    """
     last = 0
     for one in ranges:
         if not last <= one.first < one.next <= end:

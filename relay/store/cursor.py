@@ -1,11 +1,13 @@
-"""What a consumer keeps in its log's database, and the bytes: the only home of a cursor's layout.
+"""The cursor of a consumer, which is stored in its log's database, and its layout. No other module
+knows this layout.
 
     u32 crc | u8 version | MessagePack of `State`           crc = CRC-32 of version and MessagePack, little-endian
 
-A state lists the records that are not settled, each with the bitmaps of the messages that share a delivery count and a
-due time. Whatever else lies below the read position is settled. `weight` is the most that a record can ever take
-here, however its messages part ways: whoever keeps the sum of weights under `MAX_RECORDS_BYTES` and that of
-`dead_weight` under `MAX_DEAD_BYTES` plus one letter has a cursor that fits into `relay.store.cursors.MAX_CURSOR_BYTES`.
+A state lists the unsettled records, each with bitmaps of the messages that have the same delivery
+count and due time. Everything else below the read position is settled. `weight` is the upper bound
+of what a record can take here, however its messages are divided. If the sum of weights stays under
+`MAX_RECORDS_BYTES`, and that of `dead_weight` under `MAX_DEAD_BYTES` plus one letter, the cursor
+fits into `relay.store.cursors.MAX_CURSOR_BYTES`.
 """
 
 from __future__ import annotations
@@ -22,17 +24,26 @@ MAX_RECORDS_BYTES: Final = 900_000
 MAX_DEAD_BYTES: Final = 128 << 10
 MAX_REASON_BYTES: Final = 1024
 MAX_COUNT: Final = 65_536
-"""Messages in a record that can be delivered: the count is the publisher's, and a bitmap has a bit for each."""
+"""Largest message count of a record that can be delivered.
+
+The publisher claims the count, and a bitmap has a bit for each message.
+"""
 MAX_DELIVERIES: Final = 65_535
-"""Counts stop there on disk."""
+"""Larger delivery counts are stored as this."""
 KEY_BYTES: Final = 8
-"""Of a key's hash: two keys that share them wait for each other, and nothing else comes of it."""
+"""Stored bytes of a key's hash.
+
+If two keys have the same bytes, they wait for each other; nothing else happens.
+"""
 _PARTS: Final = 8
 _VERSION: Final = 1
 
 
 class CursorDamaged(IrisError):
-    """The stored state of consumer `name` is not what was saved. Delete it and start the consumer where it should."""
+    """The stored state of consumer `name` is not what was saved.
+
+    Delete the consumer and create it again at the right offset.
+    """
 
     def __init__(self, name: str, detail: str) -> None:
         super().__init__(f"cursor {name}: {detail}")
@@ -40,20 +51,23 @@ class CursorDamaged(IrisError):
 
 
 class Settings(Struct, frozen=True):
-    """How a consumer delivers. Raises ValueError for what is out of range."""
+    """The settings of a consumer. Raises ValueError for a value out of range."""
 
     group: bool = False
-    """Several workers share the messages; else one has them all, and a newer one takes over."""
+    """Several workers share the messages.
+
+    Otherwise one worker receives all, and a newer one takes over from it.
+    """
     ack_timeout_us: int = 30_000_000
-    """A message that is not settled or touched for so long is delivered again."""
+    """A message that is not settled or touched for this long is delivered again."""
     max_deliver: int = 0
-    """So many deliveries without an ack make a dead letter; 0 = never."""
+    """A message becomes a dead letter after this many deliveries without an ack; 0: never."""
     max_pending: int = 65_536
-    """Messages that were handed out and are not settled, dead letters included; at this new ones wait."""
+    """Limit of dispatched, unsettled messages, including dead letters. At the limit new messages wait."""
     max_pending_per_worker: int = 65_536
-    """Likewise of what one worker holds."""
+    """Limit of messages held by one worker."""
     durable: bool = True
-    """It has a cursor in the log; else it is gone with the process."""
+    """The consumer has a cursor in the log. Otherwise it ends with the process."""
 
     def __post_init__(self) -> None:
         for what, value, least, most in (
@@ -67,19 +81,19 @@ class Settings(Struct, frozen=True):
 
 
 class Counts(Struct, array_like=True):
-    """What a consumer counts from its start on, in messages."""
+    """Counters of a consumer since its creation, in messages."""
 
     late: int = 0
-    """Acks of what was settled or dead already, or never there."""
+    """Acks of messages that were already settled or dead, or never existed."""
     skipped: int = 0
-    """Expired, compacted or not deliverable."""
+    """Messages that expired, were compacted, or cannot be delivered."""
     missed: int = 0
-    """Removed by retention before they were settled."""
+    """Messages removed by retention or lost to damage before they were settled."""
     redelivered: int = 0
 
 
 class Dead(Struct, frozen=True, array_like=True):
-    """A message that was given up: where it is in the log, how often it was delivered, and why it failed."""
+    """A dead letter: its offset in the log, how often it was delivered, and why the last delivery failed."""
 
     offset: int
     deliveries: int
@@ -87,30 +101,30 @@ class Dead(Struct, frozen=True, array_like=True):
 
 
 class Kept(Struct, frozen=True, array_like=True):
-    """A record that is not settled."""
+    """An unsettled record."""
 
     gap: int
-    """From the first offset of the one before."""
+    """Difference of its first offset to that of the previous record."""
     count: int
     deferred: bool
     key: bytes | None
     parts: list[tuple[bytes, int, int]]
-    """(bitmap, little-endian, empty = all; deliveries; due time in µs, 0 = at once)."""
+    """(bitmap, little-endian, empty means all; deliveries; due time in µs, 0 means now)."""
 
 
 class State(Struct, frozen=True, array_like=True):
-    """All that outlives a consumer."""
+    """The stored state of a consumer."""
 
     settings: Settings
     start: int
     position: int
     due: tuple[int, int]
-    """The last of `Log.due` that was taken."""
+    """The last pair of `Log.due` that was processed."""
     records: list[Kept]
     dead: list[Dead]
     counts: Counts
     saved_us: int = 0
-    """When that was, by the clock of the due times; 0 in cursors of older stores."""
+    """When the state was saved, on the clock of the due times; 0 in cursors of older stores."""
 
 
 _ENCODER: Final = msgspec.msgpack.Encoder()
@@ -118,13 +132,13 @@ _DECODER: Final = msgspec.msgpack.Decoder(State)
 
 
 def encode(state: State) -> bytes:
-    """Return the bytes of `state`."""
+    """Return `state` in its layout on disk."""
     rest = bytes([_VERSION]) + _ENCODER.encode(state)
     return crc32(rest).to_bytes(4, "little") + rest
 
 
 def decode(name: str, data: bytes) -> State:
-    """Return the state that is in `data`. Raises CursorDamaged."""
+    """Return the state encoded in `data`. Raises CursorDamaged."""
     rest = data[4:]
     if len(data) < 5 or int.from_bytes(data[:4], "little") != crc32(rest):
         raise CursorDamaged(name, "checksum mismatch")
@@ -137,19 +151,19 @@ def decode(name: str, data: bytes) -> State:
 
 
 def weight(count: int, key: bytes | None) -> int:
-    """Return the most bytes that a record of `count` messages takes."""
+    """Return the upper bound of the bytes of a record of `count` messages."""
     return 11 + (9 if key else 0) + min(count, _PARTS) * (17 + count // 8)
 
 
 def dead_weight(dead: Dead) -> int:
-    """Return the most bytes that `dead` takes."""
+    """Return the upper bound of the bytes of `dead`."""
     return 24 + len(dead.reason.encode())
 
 
 def pack_parts(count: int, parts: dict[tuple[int, int], int]) -> list[tuple[bytes, int, int]]:
-    """Return the parts of a record of `count` messages from bitmaps by (deliveries, due time).
+    """Return the stored parts of a record of `count` messages. `parts` is (deliveries, due time) -> bitmap.
 
-    More than eight kinds do not fit: the rest becomes one that was delivered least often and is due at once.
+    At most eight parts fit. The rest is merged into one with the lowest delivery count, due now.
     """
     kinds = sorted(parts.items(), reverse=True)
     if len(kinds) > _PARTS:
@@ -169,7 +183,7 @@ def pack_parts(count: int, parts: dict[tuple[int, int], int]) -> list[tuple[byte
 
 
 def unpack_bits(count: int, bitmap: bytes) -> int:
-    """Return the bitmap of a stored part. Raises ValueError if it is none of `count` messages."""
+    """Return the bitmap of a stored part. Raises ValueError if it has bits beyond `count` messages."""
     full = (1 << count) - 1
     bits = int.from_bytes(bitmap, "little") or full
     if bits & ~full:

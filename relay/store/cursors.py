@@ -1,4 +1,4 @@
-"""The cursors of a log: what each consumer has it keep, by name. The bytes are the consumer's (see `cursor`)."""
+"""The stored cursors of a log's consumers, by name. The content is opaque here (see `cursor`)."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class Cursors:
         self._chain = chain
         self._names = {name.decode() for name, _ in chain.database.rows(b"c")}
         self.listed_us = int.from_bytes(chain.database.get(b"l") or b"", "big")
-        """Due times up to here were listed, as far as a cursor tells."""
+        """Due times up to this one were listed to consumers, as far as stored cursors show."""
 
     def put(self, name: str, state: bytes, *, sync: bool = True) -> None:
-        """Keep `state`, up to 1 MiB, under `name`. Without `sync` a power cut may bring the former one back.
+        """Store `state`, up to 1 MiB, under `name`. Without `sync`, a power cut may restore the previous state.
 
         Raises:
-            ValueError: name or state is too long.
+            ValueError: the name or the state is too long.
             CursorsFull: there are `MAX_CURSORS` others.
-            LogWriteFailed: the former state may still be there.
+            LogWriteFailed: the previous state may still be stored.
         """
         if len(name.encode()) > MAX_CURSOR_NAME_BYTES or len(state) > MAX_CURSOR_BYTES:
             raise ValueError(
@@ -46,7 +46,7 @@ class Cursors:
         self._names.add(name)
 
     def get(self, name: str) -> bytes | None:
-        """Return the state of `name`. Raises LogDamaged."""
+        """Return the state of `name`; None if there is none. Raises LogDamaged."""
         return self._chain.database.get(b"c" + name.encode())
 
     def names(self) -> list[str]:
@@ -54,7 +54,7 @@ class Cursors:
         return sorted(self._names)
 
     def delete(self, name: str) -> bool:
-        """Forget `name`, synced; return whether it was there. Raises LogWriteFailed."""
+        """Delete `name`, with a sync; return whether it existed. Raises LogWriteFailed."""
         if name not in self._names:
             return False
         batch = self._chain.database.batch()
@@ -64,7 +64,9 @@ class Cursors:
         return True
 
     def listed(self, due_us: int) -> None:
-        """A consumer goes on behind this due time. What is stored later and due before it is not deferred, and may be ahead of
-        its time then: the clock was set back.
+        """Note that a consumer has passed this due time.
+
+        A record that is stored later and due before it is then not deferred. If the clock was set
+        back, it may be delivered early.
         """
         self.listed_us = max(self.listed_us, due_us)

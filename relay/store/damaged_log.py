@@ -1,11 +1,12 @@
 """Reads everything from a damaged log's database that RocksDB can still read.
 
-The log is read in a copy of its directory, with hard links for the tables because nobody writes to a table, so its own files do not
-change. RocksDB opens the copy with the undamaged part of the write-ahead log. If the list of tables (MANIFEST, CURRENT) is damaged or
-does not name all existing tables, RocksDB rebuilds it from the tables, and leaves out a damaged table.
+The log is read in a copy of its directory, with hard links for the tables because nobody writes to
+a table, so its own files do not change. RocksDB opens the copy with the undamaged part of the
+write-ahead log. If the list of tables (MANIFEST, CURRENT) is damaged or does not name all existing
+tables, RocksDB rebuilds it from the tables, and leaves out a damaged table.
 
-An iterator ends at a damaged block. It is then set to a key after the block: first key by key, since a block contains few keys, then
-in growing steps.
+An iterator ends at a damaged block. It is then set to a key after the block: first key by key,
+since a block contains few keys, then in growing steps.
 """
 
 from __future__ import annotations
@@ -81,7 +82,9 @@ class DamagedLog:
 
     @property
     def current(self) -> bool:
-        """Whether the rows outside the entries, as far as they were read, are certainly the latest that were written."""
+        """Whether the rows outside the entries, as far as they were read, are certainly the latest
+        that were written.
+        """
         return self._whole and not self.repaired and not self.unreadable_rows
 
     def close(self) -> None:
@@ -102,7 +105,8 @@ class DamagedLog:
     def entries(self) -> Iterator[tuple[bytes, bytes, Item]]:
         """Yield key, value and decoded item of every undamaged entry, in order of offsets.
 
-        Entries inside the range of an earlier entry are left out: a hole covers records that were removed when it was written.
+        Entries inside the range of an earlier entry are left out: a hole covers records that were
+        removed when it was written.
         """
         at = 0
         if self._records is None:
@@ -230,7 +234,8 @@ class DamagedLog:
     def _plant(self) -> None:
         """Add a table of each column family to the copy.
 
-        When RocksDB rebuilds the list, it knows only from tables which column families the write-ahead log may contain.
+        When RocksDB rebuilds the list, it knows only from tables which column families the
+        write-ahead log may contain.
         """
         seed = os.path.join(self._scratch, "seed")
         options = _options(DBRecoveryMode.point_in_time())
@@ -262,7 +267,10 @@ def _check_room(err: Exception) -> None:
 
 
 def _copy_readable(source: Path, copy: str) -> None:
-    """Copy a file, with zeros for what cannot be read. Raises OSError if the source cannot be opened or the copy not written."""
+    """Copy a file, with zeros for what cannot be read.
+
+    Raises OSError if the source cannot be opened or the copy not written.
+    """
     with source.open("rb", buffering=0) as file, open(copy, "wb") as out:
         size = os.fstat(file.fileno()).st_size
         for at in range(0, size, _COPY_BYTES):
@@ -277,7 +285,10 @@ def _copy_readable(source: Path, copy: str) -> None:
 def _scan(
     database: Rdict, prefix: bytes, width: int, steps: int, missed: object = None
 ) -> Iterator[tuple[bytes, bytes]]:
-    """Yield the keys with this prefix and their values, in order. At damage, call `missed` and continue after it."""
+    """Yield the keys with this prefix and their values, in order.
+
+    At damage, call `missed` and continue after it.
+    """
     options = ReadOptions()
     options.set_readahead_size(READAHEAD_BYTES)
     rows = database.iter(options)

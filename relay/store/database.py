@@ -1,10 +1,13 @@
-"""RocksDB for logs: settings, the meaning of its errors, and a mark that proves that no synced write is lost.
+"""RocksDB for logs: settings, the meaning of its errors, and a mark that proves that no synced
+write is lost.
 
-RocksDB cannot distinguish a write-ahead log that a power cut truncated from one that lost synced writes to damage: depending on the
-recovery mode it refuses both, or silently drops both. So after every sync the sequence number of the last synced write is written to
-the log's *mark*, a file of 44 bytes beside RocksDB's files, in place and without a sync of its own. After a crash of the process the
-mark is exact; after a power cut it may be a few seconds behind, but it is never ahead of the disk. A recovered log must reach its
-mark: less is damage, and a truncated end after the mark is normal.
+RocksDB cannot distinguish a write-ahead log that a power cut truncated from one that lost synced
+writes to damage: depending on the recovery mode it refuses both, or silently drops both. So after
+every sync the sequence number of the last synced write is written to the log's *mark*, a file of 44
+bytes beside RocksDB's files, in place and without a sync of its own. After a crash of the process
+the mark is exact; after a power cut it may be a few seconds behind, but it is never ahead of the
+disk. A recovered log must reach its mark: less is damage, and a truncated end after the mark is
+normal.
 
 docs/decisions/0015 argues the settings.
 """
@@ -115,8 +118,9 @@ def rocksdb_options(write_buffer: int, recovery: DBRecoveryMode, cache: Cache) -
 
 
 def _rocksdb(path: str, recovery: DBRecoveryMode, access: AccessType) -> Rdict:
-    # rocksdict writes this file at every open and never syncs it. It only says that keys are raw bytes, which the
-    # options say too. A power cut can leave it empty, which must not make the log unusable.
+    # rocksdict writes this file at every open and never syncs it. It only says that keys are raw
+    # bytes, which the options say too. A power cut can leave it empty, which must not make the log
+    # unusable.
     with contextlib.suppress(FileNotFoundError):
         os.unlink(os.path.join(path, CONFIG_NAME))
     cache = Cache(CACHE_BYTES)
@@ -151,7 +155,9 @@ class Batch:
 
 
 class Database:
-    """One RocksDB database: `records` by offset in a column family of their own, all other rows by prefixed key."""
+    """One RocksDB database: `records` by offset in a column family of their own, all other rows by
+    prefixed key.
+    """
 
     def __init__(self, path: str, rocksdb: Rdict) -> None:
         self.path = path
@@ -165,7 +171,10 @@ class Database:
         self._mark_fd = -1
         self._uuid = bytes(16)
         self.failed: str | None = None
-        """Why a write failed; None if none did. All later writes fail too, because RocksDB may hold half of the failed one."""
+        """Why a write failed; None if none did.
+
+        All later writes fail too, because RocksDB may hold half of the failed one.
+        """
 
     @classmethod
     def create(cls, path: str) -> Database:
@@ -206,8 +215,8 @@ class Database:
             raise LogDamaged(path, str(err)) from err
         if found < mark.sequence:
             database.close()
-            gone = f"{mark.sequence - found} synced writes are missing, up to offset {mark.next_offset}"
-            raise LogDamaged(path, gone)
+            missing = f"{mark.sequence - found} synced writes are missing, up to offset {mark.next_offset}"
+            raise LogDamaged(path, missing)
         database._uuid = mark.uuid
         try:
             database._mark_fd = os.open(os.path.join(path, MARK_NAME), os.O_RDWR | os.O_CLOEXEC)
@@ -245,7 +254,8 @@ class Database:
         sync_directory(self.path)
 
     def write(self, batch: Batch, next_offset: int, *, sync: bool) -> None:
-        """Write `batch`. With `sync`, return when this and all earlier writes are on disk and the mark is updated.
+        """Write `batch`. With `sync`, return when this and all earlier writes are on disk and the mark is
+        updated.
 
         Raises:
             LogWriteFailed: the batch may or may not be there after a reopen; later writes raise too.
@@ -261,7 +271,10 @@ class Database:
             raise LogWriteFailed(self.path, self.failed) from err
 
     def get(self, key: bytes) -> bytes | None:
-        """Return the row at `key` outside the records; None if there is none. Raises LogDamaged if it cannot be read."""
+        """Return the row at `key` outside the records; None if there is none.
+
+        Raises LogDamaged if it cannot be read.
+        """
         self.check_open()
         try:
             value: bytes | None = self._meta.get(key)
@@ -273,7 +286,8 @@ class Database:
         """Yield the rest of each key with this `prefix`, from `start` on, and its value.
 
         Raises:
-            LogDamaged: RocksDB stopped early. Its iterator simply ends at a damaged block; only its status shows the error.
+            LogDamaged: RocksDB stopped early. Its iterator simply ends at a damaged block; only its
+                status shows the error.
         """
         self.check_open()
         try:
@@ -297,7 +311,9 @@ class Database:
         return self._records.iter(options)
 
     def first_record(self, default: int) -> int:
-        """Return the lowest offset on disk, including removed entries whose space is not freed yet; `default` if none."""
+        """Return the lowest offset on disk, including removed entries whose space is not freed yet;
+        `default` if none.
+        """
         try:
             rows = self._records.iter()
             rows.seek_to_first()
@@ -307,10 +323,11 @@ class Database:
             raise LogDamaged(self.path, str(err)) from err
 
     def free(self, begin: bytes, end: bytes) -> None:
-        """Free the disk space of the records from `begin` until `end`. The caller has already moved `oldest` past them.
+        """Free the disk space of the records from `begin` until `end`. The caller has already moved
+        `oldest` past them.
 
-        The range tombstone is flushed into a file of its own and compacted at once. In one file with new records it would pull the
-        whole log into the next compaction.
+        The range tombstone is flushed into a file of its own and compacted at once. In one file
+        with new records it would pull the whole log into the next compaction.
 
         Raises:
             LogWriteFailed: as `write`.
@@ -326,7 +343,10 @@ class Database:
             raise LogWriteFailed(self.path, self.failed) from err
 
     def compact_rows(self, begin: bytes, end: bytes) -> None:
-        """Free the disk space of the deleted rows from `begin` until `end`, outside the records. Raises LogWriteFailed, as `write`."""
+        """Free the disk space of the deleted rows from `begin` until `end`, outside the records.
+
+        Raises LogWriteFailed, as `write`.
+        """
         self.check_open()
         try:
             self._meta.flush()
@@ -360,8 +380,9 @@ class Database:
 def _recovered(path: str, sequence: int) -> Rdict:
     """Open `path`. If the write-ahead log is damaged, open it only if nothing up to `sequence` is lost.
 
-    RocksDB deletes a write-ahead log after recovering what it could. So the strict mode is tried first, which accepts a log that
-    merely ends early. A log that it refuses is inspected read-only before anything is changed.
+    RocksDB deletes a write-ahead log after recovering what it could. So the strict mode is tried
+    first, which accepts a log that merely ends early. A log that it refuses is inspected read-only
+    before anything is changed.
     """
     try:
         mode = DBRecoveryMode.tolerate_corrupted_tail_records()

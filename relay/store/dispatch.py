@@ -1,9 +1,12 @@
-"""Chooses what a consumer dispatches: first redeliveries, then deferred records that are due, then new ones (sans-IO).
+"""Chooses what a consumer dispatches: first redeliveries, then deferred records that are due, then
+new ones (sans-IO).
 
 Bounds, and what happens at each (nothing here waits or raises; `take` dispatches less):
-- dispatched and not settled: `Settings.max_pending` messages; new records wait, redeliveries continue;
+- dispatched and not settled: `Settings.max_pending` messages; new records wait, redeliveries
+  continue;
 - waiting behind a key: `MAX_BLOCKED` records; reading stops until one is settled;
-- records in the table: bounded by their largest possible size in the cursor; reading stops until one is settled.
+- records in the table: bounded by their largest possible size in the cursor; reading stops until
+  one is settled.
 """
 
 from __future__ import annotations
@@ -26,7 +29,10 @@ ENVELOPE_BYTES: Final = 448
 """Upper bound of what a record needs in an answer besides its body."""
 READS: Final = 8
 FIRST_READ_BYTES: Final = 16 << 10
-"""Size of the first read of new records in a `take`. Each further read is twice as large, so that little is read in vain."""
+"""Size of the first read of new records in a `take`.
+
+Each further read is twice as large, so that little is read in vain.
+"""
 DUE_BATCH: Final = 256
 
 
@@ -35,13 +41,19 @@ class Delivery(Struct, frozen=True, gc=False):
 
     record: Record
     wanted: int
-    """Bitmap: bit i is the message at `record.first + i`. The other messages are settled, or not for this worker."""
+    """Bitmap: bit i is the message at `record.first + i`.
+
+    The other messages are settled, or not for this worker.
+    """
     deliveries: int
     """Number of this delivery, counting those that a worker confirmed: 1 is the first."""
 
 
 class Taken(Struct, frozen=True):
-    """What a worker receives from one `take`, in order. Gaps and holes left by retention are reported once and need no ack."""
+    """What a worker receives from one `take`, in order.
+
+    Gaps and holes left by retention are reported once and need no ack.
+    """
 
     items: list[Delivery | Gap | Hole]
     bytes: int
@@ -71,7 +83,10 @@ class _Basket:
         return self.more
 
     def fits(self, size: int) -> bool:
-        """Return whether a record of `size` bytes fits. The first always does, so that a large record is not stuck forever."""
+        """Return whether a record of `size` bytes fits.
+
+        The first always does, so that a large record is not stuck forever.
+        """
         self.more = self.room <= 0 or (self.messages > 0 and self.bytes + size > self.max_bytes)
         return not self.more
 
@@ -82,7 +97,9 @@ class _Basket:
 
 
 class Dispatcher:
-    """Reads records from a log into the table of unsettled messages, and dispatches messages from there to workers."""
+    """Reads records from a log into the table of unsettled messages, and dispatches messages from
+    there to workers.
+    """
 
     def __init__(self, log: Log, table: Unsettled, settings: Settings, start: int) -> None:
         self._log = log
@@ -99,7 +116,10 @@ class Dispatcher:
         self._unreported: list[Hole] = []
 
     def take(self, worker: bytes, max_bytes: int, max_messages: int) -> Taken:
-        """Dispatch messages to `worker`. Raises LogDamaged if the log cannot be read and nothing was dispatched."""
+        """Dispatch messages to `worker`.
+
+        Raises LogDamaged if the log cannot be read and nothing was dispatched.
+        """
         basket = _Basket(worker, max_bytes, max_messages)
         self._report_lost(basket)
         try:
@@ -118,7 +138,8 @@ class Dispatcher:
                 record = self._table.records.get(self._table.ready[0])
                 parts = self._table.eligible(record) if record is not None else []
                 if record is not None and record.key is None:
-                    # Messages with the same number of deliveries are dispatched together; the others follow separately.
+                    # Messages with the same number of deliveries are dispatched together; the
+                    # others follow separately.
                     parts = [part for part in parts if part.deliveries == parts[0].deliveries]
                 if record is None or not parts:
                     heapq.heappop(self._table.ready)
@@ -207,7 +228,9 @@ class Dispatcher:
         return True
 
     def _take_record(self, item: Record, start: int, basket: _Basket, *, deferred: bool) -> bool:
-        """Dispatch a record from offset `start` on, or queue it behind its key; return False if there is no room for it."""
+        """Dispatch a record from offset `start` on, or queue it behind its key; return False if
+        there is no room for it.
+        """
         if item.count > cursor.MAX_COUNT:
             cause = f"not deliverable: the record claims {item.count} messages, more than {cursor.MAX_COUNT}"
             basket.items.append(Gap(item.first, item.count, cause, item.stored_us))
@@ -224,7 +247,8 @@ class Dispatcher:
         if early_us or self._table.behind(key):
             if self._table.behind(key) and self._table.blocked >= MAX_BLOCKED:
                 return False
-            # If the clock was set back, a record may be listed before it is due. It then waits here like a redelivery.
+            # If the clock was set back, a record may be listed before it is due. It then waits here
+            # like a redelivery.
             self._table.add(
                 record, [(bits, 0, self._table.now_us + early_us if early_us else 0, 0)]
             )
@@ -240,7 +264,10 @@ class Dispatcher:
         return True
 
     def _may_dispatch(self, count: int) -> bool:
-        """Return whether `count` new messages fit into `max_pending`. A record always fits if nothing else is dispatched."""
+        """Return whether `count` new messages fit into `max_pending`.
+
+        A record always fits if nothing else is dispatched.
+        """
         return (
             not self._table.dispatched
             or self._table.dispatched + count <= self._settings.max_pending
@@ -266,7 +293,9 @@ class Dispatcher:
         self._unreported.clear()
 
     def came_due(self, first: int, end: int) -> bool:
-        """Return whether these offsets, ahead of the read position, belong to a deferred record that is settled."""
+        """Return whether these offsets, ahead of the read position, belong to a deferred record
+        that is settled.
+        """
         if first >= self._log.next:
             return False
         item = self._log.read(first, 1, now_us=0).items[0]
@@ -279,9 +308,12 @@ class Dispatcher:
         )
 
     def removed(self, record: OpenRecord, reason: Reason) -> None:
-        """Settle the waiting messages of `record`, which was removed from the log. Messages held by workers may still be acked."""
-        gone = record.bits([part for part in record.parts if part.waiting])
-        settled = self._table.settle(record, gone)
+        """Settle the waiting messages of `record`, which was removed from the log.
+
+        Messages held by workers may still be acked.
+        """
+        waiting_bits = record.bits([part for part in record.parts if part.waiting])
+        settled = self._table.settle(record, waiting_bits)
         self._table.tidy(record.first, record.next)
         if reason not in (Reason.RETENTION, Reason.DAMAGED):
             self.counts.skipped += settled

@@ -1,6 +1,7 @@
-"""Which logs were deleted: an empty file marks each, so that nobody who kept its first order can have an empty log pass for it.
+"""Marks of deleted logs: an empty file for each, so that nobody can recreate a deleted log, empty,
+by replaying its first order.
 
-A mark is needed while such an order is fresh. Marks are kept longer, up to a bound.
+A mark is needed while that order is fresh. Marks are kept longer, up to a limit.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from relay.store.errors import LogWriteFailed, Refuse
 
 MAX_ENDED: Final = 16_384
 NEEDED_US: Final = 2 * ORDER_FRESH_US
-"""Orders are fresh for half of it; the rest is for a clock that is set."""
+"""Orders are fresh for half of this time; the rest is a margin for clocks that are set."""
 SUFFIX: Final = ".ended"
 
 
 class Ended:
-    """The marks in one directory, which `load` reads."""
+    """The marks in one directory. Call `load` first."""
 
     def __init__(self, directory: Path, most: int = MAX_ENDED) -> None:
         self._directory = directory
@@ -29,7 +30,7 @@ class Ended:
 
     @property
     def uuids(self) -> list[bytes]:
-        """The logs that were deleted, in that order."""
+        """Uuids of the deleted logs, oldest deletion first."""
         return list(self._marks)
 
     def __contains__(self, uuid: bytes) -> bool:
@@ -44,11 +45,11 @@ class Ended:
         self._marks = {uuid: ended_us for ended_us, uuid in sorted(found)}
 
     def add(self, uuid: bytes, now_us: int) -> None:
-        """Mark a log, on disk. The oldest marks make room once they are no longer needed.
+        """Write the mark of a log to disk. The oldest marks are removed for it if they are no longer needed.
 
         Raises:
-            Refuse: all marks are still needed.
-            LogWriteFailed: the disk refused.
+            Refuse: the limit is reached and all marks are still needed.
+            LogWriteFailed: a disk write failed.
         """
         while len(self._marks) >= self._most:
             oldest, ended_us = next(iter(self._marks.items()))

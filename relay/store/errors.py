@@ -1,14 +1,14 @@
-"""What a log raises, what a call is refused with, and `ChannelRefused`, for a call that failed authentication.
+"""Errors of logs, refusals of calls, and `ChannelRefused` for a call that failed authentication.
 
     LogError
-    ├── LogMissing         nothing is at the path
-    ├── LogExists          something is at the path already
+    ├── LogMissing         the path does not exist
+    ├── LogExists          the path exists
     ├── LogBusy            another process, or another `Log` of this one, has it open
-    ├── LogDamaged         what is on disk cannot be trusted; quarantine this stream, serve the others
-    ├── CursorsFull        the log keeps as many cursors as it may
-    └── LogWriteFailed     a write did not reach the disk; reads go on, writes wait for a reopen
+    ├── LogDamaged         the data on disk cannot be trusted; quarantine this stream, serve the others
+    ├── CursorsFull        the log has the maximum number of cursors
+    └── LogWriteFailed     a write did not reach the disk; reads still work, writes need a reopen
 
-Siblings differ by what the caller does: create, open, wait, quarantine, make room and reopen.
+Each error requires another reaction of the caller: create, open, wait, quarantine, delete a cursor, or reopen.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SALVAGE: Final = "Stop its store and run `iris store salvage` to recover what c
 
 
 class LogError(IrisError):
-    """The log at `path` cannot do what was asked."""
+    """An operation on the log at `path` failed."""
 
     def __init__(self, path: str, detail: str) -> None:
         super().__init__(f"log {path}: {detail}")
@@ -33,17 +33,17 @@ class LogMissing(LogError):
 
 
 class LogExists(LogError):
-    """There is something at the path already; it was not touched."""
+    """The path exists; it was not changed."""
 
 
 class LogBusy(LogError):
-    """The log is open elsewhere."""
+    """The log is open in another process, or in another object of this one."""
 
 
 class LogDamaged(LogError):
-    """The log's files do not hold what was written. Nothing was repaired, no wrong record was returned.
+    """The log's files do not contain what was written. Nothing was repaired, and no wrong record was returned.
 
-    `offset` is the first that is in doubt, None when the whole log is.
+    `offset` is the first doubtful offset; None if the whole log is in doubt.
     """
 
     def __init__(self, path: str, what: str, offset: int | None = None) -> None:
@@ -54,13 +54,13 @@ class LogDamaged(LogError):
 
 
 class CursorsFull(LogError):
-    """The log keeps as many cursors as it may; delete one."""
+    """The log has the maximum number of cursors; delete one."""
 
 
 class LogWriteFailed(LogError):
-    """The disk refused a write: it may or may not be found after a reopen, and was not acknowledged.
+    """A disk write failed. It was not acknowledged, and may or may not be there after a reopen.
 
-    `sure`: it was not tried, because one before it had failed, and nothing of it will be found.
+    `sure`: the write was not tried, because an earlier one had failed, so it is certainly not there.
     """
 
     def __init__(self, path: str, reason: str, *, sure: bool = False) -> None:
@@ -70,7 +70,7 @@ class LogWriteFailed(LogError):
 
 
 class ChannelRefused(IrisError):
-    """A call that the holder of an open channel did not make. It was not looked at."""
+    """The call was not made by the holder of an open channel, and was not processed."""
 
 
 class Refuse(IrisError):

@@ -42,7 +42,10 @@ class Identity(Struct, frozen=True):
 
 
 def make(path: str, identity: Identity, oldest: int = 0) -> Database:
-    """Create an empty log that begins at `oldest`, and return its open database. Raises LogWriteFailed, OSError."""
+    """Create an empty log that begins at `oldest`, and return its open database.
+
+    Raises LogWriteFailed, OSError.
+    """
     database = Database.create(path)
     try:
         database.make_mark(identity.uuid, oldest)

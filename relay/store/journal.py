@@ -1,9 +1,10 @@
-"""A look at RocksDB's journals before it replays them: the write-ahead logs, and the manifest in the same format.
+"""Checks RocksDB's journals before RocksDB replays them: the write-ahead logs, and the manifest,
+which has the same format.
 
-RocksDB 9.8 loops for ever on the record types of recycled logs, which it never writes with our settings, and one flipped bit
-makes such a type of an ordinary one. A store with many streams cannot have one of them stand still, so a journal with such a type is not
-given to RocksDB. Only record headers are looked at (u32 crc | u16 length | u8 type, in blocks of 32 KiB); the rest
-RocksDB checks itself.
+RocksDB 9.8 loops forever on the record types of recycled logs. It never writes them with our
+settings, but one flipped bit can turn an ordinary type into such a type. One stream must not block
+a store with many others, so a journal with such a type is not passed to RocksDB. Only record
+headers are checked (u32 crc | u16 length | u8 type, in blocks of 32 KiB); RocksDB checks the rest.
 """
 
 from __future__ import annotations
@@ -16,11 +17,15 @@ from typing import Final
 _BLOCK: Final = 32 << 10
 _HEADER: Final = struct.Struct("<IHB")
 _RECYCLED: Final = frozenset({5, 6, 7, 8, 11})
-"""0 fills preallocated space, 1 to 4 are a whole record and the first, middle and last piece of one."""
+"""The types of recycled logs.
+
+Type 0 fills preallocated space; 1 to 4 are a whole record and the first, middle and last part of
+one.
+"""
 
 
 def foreign_record(folder: str) -> str | None:
-    """Return what is wrong with the journals in `folder`, None if RocksDB can judge them. Raises OSError."""
+    """Return what is wrong with the journals in `folder`; None if RocksDB can check them. Raises OSError."""
     for path in sorted(Path(folder).iterdir()):
         if path.suffix == ".log" or path.name.startswith("MANIFEST-"):
             at = _foreign_at(path)
@@ -30,7 +35,8 @@ def foreign_record(folder: str) -> str | None:
 
 
 def disarm(folder: str) -> None:
-    """Make such records in the journals in `folder` ordinary ones with a wrong checksum, which RocksDB takes for the damage that they are.
+    """Change the type of such records in `folder` to an ordinary one. Their checksum is then wrong,
+    which RocksDB treats as damage.
 
     Raises OSError.
     """

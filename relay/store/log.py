@@ -1,17 +1,20 @@
 """The log of one stream: sealed bundles by offset, and their indexes, in one RocksDB database.
 
-Offsets number messages; a bundle of n messages occupies n offsets. `next` only grows, even when retention has removed everything, so
-within a log's uuid an offset always names the same message. From `oldest` until `next` the entries are contiguous: records, gaps
-(messages that were lost before they could be stored) and holes (records that were removed). `read` follows this chain and never skips
-a missing entry, because RocksDB's iterator simply ends at a damaged block.
+Offsets number messages; a bundle of n messages occupies n offsets. `next` only grows, even when
+retention has removed everything, so within a log's uuid an offset always names the same message.
+From `oldest` until `next` the entries are contiguous: records, gaps (messages that were lost before
+they could be stored) and holes (records that were removed). `read` follows this chain and never
+skips a missing entry, because RocksDB's iterator simply ends at a damaged block.
 
-Rows outside the records, by prefix: `i` identity, `o` oldest, `n` next, `s` segment summaries, `x` their outlines, `p` producers, `k`
-key hash -> its last record, `d` due time and offset of deferred records, `c` cursors, `t` staged entries, `u` the size and time of
-each, `w` writers' last batches. Rows `k` and `d` are written and deleted in the same batch as their record, so there are never more of
-them than records.
+Rows outside the records, by prefix: `i` identity, `o` oldest, `n` next, `s` segment summaries, `x`
+their outlines, `p` producers, `k` key hash -> its last record, `d` due time and offset of deferred
+records, `c` cursors, `t` staged entries, `u` the size and time of each, `w` writers' last batches.
+Rows `k` and `d` are written and deleted in the same batch as their record, so there are never more
+of them than records.
 
-The entries are in `chain`, which `retention` and `compaction` shorten. The layout of an entry is in `records`, sums over many entries
-in `segments`, the producers' sequences in `producers`, staged entries in `staged_rows`, and RocksDB in `database`.
+The entries are in `chain`, which `retention` and `compaction` shorten. The layout of an entry is in
+`records`, sums over many entries in `segments`, the producers' sequences in `producers`, staged
+entries in `staged_rows`, and RocksDB in `database`.
 """
 
 from __future__ import annotations
@@ -75,8 +78,8 @@ class Chunk(Struct, frozen=True):
 class Log:
     """The log of one stream. Open it with `open` or `create`; use it from one thread at a time.
 
-    It has no clock: `now_us` is µs since 1970 on a wall clock that may be set, even back. After `LogWriteFailed`, reads still work
-    and every write is refused until the log is reopened.
+    It has no clock: `now_us` is µs since 1970 on a wall clock that may be set, even back. After
+    `LogWriteFailed`, reads still work and every write is refused until the log is reopened.
     """
 
     uuid: bytes
@@ -107,7 +110,8 @@ class Log:
     def create(
         cls, path: str, *, uuid: bytes, definition: bytes, created_us: int, epoch: int = 0
     ) -> Log:
-        """Create an empty log at `path`, whose parent directory must exist, and return it. A crash leaves a whole log or none.
+        """Create an empty log at `path`, whose parent directory must exist, and return it. A crash leaves a
+        whole log or none.
 
         Raises:
             LogExists: `path` exists.
@@ -217,15 +221,20 @@ class Log:
     # Appending
 
     def append(self, entries: Sequence[Entry | Note], now_us: int) -> list[Outcome]:
-        """Write `entries` and the queued staged entries in one batch with one sync. Returns the outcome of each entry, in order.
+        """Write `entries` and the queued staged entries in one batch with one sync. Returns the outcome of
+        each entry, in order.
 
-        A Note becomes a Gap of one offset. A refused entry does not hold up the entries after it, but later ones of the same producer
-        are then out of order. Duplicates, by producer sequence or message id, are recognized before `expect` is checked. An entry whose
-        due time has passed is not deferred. The message count is the publisher's claim, because a log cannot open the seal.
+        A Note becomes a Gap of one offset. A refused entry does not hold up the entries after it,
+        but later ones of the same producer are then out of order. Duplicates, by producer sequence
+        or message id, are recognized before `expect` is checked. An entry whose due time has passed
+        is not deferred. The message count is the publisher's claim, because a log cannot open the
+        seal.
 
         Raises:
-            ValueError: an entry is malformed. Nothing was written; the queued staged entries wait for the next call.
-            LogWriteFailed: nothing was acknowledged. Producers that retry after a reopen are told what was stored.
+            ValueError: an entry is malformed. Nothing was written; the queued staged entries wait
+                for the next call.
+            LogWriteFailed: nothing was acknowledged. Producers that retry after a reopen learn what
+                was stored.
         """
         counts = [1 if isinstance(entry, Note) else check_entry(entry) for entry in entries]
         draft = self._draft()
@@ -270,7 +279,8 @@ class Log:
     def copy(self, items: Sequence[Item], end: int, now_us: int) -> None:
         """Write the items of another log from `next` until `end`, in one batch with one sync.
 
-        Offsets, times and holes are those of the other log. A record that is already due is stored as not deferred.
+        Offsets, times and holes are those of the other log. A record that is already due is stored
+        as not deferred.
 
         Raises:
             ValueError: an item is malformed, or the items are not contiguous up to `end`; nothing was written.
@@ -290,9 +300,11 @@ class Log:
     def stage(
         self, writer: str, batch: int, attempt: bytes, entries: Sequence[tuple[int, Entry]], now_us: int
     ) -> int:  # fmt: skip
-        """Queue (sequence, entry) pairs of an attempt at a batch. The next `append`, even an empty one, writes them to disk.
+        """Queue (sequence, entry) pairs of an attempt at a batch. The next `append`, even an empty one,
+        writes them to disk.
 
-        Returns their bytes: 0 if all are staged already, or if the batch is not later than the writer's last one.
+        Returns their bytes: 0 if all are staged already, or if the batch is not later than the
+        writer's last one.
 
         Raises:
             ValueError: an entry is malformed.
@@ -305,10 +317,11 @@ class Log:
     def commit(
         self, writer: str, batch: int, attempts: Sequence[tuple[bytes, int]], now_us: int
     ) -> Committed:
-        """Append the records of these (attempt, record count) pairs, in order, and drop what else is staged up to this batch.
+        """Append the records of these (attempt, record count) pairs, in order, and drop what else is staged
+        up to this batch.
 
-        This is one write: either all records are there, with the writer's batch number, or nothing has changed. A repeated commit
-        changes nothing.
+        This is one write: either all records are there, with the writer's batch number, or nothing
+        has changed. A repeated commit changes nothing.
 
         Raises:
             StagingRefused: a record is not staged, or a limit is reached.
@@ -336,7 +349,8 @@ class Log:
         return Committed(first, last.next, False)
 
     def discard(self, writer: str, batch: int, attempts: Sequence[bytes], now_us: int) -> int:
-        """Delete the staged records of these attempts (empty: of all attempts at the batch), with a sync; return how many.
+        """Delete the staged records of these attempts (empty: of all attempts at the batch), with a sync;
+        return how many.
 
         Raises LogWriteFailed.
         """
@@ -356,7 +370,10 @@ class Log:
             self.ids.commit()
 
     def tend_staged(self, now_us: int) -> int:
-        """Delete expired attempts and free their disk space; return how many records were deleted. Raises LogWriteFailed."""
+        """Delete expired attempts and free their disk space; return how many records were deleted.
+
+        Raises LogWriteFailed.
+        """
         dropped = 0
         if old := self.staged.expired(now_us):
             self.append((), now_us)
@@ -371,9 +388,10 @@ class Log:
     def read(self, start: int, max_bytes: int, *, now_us: int, deferred: bool = True) -> Chunk:
         """Return about `max_bytes` of entries, at least one, beginning with the entry that contains `start`.
 
-        A removed or expired record is a hole and counts with its size on disk, so a call never reads much more than `max_bytes`. A
-        record that a later one of its key supersedes is returned until `compact` has run. With `deferred=False`, deferred records
-        are holes too, before and after they are due; `due` lists them, and a read at their offset returns them.
+        A removed or expired record is a hole and counts with its size on disk, so a call never
+        reads much more than `max_bytes`. A record that a later one of its key supersedes is
+        returned until `compact` has run. With `deferred=False`, deferred records are holes too,
+        before and after they are due; `due` lists them, and a read at their offset returns them.
 
         Raises:
             ValueError: `start` is not between 0 and `next`.
@@ -424,10 +442,12 @@ class Log:
     def due(
         self, now_us: int, *, after: tuple[int, int] = (0, 0), limit: int = 1024
     ) -> list[tuple[int, int]]:
-        """Return sorted (due time, offset) pairs of up to `limit` deferred records that are due, beginning after `after`.
+        """Return sorted (due time, offset) pairs of up to `limit` deferred records that are due, beginning
+        after `after`.
 
-        A record is listed until it is removed. No new record sorts before a due time that was passed to `cursors.listed`, so the last
-        pair is all that a consumer has to remember. Raises LogDamaged.
+        A record is listed until it is removed. No new record sorts before a due time that was
+        passed to `cursors.listed`, so the last pair is all that a consumer has to remember. Raises
+        LogDamaged.
         """
         found: list[tuple[int, int]] = []
         for row, _ in self._database.rows(b"d", DUE.pack(*after)):
@@ -456,8 +476,8 @@ class Log:
     def enforce(self, limits: Limits, now_us: int) -> int:
         """Remove the oldest entries until `limits` hold, and return how many messages were removed.
 
-        Cheap if there is nothing to do, because the sums are in memory. Not synced: a power cut may restore entries. Disk space is
-        freed in lumps of 64 MiB. Entries are removed whole.
+        Cheap if there is nothing to do, because the sums are in memory. Not synced: a power cut may
+        restore entries. Disk space is freed in lumps of 64 MiB. Entries are removed whole.
 
         Raises:
             LogDamaged: the first segment cannot be read. Entries below `oldest` were removed before that.
@@ -468,11 +488,13 @@ class Log:
         return before - self._chain.messages
 
     def compact(self, now_us: int) -> bool:
-        """Remove expired records, and all but the last record of each key; return whether the pass is complete.
+        """Remove expired records, and all but the last record of each key; return whether the pass is
+        complete.
 
-        Each call continues where the last one stopped and reads about 64 MiB. After a complete pass the next call starts another.
-        Only segments with keys or expired records are read. Not synced. Removed records become holes; adjacent holes with the same
-        reason become one. A tombstone is the last record of its key, so it stays until it expires, if it does.
+        Each call continues where the last one stopped and reads about 64 MiB. After a complete pass
+        the next call starts another. Only segments with keys or expired records are read. Not
+        synced. Removed records become holes; adjacent holes with the same reason become one. A
+        tombstone is the last record of its key, so it stays until it expires, if it does.
 
         Raises:
             LogDamaged: a segment cannot be read; it was not changed.
@@ -518,7 +540,10 @@ class Log:
 
 
 def _shown(item: Item, now_us: int, deferred: bool) -> Item:
-    """Return `item` as a reader sees it: an expired record is a hole, and so is a deferred one without `deferred`."""
+    """Return `item` as a reader sees it.
+
+    An expired record becomes a hole, and so does a deferred record if `deferred` is False.
+    """
     if isinstance(item, Record):
         if 0 < item.expires_us <= now_us:
             return Hole(item.first, item.next, Reason.EXPIRED)

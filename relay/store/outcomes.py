@@ -1,4 +1,4 @@
-"""What becomes of an entry that is appended to a log."""
+"""The outcomes of appending an entry to a log."""
 
 from __future__ import annotations
 
@@ -6,33 +6,33 @@ from msgspec import Struct
 
 
 class Stored(Struct, frozen=True):
-    """On disk, at these offsets."""
+    """The entry is on disk, at these offsets."""
 
     first: int
     next: int
 
 
 class Conflict(Struct, frozen=True):
-    """Not stored: `expect` is not the next offset."""
+    """Not stored: the entry expected another offset than `next`, the next one."""
 
     next: int
 
 
 class Duplicate(Struct, frozen=True):
-    """Stored before, at these offsets; None when it is too many sequences ago."""
+    """Stored earlier, at these offsets; None if that was too many sequences ago to know."""
 
     first: int | None
     next: int | None
 
 
 class OutOfOrder(Struct, frozen=True):
-    """Not stored: an earlier sequence is missing. 0 is expected of an unknown producer or a new epoch."""
+    """Not stored: sequence `expected` must come first. It is 0 for an unknown producer or a new epoch."""
 
     expected: int
 
 
 class Fenced(Struct, frozen=True):
-    """Not stored: the producer has gone on in this later epoch."""
+    """Not stored: a newer instance of the producer uses this later epoch."""
 
     epoch: int
 

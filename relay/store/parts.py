@@ -1,7 +1,7 @@
 """Unsettled records of a consumer, and their parts (sans-IO).
 
-A *part* is a set of unsettled messages of one record with the same state: held by a worker until a lease ends, waiting to be
-delivered, or given up. A bitmap says which messages belong to it.
+A *part* is a set of unsettled messages of one record with the same state: held by a worker until a
+lease ends, waiting to be delivered, or given up. A bitmap says which messages belong to it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
-"""The store process: locks its directory, loads its key, connects to the relay, and decides when to write to disk.
+"""The store process: locks its directory, loads its key, connects to the relay, and decides when to
+write to disk.
 
 lock DIR -> key -> open every stream -> relay -> serve ... -> commit -> bye -> close
 
-It runs on one event loop, which stands still during a write to disk. What arrives meanwhile waits in the socket and becomes the
-next batch, written with one sync. SIGTERM and SIGINT end the process, and so does the end of its standard input if a relay started it.
+It runs on one event loop, which stands still during a write to disk. What arrives meanwhile waits
+in the socket and becomes the next batch, written with one sync. SIGTERM and SIGINT end the process,
+and so does the end of its standard input if a relay started it.
 """
 
 from __future__ import annotations
@@ -101,13 +103,16 @@ class StoreProcess:
 
         Raises:
             DirectoryBusy: another store uses it.
-            ConfigError: others may write to the directory, it cannot be used, or the key is missing although there are streams.
-            KeyringError: the key file belongs to another user, others can read it, or it is damaged.
+            ConfigError: others may write to the directory, it cannot be used, or the key is missing
+                although there are streams.
+            KeyringError: the key file belongs to another user, others can read it, or it is
+                damaged.
             LogWriteFailed: a new key could not be written to disk.
         """
         try:
             _make_directory(self.directory)
-            # Anybody who may write to the directory could replace our key. `resolve`, because the path may contain a link.
+            # Anybody who may write to the directory could replace our key. `resolve`, because the
+            # path may contain a link.
             if why := keyfiles.distrust(self.directory.resolve(), (os.geteuid(),), around=False):
                 raise ConfigError(f"data: {why}")
             _make_directory(self.directory / STREAMS)
@@ -146,7 +151,8 @@ class StoreProcess:
                 self._update_time(pump)
                 self.store.attached(pump.session, first=first)
                 first = False
-                # Its answer comes after all other answers. It also tells a relay that has just started that we have attached.
+                # Its answer comes after all other answers. It also shows a relay that has just
+                # started that we have attached.
                 pump.session.ask(Ping, PongWaiter(self.store.registered))
                 pump.flush()
                 self.up.set()
@@ -277,7 +283,9 @@ class StoreProcess:
             self._save_complete()
 
     def unread(self) -> None:
-        """Our relay stops and accepted no session before ours, so streams that were complete at its start still are."""
+        """Our relay stops and accepted no session before ours, so streams that were complete at its
+        start still are.
+        """
         self._unread = True
 
     async def wait_for_relay(self, ended: asyncio.Event) -> None:
@@ -288,7 +296,10 @@ class StoreProcess:
             await asyncio.sleep(TICK_S)
 
     def _save_complete(self, *, unread: bool = False) -> None:
-        """Write down for the next store of this directory which streams are complete. Only a supervised store does."""
+        """Write down for the next store of this directory which streams are complete.
+
+        Only a supervised store does.
+        """
         if self._supervised:
             try:
                 self.store.save_complete(unread=unread)
@@ -331,7 +342,10 @@ def _make_directory(path: Path) -> None:
 
 
 def _lock(path: Path) -> int:
-    """Return a descriptor that holds the lock of a data directory. The kernel releases it however this process ends."""
+    """Return a descriptor that holds the lock of a data directory.
+
+    The kernel releases it however this process ends.
+    """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -430,7 +444,10 @@ async def _open_when_possible(process: StoreProcess, stop: asyncio.Event) -> boo
 
 
 def report_to_relay(why: str, *, final: bool) -> None:
-    """Report to the relay that started us why we cannot serve ("": we can). `final`: the error will not pass by itself."""
+    """Report to the relay that started us why we cannot serve ("": we can).
+
+    `final`: the error will not pass by itself.
+    """
     line = json.dumps({"cannot": why, "final": final}).encode() + b"\n"
     with contextlib.suppress(OSError):
         os.write(1, line)  # one write, shorter than the buffer of a pipe

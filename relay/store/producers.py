@@ -1,9 +1,11 @@
-"""Who appended what last: a retry is stored once, and an older self of a producer is shut out.
+"""The last appends of each producer, so that a retry is stored once and older instances of a
+producer are fenced.
 
-A producer numbers its entries from 0 in every epoch. What is judged here is written by the log in the same batch as
-the entries themselves, so both are on disk or neither is. The table is bounded: when it is full the producer
-that has been idle longest is forgotten. If that one comes back it is told `OutOfOrder(0)` and has to start a new
-epoch; whether its unanswered appends were stored is then for it to read. Nothing is ever stored twice by forgetting.
+A producer numbers its entries from 0 in every epoch. The log writes these rows in the same batch as
+the entries, so both are on disk or neither is. The table is bounded: when it is full, the producer
+that was idle longest is forgotten. If that producer returns, it gets `OutOfOrder(0)` and must start
+a new epoch; it has to read the log to find out whether its unanswered appends were stored.
+Forgetting a producer never stores anything twice.
 """
 
 from __future__ import annotations
@@ -18,9 +20,9 @@ from relay.store.outcomes import Duplicate, Fenced, OutOfOrder
 from relay.store.records import Stamp
 
 MAX_PRODUCERS: Final = 16_384
-"""Per log; at most 900 bytes each, so 15 MB in memory."""
+"""Producers per log. Each takes at most 900 bytes, so 15 MB in memory."""
 RECENT: Final = 64
-"""Last sequences of which the offsets are kept: what a producer may have unanswered and still learn on a retry."""
+"""Last sequences whose offsets are remembered: unanswered appends whose offsets a retry can still return."""
 _STATE: Final = struct.Struct("<IQq")
 _OFFSETS: Final = struct.Struct("<QI")
 
@@ -33,7 +35,7 @@ class _State:
         self.last = last
         self.used_us = used_us
         self.recent = recent
-        """Packed by_address (first offset, count) of the sequences up to `last`."""
+        """Packed (first offset, count) of the sequences up to `last`."""
 
     def offsets(self, sequence: int) -> Duplicate:
         at = len(self.recent) - _OFFSETS.size * (self.last - sequence + 1)
@@ -44,10 +46,10 @@ class _State:
 
 
 class Producers:
-    """The table of a log. `judge` and `take` see what this batch took; `commit` or `forget` ends the batch."""
+    """The producers of a log. `judge` and `take` include the current batch, which `commit` or `forget` ends."""
 
     def __init__(self, rows: Iterable[tuple[bytes, bytes]]) -> None:
-        """Raises struct.error if a row is not one of `changes`."""
+        """Load the rows of `changes`. Raises struct.error if one is malformed."""
         states = []
         for producer, row in rows:
             epoch, last, used_us = _STATE.unpack_from(row)
@@ -60,7 +62,7 @@ class Producers:
         return len(self._table)
 
     def judge(self, stamp: Stamp) -> Duplicate | OutOfOrder | Fenced | None:
-        """Return why `stamp` is not to be stored, None if it is next."""
+        """Return why the entry with `stamp` must not be stored; None if it is the next one."""
         state = self._batch.get(stamp.producer) or self._table.get(stamp.producer)
         if state is not None and stamp.epoch < state.epoch:
             return Fenced(state.epoch)
@@ -71,14 +73,14 @@ class Producers:
         return None if stamp.sequence == state.last + 1 else OutOfOrder(state.last + 1)
 
     def take(self, stamp: Stamp, first: int, count: int, now_us: int) -> None:
-        """Note that `stamp`, judged to be next, is stored at `first`."""
+        """Note that the entry with `stamp`, for which `judge` returned None, is stored at `first`."""
         state = self._batch.get(stamp.producer) or self._table.get(stamp.producer)
         recent = state.recent if state is not None and state.epoch == stamp.epoch else b""
         recent = (recent + _OFFSETS.pack(first, count))[-RECENT * _OFFSETS.size :]
         self._batch[stamp.producer] = _State(stamp.epoch, stamp.sequence, now_us, recent)
 
     def changes(self) -> Iterator[tuple[bytes, bytes | None]]:
-        """Yield what the batch has to write: the row of each producer, None for those to forget."""
+        """Yield (producer, row) for the write of this batch. The row is None for a producer to forget."""
         if not self._batch:
             return
         new = sum(producer not in self._table for producer in self._batch)
@@ -90,7 +92,7 @@ class Producers:
             yield producer, _STATE.pack(state.epoch, state.last, state.used_us) + state.recent
 
     def commit(self) -> None:
-        """The batch is on disk."""
+        """End the batch, which is on disk."""
         if not self._batch:
             return
         for producer, state in self._batch.items():
@@ -101,5 +103,5 @@ class Producers:
             self._table.popitem(last=False)
 
     def forget(self) -> None:
-        """The batch is not to be."""
+        """Discard the batch, which was not written."""
         self._batch.clear()

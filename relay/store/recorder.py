@@ -1,4 +1,6 @@
-"""Collects what one log receives until the next commit: publications, broadcasts, pushes and appends, with gaps in their places."""
+"""Collects what one log receives until the next commit: publications, broadcasts, pushes and
+appends, with gaps in their places.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,10 @@ class Recorder:
         self.paused = paused
 
     def record(self, bundle: Bundle, elapsed_us: int) -> None:
-        """Record a publication or broadcast, unless it is late or repeated. Messages missing before it become a gap."""
+        """Record a publication or broadcast, unless it is late or repeated.
+
+        Messages missing before it become a gap.
+        """
         if self.paused:
             return
         declared = bundle.flow.declared
@@ -103,7 +108,10 @@ class Recorder:
         expected.used_us = elapsed_us
 
     def note(self, count: int | None, cause: str) -> None:
-        """Add a gap of `count` messages (None: unknown) at this point. Adjacent gaps with the same cause become one."""
+        """Add a gap of `count` messages (None: unknown) at this point.
+
+        Adjacent gaps with the same cause become one.
+        """
         batch = self.batch
         count = None if count is None else min(count, MAX_LOST)
         self.lost = min(self.lost + (count or 0), MAX_LOST)
@@ -174,7 +182,8 @@ class Recorder:
     def without_ids(self, batch: Batch, err: Exception) -> bool:
         """Handle a batch that was not written because the stored message ids cannot be read.
 
-        Refuses the appends with ids and leaves the rest for the next batch. Returns whether there were such appends.
+        Refuses the appends with ids and leaves the rest for the next batch. Returns whether there
+        were such appends.
         """
         named = dict.fromkeys(
             sink
@@ -190,7 +199,9 @@ class Recorder:
         return bool(named)
 
     def failed(self, batch: Batch, err: LogWriteFailed) -> None:
-        """Handle a batch that was not written: refuse its appends and pushes, and count its casts for a later gap."""
+        """Handle a batch that was not written: refuse its appends and pushes, and count its casts
+        for a later gap.
+        """
         refused: dict[Pending, None] = {}
         for entry, sink in batch:
             if isinstance(sink, Bundle):

@@ -1,7 +1,8 @@
 """The entries of a log and their layout on disk. No other module knows this layout.
 
-Entries cover all offsets: every entry says where the next one begins, and a removed record leaves a hole, so a reader can prove that
-it missed nothing. Integers are little-endian; keys are big-endian, because RocksDB sorts by bytes. Key: u64 first offset. Value:
+Entries cover all offsets: every entry says where the next one begins, and a removed record leaves a
+hole, so a reader can prove that it missed nothing. Integers are little-endian; keys are big-endian,
+because RocksDB sorts by bytes. Key: u64 first offset. Value:
 
     u32 crc | u8 form | rest           crc = CRC-32 of key, form and rest
     record: u8 flags | u8 kind | u16 name length | i64 stored | i64 expires | i64 due | key id | sender id
@@ -71,7 +72,10 @@ class Entry(Struct, frozen=True, gc=False):
     key_id: bytes
     sender_id: bytes
     end: bytes
-    """The 24 bytes of the frame's end fields. Their message count is the number of offsets that the entry occupies."""
+    """The 24 bytes of the frame's end fields.
+
+    Their message count is the number of offsets that the entry occupies.
+    """
     body: bytes
     stamp: Stamp | None = None
     key_hash: bytes | None = None
@@ -87,14 +91,19 @@ class Entry(Struct, frozen=True, gc=False):
 
 
 class Note(Struct, frozen=True):
-    """A gap to append: `count` messages (None: unknown) were lost because of `cause`, which is cut at 1024 bytes."""
+    """A gap to append: `count` messages (None: unknown) were lost because of `cause`, which is cut
+    at 1024 bytes.
+    """
 
     count: int | None
     cause: str
 
 
 class Record(Struct, frozen=True, gc=False):
-    """A stored bundle, sealed as it was published, with the offsets `first` until `first + count`. Times are µs; 0 is none."""
+    """A stored bundle, sealed as it was published, with the offsets `first` until `first + count`.
+
+    Times are µs; 0 is none.
+    """
 
     first: int
     count: int

@@ -1,4 +1,6 @@
-"""What a store has registered at its relay: granted orders, served addresses, and the topics and clusters it records."""
+"""What a store has registered at its relay: granted orders, served addresses, and the topics and
+clusters it records.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ class AckWaiter:
     def __init__(
         self, then: Callable[[str, int], None], late: Callable[[str], None] | None = None
     ) -> None:
-        """`late` is called first, with the error, if the Ack refuses or says that the relay had already routed messages."""
+        """`late` is called first, with the error, if the Ack refuses or says that the relay had
+        already routed messages.
+        """
         self._then: Callable[[str, int], None] | None = then
         self._late = late
 
@@ -71,7 +75,9 @@ class PongWaiter:
 
 
 class PendingReplies:
-    """Collects the replies to several control frames: calls `then` once, after the last reply, with the first error."""
+    """Collects the replies to several control frames: calls `then` once, after the last reply, with
+    the first error.
+    """
 
     def __init__(self, then: Done) -> None:
         self._then = then
@@ -81,7 +87,9 @@ class PendingReplies:
     def expect(
         self, also: Callable[[int], None] | None = None, late: Callable[[str], None] | None = None
     ) -> AckWaiter:
-        """Return the waiter for one more reply; on success `also` is called with the number of the new member."""
+        """Return the waiter for one more reply; on success `also` is called with the number of the
+        new member.
+        """
         self._open += 1
 
         def then(error: str, member: int) -> None:
@@ -109,11 +117,13 @@ class Registration:
     def __init__(
         self, key: StoreKey, address: str, late: Callable[[], None], refused: Callable[[Iterable[Stream]], None]
     ) -> None:  # fmt: skip
-        """`late` is called when the relay had routed messages before it received our interest; `refused` with the streams
-        whose interest it refused."""
+        """`late` is called when the relay had routed messages before it received our interest; `refused`
+        with the streams whose interest it refused."""
         self.session: StoreSession | None = None
         self.members: dict[int, Stream] = {}
-        """Member number -> the stream that it records for, for members that receive a share of a cluster's messages."""
+        """Member number -> the stream that it records for, for members that receive a share of a
+        cluster's messages.
+        """
         self.leaving = False
         """The relay has announced that it is about to stop."""
         self.blocked = False
@@ -127,7 +137,10 @@ class Registration:
         self._filters: dict[str, tuple[bytes, ...]] = {}
         """Current subscriptions: topic filter -> key ids."""
         self._granted: set[tuple[bytes, bytes]] = set()
-        """(uuid, key id) of the orders that the relay has accepted. What an order names changes only when a copy is promoted."""
+        """(uuid, key id) of the orders that the relay has accepted.
+
+        What an order names changes only when a copy is promoted.
+        """
 
     def attach(self, session: StoreSession) -> None:
         """Start with a new session: serve the addresses at which clients create streams."""
@@ -150,7 +163,9 @@ class Registration:
     def serve(
         self, stream: Stream, dead: Stream | None, all_streams: Iterable[Stream], then: Done
     ) -> None:
-        """Send a stream's orders to the relay, serve the stream and its dead letters, and subscribe to what it records."""
+        """Send a stream's orders to the relay, serve the stream and its dead letters, and subscribe
+        to what it records.
+        """
         session = self.session
         if session is None:
             then("the store has no connection to a relay")
@@ -179,7 +194,9 @@ class Registration:
         replies.all_sent()
 
     def _note_missed(self, streams: Sequence[Stream], error: str) -> None:
-        """Report that the relay refused the interest of these streams, or had routed messages before it received it."""
+        """Report that the relay refused the interest of these streams, or had routed messages
+        before it received it.
+        """
         if error:
             self._refused(streams)
         else:
@@ -205,7 +222,9 @@ class Registration:
         return joined
 
     def forget_grants(self, stream: Stream) -> None:
-        """Send a stream's orders again at the next `serve`, because they name more than the relay has accepted."""
+        """Send a stream's orders again at the next `serve`, because they name more than the relay
+        has accepted.
+        """
         self._granted = {grant for grant in self._granted if grant[0] != stream.uuid}
 
     def _note_granted(self, grant: tuple[bytes, bytes], member: int) -> None:
@@ -240,8 +259,9 @@ class Registration:
     ) -> None:
         """Subscribe to a filter under all key ids with which the served `streams` record it.
 
-        Streams that are not served yet do not count, because the relay does not know their orders. The frames are sent together,
-        so the relay routes nothing between the old subscription and the new one.
+        Streams that are not served yet do not count, because the relay does not know their orders.
+        The frames are sent together, so the relay routes nothing between the old subscription and
+        the new one.
         """
         found: dict[bytes, None] = {}
         recorders = []

@@ -1,4 +1,4 @@
-"""Retention: the oldest entries go until the limits hold."""
+"""Retention: removes the oldest entries until the limits hold."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from relay.store.records import KEY
 from relay.store.segments import Limits, Segment, Slot
 
 FREE_BYTES: Final = 64 << 20
-"""Disk space is given back in lumps of this size."""
+"""Disk space is freed in lumps of this size."""
 
 
 class Retention:
-    """Moves `oldest` of a chain, and frees the disk behind it."""
+    """Moves `oldest` of a chain forward, and frees the disk space before it."""
 
     def __init__(self, chain: Chain) -> None:
         self._chain = chain
         self._dead_from = chain.database.first_record(chain.oldest)
-        # How much an earlier run left behind is not known: the first move frees it.
+        # How much an earlier process left to free is not known, so the first move frees it.
         self._dead_bytes = FREE_BYTES if self._dead_from < chain.oldest else 0
 
     def enforce(self, limits: Limits, now_us: int) -> None:
@@ -40,7 +40,7 @@ class Retention:
             self._dead_from, self._dead_bytes = chain.oldest, 0
 
     def _wants(self, limits: Limits, now_us: int, segment: Segment) -> bool:
-        """Whether the limits want all of the first `segment` gone."""
+        """Return whether the limits require removing all of the first `segment`."""
         chain = self._chain
         return (
             (limits.max_bytes is not None and chain.size - segment.size >= limits.max_bytes)
@@ -52,7 +52,7 @@ class Retention:
         )
 
     def _over(self, limits: Limits, now_us: int) -> list[Slot]:
-        """Return the entries of the first segment that have to go."""
+        """Return the entries of the first segment that are over the limits."""
         chain = self._chain
         max_bytes = chain.size if limits.max_bytes is None else limits.max_bytes
         max_messages = chain.messages if limits.max_messages is None else limits.max_messages
@@ -100,7 +100,7 @@ class Retention:
             else:
                 chain.segments.popleft()
         elif segment is chain.open:
-            # A log that is kept this short would gather what it dropped.
+            # Otherwise a log with such small limits would collect the slots of removed entries.
             chain.open_slots = None
 
     def _move(self, batch: Batch, oldest: int, size: int, messages: int) -> None:

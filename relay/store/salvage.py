@@ -1,14 +1,16 @@
-"""Salvage: rebuilds a damaged log from what can be read of it, with the same uuid and offsets, and a higher epoch.
+"""Salvage: rebuilds a damaged log from what can be read of it, with the same uuid and offsets, and
+a higher epoch.
 
-Nothing is guessed. An entry is copied byte for byte, or replaced by a hole with its own reason. The files of the damaged log stay
-beside the new one until somebody deletes them. In the directory of streams, for the log UUID:
+Nothing is guessed. An entry is copied byte for byte, or replaced by a hole with its own reason. The
+files of the damaged log stay beside the new one until somebody deletes them. In the directory of
+streams, for the log UUID:
 
     UUID.look       a copy in which the damaged log is read; removed at the end
     UUID.salvaged   the new log; complete only after it was written, synced, closed and read again
     UUID.damaged-N  the damaged log. UUID is renamed to this first, then UUID.salvaged to UUID
 
-So UUID.salvaged beside UUID is left from an attempt that ended early, and is removed. Without UUID it is the complete new log, and
-`finish` renames it.
+So UUID.salvaged beside UUID is left from an attempt that ended early, and is removed. Without UUID
+it is the complete new log, and `finish` renames it.
 """
 
 from __future__ import annotations
@@ -91,8 +93,9 @@ def salvage(
 ) -> list[Report]:
     """Salvage the damaged streams in a directory of streams.
 
-    With `wanted`, only the stream of this name or uuid and its dead letters. The caller holds the lock of the data directory.
-    `report_done` is called with the report of each stream when it is done.
+    With `wanted`, only the stream of this name or uuid and its dead letters. The caller holds the
+    lock of the data directory. `report_done` is called with the report of each stream when it is
+    done.
 
     Raises:
         ConfigError: there is no such stream.
@@ -195,7 +198,10 @@ def _swap(path: Path, made: Path) -> Path:
 
 
 def _names(directory: Path, uuids: Iterable[str]) -> dict[str, str]:
-    """Return uuid -> name of streams, from the orders beside the logs. Dead letters have their stream's name with its suffix."""
+    """Return uuid -> name of streams, from the orders beside the logs.
+
+    Dead letters have their stream's name with its suffix.
+    """
     names = {}
     parents = {}
     for uuid in uuids:
@@ -347,7 +353,8 @@ def _due_in(damaged: DamagedLog, lost: list[tuple[int, int]]) -> Iterator[bytes]
 def _other_rows(damaged: DamagedLog, report: Report, now_us: int) -> Iterator[tuple[bytes, bytes]]:
     """Yield the rows to copy besides the entries: consumers, producers, writers and staged records."""
     listed = damaged.get(b"l")
-    # Records that are due by now are not deferred anyway, so this covers everything that was listed to consumers.
+    # Records that are due by now are not deferred anyway, so this covers everything that was listed
+    # to consumers.
     yield b"l", max(int.from_bytes(listed or b"", "big"), now_us).to_bytes(8, "big")
     consumers = list(damaged.rows(b"c"))
     for name, value in consumers:

@@ -1,8 +1,9 @@
 """Sums over sections of a log, so that retention and opening do not have to read bodies.
 
-A segment sums up adjacent entries. When it is full, its summary is written in the same batch as its last entry. To open a log, the
-summaries and the unfinished section after them are read. Retention drops whole segments; where a limit falls inside a segment, it
-reads that segment's *outline*, a row beside the summary with the end, size and message count of each entry.
+A segment sums up adjacent entries. When it is full, its summary is written in the same batch as its
+last entry. To open a log, the summaries and the unfinished section after them are read. Retention
+drops whole segments; where a limit falls inside a segment, it reads that segment's *outline*, a row
+beside the summary with the end, size and message count of each entry.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from relay.store.records import Gap, Hole, Item
 
 SEGMENT_BYTES: Final = 8 << 20
 SEGMENT_ENTRIES: Final = 8192
-"""A segment is full when it reaches either limit. 1 TiB of large records is 131,072 segments, about 25 MB in memory."""
+"""A segment is full when it reaches either limit. 1 TiB of large records is 131,072 segments, about
+25 MB in memory.
+"""
 _SUMMARY: Final = struct.Struct("<QQQQqQq")
 _LINE: Final = struct.Struct("<QIIq")
 """One entry of an outline: offsets, bytes, messages, time stored."""
@@ -58,7 +61,9 @@ class Segment:
         self.messages = 0
         self.newest_us = 0
         self.indexed = 0
-        """Number of records with a key or a due time, which have rows elsewhere that must be deleted with them."""
+        """Number of records with a key or a due time, which have rows elsewhere that must be
+        deleted with them.
+        """
         self.expires_us = 0
         """The earliest expiry; 0 is none."""
 
@@ -165,7 +170,9 @@ def pack_outline(slots: Sequence[Slot]) -> bytes:
 
 
 def unpack_outline(segment: Segment, row: bytes) -> list[Slot] | None:
-    """Return the entries of a segment from its outline; None if the outline is damaged and the entries must be read instead."""
+    """Return the entries of a segment from its outline; None if the outline is damaged and the
+    entries must be read instead.
+    """
     if len(row) % _LINE.size != 4 or crc32(row[4:]) != int.from_bytes(row[:4], "little"):
         return None
     slots = []

@@ -1,4 +1,5 @@
-"""A store's side of its session with the relay: receives bundles, which stay sealed, and calls, which it answers (sans-IO).
+"""A store's side of its session with the relay: receives bundles, which stay sealed, and calls,
+which it answers (sans-IO).
 
 It does for a process without cluster keys what `iris.core.session` does for a client.
 """
@@ -34,7 +35,10 @@ from relay.store.errors import ChannelRefused
 
 
 class Flow:
-    """One declared alias: sender, kind and address. `found` caches the owner's streams for one `version` of its catalogue."""
+    """One declared alias: sender, kind and address.
+
+    `found` caches the owner's streams for one `version` of its catalogue.
+    """
 
     __slots__ = ("declared", "found", "kind", "version")
 
@@ -86,7 +90,10 @@ class IncomingCall:
         self.session.answer(self, encode(answer))
 
     def refuse(self, code: str, detail: str, *, sure: bool = False) -> None:
-        """Answer that the call was refused, and why. `sure`: the disk failed, and certainly nothing was written."""
+        """Answer that the call was refused, and why.
+
+        `sure`: the disk failed, and certainly nothing was written.
+        """
         self.answer(Refused(code, detail[:1024], sure))
 
 

@@ -1,4 +1,5 @@
-"""The staged entries of a log, by writer, batch and attempt. Readers do not see them until a commit appends them.
+"""The staged entries of a log, by writer, batch and attempt. Readers do not see them until a commit
+appends them.
 
 Rows outside the records, with key = u8 length of the writer's name | name | u64 batch | attempt | u64 sequence:
 
@@ -6,8 +7,9 @@ Rows outside the records, with key = u8 length of the writer's name | name | u64
     u key       u32 crc | u32 bytes of the body | u32 bytes of row t | i64 staged: what is needed without reading row t
     w writer    u32 crc | u64 batch | u64 first | u64 next | i64 committed | u64 commits: its last batch, and its number of commits
 
-A commit is one write: it copies entries into the chain, writes the writer's row, and deletes everything staged for this or an earlier
-batch. So it happens completely or not at all. docs/decisions/0017 says why entries are copied.
+A commit is one write: it copies entries into the chain, writes the writer's row, and deletes
+everything staged for this or an earlier batch. So it happens completely or not at all.
+docs/decisions/0017 says why entries are copied.
 """
 
 from __future__ import annotations
@@ -35,9 +37,14 @@ from relay.store.records import (
 STAGED_BYTES: Final = 1 << 30
 """Limit per log of the rows' bytes plus `ROW_BYTES` for each record. A record beyond it is refused."""
 COMMIT_BYTES: Final = 256 << 20
-"""Limit of the bodies in a commit and in an attempt. A commit is one write, during which the store does nothing else."""
+"""Limit of the bodies in a commit and in an attempt.
+
+A commit is one write, during which the store does nothing else.
+"""
 ROW_BYTES: Final = 512
-"""What a record counts in addition to row `t`: memory, row `u`, and the time to read row `u` when the log is opened."""
+"""What a record counts in addition to row `t`: memory, row `u`, and the time to read row `u` when
+the log is opened.
+"""
 MAX_AHEAD: Final = 65_536
 """Records of an attempt that may arrive before an earlier one. Memory is used for each of them."""
 MAX_RECORDS: Final = 1 << 32
@@ -46,7 +53,9 @@ MAX_WRITER_BYTES: Final = 255
 FORGET_US: Final = 7 * 86_400_000_000
 """A writer that has committed nothing for this long may be forgotten for a new one."""
 FORGET_ONCE_US: Final = 3_600_000_000
-"""A writer with a single commit may be forgotten after this time, before all others: most are jobs that never run again."""
+"""A writer with a single commit may be forgotten after this time, before all others: most are jobs
+that never run again.
+"""
 EXPIRE_US: Final = 86_400_000_000
 """An attempt is dropped this long after its last record was staged."""
 LOOK_US: Final = 60_000_000
@@ -58,7 +67,9 @@ RANGE_RECORDS: Final = 1000
 Deleting by range has a cost: after each write, the next read sorts all ranges that were ever deleted.
 """
 FREE_RANGES: Final = 256
-"""After this many deleted ranges the disk space is freed however little it is, because only that removes the ranges."""
+"""After this many deleted ranges the disk space is freed however little it is, because only that
+removes the ranges.
+"""
 EXPIRE_RECORDS: Final = 65_536
 """Expired records are dropped about this many at a time."""
 _SIZES: Final = struct.Struct("<IIq")
@@ -66,7 +77,10 @@ _LAST: Final = struct.Struct("<QQQqQ")
 
 
 class StagingRefused(IrisError):
-    """A call was refused and changed nothing. `code` is one of `streams.REFUSALS`: "staged", "full" or "invalid"."""
+    """A call was refused and changed nothing.
+
+    `code` is one of `streams.REFUSALS`: "staged", "full" or "invalid".
+    """
 
     def __init__(self, code: str, detail: str) -> None:
         super().__init__(detail)
@@ -74,7 +88,10 @@ class StagingRefused(IrisError):
 
 
 class Committed(Struct, frozen=True):
-    """Offsets of a committed batch; None if a later batch was committed. `replayed`: it had been committed before."""
+    """Offsets of a committed batch; None if a later batch was committed.
+
+    `replayed`: it had been committed before.
+    """
 
     first: int | None
     next: int | None
@@ -130,7 +147,10 @@ _Batches = dict[int, dict[bytes, _Attempt]]
 
 
 class StagedRows:
-    """The staged entries and the writers of one log. Methods that change rows add to a write that the caller executes."""
+    """The staged entries and the writers of one log.
+
+    Methods that change rows add to a write that the caller executes.
+    """
 
     def __init__(self, database: Database) -> None:
         """Read rows `u` and `w`. Raises LogDamaged, struct.error or ValueError if one is damaged."""
@@ -143,10 +163,10 @@ class StagedRows:
         self.bytes = 0
         """Bytes that count against `STAGED_BYTES`."""
         self._freed = 0
-        """Bytes that were dropped and may still be on disk, all between two by_address."""
+        """Deleted bytes that may still be on disk, all between `_freed_from` and `_freed_until`."""
         self._freed_from = self._freed_until = b""
         self._ranges = 0
-        """Drops by range that may still be on disk, between the same two by_address."""
+        """Deleted ranges that may still be on disk, between the same two keys."""
         self._look_us = 0
         writers = []
         for row, value in database.rows(b"w"):
@@ -166,12 +186,14 @@ class StagedRows:
     def stage(
         self, writer: str, batch: int, attempt: bytes, entries: Sequence[tuple[int, Entry]], now_us: int
     ) -> int:  # fmt: skip
-        """Queue checked (sequence, entry) pairs that are not staged yet for the next `put`, and return their bytes.
+        """Queue checked (sequence, entry) pairs that are not staged yet for the next `put`, and return
+        their bytes.
 
         Entries of a batch that is not later than the writer's last one are ignored.
 
         Raises:
-            StagingRefused: "full" if a limit is reached, "invalid" for a name, id or sequence that is not valid.
+            StagingRefused: "full" if a limit is reached, "invalid" for a name, id or sequence that
+                is not valid.
         """
         if not 0 < len(writer.encode()) <= MAX_WRITER_BYTES or len(attempt) != ID_BYTES:
             raise StagingRefused(
@@ -221,7 +243,10 @@ class StagedRows:
         return size
 
     def put(self, batch: Batch) -> bool:
-        """Add the queued rows to a write; return whether there are any. They stay queued until `written` is called."""
+        """Add the queued rows to a write; return whether there are any.
+
+        They stay queued until `written` is called.
+        """
         for key, value in self._waiting:
             batch.put(key, value)
         return bool(self._waiting)
@@ -247,7 +272,8 @@ class StagedRows:
         """Return if these (attempt, record count) pairs are staged completely and may be committed.
 
         Raises:
-            StagingRefused: "staged" names what is missing; "full" if a limit is reached; "invalid" if an attempt is named twice.
+            StagingRefused: "staged" names what is missing; "full" if a limit is reached; "invalid"
+                if an attempt is named twice.
         """
         if not 0 < len(writer.encode()) <= MAX_WRITER_BYTES:
             raise StagingRefused(
@@ -284,7 +310,10 @@ class StagedRows:
     def read(
         self, writer: str, batch: int, attempts: Sequence[tuple[bytes, int]]
     ) -> Iterator[tuple[Entry, int]]:
-        """Yield the entries of checked attempts in order, each with its message count. Raises LogDamaged, which names the entry."""
+        """Yield the entries of checked attempts in order, each with its message count.
+
+        Raises LogDamaged, which names the entry.
+        """
         for attempt, count in attempts:
             start = b"t" + _pack_batch(writer, batch) + attempt
             sequence = 0
@@ -307,12 +336,13 @@ class StagedRows:
         return last.commits if last is not None else 0
 
     def put_commit(self, rows: Batch, writer: str, last: Last) -> None:
-        """Add a commit to a write: store `last` as the writer's last batch, and delete all rows staged up to it.
+        """Add a commit to a write: store `last` as the writer's last batch, and delete all rows staged up
+        to it.
 
         Call `committed` when the write is done.
         """
-        if (gone := self._writer_to_forget(writer, last.committed_us)) is not None:
-            rows.delete(b"w" + gone.encode())
+        if (forgotten := self._writer_to_forget(writer, last.committed_us)) is not None:
+            rows.delete(b"w" + forgotten.encode())
         key = b"w" + writer.encode()
         packed = _LAST.pack(last.batch, last.first, last.next, last.committed_us, last.commits)
         rows.put(key, encode_row(key, packed))
@@ -323,8 +353,8 @@ class StagedRows:
 
     def committed(self, writer: str, last: Last) -> None:
         """Update the tables: what `put_commit` added is on disk."""
-        if (gone := self._writer_to_forget(writer, last.committed_us)) is not None:
-            del self._writers[gone]
+        if (forgotten := self._writer_to_forget(writer, last.committed_us)) is not None:
+            del self._writers[forgotten]
         self._writers.pop(writer, None)
         self._writers[writer] = last
         batches = self._staged.get(writer, {})
@@ -335,7 +365,8 @@ class StagedRows:
     # -- dropping --------------------------------------------------------------------------------------------
 
     def discard(self, rows: Batch, writer: str, batch: int, attempts: Sequence[bytes]) -> int:
-        """Add the deletion of these attempts (empty: all of the batch) to a write; return how many records that is.
+        """Add the deletion of these attempts (empty: all of the batch) to a write; return how many records
+        that is.
 
         Raises:
             StagingRefused: "invalid" for a writer name that is not valid.
@@ -355,7 +386,10 @@ class StagedRows:
         return sum(self._forget(writer, batch, attempt) for attempt in chosen)
 
     def expired(self, now_us: int) -> list[tuple[str, int, bytes]]:
-        """Return expired attempts as (writer, batch, attempt). Searches once a minute, or at every call while there are many."""
+        """Return expired attempts as (writer, batch, attempt).
+
+        Searches once a minute, or at every call while there are many.
+        """
         if not self._staged or now_us < self._look_us:
             return []
         found: list[tuple[str, int, bytes]] = []
@@ -390,7 +424,10 @@ class StagedRows:
     def _drop_rows(
         self, rows: Batch, writer: str, attempts: Sequence[tuple[int, bytes]], start: bytes, end: bytes
     ) -> None:  # fmt: skip
-        """Add the deletion of the rows of these (batch, attempt) to a write. No other rows are between `start` and `end`."""
+        """Add the deletion of the rows of these (batch, attempt) to a write.
+
+        No other rows are between `start` and `end`.
+        """
         if not attempts:
             return
         states = [(one, self._staged[writer][one[0]][one[1]]) for one in attempts]
@@ -422,7 +459,10 @@ class StagedRows:
         return self._staged.setdefault(writer, {}).setdefault(batch, {})
 
     def _writer_to_forget(self, writer: str, now_us: int) -> str | None:
-        """Return the writer to forget for a new one; None if there is room. Raises StagingRefused if none may be forgotten."""
+        """Return the writer to forget for a new one; None if there is room.
+
+        Raises StagingRefused if none may be forgotten.
+        """
         if writer in self._writers or len(self._writers) < MAX_WRITERS:
             return None
         once = next((name for name, last in self._writers.items() if last.commits == 1), None)

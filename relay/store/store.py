@@ -1,7 +1,9 @@
-"""The store: its clock, start and stop, its session with a relay, and which streams record a received bundle.
+"""The store: its clock, start and stop, its session with a relay, and which streams record a
+received bundle.
 
-The streams are in `catalogue`, the calls of clients in `calls`. An order is checked when it is received and again at every
-start; a stream without a valid order is not served. A damaged or full stream is reported and does not affect other streams.
+The streams are in `catalogue`, the calls of clients in `calls`. An order is checked when it is
+received and again at every start; a stream without a valid order is not served. A damaged or full
+stream is reported and does not affect other streams.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ COMMIT_BYTES: Final = 1 << 20
 class Store:
     """All streams of one data directory.
 
-    `dirty` is called when there is something to commit, `urge` when much output is queued and should be written now.
+    `dirty` is called when there is something to commit, `urge` when much output is queued and
+    should be written now.
     """
 
     def __init__(
@@ -231,7 +234,9 @@ class Store:
         )
 
     def tend(self) -> None:
-        """Do the periodic work: answer readers whose wait is over, enforce ages, compact, reopen failed logs."""
+        """Do the periodic work: answer readers whose wait is over, enforce ages, compact, reopen
+        failed logs.
+        """
         for stream in list(self.streams.values()):
             try:
                 if not self.registration.blocked:

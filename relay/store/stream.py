@@ -1,4 +1,5 @@
-"""One stream of a store: collects what it receives, writes it in batches, and holds the readers that wait for more.
+"""One stream of a store: collects what it receives, writes it in batches, and holds the readers
+that wait for more.
 
     publish, broadcast ─┐                        ┌─► acknowledgements (appends), credit (pushes)
     push, append ───────┴─► batch ── commit ──► log ─► waiting readers ─► consumers
@@ -6,8 +7,8 @@
     stage ─────────────────► with the batch ─────┤ visible after a Commit call
     copy ────────────────────────────────────────┘ from another log, if this stream is a copy; nothing else is written then
 
-Sans-IO except for the log: the store passes in bundles, calls and the time, and calls `commit` soon after `dirty`. `now_us` is the
-wall clock, which may be set; waits are measured in elapsed time.
+Sans-IO except for the log: the store passes in bundles, calls and the time, and calls `commit` soon
+after `dirty`. `now_us` is the wall clock, which may be set; waits are measured in elapsed time.
 """
 
 from __future__ import annotations
@@ -164,7 +165,10 @@ class Stream:
         return bool(wanted) and matches(wanted, topic) and key_id in self.recording_ids
 
     def shares(self, cluster: str, key_id: bytes) -> bool:
-        """Return whether this stream records pushes and broadcasts to `cluster` under this key. A relay has no say in this."""
+        """Return whether this stream records pushes and broadcasts to `cluster` under this key.
+
+        What the relay claims does not matter.
+        """
         return cluster == self.definition.cluster and key_id in self.recording_ids
 
     def described(self, store: bytes, label: str) -> Described:
@@ -223,7 +227,8 @@ class Stream:
     def commit_or_discard(
         self, incoming: IncomingCall, call: Commit | Discard, now_us: int
     ) -> None:
-        """Answer a Commit or Discard call, after everything received before it. The next `commit` notifies waiting readers.
+        """Answer a Commit or Discard call, after everything received before it. The next `commit` notifies
+        waiting readers.
 
         Raises StagingRefused or LogError.
         """
@@ -269,7 +274,8 @@ class Stream:
     # -- in: what is copied ----------------------------------------------------------------------------------
 
     def copy(self, incoming: IncomingCall, call: Copy, now_us: int) -> None:
-        """Write items of this copy's source and answer with the end of the copy. The next `commit` notifies waiting readers.
+        """Write items of this copy's source and answer with the end of the copy. The next `commit` notifies
+        waiting readers.
 
         Raises ValueError, LogError.
         """
@@ -302,7 +308,10 @@ class Stream:
     def append_dead_letters(
         self, stream: Stream, consumer: str, letters: list[Dead], now_us: int
     ) -> None:
-        """Append dead letters of a consumer of `stream` to this log, which holds them. Raises LogWriteFailed."""
+        """Append dead letters of a consumer of `stream` to this log, which holds them.
+
+        Raises LogWriteFailed.
+        """
         if self.log is None or self.log.failed:
             raise LogWriteFailed(self.path, self.failed or "an earlier write failed")
         entries = []
@@ -369,7 +378,8 @@ class Stream:
             self.stage_calls.refuse("disk", err.reason)
 
     def reopen(self, now_us: int) -> None:
-        """Reopen the log after a failed write; what was lost meanwhile is recorded as a gap first. Raises LogError.
+        """Reopen the log after a failed write; what was lost meanwhile is recorded as a gap first. Raises
+        LogError.
 
         A log that can still be read is not closed while the disk has no room for what reopening it writes.
         """
@@ -402,7 +412,10 @@ class Stream:
     def fetch(
         self, incoming: IncomingCall, call: Fetch, now_us: int, *, wait: bool = False
     ) -> None:
-        """Answer a Fetch call now, or when there are new records. With `wait`, answer at the next `wake` or `expire`."""
+        """Answer a Fetch call now, or when there are new records.
+
+        With `wait`, answer at the next `wake` or `expire`.
+        """
         log = self.log
         if log is None:
             incoming.refuse("damaged", self.failed)
@@ -458,10 +471,10 @@ class Stream:
 
     def callers_left(self, hops: Set[int], now_us: int) -> None:
         """Remove waiting calls, by hop id, whose callers no longer wait."""
-        gone = [entry for entry in self._waiting if entry[1].hop in hops]
-        if gone:
+        left = [entry for entry in self._waiting if entry[1].hop in hops]
+        if left:
             self._waiting = [entry for entry in self._waiting if entry[1].hop not in hops]
-        for _, incoming, call in gone:
+        for _, incoming, call in left:
             if self.log is not None:  # an empty answer, so that the relay forgets the call
                 log = self.log
                 incoming.answer(streams.Fetched([], call.start, log.oldest, log.next, self.uuid))

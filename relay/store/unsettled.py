@@ -1,13 +1,16 @@
-"""The messages that a consumer has read but not settled: which worker holds them, which wait, and the queue of each key (sans-IO).
+"""The messages that a consumer has read but not settled: which worker holds them, which wait, and
+the queue of each key (sans-IO).
 
-Every step moves bitmaps between the parts of a record (see `parts`), never single messages, except for dead letters. At most
-128 KiB of dead letters are listed; further ones are neither delivered nor listed until some are stored elsewhere.
+Every step moves bitmaps between the parts of a record (see `parts`), never single messages, except
+for dead letters. At most 128 KiB of dead letters are listed; further ones are neither delivered nor
+listed until some are stored elsewhere.
 
-A dispatch counts as a *try* until the worker confirms it, by asking for more or by settling or touching these messages. Then it
-counts as a *delivery*. So messages sent to a worker that had already left do not come closer to being dead letters.
+A dispatch counts as a *try* until the worker confirms it, by asking for more or by settling or
+touching these messages. Then it counts as a *delivery*. So messages sent to a worker that had
+already left do not come closer to being dead letters.
 
-The records of a key queue in the order in which they were added, and only the first may be dispatched. The next one follows when it
-is settled or dead. Records without a key have no order.
+The records of a key queue in the order in which they were added, and only the first may be
+dispatched. The next one follows when it is settled or dead. Records without a key have no order.
 """
 
 from __future__ import annotations
@@ -26,15 +29,21 @@ from relay.store.parts import OpenRecord, Part, lowest
 TIMED_OUT: Final = "not acknowledged in time"
 WORKER_LEFT: Final = "not acknowledged: the worker left"
 MAX_TRIES: Final = 10
-"""If a consumer has dead letters, a message dispatched this often and never confirmed becomes one: it may crash its workers."""
+"""If a consumer has dead letters, a message dispatched this often and never confirmed becomes one:
+it may crash its workers.
+"""
 DISPATCHED_US: Final = 1
-"""The due time, on disk, of messages that were dispatched and not yet delivered. Older stores read it as a time in the past."""
+"""The due time, on disk, of messages that were dispatched and not yet delivered.
+
+Older stores read it as a time in the past.
+"""
 
 
 class Unsettled:
     """The table of unsettled messages of one consumer.
 
-    `now_us` and `awake_us` never go back; delays use the first, leases the second (see `clock`). `dirty`: `kept` or `dead` changed.
+    `now_us` and `awake_us` never go back; delays use the first, leases the second (see `clock`).
+    `dirty`: `kept` or `dead` changed.
     """
 
     def __init__(self, settings: Settings, now_us: int, clock: Clock) -> None:
@@ -46,7 +55,10 @@ class Unsettled:
         self.firsts: list[int] = []
         """The keys of `records`, sorted."""
         self.ready: list[int] = []
-        """Heap of the first offsets of records that may have something to dispatch. Each is in it at most once."""
+        """Heap of the first offsets of records that may have something to dispatch.
+
+        Each is in it at most once.
+        """
         self.held: dict[bytes, int] = {}
         """Worker -> number of messages that it holds."""
         self.dead: deque[Dead] = deque()
@@ -67,7 +79,10 @@ class Unsettled:
             OrderedDict()
         )  # all leases last equally long, so they are in order of their end
         self._unconfirmed: dict[bytes, list[Part]] = {}
-        """Worker -> parts dispatched since it last confirmed. Some may be settled or held by another worker by now."""
+        """Worker -> parts dispatched since it last confirmed.
+
+        Some may be settled or held by another worker by now.
+        """
         self._doomed: deque[Part] = deque()
         """Parts that are given up, but not listed as dead letters yet."""
         self._dead_bytes = 0
@@ -143,7 +158,10 @@ class Unsettled:
             queue.append(record)
 
     def eligible(self, record: OpenRecord) -> list[Part]:
-        """Return the parts that may be dispatched now. A keyed record is dispatched with all its waiting parts, or not at all."""
+        """Return the parts that may be dispatched now.
+
+        A keyed record is dispatched with all its waiting parts, or not at all.
+        """
         waiting = [part for part in record.parts if part.waiting]
         if record.key is None or not waiting:
             return [part for part in waiting if part.due_us <= self.now_us]
@@ -155,7 +173,9 @@ class Unsettled:
         return waiting
 
     def cut(self, record: OpenRecord, parts: list[Part], most: int) -> list[Part]:
-        """Return the first `most` messages of the waiting `parts`, split from the rest, which continues to wait."""
+        """Return the first `most` messages of the waiting `parts`, split from the rest, which
+        continues to wait.
+        """
         bits = record.bits(parts)
         wanted = lowest(bits, most)
         if wanted == bits:
@@ -246,7 +266,9 @@ class Unsettled:
         return settled
 
     def tidy(self, first: int, end: int) -> None:
-        """Remove from `firsts` the records that were settled between these offsets, in one step instead of one by one."""
+        """Remove from `firsts` the records that were settled between these offsets, in one step
+        instead of one by one.
+        """
         low = max(bisect_right(self.firsts, first) - 1, 0)
         high = bisect_left(self.firsts, end)
         firsts = self.firsts[low:high]
@@ -280,7 +302,9 @@ class Unsettled:
     # Failing
 
     def split(self, record: OpenRecord, mask: int, worker: bytes) -> list[Part]:
-        """Return the parts of these messages that `worker` holds, split from the rest, so that they can be leased or redelivered."""
+        """Return the parts of these messages that `worker` holds, split from the rest, so that they
+        can be leased or redelivered.
+        """
         found = []
         for part in list(record.parts):
             bits = part.bits & mask
@@ -295,7 +319,10 @@ class Unsettled:
         return found
 
     def redeliver(self, part: Part, due_us: int, reason: str) -> None:
-        """Take `part` from its worker. It is due again at `due_us`, or given up with `reason` after too many deliveries."""
+        """Take `part` from its worker.
+
+        It is due again at `due_us`, or given up with `reason` after too many deliveries.
+        """
         self._release(part, part.bits)
         self._leases.pop(part, None)
         part.worker = None
@@ -343,7 +370,8 @@ class Unsettled:
     # The cursor
 
     def kept(self, ahead_us: int) -> list[Kept]:
-        """Return the records for the cursor, where held messages, and those given up but not listed, are stored as waiting.
+        """Return the records for the cursor, where held messages, and those given up but not listed, are
+        stored as waiting.
 
         Due times are stored in wall clock time, which is `ahead_us` ahead of `now_us`.
         """
