@@ -1,14 +1,16 @@
-"""How relays find each other: sources of sightings, and nothing else.
+"""Finds other relays and reports them as sightings.
 
-A sighting says where a relay may be listening. It is a hint from an unauthenticated network: whether a
-relay of our network answers there is decided by the link's TLS handshake. Sources know nothing of links;
-the daemon hands what they say to whoever dials.
+A sighting says where a relay may be listening. It is a hint from an unauthenticated network: the TLS handshake of a link
+decides whether a relay of this network answers there. Discovery does not know links; the daemon passes sightings to the
+dialler.
 
     zeroconf.py     multicast DNS on the LAN
-    seeds.py        addresses and names that the operator gave (`--join`)
-    adverts.py      what an advert says, and which of its addresses to try first (sans-IO)
-    interfaces.py   this host's addresses, and when a change of them counts
-    feed.py         sightings on their way to their reader
+    sightings.py    the relays that adverts on the LAN name
+    adverts.py      the content of an advert, and the order of its addresses (sans-IO)
+    seeds.py        addresses and names given by the operator (`--join`)
+    interfaces.py   this host's addresses, and when a change of them is used
+    feed.py         the queue between a discovery and its reader
+    zeroconflog.py  the zeroconf library's warnings as log events
 """
 
 from __future__ import annotations
@@ -18,47 +20,46 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 DEFAULT_PORT: Final = 7430
-"""TCP port on which relays accept links, and dial, unless told otherwise."""
+"""Default TCP port of links, for accepting and dialling."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sighting:
-    """A relay may listen at any of `addresses`, or no longer does (`gone`)."""
+    """A relay may accept links at any of `addresses`, or does not any more (`gone`)."""
 
     addresses: tuple[tuple[str, int], ...]
-    """Numeric IP (a link-local one with its scope: "fe80::1%eth0") and port, best first. Of a sighting
-    that is `gone`: the addresses that no longer count."""
+    """(numeric IP, port) pairs, best first; a link-local IP has its scope ("fe80::1%eth0"). If `gone`, the
+    addresses to stop using."""
 
     relay_id: bytes | None = None
-    """None: unknown, as for a seed."""
+    """None if unknown, as for a seed."""
 
     networks: tuple[bytes, ...] = ()
-    """16-byte fingerprints that the advert names; () if unknown."""
+    """16-byte fingerprints of the networks that the advert names; () if unknown."""
 
     source: str = ""
     """"mdns", "join 10.0.0.7:7430", "dns:relays.example:7430" or "peer"."""
 
     gone: bool = False
-    """Stop dialling it. A live link stays."""
+    """Whether to stop dialling it. A link that is up stays."""
 
 
 class Discovery(Protocol):
-    """One way to find relays."""
+    """One way to find relays, such as multicast DNS."""
 
     def sightings(self) -> AsyncIterator[Sighting]:
-        """Yield what is found, from now until `close`; for one reader.
+        """Yield what is found, from now until `close`, to a single reader.
 
-        Searching begins with the call, in the running loop, and goes on when the reader is cancelled:
-        only `close` ends it. A sighting replaces the earlier ones of its source and relay (or address), so a
-        reader that lags misses none that still holds. Raises what ended the search, if it was a fault.
+        The search starts with this call, in the running loop, and continues if the reader is cancelled; only
+        `close` ends it. A sighting replaces earlier ones of its source and relay (or address), so a slow
+        reader misses none that is still valid. If an internal error ends the search, it is raised.
         """
         ...
 
     async def close(self) -> None:
-        """Stop searching and say goodbye, within a second. Again is harmless; a cancelled one skips
-        what is left of the goodbye."""
+        """Stop searching and say goodbye, within a second. Idempotent; if cancelled, skip the rest of the goodbye."""
         ...
 
     def status(self) -> dict[str, object]:
-        """Return JSON-able facts. `tried` is a list of texts: where it searched, for people to read."""
+        """Return the state, ready for JSON. `tried` is a list of texts for people: where it searched."""
         ...

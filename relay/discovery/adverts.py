@@ -1,8 +1,8 @@
-"""What an advert says, and which of its addresses to try first. Sans-IO.
+"""The content of an advert, and the order in which to dial its addresses. Sans-IO.
 
-The TXT record has `v` (protocol version), `id` (the relay id in hex), `site`, and `net0`, `net1`, ...:
-the fingerprints of the networks whose key the relay holds, in hex, comma separated, seven to an entry
-because an entry ends at 255 bytes. Unknown keys are ignored, of a repeated key the first counts.
+The TXT record has `v` (protocol version), `id` (the relay id in hex), `site`, and `net0`, `net1`, ...: the
+fingerprints of the networks whose keys the relay holds, in hex, separated by commas. An entry has at most seven
+of them, because its limit is 255 bytes. Unknown keys are ignored; of a repeated key the first one is used.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from relay.discovery.interfaces import Address
 SERVICE_TYPE: Final = "_iris-relay._tcp.local."
 FINGERPRINT_BYTES: Final = 16
 MAX_NETWORKS: Final = 32
-"""Networks that one advert names: five entries, so that advert and addresses fit one packet."""
+"""Most networks in one advert: five entries, so that advert and addresses fit into one packet."""
 
 MAX_SITE_BYTES: Final = 63
 MAX_ADDRESSES: Final = 32
-"""Addresses of one advert that are announced, or looked at."""
+"""Most addresses of one advert that are sent, or read."""
 MAX_DIALLED: Final = 8
-"""Addresses of one advert that are dialled."""
+"""Most addresses of one advert that are dialled."""
 
 _MAX_TXT_BYTES: Final = 4096
 _NETWORKS_PER_ENTRY: Final = 7
@@ -35,7 +35,7 @@ _NAME: Final = re.compile(rf"([0-9a-f]{{{2 * RELAY_ID_BYTES}}})\.{re.escape(SERV
 
 
 class BadAdvert(ValueError):
-    """An advert that counts for nothing; `reason` is one of a fixed set of words, to be counted by."""
+    """An advert is not valid; `reason`, one of a fixed set of words, is the key under which it is counted."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -44,7 +44,7 @@ class BadAdvert(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Advert:
-    """What a relay's TXT record says."""
+    """The content of a relay's TXT record."""
 
     relay_id: bytes
     networks: tuple[bytes, ...]
@@ -52,7 +52,7 @@ class Advert:
 
 
 def instance_name(relay_id: bytes) -> str:
-    """Return the name under which a relay is announced: no two starts of relays share one."""
+    """Return the name under which a relay is advertised, unique to each start of a relay."""
     return f"{relay_id.hex()}.{SERVICE_TYPE}"
 
 
@@ -72,15 +72,17 @@ def encode_txt(advert: Advert) -> bytes:
     """Return the TXT record's data.
 
     Raises:
-        ValueError: too many networks, none, or a site name over 63 bytes of UTF-8.
+        ValueError: there are no networks or over 32, or the site name has over 63 bytes of UTF-8.
     """
     if not 1 <= len(advert.networks) <= MAX_NETWORKS:
-        raise ValueError(f"{len(advert.networks)} networks: 1 to {MAX_NETWORKS} can be announced")
+        raise ValueError(
+            f"{len(advert.networks)} networks cannot be advertised; the limits are 1 and {MAX_NETWORKS}"
+        )
     if any(len(network) != FINGERPRINT_BYTES for network in advert.networks):
-        raise ValueError(f"a network's fingerprint is {FINGERPRINT_BYTES} bytes")
+        raise ValueError(f"a network's fingerprint must have {FINGERPRINT_BYTES} bytes")
     site = advert.site.encode()
     if len(site) > MAX_SITE_BYTES:
-        raise ValueError(f"the site's name has {len(site)} bytes, over {MAX_SITE_BYTES}")
+        raise ValueError(f"the site's name has {len(site)} bytes; the limit is {MAX_SITE_BYTES}")
     entries = [b"v=%d" % PROTOCOL_VERSION, b"id=" + advert.relay_id.hex().encode()]
     if site:
         entries.append(b"site=" + site)
@@ -92,10 +94,10 @@ def encode_txt(advert: Advert) -> bytes:
 
 
 def decode_txt(text: bytes) -> Advert:
-    """Return what a TXT record's data says.
+    """Return the advert in a TXT record's data.
 
     Raises:
-        BadAdvert: it is malformed, or of another version of the protocol.
+        BadAdvert: the data is malformed, or of another version of the protocol.
     """
     fields = _fields(text)
     version = fields.get(b"v", b"")
@@ -146,9 +148,9 @@ def _identifier(shown: bytes, reason: str) -> bytes:
 
 
 def announced(ours: Iterable[Address]) -> tuple[str, ...]:
-    """Return which of this host's addresses an advert names: those of all live interfaces.
+    """Return this host's addresses for an advert: those of all interfaces that are up, at most 32, link-local ones last.
 
-    Loopback only if there is nothing else; at most 32, link-local ones last.
+    Loopback addresses are included only if there are no others.
     """
     live = [address for address in ours if address.up]
     real = [address for address in live if not address.parsed.is_loopback]
@@ -159,14 +161,14 @@ def announced(ours: Iterable[Address]) -> tuple[str, ...]:
 def best_first(
     advertised: Iterable[str], port: int, ours: frozenset[Address]
 ) -> tuple[tuple[str, int], ...]:
-    """Return which of an advert's addresses to dial from this host, with its port, in that order; at most `MAX_DIALLED`.
+    """Return the (address, port) pairs of an advert to dial from this host, best first, at most `MAX_DIALLED`.
 
-    Addresses in a subnet of ours come first, then link-local ones. Addresses that need a router are left out: adverts stay
-    on a link, and anybody there can send them, so they must not make us dial other networks.
+    Addresses in a subnet of this host come first, then link-local ones. Addresses behind a router are left out: adverts
+    stay within a LAN, and anybody there can send them, so they must not make this relay dial other networks.
 
-    An address that this host has too comes last, because container bridges have the same one everywhere. If this host has
-    all of them, the relay is on this host. A link-local IPv6 address needs the scope of the interface on which it was heard
-    ("%2"); without it the address is left out, as is anything that cannot be connected to.
+    An address that this host has, too, comes last, because container bridges have the same one on every host. If this
+    host has all of them, the relay is on this host. A link-local IPv6 address needs the scope of the interface on which
+    it was received ("%2") and is left out without it, as are addresses that cannot be connected to.
     """
     own = {address.parsed for address in ours}
     subnets = [

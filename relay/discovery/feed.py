@@ -1,4 +1,4 @@
-"""Sightings on their way to their reader: the latest of each key, in order, within a bound."""
+"""The bounded queue of sightings between a discovery and its reader, with the latest sighting of each key."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Final
 from relay.discovery import Sighting
 
 FEED_LIMIT: Final = 8192
-"""Sightings that wait for the reader; more are refused. About 300 bytes each."""
+"""Most sightings queued for the reader, about 300 bytes each; further ones are refused."""
 
 
 class Feed:
-    """A queue in which a newer sighting takes the place of the waiting one with the same key."""
+    """A queue in which a newer sighting replaces the queued one with the same key."""
 
     __slots__ = ("_ended", "_error", "_limit", "_reading", "_waiting", "_wake")
 
@@ -26,11 +26,11 @@ class Feed:
         self._reading = False
 
     def __len__(self) -> int:
-        """Return how many wait."""
+        """Return the number of queued sightings."""
         return len(self._waiting)
 
     def put(self, key: Hashable, sighting: Sighting) -> bool:
-        """Queue `sighting` behind all others; False if the feed is full or has ended."""
+        """Queue `sighting` behind all others; return False if the feed is full or has ended."""
         self._waiting.pop(key, None)
         if self._ended or len(self._waiting) >= self._limit:
             return False
@@ -39,7 +39,7 @@ class Feed:
         return True
 
     def end(self, error: BaseException | None = None) -> None:
-        """End the reader: at once, with `error` if there is one. The first call counts."""
+        """End the reader at once, with `error` if given. Later calls do nothing."""
         if not self._ended:
             self._ended = True
             self._error = error
@@ -47,13 +47,13 @@ class Feed:
             self._wake.set()
 
     async def read(self) -> AsyncIterator[Sighting]:
-        """Yield what is put, until `end`. A cancelled reader loses nothing that it was not yet given.
+        """Yield sightings until `end`. If the reader is cancelled, queued sightings stay for the next one.
 
         Raises:
-            RuntimeError: somebody else reads.
+            RuntimeError: another reader is active.
         """
         if self._reading:
-            raise RuntimeError("these sightings have a reader already")
+            raise RuntimeError("another reader of these sightings is active; use a single one")
         self._reading = True
         try:
             while not self._ended:

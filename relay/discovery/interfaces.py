@@ -1,7 +1,7 @@
-"""This host's addresses, and when a change of them counts.
+"""This host's addresses, and when a change of them is used.
 
-Neither zeroconf nor Python tells when an interface comes or goes, so they are polled. One look takes
-0.5 to 1 ms with two interfaces and grows with them, so it belongs into a thread.
+Neither zeroconf nor Python reports when an interface appears or disappears, so the addresses are polled. A scan
+takes 0.5 to 1 ms with two interfaces, and more with more of them, so it runs in a thread.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _IFF_UP: Final = 0x1
 _IFF_RUNNING: Final = 0x40
 _IFF_MULTICAST: Final = 0x1000
 _IF_INET6: Final = Path("/proc/net/if_inet6")
-# tentative (duplicate detection runs: it cannot be bound yet), or a duplicate
+# tentative (duplicate detection is running, and it cannot be bound yet), or a duplicate
 _UNUSABLE_V6: Final = 0x40 | 0x08
 
 
@@ -32,13 +32,13 @@ class Address:
     interface: str
     index: int
     ip: str
-    """Numeric, without scope."""
+    """Numeric IP without scope."""
 
     prefix: int
-    """Bits of the subnet."""
+    """Prefix length of the subnet, in bits."""
 
     up: bool = True
-    """The interface is up and has a carrier: a dead one is listed, and costs nothing."""
+    """Whether the interface is up and has a carrier. Addresses of others are listed, but not used."""
 
     multicast: bool = True
 
@@ -51,11 +51,11 @@ class Address:
 
 
 def scan() -> frozenset[Address]:
-    """Return all addresses of this host that can be bound. It does system calls: call it in a thread.
+    """Return all addresses of this host that can be bound. Call it in a thread, because it does system calls.
 
     Raises:
-        OSError: the system would not list them.
-        ValueError: it lists something that is no address.
+        OSError: the system cannot list them.
+        ValueError: the system lists something that is not an address.
     """
     unusable = _unusable_v6()
     found = set()
@@ -65,7 +65,7 @@ def scan() -> frozenset[Address]:
         except AssertionError as error:  # an address without a netmask
             raise ValueError(str(error)) from error
         for adapter in adapters:
-            if adapter.index is None:  # it went while we looked
+            if adapter.index is None:  # it was removed during the scan
                 continue
             flags = _flags(probe, adapter.name)
             for each in adapter.ips:
@@ -80,7 +80,7 @@ def scan() -> frozenset[Address]:
                         str(parsed),
                         each.network_prefix,
                         up=flags & (_IFF_UP | _IFF_RUNNING) == _IFF_UP | _IFF_RUNNING,
-                        # loopback lacks the flag, and has multicast all the same
+                        # loopback lacks the flag, but supports multicast
                         multicast=bool(flags & _IFF_MULTICAST) or parsed.is_loopback,
                     )
                 )
@@ -88,14 +88,14 @@ def scan() -> frozenset[Address]:
 
 
 def _flags(probe: socket.socket, name: str) -> int:
-    """Return the interface's flags; as if all were set where the system has no such call."""
+    """Return the interface's flags; all of them if the system cannot report them."""
     request = struct.pack("16sH14x", name.encode()[:15], 0)
     try:
         answer = fcntl.ioctl(probe.fileno(), _SIOCGIFFLAGS, request)
     except FileNotFoundError:
         return 0
     except OSError as error:
-        if error.errno == 19:  # ENODEV: it went while we looked
+        if error.errno == 19:  # ENODEV: it was removed during the scan
             return 0
         return _IFF_UP | _IFF_RUNNING | _IFF_MULTICAST
     flags: int = struct.unpack_from("16sH", answer)[1]
@@ -115,15 +115,15 @@ def _unusable_v6() -> set[tuple[bytes, int]]:
 
 
 class Damper:
-    """Lets a change through once it was seen in two looks running, each address for itself.
+    """Accepts a change of an address after two scans in a row have shown it.
 
-    So an interface that flaps moves nothing, and does not hide that another one came.
+    So an interface that flaps changes nothing, and does not hide a new one.
     """
 
     __slots__ = ("_doubted", "settled")
 
     settled: frozenset[Address] | None
-    """What counts; None before the first look, which counts at once."""
+    """The accepted addresses; None before the first scan, which is accepted at once."""
 
     def __init__(self) -> None:
         self.settled = None
@@ -131,11 +131,11 @@ class Damper:
 
     @property
     def unsettled(self) -> bool:
-        """A change was seen once: look again soon."""
+        """Whether one scan showed a change that the next one must confirm."""
         return bool(self._doubted)
 
     def look(self, seen: frozenset[Address]) -> bool:
-        """Take what was seen; True if `settled` changed."""
+        """Add the result of a scan; return whether `settled` changed."""
         if self.settled is None:
             self.settled = seen
             return True

@@ -1,12 +1,12 @@
 """Relays that the operator named: `--join HOST:PORT` and `--join dns:NAME[:PORT]`.
 
-`HOST:PORT` is one relay, under all addresses that HOST has: one sighting with them all. `dns:NAME` is
-many, one behind each A and AAAA record (a Kubernetes headless service): one sighting each, our own
-address perhaps among them. Names are looked up again about every 10 s, by the system's resolver, so
-/etc/hosts counts. Numeric addresses are sighted once.
+`HOST:PORT` is one relay at all addresses of HOST, reported as one sighting. `dns:NAME` is many relays, one at each
+A and AAAA record (a Kubernetes headless service), reported as one sighting each; this host's address may be among
+them. Names are looked up again about every 10 s by the system's resolver, so /etc/hosts works. Numeric addresses
+are reported once.
 
-A changed answer is sighted, and addresses that it no longer has are sighted as gone. A lookup that fails
-changes nothing: relays are not gone because a name server is. It is repeated after 1, 2, 4 ... 30 s.
+When an answer changes, the new addresses are reported, and the missing ones are reported as gone. A failed lookup
+changes nothing, because a lost name server does not mean that relays left. It is repeated after 1, 2, 4 ... 30 s.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from relay.logs import Quiet
 log = logging.getLogger(__name__)
 
 INTERVAL_S: Final = 10.0
-"""Between two lookups of a name, +- 20 %."""
+"""Interval between two lookups of a name, +- 20 %."""
 
 RETRY_MIN_S: Final = 1.0
 RETRY_MAX_S: Final = 30.0
 MAX_JOINS: Final = 256
-"""Entries of one relay; each name among them holds a thread while it is looked up."""
+"""Most entries of one relay; each name needs a thread while it is looked up."""
 
 MAX_ADDRESSES: Final = 1024
-"""Addresses that one name may have; further ones are left out and counted."""
+"""Most addresses of one name; further ones are left out and counted."""
 
 _DNS: Final = "dns:"
 _LABEL: Final = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)")
 _SCOPE: Final = re.compile(r"[A-Za-z0-9_.:@-]{1,15}")
 
 Resolver = Callable[[str, int], Awaitable[Sequence[str]]]
-"""(name, port) to numeric addresses, best first. Raises OSError."""
+"""A function from (name, port) to numeric addresses, best first. Raises OSError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Join:
 
     @property
     def source(self) -> str:
-        """What sightings name as their source."""
+        """The source of this entry's sightings."""
         return f"{self.kind}{' ' if self.kind == 'join' else ':'}{shown(self.host, self.port)}"
 
 
@@ -74,39 +74,45 @@ def shown(host: str, port: int) -> str:
 
 
 def parse_join(text: str) -> Join:
-    """Return what `HOST[:PORT]` or `dns:NAME[:PORT]` says; the port is 7430 unless it is given.
+    """Parse `HOST[:PORT]` or `dns:NAME[:PORT]`; the default port is 7430.
 
     HOST is a name, an IPv4 address, or an IPv6 address in brackets ("[fe80::1%eth0]:7430").
 
     Raises:
-        ConfigError: it says none of that; the error names the text.
+        ConfigError: the text has another form; the message quotes it.
     """
     if "://" in text:
-        raise ConfigError(f"join: {text!r} is neither HOST:PORT nor dns:NAME:PORT")
+        raise ConfigError(
+            f"join: {text!r} is neither HOST:PORT nor dns:NAME:PORT; write it without '://'"
+        )
     kind: Literal["join", "dns"] = "dns" if text.startswith(_DNS) else "join"
     rest = text.removeprefix(_DNS) if kind == "dns" else text
     if rest.startswith("["):
         host, bracket, after = rest[1:].partition("]")
         if not bracket or (after and not after.startswith(":")):
-            raise ConfigError(f"join: {text!r} has no [ADDRESS]:PORT")
+            raise ConfigError(f"join: {text!r} is not [ADDRESS]:PORT")
         port_text = after[1:] if after else None
         numeric = _is_ipv6(host)
         if not numeric:
-            raise ConfigError(f"join: {text!r} has no IPv6 address in its brackets")
+            raise ConfigError(
+                f"join: {text!r} does not have an IPv6 address in its brackets; write other hosts without brackets"
+            )
     else:
         if rest.count(":") > 1:
-            raise ConfigError(f"join: {text!r} needs brackets around its IPv6 address")
+            raise ConfigError(
+                f"join: {text!r} has several colons; write an IPv6 address in brackets, as in [fe80::1%eth0]:7430"
+            )
         host, colon, after = rest.partition(":")
         port_text = after if colon else None
         numeric = _is_ipv4(host)
         if not numeric and not _is_name(host):
-            raise ConfigError(f"join: {text!r} names no host")
+            raise ConfigError(f"join: {text!r} does not begin with a host name or IP address")
     if numeric and kind == "dns":
-        raise ConfigError(f"join: {text!r} has an address where a name belongs; leave out dns:")
+        raise ConfigError(f"join: {text!r} has an IP address after dns:; leave out dns:")
     port = DEFAULT_PORT if port_text is None else _port(port_text)
     if port is None:
         raise ConfigError(
-            f"join: {text!r} is neither HOST:PORT nor dns:NAME:PORT: {port_text!r} is not a port from 1 to 65535"
+            f"join: {text!r} has {port_text!r} for a port; a port is a number from 1 to 65535"
         )
     return Join(text, kind, host, port, numeric)
 
@@ -139,7 +145,7 @@ def _is_name(text: str) -> bool:
     return (
         len(text) <= 253
         and all(_LABEL.fullmatch(label) for label in labels)
-        # "10.0.0.300" is a mistyped address and no name
+        # "10.0.0.300" is a mistyped address, not a name
         and not labels[-1].isdigit()
     )
 
@@ -147,11 +153,11 @@ def _is_name(text: str) -> bool:
 async def resolve(name: str, port: int) -> Sequence[str]:
     """Return the numeric addresses of `name` in the system's order of preference (RFC 6724).
 
-    The lookup runs in a daemon thread of its own: it cannot be cancelled and may take half a minute, and
-    the loop's own threads are waited for at exit.
+    The lookup runs in its own daemon thread: it cannot be cancelled and may take half a minute, and Python waits
+    for the loop's own threads at exit.
 
     Raises:
-        OSError: it has none, or nobody could tell.
+        OSError: it has none, or the lookup failed.
     """
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[list[str]] = loop.create_future()
@@ -172,12 +178,12 @@ async def resolve(name: str, port: int) -> Sequence[str]:
             addresses = [_numeric(each[4]) for each in found]
         except OSError as failed:
             error = failed
-        except UnicodeError as failed:  # the idna codec refuses the name
+        except UnicodeError as failed:  # the idna codec rejects the name
             error = OSError(str(failed))
         try:
             loop.call_soon_threadsafe(settle, addresses, error)
         except RuntimeError:
-            # The loop was closed meanwhile: nobody waits for the answer.
+            # The loop was closed meanwhile, so nothing waits for the answer.
             return
 
     threading.Thread(target=look_up, name=f"resolve {name}", daemon=True).start()
@@ -196,19 +202,19 @@ def _numeric(address: tuple[str, int] | tuple[str, int, int, int] | tuple[int, b
 
 
 class Seed:
-    """One entry and what is known of it. Sans-IO: it is told of answers, and says when to ask again."""
+    """One entry of `--join` with its addresses. Sans-IO: the caller reports answers, and `due_s` is the next lookup."""
 
     __slots__ = ("_rng", "addresses", "due_s", "error", "failures", "join", "left_out", "lookups")
 
     due_s: float | None
-    """When to look it up; None: never again."""
+    """When to look it up next; None: never again."""
 
     def __init__(self, join: Join, rng: random.Random, now_s: float) -> None:
         self.join = join
         self.addresses: tuple[str, ...] = ()
         self.error: str | None = None
         self.failures = 0
-        """Lookups that failed since one did not."""
+        """Failed lookups since the last successful one."""
         self.lookups = 0
         self.left_out = 0
         self.due_s = now_s
@@ -217,15 +223,15 @@ class Seed:
     def answered(
         self, addresses: Sequence[str], now_s: float, *, interval_s: float = INTERVAL_S
     ) -> list[Sighting]:
-        """Take an answer of at least one address; return what it changed."""
+        """Add an answer of at least one address; return the sightings that it causes."""
         unique = tuple(dict.fromkeys(addresses))
         self.lookups += 1
         self.error = None
         self.failures = 0
         self.left_out = max(0, len(unique) - MAX_ADDRESSES)
         self.due_s = None if self.join.numeric else now_s + interval_s * self._rng.uniform(0.8, 1.2)
-        # The order may differ at each lookup. Those known stay, so that a name with too many
-        # addresses, in another order each time, does not come and go.
+        # The order may differ at each lookup. Known addresses are kept first, so that those of a name with too
+        # many addresses do not appear and disappear.
         known = set(self.addresses)
         kept = sorted(unique, key=lambda ip: ip not in known)[:MAX_ADDRESSES]
         fresh = tuple(ip for ip in unique if ip in set(kept))
@@ -234,7 +240,7 @@ class Seed:
         return news
 
     def failed(self, error: str, now_s: float) -> bool:
-        """Take a failure; True if it is news: the first one, or another error than the last."""
+        """Add a failed lookup; return whether it is the first one or has another error than the last."""
         self.lookups += 1
         news = self.error != error
         self.error = error
@@ -259,7 +265,7 @@ class Seed:
         return Sighting(tuple((ip, port) for ip in addresses), source=self.join.source, gone=gone)
 
     def status(self) -> dict[str, object]:
-        """Return JSON-able facts."""
+        """Return the state of the entry, ready for JSON."""
         return {
             "join": self.join.text,
             "addresses": [shown(ip, self.join.port) for ip in self.addresses],
@@ -271,7 +277,7 @@ class Seed:
 
 
 class SeedDiscovery:
-    """Yields the relays behind `joins`, entries of `--join`.
+    """Reports the relays that `joins`, entries of `--join`, name.
 
     Raises:
         ConfigError: an entry is malformed, or there are more than 256.
@@ -286,7 +292,9 @@ class SeedDiscovery:
         rng: random.Random | None = None,
     ) -> None:
         if len(joins) > MAX_JOINS:
-            raise ConfigError(f"join: {len(joins)} entries, over {MAX_JOINS}")
+            raise ConfigError(
+                f"join: {len(joins)} entries are over the limit of {MAX_JOINS}; use dns:NAME for many relays"
+            )
         self._resolver = resolver
         self._interval_s = interval_s
         rng = random.Random() if rng is None else rng
@@ -299,7 +307,7 @@ class SeedDiscovery:
         self._closing = False
 
     def sightings(self) -> AsyncIterator[Sighting]:
-        """Yield relays as `Discovery` says."""
+        """Yield sightings; see `Discovery.sightings`."""
         if not self._tasks and not self._closing:
             for seed in self._seeds:
                 task = asyncio.create_task(self._follow(seed), name=f"seed {seed.join.text}")
@@ -308,7 +316,7 @@ class SeedDiscovery:
         return self._feed.read()
 
     async def close(self) -> None:
-        """End `sightings` and the lookups; a thread that still looks up is left to end by itself."""
+        """End `sightings` and the lookups. The thread of a lookup in progress ends by itself."""
         self._closing = True
         self._feed.end()
         for task in self._tasks:
@@ -317,7 +325,7 @@ class SeedDiscovery:
             await asyncio.wait(self._tasks)
 
     def status(self) -> dict[str, object]:
-        """Return what was tried and found, as JSON-able facts."""
+        """Return what was tried and found, ready for JSON."""
         return {
             "kind": "seeds",
             "tried": [
@@ -330,7 +338,7 @@ class SeedDiscovery:
         }
 
     async def _follow(self, seed: Seed) -> None:
-        """Look one entry up whenever it is due."""
+        """Look up one entry whenever it is due."""
         join = seed.join
         while seed.due_s is not None:
             delay_s = seed.due_s - time.monotonic()
@@ -343,7 +351,7 @@ class SeedDiscovery:
                 else:
                     addresses = await self._resolver(join.host, join.port)
                 if not addresses:
-                    raise OSError("it has no addresses")
+                    raise OSError("the name has no addresses")
             except OSError as error:
                 self._failed(seed, error)
                 continue
@@ -357,11 +365,11 @@ class SeedDiscovery:
                 key: object = sighting.addresses if join.kind == "dns" or sighting.gone else None
                 if not self._feed.put((join.source, key), sighting):
                     self._dropped += 1
-        # A numeric address is sighted once; the task stays, so that its end is always a fault.
+        # A numeric address is reported once. The task continues, so that the end of a task always means an error.
         await asyncio.Event().wait()
 
     def _failed(self, seed: Seed, error: OSError) -> None:
-        """Count a failed lookup, and say so if it is news."""
+        """Count a failed lookup, and log it if it is the first one or has another error."""
         reason = error.strerror or str(error)
         if seed.failed(reason, time.monotonic()):
             text = seed.join.text

@@ -1,6 +1,6 @@
-"""The other relays of a LAN, by their adverts: which of them are told to whoever dials, and which are looked at again.
+"""The other relays of a LAN, from their adverts: which ones are reported, and which adverts are read again later.
 
-Every advert has to have our form and its id for a name, or is dropped and counted.
+An advert that is malformed, or whose name does not match its relay id, is dropped and counted.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from relay.discovery.interfaces import Address
 MAX_ADVERTS: Final = 4096
 MAX_FOLLOW_UPS: Final = 256
 _RESOLVE_MS: Final = 3000
-_RESOLVE_DELAY_S: Final = 0.2  # the rest of an advert in two packets is right behind
+_RESOLVE_DELAY_S: Final = 0.2  # the second packet of an advert follows at once
 _RESOLVE_BATCH: Final = 16
-# Records that an update replaced count for one more second (RFC 6762 section 10.2).
+# Records that an update replaced stay valid for one more second (RFC 6762 section 10.2).
 _RECHECK_S: Final = 1.5
 
 
 class Sightings:
-    """What is known of the other relays. `ours` are the addresses that we announce, `networks` those that we hold the keys of."""
+    """The other relays that adverts name. `ours`: the addresses that this relay advertises; `networks`: those it has keys of."""
 
     def __init__(self, relay_id: bytes, port: int, networks: tuple[bytes, ...], feed: Feed) -> None:
         self.networks = networks
@@ -45,17 +45,17 @@ class Sightings:
         self._relay_id = relay_id
         self._port = port
         self._feed = feed
-        # of what is in `known`: two relays cannot have all of these in common
+        # of relays in `known`: two relays cannot have the same set of (address, port)
         self._by_endpoints: dict[frozenset[tuple[str, int]], bytes] = {}
         self._endpoints_of: dict[bytes, frozenset[tuple[str, int]]] = {}
-        # old id -> the id that took its addresses and port over
+        # old id -> the id that now has its addresses and port
         self._replaced: dict[bytes, bytes] = {}
-        # name -> (when, whether to ask the network if the cache does not know)
+        # name -> (when to read its advert again, whether to ask the network if it is not in the cache)
         self._follow_ups: dict[str, tuple[float, bool]] = {}
         self._follow = asyncio.Event()
 
     def changed(self, zeroconf: Zeroconf, name: str, *, removed: bool) -> None:
-        """The browser says that the name of a service came, changed or went."""
+        """Handle a service name that the browser saw appear, change or disappear."""
         try:
             relay_id = relay_id_in(name)
         except BadAdvert as error:
@@ -70,9 +70,9 @@ class Sightings:
             self._follow_later(name, _RESOLVE_DELAY_S, resolve=True)
 
     def _consider(self, zeroconf: Zeroconf, name: str) -> bool:
-        """Judge the advert of this name as the cache has it; False if it is not there as a whole."""
+        """Evaluate the cached advert of this name; return False if it is incomplete."""
         if not zeroconf.cache.entries_with_name(name):
-            return False  # a bare name, as in floods: cheaply
+            return False  # only a name, as in floods: return early because this is cheap
         info = AsyncServiceInfo(SERVICE_TYPE, name)
         if not info.load_from_cache(zeroconf) or info.port is None:
             return False
@@ -80,7 +80,7 @@ class Sightings:
         return True
 
     def _evaluate(self, info: AsyncServiceInfo) -> None:
-        """Tell the reader of an advert if it is well formed, of a network of ours, and news."""
+        """Report the relay of an advert if it is well formed, in one of our networks, and new or changed."""
         try:
             relay_id = relay_id_in(info.name)
             advert = decode_txt(info.text)
@@ -109,14 +109,14 @@ class Sightings:
         if known is not None:
             self._follow_later(info.name, _RECHECK_S, resolve=False)
             self._forget(relay_id, silently=True)
-        # As announced: a link-local address has a scope only when it was heard over IPv6.
-        # As many as an honest one announces: an advert may have a thousand.
+        # Without scopes, because a link-local address has one only if it was received over IPv6.
+        # Bounded, because a forged advert may have a thousand addresses.
         listed = sorted(info.parsed_addresses())[:MAX_ADDRESSES]
         endpoints = frozenset((ip, info.port) for ip in listed)
         replaced = self._by_endpoints.get(endpoints)
         if replaced is not None:
-            # Two cannot listen there: it crashed and is back under a new id. Were the new one a lie,
-            # then the same addresses would still be dialled.
+            # Two relays cannot have the same addresses and port, so the old one crashed and restarted under a
+            # new id. If the new advert is forged, the same addresses are still dialled.
             self._forget(replaced)
             self._replaced[replaced] = relay_id
             if len(self._replaced) > MAX_ADVERTS:
@@ -137,7 +137,7 @@ class Sightings:
             return
         self._by_endpoints.pop(self._endpoints_of.pop(relay_id), None)
         if not silently:
-            # Whoever was said to be replaced may be heard again, from its next answer on.
+            # Relays that this one was said to replace are valid again from their next advert on.
             for old in [old for old, new in self._replaced.items() if new == relay_id]:
                 del self._replaced[old]
             self._report(
@@ -163,7 +163,7 @@ class Sightings:
         self._follow.set()
 
     async def follow_up(self, zeroconf: Zeroconf) -> None:
-        """Look again at adverts that were not there as a whole, or whose old records linger. Runs until cancelled."""
+        """Read again adverts that were incomplete, or that still had outdated records. Runs until cancelled."""
         while True:
             if not self._follow_ups:
                 self._follow.clear()

@@ -1,31 +1,30 @@
-"""Relays on one LAN, by multicast DNS (RFC 6762, 6763): announce ourselves, watch for the others.
+"""Multicast DNS (RFC 6762, 6763): advertises this relay on the LAN and finds the others there.
 
-Speed. The instance name is this start's random 128-bit relay id, so the probing for its uniqueness, about
-1.2 s, is skipped (`cooperating_responders`). The first announcement leaves in the same turn as the
-registration, and every relay that runs has heard of us then; our own first question follows after 20 to
-120 ms and asks for unicast answers (QU).
+Speed. The instance name is the random 128-bit relay id of this start, so probing for its uniqueness, about 1.2 s, is
+skipped (`cooperating_responders`). The first announcement is sent in the same turn as the registration, and tells every
+running relay of this one. Its own first question follows after 20 to 120 ms and asks for unicast answers (QU).
 
 Idle traffic, in bytes of payload per interface and IP version, of one relay among n on its LAN (sizes and
 times from zeroconf 0.154):
 
-* At start, and when an interface comes: 3 announcements in 0.45 s (PTR, SRV, TXT and addresses: about 280
-  bytes with one network and two addresses) and 4 questions, after 0.1, 1, 5 and 14 s. A question has 40
-  bytes, and 47 for each relay known already, which therefore does not answer.
-* After that one question every 60 s x max(1, n / 16), +- 20 %, in place of zeroconf's own: those end when
-  the records ran out, and two halves of a LAN that were parted for long would not meet again. A relay
-  answers when the asker heard of it more than 562 s ago (half of its PTR record's lifetime), by
-  multicast, so all have it anew: about one answer in 10 minutes.
-* Together at most 14 n bytes/s on the whole LAN: 0.2 kB/s with 16 relays, 14 kB/s with 1000.
-* At the end 3 goodbyes in 0.25 s.
+* At start, and when an interface appears: 3 announcements in 0.45 s (PTR, SRV, TXT and addresses: about 280 bytes with
+  one network and two addresses) and 4 questions, after 0.1, 1, 5 and 14 s. A question has 40 bytes, and 47 for each
+  relay already known, which therefore does not answer.
+* After that, one question every 60 s x max(1, n / 16), +- 20 %, instead of zeroconf's own questions: those end when the
+  records have expired, so two parts of a LAN that were separated for long would not find each other again. A relay
+  answers if the asker received its record more than 562 s ago (half of the PTR record's lifetime). It answers by
+  multicast, which refreshes the record everywhere: about one answer in 10 minutes.
+* In total at most 14 n bytes/s on the whole LAN: 0.2 kB/s with 16 relays, 14 kB/s with 1000.
+* At the end, 3 goodbyes in 0.25 s.
 
-A crashed relay says no goodbye: it is gone when its PTR runs out, after at most 1125 s (the shortest that
-zeroconf accepts), or at once when another relay announces exactly its addresses and port.
+A crashed relay does not say goodbye. It is reported as gone when its PTR record expires, after at most 1125 s (the
+shortest lifetime that zeroconf accepts), or at once when another relay advertises exactly its addresses and port.
 
-Hostile LANs. Every advert has to have our form and its id for a name, or is dropped and counted. We keep
-at most 4096 relays, zeroconf at most 10,000 records. A question lists the names heard, so that more than
-1024 that are no relays of ours are forgotten before it is asked. The browser remembers each name that
-it ever saw: after 50,000 names it is replaced. A flood of 6000 names a second cost 17 % of a core and
-20 MB, and held the loop for up to 0.1 s, once in 10 s.
+Hostile LANs. An advert that is malformed, or whose name does not match its relay id, is dropped and counted. At most
+4096 relays are kept, and zeroconf keeps at most 10,000 records. A question lists the known names, so before each one,
+names that are not relays of this network are removed if there are more than 1024. The browser remembers each name that
+it ever saw, so it is replaced after 50,000 names. A flood of 6000 names a second cost 17 % of a core and 20 MB, and
+blocked the loop for up to 0.1 s, once in 10 s.
 """
 
 from __future__ import annotations
@@ -61,13 +60,13 @@ from relay.logs import Quiet
 log = logging.getLogger(__name__)
 
 POLL_S: Final = 2.0
-"""Between two looks at the interfaces."""
+"""Interval between two scans of the interfaces."""
 
 CONFIRM_S: Final = 0.5
-"""Until the look that has to confirm a change."""
+"""Time until the scan that must confirm a change."""
 
 MAX_STRANGERS: Final = 1024
-"""Names that zeroconf may hold beside those of our relays when we ask: each is part of the question."""
+"""Most names in zeroconf's cache, besides those of known relays, when a question is sent: each is part of it."""
 
 CLOSE_S: Final = 0.8
 
@@ -81,14 +80,13 @@ _REJOIN_MAX_S: Final = 60.0
 
 
 class MulticastDiscovery:
-    """Announces this relay on the LAN and yields the relays there that share a network with it.
+    """Advertises this relay on the LAN and reports the relays there that share a network with it.
 
-    `networks` are the fingerprints of the network keys held, `port` is where links are accepted.
-    `interfaces` restricts it to these addresses of this host; None: all. `look` lists the addresses of
-    this host and runs in a thread.
+    `networks` are the fingerprints of its network keys, and `port` is where links are accepted. `interfaces` restricts
+    it to these addresses of this host; None: all. `look` lists the addresses of this host and runs in a thread.
 
     Raises:
-        ValueError: no network or more than 32, or a site name over 63 bytes.
+        ValueError: there are no networks or over 32, or the site name has over 63 bytes.
     """
 
     def __init__(
@@ -141,7 +139,7 @@ class MulticastDiscovery:
         self._asked = 0
 
     def sightings(self) -> AsyncIterator[Sighting]:
-        """Yield relays as `Discovery` says. A relay's sightings replace each other by its id."""
+        """Yield sightings; see `Discovery.sightings`. A relay's sighting replaces the earlier one with its id."""
         if not self._tasks and not self._closing:
             self._filtering_log = True
             zeroconf_log.begin()
@@ -152,10 +150,10 @@ class MulticastDiscovery:
         return self._feed.read()
 
     def set_networks(self, networks: tuple[bytes, ...]) -> None:
-        """Announce other networks from now on. What was sighted stays; a network new to us is asked for.
+        """Advertise these networks from now on. Reported relays stay; relays of new networks are asked for.
 
         Raises:
-            ValueError: none, or more than 32; nothing changed.
+            ValueError: there are none or over 32; nothing has changed.
         """
         encode_txt(Advert(self._relay_id, networks, self._site))
         self._sightings.networks = networks
@@ -181,11 +179,11 @@ class MulticastDiscovery:
                     self._stop_browsing()
                     await self._zeroconf.async_close()
         except TimeoutError:
-            self._errors["close"] = "the goodbye took too long"
+            self._errors["close"] = f"the goodbye took over {CLOSE_S:g} s"
         finally:
             try:
                 if self._zeroconf is not None:
-                    # Without what is left of the goodbye, this takes one turn of the loop.
+                    # Without the rest of the goodbye, this takes one turn of the loop.
                     self._zeroconf.zeroconf.generate_unregister_all_services()
                     await self._zeroconf.async_close()
             finally:
@@ -194,7 +192,7 @@ class MulticastDiscovery:
                 self._closed.set()
 
     def status(self) -> dict[str, object]:
-        """Return what was tried and found, as JSON-able facts."""
+        """Return what was tried and found, ready for JSON."""
         settled = self._damper.settled or frozenset()
         return {
             "kind": "mdns",
@@ -223,7 +221,7 @@ class MulticastDiscovery:
             "errors": dict(sorted(self._errors.items())),
         }
 
-    # This host: interfaces, sockets, our own advert
+    # This host: interfaces, sockets, the advert
 
     async def _watch(self) -> None:
         while True:
@@ -241,7 +239,7 @@ class MulticastDiscovery:
                     await self._wake.wait()
 
     async def _look_around(self) -> bool:
-        """Return whether the addresses that count have changed."""
+        """Scan the addresses; return whether the accepted ones have changed."""
         try:
             seen = await asyncio.to_thread(self._look)
         except (OSError, ValueError) as error:
@@ -253,7 +251,7 @@ class MulticastDiscovery:
         return self._damper.look(seen)
 
     async def _apply(self, changed: bool) -> None:
-        """Bring sockets and advert in line with the interfaces; what fails is tried again later."""
+        """Adapt sockets and advert to the interfaces; what fails is tried again later."""
         self._stale = False
         settled = self._damper.settled or frozenset()
         addresses = announced(settled)
@@ -266,16 +264,16 @@ class MulticastDiscovery:
         try:
             zeroconf = await self._open()
             if changed:
-                # Where we come new nobody was asked. The question leaves after 20 ms at the earliest, when
-                # the sockets are there; the update returns after 450.
+                # Ask on new interfaces. The question is sent after 20 ms at the earliest, when the sockets
+                # are open; the update returns only after 450 ms.
                 self._browse(ask=True)
-            # The advert first, since interfaces that come are told of it by the update.
+            # The advert first, because the update announces it on new interfaces.
             if self._registered is not None and addresses:
                 await self._announce(zeroconf, addresses)
             joined = {sender.interface_key for sender in zeroconf.zeroconf.engine.senders}
             if moved:
-                # The same address on another interface, or on one that was made anew: zeroconf compares
-                # addresses only, and would keep a socket that hears nothing.
+                # The same address on another interface, or on one that was made again: zeroconf compares only
+                # addresses, and would keep a socket that receives nothing.
                 await zeroconf.async_update_interfaces(_sockets_for(before & self._sightings.ours))
             await zeroconf.async_update_interfaces(choice)
             senders = {sender.interface_key for sender in zeroconf.zeroconf.engine.senders}
@@ -289,14 +287,17 @@ class MulticastDiscovery:
             self._browse(ask=True)
         missing = len(choice) - len(senders)
         if missing > 0:
-            self._failed("sockets", f"{missing} of {len(choice)} not joined")
+            self._failed(
+                "sockets",
+                f"{missing} of {len(choice)} interfaces could not join the multicast group",
+            )
             self._try_again()
         else:
             self._errors.pop("sockets", None)
             self._rejoin.succeeded()
 
     def _failed(self, what: str, error: str) -> None:
-        """Show what does not work until it does, and log it when it is news."""
+        """Show an error in the status until it is over, and log it if it is new."""
         if self._errors.get(what) != error:
             self._errors[what] = error
             fields = {"what": what, "error": error}
@@ -307,10 +308,10 @@ class MulticastDiscovery:
 
     async def _open(self) -> AsyncZeroconf:
         if self._zeroconf is None:
-            # Without interfaces: the constructor would leak sockets if one of them failed.
+            # Without interfaces, because the constructor would leak sockets if one of them failed.
             try:
                 self._zeroconf = AsyncZeroconf(interfaces=[], ip_version=IPVersion.All)
-            except OSError:  # this host has no IPv6
+            except OSError:  # this host does not have IPv6
                 self._zeroconf = AsyncZeroconf(interfaces=[], ip_version=IPVersion.V4Only)
             self._opened.set()
         return self._zeroconf
@@ -342,7 +343,7 @@ class MulticastDiscovery:
         future.add_done_callback(self._broadcasts.discard)
 
     def _browse(self, *, ask: bool) -> None:
-        """Begin anew to watch, hear of everything in the cache again, and `ask` the LAN."""
+        """Start a new browser, which reports everything in the cache again, and with `ask` ask the LAN."""
         self._stop_browsing()
         if self._zeroconf is None:
             return
@@ -350,8 +351,8 @@ class MulticastDiscovery:
         self._browser = AsyncServiceBrowser(
             self._zeroconf.zeroconf, SERVICE_TYPE, handlers=[self._on_change]
         )
-        # It would ask again about each name that is about to expire, every 10 s, in questions that list
-        # all names heard: whoever floods the LAN would make us do so too. We ask ourselves.
+        # Every 10 s it would ask about each name that is about to expire, in questions that list all known names, so
+        # that a flood on the LAN would make this relay flood it, too. `_ask` asks instead.
         sender = self._browser._query_sender_task
         if sender is not None:
             sender.cancel()
@@ -366,7 +367,7 @@ class MulticastDiscovery:
             self._browser = None
 
     async def _ask(self) -> None:
-        """Ask who is there: often at first, then ever so rarely. The answers come to the browser."""
+        """Ask for relays, often at first and then rarely. The browser receives the answers."""
         while True:
             wait_s = self._ask_at_s - time.monotonic()
             if wait_s > 0 or self._zeroconf is None or not self._sightings.ours:
@@ -377,7 +378,7 @@ class MulticastDiscovery:
                 continue
             self._purge()
             self._ask_at_s = time.monotonic() + self._ask_interval_s()
-            # Unicast answers spare the others, but may go to another responder on this host.
+            # Unicast answers (QU) spare the other hosts, but may go to another responder on this host.
             kind = DNSQuestionType.QM if self._asked_since_browse else DNSQuestionType.QU
             self._asked_since_browse += 1
             self._asked += 1
@@ -402,14 +403,14 @@ class MulticastDiscovery:
         )
 
     def _cached_names(self) -> list[DNSPointer]:
-        """Return the names in zeroconf's cache."""
+        """Return the service names in zeroconf's cache."""
         if self._zeroconf is None:
             return []
         records = self._zeroconf.zeroconf.cache.entries_with_name(SERVICE_TYPE)
         return [record for record in records if isinstance(record, DNSPointer)]
 
     def _purge(self) -> None:
-        """Make the cache forget the names that are no relays of ours, if there are very many."""
+        """Remove names from the cache that are not known relays, if there are more than `MAX_STRANGERS`."""
         heard = self._cached_names()
         if len(heard) - len(self._sightings.known) <= MAX_STRANGERS or self._zeroconf is None:
             return
@@ -420,7 +421,7 @@ class MulticastDiscovery:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled():
-            # Nothing but a fault of ours ends the work: whoever reads is told.
+            # Only an internal error ends the task: raise it at the reader.
             self._feed.end(task.exception() or RuntimeError(f"{task.get_name()} ended"))
 
     def _on_change(
@@ -437,10 +438,9 @@ class MulticastDiscovery:
 
 
 def _sockets_for(ours: frozenset[Address]) -> list[str | int]:
-    """Return what zeroconf is to join: one IPv4 address, and the index for IPv6, per interface.
+    """Return what zeroconf should join, per interface: one IPv4 address, and the index for IPv6.
 
-    A second address of one interface could not join the group again, and IPv6 has no route for multicast
-    on loopback.
+    A second address of an interface cannot join the group again, and IPv6 lacks a multicast route on loopback.
     """
     v4: dict[int, str] = {}
     v6: dict[int, int] = {}
@@ -455,4 +455,4 @@ def _sockets_for(ours: frozenset[Address]) -> list[str | int]:
 def _answers_go_to_the_browser(
     zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange
 ) -> None:
-    """Do nothing: the answers to a question also reach the browser that watches."""
+    """Do nothing: the other browser receives the answers to the question, too."""

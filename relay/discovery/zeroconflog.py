@@ -1,4 +1,4 @@
-"""What zeroconf warns of becomes an event of ours, and a rare one, while any discovery runs."""
+"""Turns warnings of the zeroconf library into log events of Iris, at a limited rate, while a discovery runs."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import time
 
 from relay.logs import Quiet
 
-log = logging.getLogger("relay.discovery.zeroconf")  # operators know it by this name
+log = logging.getLogger("relay.discovery.zeroconf")  # the name that operators know
 
 
 class ZeroconfLogFilter(logging.Filter):
-    """The filter of zeroconf's log. `begin` and `end` go together."""
+    """The filter of the zeroconf library's log. Each discovery calls `begin` once and `end` once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -20,7 +20,7 @@ class ZeroconfLogFilter(logging.Filter):
 
     def begin(self) -> None:
         self._users += 1
-        logging.getLogger("zeroconf").addFilter(self)  # again is harmless
+        logging.getLogger("zeroconf").addFilter(self)  # adding it twice has no effect
 
     def end(self) -> None:
         self._users -= 1

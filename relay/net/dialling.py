@@ -1,16 +1,17 @@
-"""Which relays to dial, and when: a bounded table of targets that were sighted or introduced, with backoff.
+"""Decides which relays to dial, and when: a bounded table of targets from discovery and from peers, with backoff.
 
-A target is dialled while its relay is not linked: at once when it is sighted, at once when its link is lost, and at growing
-intervals after failures. If the relay's id is known (from an advert or a peer), each of the target's addresses is tried until
-that relay is linked. Another relay that answers there, as at an address that several hosts have, is an error of that address.
+A target is dialled while its relay is not linked: at once when discovery reports it, at once when its link is lost, and
+at growing intervals after failures. If the relay's id is known (from an advert or a peer), each of the target's addresses
+is tried until that relay is linked. Another relay that answers there counts as an error of that address; this happens at
+addresses that several hosts have, such as those of container bridges.
 
-A seed stands for whichever relay answers. Of two relays that see each other, the one with the higher id waits a moment for the
-other to dial.
+A seed stands for whichever relay answers. If two relays discover each other, the one with the higher id waits a moment
+for the other to dial.
 
-Anybody on the LAN can send adverts. A target that was never linked and that only adverts name is a **stranger**. Dials to
-strangers are limited, in total and per host. A stranger's new addresses do not make us dial sooner, and strangers displace only
-strangers. An advert's goodbye ends the dialling of a stranger. A relay that was linked is dialled for `GOODBYE_S` more; until
-then discovery hears it again if it is there.
+Anybody on the LAN can send adverts. A target that was never linked and that only adverts name is a **stranger**. Dials
+to strangers are limited, in total and per host. A stranger's new addresses do not make this relay dial sooner, and
+strangers displace only strangers. A goodbye in an advert ends the dialling of a stranger. A relay that was linked is
+dialled for another `GOODBYE_S`; by then discovery has reported it again if it still runs.
 """
 
 from __future__ import annotations
@@ -33,44 +34,45 @@ log = logging.getLogger(__name__)
 
 MAX_TARGETS: Final = 4096
 MAX_DIALS: Final = 32
-"""Dials at once."""
+"""Most dials at once."""
 BACKOFF_MIN_S: Final = 0.1
 BACKOFF_MAX_S: Final = 5.0
 PEER_BACKOFF_MAX_S: Final = 30.0
 PEER_FAILURES: Final = 40
-"""After so many, about a quarter of an hour, what a peer told is forgotten: it can tell it again."""
+"""After so many failures, about a quarter of an hour, a target from a peer is removed; the peer can introduce it again."""
 LATELY_S: Final = 30.0
 LATELY_BACKOFF_MAX_S: Final = 1.0
-"""For so long after it was linked a relay is dialled at least so often: its members are remembered for three seconds only."""
+"""For `LATELY_S` after its link was lost, a relay is dialled at least every `LATELY_BACKOFF_MAX_S`: calls wait for its
+members for only three seconds."""
 STRANGER_BACKOFF_MAX_S: Final = 30.0
 STRANGERS_PER_S: Final = 100.0
 STRANGERS_BURST: Final = 256.0
-"""Dials to strangers per second, and at once, in total."""
+"""Limits of dials to all strangers together: per second, and at once."""
 HOST_PER_S: Final = 5.0
 HOST_BURST: Final = 32.0
-"""The same per host."""
+"""Limits of dials to the strangers of one host: per second, and at once."""
 MAX_HOSTS: Final = 1024
 NEWS_S: Final = 10.0
-"""Shortest time between two immediate dials of a stranger because of news."""
+"""Shortest time between two immediate dials of a stranger because its advert changed."""
 GOODBYE_S: Final = 120.0
-"""Twice the interval at which discovery asks."""
+"""How long a relay that said goodbye is still dialled: twice the interval at which discovery asks."""
 STABLE_S: Final = 10.0
-"""A link that lived so long starts the backoff anew."""
+"""A link that was up for so long resets the backoff."""
 WAIT_FOR_OTHER_S: Final = 1.0
 SELF_S: Final = 60.0
-"""A seed that turned out to be ourselves is tried again only after this."""
+"""Pause before a seed that is this relay itself is tried again."""
 
 Address = tuple[str, int]
 
 ADVERT: Final = "mdns"
-"""The source of targets that anybody may have made up."""
+"""The source of targets from adverts, which anybody can forge."""
 UP: Final = "up"
 LINKED: Final = "linked already"
 OURSELVES: Final = "ourselves"
 
 
 class Seen(Protocol):
-    """What discovery tells; see `relay.discovery.Sighting`."""
+    """A sighting; see `relay.discovery.Sighting`."""
 
     @property
     def addresses(self) -> tuple[tuple[str, int], ...]: ...
@@ -86,30 +88,30 @@ class Seen(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Target:
-    """Somebody to dial."""
+    """A relay to dial."""
 
     key: Hashable
     addresses: tuple[tuple[str, int], ...]
     networks: tuple[bytes, ...]
     source: str
     relay_id: bytes | None
-    """Who it is: known from the start, or of a seed who answered last."""
+    """The relay's id: known from the start, or for a seed the one that answered last."""
     from_peer: bool = False
     network: bytes = b""
-    """The one that it was linked under last."""
+    """Fingerprint of the network in which it was linked last."""
     advertised: tuple[tuple[str, int], ...] = ()
-    """The addresses that were announced last."""
+    """The addresses that were advertised last."""
     good: tuple[str, int] | None = None
-    """Address at which it was reached last, if its id was known before."""
+    """The address at which it was reached last, if its id was known before."""
     known: bool = False
-    """Whether its relay was ever linked."""
+    """Whether the relay was ever linked."""
     said_goodbye: bool = False
-    """Whether an advert said goodbye in its name."""
+    """Whether an advert said goodbye for it."""
     goodbye_s: float = -math.inf
     news_s: float = -math.inf
-    """Time of the last immediate dial because of news."""
+    """When it was last dialled at once because its advert changed."""
     lost_s: float = -math.inf
-    """When its link was lost last."""
+    """When its link was last lost."""
     failures: int = 0
     error: str = ""
     dialling: bool = False
@@ -119,12 +121,12 @@ class Target:
 
     @property
     def stranger(self) -> bool:
-        """Whether only adverts name it."""
+        """Whether only adverts name it and it was never linked."""
         return self.source == ADVERT and not self.known
 
 
 class Allowance:
-    """A token bucket: so many at once, and so many per second."""
+    """A token bucket: `burst` at once, and `per_s` per second."""
 
     __slots__ = ("_burst", "_left", "_per_s", "_then_s")
 
@@ -134,7 +136,7 @@ class Allowance:
         self._then_s = -math.inf
 
     def take(self, now_s: float) -> bool:
-        """Take a token if there is one."""
+        """Take a token; return False if there is none."""
         self._left = min(self._burst, self._left + (now_s - self._then_s) * self._per_s)
         self._then_s = now_s
         if self._left < 1:
@@ -145,14 +147,14 @@ class Allowance:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a dial of one address ended: UP, LINKED, OURSELVES or an error; and who answered, if that is known."""
+    """The result of dialling one address: UP, LINKED, OURSELVES or an error; and the id of the relay that answered, if known."""
 
     what: str
     relay_id: bytes | None = None
 
 
 class Dialler:
-    """Owns the targets and the tasks that dial them."""
+    """The targets of one hub, and the tasks that dial them."""
 
     def __init__(
         self,
@@ -163,7 +165,7 @@ class Dialler:
         *,
         kind: str = "link",
     ) -> None:
-        """`dial` tries one address of a target; `linked` says whether a relay is linked now; `kind` is how events of the log begin."""
+        """`dial` dials one address of a target; `linked` returns whether a relay is linked now; `kind` begins the log events."""
         self._kind = kind
         self._own_id = own_id
         self._dial = dial
@@ -179,14 +181,14 @@ class Dialler:
         self.evicted = 0
         self.ignored = 0
         self.held_back = 0
-        """Addresses of strangers that were not dialled because there were too many."""
+        """Addresses of strangers that were not dialled because of the limits."""
         self.dials = 0
 
     def sighted(self, seen: Seen) -> None:
-        """Dial what was seen, or stop dialling what is gone. A link that is up stays."""
+        """Dial a relay that was sighted, or stop dialling one that left. A link that is up stays."""
         key: Hashable = seen.relay_id
         if key is None:
-            # A name that stands for many relays has a target for each; one that stands for one may move.
+            # A name of many relays has a target for each address. A name of one relay has one target, whose addresses may change.
             many = seen.source.startswith("dns:")
             key = (seen.source, seen.addresses) if many else (seen.source,)
         if seen.gone:
@@ -201,12 +203,12 @@ class Dialler:
             self._add(key, seen.addresses, seen.networks, seen.source, seen.relay_id, False)
 
     def introduced(self, relay_id: bytes, addresses: Sequence[tuple[str, int]]) -> None:
-        """A peer told where another relay accepts links."""
+        """Dial a relay whose addresses a peer gave."""
         if relay_id != self._own_id and addresses and relay_id not in self._targets:
             self._add(relay_id, tuple(addresses), (), "peer", relay_id, True)
 
     def lost(self, relay_id: bytes, lived_s: float, dialled: bool) -> None:
-        """A link ended: dial its relay again, at once if we did so before, and else if the other one does not."""
+        """Dial the relay of a link that ended: at once if this side had dialled, otherwise after giving the peer time to dial."""
         for target in list(self._targets.values()):
             if target.relay_id == relay_id and not target.dialling:
                 target.known = True
@@ -220,7 +222,7 @@ class Dialler:
                 self._schedule(target, delay_s if dialled else delay_s + WAIT_FOR_OTHER_S)
 
     def up(self, relay_id: bytes) -> None:
-        """A link came up, whoever dialled: what else stands for the same relay is not needed."""
+        """Note that a link is up, whichever side dialled, and remove other targets of the same relay that peers gave."""
         same = [t for t in self._targets.values() if t.relay_id == relay_id]
         for target in same:
             target.known, target.news_s = True, -math.inf
@@ -229,7 +231,7 @@ class Dialler:
                 same = [t for t in same if t is not target]
 
     async def stop(self) -> None:
-        """Dial no more. Idempotent."""
+        """Stop dialling and remove all targets. Idempotent."""
         self._stopped = True
         for target in list(self._targets.values()):
             self._forget(target)
@@ -240,11 +242,11 @@ class Dialler:
 
     @property
     def targets(self) -> Iterable[Target]:
-        """What is dialled, linked or not."""
+        """All targets, linked or not."""
         return self._targets.values()
 
     def status(self) -> dict[str, object]:
-        """Return what is dialled and how that goes, for people: at most 64 targets."""
+        """Return counters and the targets that are not linked (at most 64), ready for JSON."""
         shown = [
             t
             for t in self._targets.values()
@@ -289,10 +291,10 @@ class Dialler:
             target.said_goodbye = False
             now_s = time.monotonic()
             if target.known and target.good and target.good not in addresses:
-                # Try the last good address last: the advert may come from somebody else.
+                # Keep the last good address, behind the others: the advert may be forged.
                 target.addresses = (*addresses, target.good)
             if news and source == ADVERT and now_s - target.news_s < NEWS_S:
-                return  # the regular dial will use the news
+                return  # the next regular dial uses the new addresses
             if news:
                 target.news_s = now_s
                 target.failures = 0
@@ -310,9 +312,9 @@ class Dialler:
         self._schedule(target, WAIT_FOR_OTHER_S if waits else 0)
 
     def _make_room(self, made: Target) -> bool:
-        """Forget a target that is not linked. For a stranger: the oldest stranger; else the oldest from a peer, then any other.
+        """Remove a target that is not linked. For a stranger: the oldest stranger; else the oldest from a peer, then any other.
 
-        A target from a peer displaces only other targets from peers, and none that was linked and has not failed since.
+        A target from a peer displaces only other targets from peers, and not one that was linked and has not failed since.
         """
         for_peer = made.from_peer
         for from_peer in (True,) if for_peer else (False,) if made.stranger else (True, False):
@@ -385,7 +387,7 @@ class Dialler:
         began_s = time.monotonic()
         try:
             outcome = await self._try_all(target)
-        except Exception as err:  # a fault of ours costs this dial, and not the target
+        except Exception as err:  # an internal error must cost this dial only, not the target
             outcome = Outcome(f"internal error: {err!r}")
             if target.error != outcome.what:
                 log.exception("%s.dial_fault", self._kind)
@@ -395,7 +397,7 @@ class Dialler:
         target.error = "" if linked else outcome.what
         if not linked and not target.failures and not target.from_peer:
             fields = {"source": target.source, "error": target.error}
-            if target.stranger:  # there may be any number of them
+            if target.stranger:  # an attacker may advertise any number of them
                 event = f"{self._kind}.not_reached"
                 self._quiet.warning(log, event, ADVERT, time.monotonic(), fields)
             else:
@@ -406,7 +408,7 @@ class Dialler:
             if outcome.relay_id is not None:
                 self.up(outcome.relay_id)
         else:
-            # It failed, or was up for less than a turn of the loop.
+            # The dial failed, or the link was up for less than a turn of the loop.
             away_s = time.monotonic() - max(target.lost_s, target.goodbye_s)
             if (target.from_peer and target.failures >= PEER_FAILURES) or (
                 target.said_goodbye and away_s > GOODBYE_S
@@ -418,25 +420,25 @@ class Dialler:
             self._schedule(target, max(0.0, delay_s - (time.monotonic() - began_s)))
 
     def _may_dial(self, address: Address) -> bool:
-        """Whether one more address of a stranger may be dialled now, within the limits of its host and in total."""
+        """Return whether the limits allow to dial one more address of a stranger now."""
         host, now_s = address[0], time.monotonic()
         allowance = self._hosts.pop(host, None) or Allowance(HOST_PER_S, HOST_BURST)
         if len(self._hosts) >= MAX_HOSTS:
-            del self._hosts[next(iter(self._hosts))]  # the host that was dialled longest ago
+            del self._hosts[next(iter(self._hosts))]  # the host dialled longest ago
         self._hosts[host] = allowance
         return allowance.take(now_s) and self._strangers.take(now_s)
 
     async def _try_all(self, target: Target) -> Outcome:
-        """Dial a target's addresses in turn until its relay is linked; of a seed, until anybody is."""
+        """Dial a target's addresses in turn until its relay is linked; for a seed, until any relay is."""
         wanted = target.key if isinstance(target.key, bytes) else None
-        outcome = Outcome("it has no address")
+        outcome = Outcome("no address is known")
         for number, address in enumerate(target.addresses):
             if wanted is not None and self._linked(wanted):
-                return Outcome(LINKED, wanted)  # it has dialled us meanwhile
+                return Outcome(LINKED, wanted)  # it has dialled this relay meanwhile
             if target.stranger and not self._may_dial(address):
                 self.held_back += 1
                 outcome = Outcome(
-                    "too many relays are announced at once; this one will be dialled later"
+                    "too many relays are advertised at once; this one is dialled later"
                 )
                 continue
             found = await self._dial(target, address)
@@ -445,18 +447,18 @@ class Dialler:
                 if answered:
                     target.relay_id = found.relay_id
                     return found
-                # Only if all its addresses are ours is it we.
+                # The seed is this relay only if all its addresses are.
                 if found.what != OURSELVES or not number:
                     outcome = found
             elif answered and found.relay_id == wanted:
                 target.good = address
                 return found
             elif answered or found.what == OURSELVES:
-                who = "ourselves" if found.what == OURSELVES else "another relay"
-                outcome = Outcome(f"{show(*address)}: {who}")
+                who = "this relay itself" if found.what == OURSELVES else "another relay"
+                outcome = Outcome(f"{show(*address)}: {who} answers there")
                 if (
                     target.from_peer or target.said_goodbye
-                ):  # it is gone, and another relay has its address: no hurry
+                ):  # it has left, and another relay has its address: retry rarely
                     target.lost_s = -math.inf
                     target.failures = max(target.failures, 6)
             else:

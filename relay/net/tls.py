@@ -1,22 +1,22 @@
-"""A relay's side of TLS: who it is in each of its networks, and whom it lets in.
+"""A relay's side of TLS: its credentials in each network and site, and the contexts that accept connections.
 
-Every connection names a network by its fingerprint (SNI, 32 hex digits). That picks the credentials, so
-that an old and a new network key are served side by side; a connection that names none of ours is
-refused with an alert before any certificate is shown.
+Every connection names a network by its fingerprint (SNI, 32 hex digits). The name selects the credentials, so that an
+old and a new network key are served side by side. A connection that names an unknown network is refused with an alert
+before any certificate is sent.
 
-    links       dialler and acceptor show relay leaves, each trusts the network CA alone
-    sessions    the relay shows its leaf, the process an access leaf; the relay trusts the access CA alone
-    WAN         gateways of two sites, dialler and acceptor, show gateway leaves; each trusts the CA of the site that it pinned
+    links       both sides present relay leaves and trust only the network CA
+    sessions    the relay presents its leaf, the process an access leaf; the relay trusts only the access CA
+    WAN         gateways of two sites present gateway leaves; each trusts only the CA of the site that it pinned
 
-Between sites the name is that of the dialler's site key: the acceptor picks the one authority to hold it against.
+Between sites, the SNI names the dialler's site key, so that the acceptor selects the authority to verify it against.
 
-In TLS 1.3 the dialler's handshake ends before the acceptor has judged it, so a link is up only after both
-HELLOs. When a handshake is done, either side calls `check_alpn` and `peer_relay_id`. How certificates
-and contexts are made: `iris.crypto.certificates` and `iris.remote`.
+In TLS 1.3 the dialler's handshake ends before the acceptor has verified it, so a link is up only after both HELLOs.
+After the handshake, both sides call `check_alpn` and `peer_relay_id`. `iris.crypto.certificates` and `iris.remote` make
+the certificates and contexts.
 
-Two habits of asyncio and uvloop: `create_server` tells nobody of a handshake that failed, while
-`connect_accepted_socket` raises its error (`refusal` names it); and neither sends the alert that OpenSSL
-made of it, so the other side sees its connection end and only the refusing side knows why.
+asyncio and uvloop have two peculiarities. `create_server` does not report a failed handshake, while
+`connect_accepted_socket` raises its error (`refusal` names it). Neither sends OpenSSL's alert, so the peer sees the
+connection end, and only the refusing side knows the reason.
 """
 
 from __future__ import annotations
@@ -77,9 +77,9 @@ __all__ = [
 ]
 
 LINK_ALPN: Final = "iris-link/1"
-"""Names links and their version in TLS, before a byte of either is read."""
+"""ALPN name of links, with their version: TLS compares it before a frame is read."""
 WAN_ALPN: Final = "iris-wan/1"
-"""The same of connections between gateways."""
+"""ALPN name of connections between gateways."""
 
 _SITE_CA: Final = re.compile(r"iris site CA ([0-9a-f]{32})")
 _GATEWAY: Final = re.compile(r"([a-z][a-z0-9-]{0,31}):([0-9a-f]{32})")
@@ -87,7 +87,7 @@ _GATEWAY: Final = re.compile(r"([a-z][a-z0-9-]{0,31}):([0-9a-f]{32})")
 WRONG_NETWORK: Final = "wrong network"
 FOREIGN: Final = "foreign certificate"
 TLS_REASONS: Final = {
-    "CALLBACK_FAILED": WRONG_NETWORK,  # no network of that name here
+    "CALLBACK_FAILED": WRONG_NETWORK,  # the network named is not served here
     "TLSV1_UNRECOGNIZED_NAME": WRONG_NETWORK,
     "CERTIFICATE_VERIFY_FAILED": FOREIGN,
     "PEER_DID_NOT_RETURN_A_CERTIFICATE": "no certificate",
@@ -108,14 +108,14 @@ TLS_REASONS: Final = {
     "RECORD_LAYER_FAILURE": "not TLS",
     "PACKET_LENGTH_TOO_LONG": "not TLS",
 }
-"""What OpenSSL calls it -> what we count it as."""
+"""OpenSSL's name of an error -> the reason under which it is counted."""
 
 
 class Credentials:
-    """Who one relay is under one network key. Costs some ms to make; keeps no Python object of a secret.
+    """The credentials of one relay under one network key. They take some ms to make and keep no secret in a Python object.
 
-    `dialling` dials links, with `server_hostname=credentials.server_name`; `accepting` and
-    `admitting` are what `link_server_context` and `session_server_context` pick from.
+    `dialling` dials links, with `server_hostname=credentials.server_name`. `link_server_context` selects from
+    `accepting`, and `session_server_context` from `admitting`.
     """
 
     __slots__ = (
@@ -134,17 +134,17 @@ class Credentials:
         relay_id: bytes,
         entropy: Callable[[int], bytes] = os.urandom,
     ) -> None:
-        """Make a leaf for the relay `relay_id` (16 bytes), with a private key of its own.
+        """Make a leaf with a new private key for the relay `relay_id` (16 bytes).
 
         Raises:
-            LocalProtocolError: the id has another length.
-            ConfigError: OpenSSL cannot be given a private key on this system.
+            LocalProtocolError: the id does not have 16 bytes.
+            ConfigError: a private key cannot be passed to OpenSSL on this system.
         """
         leaf = relay_leaf(network_key, relay_id, entropy(SECRET_BYTES))
         network, access = network_authority(network_key), access_authority(network_key)
         self.relay_id: Final = relay_id
         self.channel: Final = certificate_hash(leaf.certificate.public_bytes(Encoding.DER))
-        """What proofs of keys over TLS are bound to: `certificate_hash` of the leaf."""
+        """`certificate_hash` of the leaf; proofs of keys over TLS are bound to it."""
         self.fingerprint: Final = network_key.fingerprint
         self.server_name: Final = network_key.fingerprint.hex()
         self.dialling: Final = mutual_context(
@@ -164,23 +164,23 @@ class Credentials:
 
 
 class PeerPin:
-    """A key of another site as one gateway of ours meets it: `accepting` shows our leaf and trusts what that key signed, alone."""
+    """A pinned key of another site: `accepting` presents this gateway's leaf and trusts only what that key signed."""
 
     __slots__ = ("accepting", "fingerprint", "server_name", "site")
 
     def __init__(self, site: str, fingerprint: bytes, accepting: ssl.SSLContext) -> None:
         self.site: Final = site
         self.fingerprint: Final = fingerprint
-        """The name of the key, 16 bytes: `public_id` of it."""
+        """Name of the key, 16 bytes: its `public_id`."""
         self.server_name: Final = fingerprint.hex()
         self.accepting: Final = accepting
 
 
 class GatewayCredentials:
-    """Who one gateway is under its site's key, and which sites it knows by theirs. Keeps no Python object of a secret.
+    """The credentials of one gateway under its site's key, and the pinned keys of other sites. Keeps no secret in a Python object.
 
-    Connections are dialled with `dialling[site]` and `server_hostname=credentials.server_name`, and accepted with what
-    `gateway_server_context` picks from `pins`.
+    Dial with `dialling[site]` and `server_hostname=credentials.server_name`. For accepting, `gateway_server_context`
+    selects from `pins`.
     """
 
     __slots__ = ("dialling", "fingerprint", "pins", "relay_id", "server_name", "site")
@@ -196,9 +196,9 @@ class GatewayCredentials:
         """Make a leaf for the gateway `relay_id` (16 bytes) of `site`. `peers` maps sites to their pinned public keys.
 
         Raises:
-            LocalProtocolError: the id or a pin has another length.
-            InvalidName: a site's name is none.
-            ConfigError: OpenSSL cannot be given a private key on this system.
+            LocalProtocolError: the id or a pin has the wrong length.
+            InvalidName: a site's name is not valid.
+            ConfigError: a private key cannot be passed to OpenSSL on this system.
         """
         leaf = gateway_leaf(site_key, site, relay_id, entropy(SECRET_BYTES))
         self.relay_id: Final = relay_id
@@ -206,9 +206,9 @@ class GatewayCredentials:
         self.fingerprint: Final = public_id(site_key.public_key)
         self.server_name: Final = self.fingerprint.hex()
         self.pins: Final[list[PeerPin]] = []
-        """Of all sites."""
+        """The pinned keys of all sites."""
         self.dialling: Final[dict[str, ssl.SSLContext]] = {}
-        """By site; each trusts all keys that are pinned for it."""
+        """Contexts for dialling: site -> context that trusts all keys pinned for it."""
         for peer, public_keys in peers.items():
             first, *others = [site_authority(public_key, peer) for public_key in public_keys]
             dialling = mutual_context(
@@ -228,86 +228,86 @@ class GatewayCredentials:
 
 
 def peer_gateway(tls: ssl.SSLObject | ssl.SSLSocket, site: str) -> bytes:
-    """Return the relay id (16 bytes) of the gateway at the other end, which has to be one of `site`, as verified.
+    """Return the relay id (16 bytes) of the peer, a verified gateway of `site`.
 
     Raises:
-        PeerProtocolError: the certificate is no gateway's, or of another site.
+        PeerProtocolError: the certificate is not that of a gateway of `site`.
     """
     found = _GATEWAY.fullmatch(peer_name(tls, GATEWAY_URI))
     if found is None or found[1] != site:
-        raise PeerProtocolError(f"the peer's certificate is not of a gateway of {site}")
+        raise PeerProtocolError(f"the peer's certificate is not that of a gateway of site {site}")
     return bytes.fromhex(found[2])
 
 
 def peer_site_key(tls: ssl.SSLObject | ssl.SSLSocket) -> bytes:
-    """Return the name (16 bytes) of the site key that signed the verified certificate of the gateway at the other end.
+    """Return the name (16 bytes) of the site key that signed the peer gateway's verified certificate.
 
     Raises:
-        PeerProtocolError: a gateway's certificate does not look so.
+        PeerProtocolError: the certificate does not name a site key as its issuer.
     """
     certificate = tls.getpeercert() or {}
-    # The authority is trusted under this very name, and has signed the leaf itself. As for names, typeshed has one type for all fields.
+    # The issuer's name is reliable: the authority is trusted under it and signed the leaf itself. The cast is needed
+    # because typeshed has one type for all fields.
     issuer = cast(tuple[tuple[tuple[str, str], ...], ...], certificate.get("issuer", ()))
     for kind, value in (pair for part in issuer for pair in part):
         found = _SITE_CA.fullmatch(value) if kind == "commonName" else None
         if found is not None:
             return bytes.fromhex(found[1])
-    raise PeerProtocolError("the peer's certificate names no site key")
+    raise PeerProtocolError("the peer's certificate does not name a site key as its issuer")
 
 
 def link_server_context(credentials: Sequence[Credentials]) -> ssl.SSLContext:
     """Return the context that accepts links of every network in `credentials`.
 
-    The sequence is looked at in each handshake: a network added to or removed from a list counts for
-    the connections that come after.
+    The sequence is read in each handshake, so that a change of the list applies to later connections.
     """
     return _server_context(LINK_ALPN, lambda: ((c.server_name, c.accepting) for c in credentials))
 
 
 def session_server_context(credentials: Sequence[Credentials]) -> ssl.SSLContext:
-    """Return the context that accepts sessions of holders of access files, as `link_server_context`."""
+    """Return the context that accepts sessions with access files; see `link_server_context`."""
     return _server_context(
         SESSION_ALPN, lambda: ((c.server_name, c.admitting) for c in credentials)
     )
 
 
 def gateway_server_context(credentials: GatewayCredentials) -> ssl.SSLContext:
-    """Return the context that accepts gateways of every site that is pinned in `credentials`."""
+    """Return the context that accepts gateways of every site pinned in `credentials`."""
     return _server_context(
         WAN_ALPN, lambda: ((pin.server_name, pin.accepting) for pin in credentials.pins)
     )
 
 
 def refusal(error: BaseException) -> str:
-    """Return why a handshake failed on our side: a text out of few, so that they can be counted by.
+    """Return why a handshake failed on this side: one of a few texts, under which refusals are counted.
 
-    `error` is what `connect_accepted_socket`, `create_connection` or an SSLObject's `do_handshake` raised.
+    `error` was raised by `connect_accepted_socket`, `create_connection` or an SSLObject's `do_handshake`.
     """
     if isinstance(error, ssl.SSLError):
         return TLS_REASONS.get(error.reason or "", "TLS failure")
     if isinstance(error, TimeoutError):
         return "TLS handshake took too long"
-    # asyncio's word for a handshake over its time is a ConnectionAbortedError like the others.
+    # asyncio reports a handshake over its time limit as a ConnectionAbortedError, too.
     if isinstance(error, ConnectionAbortedError) and "longer than" in str(error):
         return "TLS handshake took too long"
     return "connection ended in the TLS handshake"
 
 
 @contextlib.contextmanager
-def counting_garbled_names(told: Callable[[], None]) -> Iterator[None]:
-    """While entered, call `told` for each server name that is not ASCII, where `ssl` prints a traceback.
+def counting_garbled_names(count: Callable[[], None]) -> Iterator[None]:
+    """While entered, call `count` for each server name that is not ASCII, instead of the traceback that `ssl` prints.
 
-    The handshake is refused in any case; without this anybody who connects could fill our stderr. It
-    changes `sys.unraisablehook`: for a process that is a relay, not for one that embeds it.
+    Such a handshake is refused in any case, but without this anybody who can connect could fill stderr. It replaces
+    `sys.unraisablehook`, so use it in a relay's own process only.
     """
     previous = sys.unraisablehook
 
     def hook(unraisable: sys.UnraisableHookArgs, /) -> None:
-        # What `ssl` passes when a name does not decode, and nothing else does: the raw name.
+        # Only `ssl` passes the raw name as the object, when it cannot be decoded.
         if isinstance(unraisable.exc_value, UnicodeDecodeError) and (
             unraisable.object == unraisable.exc_value.object
         ):
-            told()
+            count()
         else:
             previous(unraisable)
 
@@ -321,9 +321,9 @@ def counting_garbled_names(told: Callable[[], None]) -> Iterator[None]:
 def _server_context(
     alpn: str, known: Callable[[], Iterable[tuple[str, ssl.SSLContext]]]
 ) -> ssl.SSLContext:
-    # OpenSSL keeps this one's versions, verification and tickets for the whole connection, and takes
-    # certificate, trusted authorities and ALPN of the one picked. So this one is as strict as the others; it
-    # has no certificate and trusts nobody, for a connection that never gets another.
+    # OpenSSL keeps the versions, verification and tickets of this context for the whole connection, and takes
+    # certificate, trusted authorities and ALPN from the selected one. So this context is as strict as the others.
+    # It has no certificate and trusts nobody, in case none is selected.
     context = bare_context(ssl.PROTOCOL_TLS_SERVER, alpn=alpn)
 
     def pick(connection: ssl.SSLObject, name: str | None, _: ssl.SSLContext) -> int | None:
