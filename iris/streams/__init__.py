@@ -51,6 +51,7 @@ from iris.wire.orders import DEAD, Definition, check_definition
 from iris.wire.streams import Committed, ConsumerInfo, DeleteConsumer, Fetch, Fetched, Settled
 
 MAX_PRODUCERS: Final = 1024
+"""Streams that one client can append to."""
 MAX_OPENERS: Final = 256
 """Logs for which `fetch` caches a `RecordOpener`. When it is full the cache is cleared and logs are described again."""
 _ConsumerInfos = list[ConsumerInfo]
@@ -59,6 +60,7 @@ _Offsets = list[int]
 _Pending = list[tuple[asyncio.Future[int], int]]
 """These aliases exist because `list` is a method of Streams. _Pending: (first offset of the record, index in it)."""
 PATIENCE_S: Final = 30.0
+"""Default seconds for which a reader or consumer waits for a relay or store that is away."""
 __all__ = [
     "CommitInfo",
     "Consumer",
@@ -469,7 +471,7 @@ class Streams:
         for appender in self._appenders.values():
             appender.end("the client was closed")
 
-    # -- inside ----------------------------------------------------------------------------------------------
+    # -- internals -------------------------------------------------------------------------------------------
 
     def _appender(self, name: str, uuid: str) -> Appender:
         appender = self._appenders.get((name, uuid))

@@ -17,7 +17,9 @@ from iris.wire.kinds import NEVER_US
 from iris.wire.streams import CONFLICT, DUPLICATE, STORED, Append, Appended
 
 CALL_S: Final = 10.0
+"""Seconds for the answer to one call; the producer decides about retries."""
 GIVE_UP_S: Final = 60.0
+"""Seconds for which the stream's store may be away before the waiting appends fail."""
 
 
 class Appender:
@@ -65,7 +67,7 @@ class Appender:
         self.producer.end(reason)
         self._wake()
 
-    # -- inside ----------------------------------------------------------------------------------------------
+    # -- internals -------------------------------------------------------------------------------------------
 
     def _waiter(self) -> asyncio.Future[int]:
         waiter: asyncio.Future[int] = self._loop.create_future()

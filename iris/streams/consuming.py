@@ -20,8 +20,11 @@ from iris.wire.streams import Consume, Delivered, Handed, Range, Record, Settle,
 BATCH_BYTES: Final = 1 << 20
 BATCH_MESSAGES: Final = 1000
 WAIT_MS: Final = 20_000
+"""Time that the store holds a call while there are no messages."""
 MAX_RANGES: Final = 4000
+"""Ranges of offsets of each kind in one Settle call."""
 SETTLE_S: Final = 10.0
+"""Seconds for which `close` waits to send what was settled."""
 CONFIRM_S: Final = 1.0
 """Seconds after a delivery in which a worker that has not settled anything confirms that it received the messages."""
 
@@ -79,7 +82,7 @@ class Consumer:
         """Offsets of the last delivery, until the store knows that it arrived."""
         self._confirm_timer: asyncio.TimerHandle | None = None
 
-    # -- taking ----------------------------------------------------------------------------------------------
+    # -- receiving -------------------------------------------------------------------------------------------
 
     def __aiter__(self) -> Self:
         return self

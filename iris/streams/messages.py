@@ -17,6 +17,7 @@ MAX_KEY_BYTES: Final = 4096
 OF_A_MESSAGE: Final = " of a message"
 """Ends the error of a message over the size limit."""
 ID_LABEL: Final = b"iris-message-id-1"
+"""Put before a message id when it is hashed, so that it never hashes like a key."""
 
 
 async def make_extras(

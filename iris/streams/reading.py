@@ -18,6 +18,7 @@ from iris.wire.streams import DeadLetter, Fetch, Fetched, Find, Found, Record
 Start = str | int | datetime
 FETCH_BYTES: Final = 1 << 20
 WAIT_MS: Final = 20_000
+"""Time that the store holds a fetch at the end of the stream."""
 MAX_GAPS: Final = 1000
 """Latest gaps that a reader or consumer keeps in `gaps`."""
 

@@ -61,11 +61,12 @@ HOLDERS_S: Final = 5.0
 _UUID: Final = re.compile("[0-9a-f]{32}")
 PAUSE_MIN_S: Final = 0.02
 PAUSE_MAX_S: Final = 1.0
+"""Shortest and longest pause between retries of a call."""
 NO_HOLDER: Final = "no store holds it"
+"""How a relay's answer begins if no store holds a stream; the reasons of stores that cannot serve may follow."""
 _LIST_HINT: Final = (
     "; `iris stream list` shows the existing streams, `iris stream create` creates one"
 )
-"""So a relay begins to say that nobody serves a stream."""
 START_HINT: Final = "start one with `iris relay --data DIR` or `iris store --data DIR`"
 T = TypeVar("T")
 
@@ -293,7 +294,7 @@ class Stores:
         where = ", ".join(self._starting)
         return f"; a store is still starting: {where}" if where else ""
 
-    # -- finding ---------------------------------------------------------------------------------------------
+    # -- locating --------------------------------------------------------------------------------------------
 
     def keys(self, name: str) -> tuple[ClusterKey, ...]:
         """Return this keyring's keys for a stream. Raises KeyringError without any."""
