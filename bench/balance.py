@@ -3,9 +3,9 @@
     python bench/balance.py slow      # 2 relays, one fast and one slow member (50 ms, one at a time), 32 callers
     python bench/balance.py shares    # 4 equal members, 3 at one relay and 1 at the other, 16 callers at each
 
-Prints JSON. `slow`: `PLACE_rate`, `alone_PLACE_rate` (without the slow member), `PLACE_ratio` of both and `PLACE_errors` by
-name, where PLACE of the callers is the relay of the `fast` member, of the `slow` one, or `both`. `shares`: what part of all
-requests each member got, also with all callers at the relay with one member, and the `largest` of all rounds.
+Prints JSON. `slow`: `RELAY_rate`, `alone_RELAY_rate` (without the slow member), `RELAY_ratio` of both and `RELAY_errors` by
+name, where RELAY, at which the callers are, is that of the `fast` member, of the `slow` one, or `both`. `shares`: each member's
+share of the requests, also with all callers at the relay with one member, and the `largest` of all rounds.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ SLOW_S = 0.05
 CALLERS = 32
 MEMBER_S = 0.002
 MEMBERS = (0, 0, 0, 1)
-"""At which relay each of the equal members is."""
-PLACES = {"fast": (CALLERS, 0), "slow": (0, CALLERS), "both": (CALLERS // 2, CALLERS // 2)}
+"""Index of the relay of each of the equal members."""
+CALLERS_AT = {"fast": (CALLERS, 0), "slow": (0, CALLERS), "both": (CALLERS // 2, CALLERS // 2)}
 """Callers at the fast member's relay and at the slow one's."""
 SPREADS = {"16 callers at each": (16, 16), "32 callers at the relay with one member": (0, 32)}
 
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """A member: how long a request takes it (0: a plain function answers at once), and how many it takes at once."""
+    """A member: seconds that it works on a request (0: a plain function answers at once), and its concurrency."""
 
     relay: int
     busy_s: float
@@ -81,7 +81,7 @@ async def member(serving: Serving) -> Result:
 
 
 async def callers(count: int, members: int, enough: int) -> Result:
-    """Ask from `count` tasks, from the cue until told to stop; "ready" when all members are there, and after `enough` requests."""
+    """Send requests from `count` tasks, from the cue until stopped. "ready" when all members are there, and after `enough` requests."""
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     samples_ns: list[int] = []
@@ -116,7 +116,7 @@ async def callers(count: int, members: int, enough: int) -> Result:
 def start_all(
     roles: Roles, serving: list[Serving], counts: tuple[int, int], enough: int
 ) -> tuple[list[Role], list[Role]]:
-    """Start two relays, members and callers, and let these begin."""
+    """Start two relays, members and callers, and cue the callers."""
     relays = iris_relays(roles, 2)
     members = [
         roles.start(
@@ -139,7 +139,7 @@ def start_all(
 
 
 def stop_all(members: list[Role], asking: list[Role]) -> Result:
-    """End callers, then members; return what they saw together."""
+    """Stop callers, then members; return their results together."""
     for role in asking:
         role.process.send_signal(signal.SIGTERM)
     asked = [role.result() for role in asking]
@@ -157,7 +157,7 @@ def stop_all(members: list[Role], asking: list[Role]) -> Result:
 
 
 def fast_and_slow(counts: tuple[int, int], seconds: float, *, slow: bool) -> Result:
-    """Ask a fast member at the one relay, and with `slow` a slow one at the other, for `seconds`."""
+    """Send requests for `seconds` to a fast member at one relay and, with `slow`, a slow one at the other."""
     serving = [Serving(0, 0.0, 8)]
     if slow:
         serving.append(Serving(1, SLOW_S, 1))
@@ -168,7 +168,7 @@ def fast_and_slow(counts: tuple[int, int], seconds: float, *, slow: bool) -> Res
 
 
 def equal_members(counts: tuple[int, int], requests: int) -> Result:
-    """Ask four equal members at least `requests` times; each group of callers asks its part at least."""
+    """Send at least `requests` requests to four equal members; each group of callers sends at least its part."""
     total = sum(counts)
     with Roles(60 + requests / 200) as roles:
         enough = -(-requests // sum(count > 0 for count in counts))
@@ -183,35 +183,35 @@ def equal_members(counts: tuple[int, int], requests: int) -> Result:
 
 
 def show(name: str, result: Result) -> None:
-    """Tell of a run on stderr."""
+    """Print a run to stderr."""
     print(f"{name}: {json.dumps(result)}", file=sys.stderr, flush=True)
 
 
 def run_slow(rounds: int, seconds: float) -> Result:
-    """Run every place of the callers, with and without the slow member by turns."""
+    """Run with the callers at each relay, alternating with and without the slow member."""
     summary: Result = {}
     results: Result = {}
-    for place, counts in PLACES.items():
+    for relay, counts in CALLERS_AT.items():
         sides = {
             "iris": lambda counts=counts: fast_and_slow(counts, seconds, slow=True),
             "alone": lambda counts=counts: fast_and_slow(counts, seconds, slow=False),
         }
         done = harness.alternate(rounds, sides)
-        results[place] = done
+        results[relay] = done
         compared = harness.compare(done, "rate", other="alone")
         for key, value in compared.items():
             alone = key.startswith("alone_")
-            name = f"alone_{place}_{key.removeprefix('alone_')}" if alone else f"{place}_{key}"
+            name = f"alone_{relay}_{key.removeprefix('alone_')}" if alone else f"{relay}_{key}"
             summary[name] = value
         errors: Counter[str] = Counter()
         for one in done:
             errors.update(one["iris"]["errors"])
-        summary[f"{place}_errors"] = dict(errors)
+        summary[f"{relay}_errors"] = dict(errors)
     return {**summary, "rounds": results}
 
 
 def run_shares(rounds: int, requests: int) -> Result:
-    """Run both spreads of the callers `rounds` times."""
+    """Run both distributions of the callers `rounds` times."""
     results = []
     for _ in range(rounds):
         results.append({name: equal_members(counts, requests) for name, counts in SPREADS.items()})
@@ -236,7 +236,7 @@ def main() -> None:
     parser.add_argument("--run", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.role:
-        signal.alarm(ROLE_S)  # whatever becomes of the bench, no role outlives this
+        signal.alarm(ROLE_S)  # ends this role even if the bench is killed
         options = json.loads(args.run)
         role = member(Serving(**options)) if args.role == "member" else callers(**options)
         harness.report(args.role, uvloop.run(role))

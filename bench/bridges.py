@@ -1,12 +1,11 @@
-"""What a bridge costs: programs of another protocol through it, beside the native client, in one run.
+"""The cost of a bridge: programs of another protocol through it, compared with the native client in one run.
 
     python bench/bridges.py                      # all cells
     python bench/bridges.py --cell iris1 --rounds 3 --seconds 2
 
 Prints JSON. Each cell has requests of 256 bytes in a closed loop, one in flight (`p50_us`, `p99_us`), and publications of 1 KiB as
-fast as their sender is let, to one subscriber who checks every number (`rate`, of what arrived; `lost`). Sides: `native`, and the
-cell's own: both programs through the bridge.
-`ratio_p50` and `ratio_rate` are the medians of the rounds' own bridge / native.
+fast as the system allows, to one subscriber, which checks every number (`rate` received, `lost`). Sides: `native`, and the cell's
+own, with both programs behind the bridge. `ratio_p50` and `ratio_rate` are medians over the rounds of bridge / native.
 """
 
 from __future__ import annotations
@@ -99,7 +98,7 @@ async def native_publisher(seconds: float) -> Result:
 
 
 class Count:
-    """Events as they arrive: how many, which were missed, from the first to the last."""
+    """Counts arriving events, their gaps, and the time from the first to the last."""
 
     def __init__(self) -> None:
         self.events = self.lost = self._next = 0
@@ -170,7 +169,7 @@ def old_close(link: socket.socket) -> None:
 def old_server(port: int) -> Result:
     link = old_connect(port, CLUSTER)
     harness.say_ready()
-    head = blob(bytes(REQUEST_BYTES))  # the same length always
+    head = blob(bytes(REQUEST_BYTES))  # always of the same length
     for number in itertools.count():
         id = varint(number)
         size = 1 + len(id) + len(head) + 2
@@ -206,7 +205,7 @@ def old_subscriber(port: int) -> Result:
     link = old_connect(port)
     link.sendall(b"\x06" + blob(TOPIC.encode()))
     link.sendall(b"\x04\x00" + blob(b"bench-nobody") + blob(b"x") + varint(1000))
-    exactly(link, 3)  # what was said before has been taken
+    exactly(link, 3)  # everything sent before this has been handled
     harness.say_ready()
     head = len(b"\x08" + blob(TOPIC.encode()) + varint(EVENT_BYTES))
     size = head + EVENT_BYTES
@@ -241,7 +240,7 @@ def old_publisher(port: int, seconds: float) -> Result:
 
 
 def native_run(seconds: float) -> Result:
-    """Requests and publications of the native client."""
+    """Run requests and publications of the native client."""
     script = str(BENCH / "bridges.py")
     with Roles(2 * seconds + 60) as roles:
         relay = IrisRelay(roles)
@@ -251,19 +250,19 @@ def native_run(seconds: float) -> Result:
             "client", [script, "--role=native-client", limit], env=relay.env
         ).result()
         server.result(stop=True)
-        heard = roles.start(
+        subscriber = roles.start(
             "subscriber", [script, "--role=native-subscriber"], env=relay.env, ready=True
         )
         sent = roles.start(
             "publisher", [script, "--role=native-publisher", limit], env=relay.env
         ).result()
-        result = figures(asked, sent, heard.result())
+        result = figures(asked, sent, subscriber.result())
         relay.stop()
         return result
 
 
 def iris1_run(seconds: float) -> Result:
-    """The same, of programs of the first Iris through the bridge."""
+    """Run the same with programs of the first Iris through the bridge."""
     script = str(BENCH / "bridges.py")
     with Roles(2 * seconds + 60) as roles:
         relay = IrisRelay(roles)
@@ -279,13 +278,13 @@ def iris1_run(seconds: float) -> Result:
         server = role("server", ready=True)
         asked = role("client").result()
         cpu_s = bridge.cpu_s()
-        heard = role("subscriber", ready=True)
+        subscriber = role("subscriber", ready=True)
         sent = role("publisher").result()
-        result = figures(asked, sent, heard.result())
+        result = figures(asked, sent, subscriber.result())
         result["bridge_cpu_us_per_event"] = (
             (bridge.cpu_s() - cpu_s) * 1e6 / max(result["events"], 1)
         )
-        bridge.process.terminate()  # which ends the server, too
+        bridge.process.terminate()  # this ends the server, too
         bridge.process.wait(harness.START_S)
         server.process.wait(harness.START_S)
         relay.stop()
@@ -293,24 +292,24 @@ def iris1_run(seconds: float) -> Result:
 
 
 def bridge_port(bridge: harness.Role) -> int:
-    """Return where it listens, once it does."""
+    """Return the address on which the bridge listens, when it does."""
     until_s = time.monotonic() + harness.START_S
     while time.monotonic() < until_s and bridge.process.poll() is None:
         for line in bridge.written().splitlines():
             if line.startswith("{") and (said := json.loads(line))["event"] == "bridge.started":
                 return int(said["listen"][0].rpartition(":")[2])
         time.sleep(0.01)
-    raise bridge.failed("does not listen")
+    raise bridge.failed("did not print the address on which it listens")
 
 
-def figures(asked: Result, sent: Result, heard: Result) -> Result:
+def figures(asked: Result, sent: Result, received: Result) -> Result:
     """Return the figures of one side."""
-    lost = sent["sent"] - heard["events"]
+    lost = sent["sent"] - received["events"]
     return {
         "p50_us": asked["p50_us"],
         "p99_us": asked["p99_us"],
-        "rate": round(heard["rate"]),
-        "events": heard["events"],
+        "rate": round(received["rate"]),
+        "events": received["events"],
         "lost": lost,
     }
 
@@ -335,7 +334,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.role:
-        signal.alarm(90)  # whatever becomes of the bench, no role outlives this
+        signal.alarm(90)  # ends this role even if the bench is killed
         harness.report(args.role, ROLES[args.role](args))
         return
     chosen = {name: CELLS[name] for name in args.cell or CELLS}

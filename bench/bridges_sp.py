@@ -1,4 +1,4 @@
-"""The bridge to Scalability Protocols beside the native client and beside bare pynng, in one interleaved run.
+"""The bridge to Scalability Protocols, compared with the native client and with bare pynng in one interleaved run.
 
     python bench/bridges_sp.py --seconds 1 --rounds 3
 
@@ -29,7 +29,7 @@ import iris
 
 SCRIPT = str(BENCH / "bridges_sp.py")
 SIDES = {"iris": ("iris", "iris"), "bridge_in": ("nng", "iris"), "bridge_out": ("iris", "nng"), "nng": ("nng", "nng")}  # fmt: skip
-"""Who asks or publishes, and who answers or subscribes."""
+"""The program that sends requests or publishes, and the one that answers or subscribes."""
 RATES = (1_000, 2_000, 4_000, 8_000, 16_000, 32_000, 64_000)
 TOPIC = "bench.sp"
 HEAD = TOPIC.encode() + b" "
@@ -118,7 +118,7 @@ async def _closed_loops(requests: list[Callable[[], Awaitable[object]]], seconds
 
 
 async def publish(kind: str, url: str, rate: float) -> Result:
-    """Publish at a rate from the cue until told to stop; before the cue, probes."""
+    """Publish at a rate from the cue until stopped; before the cue, probes."""
     stop = asyncio.create_task(harness.stop_signal())
     cued = harness.next_cue()
     filler = bytes(LARGE - NUMBER.size)
@@ -146,7 +146,7 @@ class _Publisher:
     async def __aenter__(self) -> Callable[[bytes], bool]:
         if self._kind == "nng":
             self._socket = socket = pynng.Pub0(send_buffer_size=8192)
-            # The bridge listens; without one we do.
+            # The bridge listens; without a bridge, this process does.
             if self._url.endswith("-self"):
                 socket.listen(self._url)
             else:
@@ -164,7 +164,7 @@ class _Publisher:
 
     async def __aexit__(self, *error: object) -> None:
         if self._socket is not None:
-            await asyncio.sleep(0.2)  # nng has no linger
+            await asyncio.sleep(0.2)  # nng does not send what is queued at close
             self._socket.close()
         else:
             await self._client.flush()
@@ -212,7 +212,7 @@ async def subscribe(kind: str, url: str) -> Result:
 
 
 def start_bridge(roles: Roles, relay: IrisRelay, entry: str) -> Role:
-    """Start a bridge with one entry, and return when it is ready."""
+    """Start a bridge with one entry; return when it is ready."""
     config = roles.directory / f"{len(list(roles.directory.iterdir()))}.toml"
     config.write_text(f"[[socket]]\n{entry}\n")
     command = ["-m", "iris.cli", "bridge", "sp", "--config", str(config)]
@@ -258,7 +258,7 @@ def publish_run(side: str, seconds: float, rate: float) -> Result:
         common = [SCRIPT, f"--rate={rate}", f"--url={url}"]
         taking = roles.start("subscriber", [*common, "--role=subscribe", f"--kind={subscriber}"], env=relay.env, ready=True)  # fmt: skip
         giving = roles.start("publisher", [*common, "--role=publish", f"--kind={publisher}"], env=relay.env)  # fmt: skip
-        taking.wait_ready()  # it was reached
+        taking.wait_ready()  # a probe has arrived
         giving.cue()
         time.sleep(seconds)
         sent = giving.result(stop=True)
@@ -273,7 +273,7 @@ def publish_run(side: str, seconds: float, rate: float) -> Result:
 
 
 def highest(side: str, seconds: float) -> Result:
-    """Return the highest of RATES that was kept and lost nothing, with the runs that led there."""
+    """Return the highest of RATES that was reached without loss, and the runs that were made to find it."""
     runs: list[Result] = []
     rate = 0
     for offered in RATES:
@@ -291,7 +291,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=0.0, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.role:
-        signal.alarm(ROLE_S)  # whatever becomes of the bench, no role outlives this
+        signal.alarm(ROLE_S)  # ends this role even if the bench is killed
         role = {
             "answer": lambda: answer(args.kind, args.url),
             "ask": lambda: ask(args.kind, args.url, args.seconds),

@@ -1,4 +1,4 @@
-"""A certificate authority for one run, and a server's certificate for 127.0.0.1: peers that speak TLS are measured with it."""
+"""A certificate authority for one run and a server certificate for 127.0.0.1, for peers that are measured with TLS."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HOURS = 24
 
 @dataclass(frozen=True, slots=True)
 class Certificates:
-    """Paths of PEM files; the key is of `cert`."""
+    """Paths of PEM files; `key` is the private key of `cert`."""
 
     ca: Path
     cert: Path
@@ -25,7 +25,7 @@ class Certificates:
 
 
 def make_certificates(directory: Path) -> Certificates:
-    """Write a new authority's certificate, and a server's certificate and key, into `directory`."""
+    """Write the certificate of a new authority, and a server's certificate and key, to `directory`."""
     made = Certificates(directory / "ca.pem", directory / "cert.pem", directory / "key.pem")
     now = datetime.datetime.now(datetime.UTC)
     ca_key, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
@@ -43,7 +43,7 @@ def make_certificates(directory: Path) -> Certificates:
             .not_valid_after(now + datetime.timedelta(hours=HOURS))
         )
 
-    # Python's default contexts (3.13) want what RFC 5280 wants of an authority.
+    # Python's default contexts (3.13) require what RFC 5280 requires of an authority.
     ca_usage = x509.KeyUsage(False, False, False, False, False, True, True, False, False)
     ca = (
         builder(issuer, ca_key.public_key())

@@ -1,12 +1,12 @@
-"""Iris beside what Python teams use today, in one interleaved run: `make bench`, `make bench-full`.
+"""Compare Iris with what Python teams use today, in one interleaved run: `make bench`, `make bench-full`.
 
     python bench/compare.py --quick               # Iris, NATS, Zenoh, ZeroMQ; one round
     python bench/compare.py --only iris,nats --cells w3-1,w4-1k-3000 --rounds 5
     python bench/compare.py --full                # open loops of 30 s
 
-Every system is started anew in each round, and all systems take their turn before the next round. Results go to
-bench/results/: latest.json, report.md, report.html and a plot for each open loop. What did not start or run is in the tables as
-"failed", with the reason below; exits 1 then.
+Every system is started again in each round, and all systems run before the next round begins. Results go to bench/results/:
+latest.json, report.md, report.html and a plot for each open loop. A run that failed is "failed" in the tables, with the reason
+below them, and the exit code is then 1.
 """
 
 from __future__ import annotations
@@ -34,29 +34,29 @@ from peers import peer_class
 
 RESULTS: Final = BENCH / "results"
 SATURATED: Final = 0.05
-"""An open loop that leaves more than this share unanswered is run once."""
+"""An open loop that leaves more than this share unanswered is not repeated."""
 Skipped = dict[tuple[str, str], str]
-"""System and cell -> why it is not run again."""
+"""(system, cell) -> why it is not repeated."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is run."""
+    """The choices of one comparison."""
 
     systems: Sequence[System]
     cells: Sequence[Cell]
     rounds: int
     burst_s: float
-    """Of W1, W2, W3 and W5."""
+    """Seconds of W1, W2, W3 and W5."""
     load_s: float
-    """Of W4."""
+    """Seconds of W4."""
 
     def seconds(self, cell: Cell) -> float:
         return self.load_s if cell.shows == "open" else self.burst_s
 
 
 def run_system(plan: Plan, system: System, number: int, skipped: Skipped) -> list[Result]:
-    """Run all cells of one system once, but for those that are pointless to repeat."""
+    """Run all cells of one system once, except those that are not worth repeating."""
     about = {"round": number, "peer": system.name}
     runs: list[Result] = []
     cells = []
@@ -98,7 +98,7 @@ def run_cell(stage: Stage, cell: Cell, plan: Plan) -> Result:
 
 
 def attempt(run: Callable[[], Result]) -> Result:
-    """Return a run's figures in the report's form; a failed one says why."""
+    """Return a run's figures in the form of the report; for a failed run, the reason."""
     before = harness.machine_s()
     try:
         figures = run()
@@ -122,7 +122,7 @@ def attempt(run: Callable[[], Result]) -> Result:
 
 
 def saturated(figures: Result, number: int) -> str:
-    """Return why an open loop is not repeated, if it was far beyond what the system can do here: minutes of that teach nothing more."""
+    """Return why an open loop is not repeated: it was far beyond the reach of the system, so another run shows nothing new."""
     share = figures.get("unanswered", 0) / max(1, figures.get("requests", 1))
     if share <= SATURATED:
         return ""
@@ -130,7 +130,7 @@ def saturated(figures: Result, number: int) -> str:
 
 
 def run_all(plan: Plan, keep: Callable[[list[Result]], None] | None = None) -> list[Result]:
-    """Run every system in every round, in each round from another one on; `keep` is given what there is after each."""
+    """Run every system in every round, beginning with another system each time; call `keep` with the results after each round."""
     runs: list[Result] = []
     skipped: Skipped = {}
     for number in range(1, plan.rounds + 1):
@@ -189,7 +189,7 @@ def versions(system: System) -> str:
 def document(
     plan: Plan, facts: Result, options: Result, runs: list[Result], spent_s: float
 ) -> Result:
-    """Return everything in the form that report.py reads."""
+    """Return all results in the form that report.py reads."""
     return {
         "facts": facts,
         "options": options,
@@ -212,7 +212,7 @@ def document(
 
 
 def plan_of(args: argparse.Namespace) -> Plan:
-    """Return what the arguments ask for; exits with 2 on unknown names."""
+    """Return the choices that the arguments make; exit with code 2 on an unknown name."""
     names = args.only.split(",") if args.only else list(QUICK) if args.quick else None
     known = {system.name: system for system in SYSTEMS}
     cells = {cell.id: cell for cell in CELLS}
@@ -254,7 +254,7 @@ def main() -> None:
     args.output.mkdir(exist_ok=True, parents=True)
 
     def keep(runs: list[Result]) -> None:
-        """Write the figures; a full run takes hours, and the rounds done are worth having whatever ends it."""
+        """Write the figures after each round, so that a run of hours that is interrupted keeps its finished rounds."""
         made = document(plan, facts, options, runs, time.monotonic() - begin_s)
         (args.output / "latest.json").write_text(json.dumps(made, indent=1) + "\n")
 

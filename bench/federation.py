@@ -1,4 +1,4 @@
-"""Two sites of one relay each, 40 ms of round trip apart, beside bare TCP and TLS over the same stretch: `make bench-federation`.
+"""Compare two sites of one relay each, 40 ms of round trip apart, with bare TCP and TLS: `make bench-federation`.
 
     python bench/federation.py --quick                        # one round
     python bench/federation.py --cells tunnel --rounds 7
@@ -6,7 +6,7 @@
 
     client ── relay of eu ── TLS ── floor/wan.py: every byte 20 ms later ── TLS ── relay of us ── member
 
-Prints Markdown; everything that was measured goes to bench/results/federation.json. Exits 1 if anything came wrong or was lost.
+Prints Markdown; all measurements go to bench/results/federation.json. Exits 1 if a message was wrong or lost.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ PROBE: Final = throughput.PROBE
 PROBE_S: Final = 0.05
 REACH_S: Final = 10.0
 SLICE_NS: Final = 50_000_000
-"""What the course of a stream is told in, here and in floor/wan.py."""
+"""Length of a slice in which the progress of a stream is recorded, here and in floor/wan.py."""
 REQUEST_BYTES: Final = 256
 MESSAGE_BYTES: Final = 1024
 RATES: Final = (1_000, 20_000)
 SETTLE_S: Final = 1.0
-"""What a run's start put on the WAN has passed by then."""
+"""Time after which the traffic of a run's start has left the WAN."""
 FULL_SHARE: Final = 0.8
-"""A stream is at its full rate from the first slice on that has this share of what is usual later."""
+"""A stream is at its full rate from the first slice that reaches this share of the later usual rate."""
 MEGABYTE: Final = 1_000_000
 CELLS: Final = ("request", "publish", "idle", "tunnel")
 
@@ -60,7 +60,7 @@ CELLS: Final = ("request", "publish", "idle", "tunnel")
 
 
 async def caller(seconds: float) -> Result:
-    """Ask one request after the other."""
+    """Send one request after the other."""
     filler = bytes(REQUEST_BYTES - NUMBER.size)
     samples_ns: list[int] = []
     wrong = 0
@@ -75,7 +75,7 @@ async def caller(seconds: float) -> Result:
 
 
 async def reach(attempt: Callable[[], Awaitable[object]]) -> None:
-    """Return once the attempt finds a member: who is at another site is known there a moment after it came."""
+    """Return when an attempt finds a member: members of another site become known with a delay."""
     async with asyncio.timeout(REACH_S):
         while True:
             try:
@@ -90,7 +90,7 @@ def topics(count: int) -> list[str]:
 
 
 async def subscriber(expected: int, count: int) -> Result:
-    """Receive from another site until all are there, or until the bench has waited enough. Of `count` topics each has every so many-th number."""
+    """Receive from another site until all messages arrived, or the bench stops. Each of `count` topics has every `count`-th number."""
     received = wrong = 0
     following = dict(zip(topics(count), range(count), strict=True))
     probed = False
@@ -120,9 +120,9 @@ async def subscriber(expected: int, count: int) -> Result:
 async def publisher(rate: float, seconds: float, size: int, count: int) -> Result:
     """Publish `rate` times a second, each when it is due, to `count` topics in turn."""
     loop = asyncio.get_running_loop()
-    # Nothing that could be compressed, were that asked for.
+    # Random bytes, which cannot be compressed.
     noise = os.urandom(MEGABYTE)
-    places = len(noise) - size
+    offsets = len(noise) - size
     named = topics(count)
     total, sent = int(rate * seconds), 0
     finished = asyncio.Event()
@@ -141,10 +141,10 @@ async def publisher(rate: float, seconds: float, size: int, count: int) -> Resul
             os.read(timer, 8)
             due = min(total, int((time.monotonic_ns() - begin_ns) * rate / 1e9) + 1)
             while sent < due:
-                at = sent * size % places
+                at = sent * size % offsets
                 message = NUMBER.pack(sent) + noise[at + NUMBER.size : at + size]
                 if not client.offer(named[sent % count], message):
-                    return  # at the next tick: what is refused is not lost
+                    return  # try again at the next tick; a refused message is not lost
                 sent += 1
             if sent == total:
                 finished.set()
@@ -160,7 +160,7 @@ async def publisher(rate: float, seconds: float, size: int, count: int) -> Resul
 
 
 async def source(seconds: float, size: int) -> Result:
-    """Send through one tunnel as fast as it takes it."""
+    """Send through one tunnel as fast as it accepts messages."""
     filler = bytes(size - NUMBER.size)
 
     async def nothing() -> None:
@@ -178,12 +178,12 @@ async def source(seconds: float, size: int) -> Result:
                 sent += 1
             await tunnel.finish()
             async for _ in tunnel:  # until the sink, having read all, closes its side
-                raise AssertionError("the sink sends nothing")
+                raise AssertionError("the member sent a message, which this bench does not expect")
     return {"begin_ns": begin_ns, "sent": sent}
 
 
 async def sink(size: int) -> Result:
-    """Receive one tunnel, and tell its course."""
+    """Receive one tunnel and report its progress."""
     service = iris.Service(throughput.CLUSTER)
     outcome: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
 
@@ -200,7 +200,7 @@ async def sink(size: int) -> Result:
                 slices.append(0)
             slices[-1] += len(message)
         if not received:
-            return  # only to find out whether we are there
+            return  # a probe by which the sender finds this member
         figures = {"received": received * size, "messages": received, "wrong": wrong}
         outcome.set_result({**figures, "end_ns": now_ns, "slices": slices})
 
@@ -248,20 +248,20 @@ class Sites:
         return self.roles.start(name, command, env=relay.env, ready=ready)
 
     def stop(self) -> Result:
-        """End both relays; return the processor seconds of what stood between sender and receiver."""
+        """Stop both relays; return the processor seconds of the processes between sender and receiver."""
         wan_s = self.wan.cpu_s()
         return {"eu_cpu_s": self.eu.stop(), "us_cpu_s": self.us.stop(), "wan_cpu_s": wan_s}
 
 
 def wan(roles: Roles, port: int, delay_s: float) -> tuple[Role, int]:
-    """Put the WAN before a port; return its process and its own port."""
+    """Start a WAN in front of a port; return its process and its own port."""
     options = json.dumps({"port": port, "delay_s": delay_s})
     proxy = roles.start("wan", [WAN, "proxy", options])
     return proxy, int(proxy.line())
 
 
 def watched(run: Callable[[], Result]) -> Result:
-    """Run, and tell how many of the machine's processors others had meanwhile."""
+    """Run a cell, and add how many of the machine's processors other programs used."""
     begin_s, busy_s, ours_s = time.monotonic(), harness.machine_s()["busy"], _ours_s()
     result = run()
     theirs_s = harness.machine_s()["busy"] - busy_s - (_ours_s() - ours_s)
@@ -274,12 +274,12 @@ def _ours_s() -> float:
 
 
 def alternate(rounds: int, sides: dict[str, Callable[[], Result]]) -> list[dict[str, Result]]:
-    """As the harness does, watched."""
+    """Run as the harness does, and record the processors that others used."""
     return harness.alternate(rounds, {name: partial(watched, run) for name, run in sides.items()})
 
 
 def wan_bytes(relay: IrisRelay) -> Result:
-    """Return what the relay counts of its one connection to the other site: encrypted bytes, and for how long it is up."""
+    """Return the relay's counts of its connection to the other site: encrypted bytes, and its age."""
     (connection,) = relay.status()["gateways"]["connections"]
     return {key: connection[key] for key in ("in_bytes", "out_bytes", "since_s")}
 
@@ -292,7 +292,7 @@ def between(before: Result, after: Result) -> Result:
 
 
 def request_run(args: argparse.Namespace, *, home: bool) -> Result:
-    """Ask a member at the other site, or at the caller's own."""
+    """Send requests to a member of the other site, or of the caller's own."""
     script = str(BENCH / "roundtrip.py")
     with Roles(args.seconds + 60) as roles:
         sites = Sites(roles, args.delay_s)
@@ -304,7 +304,7 @@ def request_run(args: argparse.Namespace, *, home: bool) -> Result:
 
 
 def request_twin(args: argparse.Namespace) -> Result:
-    """Bytes there and back over bare TCP: the round trip that nobody can beat."""
+    """Send bytes there and back over bare TCP: the least possible round trip."""
     with Roles(args.seconds + 60) as roles:
         server = roles.start("echo", [WAN, "echo", "{}"])
         _, port = wan(roles, int(server.line()), args.delay_s)
@@ -322,16 +322,16 @@ def requested(result: Result) -> Result:
 def publish_run(
     args: argparse.Namespace, rate: float
 ) -> Result:  # fmt: skip
-    """Publish to a subscriber at the other site, and count what that puts on the WAN."""
+    """Publish to a subscriber of the other site, and count the bytes on the WAN."""
     with Roles(args.seconds + 60) as roles:
         sites = Sites(roles, args.delay_s)
         expected = int(rate * args.seconds)
         receiver = sites.role("subscriber", sites.us, ready=True, expected=expected, count=1)
         load = {"rate": rate, "seconds": args.seconds, "size": MESSAGE_BYTES, "count": 1}
         sender = sites.role("publisher", sites.eu, **load)
-        receiver.wait_ready()  # a probe came
+        receiver.wait_ready()  # a probe has arrived
         sender.cue()
-        sender.wait_ready()  # probes have ended
+        sender.wait_ready()  # the last probe has passed
         time.sleep(SETTLE_S)
         before = wan_bytes(sites.eu)
         sender.cue()
@@ -356,7 +356,7 @@ def publish_run(
 
 
 def idle_run(args: argparse.Namespace) -> Result:
-    """Two sites with a subscriber and a member at the one, and a client at the other, that do nothing."""
+    """Count the traffic of two idle sites, with a subscriber and a member at one and a client at the other."""
     with Roles(args.idle_seconds + 60) as roles:
         sites = Sites(roles, args.delay_s)
         script = [str(BENCH / "roundtrip.py"), "--role", "server"]
@@ -379,7 +379,7 @@ def idle_run(args: argparse.Namespace) -> Result:
 
 
 def tunnel_run(args: argparse.Namespace) -> Result:
-    """Send through a tunnel to a member at the other site."""
+    """Send through a tunnel to a member of the other site."""
     with Roles(args.seconds + 60) as roles:
         sites = Sites(roles, args.delay_s)
         receiver = sites.role("sink", sites.us, ready=True, size=args.size)
@@ -391,7 +391,7 @@ def tunnel_run(args: argparse.Namespace) -> Result:
 
 
 def stream_twin(args: argparse.Namespace, *, tls: bool) -> Result:
-    """The same over one bare connection."""
+    """Send the same over one bare connection."""
     with Roles(args.seconds + 60) as roles:
         made = make_certificates(roles.directory)
         paths = {"ca": str(made.ca), "cert": str(made.cert), "key": str(made.key)}
@@ -406,7 +406,7 @@ def stream_twin(args: argparse.Namespace, *, tls: bool) -> Result:
 
 
 def streamed(sent: Result, received: Result) -> Result:
-    """Return the figures of one stream: MB/s from the first call to the last receipt, and how long it took to get going."""
+    """Return the figures of one stream: MB/s from the first call to the last receipt, and the time to its full rate."""
     slices = received["slices"]
     later = slices[len(slices) // 2 : -1] or slices
     usual = statistics.median(later)
@@ -482,14 +482,14 @@ def tunnel(args: argparse.Namespace) -> Result:
 
 
 def others(rounds: list[dict[str, Result]]) -> float:
-    """Return the median over all runs of the processors that others had."""
+    """Return the median over all runs of the processors that others used."""
     return statistics.median(
         figures["others_cpus"] for done in rounds for figures in done.values() if "others_cpus" in figures
     )  # fmt: skip
 
 
 def rows(name: str, result: Result) -> list[str]:
-    """Return a cell's lines of the table: what, median, extremes, twin, wish."""
+    """Return a cell's lines of the table: what, median, extremes, twin, wanted."""
     if name == "idle":
         split = f"{result['out_bytes']:,.0f} out, {result['in_bytes']:,.0f} in"
         return [f"| WAN bytes per idle minute | {result['bytes']:,.0f} ({split}) | | | |"]
@@ -526,7 +526,7 @@ def rows(name: str, result: Result) -> list[str]:
 
 
 def faults(result: Result) -> list[str]:
-    """Return what makes the figures of a cell worth nothing."""
+    """Return the faults that make the figures of a cell invalid."""
     return [
         f"{side}: {figures.get('wrong', 0)} wrong, {figures.get('lost', 0)} lost"
         for done in result.get("rounds", ())
@@ -548,7 +548,7 @@ def main() -> None:
     parser.add_argument("--run", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.role:
-        signal.alarm(200)  # whatever becomes of the bench, no role outlives this
+        signal.alarm(200)  # ends this role even if the bench is killed
         harness.report(args.role, uvloop.run(ROLES[args.role](**json.loads(args.run))))
         return
     if unknown := {*args.cells.split(",")} - {*CELLS}:
@@ -556,7 +556,7 @@ def main() -> None:
     args.rounds = args.rounds or (1 if args.quick else 5)
     args.idle_seconds = args.idle_seconds or (20.0 if args.quick else 60.0)
     args.delay_s = args.delay_ms / 1000
-    # Of requests one at a time there are few in a second: p99 needs a thousand over all rounds.
+    # One request at a time gives few a second: p99 needs a thousand over all rounds.
     seconds = {"request": 8.0, "publish": 3.0, "idle": 0.0, "tunnel": 3.0}
     cells: dict[str, Callable[[argparse.Namespace], Result]] = {
         "request": request, "publish": publish, "idle": idle, "tunnel": tunnel

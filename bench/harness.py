@@ -1,4 +1,4 @@
-"""What the benches share: roles as processes, a relay of their own, rounds that alternate with the twin, the machine's facts.
+"""The common part of the benches: roles as processes, a private relay, alternating rounds, facts of the machine.
 
 A role prints "ready" once it listens, if its bench waits for that, and one JSON line at its end. Every wait is bounded
 by the one deadline of its `Roles`: when it passes, all its processes are killed, by their own process ids.
@@ -37,7 +37,7 @@ Result = dict[str, Any]
 
 
 class BenchError(Exception):
-    """A role failed or ran over its deadline; the text has its last words."""
+    """A role failed or exceeded its deadline; the message ends with the end of its stderr."""
 
 
 class Role:
@@ -51,10 +51,10 @@ class Role:
     def wait_ready(self) -> None:
         """Return when the role has printed "ready"."""
         if self.line() != "ready":
-            raise self.failed("did not get ready")
+            raise self.failed("did not print 'ready'")
 
     def result(self, *, stop: bool = False) -> Result:
-        """Return what the role reports at its end; with `stop`, ask it to end now."""
+        """Return the role's result, which it prints at its end; with `stop`, stop it first."""
         if stop:
             self.process.send_signal(signal.SIGTERM)
         line = self.line()
@@ -64,33 +64,33 @@ class Role:
         return result
 
     def cpu_s(self) -> float:
-        """Return the processor seconds, user and system, that the process has used."""
+        """Return the processor seconds (user and system) of the process."""
         return cpu_s(self.process.pid)
 
     def cue(self) -> None:
-        """Let the role take its next step."""
+        """Cue the role's next step."""
         self.process.send_signal(signal.SIGUSR1)
 
     def written(self) -> str:
-        """Return what the role has written to stderr so far."""
+        """Return the role's stderr so far."""
         return self._errors.read_text(errors="replace")
 
     def failed(self, what: str) -> BenchError:
-        """Return the error that tells of this role, with the end of what it wrote to stderr."""
+        """Return an error about this role, with the end of its stderr."""
         words = self.written()[-2000:].strip() or "it wrote nothing"
         return BenchError(f"{self.name} {what} (exit {self.process.poll()}): {words}")
 
     def line(self) -> str:
-        """Return the next line that the role prints; raises BenchError if it ends without."""
+        """Return the next line that the role prints; raises BenchError if it ends before."""
         assert self.process.stdout is not None
         if line := self.process.stdout.readline():
             return line.decode().strip()
         self.process.wait()
-        raise self.failed("ended early, or was killed at the deadline")
+        raise self.failed("ended without printing its result, or was killed at the deadline")
 
 
 class Roles:
-    """The processes of one run and their private directory. When the block ends, or the deadline passes, none is left."""
+    """The processes of one run and their private directory; all are stopped at the end of the block or the deadline."""
 
     def __init__(self, deadline_s: float) -> None:
         self._roles: list[Role] = []
@@ -126,9 +126,9 @@ class Roles:
         ready: bool = False,
         reports: bool = True,
     ) -> Role:
-        """Start `command` with this Python; with `ready`, return when it has said so.
+        """Start `command` with this Python; with `ready`, return when it has printed "ready".
 
-        Without `reports` what it prints is kept with its errors: nobody would read the pipe.
+        Without `reports`, its stdout goes to the same file as its stderr, because nothing would read the pipe.
         """
         return self.run(name, [sys.executable, *command], env=env, ready=ready, reports=reports)
 
@@ -141,7 +141,7 @@ class Roles:
         ready: bool = False,
         reports: bool = False,
     ) -> Role:
-        """As `start`, any program."""
+        """Start any program; otherwise as `start`."""
         errors = self.directory / f"{name.replace(' ', '-')}-{len(self._roles)}.stderr"
         with errors.open("wb") as stderr:
             stdout = subprocess.PIPE if reports else stderr
@@ -154,11 +154,11 @@ class Roles:
 
     def _kill(self) -> None:
         for role in self._roles:
-            role.process.kill()  # does nothing to one that was waited for
+            role.process.kill()  # does nothing if the process was already waited for
 
 
 class IrisRelay:
-    """A real relay, everything of it inside the directory of `roles`; all relays of one directory share new keys.
+    """A real relay with all its files in the directory of `roles`; the relays of one directory share new keys.
 
     With `links` it accepts links on 127.0.0.1, and with `join` it is linked to that relay when this returns. Without
     either it is a development relay, which has no links.
@@ -179,7 +179,7 @@ class IrisRelay:
         if not keys.exists():
             from iris.keyfiles import (
                 create_keys,
-            )  # here: roles of other systems import this module, too
+            )  # imported here, because roles of other systems import this module, too
 
             create_keys(keys)
         inherited = {
@@ -211,7 +211,7 @@ class IrisRelay:
         return str(address)
 
     def logged(self, event: str) -> Result:
-        """Return the first line of the relay's log that tells of `event`, once it is there."""
+        """Wait for the first line with `event` in the relay's log, and return it."""
         until_s = time.monotonic() + START_S
         while True:
             for line in self.role.written().splitlines():
@@ -224,18 +224,20 @@ class IrisRelay:
             time.sleep(0.01)
 
     def status(self) -> Result:
-        """Return what `iris status` says of the relay."""
+        """Return the relay's `iris status --json`."""
         command = [sys.executable, "-m", "iris.cli", "status", "--json"]
         done = subprocess.run(
             command, env=self.env, capture_output=True, text=True, check=False, timeout=START_S
         )
         if done.returncode:
-            raise BenchError(f"iris status: exit {done.returncode}: {done.stderr[-2000:]}")
+            raise BenchError(
+                f"iris status failed with exit code {done.returncode}: {done.stderr[-2000:]}"
+            )
         status: Result = json.loads(done.stdout)
         return status
 
     def stop(self) -> float:
-        """End the relay as an operator would; return the processor seconds it used."""
+        """Stop the relay with SIGTERM; return the processor seconds that it used."""
         cpu_s = self.role.cpu_s()
         self.role.process.terminate()
         try:
@@ -275,7 +277,7 @@ def twin_parser(doc: str | None) -> argparse.ArgumentParser:
 
 
 def say_ready() -> None:
-    """In a role: tell the bench that it may go on."""
+    """In a role: notify the bench that it may continue."""
     print("ready", flush=True)
 
 
@@ -284,19 +286,19 @@ def report(role: str, result: Result) -> None:
     text = json.dumps({"role": role, "cpu_s": round(time.process_time(), 3), **result}) + "\n"
     sys.stdout.flush()
     data = text.encode()
-    while data:  # unbuffered (PYTHONUNBUFFERED), print loses what a pipe does not take at once
+    while data:  # with PYTHONUNBUFFERED, print loses what a full pipe does not accept
         data = data[os.write(sys.stdout.fileno(), data) :]
 
 
 def next_cue() -> asyncio.Event:
-    """In a role: return what the bench's next cue sets. The bench is to send none before this was called."""
+    """In a role: return an event that the bench's next cue sets. The bench must not send that cue before this call."""
     cued = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, cued.set)
     return cued
 
 
 def alternate(rounds: int, sides: dict[str, Callable[[], Result]]) -> list[dict[str, Result]]:
-    """Run all sides `rounds` times, in each round from another one on, so that drift of the machine meets all alike."""
+    """Run all sides `rounds` times, beginning with another side in each round, so that changes of the machine affect all alike."""
     results: list[dict[str, Result]] = []
     for number in range(rounds):
         first = number % len(sides)
@@ -316,9 +318,9 @@ def compare(
     side: str = "iris",
     other: str = "twin",
 ) -> Result:
-    """Return medians and extremes of the figure `key`, and as `ratio` the median of the rounds' own `side` / `other`.
+    """Return medians and extremes of the figure `key`, and as `ratio` the median over the rounds of `side` / `other`.
 
-    A round in which `other` came to nothing has no ratio; without any, the ratio is NaN.
+    A round in which `other` is 0 has no ratio; without any ratio, the result is NaN.
     """
     ours = [r[side][key] for r in rounds]
     others = [r[other][key] for r in rounds]
@@ -334,7 +336,7 @@ def compare(
 
 
 async def stop_signal() -> None:
-    """In a role: return when the bench asks it to end."""
+    """In a role: return when the bench stops it."""
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     await stop.wait()
@@ -357,7 +359,7 @@ def cpu_s(pid: int) -> float:
 
 
 def descendants(pid: int) -> list[int]:
-    """Return a process, and all that it or they started and that still run."""
+    """Return a process and all its running descendants."""
     parents: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -372,7 +374,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def machine_s() -> dict[str, float]:
-    """Return the seconds that all processors were busy, and that other machines took of them, since the start."""
+    """Return the busy seconds of all processors since boot, and the seconds stolen by other virtual machines."""
     numbers = [
         int(word) / TICK for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
     ]
@@ -387,7 +389,7 @@ def peak_bytes(pid: int | str) -> int:
     except (FileNotFoundError, ProcessLookupError):
         return 0
     peaks = [int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")]
-    return peaks[0] if peaks else 0  # one that is ending has none
+    return peaks[0] if peaks else 0  # a process that is ending has none
 
 
 def percentiles_us(samples_ns: Iterable[int]) -> Result:
@@ -401,7 +403,7 @@ def percentiles_us(samples_ns: Iterable[int]) -> Result:
 
 
 def facts() -> Result:
-    """Return what a figure means nothing without: commit, processor, versions, load."""
+    """Return the facts without which a figure means nothing: commit, processor, versions, load."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     cpu = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return {
@@ -423,14 +425,14 @@ def facts() -> Result:
 
 
 def system_send_buffer() -> int:
-    """Return what SO_SNDBUF must be set to for the system's default: the kernel doubles what it is told."""
+    """Return the value of SO_SNDBUF that gives the system's default, because the kernel doubles the value that is set."""
     return int(Path("/proc/sys/net/core/wmem_default").read_text()) // 2
 
 
 def _git(*arguments: str) -> str:
     command = ["git", "-C", str(BENCH), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.stdout.strip()  # empty outside a checkout
+    return done.stdout.strip()  # "" outside a checkout
 
 
 def _short(result: dict[str, Result]) -> str:

@@ -1,4 +1,4 @@
-"""What the bridge for the first Iris costs between programs behind it, as that Iris's own benchmarks measure it.
+"""The cost of the bridge for the first Iris, between programs behind it, measured as that Iris's own benchmarks do.
 
     python bench/iris1.py                  # all figures, a relay and a bridge of its own
     python bench/iris1.py --seconds 1 --figures request publish
@@ -31,7 +31,7 @@ NAME: Final = blob(CLUSTER.encode())
 
 
 def timed(once: Callable[[int], None], seconds: float, rest_s: float = 0.0) -> Result:
-    """Return the percentiles of a call, made again and again."""
+    """Repeat a call and return the percentiles of its duration."""
     for number in range(WARM if not rest_s else 3):
         once(number)
     number = WARM
@@ -111,7 +111,7 @@ def tunnel(link: socket.socket, seconds: float) -> Result:
     link.settimeout(0.3)
     try:
         while link.recv(4096):
-            pass  # what else is granted
+            pass  # further grants
     except TimeoutError:
         link.settimeout(None)
 
@@ -120,13 +120,13 @@ def tunnel(link: socket.socket, seconds: float) -> Result:
             link.sendall(b"\x0c" + mine + b"\x01\x01x")
             wanted = b"\x0c" + theirs + b"\x01\x01x"
             assert exactly(link, len(wanted)) == wanted
-            # no grants: few bytes pass, and the windows are wide
+            # without grants: few bytes pass, and the windows are wide
 
     return timed(once, seconds)
 
 
 def rate(link: socket.socket, seconds: float) -> Result:
-    """128 requests in flight."""
+    """Measure requests with 128 in flight."""
     next_id = CALLERS
     link.sendall(b"".join(b"\x04" + varint(id) + NAME + b"\x01x\x88\x27" for id in range(CALLERS)))
     done = 0
@@ -185,7 +185,7 @@ def client(port: int, seconds: float, figure: str) -> Result:
 
 
 def apart(port: int, seconds: float) -> Result:
-    """Caller and service are two programs."""
+    """Measure requests between two programs, a caller and a service."""
     import bridges
 
     return bridges.old_client(port, seconds)
@@ -204,7 +204,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.role:
-        signal.alarm(90)  # whatever becomes of the bench, no role outlives this
+        signal.alarm(90)  # ends this role even if the bench is killed
         if args.role == "server":
             from bridges import old_server
 

@@ -1,4 +1,4 @@
-"""Which systems are compared, and under which loads."""
+"""The systems that are compared, and the loads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MIB: Final = 1024 * KIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One load, and how its figures are shown (see report.py)."""
+    """One load, and how report.py shows its figures."""
 
     id: str
     workload: str
@@ -24,9 +24,9 @@ class Cell:
     rate: float = 0.0
     connections: int = 1
     secured: bool = False
-    """TLS variants of peers run it, too."""
+    """True if TLS variants of peers run it, too."""
     full: bool = False
-    """Of full runs only."""
+    """True if only full runs have it."""
 
 
 def _open(
@@ -53,15 +53,15 @@ CELLS: Final = (
     _open(MIB - 64, "1 MiB", 100),
     Cell(id="w5", workload="W5", title="ordered stream of 64 KiB messages", shows="stream", size=64 * KIB, secured=True),
 )  # fmt: skip
-"""1 MiB less a little: it is a limit of messages in several systems, headers included. 5,000/s is what remains of 20,000/s on a machine a
-quarter as fast."""
+"""Slightly under 1 MiB, which is the limit of a message with its headers in several systems. 5,000/s corresponds to 20,000/s on a machine
+four times as fast."""
 PAIR_CELLS: Final = ("w1-1kib", "w3-1", "w3-64", "w4-1kib-3000", "w5")
-"""Of W6: two servers, sender at the one, receiver at the other."""
+"""True for W6: two servers, with the sender at one and the receiver at the other."""
 
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """A column: a peer, with how many servers, in the clear or with TLS; or a twin."""
+    """A column of the tables: a peer, its number of servers, in the clear or with TLS; or a twin."""
 
     name: str
     peer: str
@@ -71,12 +71,12 @@ class System:
     servers: int = 1
     says: str = "in the clear"
     floor: bool = False
-    """The least that could do the work: nothing that anybody would use."""
+    """True for the least program that could do the work, which is not a system to use."""
     publishes: bool = False
-    """It has the cells about publishing, and no others."""
+    """True if the column has only the cells about publishing."""
 
     def runs(self, cell: Cell) -> bool:
-        """Whether this column has the cell at all."""
+        """Return whether this column has the cell."""
         if self.publishes and cell.shows != "publish":
             return False
         if self.servers > 1:

@@ -1,4 +1,4 @@
-"""One load on one system: its servers, the roles in processes of their own, and what they said."""
+"""Run one load on one system: its servers, its roles in separate processes, and their results."""
 
 from __future__ import annotations
 
@@ -24,33 +24,33 @@ from peers import Peer, Server, peer_class
 SCRIPT: Final = str(BENCH / "roles.py")
 SERVER_S: Final = 60.0
 DRAIN_S: Final = 4.0
-"""A subscriber that has not seen the end this long after the publisher has done counts what it has."""
+"""Time after the end of publishing in which a subscriber may still receive; then it counts what it has."""
 RUN_S: Final = 25.0
-"""Beyond its load, before a run is given up."""
+"""Time beyond its load after which a run has failed."""
 SEARCH_TRIES: Final = 2
 
 
 class NotRun(Exception):
-    """A system has no such thing."""
+    """The system does not offer this load."""
 
 
 @dataclass(slots=True)
 class Served:
-    """A server of the current system: everything below the process that the bench started counts."""
+    """A server of the current system, including all processes that it started."""
 
     name: str
     role: Role
     cpu_s: float = 0.0
 
     def begin(self) -> None:
-        """Forget what was used before."""
+        """Begin counting processor time and peak memory here."""
         for pid in self._tree():
-            # "5": the peak is counted from here (proc(5)).
+            # "5" resets the peak (proc(5)).
             Path(f"/proc/{pid}/clear_refs").write_text("5")
         self.cpu_s = self._cpu_s()
 
     def used(self) -> Result:
-        """Return what was used since `begin`."""
+        """Return the processor time and peak memory since `begin`."""
         peak = sum(map(harness.peak_bytes, self._tree()))
         return {
             "name": self.name,
@@ -67,7 +67,7 @@ class Served:
 
 @dataclass(slots=True)
 class Stage:
-    """One system while it is up: its servers, and where its roles find them."""
+    """One running system: its servers, and the settings by which its roles find them."""
 
     system: System
     peer: Peer
@@ -85,7 +85,7 @@ class Stage:
 
 @contextmanager
 def staged(system: System, deadline_s: float) -> Iterator[Stage]:
-    """Start a system's servers; end them, with everything that they started."""
+    """Start a system's servers; at the end, stop them and all processes that they started."""
     with Roles(deadline_s) as roles:
         setup = {
             "directory": str(roles.directory),
@@ -97,7 +97,9 @@ def staged(system: System, deadline_s: float) -> Iterator[Stage]:
         stage = Stage(system, peer, inherited)
         for command in peer.needs:
             if shutil.which(command) is None:
-                raise BenchError(f"{command} is not installed")
+                raise BenchError(
+                    f"{command} is not installed; install it with the system's packages, or leave the system out with --only"
+                )
         peer.prepare()
         try:
             for server in peer.servers():
@@ -110,7 +112,7 @@ def staged(system: System, deadline_s: float) -> Iterator[Stage]:
 
 
 def wait_listening(server: Server, role: Role) -> None:
-    """Return when the server answers; raises BenchError if it ends first, or takes too long."""
+    """Return when the server answers; raises BenchError if it ends before, or does not answer in time."""
     until_s = time.monotonic() + SERVER_S
     while True:
         family = socket.AF_UNIX if isinstance(server.listens, str) else socket.AF_INET
@@ -118,12 +120,12 @@ def wait_listening(server: Server, role: Role) -> None:
             if probe.connect_ex(server.listens) == 0:
                 return
         if role.process.poll() is not None or time.monotonic() > until_s:
-            raise role.failed(f"does not listen at {server.listens}")
+            raise role.failed(f"does not answer at {server.listens}")
         time.sleep(0.02)
 
 
 def end(servers: Sequence[Served]) -> None:
-    """Ask every server to end, then kill what is left of it."""
+    """Stop every server, then kill its remaining processes."""
     for served in reversed(servers):
         below = harness.descendants(served.role.process.pid)
         served.role.process.terminate()
@@ -135,14 +137,14 @@ def end(servers: Sequence[Served]) -> None:
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
-                continue  # it ended with its parent
+                continue  # it has ended with its parent
 
 
 # -- loads ---------------------------------------------------------------------------------------------------
 
 
 def publish(stage: Stage, cell: Cell, seconds: float) -> Result:
-    """Publish as fast as it goes; if that loses messages, look for a rate that does not."""
+    """Publish at full speed; if that loses messages, search for a rate that does not."""
     first = publish_once(stage, cell, seconds, 0.0)
     lossless = None if first["lost"] else first["received_rate"]
     low, high = 0.0, first["sent_rate"]
@@ -159,7 +161,7 @@ def publish(stage: Stage, cell: Cell, seconds: float) -> Result:
 
 
 def publish_once(stage: Stage, cell: Cell, seconds: float, rate: float) -> Result:
-    """Publish at `rate` (0: as fast as it goes) with new processes."""
+    """Publish at `rate` (0: full speed) with new processes."""
     with Roles(seconds + RUN_S) as roles:
         receivers = [
             stage.start(roles, f"subscriber {number}", "subscriber")
@@ -170,7 +172,7 @@ def publish_once(stage: Stage, cell: Cell, seconds: float, rate: float) -> Resul
         options = {"size": cell.size, "seconds": seconds, "rate": rate}
         sender = stage.start(roles, "publisher", "publisher", **options)
         for role in receivers:
-            ready(role)  # it was reached
+            ready(role)  # a probe has arrived
         sender.cue()
         ready(sender)  # it has sent all
         with patience(receivers):
@@ -215,7 +217,7 @@ def request(stage: Stage, cell: Cell, seconds: float) -> Result:
         options: Result = {"size": cell.size, "seconds": seconds}
         if cell.rate:
             if stage.peer.blocking:
-                raise NotRun("it blocks: no open loop")
+                raise NotRun("it blocks the event loop, so it cannot send at a fixed rate")
             options |= {"rate": cell.rate, "connections": cell.connections}
         else:
             options |= {"inflight": cell.inflight}
@@ -239,18 +241,18 @@ LOADS: Final[dict[str, Callable[[Stage, Cell, float], Result]]] = {
 
 
 def ready(role: Role) -> None:
-    """Wait until the role says that it is ready; raises NotRun if its system has no such thing."""
+    """Wait until the role is ready; raises NotRun if its system does not offer the load."""
     line = role.line()
     if line == "ready":
         return
     said = json.loads(line) if line.startswith("{") else {}
     if "not_offered" in said:
         raise NotRun(said["not_offered"])
-    raise role.failed("did not get ready")
+    raise role.failed("did not report that it is ready")
 
 
 def reported(role: Role, *, stop: bool = False) -> Result:
-    """Return what the role said at its end; raises NotRun as `ready`."""
+    """Return the role's result; raises NotRun as `ready` does."""
     result = role.result(stop=stop)
     if "not_offered" in result:
         raise NotRun(result["not_offered"])
@@ -263,7 +265,7 @@ def used(name: str, result: Result) -> Result:
 
 @contextmanager
 def patience(roles: Sequence[Role]) -> Iterator[None]:
-    """Ask the roles to say what they have, if they have not seen the end in time."""
+    """Make roles that have not received the end in time report their results."""
 
     def ask() -> None:
         for role in roles:

@@ -1,11 +1,11 @@
-"""Requests of 256 bytes over a link, without and with large messages published over the same link.
+"""Measure requests of 256 bytes over a link, without and with large messages on the same link.
 
     python bench/mixed.py
 
 Caller and publisher are at one relay, member and subscriber at the other. Requests: a closed loop, one in flight. Prints JSON:
 `p50_us`, `p99_us` with the large messages, `alone_…` without them, `elsewhere_…` with the same messages over a link of two
-other relays, which shows what the processors alone cost; `ratio` (p99 / alone), `ratio_elsewhere` (p99 / elsewhere), `p50_ratio`;
-and what became of the large messages on the same link: `large_rate`, as received, and how many were lost.
+other relays, which shows the cost of the processors alone; `ratio` (p99 / alone), `ratio_elsewhere` (p99 / elsewhere), `p50_ratio`;
+and the large messages on the same link: `large_rate` received, and the number lost.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SIZE = 256
 
 
 async def publisher(size: int, rate: float) -> Result:
-    """Publish `rate` messages/s of `size` bytes, from the cue until told to stop; before the cue, short ones."""
+    """Publish `rate` messages/s of `size` bytes, from the cue until stopped; before the cue, short ones."""
     filler = bytes(size - NUMBER.size)
     async with iris.connect() as client:
         stop = asyncio.create_task(harness.stop_signal())
@@ -89,7 +89,7 @@ async def subscriber() -> Result:
 
 
 def measure(seconds: float, rate: float, size: int, *, elsewhere: bool = False) -> Result:
-    """Ask for `seconds`, while `rate` messages/s of `size` bytes are published over the same link; 0: none."""
+    """Send requests for `seconds`, while `rate` messages/s of `size` bytes (0: none) are published over the same link."""
     with Roles(seconds + 60) as roles:
         here, there = iris_relays(roles, 2)
         relays = [there, here]
@@ -101,7 +101,7 @@ def measure(seconds: float, rate: float, size: int, *, elsewhere: bool = False) 
             role = [SCRIPT, f"--rate={rate}", f"--bytes={size}", "--role"]
             taking = roles.start("subscriber", [*role, "subscriber"], env=taker.env, ready=True)
             giving = roles.start("publisher", [*role, "publisher"], env=giver.env)
-            taking.wait_ready()  # it was reached
+            taking.wait_ready()  # a probe has arrived
             giving.cue()
         asking = [ROUNDTRIP, "--role=client", f"--size={SIZE}", f"--seconds={seconds}"]
         result = roles.start("client", asking, env=here.env).result()
@@ -121,7 +121,7 @@ def main() -> None:
     parser.add_argument("--role", choices=roles, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.role:
-        signal.alarm(90)  # whatever becomes of the bench, no role outlives this
+        signal.alarm(90)  # ends this role even if the bench is killed
         publishing = args.role == "publisher"
         role = publisher(args.bytes, args.rate) if publishing else subscriber()
         harness.report(args.role, uvloop.run(role))

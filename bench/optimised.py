@@ -1,8 +1,8 @@
-"""Whether this interpreter was built with profile-guided optimisation, which makes Python code a fifth to a quarter faster.
+"""Find out if this interpreter was built with profile-guided optimisation, which makes Python code a fifth to a quarter faster.
 
-    python3 bench/optimised.py && echo it was
+    python3 bench/optimised.py && echo optimised
 
-Runs on any Python 3 and imports nothing else: the Makefile asks each Python that it finds.
+It runs on any Python 3 and imports nothing else, because the Makefile runs it with each Python that it finds.
 """
 
 import os
@@ -11,7 +11,7 @@ import sysconfig
 
 
 def built_optimised() -> bool:
-    """Return whether the build says so, or is one of Debian's or Ubuntu's own, whose packages train without saying it."""
+    """Return whether the build is optimised: it says so, or it is a package of Debian or Ubuntu, which do not say it."""
     if "--enable-optimizations" in (sysconfig.get_config_var("CONFIG_ARGS") or ""):
         return True
     return sys.base_prefix == "/usr" and os.path.exists("/etc/debian_version")

@@ -341,10 +341,10 @@ async def play(peer_name: str, role: str, setup: Result, options: Result) -> Res
 def main() -> None:
     peer_name, role, text = sys.argv[1:]
     given = json.loads(text)
-    signal.alarm(LONGEST_S)  # whatever becomes of the bench, no role outlives this
+    signal.alarm(LONGEST_S)  # ends this role even if the bench is killed
     result = uvloop.run(play(peer_name, role, given["setup"], given["options"]))
     harness.report(role, {**result, "peak_bytes": harness.peak_bytes("self")})
-    os._exit(0)  # what the systems leave running in threads is no matter of ours
+    os._exit(0)  # threads that the systems leave running do not matter here
 
 
 if __name__ == "__main__":

@@ -126,7 +126,7 @@ def main() -> None:
     parser.add_argument("--role", choices=["server", "client"], help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.role:
-        signal.alarm(90)  # whatever becomes of the bench, no role outlives this
+        signal.alarm(90)  # ends this role even if the bench is killed
         role = server() if args.role == "server" else client(args.size, args.seconds, args.inflight)
         harness.report(args.role, uvloop.run(role))
         return

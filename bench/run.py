@@ -3,8 +3,8 @@
     python bench/run.py                 # ten to fifteen minutes
     python bench/run.py --rounds 1      # three minutes; the spread is unknown
 
-Prints Markdown to stdout and progress to stderr; everything the benches said goes to bench/results/floor.json. Exits 1 if a
-bench failed, after the others.
+Prints Markdown to stdout and progress to stderr; all output of the benches goes to bench/results/floor.json. If a bench
+fails, the others still run, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PUBLISH: Final = "publish 1 KiB, "
 REQUEST: Final = "request 256 B, "
 LINKED: Final = ["--relays", "2"]
 TWIN_THEN: Final = 1.29e6
-"""Messages/s of the publishing twin where the wishes were made (1.15 to 1.43 million)."""
+"""Messages/s of the publishing twin on the machine for which the wanted figures were set (1.15 to 1.43 million)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,10 +38,10 @@ class Row:
     unit: str
     ratio: str = "ratio"
     other: str = "twin"
-    """Prefix of what the figure is compared with."""
+    """Prefix of the figures to compare with."""
     wish: str = ""
     at_least: float = 0.0
-    """A wish for the figure itself, where the publishing twin makes `TWIN_THEN`."""
+    """Wanted figure on a machine where the publishing twin reaches `TWIN_THEN`."""
 
 
 ROWS: Final = (
@@ -88,7 +88,7 @@ ROWS: Final = (
 
 
 def linked(what: str, command: list[str], key: str, unit: str, **more: Any) -> Row:
-    """Return a row of two linked relays beside one."""
+    """Return a row that compares two linked relays with one."""
     given: dict[str, Any] = {"ratio": "ratio_one_relay", "other": "one_relay", **more}
     return Row(what=f"{what}: two relays / one", command=command, key=key, unit=unit, **given)
 
@@ -125,7 +125,7 @@ SELF_ROWS: Final = (
     ),
     *(
         Row(
-            what=f"32 callers at {place}: a slow member beside the fast one / the fast one alone",
+            what=f"32 callers at {relay}: a slow member beside the fast one / the fast one alone",
             command=["balance.py", "slow"],
             key=f"{name}_rate",
             ratio=f"{name}_ratio",
@@ -133,7 +133,7 @@ SELF_ROWS: Final = (
             unit="req/s",
             wish="≥ 0.9",
         )
-        for name, place in (
+        for name, relay in (
             ("fast", "the fast one's relay"),
             ("slow", "the slow one's relay"),
             ("both", "both relays"),
@@ -168,11 +168,11 @@ SHARES: Final = ["balance.py", "shares"]
 
 
 class Failed(Exception):
-    """A bench failed; the text says which and how."""
+    """A bench failed; the message has its command line and exit code."""
 
 
 def measure(command: list[str], rounds: int, seconds: float) -> Result:
-    """Run one bench; return what it printed. Interrupted, it ends what the bench started, too."""
+    """Run one bench and return its output. When interrupted, also stop the processes that the bench started."""
     line = [sys.executable, str(BENCH / command[0]), *command[1:]]
     line += [f"--rounds={rounds}"]
     if not any(word.startswith("--seconds") for word in command):
@@ -192,7 +192,7 @@ def measure(command: list[str], rounds: int, seconds: float) -> Result:
 
 
 def show(row: Row, result: Result | None, twin_rate: float | None = None) -> str:
-    """Return one line of a table; `twin_rate` of the publishing twin scales a wish that is made of a machine."""
+    """Return one line of a table. Wanted figures that depend on the machine are scaled by `twin_rate` of the publishing twin."""
     wish = row.wish
     if row.at_least:
         scaled = row.at_least * twin_rate / TWIN_THEN if twin_rate else row.at_least
@@ -209,7 +209,7 @@ def show(row: Row, result: Result | None, twin_rate: float | None = None) -> str
 
 
 def show_shares(result: Result | None) -> str:
-    """Return in a sentence how equal members shared the requests."""
+    """Return a sentence about the shares of equal members."""
     if result is None:
         return "Shares of four equal members, three at one relay and one at the other: failed."
     largest = [f"{name}: largest {result[name]['largest']:.1%}" for name in result["spreads"]]

@@ -56,7 +56,7 @@ def client_hello() -> bytes:
 
 
 def strangers(address: str, count: int, pace: float) -> Result:
-    """Open `count` connections at `pace` a second and hold them, until told to stop; "ready" once the first is there, and all are."""
+    """Open `count` connections at `pace` a second and hold them, until stopped; "ready" once the first is there, and all are."""
     allow_descriptors(count + SPARE_DESCRIPTORS)
     stopped: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: stopped.append(number))
@@ -140,7 +140,7 @@ def main() -> None:
     parser.add_argument("--role", choices=["strangers"], help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.role:
-        signal.alarm(90)  # whatever becomes of the bench, no role outlives this
+        signal.alarm(90)  # ends this role even if the bench is killed
         harness.report(args.role, strangers(args.address, args.count, args.pace))
         return
     options = {name: getattr(args, name) for name in ("seconds", "rounds", "count")}

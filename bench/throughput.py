@@ -248,7 +248,7 @@ def iris_publish(options: Options, rate: float) -> Result:
         ]
         sender = roles.start("publisher", [*command, "publisher"], env=relays[0].env)
         for role in receivers:
-            role.wait_ready()  # it was reached
+            role.wait_ready()  # a probe has arrived
         sender.cue()
         received = [role.result() for role in receivers]
         sent = sender.result(stop=True)
@@ -381,7 +381,7 @@ def main() -> None:
     parser.add_argument("--run", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.role:
-        signal.alarm(90)  # whatever becomes of the bench, no role outlives this
+        signal.alarm(90)  # ends this role even if the bench is killed
         harness.report(args.role, uvloop.run(ROLES[args.role](Options(**json.loads(args.run)))))
         return
     options = Options.of(args)

@@ -115,6 +115,6 @@ async def sender(path, size, seconds, sndbuf=0, **_):
     return {"begin_ns": begin_ns, "sent": sent}
 
 
-signal.alarm(90)  # no role outlives this
+signal.alarm(90)  # ends this role even if the bench is killed
 result = LOOP.run_until_complete(globals()[sys.argv[1]](**OPTIONS))
 print(json.dumps({"cpu_s": time.process_time(), **result}))

@@ -18,12 +18,12 @@ HEAD = struct.Struct("<IBBIQIqQ")
 NONCE, U32, U64 = struct.Struct("<4xQ"), struct.Struct("<I"), struct.Struct("<Q")
 ALIAS_AT, END_AT, DATA, MARKER, CUT_BYTES, TURN_MESSAGES, MIB = 6, 10, 1, 2, 66_560, 256, 1 << 20
 CIPHER, AAD = AESGCM(bytes(32)), b"constant: kind, name, key id, sender id"
-VIEW = memoryview(BUFFER := bytearray(256 * 1024))  # the one receive buffer of the process
+VIEW = memoryview(BUFFER := bytearray(256 * 1024))  # the only receive buffer of the process
 Message = msgspec.defstruct("Message", [("payload", bytes), ("name", str)], gc=False)
 LOOP, OPTIONS = uvloop.new_event_loop(), json.loads(sys.argv[2])
 
 
-# Finds whole frames in BUFFER and gives their offsets to `on_frames`; a partial one waits in `tail`.
+# Find whole frames in BUFFER and pass their offsets to `on_frames`; an incomplete one waits in `tail`.
 class Port(asyncio.BufferedProtocol):
     def __init__(self, on_frames=None, made=id, high_bytes=MIB):
         self.on_frames, self.made, self.high_bytes, self.tail = on_frames, made, high_bytes, b""
@@ -53,7 +53,9 @@ class Port(asyncio.BufferedProtocol):
 async def relay(path, topics, **_):
     libc, stop, ports, source = ctypes.CDLL(None), LOOP.create_future(), [], []
     _ = libc.mallopt(-3, 64 * MIB), libc.mallopt(-1, 512 * MIB)  # mmap and trim thresholds
-    routes = [(ports, 7 + alias) for alias in range(topics)]  # by alias: receivers, their alias
+    routes = [
+        (ports, 7 + alias) for alias in range(topics)
+    ]  # alias -> receivers, and the alias at each
 
     async def resume():
         await asyncio.gather(*(port.writable.wait() for port in ports))
@@ -109,7 +111,7 @@ async def subscriber(path, topics, **_):
 
 async def publisher(path, topics, size, seconds, unbundled, **_):
     _, port = await LOOP.create_unix_connection(Port, path + ".pub")
-    held, turn = {}, []  # by alias: offsets and payloads of its open bundle; this turn's frames
+    held, turn = {}, []  # alias -> offsets and payloads of its open bundle; frames of this turn
     counter, sequences, cut_bytes = 0, [0] * topics, 0 if unbundled else CUT_BYTES
 
     def publish(alias, payload):
@@ -143,7 +145,7 @@ async def publisher(path, topics, size, seconds, unbundled, **_):
     return {"begin_ns": begin_ns, "sent": sent}
 
 
-signal.alarm(90)  # no role outlives this
+signal.alarm(90)  # ends this role even if the bench is killed
 result = LOOP.run_until_complete(globals()[sys.argv[1]](**OPTIONS))
 peak_kib = int(open("/proc/self/status").read().partition("VmHWM:")[2].split()[0])  # noqa: SIM115
 print(json.dumps({"cpu_s": time.process_time(), "peak_bytes": peak_kib * 1024, **result}))

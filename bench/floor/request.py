@@ -21,7 +21,7 @@ KIND_AT, ALIAS_AT, HOP_AT, END_AT, REQUEST, REPLY, RUN, MIB = 4, 6, 10, 38, 1, 2
 CIPHER, AAD = AESGCM(bytes(32)), b"constant: kind, name, key id, sender id"
 BACK_CIPHER, BACK_AAD, COUNTER = AESGCM(b"1" * 32), AAD + b"request's sender id", [0]
 NUMBER = count()
-VIEW = memoryview(BUFFER := bytearray(256 * 1024))  # the one receive buffer of the process
+VIEW = memoryview(BUFFER := bytearray(256 * 1024))  # the only receive buffer of the process
 LOOP, OPTIONS = uvloop.new_event_loop(), json.loads(sys.argv[2])
 
 
@@ -45,7 +45,7 @@ async def stop():
     return await stopped
 
 
-# Finds whole frames in BUFFER and gives their offsets to `on_frames`; a partial one waits in `tail`.
+# Find whole frames in BUFFER and pass their offsets to `on_frames`; an incomplete one waits in `tail`.
 class Port(asyncio.BufferedProtocol):
     def __init__(self, on_frames, made=id):
         self.on_frames, self.made, self.tail = on_frames, made, b""
@@ -152,7 +152,7 @@ async def client(path, size, seconds, inflight, **_):
     return {"samples_ns": samples_ns, "spent_s": spent_s, "wrong": wrong}
 
 
-signal.alarm(90)  # no role outlives this
+signal.alarm(90)  # ends this role even if the bench is killed
 result = LOOP.run_until_complete(globals()[sys.argv[1]](**OPTIONS))
 peak_kib = int(open("/proc/self/status").read().partition("VmHWM:")[2].split()[0])  # noqa: SIM115
 print(json.dumps({"cpu_s": time.process_time(), "peak_bytes": peak_kib * 1024, **result}))

@@ -20,11 +20,11 @@ CHUNK, NONCE = struct.Struct("<BI"), struct.Struct("<4xQ")  # flags, length; cou
 U32, U64, TUNNEL, FIRST, LAST, CREDIT = struct.Struct("<I"), struct.Struct("<Q"), 3, 1, 2, 4
 RECORD_BYTES, WINDOW_BYTES, TURN_MESSAGES, MIB = 65_535 - 16, 16 << 20, 16, 1 << 20
 THERE, BACK = AESGCM(bytes(32)), AESGCM(b"1" * 32)
-VIEW = memoryview(BUFFER := bytearray(256 * 1024))  # the one receive buffer of the process
+VIEW = memoryview(BUFFER := bytearray(256 * 1024))  # the only receive buffer of the process
 LOOP, OPTIONS = uvloop.new_event_loop(), json.loads(sys.argv[2])
 
 
-# Finds whole frames in BUFFER and gives their offsets to `on_frames`; a partial one waits in `tail`.
+# Find whole frames in BUFFER and pass their offsets to `on_frames`; an incomplete one waits in `tail`.
 class Port(asyncio.BufferedProtocol):
     def __init__(self, on_frames, made=id):
         self.on_frames, self.made, self.tail = on_frames, made, b""
@@ -50,7 +50,7 @@ class Port(asyncio.BufferedProtocol):
 async def relay(path, **_):
     libc, stop, senders, receivers = ctypes.CDLL(None), LOOP.create_future(), [], []
     _ = libc.mallopt(-3, 64 * MIB), libc.mallopt(-1, 512 * MIB)  # mmap and trim thresholds
-    routes = {1: (receivers, 9), 9: (senders, 1)}  # by hop id: the other side, its hop id
+    routes = {1: (receivers, 9), 9: (senders, 1)}  # hop id -> the other side, and the hop id there
 
     def forward(port, starts, end):
         begin, run, read, write = 0, None, U64.unpack_from, U64.pack_into
@@ -143,7 +143,7 @@ async def sender(path, size, seconds, **_):
     return {"begin_ns": begin_ns, "sent": sent}
 
 
-signal.alarm(90)  # no role outlives this
+signal.alarm(90)  # ends this role even if the bench is killed
 result = LOOP.run_until_complete(globals()[sys.argv[1]](**OPTIONS))
 peak_kib = int(open("/proc/self/status").read().partition("VmHWM:")[2].split()[0])  # noqa: SIM115
 print(json.dumps({"cpu_s": time.process_time(), "peak_bytes": peak_kib * 1024, **result}))

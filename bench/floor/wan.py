@@ -1,8 +1,8 @@
-"""A stretch of WAN, and bare twins over it: `python bench/floor/wan.py ROLE OPTIONS-AS-JSON`; it is the loopback, made late.
+"""A simulated WAN, which delays the loopback, and bare twins over it: `python bench/floor/wan.py ROLE OPTIONS-AS-JSON`.
 
-`proxy` passes each connection on, every byte `delay_s` after it came, and as many of them as a ring holds: what is on its way at a
-time. Threads, not an event loop, whose timers round to a millisecond. `echo` and `asker`: 256 B there and back, one in flight.
-`sink` and `source`: one stream as fast as it goes, plain or under TLS. Roles that listen print their port first."""
+`proxy` forwards each connection, every byte `delay_s` after it arrived; a ring bounds the bytes under way. It uses threads,
+because the timers of an event loop round to a millisecond. `echo` and `asker`: 256 B there and back, one in flight.
+`sink` and `source`: one stream at full speed, plain or under TLS. Roles that listen print their port first."""
 
 import contextlib
 import json
@@ -31,20 +31,23 @@ def connect(port):
 
 
 class Way:
-    """One direction of one connection: a thread that reads into a ring, and one that writes what is due."""
+    """One direction of a connection: one thread reads into a ring, another writes the bytes that are due."""
 
     def __init__(self, source, target, delay_ns):
         self.source, self.target, self.delay_ns = source, target, delay_ns
         self.ring = memoryview(bytearray(RING_BYTES))
         self.read = self.written = 0  # since the start
-        self.due, self.changed = deque(), threading.Condition()  # (when, what `read` was then)
+        self.due, self.changed = (
+            deque(),
+            threading.Condition(),
+        )  # (time, value of `read` at that time)
         for work in (self.reading, self.writing):
             threading.Thread(target=self.guarded, args=(work,), daemon=True).start()
 
     def guarded(self, work):
         with contextlib.suppress(OSError):
             return work()
-        for end in (self.source, self.target):  # one side is gone: so is the other
+        for end in (self.source, self.target):  # when one side has closed, close the other
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
 
@@ -71,7 +74,7 @@ class Way:
             now_ns, end = time.monotonic_ns(), self.written
             while self.due and self.due[0][0] <= now_ns and self.due[0][1] > end:
                 end = self.due.popleft()[1]
-            if end == self.written:  # the end of what comes
+            if end == self.written:  # the end of the input
                 self.target.shutdown(socket.SHUT_WR)
                 return
             while self.written < end:
@@ -138,12 +141,12 @@ def source(port, ca, tls, seconds, **_):
         connection.sendall(chunk)
         sent += CHUNK_BYTES
     connection.shutdown(socket.SHUT_WR)
-    # Until the sink has read all; under TLS its tickets come first.
+    # Wait until the sink has read everything; under TLS, its session tickets arrive first.
     while connection.recv(READ_BYTES):
         pass
     return {"begin_ns": begin_ns, "sent": sent}
 
 
-signal.alarm(200)  # no role outlives this
+signal.alarm(200)  # ends this role even if the bench is killed
 result = globals()[sys.argv[1]](**OPTIONS)
 print(json.dumps({"cpu_s": time.process_time(), **(result or {})}))

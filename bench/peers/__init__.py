@@ -1,13 +1,13 @@
-"""What a system has to do to be measured: one short file per system, the same load for all.
+"""The interface of a system that is measured: one short file per system, the same load for all.
 
-A `Peer` is made in the bench's process, which starts its servers, and again in every role's process, which gets `setup` as
-JSON. In a role everything happens on one event loop (uvloop); who blocks the loop (`zmq_blocking`, `nng_blocking`) is alone on it.
+A `Peer` is created in the bench's process, which starts its servers, and again in the process of each role, which gets `setup` as
+JSON. A role runs on one event loop (uvloop); a peer that blocks the loop (`zmq_blocking`, `nng_blocking`) is alone on it.
 
     publisher, subscriber     W1, W2: one topic
     replier, requester        W3, W4: echo
     sender, receiver          W5: one ordered stream, whose sender waits for the receiver
 
-Whoever sends is on side 0 and whoever receives on side 1: with two servers (`W6`) each has its own.
+Senders are on side 0 and receivers on side 1; with two servers (`W6`) each side has its own.
 """
 
 from __future__ import annotations
@@ -22,72 +22,72 @@ from pathlib import Path
 from typing import Any, ClassVar, Final
 
 Took = Callable[[bytes], None]
-"""Called with every message that is received. What it gets may be any bytes-like object."""
+"""Function called with every received message, which may be any bytes-like object."""
 
 TOPIC: Final = "bench.load"
 CREDIT_TOPIC: Final = "bench.credit"
 WINDOW: Final = 64
-"""Messages of a stream that may be unacknowledged, where the system itself does not throttle."""
+"""Unacknowledged messages that a stream may have, if the system itself does not throttle."""
 ACKNOWLEDGE: Final = 16
 
 
 class NotOffered(Exception):
-    """This system has no such thing: the cell is "not run", with this reason."""
+    """The system does not offer this; the cell is "not run", with this reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A process that the system needs; `listens` is what answers once it serves: (host, port), or a Unix socket's path."""
+    """A process that the system needs; `listens` is its address, (host, port) or the path of a Unix socket."""
 
     name: str
     command: Sequence[str]
     listens: tuple[str, int] | str
     env: dict[str, str] = field(default_factory=dict)
-    """Added to ours."""
+    """Environment variables, added to those of the bench."""
 
 
 class Publisher(ABC):
-    """Sends to a topic."""
+    """A publisher to one topic."""
 
     @abstractmethod
     async def burst(self, payloads: Sequence[bytes]) -> None:
-        """Send all, in order, in the way of this system that is fastest. It may wait when the system holds it back."""
+        """Send all messages in order, in the fastest way of this system; wait if the system throttles."""
 
     async def flush(self) -> None:  # noqa: B027 - most have nothing to flush
-        """Return when nothing of it waits in this process any more, as far as the system can tell."""
+        """Return when no message waits in this process any more, as far as the system shows it."""
 
 
 class Requester(ABC):
-    """Asks the one replier."""
+    """A caller of the one replier."""
 
     @abstractmethod
     async def request(self, payload: bytes) -> bytes:
-        """Return the reply."""
+        """Send a request and return the reply."""
 
     def exchange(self, payloads: Sequence[bytes]) -> list[bytes] | None:
-        """Blocking systems only: send all, then return all replies. None: `request` in as many tasks does better."""
+        """Send all requests, then return all replies; blocking systems only. None if `request` in as many tasks is faster."""
         return None
 
 
 class Sender(ABC):
-    """One end of a stream."""
+    """The sending end of a stream."""
 
     @abstractmethod
     async def send(self, payload: bytes) -> None:
-        """Send the next message; waits while the receiver is behind."""
+        """Send the next message; wait while the receiver is behind."""
 
     async def finish(self) -> None:  # noqa: B027
-        """Return when all that was sent is on its way."""
+        """Return when everything has left this process."""
 
 
 class Peer(ABC):
-    """One system. The methods of a role keep what they open; its process ends with it."""
+    """One system. What the methods of a role open stays open until its process ends."""
 
     name: ClassVar[str]
     blocking: ClassVar[bool] = False
-    """It blocks the event loop: no open loop with it."""
+    """True if it blocks the event loop, so that it cannot run an open loop."""
     needs: ClassVar[Sequence[str]] = ()
-    """Commands that have to be installed: Debian packages, by the name of their command."""
+    """Commands that must be installed: command -> its Debian package."""
 
     def __init__(self, setup: dict[str, Any]) -> None:
         """`setup`: "directory" (private to this run), "secured" (TLS where the system has it), "servers" (1, or 2 for W6),
@@ -99,35 +99,35 @@ class Peer(ABC):
     # -- in the bench's process ------------------------------------------------------------------------------
 
     def prepare(self) -> None:  # noqa: B027
-        """Choose ports into `self.setup`, write configuration files. Called once, before `servers`."""
+        """Put ports into `self.setup` and write configuration files. Called once, before `servers`."""
 
     def servers(self) -> Sequence[Server]:
-        """Return what to start, in order."""
+        """Return the servers to start, in order."""
         return ()
 
     # -- in a role -------------------------------------------------------------------------------------------
 
     async def publisher(self, topic: str = TOPIC) -> Publisher:
-        raise NotOffered("no publish and subscribe")
+        raise NotOffered("this system does not publish and subscribe")
 
     async def subscriber(self, took: Took, topic: str = TOPIC) -> None:
-        """Return once the system says that it is subscribed."""
-        raise NotOffered("no publish and subscribe")
+        """Subscribe; return when the system confirms it."""
+        raise NotOffered("this system does not publish and subscribe")
 
     async def replier(self) -> None:
-        """Return once it serves; it answers with what it was asked."""
-        raise NotOffered("no requests")
+        """Serve requests, echoing each; return when it serves."""
+        raise NotOffered("this system does not have requests")
 
     async def requester(self) -> Requester:
-        """Open a connection of its own."""
-        raise NotOffered("no requests")
+        """Open a new connection."""
+        raise NotOffered("this system does not have requests")
 
     async def sender(self) -> Sender:
-        """A stream by publications and credit, for systems that have no stream of their own."""
+        """Open a stream of publications with credit, for systems without streams."""
         return await CreditSender.open(self)
 
     async def receiver(self, took: Took) -> None:
-        """The other end of `CreditSender`; who overrides the one overrides both."""
+        """Receive what a `CreditSender` sends; a peer that overrides one of the two overrides both."""
         credit = await self.publisher(CREDIT_TOPIC)
         acknowledged: asyncio.Queue[None] = asyncio.Queue()
         count = 0
@@ -162,7 +162,7 @@ class Peer(ABC):
 
 
 class CreditSender(Sender):
-    """Up to `WINDOW` messages ahead of what the receiver acknowledged."""
+    """A sender of a stream, at most `WINDOW` messages ahead of the receiver's acknowledgement."""
 
     def __init__(self, publisher: Publisher) -> None:
         self._publisher = publisher
@@ -187,7 +187,7 @@ class CreditSender(Sender):
 
 
 def background(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-    """Run it for as long as the process lives; the event loop logs why it failed, if it does. The caller keeps it."""
+    """Run a coroutine until the process ends; the event loop logs its failure. The caller must keep the task."""
     task = asyncio.create_task(work)
     task.add_done_callback(lambda ended: ended.cancelled() or ended.result())
     return task
@@ -207,10 +207,10 @@ PEERS: Final = {
     "grpc": "grpc_",
     "streams": "streams",
 }
-"""Name -> the module here that has `PEER`, its class. Modules are not named like the packages that they import."""
+"""Peer name -> module in this package, whose `PEER` is the class. Modules do not have the names of the packages that they import."""
 
 
 def peer_class(name: str) -> type[Peer]:
-    """Return the class of one system."""
+    """Return the class of a peer."""
     made: type[Peer] = importlib.import_module(f"peers.{PEERS[name]}").PEER
     return made

@@ -1,5 +1,5 @@
-"""gRPC by its asyncio API: raw bytes (no protobuf), unary requests, and a client stream for the stream. It has a poller thread of
-its own, which hands what is completed to the event loop (uvloop as any other). Who replies or receives is the server."""
+"""gRPC with its asyncio API: raw bytes (no protobuf), unary requests, and a client stream for the stream. Its own poller thread
+passes completed calls to the event loop (uvloop, too). The replier or receiver is the server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SERVICE = "bench.Bench"
 
 class GrpcRequester(Requester):
     def __init__(self, channel: grpc.aio.Channel) -> None:
-        # Without serializers it takes and gives bytes.
+        # Without serializers, messages are bytes.
         self._ask: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]
         self._ask = channel.unary_unary(f"/{SERVICE}/Echo")
 
@@ -29,12 +29,12 @@ class GrpcRequester(Requester):
 
 class GrpcSender(Sender):
     def __init__(self, channel: grpc.aio.Channel) -> None:
-        self._channel = channel  # collected, it would be closed
+        self._channel = channel  # garbage collection would close it
         self._call: grpc.aio.StreamUnaryCall[bytes, bytes]
         self._call = channel.stream_unary(f"/{SERVICE}/Stream")()
 
     async def send(self, payload: bytes) -> None:
-        await self._call.write(payload)  # returns once the flow control has let it go
+        await self._call.write(payload)  # returns when flow control has let it pass
 
 
 class Grpc(Peer):

@@ -131,13 +131,13 @@ class Iris(Peer):
     async def _connect(self, side: int) -> iris.Client:
         os.environ["IRIS_CONFIG"] = str(self.directory / "keys")
         number = min(side, self.setup["servers"] - 1)
-        # As `iris run` sets it; whoever connects on their own asks for it.
+        # `iris run` sets this; other programs have to set it themselves.
         config = iris.ClientConfig(relay=self._socket(number), keep_freed_memory=True)
         return await self._keep(iris.connect(config=config))
 
     async def _keep(self, opened: AbstractAsyncContextManager[Kept]) -> Kept:
-        """Enter it, and leave it open until the process ends."""
-        self._open.append(opened)  # collected, it would be closed
+        """Enter a context manager and leave it open until the process ends."""
+        self._open.append(opened)  # garbage collection would close it
         return await opened.__aenter__()
 
 

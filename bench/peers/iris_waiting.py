@@ -1,4 +1,4 @@
-"""Iris, whose publishers wait for subscribers that ask for it, so that nothing is dropped."""
+"""Iris with publishers that wait for full subscribers, so that nothing is dropped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""NATS: nats-server and nats-py at their defaults. Requests are its own `request`; TLS is one block of the configuration."""
+"""NATS: nats-server and nats-py with their defaults. Requests use its own `request`; TLS is one block of the configuration."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Nats(Peer):
             took(message.data)
 
         client = await self._connect(1)
-        # Its own limits (65,536 messages, 128 MiB) drop what a slow callback leaves: as a user would find it.
+        # Its default limits (65,536 messages, 128 MiB) drop what a slow callback leaves, as for any user.
         await client.subscribe(topic, cb=take)
         await client.flush()
 

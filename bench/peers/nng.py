@@ -1,6 +1,6 @@
-"""nng by pynng's asyncio calls, without a broker: default buffers, so Pub0 drops when a subscriber is behind.
+"""nng with pynng's asyncio calls, without a broker: default buffers, so Pub0 drops when a subscriber is behind.
 
-A topic is the beginning of a message. Requests are Req0 to Rep0, with one context for each that is in flight; the stream is Push0
+A topic is a prefix of the message. Requests are Req0 to Rep0, with one context for each that is in flight; the stream is Push0
 to Pull0, whose `send` waits while the receiver is behind.
 """
 
@@ -15,7 +15,7 @@ import pynng
 from peers import TOPIC, Peer, Publisher, Requester, Sender, Took, background
 
 REPLIERS = 64
-"""Contexts that answer: as many requests as are in flight at most in a closed loop."""
+"""Number of answering contexts: the most requests in flight in a closed loop."""
 
 
 class NngPublisher(Publisher):
@@ -68,7 +68,7 @@ class Nng(Peer):
         prefix = topic.encode() + b" "
         start = len(prefix)
         socket = pynng.Sub0(topics=prefix)
-        socket.dial(self._address("publications"), block=False)  # the publisher comes later
+        socket.dial(self._address("publications"), block=False)  # the publisher starts later
 
         async def read() -> None:
             while True:

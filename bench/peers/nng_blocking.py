@@ -1,6 +1,6 @@
-"""nng by pynng's blocking calls, without a broker: default buffers, so Pub0 drops when a subscriber is behind.
+"""nng with pynng's blocking calls, without a broker: default buffers, so Pub0 drops when a subscriber is behind.
 
-A topic is the beginning of a message. Receivers read in a thread; requests are Req0 to Rep0, several at once with one context each.
+A topic is a prefix of the message. Receivers read in a thread; requests are Req0 to Rep0, several at once with one context each.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class NngBlocking(Peer):
         prefix = topic.encode() + b" "
         start = len(prefix)
         socket = pynng.Sub0(topics=prefix)
-        socket.dial(self._address("publications"), block=False)  # the publisher comes later
+        socket.dial(self._address("publications"), block=False)  # the publisher starts later
         forever(lambda: took(socket.recv()[start:]))
 
     async def replier(self) -> None:
@@ -89,7 +89,7 @@ class NngBlocking(Peer):
 
 
 def forever(step: Callable[[], Any]) -> None:
-    """Repeat it in a thread of its own, until the process ends."""
+    """Repeat a function in a thread of its own until the process ends."""
 
     def run() -> None:
         while True:

@@ -1,6 +1,6 @@
 """RabbitMQ and aio-pika: transient messages, no confirms and no acknowledgements, a fanout exchange per topic and a queue per
-subscriber; requests go to one queue, replies to a queue per requester. The server is Debian's, as it comes; its port mapper (epmd)
-is started beside it, so that it does not start one of its own, which would stay."""
+subscriber; requests go to one queue, replies to a queue per requester. The server is Debian's package with its defaults. Its port mapper (epmd)
+is started beside it; otherwise the server would start one that keeps running."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from peers import TOPIC, Peer, Publisher, Requester, Server, Took
 
 REQUESTS = "bench.echo"
 COMMAND = Path("/usr/lib/rabbitmq/bin/rabbitmq-server")
-"""What the command of this name comes to; that one would change to the user rabbitmq first."""
+"""The script that the command of this name runs, after changing to the user rabbitmq."""
 
 ERLANG = "+B i -kernel inet_dist_use_interface {127,0,0,1}"
-"""An interrupt is the bench's to handle, and no port is open to others."""
+"""Options by which the bench handles interrupts, and no port is open to other hosts."""
 
 
 def transient(payload: bytes, **properties: Any) -> aio_pika.Message:
@@ -99,7 +99,7 @@ class RabbitMQ(Peer):
             "RABBITMQ_NODENAME": "bench@127.0.0.1",
             "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": ERLANG,
             "RABBITMQ_USE_LONGNAME": "true",
-            # The script then becomes the server, instead of waiting for it: signals reach the server.
+            # The script then replaces itself with the server, so that signals reach the server.
             "RUNNING_UNDER_SYSTEMD": "true",
         }
         command = str(COMMAND) if COMMAND.exists() else "rabbitmq-server"
@@ -140,12 +140,12 @@ class RabbitMQ(Peer):
         return requester
 
     async def _channel(self) -> abc.AbstractChannel:
-        """Open a connection of its own."""
+        """Open a new connection."""
         context = ssl.create_default_context(cafile=self.setup["ca"]) if self.secured else None
         scheme = "amqps" if self.secured else "amqp"
         url = f"{scheme}://guest:guest@127.0.0.1:{self.port('server')}/"
         connection = await aio_pika.connect(url, ssl_context=context)
-        self._open.append(connection)  # collected, it would be closed
+        self._open.append(connection)  # garbage collection would close it
         return await connection.channel(publisher_confirms=False)
 
     async def _fanout(self, channel: abc.AbstractChannel, topic: str) -> abc.AbstractExchange:

@@ -1,6 +1,6 @@
-"""Redis: redis-server without persistence and redis-py (asyncio, hiredis). PUBLISH is a round trip, so publications travel in
-pipelines; it has no requests, so these are two publications with an id. RESP2: with RESP3 redis-py formats every message it gets
-for its log. Nobody is disconnected for reading slowly, as that limit would end a run instead of slowing it down."""
+"""Redis: redis-server without persistence and redis-py (asyncio, hiredis). PUBLISH is a round trip, so publications are sent in
+pipelines. Redis does not have requests, so a request is two publications with an id. RESP2, because with RESP3 redis-py formats every message
+for its log. The limit that disconnects slow readers is off, because it would end a run instead of slowing it down."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REQUESTS = "bench.echo"
 REPLIES = "bench.reply."
 NUMBER = struct.Struct(">I")
 WHO, ID = 4, 8
-"""Bytes of an id: the requester's, which name its reply channel, and then the request's number."""
+"""Sizes of an id's parts: the requester, which names its reply channel, and the request's number."""
 
 
 async def publish(client: Redis, messages: Sequence[tuple[str, bytes]]) -> None:
@@ -39,7 +39,7 @@ class RedisPublisher(Publisher):
 
 
 class Outbox:
-    """Publishes all that one turn of the event loop, or one round trip, brought together: one pipeline at a time."""
+    """Publish in pipelines, one at a time: all messages of one turn of the event loop or one round trip."""
 
     def __init__(self, client: Redis) -> None:
         self._client = client
@@ -77,7 +77,7 @@ class RedisRequester(Requester):
 
     def answered(self, data: bytes) -> None:
         waiter = self._asked.pop(data[:ID])
-        if not waiter.done():  # the run has given up waiting
+        if not waiter.done():  # the run no longer waits for it
             waiter.set_result(data[ID:])
 
 
@@ -143,7 +143,7 @@ class RedisPeer(Peer):
         pubsub = client.pubsub()
         await pubsub.subscribe(channel)
         messages = pubsub.listen()
-        await anext(messages)  # the server's word that it is subscribed
+        await anext(messages)  # the server's confirmation of the subscription
 
         async def listen() -> None:
             async for message in messages:

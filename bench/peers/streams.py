@@ -1,6 +1,6 @@
-"""A floor, no messaging: bare asyncio streams over a Unix socket, a length before every message, nothing in between.
+"""A floor without messaging: bare asyncio streams over a Unix socket, with a length before every message.
 
-Who receives listens. A burst is one write; `drain` is awaited after each, so a slow receiver holds the sender back.
+The receiver listens. A burst is one write; `drain` is awaited after each, so a slow receiver slows down the sender.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class StreamsPublisher(Publisher):
         for writer in [*self._writers]:
             try:
                 await writer.drain()
-            except ConnectionError:  # a subscriber that leaves is no matter of the others
+            except ConnectionError:  # a subscriber that leaves does not affect the others
                 self._writers.remove(writer)
 
     async def flush(self) -> None:
@@ -86,7 +86,7 @@ class Streams(Peer):
             try:
                 _, writer = await asyncio.open_unix_connection(path)
             except ConnectionRefusedError:
-                path.unlink()  # of a subscriber of an earlier run
+                path.unlink()  # left by a subscriber of an earlier run
                 continue
             writers.append(writer)
         return StreamsPublisher(writers)
@@ -134,7 +134,7 @@ def framed(payload: bytes) -> tuple[bytes, bytes]:
 
 
 async def frames(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    """Yield what arrives, until the other end is gone."""
+    """Yield messages until the other end closes."""
     read, size, unpack = reader.readexactly, HEAD.size, HEAD.unpack
     while True:
         try:
@@ -147,8 +147,10 @@ async def frames(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
 
 
 async def emptied(writer: asyncio.StreamWriter) -> None:
-    """Return when all was given to the kernel."""
-    writer.transport.set_write_buffer_limits(high=0)  # for once, `drain` waits for the last byte
+    """Return when everything was passed to the kernel."""
+    writer.transport.set_write_buffer_limits(
+        high=0
+    )  # with this limit, `drain` waits for the last byte
     await writer.drain()
     writer.transport.set_write_buffer_limits()
 

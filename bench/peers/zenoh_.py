@@ -1,6 +1,6 @@
 """Zenoh, peer to peer without a router or discovery: publications with CongestionControl.BLOCK, so that nothing is dropped.
 
-As it comes, messages of 3 KiB and more go through shared memory on one host, the rest over TCP. Requests are a querier and a
+By default, messages of 3 KiB and more go through shared memory on one host, the rest over TCP. Requests are a querier and a
 queryable, express, called back directly on zenoh's threads (faster here; for subscribers the default is).
 """
 
@@ -80,12 +80,12 @@ class Zenoh(Peer):
         return ZenohPublisher(session.declare_publisher(topic, congestion_control=BLOCK))
 
     async def subscriber(self, took: Took, topic: str = TOPIC) -> None:
-        # One publisher and several of these: they connect, and try again until it listens.
+        # There are one publisher and several subscribers: these connect, and try again until it listens.
         self._subscribe(self._open(connect="publications"), topic, took)
 
     async def replier(self) -> None:
         def echo(query: zenoh.Query) -> None:
-            with query:  # its end tells the requester that no more replies come
+            with query:  # at its end, the requester knows that there are no more replies
                 query.reply(ECHO, query.payload, congestion_control=BLOCK, express=True)
 
         session = self._open(listen="requests")
@@ -94,7 +94,7 @@ class Zenoh(Peer):
     async def requester(self) -> Requester:
         querier = self._open(connect="requests").declare_querier(
             ECHO,
-            consolidation=zenoh.ConsolidationMode.NONE,  # there is one reply, so none to wait for
+            consolidation=zenoh.ConsolidationMode.NONE,  # there is exactly one reply
             timeout=TIMEOUT_S,
             congestion_control=BLOCK,
             express=True,
@@ -130,7 +130,7 @@ class Zenoh(Peer):
         }.items():
             config.insert_json5(name, json.dumps(value))
         session = zenoh.open(config)
-        self._sessions.append(session)  # collected, it would be closed
+        self._sessions.append(session)  # garbage collection would close it
         return session
 
     def _endpoints(self, port: str | None) -> list[str]:
@@ -138,7 +138,7 @@ class Zenoh(Peer):
 
 
 async def matched(declared: zenoh.Publisher | zenoh.Querier) -> None:
-    """Return when the other end is known."""
+    """Return when the other end has been discovered."""
     async with asyncio.timeout(TIMEOUT_S):
         while not declared.matching_status:  # noqa: ASYNC110 - what else it offers calls from threads
             await asyncio.sleep(POLL_S)

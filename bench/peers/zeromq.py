@@ -1,6 +1,6 @@
-"""ZeroMQ by zmq.asyncio, without a broker: default high-water marks, so PUB drops when a subscriber is behind.
+"""ZeroMQ with zmq.asyncio, without a broker: default high-water marks, so PUB drops when a subscriber is behind.
 
-A topic is the beginning of a message, in one frame. Readers await once, then take what waits without awaiting. Requests are
+A topic is a prefix of the message, in one frame. Readers await once, then read the waiting messages without awaiting. Requests are
 DEALER to ROUTER with an id, the stream is PUSH to PULL, whose `send` waits at the high-water mark.
 """
 
@@ -17,7 +17,7 @@ from zmq.asyncio import Context, Socket
 from peers import TOPIC, Peer, Publisher, Requester, Sender, Took, background
 
 DRAINED = 1000
-"""Messages taken at most before the event loop turns: the default high-water mark."""
+"""Most messages read before the event loop turns: the default high-water mark."""
 
 
 class ZeroMqPublisher(Publisher):
@@ -61,7 +61,7 @@ class ZeroMqSender(Sender):
 
     async def finish(self) -> None:
         self._socket.close()
-        await asyncio.to_thread(self._context.term)  # lingers until all is sent
+        await asyncio.to_thread(self._context.term)  # lingers until everything is sent
 
 
 class ZeroMq(Peer):
@@ -87,7 +87,7 @@ class ZeroMq(Peer):
 
     async def replier(self) -> None:
         socket = self._socket(zmq.ROUTER, "requests", bind=True)
-        # ROUTER never blocks, so there is nothing to await.
+        # ROUTER never blocks, so nothing is awaited.
         self._reading = background(drain(socket, plain(socket).send_multipart))
 
     async def requester(self) -> Requester:
@@ -112,7 +112,7 @@ def plain(socket: Socket) -> zmq.Socket[bytes]:
 
 
 async def drain(socket: Socket, take: Callable[[list[bytes]], Any]) -> None:
-    """Pass on all that comes."""
+    """Deliver every message."""
     receive = plain(socket).recv_multipart
     while True:
         take(await socket.recv_multipart())
@@ -121,7 +121,9 @@ async def drain(socket: Socket, take: Callable[[list[bytes]], Any]) -> None:
                 take(receive(zmq.NOBLOCK))
         except zmq.Again:
             continue
-        await asyncio.sleep(0)  # more waits, so that the next receipt would not let the loop turn
+        await asyncio.sleep(
+            0
+        )  # more messages wait, so the next receive would not let the loop turn
 
 
 PEER = ZeroMq

@@ -1,7 +1,7 @@
-"""ZeroMQ by blocking calls, without a broker: default high-water marks, so PUB drops when a subscriber is behind.
+"""ZeroMQ with blocking calls, without a broker: default high-water marks, so PUB drops when a subscriber is behind.
 
-A topic is the beginning of a message, in one frame. Receivers read in a thread; requests are DEALER to ROUTER, in order, so that
-they need no id.
+A topic is a prefix of the message, in one frame. Receivers read in a thread; requests are DEALER to ROUTER, in order, so
+that they do not need an id.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class BlockingSender(Sender):
 
     async def finish(self) -> None:
         self._socket.close()
-        await asyncio.to_thread(self._context.term)  # lingers until all is sent
+        await asyncio.to_thread(self._context.term)  # lingers until everything is sent
 
 
 class ZeroMqBlocking(Peer):
@@ -100,7 +100,7 @@ class ZeroMqBlocking(Peer):
 
 
 def forever(step: Callable[[], Any]) -> None:
-    """Repeat it in a thread of its own, until the process ends."""
+    """Repeat a function in a thread of its own until the process ends."""
 
     def run() -> None:
         while True:

@@ -247,7 +247,7 @@ def _publish(
         sending = stage.start(
             roles, "publisher", "publisher", size=SIZE, seconds=plan.seconds, rate=rate, record=record
         )  # fmt: skip
-        ready(receiving)  # it was reached
+        ready(receiving)  # a probe has arrived
         stage.begin()
         sending.cue()
         ready(sending)  # it has sent all

@@ -314,7 +314,7 @@ FLOORS: Final = {"disk": disk, "put": put}
 def main() -> None:
     name, role, text = sys.argv[1:]
     given: dict[str, Any] = json.loads(text)
-    signal.alarm(LONGEST_S)  # whatever becomes of the bench, no role outlives this
+    signal.alarm(LONGEST_S)  # ends this role even if the bench is killed
     if role not in FLOORS:
         durable_class(name)
     begin_s = time.process_time()
@@ -326,7 +326,7 @@ def main() -> None:
         result = uvloop.run(ROLES[role](peer, **given["options"]))  # type: ignore[operator]
     spent_s = round(time.process_time() - begin_s, 3)  # without the start of the interpreter
     harness.report(role, {"cpu_s": spent_s, **result, "peak_bytes": harness.peak_bytes("self")})
-    os._exit(0)  # what the systems leave running in threads is no matter of ours
+    os._exit(0)  # threads that the systems leave running do not matter here
 
 
 if __name__ == "__main__":
