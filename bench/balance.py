@@ -3,9 +3,10 @@
     python bench/balance.py slow      # 2 relays, one fast and one slow member (50 ms, one at a time), 32 callers
     python bench/balance.py shares    # 4 equal members, 3 at one relay and 1 at the other, 16 callers at each
 
-Prints JSON. `slow`: `RELAY_rate`, `alone_RELAY_rate` (without the slow member), `RELAY_ratio` of both and `RELAY_errors` by
-name, where RELAY, at which the callers are, is that of the `fast` member, of the `slow` one, or `both`. `shares`: each member's
-share of the requests, also with all callers at the relay with one member, and the `largest` of all rounds.
+Prints JSON. `slow`: `RELAY_rate`, `alone_RELAY_rate` (without the slow member), `RELAY_ratio` of both and
+`RELAY_errors` by name, where RELAY, at which the callers are, is that of the `fast` member, of the `slow` one, or
+`both`. `shares`: each member's share of the requests, also with all callers at the relay with one member, and the
+`largest` of all rounds.
 """
 
 from __future__ import annotations
@@ -81,7 +82,8 @@ async def member(serving: Serving) -> Result:
 
 
 async def callers(count: int, members: int, enough: int) -> Result:
-    """Send requests from `count` tasks, from the cue until stopped. "ready" when all members are there, and after `enough` requests."""
+    """Send requests from `count` tasks, from the cue until stopped. "ready" when all members are there, and after
+    `enough` requests."""
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     samples_ns: list[int] = []

@@ -3,9 +3,10 @@
     python bench/bridges.py                      # all cells
     python bench/bridges.py --cell iris1 --rounds 3 --seconds 2
 
-Prints JSON. Each cell has requests of 256 bytes in a closed loop, one in flight (`p50_us`, `p99_us`), and publications of 1 KiB as
-fast as the system allows, to one subscriber, which checks every number (`rate` received, `lost`). Sides: `native`, and the cell's
-own, with both programs behind the bridge. `ratio_p50` and `ratio_rate` are medians over the rounds of bridge / native.
+Prints JSON. Each cell has requests of 256 bytes in a closed loop, one in flight (`p50_us`, `p99_us`), and
+publications of 1 KiB as fast as the system allows, to one subscriber, which checks every number (`rate` received,
+`lost`). Sides: `native`, and the cell's own, with both programs behind the bridge. `ratio_p50` and `ratio_rate` are
+medians over the rounds of bridge / native.
 """
 
 from __future__ import annotations

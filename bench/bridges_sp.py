@@ -2,9 +2,10 @@
 
     python bench/bridges_sp.py --seconds 1 --rounds 3
 
-Requests of 256 bytes: `nng` is pynng's REQ to its REP; `bridge_in` that REQ to a member of Iris, `bridge_out` an Iris caller to that
-REP; `iris` caller and member. p50 of one in flight, and the rate with 64. Publications of 1 KiB: the same four, PUB to SUB; `rate` is the
-highest of RATES at which nothing was lost. All on one host, SP over ipc. Prints JSON.
+Requests of 256 bytes: `nng` is pynng's REQ to its REP; `bridge_in` that REQ to a member of Iris, `bridge_out` an
+Iris caller to that REP; `iris` caller and member. p50 of one in flight, and the rate with 64. Publications of 1
+KiB: the same four, PUB to SUB; `rate` is the highest of RATES at which nothing was lost. All on one host, SP over
+ipc. Prints JSON.
 """
 
 from __future__ import annotations

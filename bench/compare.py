@@ -4,9 +4,9 @@
     python bench/compare.py --only iris,nats --cells w3-1,w4-1k-3000 --rounds 5
     python bench/compare.py --full                # open loops of 30 s
 
-Every system is started again in each round, and all systems run before the next round begins. Results go to bench/results/:
-latest.json, report.md, report.html and a plot for each open loop. A run that failed is "failed" in the tables, with the reason
-below them, and the exit code is then 1.
+Every system is started again in each round, and all systems run before the next round begins. Results go to
+bench/results/: latest.json, report.md, report.html and a plot for each open loop. A run that failed is "failed" in
+the tables, with the reason below them, and the exit code is then 1.
 """
 
 from __future__ import annotations
@@ -122,7 +122,8 @@ def attempt(run: Callable[[], Result]) -> Result:
 
 
 def saturated(figures: Result, number: int) -> str:
-    """Return why an open loop is not repeated: it was far beyond the reach of the system, so another run shows nothing new."""
+    """Return why an open loop is not repeated: it was far beyond the reach of the system, so another run shows
+    nothing new; "" if it is repeated."""
     share = figures.get("unanswered", 0) / max(1, figures.get("requests", 1))
     if share <= SATURATED:
         return ""
@@ -130,7 +131,8 @@ def saturated(figures: Result, number: int) -> str:
 
 
 def run_all(plan: Plan, keep: Callable[[list[Result]], None] | None = None) -> list[Result]:
-    """Run every system in every round, beginning with another system each time; call `keep` with the results after each round."""
+    """Run every system in every round, beginning with another system each time; call `keep` with the results after
+    each round."""
     runs: list[Result] = []
     skipped: Skipped = {}
     for number in range(1, plan.rounds + 1):

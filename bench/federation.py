@@ -90,7 +90,8 @@ def topics(count: int) -> list[str]:
 
 
 async def subscriber(expected: int, count: int) -> Result:
-    """Receive from another site until all messages arrived, or the bench stops. Each of `count` topics has every `count`-th number."""
+    """Receive from another site until all messages arrived, or the bench stops. Each of `count` topics has every
+    `count`-th number."""
     received = wrong = 0
     following = dict(zip(topics(count), range(count), strict=True))
     probed = False

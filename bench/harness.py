@@ -298,7 +298,8 @@ def next_cue() -> asyncio.Event:
 
 
 def alternate(rounds: int, sides: dict[str, Callable[[], Result]]) -> list[dict[str, Result]]:
-    """Run all sides `rounds` times, beginning with another side in each round, so that changes of the machine affect all alike."""
+    """Run all sides `rounds` times, beginning with another side in each round, so that changes of the machine
+    affect all alike."""
     results: list[dict[str, Result]] = []
     for number in range(rounds):
         first = number % len(sides)
@@ -425,7 +426,8 @@ def facts() -> Result:
 
 
 def system_send_buffer() -> int:
-    """Return the value of SO_SNDBUF that gives the system's default, because the kernel doubles the value that is set."""
+    """Return the value of SO_SNDBUF that gives the system's default, because the kernel doubles the value that is
+    set."""
     return int(Path("/proc/sys/net/core/wmem_default").read_text()) // 2
 
 

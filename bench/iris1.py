@@ -3,10 +3,10 @@
     python bench/iris1.py                  # all figures, a relay and a bridge of its own
     python bench/iris1.py --seconds 1 --figures request publish
 
-One program, one connection that is service, caller, subscriber and publisher, payloads of one byte, as in its Go binding's benchmarks:
-`request`, `broadcast`, `publish` and `tunnel` (a message there and back) with one in flight, µs as p50, p99; `rate` with 128 requests in
-flight, per second; `first` the first publication after 100 ms of rest, µs. `apart`: caller and service are two programs, p50 in µs.
-Prints JSON.
+One program, one connection that is service, caller, subscriber and publisher, payloads of one byte, as in its Go
+binding's benchmarks: `request`, `broadcast`, `publish` and `tunnel` (a message there and back) with one in flight,
+µs as p50, p99; `rate` with 128 requests in flight, per second; `first` the first publication after 100 ms of rest,
+µs. `apart`: caller and service are two programs, p50 in µs. Prints JSON.
 """
 
 from __future__ import annotations

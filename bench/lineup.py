@@ -53,10 +53,10 @@ CELLS: Final = (
     _open(MIB - 64, "1 MiB", 100),
     Cell(id="w5", workload="W5", title="ordered stream of 64 KiB messages", shows="stream", size=64 * KIB, secured=True),
 )  # fmt: skip
-"""Slightly under 1 MiB, which is the limit of a message with its headers in several systems. 5,000/s corresponds to 20,000/s on a machine
-four times as fast."""
+"""Slightly under 1 MiB, which is the limit of a message with its headers in several systems. 5,000/s corresponds to
+20,000/s on a machine four times as fast."""
 PAIR_CELLS: Final = ("w1-1kib", "w3-1", "w3-64", "w4-1kib-3000", "w5")
-"""True for W6: two servers, with the sender at one and the receiver at the other."""
+"""Cells that are also run as W6: over two servers, with the sender at one and the receiver at the other."""
 
 
 @dataclass(frozen=True, slots=True)

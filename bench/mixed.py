@@ -2,10 +2,11 @@
 
     python bench/mixed.py
 
-Caller and publisher are at one relay, member and subscriber at the other. Requests: a closed loop, one in flight. Prints JSON:
-`p50_us`, `p99_us` with the large messages, `alone_…` without them, `elsewhere_…` with the same messages over a link of two
-other relays, which shows the cost of the processors alone; `ratio` (p99 / alone), `ratio_elsewhere` (p99 / elsewhere), `p50_ratio`;
-and the large messages on the same link: `large_rate` received, and the number lost.
+Caller and publisher are at one relay, member and subscriber at the other. Requests: a closed loop, one in flight.
+Prints JSON: `p50_us`, `p99_us` with the large messages, `alone_…` without them, `elsewhere_…` with the same
+messages over a link of two other relays, which shows the cost of the processors alone; `ratio` (p99 / alone),
+`ratio_elsewhere` (p99 / elsewhere), `p50_ratio`; and the large messages on the same link: `large_rate` received,
+and the number lost.
 """
 
 from __future__ import annotations
@@ -89,7 +90,8 @@ async def subscriber() -> Result:
 
 
 def measure(seconds: float, rate: float, size: int, *, elsewhere: bool = False) -> Result:
-    """Send requests for `seconds`, while `rate` messages/s of `size` bytes (0: none) are published over the same link."""
+    """Send requests for `seconds`, while `rate` messages/s of `size` bytes (0: none) are published over the same
+    link."""
     with Roles(seconds + 60) as roles:
         here, there = iris_relays(roles, 2)
         relays = [there, here]

@@ -1,4 +1,5 @@
-"""Find out if this interpreter was built with profile-guided optimisation, which makes Python code a fifth to a quarter faster.
+"""Find out if this interpreter was built with profile-guided optimisation, which makes Python code a fifth to a
+quarter faster.
 
     python3 bench/optimised.py && echo optimised
 
@@ -11,7 +12,8 @@ import sysconfig
 
 
 def built_optimised() -> bool:
-    """Return whether the build is optimised: it says so, or it is a package of Debian or Ubuntu, which do not say it."""
+    """Return whether the build is optimised: it says so, or it is a package of Debian or Ubuntu, which do not say
+    it."""
     if "--enable-optimizations" in (sysconfig.get_config_var("CONFIG_ARGS") or ""):
         return True
     return sys.base_prefix == "/usr" and os.path.exists("/etc/debian_version")

@@ -3,11 +3,11 @@
     python bench/report.py results/latest.json [DIRECTORY]
     python bench/report.py results/latest.json --summary        # one table, on stdout
 
-Writes report.md, report.html and a PNG per load at a fixed rate, beside the results if no directory is named. The page is
-one file that refers to nothing outside. Plots need matplotlib; without it, the rest is written.
+Writes report.md, report.html and a PNG for each load at a fixed rate, beside the results if no directory is given.
+The page is one file without external references. Plots need matplotlib; without it, everything else is written.
 
-The plots follow Tyler Treat's "Benchmarking Message Queue Latency": the whole distribution, not a mean, with and without
-the time that a request waited to be sent. Equal results make equal files.
+The plots follow Tyler Treat's "Benchmarking Message Queue Latency": the whole distribution, not a mean, with and
+without the time that a request waited to be sent. Equal results make equal files.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TITLE = "Iris beside other messaging systems"
 
 
 def _plain(text: str) -> str:
-    """Text that Markdown prints as it is, within one cell of a table."""
+    """Escape text for a table cell in Markdown."""
     text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return re.sub(r"([\\`*_\[\]|~])", r"\\\1", " ".join(text.split()))
 
@@ -66,7 +66,7 @@ def _section(section: Section, pictures: set[str]) -> list[str]:
 
 
 def markdown(document: Document | Results, pictures: Sequence[Path] = ()) -> str:
-    """`pictures` are the plots that lie beside it: those are shown."""
+    """Return the report as Markdown, showing the `pictures` that lie beside it."""
     results = _results(document)
     names = {path.name for path in pictures}
     lines = [f"# {TITLE}", ""]
@@ -76,19 +76,19 @@ def markdown(document: Document | Results, pictures: Sequence[Path] = ()) -> str
 
 
 def plots(document: Document | Results, directory: Path) -> list[Path]:
-    """One PNG per open-loop cell, named by its id. Raises ImportError without matplotlib."""
+    """Write one PNG per open-loop cell, named by its id. Raises ImportError without matplotlib."""
     return drawing.plots(_results(document), directory)
 
 
 def html(document: Document | Results, *, with_plots: bool = True) -> str:
-    """The page. Its plots need matplotlib: ImportError without it, unless `with_plots` is off."""
+    """Return the page. Raises ImportError without matplotlib, unless `with_plots` is off."""
     results = _results(document)
     cells = [cell for cell in results.cells if with_plots and cell.shows == "open"]
     return page(results, TITLE, {cell.name: drawing.svg(results, cell) for cell in cells})
 
 
 def write(document: Document | Results, directory: Path) -> list[Path]:
-    """Write all there is, plots if matplotlib is installed; says which files."""
+    """Write all files, with plots if matplotlib is installed, and print their names."""
     results = _results(document)
     directory.mkdir(parents=True, exist_ok=True)
     can_plot = importlib.util.find_spec("matplotlib") is not None

@@ -1,7 +1,7 @@
-"""One process of a run: `python bench/roles.py PEER ROLE OPTIONS-AS-JSON`. The loads, the same for every system.
+"""One process of a run: `python bench/roles.py PEER ROLE OPTIONS-AS-JSON`. The loads are the same for every system.
 
-A message begins with its number. Receiving roles say "ready" once they are there, and a subscriber again when a probe has
-reached it; a publisher sends probes until its cue. Each role ends by printing one line of JSON.
+A message begins with its number. Receiving roles print "ready" when they receive, and a subscriber again when a
+probe has arrived; a publisher sends probes until its cue. Each role prints one line of JSON at its end.
 """
 
 from __future__ import annotations
@@ -31,19 +31,20 @@ END: Final = (1 << 64) - 2
 PROBE_S: Final = 0.01
 END_S: Final = 0.02
 BURST: Final = 64
-"""Messages that a publisher sends between two looks at the event loop."""
+"""Messages that a publisher sends between two turns of the event loop."""
 PACE_S: Final = 0.001
 WARM_S: Final = 0.2
 DRAIN_S: Final = 2.0
-"""What an open loop has not got an answer to this long after its end counts as unanswered."""
+"""Time after the end of an open loop at which a request without an answer counts as unanswered."""
 MAX_OUTSTANDING: Final = 50_000
 LONGEST_S: Final = 300
 KEPT_BITS: Final = 12
-"""More than three digits of an HDR histogram keep (2,048 steps in each power of two)."""
+"""Bits of a sample that are kept, more than the three digits of an HDR histogram keep (2,048 steps in each power of
+two)."""
 
 
 class Check:
-    """Counts what one receiver gets, and what comes out of order; may be called from a thread."""
+    """Count the messages of one receiver and those out of order; may be called from a thread."""
 
     def __init__(self) -> None:
         self.received = 0
@@ -73,7 +74,7 @@ class Check:
             harness.say_ready()
 
     async def result(self) -> Result:
-        """Return what came, once the end was seen or the bench has waited long enough."""
+        """Return the counts when the end was received or the bench stops waiting."""
         stop = asyncio.create_task(harness.stop_signal())
         done = asyncio.create_task(self.done.wait())
         await asyncio.wait([stop, done], return_when=asyncio.FIRST_COMPLETED)
@@ -91,7 +92,7 @@ async def subscriber(peer: Peer) -> Result:
 
 
 async def publisher(peer: Peer, size: int, seconds: float, rate: float) -> Result:
-    """Publish for `seconds`, as fast as the system lets it, or `rate` messages/s; before the cue, probes."""
+    """Publish for `seconds` at full speed, or `rate` messages/s; before the cue, send probes."""
     out = await peer.publisher()
     cued = harness.next_cue()
     while not cued.is_set():
@@ -109,7 +110,7 @@ async def publisher(peer: Peer, size: int, seconds: float, rate: float) -> Resul
             if count <= 0:
                 await asyncio.sleep(PACE_S)
                 continue
-        # A burst that is late is not one burst: other systems would see what no user sends.
+        # Messages that are late are not sent as one burst, which no user would send.
         count = min(count, BURST)
         await out.burst([pack(number) + filler for number in range(sent, sent + count)])
         sent += count
@@ -117,7 +118,7 @@ async def publisher(peer: Peer, size: int, seconds: float, rate: float) -> Resul
     spent_ns = time.monotonic_ns() - begin_ns
     await out.flush()
     harness.say_ready()
-    while not stop.done():  # a system that loses messages may lose this one, too
+    while not stop.done():  # repeated, because a system that loses messages may lose this one, too
         await out.burst([pack(END)])
         await asyncio.wait([stop], timeout=END_S)
     return {"sent": sent, "sent_rate": sent / spent_ns * 1e9, "begin_ns": begin_ns}
@@ -134,7 +135,7 @@ async def replier(peer: Peer) -> Result:
 
 
 async def closed(peer: Peer, size: int, seconds: float, inflight: int) -> Result:
-    """Ask from `inflight` places, each again as soon as it is answered."""
+    """Keep `inflight` requests in flight: each task sends its next when it is answered."""
     requester = await peer.requester()
     numbers = iter(range(END))
     filler = bytes(size - NUMBER.size)
@@ -166,7 +167,7 @@ async def closed(peer: Peer, size: int, seconds: float, inflight: int) -> Result
         end_ns = begin_ns + int(run_s * 1e9)
         if not (inflight > 1 and exchanges(end_ns)):
             if inflight > 1 and peer.blocking:
-                raise NotOffered("one request at a time")
+                raise NotOffered("it has one request in flight at a time")
             await asyncio.gather(*(work(end_ns) for _ in range(inflight)))
         return (time.monotonic_ns() - begin_ns) / 1e9
 
@@ -177,8 +178,8 @@ async def closed(peer: Peer, size: int, seconds: float, inflight: int) -> Result
 
 
 async def open_loop(peer: Peer, size: int, seconds: float, rate: float, connections: int) -> Result:
-    """Ask `rate` times a second whatever becomes of it, each time from the next connection. Latencies count from when a
-    request was due ("corrected") and from when it was sent ("uncorrected")."""
+    """Send `rate` requests a second, even if earlier ones are unanswered, over the connections in turn. Latencies
+    count from when a request was due ("corrected") and from when it was sent ("uncorrected")."""
     requesters = [await peer.requester() for _ in range(connections)]
     filler = bytes(size - NUMBER.size)
     for number, requester in enumerate(requesters):
@@ -196,7 +197,7 @@ async def open_loop(peer: Peer, size: int, seconds: float, rate: float, connecti
             reply = await requester.request(payload)
         except asyncio.CancelledError:
             raise
-        except Exception as err:  # whatever this system raises: an answer that did not come
+        except Exception as err:  # any error of the system counts as a missing answer
             errors[type(err).__name__] += 1
             return
         now_ns = time.monotonic_ns()
@@ -237,7 +238,7 @@ async def open_loop(peer: Peer, size: int, seconds: float, rate: float, connecti
     now_ns = time.monotonic_ns()
     unanswered = len(waiting) + unsent
     answered = len(corrected)
-    # They would have taken at least as long.
+    # Unanswered requests have taken at least this long.
     corrected.extend(now_ns - due_ns for due_ns in waiting.values())
     corrected.extend([now_ns - begin_ns] * unsent)
     for task in [*waiting]:
@@ -262,7 +263,8 @@ class _TimerSpec(ctypes.Structure):
 
 @contextlib.contextmanager
 def exact_timer(begin_ns: int, period_ns: int) -> Any:
-    """A timerfd(2) that is readable at `begin_ns` (CLOCK_MONOTONIC) and every period after: event loops round to a millisecond."""
+    """Return a timerfd(2), readable at `begin_ns` (CLOCK_MONOTONIC) and every period after; event loops round to a
+    millisecond."""
     libc = ctypes.CDLL(None, use_errno=True)
     descriptor = libc.timerfd_create(time.CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC)
     if descriptor < 0:
@@ -281,7 +283,7 @@ def exact_timer(begin_ns: int, period_ns: int) -> Any:
 def encoded(samples_ns: Sequence[int]) -> str:
     """Return the samples as an HDR histogram, base64."""
     histogram = harness.new_histogram()
-    # Rounded to as many bits as it keeps of them: a call for each would take longer than the load did.
+    # Samples are rounded to the bits that the histogram keeps; a call for each would take longer than the load.
     rounded = Counter(
         value >> shift << shift if (shift := value.bit_length() - KEPT_BITS) > 0 else value
         for value in samples_ns
@@ -315,7 +317,7 @@ async def sender(peer: Peer, size: int, seconds: float) -> Result:
     await out.send(pack(END))
     await out.finish()
     harness.say_ready()
-    await harness.stop_signal()  # what it opened stays open until the receiver has all
+    await harness.stop_signal()  # the connection stays open until the receiver has everything
     return {"sent": sent, "begin_ns": begin_ns}
 
 
@@ -331,7 +333,7 @@ ROLES: Final = {
 
 
 async def play(peer_name: str, role: str, setup: Result, options: Result) -> Result:
-    """Play one role; `not_offered` says that the system has none."""
+    """Run one role; `not_offered` is the reason if the system does not have it."""
     try:
         return await ROLES[role](peer_class(peer_name)(setup), **options)  # type: ignore[operator]
     except NotOffered as err:

@@ -1,12 +1,13 @@
-"""Request and reply of 256 bytes through a relay, beside the bare twin.
+"""Measure request and reply of 256 bytes through a relay, and the bare twin.
 
     python bench/roundtrip.py --inflight 1
     python bench/roundtrip.py --inflight 64
     python bench/roundtrip.py --relays 2
 
-Prints JSON. One in flight, a closed loop: `p50_us`, `p99_us`, `twin_p50_us`, `twin_p99_us`, and `ratio` of the p50 (below 1
-is faster than the twin). More in flight, each a task that awaits its reply: `rate`, `twin_rate`, and `ratio` of the rates.
-Two relays, caller and member at one each: also `one_relay_…` and `ratio_one_relay` (`p99_ratio_one_relay`).
+Prints JSON. One in flight, a closed loop: `p50_us`, `p99_us`, `twin_p50_us`, `twin_p99_us`, and `ratio` of the p50
+(below 1 is faster than the twin). More in flight, each a task that awaits its reply: `rate`, `twin_rate`, and
+`ratio` of the rates. Two relays, caller and member at one each: also `one_relay_…` and `ratio_one_relay`
+(`p99_ratio_one_relay`).
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ async def client(size: int, seconds: float, inflight: int) -> Result:
                 wrong += await session.request(CLUSTER, payload, timeout=TIMEOUT_S) != payload
                 record(time.perf_counter_ns() - begin_ns)
 
-        # Before what counts: aliases, sealers, first allocations.
+        # Warm up before the measurement: aliases, sealers, first allocations.
         await work(time.perf_counter_ns() + int(WARM_S * 1e9), id)
         begin_ns = time.perf_counter_ns()
         end_ns = begin_ns + int(seconds * 1e9)

@@ -192,7 +192,8 @@ def measure(command: list[str], rounds: int, seconds: float) -> Result:
 
 
 def show(row: Row, result: Result | None, twin_rate: float | None = None) -> str:
-    """Return one line of a table. Wanted figures that depend on the machine are scaled by `twin_rate` of the publishing twin."""
+    """Return one line of a table. Wanted figures that depend on the machine are scaled by `twin_rate` of the
+    publishing twin."""
     wish = row.wish
     if row.at_least:
         scaled = row.at_least * twin_rate / TWIN_THEN if twin_rate else row.at_least

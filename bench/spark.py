@@ -1,10 +1,10 @@
-"""The Spark source and sink beside Spark's own, in one warmed-up session with two tasks: `make bench-spark`.
+"""Compare the Spark source and sink with Spark's own, in one warmed-up session with two tasks: `make bench-spark`.
 
     python bench/spark.py --quick                    # one round, 50,000 rows
     python bench/spark.py --rounds 5 --rows 400000
 
-Rows of 1 KiB. The relay and its store are processes of their own and share the machine with Spark. Results go to bench/results/:
-spark.json (every round) and spark.md. Needs the extra `spark`, and Java 17 or newer.
+Rows of 1 KiB. The relay and its store are processes of their own and share the machine with Spark. Results go to
+bench/results/: spark.json (every round) and spark.md. Needs the extra `spark`, and Java 17 or newer.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CHUNK_ROWS: Final = 20_000
 PATIENCE_S: Final = 120.0
 DEADLINE_S: Final = 3600.0
 DISCARD: Final = 3
-"""Micro-batches at the start of a query that do not count."""
+"""Micro-batches at the start of a query that are not counted."""
 
 
 class Bench:
@@ -49,12 +49,12 @@ class Bench:
         self._number = 0
 
     def fresh(self, name: str) -> str:
-        """Return a name that was not used before."""
+        """Return an unused name."""
         self._number += 1
         return f"{name}-{self._number}"
 
     def fill(self) -> None:
-        """Append the rows to the stream `bench`, and write the same number and size to Parquet."""
+        """Append the rows to the stream `bench`, and write as many rows of that size to Parquet."""
         blob = random.Random(1).randbytes(ROW_BYTES * 64)
         # The store starts beside the relay.
         wait_until(self._created)
@@ -78,7 +78,7 @@ class Bench:
 
     @property
     def parquet(self) -> str:
-        """Where the Parquet file is."""
+        """Path of the Parquet file."""
         return str(self.directory / "rows.parquet")
 
     def source(self) -> Any:
@@ -88,22 +88,22 @@ class Bench:
 
 
 def read_iris(bench: Bench) -> Result:
-    """Rows a second of a batch read of every column, thrown away."""
+    """Return rows a second of a batch read of every column, dropping the rows."""
     return timed(bench.rows, lambda: discard(bench.source()))
 
 
 def read_iris_values(bench: Bench) -> Result:
-    """The same, of the values alone: what Parquet is asked for."""
+    """Return rows a second of a batch read of the values only, as Parquet is read."""
     return timed(bench.rows, lambda: discard(bench.source().select("value")))
 
 
 def read_parquet(bench: Bench) -> Result:
-    """Rows a second of the same values from a local Parquet file."""
+    """Return rows a second of reading the same values from a local Parquet file."""
     return timed(bench.rows, lambda: discard(bench.spark.read.parquet(bench.parquet)))
 
 
 def read_stream(bench: Bench) -> Result:
-    """Rows a second of a streaming query over all of it (Trigger.AvailableNow), thrown away."""
+    """Return rows a second of a streaming query over all rows (Trigger.AvailableNow), dropping them."""
     reader = bench.spark.readStream.format("iris").option("stream", "bench")
     rows = reader.option("startingOffsets", "earliest").option("minPartitions", TASKS).load()
 
@@ -119,7 +119,7 @@ def read_stream(bench: Bench) -> Result:
 
 
 def read_socket(bench: Bench) -> Result:
-    """Rows a second of Spark's `socket` source, with lines of the same length."""
+    """Return rows a second of Spark's `socket` source, with lines of the same length."""
     line = b"x" * (ROW_BYTES - 1) + b"\n"
     with socket.create_server(("127.0.0.1", 0)) as server:
 
@@ -150,7 +150,7 @@ def read_socket(bench: Bench) -> Result:
 
 
 def append(bench: Bench) -> Result:
-    """Rows a second appended to a new stream exactly once, two tasks, until all are visible."""
+    """Return rows a second appended to a new stream exactly once by two tasks, until all are visible."""
     name = bench.fresh("sink")
     bench.client.call(lambda c: c.streams.create(name))
     rows = bench.spark.read.parquet(bench.parquet).limit(min(bench.rows, 150_000)).repartition(TASKS).cache()  # fmt: skip
@@ -165,7 +165,7 @@ def append(bench: Bench) -> Result:
 
 
 def overhead(bench: Bench) -> Result:
-    """Milliseconds of a micro-batch of one row, beside those of `rate-micro-batch`."""
+    """Return milliseconds of a micro-batch of one row, and those of `rate-micro-batch`."""
     name = bench.fresh("trickle")
     bench.client.call(lambda c: c.streams.create(name))
     ours = start(bench, following(bench, name))
@@ -187,7 +187,7 @@ def overhead(bench: Bench) -> Result:
 
 
 def visible(bench: Bench) -> Result:
-    """Milliseconds from an append until a query has the row in hand (foreachBatch)."""
+    """Return milliseconds from an append until a query has the row (foreachBatch)."""
     name = bench.fresh("visible")
     bench.client.call(lambda c: c.streams.create(name))
     seen: dict[bytes, float] = {}
@@ -197,8 +197,10 @@ def visible(bench: Bench) -> Result:
             seen.setdefault(bytes(row.value), time.perf_counter())
 
     rows = following(bench, name)
-    place = bench.directory / bench.fresh("checkpoint")
-    query = rows.writeStream.foreachBatch(look).option("checkpointLocation", str(place)).start()
+    checkpoint = bench.directory / bench.fresh("checkpoint")
+    query = (
+        rows.writeStream.foreachBatch(look).option("checkpointLocation", str(checkpoint)).start()
+    )
     waited_ms = []
     rng = random.Random(2)
     for number in range(24):
@@ -237,19 +239,19 @@ def timed(rows: int, work: Callable[[], object]) -> Result:
 
 
 def discard(rows: Any) -> None:
-    """Have every row made, and kept nowhere."""
+    """Compute every row and drop it."""
     rows.write.format("noop").mode("overwrite").save()
 
 
 def start(bench: Bench, rows: Any, trigger: dict[str, Any] | None = None) -> Any:
-    """Start a streaming query that throws its rows away."""
-    place = bench.directory / bench.fresh("checkpoint")
-    writer = rows.writeStream.format("noop").option("checkpointLocation", str(place))
+    """Start a streaming query that drops its rows."""
+    checkpoint = bench.directory / bench.fresh("checkpoint")
+    writer = rows.writeStream.format("noop").option("checkpointLocation", str(checkpoint))
     return (writer.trigger(**trigger) if trigger else writer).start()
 
 
 def following(bench: Bench, name: str) -> Any:
-    """Return the rows of a stream, from its first on."""
+    """Return the rows of a stream from its first message on."""
     reader = bench.spark.readStream.format("iris").option("stream", name)
     return reader.option("startingOffsets", "earliest").load()
 
@@ -268,17 +270,17 @@ def batch_ms(query: Any) -> float:
 
 
 def wait_until(done: Callable[[], bool]) -> None:
-    """Return when it is done; raises BenchError after a while."""
+    """Return when the condition holds; raises BenchError after a time limit."""
     until_s = time.perf_counter() + PATIENCE_S
     while not done():
         if time.perf_counter() > until_s:
-            raise BenchError("nothing came")
+            raise BenchError("no row arrived at the query in time")
         time.sleep(0.002)
 
 
 @contextlib.contextmanager
 def staged(rows: int) -> Iterator[Bench]:
-    """Start a relay with a store and a Spark session, and end them."""
+    """Start a relay with a store and a Spark session; stop them at the end."""
     from pyspark.sql import SparkSession
 
     import iris.blocking
@@ -323,11 +325,11 @@ def markdown(document: Result) -> str:
         for figure in runs[0] if runs else ():
             values = sorted(run[figure] for run in runs)
             digits = 0 if figure == "rows_s" else 2 if figure == "ratio" else 1
-            told = ", ".join(
+            shown = ", ".join(
                 f"{value:,.{digits}f}"
                 for value in (statistics.median(values), values[0], values[-1])
             )
-            middle, least, most = told.rsplit(", ", 2)
+            middle, least, most = shown.rsplit(", ", 2)
             lines.append(
                 f"| {title}: {figure.replace('_', ' ')} | **{middle}** ({least} to {most}) |"
             )

@@ -1,11 +1,11 @@
-"""Requests at a relay, without and with 10,000 half-open connections to its link port, being opened and held.
+"""Measure requests at a relay, without and with 10,000 half-open connections to its link port.
 
     python bench/strangers.py
 
-Every other stranger sends nothing, the others half a ClientHello; none ever says more. They come one after the other, as
-fast as the relay accepts, but no faster than takes half of the measurement. Requests: 256 bytes, a closed loop, one in
-flight. Prints JSON: `p99_us` with the strangers, `alone_p99_us` without, `ratio`; and how the relay answered: `refused`
-(reason -> count), and `spent_s`, in which all were opened.
+Half of the strangers send nothing, the others half a ClientHello, and nothing after it. They connect one after the
+other, as fast as the relay accepts, and take at least half of the measurement. Requests: 256 bytes, a closed loop,
+one in flight. Prints JSON: `p99_us` with the strangers, `alone_p99_us` without, `ratio`; and how the relay
+answered: `refused` (reason -> count), and `spent_s`, the time in which all were opened.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ SIZE = 256
 SPARE_DESCRIPTORS = 256
 CONNECT_S = 5.0
 TURN_S = 0.01
-"""A stranger's process sleeps in between: it takes no more of a processor than it needs."""
+"""Pause between connections, so that the strangers' process uses little of a processor."""
 
 
 def allow_descriptors(count: int) -> None:
-    """Let this process, and what it starts, open `count` descriptors; raises ValueError if it may not."""
+    """Allow this process and its children `count` descriptors; raises ValueError if the hard limit is lower."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, count), hard))
 
@@ -43,7 +43,7 @@ def allow_descriptors(count: int) -> None:
 
 
 def client_hello() -> bytes:
-    """Return what a TLS client says first."""
+    """Return a TLS ClientHello."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
@@ -52,11 +52,12 @@ def client_hello() -> bytes:
         context.wrap_bio(incoming, outgoing, server_hostname="0" * 32).do_handshake()
     except ssl.SSLWantReadError:
         return outgoing.read()
-    raise AssertionError("a handshake with nobody ended")
+    raise AssertionError("the TLS handshake ended without a peer")
 
 
 def strangers(address: str, count: int, pace: float) -> Result:
-    """Open `count` connections at `pace` a second and hold them, until stopped; "ready" once the first is there, and all are."""
+    """Open `count` connections at `pace` a second and hold them until stopped. "ready" after the first and after
+    the last."""
     allow_descriptors(count + SPARE_DESCRIPTORS)
     stopped: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: stopped.append(number))
@@ -108,7 +109,7 @@ def is_ended(connection: socket.socket) -> bool:
 
 
 def measure(count: int, seconds: float) -> Result:
-    """Ask for `seconds` while `count` strangers come; with 0, none."""
+    """Send requests for `seconds` while `count` strangers (0: none) connect."""
     with Roles(seconds + 75) as roles:
         relay = IrisRelay(roles, links=True)
         asking = [ROUNDTRIP, "--role=client", f"--size={SIZE}", f"--seconds={seconds}"]
@@ -150,7 +151,7 @@ def main() -> None:
         "alone": lambda: measure(0, args.seconds),
     }
     try:
-        # The relay may have its end of each open, too: it raises its own limit, as far as it may.
+        # The relay needs a descriptor for its end of each, too; it raises its own limit to the hard limit.
         allow_descriptors(args.count + SPARE_DESCRIPTORS)
     except ValueError as err:
         sys.exit(f"{args.count} connections: {err}")

@@ -1,12 +1,12 @@
-"""Durable streams beside JetStream and Redis Streams, in one interleaved run: `make bench-streams`.
+"""Compare durable streams with JetStream and Redis Streams, in one interleaved run: `make bench-streams`.
 
     python bench/streams.py --quick                          # one round of 1 s
     python bench/streams.py --only iris,nats-always --cells append,single --rounds 5
     python bench/streams.py --directory /mnt/data            # the disk that is measured
 
-In each round every system takes its turn at every load, with servers started for it alone. Results go to bench/results/:
-streams.json (every run, every process, every histogram) and streams.md. What did not start or run is in the tables as "not run" or
-"failed", with the reason below; exits 1 if anything failed.
+In each round, every system runs every load with servers of its own. Results go to bench/results/: streams.json
+(every run, process and histogram) and streams.md. Loads without a result are "not run" or "failed" in the tables,
+with the reason below. The exit code is 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ RESULTS: Final = BENCH / "results"
 
 
 def run_all(plan: Plan, entries: list[Entry], loads: list[Load], document: Result, keep: Path) -> None:  # fmt: skip
-    """Run all into `document`, and write it after every round: a run that is cut short is not lost."""
+    """Run everything into `document` and write it after every round, so that an interrupted run keeps its finished
+    rounds."""
     begin_s = time.monotonic()
     for number in range(1, plan.rounds + 1):
         first = (number - 1) % len(entries)
@@ -55,7 +56,7 @@ def run_all(plan: Plan, entries: list[Entry], loads: list[Load], document: Resul
 
 
 def brief(done: Result) -> str:
-    """Return one line of a run."""
+    """Return one line about a run."""
     if done["status"] != "ok":
         return f"{done['status']}: {done['reason']}"
     figures = done["figures"]
@@ -76,7 +77,7 @@ def write(document: Result, directory: Path) -> None:
 
 
 def version(entry: Entry) -> str:
-    """Return the versions of its packages."""
+    """Return the versions of a system's packages."""
     try:
         return versions(System(entry.name, entry.peer, entry.title, entry.packages))
     except ImportError as err:
@@ -84,14 +85,14 @@ def version(entry: Entry) -> str:
 
 
 def disk_facts() -> Result:
-    """Return which file system the logs are on."""
+    """Return the file system of the logs."""
     asked = ["df", "--output=source,fstype", tempfile.gettempdir()]
     said = subprocess.run(asked, capture_output=True, text=True, check=False).stdout
     return {"directory": tempfile.gettempdir(), "disk": " ".join(said.split()[2:])}
 
 
 def chosen(what: str, text: str, known: list[str]) -> list[str]:
-    """Return the names in `text`, all if it is empty; exits on others."""
+    """Return the names in `text`, or all if it is empty; exit on an unknown name."""
     names = text.split(",") if text else known
     if unknown := [name for name in names if name not in known]:
         sys.exit(f"{what}: {', '.join(unknown)} is none of {', '.join(known)}")

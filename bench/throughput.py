@@ -1,4 +1,4 @@
-"""Highest offered rate with nothing lost, of publishing or of a tunnel, through a relay, beside the bare twin.
+"""Measure the highest rate without loss, of publishing or of a tunnel, through a relay, and that of the bare twin.
 
     python bench/throughput.py --mode callback
     python bench/throughput.py --subscribers 8
@@ -6,9 +6,10 @@
     python bench/throughput.py --tunnel
     python bench/throughput.py --relays 2
 
-Prints JSON: `rate` (messages/s delivered, with --tunnel MB/s), `twin_rate`, `ratio` (median of the rounds' ratios) and the
-rounds; with two relays also `one_relay_rate` and `ratio_one_relay`. Nothing throttles an Iris publisher for a slow subscriber: its relay drops, and says so. So the bench offers as fast
-as it can first and, if anything was lost, searches for the highest rate at which nothing is.
+Prints JSON: `rate` (messages/s delivered, with --tunnel MB/s), `twin_rate`, `ratio` (median of the rounds' ratios)
+and the rounds; with two relays also `one_relay_rate` and `ratio_one_relay`. A relay does not slow down a publisher
+for a slow subscriber: it drops messages and reports them. So the bench first offers as fast as it can and, if that
+loses messages, searches for the highest rate without loss.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ MARKER_PAUSE_S = 0.05
 PROBE_PAUSE_S = 0.01
 SUBSCRIBE_S = 10.0
 TURN_MESSAGES = 256
-"""Offered between two turns of the loop, by Iris and by the twin."""
+"""Messages offered between two turns of the loop, by Iris and by the twin."""
 TICK_S = 0.002
 SEARCH_TRIES = 5
 CLOSE_ENOUGH = 1.05
@@ -49,7 +50,7 @@ VERB = "how Iris publishes: offer, and publish what is refused; or publish every
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What one run does; handed to its roles as JSON."""
+    """Options of one run, passed to its roles as JSON."""
 
     mode: str
     verb: str
@@ -59,14 +60,14 @@ class Options:
     seconds: float
     tunnel: bool
     unbundled: bool
-    """The twin seals every message singly: no topic gets two in one turn."""
+    """True if the twin seals every message singly, because no topic gets two in one turn."""
     send_buffer: int
     relays: int
-    """1, or 2: senders at the one, receivers at the other."""
+    """1, or 2 with senders at one relay and receivers at the other."""
     when_full: Literal["drop", "wait"] = "drop"
     """Whether the publisher waits for its subscribers."""
     rate: float = 0.0
-    """Messages/s to offer; 0 is as fast as it goes."""
+    """Messages/s to offer; 0 for full speed."""
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> Self:
@@ -94,7 +95,7 @@ class Options:
 
 
 class Check:
-    """Counts what one subscriber gets and whether each topic's numbers come in order, one after the other."""
+    """Count the messages of one subscriber, and check that each topic's numbers arrive in order without a gap."""
 
     def __init__(self, topics: int) -> None:
         self.received = 0
@@ -165,7 +166,7 @@ async def publisher(options: Options) -> Result:
                 if offer is None or not offer(topic, payload, when_full=when_full):
                     await publish(topic, payload, when_full=when_full)
 
-        # A subscription is known at its own relay at once, and at another a moment later.
+        # The local relay knows a subscription at once, another relay a moment later.
         cued = harness.next_cue()
         while not cued.is_set():
             client.offer(topics[0], NUMBER.pack(PROBE))
@@ -184,9 +185,9 @@ async def publisher(options: Options) -> Result:
                 sent += TURN_MESSAGES
                 await asyncio.sleep(0)
         end_ns = time.monotonic_ns()
-        await asyncio.sleep(0)  # a turn of its own, so that the marker follows every topic's bundle
+        await asyncio.sleep(0)  # one turn, so that the marker follows the bundle of every topic
         marker = NUMBER.pack(MARKER) + NUMBER.pack(sent)
-        # It may be dropped as well, so it is repeated; the bench stops us when all have seen it.
+        # The marker may be dropped, too, so it is repeated until the bench stops this role.
         while not stop.is_set():
             client.offer(topics[0], marker)
             with contextlib.suppress(TimeoutError):
@@ -225,7 +226,7 @@ async def source(options: Options) -> Result:
                 sent += 1
             await tunnel.finish()
             async for _ in tunnel:  # until the sink, having read all, closes its side
-                raise AssertionError("the sink sends nothing")
+                raise AssertionError("the member sent a message, which this bench does not expect")
     return {"begin_ns": begin_ns, "sent": sent}
 
 
@@ -236,7 +237,7 @@ ROLES = {"subscriber": subscriber, "publisher": publisher, "sink": sink, "source
 
 
 def iris_publish(options: Options, rate: float) -> Result:
-    """Offer `rate` messages/s (0: as fast as it goes) once, with new processes; return what was delivered and lost."""
+    """Offer `rate` messages/s (0: full speed) once, with new processes; return the numbers delivered and lost."""
     script = str(BENCH / "throughput.py")
     run = options.json(rate=rate)
     with Roles(options.seconds + 60) as roles:
@@ -280,7 +281,8 @@ def delivered(sent: Result, received: list[Result]) -> Result:
 def search(run: Callable[[float], Result], share: float) -> Result:
     """Return the run with the highest offered rate that lost nothing, and all tries.
 
-    `share` is how many times a message is delivered: what a lossy run delivered, per subscriber, is the first guess.
+    `share` is the number of deliveries per message. The first guess is the rate that a lossy run delivered to each
+    subscriber.
     """
     tries = [run(0.0)]
     best: Result | None = tries[0] if not tries[0]["lost"] else None

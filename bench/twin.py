@@ -19,7 +19,8 @@ def run(cell: Cell, seconds: float) -> Result:
 
 
 def publish(cell: Cell, seconds: float) -> Result:
-    """It loses nothing: its relay stops reading the publisher while a subscriber is behind."""
+    """Run the publishing twin, which loses nothing: its relay stops reading from the publisher while a subscriber
+    is behind."""
     options = {"subscribers": cell.subscribers, "topics": 1, "unbundled": False}
     sent, received, relay = _floor("publish", "subscriber", "publisher", cell, seconds, options)
     total = sum(r["received"] for r in received)
@@ -67,7 +68,7 @@ RUNS = {"publish": publish, "stream": stream, "closed": request, "rate": request
 def _floor(
     name: str, receiver: str, sender: str, cell: Cell, seconds: float, options: Result
 ) -> tuple[Result, list[Result], Result]:
-    """Play the roles of one twin; return what sender and receivers said, and what the relay used."""
+    """Run the roles of one twin; return the results of sender and receivers, and the processor seconds of the relay."""
     script = str(BENCH / "floor" / f"{name}.py")
     with Roles(seconds + 60) as roles:
         place = {

@@ -14,7 +14,8 @@ from itertools import accumulate, count, pairwise
 import uvloop
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-# length of what follows, kind, flags, alias, hop id, deadline, first counter, count; then authenticated: send time, timeout
+# length of what follows, kind, flags, alias, hop id, deadline, first counter, count; then authenticated: send
+# time, timeout
 HEAD, END = struct.Struct("<IBBIQqQIqI"), struct.Struct("<qI")
 NONCE, U32, U64 = struct.Struct("<4xQ"), struct.Struct("<I"), struct.Struct("<Q")
 KIND_AT, ALIAS_AT, HOP_AT, END_AT, REQUEST, REPLY, RUN, MIB = 4, 6, 10, 38, 1, 2, 32, 1 << 20

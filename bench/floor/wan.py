@@ -1,8 +1,10 @@
-"""A simulated WAN, which delays the loopback, and bare twins over it: `python bench/floor/wan.py ROLE OPTIONS-AS-JSON`.
+"""A simulated WAN, which delays the loopback, and bare twins over it: `python bench/floor/wan.py ROLE
+OPTIONS-AS-JSON`.
 
-`proxy` forwards each connection, every byte `delay_s` after it arrived; a ring bounds the bytes under way. It uses threads,
-because the timers of an event loop round to a millisecond. `echo` and `asker`: 256 B there and back, one in flight.
-`sink` and `source`: one stream at full speed, plain or under TLS. Roles that listen print their port first."""
+`proxy` forwards each connection, every byte `delay_s` after it arrived; a ring bounds the bytes under way. It uses
+threads, because the timers of an event loop round to a millisecond. `echo` and `asker`: 256 B there and back, one
+in flight. `sink` and `source`: one stream at full speed, plain or under TLS. Roles that listen print their port
+first."""
 
 import contextlib
 import json

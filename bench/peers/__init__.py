@@ -1,7 +1,8 @@
 """The interface of a system that is measured: one short file per system, the same load for all.
 
-A `Peer` is created in the bench's process, which starts its servers, and again in the process of each role, which gets `setup` as
-JSON. A role runs on one event loop (uvloop); a peer that blocks the loop (`zmq_blocking`, `nng_blocking`) is alone on it.
+A `Peer` is created in the bench's process, which starts its servers, and again in the process of each role, which
+gets `setup` as JSON. A role runs on one event loop (uvloop); a peer that blocks the loop (`zmq_blocking`,
+`nng_blocking`) is alone on it.
 
     publisher, subscriber     W1, W2: one topic
     replier, requester        W3, W4: echo
@@ -65,7 +66,8 @@ class Requester(ABC):
         """Send a request and return the reply."""
 
     def exchange(self, payloads: Sequence[bytes]) -> list[bytes] | None:
-        """Send all requests, then return all replies; blocking systems only. None if `request` in as many tasks is faster."""
+        """Send all requests, then return all replies; blocking systems only. None if `request` in as many tasks is
+        faster."""
         return None
 
 
@@ -90,8 +92,8 @@ class Peer(ABC):
     """Commands that must be installed: command -> its Debian package."""
 
     def __init__(self, setup: dict[str, Any]) -> None:
-        """`setup`: "directory" (private to this run), "secured" (TLS where the system has it), "servers" (1, or 2 for W6),
-        and what `prepare` added."""
+        """`setup`: "directory" (private to this run), "secured" (TLS where the system has it), "servers" (1, or 2
+        for W6), and what `prepare` added."""
         self.setup = setup
         self.directory = Path(setup["directory"])
         self.secured: bool = setup["secured"]
@@ -207,7 +209,8 @@ PEERS: Final = {
     "grpc": "grpc_",
     "streams": "streams",
 }
-"""Peer name -> module in this package, whose `PEER` is the class. Modules do not have the names of the packages that they import."""
+"""Peer name -> module in this package, whose `PEER` is the class. Modules do not have the names of the packages
+that they import."""
 
 
 def peer_class(name: str) -> type[Peer]:

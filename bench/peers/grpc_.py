@@ -1,5 +1,5 @@
-"""gRPC with its asyncio API: raw bytes (no protobuf), unary requests, and a client stream for the stream. Its own poller thread
-passes completed calls to the event loop (uvloop, too). The replier or receiver is the server."""
+"""gRPC with its asyncio API: raw bytes (no protobuf), unary requests, and a client stream for the stream. Its own
+poller thread passes completed calls to the event loop (uvloop, too). The replier or receiver is the server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""NATS: nats-server and nats-py with their defaults. Requests use its own `request`; TLS is one block of the configuration."""
+"""NATS: nats-server and nats-py with their defaults. Requests use its own `request`; TLS is one block of the
+configuration."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """nng with pynng's asyncio calls, without a broker: default buffers, so Pub0 drops when a subscriber is behind.
 
-A topic is a prefix of the message. Requests are Req0 to Rep0, with one context for each that is in flight; the stream is Push0
-to Pull0, whose `send` waits while the receiver is behind.
+A topic is a prefix of the message. Requests are Req0 to Rep0, with one context for each that is in flight; the
+stream is Push0 to Pull0, whose `send` waits while the receiver is behind.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """nng with pynng's blocking calls, without a broker: default buffers, so Pub0 drops when a subscriber is behind.
 
-A topic is a prefix of the message. Receivers read in a thread; requests are Req0 to Rep0, several at once with one context each.
+A topic is a prefix of the message. Receivers read in a thread; requests are Req0 to Rep0, several at once with one
+context each.
 """
 
 from __future__ import annotations

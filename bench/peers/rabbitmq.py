@@ -1,6 +1,7 @@
-"""RabbitMQ and aio-pika: transient messages, no confirms and no acknowledgements, a fanout exchange per topic and a queue per
-subscriber; requests go to one queue, replies to a queue per requester. The server is Debian's package with its defaults. Its port mapper (epmd)
-is started beside it; otherwise the server would start one that keeps running."""
+"""RabbitMQ and aio-pika: transient messages, no confirms and no acknowledgements, a fanout exchange per topic and a
+queue per subscriber; requests go to one queue, replies to a queue per requester. The server is Debian's package
+with its defaults. Its port mapper (epmd) is started beside it; otherwise the server would start one that keeps
+running."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ COMMAND = Path("/usr/lib/rabbitmq/bin/rabbitmq-server")
 """The script that the command of this name runs, after changing to the user rabbitmq."""
 
 ERLANG = "+B i -kernel inet_dist_use_interface {127,0,0,1}"
-"""Options by which the bench handles interrupts, and no port is open to other hosts."""
+"""Erlang options: interrupts are left to the bench, and ports are not open to other hosts."""
 
 
 def transient(payload: bytes, **properties: Any) -> aio_pika.Message:

@@ -1,6 +1,7 @@
-"""Redis: redis-server without persistence and redis-py (asyncio, hiredis). PUBLISH is a round trip, so publications are sent in
-pipelines. Redis does not have requests, so a request is two publications with an id. RESP2, because with RESP3 redis-py formats every message
-for its log. The limit that disconnects slow readers is off, because it would end a run instead of slowing it down."""
+"""Redis: redis-server without persistence and redis-py (asyncio, hiredis). PUBLISH is a round trip, so publications
+are sent in pipelines. Redis does not have requests, so a request is two publications with an id. RESP2, because
+with RESP3 redis-py formats every message for its log. The limit that disconnects slow readers is off, because it
+would end a run instead of slowing it down."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ REQUESTS = "bench.echo"
 REPLIES = "bench.reply."
 NUMBER = struct.Struct(">I")
 WHO, ID = 4, 8
-"""Sizes of an id's parts: the requester, which names its reply channel, and the request's number."""
+"""Bytes of the requester's part of an id, which names its reply channel, and of the whole id, which ends with the
+request's number."""
 
 
 async def publish(client: Redis, messages: Sequence[tuple[str, bytes]]) -> None:

@@ -1,7 +1,9 @@
-"""Zenoh, peer to peer without a router or discovery: publications with CongestionControl.BLOCK, so that nothing is dropped.
+"""Zenoh, peer to peer without a router or discovery: publications with CongestionControl.BLOCK, so that nothing is
+dropped.
 
-By default, messages of 3 KiB and more go through shared memory on one host, the rest over TCP. Requests are a querier and a
-queryable, express, called back directly on zenoh's threads (faster here; for subscribers the default is).
+By default, messages of 3 KiB and more go through shared memory on one host, the rest over TCP. Requests are a
+querier and a queryable, express, called back directly on zenoh's threads (faster here; for subscribers the default
+is).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """ZeroMQ with zmq.asyncio, without a broker: default high-water marks, so PUB drops when a subscriber is behind.
 
-A topic is a prefix of the message, in one frame. Readers await once, then read the waiting messages without awaiting. Requests are
-DEALER to ROUTER with an id, the stream is PUSH to PULL, whose `send` waits at the high-water mark.
+A topic is a prefix of the message, in one frame. Readers await once, then read the waiting messages without
+awaiting. Requests are DEALER to ROUTER with an id, the stream is PUSH to PULL, whose `send` waits at the high-water
+mark.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """ZeroMQ with blocking calls, without a broker: default high-water marks, so PUB drops when a subscriber is behind.
 
-A topic is a prefix of the message, in one frame. Receivers read in a thread; requests are DEALER to ROUTER, in order, so
-that they do not need an id.
+A topic is a prefix of the message, in one frame. Receivers read in a thread; requests are DEALER to ROUTER, in
+order, so that they do not need an id.
 """
 
 from __future__ import annotations

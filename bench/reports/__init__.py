@@ -1,1 +1,1 @@
-"""What `report.py` is made of: the results as they were read, their tables, plots and page."""
+"""The parts of `report.py`: checked results, tables, plots and the page."""

@@ -1,7 +1,7 @@
-"""Distributions of latency, read from HDR histograms of nanoseconds.
+"""Latency distributions, read from HDR histograms in nanoseconds.
 
-A percentile is named by `one_in`, which is 1 / (1 - p): 2 is the median, 100 is p99, 1,000,000 is p99.9999. So ranks are
-whole numbers, and the plots have their axis.
+A percentile is named by `one_in`, which is 1 / (1 - p): 2 is the median, 100 is p99, 1,000,000 is p99.9999. So
+ranks are whole numbers, which are also the axis of the plots.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ PERCENTILES = {
     "p99.9999": 1_000_000,
 }
 BEYOND = 10
-"""A percentile counts only if so many samples lie beyond it: fewer are an anecdote."""
+"""Samples that must lie beyond a percentile for it to count."""
 POINTS_PER_DECADE = 40
 LOWEST_NS, HIGHEST_NS, DIGITS = 1, 120_000_000_000, 3
 
 
 @dataclass(frozen=True)
 class Distribution:
-    """The buckets of a histogram that hold samples, from the lowest."""
+    """The non-empty buckets of a histogram, from the lowest."""
 
     values_ns: array[int]
     up_to: array[int]
-    """How many samples are at or below each value."""
+    """Number of samples at or below each value."""
 
     @property
     def total(self) -> int:
@@ -47,14 +47,15 @@ class Distribution:
         return self.values_ns[-1] if self.values_ns else None
 
     def at(self, one_in: float) -> int | None:
-        """The value at a percentile; None if fewer than ten samples lie beyond it."""
+        """Return the value at a percentile; None if fewer than ten samples lie beyond it."""
         if self.total < BEYOND * one_in:
             return None
         beyond = int(self.total / one_in)
         return self.values_ns[bisect_left(self.up_to, max(1, self.total - beyond))]
 
     def curve(self) -> tuple[list[float], list[int]]:
-        """`one_in` and nanoseconds, evenly on a logarithmic axis, as far as percentiles count."""
+        """Return the lists of `one_in` and of nanoseconds, spaced evenly on a logarithmic axis, as far as
+        percentiles count."""
         across: list[float] = []
         up: list[int] = []
         step = 0
@@ -66,15 +67,13 @@ class Distribution:
 
 
 def merge(encoded: Iterable[str | bytes]) -> HdrHistogram:
-    """One histogram of all samples. Raises ValueError if one of them is no histogram."""
+    """Return the sum of encoded histograms. Raises ValueError if one is invalid."""
     merged = HdrHistogram(LOWEST_NS, HIGHEST_NS, DIGITS)
     for text in encoded:
         try:
             merged.add(HdrHistogram.decode(text))
-        except (
-            Exception
-        ) as error:  # zlib, binascii, struct and its own: the codec has no common root
-            raise ValueError(f"not an encoded HDR histogram: {error!r}") from error
+        except Exception as error:  # its errors have no common base class
+            raise ValueError(f"an HDR histogram cannot be decoded: {error!r}") from error
     return merged
 
 
@@ -90,12 +89,12 @@ def distribution(histogram: HdrHistogram) -> Distribution:
 
 @functools.lru_cache(maxsize=2048)
 def merged_distribution(encoded: tuple[str, ...]) -> Distribution:
-    """Of all rounds together; kept, because tables, plots and page ask for the same ones."""
+    """Return the distribution of all rounds together; cached, because tables, plots and page need the same ones."""
     return distribution(merge(encoded))
 
 
 def percentile_rows(histogram: HdrHistogram) -> list[tuple[str, int | None]]:
-    """Label and nanoseconds from p50 to p99.9999, and "max", which is there if any sample is."""
+    """Return (label, nanoseconds) from p50 to p99.9999, and "max", which is there if there are samples."""
     samples = distribution(histogram)
     rows = [(label, samples.at(one_in)) for label, one_in in PERCENTILES.items()]
     return [*rows, ("max", samples.max_ns)]

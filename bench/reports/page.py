@@ -1,4 +1,4 @@
-"""One HTML page that needs nothing else: style and plots are within."""
+"""One self-contained HTML page, including style and plots."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _section(section: Section, number: int, plots: Mapping[str, str]) -> str:
 
 
 def page(results: Results, title: str, plots: Mapping[str, str]) -> str:
-    """`plots` are SVG elements by the id of their cell; they go in as they are."""
+    """Return the page. `plots` maps the id of a cell to its SVG element, which is inserted unchanged."""
     every = sections(results)
     links = "".join(
         f'<a href="#s{number}">{escape(section.title)}</a>' for number, section in enumerate(every)

@@ -1,6 +1,6 @@
-"""HDR plots: the whole distribution of latency, by a logarithmic axis of percentiles.
+"""HDR plots: the whole latency distribution on a logarithmic axis of percentiles.
 
-matplotlib is imported when a plot is drawn, so that tables can be had without it.
+matplotlib is imported when a plot is drawn, so that tables do not need it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ COLOURS = (
     "#b8a000",
     "#7f7f7f",
 )
-"""Of the plain systems, by the order of columns; each reads on white and on black."""
+"""Colours of the systems without TLS, in the order of columns; each is readable on white and on black."""
 TINT, SHADE = 0.45, 0.55
 SATURATED_NS = 1_000_000_000
 LOG_FROM = 100
@@ -48,11 +48,12 @@ class Shades(NamedTuple):
 PRINT = Shades("#1a1a1a", "#c8c8c8", "#ffffff")
 STAND_INS = Shades("#010203", "#040506", "#070809")
 PAGE = Shades("currentColor", "var(--line)", "none")
-"""What `STAND_INS` become in an SVG: the colours of the page around it, light or dark."""
+"""The colours of the page, light or dark, that replace `STAND_INS` in an SVG."""
 
 
 def colours(results: Results) -> dict[str, str]:
-    """By the name of a peer, the same in every plot. With TLS it is a tint of the plain one's, with two servers a shade."""
+    """Return peer name -> colour, the same in every plot. TLS has a tint of the plain system's colour, two servers
+    a shade."""
     drawn = [cell for cell in results.cells if cell.shows == "open"]
     chosen: dict[str, str] = {}
     taken = 0
@@ -72,7 +73,7 @@ def colours(results: Results) -> dict[str, str]:
 
 
 def _limits(curves: list[Distribution]) -> tuple[bool, float | None]:
-    """Whether y is logarithmic, and its upper limit in ms if saturated systems are off the scale."""
+    """Return whether y is logarithmic, and its upper limit in ms if saturated systems are off the scale."""
     calm = [c for c in curves if (c.at(2) or 0) <= SATURATED_NS and c.curve()[1]]
     if not calm:
         return False, None
@@ -158,7 +159,7 @@ def draw(results: Results, cell: Cell, shades: Shades) -> Figure:
     by_name = colours(results)
     for peer in results.peers:
         if results.outcome(peer, cell) == "not run":
-            continue  # the table says why
+            continue  # the table has the reason
         labels.append(_label(results, peer, cell, top_ms))
         if peer not in measured:
             handles.append(Line2D([], [], color="none"))
@@ -180,12 +181,12 @@ def draw(results: Results, cell: Cell, shades: Shades) -> Figure:
     )
     title = axes.set_title(_title(results, cell, curves), color=shades.ink, loc="left")
     for text in (title, *legend.get_texts()):
-        text.set_parse_math(False)  # a dollar is a dollar
+        text.set_parse_math(False)  # matplotlib would read it as mathematics
     return figure
 
 
 def plots(results: Results, directory: Path) -> list[Path]:
-    """One PNG per open-loop cell, named by its id. Raises ImportError without matplotlib."""
+    """Draw one PNG per open-loop cell, named by its id. Raises ImportError without matplotlib."""
     paths = []
     for cell in results.cells:
         if cell.shows != "open":
@@ -197,7 +198,8 @@ def plots(results: Results, directory: Path) -> list[Path]:
 
 
 def svg(results: Results, cell: Cell) -> str:
-    """For within a page: no prologue and no namespaces, ids of its own, colours of the page."""
+    """Return an SVG for use within a page: without prologue and namespaces, with unique ids and the colours of the
+    page."""
     import matplotlib
 
     written = io.StringIO()

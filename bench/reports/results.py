@@ -1,4 +1,4 @@
-"""The results of a benchmark, checked once; whoever gets a `Results` may rely on its shape."""
+"""The results of a benchmark, checked when read, so that the shape of a `Results` can be relied on."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ FAULTS = ("lost", "wrong", "unanswered", "errors")
 LATENCIES = {"closed": ("uncorrected",), "open": ("corrected", "uncorrected")}
 STATUSES = ("ok", "failed", "not run")
 TLS, PAIR = "-tls", "-2"
-"""Ends of the names of systems that are another one with TLS, or with two servers."""
+"""Suffixes of system names: the same system with TLS, or with two servers."""
 
 
 class ReportError(ValueError):
-    """The results cannot be reported; the text says which part of them, and why."""
+    """The results cannot be reported; the message names the part and the reason."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,12 @@ class Peer:
     secured: str
     version: str
     floor: bool
-    """Nothing that anybody would use: it is not compared for the best."""
+    """True for a floor, which is not a system to use: it is not compared for the best figure."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One load. `name` is its id, and the name of its plot's file."""
+    """One load. `name` is its id and the name of its plot's file."""
 
     name: str
     workload: str
@@ -51,7 +51,7 @@ class Cell:
 
     @property
     def latency(self) -> str:
-        """Which latency its table shows: the corrected one, where sends have an intended time."""
+        """Latency that the table shows: the corrected one if sends have an intended time."""
         return LATENCIES[self.shows][0]
 
 
@@ -61,7 +61,7 @@ DISTURBED = 0.2
 
 @dataclass(frozen=True)
 class Process:
-    """What one process used in a run; several may have one name."""
+    """Resources that one process used in a run; several may have one name."""
 
     name: str
     cpu_s: float
@@ -78,15 +78,15 @@ class Run:
     stolen_s: float
     latency: Mapping[str, str]
     others_s: float = 0.0
-    """Processor seconds of processes that are none of the run's."""
+    """Processor seconds of processes outside the run."""
 
     @property
     def faultless(self) -> bool:
-        """Nothing was lost, wrong or left unanswered: only then may a figure be the best."""
+        """True if nothing was lost, wrong or unanswered; only then can a figure be the best."""
         return not any(self.figures.get(fault) for fault in FAULTS)
 
     def total(self, what: str) -> float | None:
-        """`cpu_s` or `peak_bytes` of all processes together."""
+        """Return `cpu_s` or `peak_bytes` of all processes together."""
         return sum(getattr(used, what) for used in self.processes) if self.processes else None
 
     def samples(self, kind: str) -> Distribution:
@@ -166,7 +166,7 @@ def _run(source: Any, shows: str, where: str) -> Run:
 
 
 class Results:
-    """Peers and cells in the order of their columns and rows, and what was measured of each pair."""
+    """Peers and cells in the order of columns and rows, and the runs of each pair."""
 
     def __init__(self, document: Mapping[str, Any]) -> None:
         self.facts: Mapping[str, Any] = part(document, "facts", Mapping, "results")
@@ -200,7 +200,7 @@ class Results:
 
     @classmethod
     def read(cls, path: Path) -> Results:
-        """Raises ReportError if the file cannot be read, is no JSON, or holds something else."""
+        """Read results. Raises ReportError if the file cannot be read, is not JSON, or has another content."""
         try:
             return cls(json.loads(path.read_text(encoding="utf-8")))
         except OSError as error:
@@ -217,27 +217,28 @@ class Results:
         return grouped
 
     def of(self, peer: Peer, cell: Cell) -> list[Run]:
-        """All rounds of a pair, in order, whatever became of them."""
+        """Return all rounds of a pair in order, also failed ones."""
         return [run for _, run in sorted(self._runs.get((peer.name, cell.name), {}).items())]
 
     def good(self, peer: Peer, cell: Cell) -> list[Run]:
-        """The rounds that count: of a fixed rate those beside which nothing else ran, if there are two of them."""
+        """Return the rounds that count. For a fixed rate, these are the rounds without other work on the machine,
+        if there are two."""
         done = [run for run in self.of(peer, cell) if run.status == "ok"]
         quiet = [run for run in done if not self.disturbed(cell, run)]
         return quiet if len(quiet) >= 2 else done
 
     def disturbed(self, cell: Cell, run: Run) -> bool:
-        """Whether others took a fifth of a processor while a fixed rate was measured."""
+        """Return whether others used a fifth of a processor while a fixed rate was measured."""
         load_s = self.options.get("load_s") or 0.0
         return cell.shows == "open" and run.others_s > DISTURBED * load_s > 0
 
     def outcome(self, peer: Peer, cell: Cell) -> str:
-        """ "ok" if a round was, else "failed" if one did, else "not run"."""
+        """Return "ok" if a round was ok, else "failed" if a round failed, else "not run"."""
         seen = {run.status for run in self.of(peer, cell)}
         return next((status for status in STATUSES if status in seen), "not run")
 
     def samples(self, peer: Peer, cell: Cell, kind: str) -> Distribution:
-        """All good rounds together."""
+        """Return the distribution of all good rounds together."""
         return merged_distribution(tuple(run.latency[kind] for run in self.good(peer, cell)))
 
     def all_runs(self) -> list[tuple[Peer, Cell, Run]]:
@@ -246,10 +247,10 @@ class Results:
 
 def _tls_after_plain(peers: list[Peer]) -> list[Peer]:
     names = {peer.name for peer in peers}
-    place = {peer.name: i for i, peer in enumerate(peers)}
+    index = {peer.name: i for i, peer in enumerate(peers)}
 
     def order(peer: Peer) -> tuple[int, bool]:
         plain = peer.name.removesuffix(TLS)
-        return place[plain if plain in names else peer.name], plain != peer.name
+        return index[plain if plain in names else peer.name], plain != peer.name
 
     return sorted(peers, key=order)

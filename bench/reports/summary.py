@@ -1,4 +1,4 @@
-"""The comparison at a glance: one figure of each load and system, the median of its rounds."""
+"""The summary of a comparison: one figure for each load and system, the median of its rounds."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ FIGURES: dict[str, tuple[tuple[str, str, Callable[[float], str]], ...]] = {
     "open": (("p50, ms", "p50", milliseconds), ("p99, ms", "p99", milliseconds)),
     "stream": (("MB/s", "rate_mb_s", digits),),
 }
-"""What a cell shows -> the rows that it gets: (unit, figure or percentile, how to write it)."""
+"""Kind of cell -> its rows: (unit, figure or percentile, format)."""
 KIND = {"closed": "uncorrected", "open": "corrected"}
 
 
 def summary(results: Results) -> Table:
-    """A row for each load and figure that somebody has, a column for each system."""
+    """Return a row for each load and figure that a system has, and a column for each system."""
     rows = []
     for cell in results.cells:
         for unit, name, show in FIGURES[cell.shows]:

@@ -1,4 +1,4 @@
-"""The tables of a report, without a format: Markdown and HTML are two ways to print these."""
+"""The tables of a report, independent of a format; they are printed as Markdown and as HTML."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ Show = Callable[[float], str]
 class Entry:
     text: str
     note: str = ""
-    """Beside the text, smaller."""
+    """Small text beside the main text."""
     marks: tuple[str, ...] = ()
-    """Footnotes of the section, by number."""
+    """Numbers of its footnotes."""
     best: bool = False
 
 
@@ -53,7 +53,7 @@ class Section:
     title: str
     tables: list[Table]
     footnotes: list[str] = field(default_factory=list)
-    """Numbered from 1, each text once."""
+    """Texts of the footnotes, numbered from 1, each once."""
     plot: Cell | None = None
 
 
@@ -61,7 +61,7 @@ class Section:
 
 
 def digits(value: float) -> str:
-    """Three significant digits, with commas from a thousand on: 0.0312, 4.10, 56.2, 12,300."""
+    """Format a number with three significant digits, and commas from a thousand on: 0.0312, 4.10, 56.2, 12,300."""
     if value == 0:
         return "0"
     rounded = float(f"{value:.3g}")
@@ -94,7 +94,7 @@ def seconds(value_s: float) -> str:
 
 
 def share(of: float, total: float) -> str:
-    """A percentage that never rounds something to nothing, or a part to all of it."""
+    """Format a share as a percentage; only 0 is shown as 0 %, and only all as 100 %."""
     percent = 100 * of / total
     if percent >= 99.5 and of < total:
         return "over 99 %"
@@ -115,10 +115,10 @@ def total(runs: Sequence[Run], name: str) -> float:
 
 
 def losses(runs: Sequence[Run]) -> str:
-    told = faults(runs, "wrong")
+    found = faults(runs, "wrong")
     if (lost := total(runs, "lost")) > 0:
-        told.insert(0, f"{share(lost, lost + total(runs, 'received'))} lost")
-    return ", ".join(told)
+        found.insert(0, f"{share(lost, lost + total(runs, 'received'))} lost")
+    return ", ".join(found)
 
 
 def mistakes(runs: Sequence[Run]) -> str:
@@ -130,15 +130,15 @@ def faults(runs: Sequence[Run], *names: str) -> list[str]:
 
 
 def processes(what: str, show: Show, runs: Sequence[Run]) -> str:
-    """The part of each process, a median of the rounds; of those with one name, together."""
+    """Return the part of each process, median of the rounds; processes of one name count together."""
     names = dict.fromkeys(used.name for run in runs for used in run.processes)
-    told = []
+    parts = []
     for name in names:
         each = [[getattr(p, what) for p in run.processes if p.name == name] for run in runs]
         number = max(map(len, each))
         several = f" x {number}" if number > 1 else ""
-        told.append(f"{name}{several} {show(statistics.median(map(sum, each)))}")
-    return ", ".join(told)
+        parts.append(f"{name}{several} {show(statistics.median(map(sum, each)))}")
+    return ", ".join(parts)
 
 
 class Builder:
@@ -149,10 +149,10 @@ class Builder:
         self.footnotes: list[str] = []
 
     def table(self, title: str, cell: Cell, measures: list[Row], below: str = "") -> Table:
-        """A line for each system that has runs of the cell, a column for each measure."""
+        """Return a line for each system that has runs of the cell, and a column for each measure."""
         rows = [
-            Row(peer.title, [measure.entries[place] for measure in measures])
-            for place, peer in enumerate(self.results.peers)
+            Row(peer.title, [measure.entries[index] for measure in measures])
+            for index, peer in enumerate(self.results.peers)
             if self.results.of(peer, cell)
         ]
         return Table(title, [measure.label for measure in measures], rows, below)
@@ -190,8 +190,8 @@ class Builder:
         absent: Callable[[Sequence[Run]], str] = lambda runs: NONE,
         lossy_too: bool = False,
     ) -> Row:
-        """Medians over the rounds. `better` (max, min) picks the best of those without a fault;
-        `lossy_too` says that the figure itself leaves faults out."""
+        """Return medians over the rounds. `better` (max, min) picks the best of those without a fault;
+        `lossy_too` means that the figure itself excludes faults."""
         entries: list[Entry] = []
         fair: dict[int, float] = {}
         for peer in self.results.peers:
@@ -303,7 +303,7 @@ class Builder:
         ]
 
     def percentiles(self, cell: Cell) -> list[Row]:
-        """All good rounds together; the uncorrected value is the note."""
+        """Return percentiles of all good rounds together; the uncorrected value is the note."""
         labels = [*PERCENTILES, "max"]
         entries: dict[str, list[Entry]] = {label: [] for label in labels}
         fair: dict[str, dict[int, float]] = {label: {} for label in labels}
@@ -333,7 +333,7 @@ class Builder:
 def bold(
     entries: list[Entry], fair: dict[int, float], better: Callable[[list[float]], float] | None
 ) -> list[Entry]:
-    """Mark the best, and those that print the same; a figure that stands alone beats nobody."""
+    """Mark the best figure and those that print the same, unless there is only one figure."""
     if better is None or len(fair) < 2:
         return entries
     best = better(list(fair.values()))

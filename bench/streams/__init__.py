@@ -1,7 +1,8 @@
-"""What a system has to do to be measured as a durable log: one short file per system, beside its file in `peers/`.
+"""The interface of a system that is measured as a durable log: one short file per system, beside its file in
+`peers/`.
 
-A `Durable` is a `Peer`: made in the bench's process, which starts its servers, and again in the process of every role. All that its
-servers write lies in `data`, a directory below the private one of the run.
+A `Durable` is a `Peer`: created in the bench's process, which starts its servers, and again in the process of each
+role. Its servers write only to `data`, a directory below the private one of the run.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ TookMany = Callable[[Sequence[bytes]], object]
 
 @dataclass(slots=True)
 class State:
-    """What a log holds."""
+    """State of a log."""
 
     written: int
-    """Messages that were ever stored."""
+    """Number of messages ever stored."""
     kept: int
     size_bytes: int
-    """As the system counts them; 0 if it does not say."""
+    """Bytes as the system counts them; 0 if it does not report them."""
 
 
 @dataclass(slots=True)
 class Missing:
-    """What the log itself says that it did not record."""
+    """Number of messages that the log reports as not recorded."""
 
     messages: int = 0
     of_unknown_count: int = 0
@@ -41,55 +42,56 @@ class Missing:
 
 
 class Appender(ABC):
-    """Writes one log. What these return for is on disk as far as the system promises."""
+    """A writer of one log. Its methods return when the messages are on disk, as far as the system promises."""
 
     BATCH: ClassVar[int] = 1000
     INFLIGHT: ClassVar[int] = 8
-    """Batches that wait for their acknowledgement at once."""
+    """Most unacknowledged batches at a time."""
 
     @abstractmethod
     async def append_many(self, payloads: Sequence[bytes]) -> int:
-        """Store all and return how many were acknowledged. Called again before it returned; order is that of the calls."""
+        """Store a batch and return how many messages were acknowledged. May be called again before it returns; the
+        order is that of the calls."""
 
     @abstractmethod
     async def append(self, payload: bytes) -> None:
-        """Store one."""
+        """Store one message."""
 
 
 class Offering(ABC):
-    """Publishes to the topic that a log may record."""
+    """A publisher to the topic that a log may record."""
 
     @abstractmethod
     async def offer(self, payloads: Sequence[bytes]) -> None:
-        """Send all, in order. It is to wait for nothing but the system's own brake."""
+        """Send all messages in order; wait only if the system throttles."""
 
 
 class Durable(Peer):
     """One system with a durable log."""
 
     ordered: ClassVar[bool] = True
-    """Batches in flight are stored in the order of the calls."""
+    """True if batches in flight are stored in the order of the calls."""
     records_topics: ClassVar[str] = ""
-    """Why no log records what is published; empty if one does."""
+    """Reason why a log cannot record publications; "" if it can."""
     drops_cache: ClassVar[str] = ""
-    """Why reading from a cold cache means nothing; empty if it does."""
+    """Reason why reading from a cold cache is not measured; "" if it is."""
 
     @property
     def data(self) -> Path:
-        """Where its servers write."""
+        """Directory that the servers write to."""
         return self.directory / "data"
 
     @abstractmethod
     async def create(self, name: str, *, topic: str = "", keep: int = 0, size: int = 0) -> None:
-        """Make a log, which records `topic` if it is given. It keeps about `keep` messages of `size` bytes; 0: all."""
+        """Create a log, which records `topic` if given. It keeps about `keep` messages of `size` bytes; 0: all."""
 
     @abstractmethod
     async def delete(self, name: str) -> None:
-        """Remove a log."""
+        """Delete a log."""
 
     @abstractmethod
     async def state(self, name: str) -> State:
-        """Return what a log holds."""
+        """Return the state of a log."""
 
     @abstractmethod
     async def appender(self, name: str, *, keep: int = 0) -> Appender:
@@ -97,7 +99,7 @@ class Durable(Peer):
 
     @abstractmethod
     async def replay(self, name: str, took: TookMany) -> Missing:
-        """Read what a log holds when this begins, from its first message on."""
+        """Read the messages that a log holds at the start of the call, from the first on."""
 
     async def offering(self) -> Offering:
         """Open a publisher to `peers.TOPIC`."""
@@ -106,11 +108,11 @@ class Durable(Peer):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A row of the tables."""
+    """One system of the tables."""
 
     name: str
     peer: str
-    """Its module here, and its name in `peers.PEERS`."""
+    """Module in this package, and name in `peers.PEERS`."""
     title: str
     durability: str
     packages: Sequence[str]

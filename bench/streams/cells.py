@@ -1,4 +1,5 @@
-"""The loads of the durable logs: what is started, in which order, and what came of it. One call is one system, once."""
+"""The loads of the durable logs: start the processes in order and return the results. One call is one run of one
+system."""
 
 from __future__ import annotations
 
@@ -29,17 +30,17 @@ FLOOR_S: Final = 1.0
 FILL_S: Final = 20.0
 READ_S: Final = 60.0
 WORDS: Final = {"relay.store": "store", "redis-aof": "redis-server, rewriting"}
-"""In the command line of a process -> what it is called."""
+"""Text in the command line of a process -> name of the process."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How much is run."""
+    """Size of a run."""
 
     rounds: int
     seconds: float
     messages: int
-    """That are read again."""
+    """Number of messages that are read again."""
     number: int = 1
     """Of the round."""
 
@@ -49,7 +50,7 @@ class Plan:
 
 
 class Watched:
-    """A server and all processes below it."""
+    """A server and all its descendants."""
 
     def __init__(self, name: str, role: Role) -> None:
         self.name = name
@@ -57,15 +58,15 @@ class Watched:
         self._cpu_s: dict[int, float] = {}
 
     def begin(self) -> None:
-        """Forget what was used before."""
+        """Begin counting processor time and peak memory here."""
         self._cpu_s = {}
         for pid in harness.descendants(self.role.process.pid):
-            with suppress(OSError):  # "5": the peak is counted from here (proc(5))
+            with suppress(OSError):  # "5" resets the peak (proc(5))
                 Path(f"/proc/{pid}/clear_refs").write_text("5")
             self._cpu_s[pid] = _cpu_s(pid)
 
     def used(self) -> list[Result]:
-        """Return what each of them used since `begin`."""
+        """Return what each process used since `begin`."""
         return [
             {
                 "name": self._called(pid),
@@ -87,7 +88,7 @@ class Watched:
 
 @dataclass(slots=True)
 class Stage:
-    """One system while it is up."""
+    """One running system."""
 
     entry: Entry
     peer: Durable
@@ -102,12 +103,12 @@ class Stage:
         return roles.start(name, command, env=self.env)
 
     def run(self, name: str, role: str, limit_s: float, /, **options: Any) -> Result:
-        """Play one role to its end."""
+        """Run one role to its end."""
         with Roles(limit_s + RUN_S) as roles:
             return reported(self.start(roles, name, role, **options))
 
     def serve(self) -> None:
-        """Start the servers, anew if they run."""
+        """Start the servers; restart them if they run."""
         end(self.servers)  # type: ignore[arg-type]  # all that it asks for is the role
         self.servers.clear()
         for server in self.commands:
@@ -125,7 +126,7 @@ class Stage:
 
 @contextmanager
 def staged(entry: Entry, deadline_s: float) -> Iterator[Stage]:
-    """Start a system's servers; end them, with everything that they started."""
+    """Start a system's servers; at the end, stop them and all processes that they started."""
     with Roles(deadline_s) as roles:
         setup = {
             "directory": str(roles.directory), "secured": False, "servers": 1, **entry.options
@@ -149,7 +150,7 @@ def staged(entry: Entry, deadline_s: float) -> Iterator[Stage]:
 
 
 def append(stage: Stage, plan: Plan) -> Result:
-    """Appends, pipelined; beside it what the disk does."""
+    """Measure pipelined appends, and the rate of the disk itself."""
     disk = stage.run("disk", "disk", plan.floor_s, seconds=plan.floor_s)
     with Roles(plan.seconds * 4 + RUN_S) as roles:
         role = stage.start(roles, "appender", "appender", size=SIZE, seconds=plan.seconds)
@@ -169,7 +170,7 @@ def append(stage: Stage, plan: Plan) -> Result:
 
 
 def single(stage: Stage, plan: Plan) -> Result:
-    """One append after the other; beside it a synced put into RocksDB and, with Iris, a round trip through its relay."""
+    """Measure one append after the other, a synced put into RocksDB and, for Iris, a round trip through its relay."""
     put = stage.run("put", "put", plan.floor_s, seconds=plan.floor_s, size=SIZE)
     latency = {"put": put["latency"]}
     if stage.entry.peer == "iris":
@@ -196,8 +197,8 @@ def single(stage: Stage, plan: Plan) -> Result:
 
 
 def replay(stage: Stage, plan: Plan) -> Result:
-    """Write a log, and read it from its first message on: as it is, and by servers that have just started and whose files the kernel has
-    just forgotten."""
+    """Write a log and read it from its first message on: at once, and from restarted servers whose files were
+    dropped from the page cache."""
     limit_s = max(FILL_S, plan.seconds)
     filled = stage.run("filler", "filler", limit_s, size=SIZE, messages=plan.messages, limit_s=limit_s)  # fmt: skip
     figures: Result = {"filled": filled["acknowledged"]}
@@ -221,7 +222,7 @@ def replay(stage: Stage, plan: Plan) -> Result:
 
 
 def live(stage: Stage, plan: Plan, rate: float) -> Result:
-    """Publish at a fixed rate to one subscriber, without and with a log that records the topic."""
+    """Measure publishing at a fixed rate to one subscriber, without and with a log that records the topic."""
     if stage.peer.records_topics:
         raise NotRun(stage.peer.records_topics)
     figures: Result = {"asked_rate": rate}
@@ -282,7 +283,7 @@ class Load:
     title: str
     run: Callable[[Stage, Plan], Result]
     limit_s: Callable[[Plan], float]
-    """Before it is given up."""
+    """Time limit of a run."""
 
 
 def _live(name: str, rate: int) -> Load:
@@ -302,7 +303,7 @@ LOADS: Final = (
 
 
 def run(entry: Entry, load: Load, plan: Plan) -> Result:
-    """Run one load on one system, with servers of its own."""
+    """Run one load on one system, with its own servers."""
     try:
         with staged(entry, SERVER_S + load.limit_s(plan) + 6 * RUN_S) as stage:
             return load.run(stage, plan)
@@ -314,14 +315,15 @@ def run(entry: Entry, load: Load, plan: Plan) -> Result:
 
 
 def points(text: str) -> Result:
-    """Return what a histogram says, in microseconds; None where fewer than ten samples lie beyond."""
+    """Return percentiles of a histogram in microseconds; None where fewer than ten samples lie beyond."""
     samples = distribution(merge([text]))
     found = {"p50_us": samples.at(2), "p99_us": samples.at(100)}
     return {name: None if at is None else round(at / 1000, 1) for name, at in found.items()}
 
 
 def drop_cache(directory: Path) -> int:
-    """Have the kernel write and forget all pages of the files below; return how many bytes it kept all the same."""
+    """Make the kernel write and drop all cached pages of the files below a directory; return the bytes that stayed
+    cached."""
     kept = 0
     for path in sorted(directory.rglob("*")):
         with suppress(FileNotFoundError):
@@ -346,7 +348,7 @@ def _resident(descriptor: int) -> int:
 
 
 def _cpu_s(pid: int) -> float:
-    """Return the processor seconds of a process and of what it started and saw end."""
+    """Return the processor seconds of a process and of its ended children."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):

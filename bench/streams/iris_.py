@@ -1,7 +1,7 @@
 """Iris: a relay with `--data`, which starts its store. Public names only.
 
-An append is acknowledged once it is synced; what came meanwhile shares the next sync. `append_many` is called with 1,000 messages, 8 times
-before the first returns, by one client.
+An append is acknowledged when it is synced; appends that arrive meanwhile share the next sync. One client calls
+`append_many` with 1,000 messages, 8 times before the first call returns.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class IrisStreams(Iris, Durable):
 
 
 async def _once_up(ask: Callable[[], Awaitable[Answer]]) -> Answer:
-    """Return the answer; a relay that has just begun may not have its store yet."""
+    """Repeat a call until it is answered, because a relay that has just started may not have its store yet."""
     until_s = time.monotonic() + START_S
     while True:
         try:

@@ -1,5 +1,5 @@
-"""NATS JetStream: a file store with one replica, nats-py. Appends go by `publish_async`, 4,000 unacknowledged (its default), replays by an
-ordered consumer. Logs that record a topic get what was published by the plain `publish`.
+"""NATS JetStream: a file store with one replica, nats-py. Appends use `publish_async`, with 4,000 unacknowledged
+(its default), and replays an ordered consumer. Logs that record a topic receive messages of the plain `publish`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Redis Streams: redis-server with `appendonly yes` and `appendfsync always`, redis-py (asyncio, hiredis). XADD travels in pipelines of 1,000,
-on 4 connections, as one would leave client and server waiting for each other in turn; so the order of batches is not kept. Retention
-is MAXLEN ~. Reading is by XRANGE COUNT 1000. What is published is recorded by no stream.
+"""Redis Streams: redis-server with `appendonly yes` and `appendfsync always`, redis-py (asyncio, hiredis). XADD is
+sent in pipelines of 1,000 on 4 connections, because on one connection client and server would wait for each other
+in turn. So the order of batches is not kept. Retention is MAXLEN ~, reading XRANGE COUNT 1000. A Redis stream
+cannot record publications.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class RedisStreams(RedisPeer, Durable):
             file.write(f'dir "{self.data}"\nappendonly yes\nappendfsync always\n')
 
     async def create(self, name: str, *, topic: str = "", keep: int = 0, size: int = 0) -> None:
-        pass  # XADD makes it
+        pass  # XADD creates it
 
     async def delete(self, name: str) -> None:
         await self._one().unlink(name)

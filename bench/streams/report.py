@@ -1,4 +1,4 @@
-"""The results as Markdown. Figures are medians of the rounds, with the extremes in brackets."""
+"""Print the results as Markdown. Figures are medians of the rounds, with the extremes in brackets."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 Run = Mapping[str, Any]
 Column = tuple[str, str, str]
-"""Title, path of the figure, and how it is written."""
+"""(title, path of the figure, format)."""
 
 APPEND: Sequence[Column] = (
     ("messages/s", "rate", ",.0f"),
@@ -51,15 +51,15 @@ COUNTS: Sequence[Column] = (
     ("lost", "recorded.lost", ",.0f"),
     ("recorded", "recorded.log.recorded", ",.0f"),
     ("not recorded", "recorded.log.not_recorded", ",.0f"),
-    ("of these told", "recorded.log.told.messages", ",.0f"),
+    ("of these reported", "recorded.log.told.messages", ",.0f"),
 )
 BELOW = {
-    "append": "A log keeps a quarter of what a run writes (Iris, NATS: by bytes; Redis: by count, MAXLEN ~); the rate of a short run before it says how much that "
+    "append": "A log keeps a quarter of what a run writes (Iris, NATS: by bytes; Redis: by count, MAXLEN ~); a short run before it shows how much that "
     "is. Disk: 1 MiB and fdatasync in a loop, just before each run.",
     "single": "Bare put: 1 KiB into RocksDB, synced, in one process; round trip: a request of 1 KiB to an echo through the same relay. Both just before each run.",
-    "replay": "Warm: just after it was written. Cold: the servers were started anew, and the kernel was then told to drop all pages of their files; of how many bytes it "
-    "kept the pages is in the JSON (cold_cached_bytes).",
-    "live": "Messages of 1 KiB to one subscriber; latencies from when each was due, of those that came. Not recorded: sent and not in the log; told: of how many the log says so itself.",
+    "replay": "Warm: just after it was written. Cold: the servers were restarted, and all pages of their files dropped from the page cache; the bytes that stayed "
+    "cached are in the JSON (cold_cached_bytes).",
+    "live": "Messages of 1 KiB to one subscriber; latencies of the delivered ones, from when each was due. Not recorded: sent and not in the log; reported: not recorded and reported by the log as a gap.",
 }
 
 
@@ -102,7 +102,7 @@ def _cell(document: Mapping[str, Any], cell: Run, reasons: list[str]) -> list[st
         if not good:
             first += [bad[0]["status"] if bad else "not run"] + [""] * (len(columns) - 1)
         else:
-            first += [_told(good, path, form) for _, path, form in columns]
+            first += [_figure_text(good, path, form) for _, path, form in columns]
             if bad:
                 first[2] += f" ({len(bad)} of {len(here)} {bad[0]['status']})"
         lines.append(_row(first))
@@ -113,8 +113,8 @@ def _cell(document: Mapping[str, Any], cell: Run, reasons: list[str]) -> list[st
         for entry in document["systems"]:
             good = [r["figures"] for r in document["runs"] if (r["system"], r["cell"], r["status"]) == (entry["name"], cell["id"], "ok")]  # fmt: skip
             if good:
-                told = (_told(good, path, form) for _, path, form in COUNTS)
-                counts.append(_row([entry["title"], *told]))
+                texts = (_figure_text(good, path, form) for _, path, form in COUNTS)
+                counts.append(_row([entry["title"], *texts]))
     return [*lines, *counts, "", BELOW[kind], ""]
 
 
@@ -135,7 +135,7 @@ def _processes(document: Mapping[str, Any]) -> list[str]:
     return [*lines, ""]
 
 
-def _told(figures: Iterable[Run], path: str, form: str) -> str:
+def _figure_text(figures: Iterable[Run], path: str, form: str) -> str:
     found = [value for each in figures if (value := _at(each, path)) is not None]
     if not found:
         return "-"

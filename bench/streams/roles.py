@@ -1,6 +1,8 @@
-"""One process of a run: `python -m streams.roles PEER ROLE OPTIONS-AS-JSON`. The loads, the same for every system.
+"""One process of a run: `python -m streams.roles PEER ROLE OPTIONS-AS-JSON`. The loads are the same for every
+system.
 
-A message begins with its number, and in the live loads with the time at which it was due. Each role ends by printing one line of JSON.
+A message begins with its number and, in the live loads, the time at which it was due. Each role prints one line of
+JSON at its end.
 """
 
 from __future__ import annotations
@@ -29,13 +31,13 @@ from streams import LOG, WARM, Appender, Durable, State, durable_class
 NUMBER: Final = struct.Struct("<Q")
 STAMPED: Final = struct.Struct("<QQ")
 KEPT_PART: Final = 4
-"""A log keeps 1 / this of what is written: by the end it was overwritten one time less."""
+"""A log keeps 1 / this of what is written, so by the end it was overwritten one time less."""
 LEAST: Final = 1000
-"""Messages that a log is written with however slow it is; a record of Iris holds some 60 of them."""
+"""Least number of messages written to a log, however slow it is; a record of Iris holds some 60 of them."""
 WARM_PART: Final = 0.2
 WARM_MAX_S: Final = 1.0
 PATIENCE: Final = 3
-"""Times its seconds that a load may take, if it is slower than it began."""
+"""Time limit of a load, as a multiple of its seconds, if it becomes slower."""
 QUIET_S: Final = 0.5
 SETTLE_S: Final = 10.0
 POLL_S: Final = 0.1
@@ -60,7 +62,7 @@ async def _write(out: Appender, size: int, total: int, limit_s: float) -> Result
         while taken < total and time.monotonic_ns() < end_ns:
             first, taken = taken, min(total, taken + out.BATCH)
             stored = await out.append_many([pack(n) + filler for n in range(first, taken)])
-            acknowledged += stored  # not in one line: others add, too, while it waits
+            acknowledged += stored  # in two lines, because other tasks add to it during the await
 
     async with asyncio.TaskGroup() as group:
         for _ in range(out.INFLIGHT):
@@ -80,7 +82,7 @@ async def appender(peer: Durable, size: int, seconds: float) -> Result:
     keep = total // KEPT_PART
     await peer.create(LOG, keep=keep, size=size)
     cued = harness.next_cue()
-    harness.say_ready()  # what is used counts from the cue
+    harness.say_ready()  # processor time counts from the cue
     await cued.wait()
     cpu_s = time.process_time()
     done = await _write(
@@ -102,7 +104,7 @@ async def appender(peer: Durable, size: int, seconds: float) -> Result:
 
 
 async def single(peer: Durable, size: int, seconds: float) -> Result:
-    """Append one message after the other, each when the last is acknowledged."""
+    """Append one message after the other, each when the one before is acknowledged."""
     await peer.create(LOG)
     out = await peer.appender(LOG)
     filler, pack = bytes(size - NUMBER.size), NUMBER.pack
@@ -123,18 +125,19 @@ async def single(peer: Durable, size: int, seconds: float) -> Result:
 
 
 async def filler(peer: Durable, size: int, messages: int, limit_s: float) -> Result:
-    """Write what is to be read."""
+    """Write the log that is read later."""
     await peer.create(LOG)
     return await _write(await peer.appender(LOG), size, messages, limit_s)
 
 
 async def look(peer: Durable) -> Result:
-    """Ask for the log: its servers are up then."""
+    """Ask for the log's state, which shows that its servers are up."""
     return {"state": asdict(await peer.state(LOG))}
 
 
 async def reader(peer: Durable, size: int, settle: bool = False) -> Result:
-    """Read the log from its first message on, and check every number. With `settle`, once it grows no more; then delete it."""
+    """Read the log from its first message on, and check every number. With `settle`, wait until it stops growing;
+    then delete it."""
     state = await _settled(peer) if settle else await peer.state(LOG)
     numbers = array("Q")
     length = 0
@@ -187,7 +190,7 @@ async def _settled(peer: Durable) -> State:
 
 
 class Timed(Check):
-    """Counts what comes, and how long after it was due."""
+    """Counts of a subscriber, and the latencies from when each message was due."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -209,7 +212,7 @@ async def subscriber(peer: Durable) -> Result:
 
 
 async def publisher(peer: Durable, size: int, seconds: float, rate: float, record: bool) -> Result:
-    """Publish `rate` messages/s whatever becomes of them; before the cue, probes. With `record`, a log records them."""
+    """Publish `rate` messages/s at fixed times; before the cue, send probes. With `record`, a log records them."""
     if record:
         await peer.create(LOG, topic=TOPIC)
     out = await peer.offering()
@@ -264,7 +267,7 @@ async def publisher(peer: Durable, size: int, seconds: float, rate: float, recor
 
 
 def disk(directory: Path, seconds: float) -> Result:
-    """Write 1 MiB and sync it, over and over, to one file."""
+    """Write 1 MiB to one file and sync it, repeatedly."""
     block = os.urandom(DISK_BYTES)
     path = directory / "floor.disk"
     count = 0

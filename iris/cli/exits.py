@@ -61,7 +61,8 @@ _BY_ERROR: Final[tuple[tuple[type[IrisError], Exit], ...]] = (
 def exit_code(error: IrisError) -> Exit:
     """Return the exit code for an error; USAGE for a mistake on this side: a name, a key, a setting, no relay.
 
-    A store that did not answer in time is a TIMEOUT if the change may have been made, and OVERLOADED if it was not made.
+    A store that did not answer in time is a TIMEOUT if the change may have been made, and OVERLOADED if it was not
+    made.
     """
     if isinstance(error, StreamUnavailable):
         if isinstance(error.__cause__, NoStream) and not error.may_have_run:
@@ -93,14 +94,16 @@ def run(work: Callable[[], Coroutine[Any, Any, int]]) -> NoReturn:
     except (KeyboardInterrupt, asyncio.CancelledError):
         code = Exit.INTERRUPTED
     except BrokenPipeError:
-        # The reader of our output has left, as in `iris subscribe … | head -1`. Python would print an error at exit, too.
+        # The reader of our output has left, as in `iris subscribe … | head -1`. Python would print an error at
+        # exit, too.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = Exit.OK
     raise typer.Exit(int(code))
 
 
 async def until_stopped(work: Coroutine[Any, Any, None]) -> None:
-    """Run `work` until it ends or a SIGINT or SIGTERM cancels it; both are success. A second signal ends the process at once."""
+    """Run `work` until it ends or a SIGINT or SIGTERM cancels it; both are success. A second signal ends the
+    process at once."""
     task = asyncio.ensure_future(work)
     stopped = False
 

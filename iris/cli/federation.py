@@ -151,7 +151,8 @@ async def _report(relay: str | None, timeout: float) -> dict[str, Any]:
 
 
 def _sites(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a document for every other site: those that the relay has a route to and, at a gateway, all that are configured."""
+    """Return a document for every other site: those that the relay has a route to and, at a gateway, all that are
+    configured."""
     suspended = set(report.get("sites_suspended", ()))
     found: dict[str, dict[str, Any]] = {}
     for known in report.get("sites", ()):

@@ -236,7 +236,8 @@ def access(
 
 
 def keyring_path() -> Path:
-    """Return the path of the keyring that clients of this user use: in the configuration directory, else of `iris relay --dev`.
+    """Return the path of the keyring that clients of this user use: in the configuration directory, else of `iris
+    relay --dev`.
 
     Raises:
         KeyringError: neither exists.

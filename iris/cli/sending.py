@@ -23,8 +23,9 @@ def send(
 ) -> None:  # fmt: skip
     """Send one message, or one per line of standard input, with `call`; return when the relay has routed them.
 
-    `receivers` returns how many receive the messages, None if that is not known. `--json` shows the number as `counted_as`;
-    if it is 0, `none` is printed on stderr. Each loss is a line on stderr, and the exit code is that of the last loss.
+    `receivers` returns how many receive the messages, None if that is not known. `--json` shows the number as
+    `counted_as`; if it is 0, `none` is printed on stderr. Each loss is a line on stderr, and the exit code is that
+    of the last loss.
     """
     if lines and payload not in (None, "-"):
         raise typer.BadParameter(

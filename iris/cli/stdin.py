@@ -18,8 +18,8 @@ _AHEAD: Final = 8
 async def chunks() -> AsyncIterator[bytes]:
     """Iterate over standard input in chunks of up to 64 KiB, reading at most 512 KiB ahead.
 
-    A thread reads, because an event loop cannot wait for a plain file. It reads the descriptor, not `sys.stdin`: a thread
-    that waits inside that object's lock makes the interpreter's exit fail.
+    A thread reads, because an event loop cannot wait for a plain file. It reads the descriptor, not `sys.stdin`: a
+    thread that waits inside that object's lock makes the interpreter's exit fail.
     """
     loop = asyncio.get_running_loop()
     queue: asyncio.Queue[bytes | OSError] = asyncio.Queue()

@@ -7,8 +7,8 @@ samples    latencies as HDR histograms
 report     figures for people and as JSON
 workers    load from several hosts at once
 
-The method is that of Tyler Treat's "Benchmarking Message Queue Latency" and his Flotilla: a fixed rate, latency from the
-intended time of sending, and a percentile only where there are enough samples beyond it.
+The method is that of Tyler Treat's "Benchmarking Message Queue Latency" and his Flotilla: a fixed rate, latency
+from the intended time of sending, and a percentile only where there are enough samples beyond it.
 """
 
 from __future__ import annotations

@@ -285,7 +285,8 @@ async def _messages(load: Load, relay: str | None) -> AsyncIterator[Run]:
     """Send messages through a tunnel; latency ends with the acknowledgement, sent when the member has the whole message.
 
     The return of `send` shows only that the bytes were accepted: with credit for a megabyte, it would measure this
-    process. A full echo would measure both directions at once. Acknowledgements have 8 bytes, one per message, in order.
+    process. A full echo would measure both directions at once. Acknowledgements have 8 bytes, one per message, in
+    order.
     """
     async with (
         _connect(load, relay) as client,

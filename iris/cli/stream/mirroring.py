@@ -1,4 +1,5 @@
-"""`iris stream mirror` and `iris stream promote`: copy a stream of another site, and make the copy a stream of its own."""
+"""`iris stream mirror` and `iris stream promote`: copy a stream of another site, and make the copy a stream of its
+own."""
 
 from __future__ import annotations
 
