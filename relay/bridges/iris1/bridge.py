@@ -82,7 +82,8 @@ class Bridge:
                 except OSError as err:
                     if err.errno not in _ABSENT:
                         raise iris.ConfigError(
-                            f"listen: {_shown(host, port)}: {err.strerror or err}"
+                            f"listen: cannot listen on {_shown(host, port)}: {err.strerror or err}; "
+                            "choose another address with --listen"
                         ) from err
                     absent.append(_shown(host, port))
                     continue
@@ -93,14 +94,15 @@ class Bridge:
                 self.addresses += [sock.getsockname()[:2] for sock in server.sockets]
             if not self._servers:
                 raise iris.ConfigError(
-                    f"listen: this host does not have the address {' or '.join(absent)}"
+                    f"listen: {' and '.join(absent)} cannot be used: this host does not have that address; "
+                    "choose another with --listen"
                 )
         except BaseException:
             self._close()
             raise
         fields = {"listen": [_shown(*address) for address in self.addresses], "absent": absent}
         log.info("bridge.started", extra={"fields": fields})
-        why = "its protocol has none: whoever reaches these ports acts with this process's keys"
+        why = "the protocol has no authentication, and whoever connects acts with the bridge's keys"
         log.warning("bridge.no_authentication", extra={"fields": {**fields, "why": why}})
 
     async def stop(self) -> None:
@@ -138,12 +140,13 @@ class Bridge:
             address = ipaddress.ip_address(host)
         except ValueError:
             raise iris.ConfigError(
-                f"listen: {host!r} is not a numeric address; to listen on this host alone, write 127.0.0.1:PORT or [::1]:PORT"
+                f"listen: {host!r} is not a numeric address; "
+                "to accept clients of this host only, write 127.0.0.1:PORT or [::1]:PORT"
             ) from None
         if not address.is_loopback and not self.config.allow_remote:
             raise iris.ConfigError(
-                f"listen: {host} is not loopback, and this protocol knows no authentication: "
-                "--allow-remote takes it all the same"
+                f"listen: {host} is not a loopback address, and this protocol has no authentication; "
+                "add --allow-remote if every host that can connect is trusted"
             )
 
     # -- what its clients call -------------------------------------------------------------------------------
@@ -252,7 +255,9 @@ def parse_address(text: str) -> tuple[str, int]:
     elif ":" in host:
         colon = ""
     if not colon or not host or not (port.isascii() and port.isdecimal()) or int(port) > 65_535:
-        raise iris.ConfigError(f"listen: {text!r} is not ADDRESS:PORT or [ADDRESS]:PORT")
+        raise iris.ConfigError(
+            f"listen: {text!r} is not an address; write ADDRESS:PORT or [ADDRESS]:PORT"
+        )
     return host, int(port)
 
 

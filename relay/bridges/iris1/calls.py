@@ -97,7 +97,9 @@ class Calls:
             timeout_ms = round(self._config.native_timeout_s * 1000)
         id = self._machine.call(owed, request.payload, timeout_ms)
         if id is None:
-            owed.give_back("the service has too much to do, or is going")
+            owed.give_back(
+                f"the service is at capacity ({self._config.max_calls} requests) or is disconnecting"
+            )
             return
         wait_s = timeout_ms / 1000 + self._config.grace_s
         owed.timer = self._loop.call_later(wait_s, self._expired, id, owed, wait_s)
@@ -125,7 +127,7 @@ class Owed:
         """The client answered."""
         if isinstance(payload, Oversized):
             self._counters["oversized"] += 1
-            success, payload = False, f"a reply of {payload.size} bytes is over the limit".encode()
+            success, payload = False, payload.text("reply").encode()
         self._end()
         if success:
             self._deferred.reply(payload)

@@ -69,6 +69,6 @@ class Iris1Config:
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, (int, float)) and not isinstance(value, bool) and value <= 0:
-                raise ConfigError(f"{field.name}: {value} is not above 0")
+                raise ConfigError(f"{field.name}: {value} is not valid; it must be greater than 0")
         if not self.listen:
-            raise ConfigError("listen: at least one address")
+            raise ConfigError("listen: no address is given; give at least one ADDRESS:PORT")

@@ -173,7 +173,7 @@ class Conversation(asyncio.Protocol):
 
     def _full(self, unread_bytes: int) -> None:
         self._bridge.counters["slow clients cut"] += 1
-        reason = f"it left {unread_bytes} bytes unread"
+        reason = f"the client left {unread_bytes} bytes unread"
         self._bridge.warn("bridge.client_dropped", self.peer, reason)
         self._end(Ending.DROPPED, reason)
 
@@ -346,7 +346,10 @@ class Conversation(asyncio.Protocol):
             self._bridge.counters["double subscriptions"] += 1
             return
         if len(self._topics) >= self._bridge.config.max_subscriptions:
-            raise Violation(f"over {self._bridge.config.max_subscriptions} subscriptions")
+            limit = self._bridge.config.max_subscriptions
+            raise Violation(
+                f"the client has {limit} subscriptions, the limit, and asked for another"
+            )
 
         def heard(message: iris.Message) -> None:
             heard_by = self._topics.get(topic)
@@ -392,7 +395,7 @@ class Conversation(asyncio.Protocol):
         try:
             await self._lines.on_tunnel(tunnel)
         finally:
-            tunnel.fail("the other side went away")  # if nothing has ended it
+            tunnel.fail("the other side disconnected")  # if nothing has ended it
 
     def _leave_near(self, *, topics: bool) -> None:
         """Other programs of the bridge hand it nothing any more; `topics`: no events either."""
@@ -453,7 +456,7 @@ class Conversation(asyncio.Protocol):
             if not room:
                 bridge.counters["clients over the bound"] += 1
                 raise iris.ConfigError(
-                    f"the bridge has {bridge.config.max_clients} clients already"
+                    f"the bridge is full: it has {bridge.config.max_clients} clients (--max-clients)"
                 )
             client = bridge.connect(f"iris1 {self.peer}"[:64])
             client._runtime.local_senders = bridge.near.local_senders
@@ -530,7 +533,7 @@ class Conversation(asyncio.Protocol):
         stopped = self._ending == Ending.STOPPED
         gracefully = self._ending in (Ending.CLOSED, Ending.STOPPED)
         self._lines.end(
-            STOPPED if stopped else "" if gracefully else "the client went away",
+            STOPPED if stopped else "" if gracefully else "the client disconnected",
             gracefully=gracefully,
         )
         if stopped:

@@ -168,13 +168,15 @@ class TunnelLine:
                     await self._changed.wait()
         except TimeoutError:
             self._lines.counters["tunnels unconfirmed"] += 1
-            self.finish(f"the service did not confirm it within {timeout:g} s", gracefully=False)
+            self.finish(
+                f"the service did not confirm the tunnel within {timeout:g} s", gracefully=False
+            )
 
     async def run(self) -> None:
         """Carry messages both ways until one end closes, breaks or goes."""
         half, tunnel = self.half, self._tunnel
         if half is None:
-            tunnel.fail(self._reason or "the service is going, or has too many tunnels")
+            tunnel.fail(self._reason or self._refusal())
             return
         receiving = self._start(self._receive(half), "iris1-tunnel-receive")
         try:
@@ -193,7 +195,7 @@ class TunnelLine:
             if self._gracefully and not self._reason:
                 await tunnel.close()
             else:
-                tunnel.fail(self._reason or "the other side went away")
+                tunnel.fail(self._reason or "the other side disconnected")
             sending = [self._sender] if self._sender is not None else []
             await asyncio.gather(receiving, *sending, return_exceptions=True)
             if self._messages:
@@ -201,6 +203,10 @@ class TunnelLine:
             while self._messages:
                 half.passed_on(len(self._messages.popleft()))
             self._give_back()
+
+    def _refusal(self) -> str:
+        limit = self._lines.config.max_tunnels
+        return f"the service is at capacity ({limit} tunnels) or is disconnecting"
 
     def _start(self, work: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=name)
@@ -211,7 +217,7 @@ class TunnelLine:
         """A fault of ours is not to leave both ends waiting."""
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("bridge.tunnel_fault", exc_info=error)
-            self.finish(f"internal error: {error!r}", gracefully=False)
+            self.finish(f"internal error of the bridge: {error!r}", gracefully=False)
 
     async def _send(self) -> None:
         half = self.half
@@ -253,7 +259,7 @@ class TunnelLine:
             try:
                 async for chunk in self._tunnel.recv_chunks():
                     if self._held + len(chunk) > limit:
-                        raise TunnelFault(f"a message is over the limit of {limit} bytes")
+                        raise TunnelFault(f"a message is longer than the limit of {limit} bytes")
                     self._lines.machine.outgoing.take(len(chunk))
                     self._held += len(chunk)
                     parts.append(chunk)

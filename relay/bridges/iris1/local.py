@@ -218,8 +218,7 @@ class LocalCall:
         if self._waited:
             if isinstance(payload, Oversized):
                 self._counters["oversized"] += 1
-                text = f"a reply of {payload.size} bytes is over the limit"
-                success, payload = False, text.encode()
+                success, payload = False, payload.text("reply").encode()
             self._machine.reply(self._id, payload, success=success)
 
     def give_back(self, reason: str) -> None:

@@ -100,7 +100,7 @@ class NearEnd:
         if self._broken:
             raise iris.TunnelBroken(f"tunnel to {self._name}: {self._broken}")
         if self._closed or self._ended:
-            raise iris.Closed(f"tunnel to {self._name}: it was closed")
+            raise iris.Closed(f"tunnel to {self._name}: the tunnel is closed")
 
     def _discard(self) -> None:
         """Nothing of what waits here is read any more: its senders hear of it."""
@@ -113,7 +113,9 @@ class NearEnd:
                         iris.TunnelBroken(f"tunnel to {self._name}: {self._broken}")
                     )
                 else:
-                    taken.set_exception(iris.Closed(f"tunnel to {self._name}: it was closed"))
+                    taken.set_exception(
+                        iris.Closed(f"tunnel to {self._name}: the tunnel is closed")
+                    )
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

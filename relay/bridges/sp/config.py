@@ -147,7 +147,7 @@ class SocketConfig:
 
     def __post_init__(self) -> None:
         if (self.listen is None) == (self.dial is None):
-            raise ConfigError("listen: give either listen or dial")
+            raise ConfigError("listen: give one of listen and dial, not both or neither")
         self._check_url()
         for name, low, high in (
             ("timeout_s", 0.001, MAX_TIMEOUT_S),
@@ -162,12 +162,12 @@ class SocketConfig:
         if not 0 <= self.ipc_mode <= 0o777:
             raise ConfigError(f"ipc_mode: {self.ipc_mode} is not from 0 to 0o777; {_MODE}")
         if len(self.name) > 40:
-            raise ConfigError("name: over 40 characters")
+            raise ConfigError(f"name: {len(self.name)} characters are over the limit of 40")
         own = _OWN[self.protocol]
         defaults = {field.name: field.default for field in fields(self)}
         for name, default in defaults.items():
             if name not in own | _EVERY and getattr(self, name) != default:
-                raise ConfigError(f"{name}: has no meaning for {self.protocol}")
+                raise ConfigError(f"{name}: not a setting of {self.protocol} entries; remove it")
         if self.protocol == "push" and self.topics:
             if self.cluster:
                 raise ConfigError("topics: a push entry has either topics or a cluster")
@@ -178,11 +178,11 @@ class SocketConfig:
             self._check_topics()
         if self.waits and self.queue_bytes < MIN_QUEUE_BYTES:
             raise ConfigError(
-                f"queue_bytes: {self.queue_bytes} is under {MIN_QUEUE_BYTES}, the least where publishers wait"
+                f"queue_bytes: {self.queue_bytes} is under {MIN_QUEUE_BYTES}, the minimum if publishers wait for this entry"
             )
         if self.waits and self.protocol == "pub" and not self.counts_written:
             raise ConfigError(
-                f"when_full: over {self.scheme} nng does not tell how far a peer is behind; use tcp or ipc"
+                f"when_full: nng does not report how far a peer is behind over {self.scheme}; use tcp or ipc"
             )
 
     @property
@@ -236,10 +236,12 @@ class SocketConfig:
         field = "listen" if self.listen is not None else "dial"
         scheme, colon, rest = self.address.partition("://")
         if not self.address.isprintable():  # C would end a path at a NUL
-            raise ConfigError(f"{field}: {self.address!r} has characters that cannot be shown")
+            raise ConfigError(
+                f"{field}: {self.address!r} contains characters that are not printable; remove them"
+            )
         if not colon or scheme not in _SCHEMES:
             raise ConfigError(
-                f"{field}: {self.address!r} is not an address of {', '.join(_SCHEMES)}"
+                f"{field}: {self.address!r} has an unknown scheme; use one of {', '.join(_SCHEMES)}"
             )
         if scheme == "ipc":
             if not rest.startswith("/") or len(rest.encode()) > MAX_IPC_BYTES:
@@ -253,10 +255,12 @@ class SocketConfig:
             except ValueError as err:
                 raise ConfigError(f"{field}: {self.address!r}: {err}") from err
             if port is None or not (host or self.listen):
-                raise ConfigError(f"{field}: {self.address!r} is not {scheme}://HOST:PORT")
+                raise ConfigError(
+                    f"{field}: {self.address!r} lacks a host or a port; write {scheme}://HOST:PORT"
+                )
             if self.listen and not self.remote and not _is_loopback(host):
                 raise ConfigError(
-                    f"{field}: {host or '*'} is not loopback, and SP has no authentication; remote = true allows it"
+                    f"{field}: {host or '*'} is not a loopback address, and SP has no authentication; set remote = true to allow it"
                 )
         self._check_tls(field)
 
@@ -268,31 +272,39 @@ class SocketConfig:
         ]
         if not self.uses_tls:
             if given:
-                raise ConfigError(f"{given[0]}: {self.scheme} is not TLS")
+                raise ConfigError(
+                    f"{given[0]}: {self.scheme} does not use TLS; remove the setting, or use tls+tcp or wss"
+                )
             return
         if (self.tls_cert is None) != (self.tls_key is None):
-            raise ConfigError("tls_key: a certificate and its key go together")
+            raise ConfigError("tls_key: give tls_cert and tls_key together")
         needed = "tls_cert" if field == "listen" else "tls_ca"
         if needed not in given:
-            raise ConfigError(f"{needed}: needed to {field} with TLS")
+            raise ConfigError(f"{needed}: missing; it is required to {field} with TLS")
 
     def _check_topics(self) -> None:
         if not self.separator and not self.bare and not self.topic:
-            raise ConfigError("separator: empty; a message that is all payload needs topic or bare")
+            raise ConfigError(
+                "separator: empty; messages without a topic need the setting topic (sub) or bare (pub)"
+            )
         if len(self.separator.encode()) > 16:
-            raise ConfigError("separator: over 16 bytes")
+            raise ConfigError(f"separator: {self.separator!r} is longer than 16 bytes")
         if self.under and not self.under.endswith("."):
-            raise ConfigError(f"under: {self.under!r} does not end with '.'")
+            raise ConfigError(
+                f"under: {self.under!r} does not end with '.'; write {self.under + '.'!r}"
+            )
         if self.under:
             _check_name("under", self.under[:-1])
         if self.topic:
             _check_name("topic", self.topic)
         if self.protocol == "sub" and not self.prefixes:
-            raise ConfigError("prefixes: empty; nothing would come")
+            raise ConfigError(
+                "prefixes: empty, so nothing would be received; for all messages remove the setting"
+            )
         if self.protocol != "pub":
             return
         if not self.topics:
-            raise ConfigError("topics: which publications are sent?")
+            raise ConfigError("topics: missing; list the topic filters whose publications are sent")
         self._check_filters()
 
     def _check_filters(self) -> None:
@@ -303,7 +315,7 @@ class SocketConfig:
             except InvalidName as err:
                 raise ConfigError(f"topics: {err}") from err
             if not pattern.startswith(self.under):
-                raise ConfigError(f"topics: {pattern!r} is not under {self.under!r}")
+                raise ConfigError(f"topics: {pattern!r} does not begin with {self.under!r} (under)")
 
 
 def load(path: Path) -> list[SocketConfig]:
@@ -324,7 +336,7 @@ def load(path: Path) -> list[SocketConfig]:
         directory = os.path.dirname(entry.address.partition("://")[2])
         if entry.scheme == "ipc" and entry.listen and not os.path.isdir(directory):
             raise ConfigError(
-                f"socket {number}: listen: directory {directory} does not exist; make it first"
+                f"socket {number}: listen: directory {directory} does not exist; create it first"
             )
     return entries
 
@@ -332,11 +344,11 @@ def load(path: Path) -> list[SocketConfig]:
 def parse(document: Mapping[str, Any]) -> list[SocketConfig]:
     """Return the entries of a parsed file; raises as `load`, and looks at no directory."""
     if unknown := sorted(set(document) - {"socket"}):
-        raise ConfigError(f"{unknown[0]}: unknown; there are [[socket]] entries only")
+        raise ConfigError(f"{unknown[0]}: unknown; the file can hold [[socket]] entries only")
     entries = document.get("socket")
     if not isinstance(entries, list) or not 1 <= len(entries) <= MAX_SOCKETS:
         raise ConfigError(
-            f"socket: write [[socket]], in double brackets, for each of 1 to {MAX_SOCKETS} entries"
+            f"socket: write [[socket]], in double brackets, above each of 1 to {MAX_SOCKETS} entries"
         )
     found: list[SocketConfig] = []
     names: dict[str, int] = {}
@@ -346,10 +358,12 @@ def parse(document: Mapping[str, Any]) -> list[SocketConfig]:
         place = config.place
         if place and (first := places.setdefault(place, number)) != number:
             raise ConfigError(
-                f"socket {number}: listen: {config.listen} is where socket {first} listens"
+                f"socket {number}: listen: {config.listen} is already the address of socket {first}"
             )
         if (first := names.setdefault(config.label, number)) != number:
-            raise ConfigError(f"socket {number}: name: {config.label!r} is that of socket {first}")
+            raise ConfigError(
+                f"socket {number}: name: {config.label!r} is also the name of socket {first}; set another"
+            )
         found.append(config)
     return found
 
@@ -361,13 +375,15 @@ _TYPES: Final = get_type_hints(SocketConfig)
 def _parse_entry(number: int, entry: object) -> SocketConfig:
     where = f"socket {number}"
     if not isinstance(entry, dict):
-        raise ConfigError(f"{where}: not a table")
+        raise ConfigError(
+            f"{where}: not a table; write [[socket]] and the settings on the lines below it"
+        )
     if unknown := sorted(set(entry) - _KNOWN):
         near = get_close_matches(unknown[0], sorted(_KNOWN), 1)
         meant = f"; did you mean {near[0]}?" if near else ""
-        raise ConfigError(f"{where}: {unknown[0]}: unknown{meant}")
+        raise ConfigError(f"{where}: {unknown[0]}: unknown setting{meant}")
     if "protocol" not in entry:
-        raise ConfigError(f"{where}: protocol: missing; one of {', '.join(_OWN)}")
+        raise ConfigError(f"{where}: protocol: missing; give one of {', '.join(_OWN)}")
     try:
         return msgspec.convert(entry, SocketConfig)
     except msgspec.ValidationError as err:
@@ -384,7 +400,7 @@ def _parse_entry(number: int, entry: object) -> SocketConfig:
 
 def _check_cluster(name: str, *, local: bool) -> None:
     if not name:
-        raise ConfigError("cluster: missing")
+        raise ConfigError("cluster: missing; name the cluster that this socket connects to")
     site, colon, rest = name.partition(":")
     bare = rest if not local and colon and re.fullmatch(r"[a-z][a-z0-9-]{0,31}", site) else name
     _check_name("cluster", bare)

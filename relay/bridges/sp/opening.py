@@ -50,7 +50,9 @@ def start(socket: Any, config: SocketConfig) -> str:
             return config.address
         if path is not None and path.exists() and not path.is_socket():
             # nng would take it for what a killed process left, and remove it.
-            raise ConfigError(f"{config.label}: listen: {path} is there, and is not a socket")
+            raise ConfigError(
+                f"{config.label}: listen: {path} exists and is not a socket; choose another path"
+            )
         listener = _listen(socket, config)
     except (OSError, pynng.NNGException) as err:
         raise ConfigError(f"{config.label}: {field}: {config.address}: {err}") from err
@@ -149,4 +151,6 @@ def _tls(config: SocketConfig) -> Any:
             auth_mode=pynng.TLSConfig.AUTH_MODE_REQUIRED if authority else None,
         )
     except pynng.NNGException as err:
-        raise ConfigError(f"{config.label}: tls_cert, tls_key or tls_ca: {err}") from err
+        raise ConfigError(
+            f"{config.label}: tls_cert, tls_key or tls_ca was not accepted: {err}"
+        ) from err

@@ -93,7 +93,7 @@ class PairBridge(Bridge):
                 if isinstance(error, Exception) and not isinstance(error, EndOfTunnel | iris.Closed):  # fmt: skip
                     self.tally.lose(type(error).__name__, error)
             if any(isinstance(error, TunnelBroken) for error in results):
-                tunnel.fail("the SP side of the bridge is told")
+                tunnel.fail("the bridge disconnected the SP peer")
             await tunnel.close()
             self.socket.hang_up(peer)
             with contextlib.suppress(TimeoutError):
@@ -131,7 +131,9 @@ class PairBridge(Bridge):
         except (TimeoutError, IrisError) as err:
             self.tally.lose(type(err).__name__, err)
             if not delivered:
-                tunnel.fail("the SP peer is gone, and its last messages were not taken in time")
+                tunnel.fail(
+                    "the SP peer disconnected, and its last messages could not be delivered"
+                )
 
     async def _written(self, gone: asyncio.Task[None]) -> None:
         """The tunnel is over: what it said last goes through, before the connection is closed."""

@@ -110,7 +110,7 @@ class SpBridge:
         for task in self._running:
             if task.done():
                 task.result()
-                raise RuntimeError(f"{task.get_name()} ended")
+                raise RuntimeError(f"socket {task.get_name()!r} ended unexpectedly")
 
     async def close(self) -> None:
         """End all, within about 2 * FINISH_S + 2 * CLOSE_S, and what a frozen relay costs."""

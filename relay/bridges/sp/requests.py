@@ -96,7 +96,11 @@ class ReqBridge(Bridge):
             except (SpError, TimeoutError) as err:
                 cause = "sp: no answer" if isinstance(err, TimeoutError | SpTimeout) else f"sp: {type(err).__name__}"  # fmt: skip
                 self.tally.lose(cause, err)
-                raise RuntimeError(f"{cause} ({err or f'{config.timeout_s:g} s'})") from err
+                if cause == "sp: no answer":
+                    raise RuntimeError(
+                        f"no SP peer answered within {config.timeout_s:g} s"
+                    ) from err
+                raise RuntimeError(f"the SP peer failed: {type(err).__name__}: {err}") from err
             finally:
                 self.ended(0)
                 free.append(context)

@@ -129,7 +129,11 @@ class SurveyorBridge(Bridge):
             except SpError as err:
                 cause = "sp: no answer" if isinstance(err, SpTimeout) else f"sp: {type(err).__name__}"  # fmt: skip
                 self.tally.lose(cause, err)
-                raise RuntimeError(f"{cause} ({config.timeout_s:g} s)") from err
+                if isinstance(err, SpTimeout):
+                    raise RuntimeError(
+                        f"no SP peer answered within {config.timeout_s:g} s"
+                    ) from err
+                raise RuntimeError(f"the SP survey failed: {type(err).__name__}: {err}") from err
             finally:
                 self.ended(0)
                 free.append(context)

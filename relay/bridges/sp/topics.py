@@ -39,13 +39,14 @@ class Mapping:
         """Return the topic and payload of an SP message; raises InvalidName if it has no topic in front."""
         if self._topic:
             return self._topic, data
-        end = data.find(self._separator, 0, MAX_TOPIC_BYTES + len(self._separator))
+        end_limit = MAX_TOPIC_BYTES + len(self._separator)
+        end = data.find(self._separator, 0, end_limit)
         if end < 0:
-            raise InvalidName("no separator after a topic")
+            raise InvalidName(f"no separator {self._separator!r} in the first {end_limit} bytes")
         try:
             name = data[:end].decode()
         except UnicodeDecodeError as err:
-            raise InvalidName("a topic that is not UTF-8") from err
+            raise InvalidName("the topic is not UTF-8") from err
         return self._under + name, data[end + len(self._separator) :]
 
     def join(self, topic: str, payload: bytes) -> bytes:
@@ -56,7 +57,7 @@ class Mapping:
         if head is None:
             name = topic.removeprefix(self._under).encode()
             if self._separator in name:
-                raise InvalidName(f"{topic!r} holds the separator")
+                raise InvalidName(f"topic {topic!r} contains the separator {self._separator!r}")
             head = name + self._separator
             if len(self._heads) < 4096:
                 self._heads[topic] = head

@@ -39,7 +39,7 @@ payloads = st.binary(max_size=2 * LIMIT)
 
 
 def kept(data: bytes) -> bytes | Oversized:
-    return data if len(data) <= LIMIT else Oversized(len(data))
+    return data if len(data) <= LIMIT else Oversized(len(data), LIMIT)
 
 
 def frame(*parts: bytes | int) -> bytes:

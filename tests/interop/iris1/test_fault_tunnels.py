@@ -25,8 +25,8 @@ async def tunnelled(side: Side) -> tuple[Raw, Handler]:
 
 
 FAULTS = {
-    "no message begun": (b"\x0c\x05\x00\x01x", b"a chunk of no message"),
-    "longer than announced": (b"\x0c\x05\x01\x02xx", b"longer than it was announced"),
+    "no message begun": (b"\x0c\x05\x00\x01x", b"before the first chunk of its message"),
+    "longer than announced": (b"\x0c\x05\x01\x02xx", b"longer than the 1 bytes left"),
     "a message over the limit": (b"\x0c\x05" + number(1 << 40) + b"\x01x", b"over the limit of"),
 }  # fmt: skip
 
@@ -131,7 +131,7 @@ async def test_tunnels_over_the_budget_end_and_the_others_go_on() -> None:
         chunk = blob(bytes(65536))
         raw.send(b"\x0c\x05" + number(2 << 20) + chunk + (b"\x0c\x05\x00" + chunk) * 16)
         rest = b""
-        while b"over 1048576 bytes wait" not in rest:
+        while b"more than 1048576 bytes are queued" not in rest:
             rest += await raw.read(1)
         raw.send(b"\x02")
         assert (await raw.rest()).endswith(b"\x02\x00")
@@ -149,7 +149,7 @@ async def test_more_than_was_granted_ends_the_tunnel_and_not_the_connection() ->
         whole = number(1 << 16) + blob(bytes(1 << 16))
         for _ in range(65):  # the first waits to go on, so nothing is granted anew
             raw.send(b"\x0c\x05" + whole)
-        reason = b"more was sent than was allowed"
+        reason = b"the client sent 65536 bytes more than it was granted"
         assert await raw.read(3 + len(reason)) == b"\x0d\x05" + blob(reason)
         raw.send(b"\x02")
         assert await raw.rest() == b"\x02\x00"
@@ -196,7 +196,7 @@ async def test_messages_for_a_client_over_the_budget_end_the_tunnel_that_brings_
                 await opened(raw, id, b"ours")  # and allow it nothing
             await until(lambda: purse.held == 1 << 20)
             await opened(raw, 3, b"ours")
-            reason = b"over 1048576 bytes wait in the tunnels of this client"
+            reason = b"more than 1048576 bytes are queued in the tunnels of this client"
             assert await raw.read(3 + len(reason)) == b"\x0d\x03" + blob(reason)
             await until(lambda: broken)
             for id in (1, 2):

@@ -426,7 +426,7 @@ async def test_a_program_that_is_lost_breaks_its_tunnels_for_the_other_end() -> 
         ours = await client.tunnel("tn", 5000)
         await accepting.tunnels.get()
         service.abort()
-        with pytest.raises(binding.Closed, match="went away"):
+        with pytest.raises(binding.Closed, match="disconnected"):
             await ours.recv()
 
 

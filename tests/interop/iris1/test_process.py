@@ -197,12 +197,12 @@ async def test_a_second_signal_ends_it_at_once(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--listen", "0.0.0.0:0"], "not loopback"),
+        (["--listen", "0.0.0.0:0"], "not a loopback address"),
         (
             ["--listen", "localhost:1"],
-            "not a numeric address; to listen on this host alone, write 127.0.0.1:PORT",
+            "not a numeric address; to accept clients of this host only, write 127.0.0.1:PORT",
         ),
-        (["--listen", "127.0.0.1"], "is not ADDRESS:PORT"),
+        (["--listen", "127.0.0.1"], "is not an address; write ADDRESS:PORT"),
         (["--relay", "/nowhere/relay.sock"], "/nowhere/relay.sock"),
     ],
 )

@@ -205,7 +205,7 @@ def test_a_file_that_is_no_socket_is_left_alone(world: World) -> None:
     path.write_text("precious")
     second = Bridge(world, REP.format(url=f"ipc://{path}"), ready=False)
     assert second.process.wait(20) == 2
-    assert f"iris: rep: listen: {path} is there, and is not a socket" in second.written()
+    assert f"iris: rep: listen: {path} exists and is not a socket" in second.written()
     assert path.read_text() == "precious"
 
 
@@ -270,7 +270,7 @@ def test_an_address_in_use_is_named_and_taken_from_nobody(world: World, bridge: 
 def test_a_wrong_file_is_named_by_entry_and_field(world: World) -> None:
     second = Bridge(world, REP.format(url="tcp://0.0.0.0:1"), ready=False)
     assert second.process.wait(20) == 2
-    assert "iris: socket 1: listen: 0.0.0.0 is not loopback" in second.written()
+    assert "iris: socket 1: listen: 0.0.0.0 is not a loopback address" in second.written()
 
 
 def test_without_a_relay_it_says_so_and_leaves_nothing(world: World) -> None:

@@ -165,7 +165,7 @@ async def test_a_rep_program_that_does_not_answer_in_time_is_an_error_for_its_ca
             assert await other.arecv() == b"now"
             await other.asend(b"yes")
             assert await good == b"yes"
-            with pytest.raises(iris.RemoteError, match="no answer"):
+            with pytest.raises(iris.RemoteError, match="no SP peer answered"):
                 await late
             context.close()
             other.close()

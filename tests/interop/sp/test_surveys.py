@@ -202,4 +202,4 @@ async def test_a_survey_that_no_respondent_program_answers_fails_for_its_member(
             survey = client.survey("surveyed", b"who", timeout=8)
             assert [answer async for answer in survey] == []
             (detail,) = survey.failed.values()
-            assert "no answer" in detail
+            assert "no SP peer answered" in detail

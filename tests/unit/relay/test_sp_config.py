@@ -32,7 +32,7 @@ def entry(text: str) -> SocketConfig:
     ("text", "error"),
     [
         (REP + "retries = 3", "socket 1: retries: unknown"),
-        (REP + "timeout = 3", "socket 1: timeout: unknown; did you mean timeout_s?"),
+        (REP + "timeout = 3", "socket 1: timeout: unknown setting; did you mean timeout_s?"),
         (
             REP + 'ipc_mode = "0600"',
             "socket 1: ipc_mode: Expected `int`, got `str`; write ipc_mode = 0o600",
@@ -44,9 +44,9 @@ def entry(text: str) -> SocketConfig:
         (REP + 'concurrency = "many"', "socket 1: concurrency: Expected `int`, got `str`"),
         (REP + "concurrency = 0", "socket 1: concurrency: 0 is not from 1 to 4096"),
         (REP + "queue_bytes = 1000", "socket 1: queue_bytes: 1000 is not from 1048576"),
-        (REP + 'topics = ["a"]', "socket 1: topics: has no meaning for rep"),
-        (REP + 'dial = "tcp://127.0.0.1:1"', "socket 1: listen: give either listen or dial"),
-        (REP + 'tls_ca = "x"', "socket 1: tls_ca: tcp is not TLS"),
+        (REP + 'topics = ["a"]', "socket 1: topics: not a setting of rep"),
+        (REP + 'dial = "tcp://127.0.0.1:1"', "socket 1: listen: give one of listen and dial"),
+        (REP + 'tls_ca = "x"', "socket 1: tls_ca: tcp does not use TLS"),
         (REP.replace('"c"', '"a b"'), "socket 1: cluster: 'a b' is not a cluster name"),
         (REP.replace('cluster = "c"', ""), "socket 1: cluster: missing"),
         (
@@ -54,19 +54,34 @@ def entry(text: str) -> SocketConfig:
             "socket 1: protocol: 'reply' is not one of rep, req, respondent,",
         ),
         ('cluster = "c"', "socket 1: protocol: missing"),
-        (REP.replace("tcp:", "udp:"), "socket 1: listen: 'udp://127.0.0.1:0' is not an address of"),
-        (REP.replace("127.0.0.1", "0.0.0.0"), "socket 1: listen: 0.0.0.0 is not loopback"),
-        (REP.replace("127.0.0.1", "example.org"), "socket 1: listen: example.org is not loopback"),
-        (REP.replace("tcp:", "tls+tcp:"), "socket 1: tls_cert: needed to listen with TLS"),
-        (SUB.replace("tcp:", "tls+tcp:"), "socket 1: tls_ca: needed to dial with TLS"),
+        (
+            REP.replace("tcp:", "udp:"),
+            "socket 1: listen: 'udp://127.0.0.1:0' has an unknown scheme",
+        ),
+        (
+            REP.replace("127.0.0.1", "0.0.0.0"),
+            "socket 1: listen: 0.0.0.0 is not a loopback address",
+        ),
+        (
+            REP.replace("127.0.0.1", "example.org"),
+            "socket 1: listen: example.org is not a loopback address",
+        ),
+        (
+            REP.replace("tcp:", "tls+tcp:"),
+            "socket 1: tls_cert: missing; it is required to listen with TLS",
+        ),
+        (
+            SUB.replace("tcp:", "tls+tcp:"),
+            "socket 1: tls_ca: missing; it is required to dial with TLS",
+        ),
         (PUB.replace("/tmp/x", "x"), "socket 1: listen: 'x' is not an absolute path"),
         (
             PUB.replace("/tmp/x", "/tmp/a\\u0000b"),
-            "socket 1: listen: 'ipc:///tmp/a\\x00b' has characters",
+            "socket 1: listen: 'ipc:///tmp/a\\x00b' contains characters",
         ),
         (PUB.replace('[">"]', '["a..b"]'), "socket 1: topics: 'a..b' is not a topic filter"),
-        (PUB.replace('[">"]', "[]"), "socket 1: topics: which publications"),
-        (PUB + 'under = "old."', "socket 1: topics: '>' is not under 'old.'"),
+        (PUB.replace('[">"]', "[]"), "socket 1: topics: missing"),
+        (PUB + 'under = "old."', "socket 1: topics: '>' does not begin with 'old.'"),
         (SUB + 'under = "old"', "socket 1: under: 'old' does not end with '.'"),
         (SUB + 'separator = ""', "socket 1: separator: empty"),
         (SUB + "prefixes = []", "socket 1: prefixes: empty"),
@@ -77,9 +92,12 @@ def entry(text: str) -> SocketConfig:
         ),
         (
             PUB + '[[socket]]\nname = "b"\n' + PUB.replace("/tmp/x", "/tmp/./x"),
-            "socket 2: listen: ipc:///tmp/./x is where socket 1 listens",
+            "socket 2: listen: ipc:///tmp/./x is already the address of socket 1",
         ),
-        (REP + f"[[socket]]\n{REP}", "socket 2: name: 'rep tcp://127.0.0.1:0' is that of socket 1"),
+        (
+            REP + f"[[socket]]\n{REP}",
+            "socket 2: name: 'rep tcp://127.0.0.1:0' is also the name of socket 1",
+        ),
     ],
 )
 def test_a_mistake_is_named_by_its_entry_and_field(text: str, error: str) -> None:
@@ -102,7 +120,7 @@ def test_a_directory_of_a_socket_has_to_be_there_to_listen_not_to_dial(tmp_path:
     file.write_text(f"[[socket]]\n{PUB.replace('/tmp/x', f'{there}/x')}")
     with pytest.raises(ConfigError) as caught:
         load(file)
-    expected = f"socket 1: listen: directory {there} does not exist; make it first"
+    expected = f"socket 1: listen: directory {there} does not exist; create it first"
     assert str(caught.value) == expected
     checked = CliRunner().invoke(cli.app, ["bridge", "sp", "--config", str(file), "--check"])
     assert (checked.exit_code, checked.stderr) == (2, f"iris: {expected}\n")
@@ -191,13 +209,13 @@ async def test_empty_messages_that_wait_are_bounded_too() -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"protocol": "pub", "topics": ("a",), "when_full": "wait", "listen": "ws://127.0.0.1:5555/x"}, "when_full: over ws nng does not tell"),
+        ({"protocol": "pub", "topics": ("a",), "when_full": "wait", "listen": "ws://127.0.0.1:5555/x"}, "when_full: nng does not report"),
         ({"protocol": "pub", "topics": ("a",), "when_full": "wait", "queue_bytes": 1 << 20}, "queue_bytes: 1048576 is under 4194304"),
         ({"protocol": "push", "topics": ("a",), "queue_bytes": 1 << 20}, "queue_bytes: 1048576 is under 4194304"),
         ({"protocol": "push", "topics": ("a",), "cluster": "c"}, "topics: a push entry has either topics or a cluster"),
         ({"protocol": "push", "topics": ("a..b",)}, "topics: "),
-        ({"protocol": "push", "cluster": "c", "when_full": "wait"}, "when_full: has no meaning for push"),
-        ({"protocol": "sub", "when_full": "wait"}, "when_full: has no meaning for sub"),
+        ({"protocol": "push", "cluster": "c", "when_full": "wait"}, "when_full: not a setting of push"),
+        ({"protocol": "sub", "when_full": "wait"}, "when_full: not a setting of sub"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_waited_for_is_refused(settings: dict[str, Any], said: str) -> None:

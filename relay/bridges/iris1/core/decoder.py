@@ -98,7 +98,7 @@ class Decoder:
             op = self._buffer[self._position]
             layout = _LAYOUTS.get(op)
             if layout is None or self._greeted == (op == Op.INIT):
-                raise Violation(f"operation 0x{op:02x} is not expected here", silent=True)
+                raise Violation(f"operation 0x{op:02x} is unknown or not allowed now", silent=True)
             self._greeted = True
             self._position += 1
             self._make, self._layout = layout
@@ -149,14 +149,14 @@ class Decoder:
         if self._passed < self._length:
             return None
         size, self._length, self._passed = self._length, -1, 0
-        return Oversized(size)
+        return Oversized(size, self.message_limit)
 
     def _bool(self) -> bool | None:
         if self._position == len(self._buffer):
             return None
         value = self._buffer[self._position]
         if value > 1:
-            raise Violation(f"0x{value:02x} is no bool")
+            raise Violation(f"0x{value:02x} is not a bool, which is 0x00 or 0x01")
         self._position += 1
         return value == 1
 
@@ -174,14 +174,14 @@ class Decoder:
         else:
             if shift < 70:
                 return None
-        raise Violation("a varint over 64 bits")
+        raise Violation("a varint is longer than 64 bits")
 
 
 def _check_length(kind: str, length: int) -> None:
     """Raise Violation for a binary that nobody waits for the end of."""
     if kind == "n" and length > MAX_NAME:
-        raise Violation(f"a name of {length} bytes")
+        raise Violation(f"a name of {length} bytes is over the limit of {MAX_NAME}")
     if kind == "c" and length > CHUNK_LIMIT:
         raise Violation(f"a chunk of {length} bytes is over the limit of {CHUNK_LIMIT}")
     if length > MAX_PASSED:
-        raise Violation(f"a message of {length} bytes")
+        raise Violation(f"a message of {length} bytes is over the limit of {MAX_PASSED}")

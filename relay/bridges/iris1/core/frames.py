@@ -44,9 +44,14 @@ class Violation(Exception):
 
 
 class Oversized(NamedTuple):
-    """A payload over the message limit: only its size is known any more."""
+    """A payload over the message limit. Its bytes were dropped; only the size is known."""
 
     size: int
+    limit: int
+
+    def text(self, what: str) -> str:
+        """Return what is wrong with it, for the other side."""
+        return f"a {what} of {self.size} bytes is over the limit of {self.limit}"
 
 
 Payload: TypeAlias = bytes | Oversized

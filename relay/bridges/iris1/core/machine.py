@@ -138,7 +138,7 @@ class Machine:
         self._held = []
         owners, self._owners = self._owners, {}
         for owner in owners.values():
-            owner.give_back("the service went away before it answered")
+            owner.give_back("the service disconnected before it answered")
 
     def send(self, data: bytes) -> bool:
         """Send what has come for the client, or keep it until it is told that it is a member; False: it is gone."""
@@ -194,11 +194,13 @@ class Machine:
 
     def _init(self, magic: bytes, version: bytes, cluster: bytes) -> None:
         if magic != frames.CLIENT_MAGIC:
-            raise Violation("it is no client of the first Iris", silent=True)
+            raise Violation(
+                "INIT has a wrong magic: the client does not speak this protocol", silent=True
+            )
         if version != frames.VERSION:
             theirs = version.decode(errors="replace")
             self.deny(f"Unsupported protocol. Client: {theirs}. Iris: {frames.VERSION.decode()}.")
-            raise Violation("an unsupported version", silent=True)
+            raise Violation(f"version {theirs[:40]!r} is not supported", silent=True)
         try:
             name = cluster_name(cluster) if cluster else ""
         except BadName as err:
@@ -211,18 +213,15 @@ class Machine:
         """Return a payload; one that is too large has no answer but the end."""
         if isinstance(payload, Oversized):
             self._counters["oversized"] += 1
-            raise Violation(self._too_large("message", payload))
+            raise Violation(payload.text("message"))
         return payload
-
-    def _too_large(self, what: str, payload: Oversized) -> str:
-        return f"a {what} of {payload.size} bytes is over the limit of {self.decoder.message_limit}"
 
     # -- the client's requests -------------------------------------------------------------------------------
 
     def _request(self, frame: frames.Request) -> None:
         id, payload = frame.id, frame.payload
         if id in self._calls:
-            raise Violation(f"request {id} is under way already")
+            raise Violation(f"request id {id} is in use by a request that is not answered yet")
         size = 0 if isinstance(payload, Oversized) else len(payload)
         full = len(self._calls) >= self._max_calls or (
             self._call_bytes and self._call_bytes + size > self._max_call_bytes
@@ -231,7 +230,7 @@ class Machine:
         self._call_bytes += size
         if isinstance(payload, Oversized):
             self._counters["oversized"] += 1
-            self.reply(id, self._too_large("request", payload).encode(), success=False)
+            self.reply(id, payload.text("request").encode(), success=False)
             return
         if full:
             self._counters["requests over the bound"] += 1
@@ -304,7 +303,7 @@ class Machine:
     def _tun_init(self, frame: frames.TunInit) -> None:
         id = frame.id
         if id in self._opening or id in self._lines:
-            raise Violation(f"tunnel {id} is there already")
+            raise Violation(f"tunnel id {id} is already in use")
         full = self.tunnels >= self._max_tunnels
         self._opening.add(id)
         try:
@@ -350,13 +349,15 @@ class Machine:
 
     def _tun_confirm(self, build: int, id: int) -> None:
         if build not in self._builds:
-            raise Violation(f"tunnel {id} confirms nothing")
+            raise Violation(
+                f"tunnel {id} confirms build id {build}, which the bridge did not offer"
+            )
         if id in self._opening or id in self._lines:
-            raise Violation(f"tunnel {id} is there already")
+            raise Violation(f"tunnel id {id} is already in use")
         line = self._builds.pop(build)
         if line is None:
             self._counters["late tunnels"] += 1
-            self._emit(codec.tun_close(id, "it was confirmed too late"))
+            self._emit(codec.tun_close(id, "the tunnel was confirmed too late"))
             return
         self._open(id, line, b"")
         assert line.half is not None

@@ -40,12 +40,12 @@ def topic_name(name: bytes) -> str:
 
 def _translate(name: bytes, strange: re.Pattern[str], what: str) -> str:
     if not name:
-        raise BadName(f"the name of a {what} is empty")
+        raise BadName(f"the {what} name is empty")
     text = strange.sub(_escape, name.decode(errors="surrogateescape"))
     if text.count(".") >= MAX_TOKENS:
         text = text.replace(".", "%2E")
     if len(text.encode()) > MAX_NAME_BYTES:
-        raise BadName(f"the name of a {what} is over {MAX_NAME_BYTES} bytes")
+        raise BadName(f"the {what} name is longer than {MAX_NAME_BYTES} bytes")
     return text
 
 

@@ -32,7 +32,9 @@ class Purse:
     def take(self, size: int) -> None:
         """Hold so many bytes more; raises TunnelFault if they are too many."""
         if self.held + size > self.limit:
-            raise TunnelFault(f"over {self.limit} bytes wait in the tunnels of this client")
+            raise TunnelFault(
+                f"more than {self.limit} bytes are queued in the tunnels of this client"
+            )
         self.held += size
 
     def give_back(self, size: int) -> None:
@@ -76,17 +78,21 @@ class Half:
         """
         self._window -= len(chunk)
         if self._window < 0:
-            raise TunnelFault("more was sent than was allowed")
+            raise TunnelFault(f"the client sent {-self._window} bytes more than it was granted")
         self._owed += len(chunk)
         if size:
             self._forget()
             if size > self.message_limit:
-                raise TunnelFault(f"a message is over the limit of {self.message_limit} bytes")
+                raise TunnelFault(
+                    f"a message of {size} bytes is over the limit of {self.message_limit}"
+                )
             self._missing = size
         elif not self._missing:
-            raise TunnelFault("a chunk of no message")
+            raise TunnelFault("a chunk came before the first chunk of its message")
         if len(chunk) > self._missing:
-            raise TunnelFault("a message is longer than it was announced")
+            raise TunnelFault(
+                f"a chunk of {len(chunk)} bytes is longer than the {self._missing} bytes left of its message"
+            )
         self._purse.take(len(chunk))
         self._missing -= len(chunk)
         if self._missing:
