@@ -1,1 +1,1 @@
-"""What travels: names, frames and their bytes. Sans-IO."""
+"""The wire format: names, frames and their bytes. Sans-IO."""

@@ -1,13 +1,13 @@
-"""The only home of the byte layout: frames to bytes, bytes to frames, and what is authenticated.
+"""The byte layout of frames: encoding, decoding, and the metadata that seals authenticate. No other module knows it.
 
-All integers are little-endian. Every frame starts with `u32 length | u8 kind | u8 flags`, where length counts what
-follows it. A data frame goes on:
+All integers are little-endian. Every frame starts with `u32 length | u8 kind | u8 flags`, where length counts the bytes
+after the length field. A data frame continues:
 
     offset  field        hop fields: overwritten by relays, not authenticated
        6    u32 alias
-      10    u64 hop id       who waits for the answer, on this hop; bit 63 is set in ids that a relay chose
+      10    u64 hop id       identifies the call on this hop, for its answer; bit 63 is set in ids that a relay chose
       18    i64 deadline     µs of CLOCK_MONOTONIC, 0 = none
-                         end fields: carried as they are, authenticated
+                         end fields: carried unchanged, authenticated
       26    i64 sent         µs since 1970
       34    u32 timeout      ms, 0 = none
       38    u32 count        messages in the body
@@ -31,19 +31,19 @@ from iris.wire.kinds import PROTOCOL_VERSION, Kind
 
 PREFIX: Final = struct.Struct("<IBB")
 END: Final = struct.Struct("<qIIQ")
-"""sent, timeout, count, first."""
+"""End fields: sent, timeout, count, first."""
 HOP: Final = struct.Struct("<IBBIQq")
-"""length, kind, flags, alias, hop id, deadline."""
+"""Prefix and hop fields: length, kind, flags, alias, hop id, deadline."""
 CAST: Final = struct.Struct("<4xHI28xI")
-"""The part of a bundle that a relay reads: kind (flags in the upper byte, which are 0), alias, count."""
+"""Fields of a bundle that a relay reads: kind (with the flags, which are 0, in the upper byte), alias, count."""
 ANSWER: Final = struct.Struct("<4xHIQ")
-"""The part of an answer that a relay reads: kind (flags likewise), alias, hop id."""
+"""Fields of an answer that a relay reads: kind (with the flags in the upper byte), alias, hop id."""
 CALL: Final = struct.Struct("<4xBBIQqq4xI8x")
-"""What a member reads of a request, push or survey: kind, flags, alias, hop id, deadline, sent, count."""
+"""Fields of a request, push or survey that a member reads: kind, flags, alias, hop id, deadline, sent, count."""
 BUNDLE: Final = struct.Struct("<4xBxI16xq4xIQ")
-"""What a receiver reads of a bundle: kind, alias, sent, count, first."""
+"""Fields of a bundle that a receiver reads: kind, alias, sent, count, first."""
 REWRITE: Final = struct.Struct("<IQ")
-"""alias, hop id; written at `ALIAS_AT`."""
+"""Fields that a relay overwrites at `ALIAS_AT`: alias, hop id."""
 LENGTH: Final = struct.Struct("<I")
 ALIAS: Final = struct.Struct("<I")
 DEADLINE: Final = struct.Struct("<q")
@@ -62,23 +62,23 @@ TUNNEL_BODY_AT: Final = 26
 PREFIX_BYTES: Final = 6
 LENGTH_BYTES: Final = 4
 DATA_LENGTH: Final = BODY_AT - LENGTH_BYTES
-"""What the length field of a data frame says, less its body."""
+"""Value of the length field of a data frame, without its body."""
 TUNNEL_LENGTH: Final = TUNNEL_BODY_AT - LENGTH_BYTES
-"""The same of a frame with hop fields only."""
+"""Value of the length field of a frame with hop fields only, without its body."""
 
 RELAY_HOP: Final = 1 << 63
-"""Set in hop ids that a relay chose, so that both sides of a session number their own."""
+"""Bit set in hop ids that a relay chose, so that both sides of a session can number their own."""
 
 DEFAULT_MESSAGE_LIMIT: Final = 1 << 20
 MIN_MESSAGE_LIMIT: Final = 64 << 10
-"""A bundle has to fit."""
+"""Large enough for a bundle."""
 MAX_MESSAGE_LIMIT: Final = 64 << 20
 FRAME_OVERHEAD: Final = 4096
-"""Frame limit = message limit + this: header fields, SFrame header and tag, bundle columns of one message."""
+"""Frame limit minus message limit: header fields, SFrame header and tag, bundle columns of one message."""
 MAX_CONTROL_BYTES: Final = 64 << 10
-"""A control frame is never longer, whatever the message limit."""
+"""Largest control frame, whatever the message limit; except for the kinds in `_LONG`."""
 MAX_REPORT_BYTES: Final = 16 << 20
-"""... but for the relay's own lists: Membership, Roster, Done and Report."""
+"""Largest Membership, Roster, Done and Report, which are lists made by the relay."""
 RECEIVE_BYTES: Final = 256 << 10
 
 _ENCODE: Final = msgspec.msgpack.Encoder().encode
@@ -102,7 +102,7 @@ def decode_control(buf: memoryview, start: int, end: int) -> Control:
     """Return the typed body of the control frame at `buf[start:end]`.
 
     Raises:
-        PeerProtocolError: the kind is unknown, the body is no MessagePack or does not fit its struct.
+        PeerProtocolError: the kind is unknown, the frame is too long, or the body is not MessagePack for its struct.
     """
     kind = buf[start + KIND_AT]
     decoder = _DECODERS.get(kind)
@@ -124,7 +124,7 @@ def tunnel_frame(kind: int, hop: int, body: bytes) -> bytes:
 
 
 def metadata_prefix(kind: int, name: str, key_id: bytes, sender_id: bytes) -> bytes:
-    """Return the constant part of the metadata that a seal authenticates; the frame's bytes 26 to 50 follow it.
+    """Return the constant part of the metadata that a seal authenticates. The frame's bytes 26 to 50 are appended to it.
 
     u8 version | u8 kind | u16 name length | name | key id | sender id | sent | timeout | count | first
     """
@@ -133,14 +133,14 @@ def metadata_prefix(kind: int, name: str, key_id: bytes, sender_id: bytes) -> by
 
 
 def answer_suffix(sender_id: bytes, counter: int) -> bytes:
-    """Return what the metadata of a reply, fault or answer ends with: the request's sender id and u64 counter."""
+    """Return the end of the metadata of a reply, fault or answer: the request's sender id and u64 counter."""
     return sender_id + counter.to_bytes(8, "little")
 
 
 class ReceiveBuffer:
-    """The one receive buffer of an event loop, lent to whichever connection reads next.
+    """The one receive buffer of an event loop, used by whichever connection reads next.
 
-    Frames are handed on as views of it and are gone after the call, so a thousand idle connections cost none.
+    Frames are passed on as views of it, valid only during the call, so idle connections need no buffer of their own.
     """
 
     __slots__ = ("view",)
@@ -150,11 +150,10 @@ class ReceiveBuffer:
 
 
 class FrameReader:
-    """Finds frames by length in what arrives; looks at nothing else.
+    """Splits received bytes into frames by their length field. It looks at nothing else.
 
-    `on_frame(buf, start, end)` gets a writable view that it may change in place and must not keep: it is reused
-    when the call returns. A frame is at most `limit` bytes after its length field; a longer one, or one shorter than 2,
-    raises PeerProtocolError out of `received`.
+    `on_frame(buf, start, end)` gets a writable view, which it may change but must not keep: the buffer is reused when the
+    call returns. A frame has 2 to `limit` bytes after its length field; otherwise `received` raises PeerProtocolError.
     """
 
     __slots__ = ("_big", "_filled", "_shared", "_tail", "limit", "on_frame")
@@ -163,7 +162,7 @@ class FrameReader:
         self, on_frame: Callable[[memoryview, int, int], None], shared: ReceiveBuffer, limit: int
     ) -> None:  # fmt: skip
         self.on_frame = on_frame
-        """May be changed by a call of it: the next frame goes to the new one."""
+        """It may replace itself during a call; the next frame then goes to the new one."""
         self.limit = limit
         self._shared = shared.view
         self._tail = b""
@@ -172,11 +171,11 @@ class FrameReader:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of an unfinished frame."""
+        """Bytes held of an unfinished frame."""
         return self._filled if self._big is not None else len(self._tail)
 
     def get_buffer(self) -> memoryview:
-        """Return where the next bytes go. Nothing else may use the shared buffer until `received`."""
+        """Return the view for the next bytes. Nothing else may use the shared buffer until `received` is called."""
         if self._big is not None:
             return self._big[self._filled :]
         tail = self._tail
@@ -186,7 +185,7 @@ class FrameReader:
         return self._shared
 
     def received(self, nbytes: int) -> None:
-        """`nbytes` were written to the buffer from `get_buffer`: hand on every whole frame."""
+        """Pass on every whole frame, after `nbytes` were written to the view from `get_buffer`."""
         if self._big is not None:
             self._filled += nbytes
             if self._filled == len(self._big):
@@ -206,7 +205,9 @@ class FrameReader:
                     f"a frame declares {length} bytes; 2 to {self.limit} are allowed here"
                 )
             if stop > end:
-                if 4 + length > len(buf) - 4096:  # it would not fit: give it a buffer of its own
+                if (
+                    4 + length > len(buf) - 4096
+                ):  # too large for the shared buffer: allocate one for it
                     self._big = memoryview(bytearray(4 + length))
                     self._filled = end - pos
                     self._big[: self._filled] = buf[pos:end]

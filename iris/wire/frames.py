@@ -1,7 +1,7 @@
-"""The control frames of the protocol: their typed bodies. No bytes here: see `codec`.
+"""Typed bodies of the protocol's control frames. For their bytes see `iris.wire.codec`.
 
-Control frames (kind < 0x40) carry one MessagePack map, decoded into the struct of the same name. Data frames (kind >= 0x40)
-carry fixed binary fields and a sealed body.
+A control frame (kind < 0x40) carries one MessagePack map, decoded into the struct of the same name. A data frame
+(kind >= 0x40) carries fixed binary fields and a sealed body.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from msgspec import Meta, Struct
 from iris.wire.kinds import MAX_PARTS, Kind
 
 MAX_CREDIT: Final = 4096
-"""Hop ids in one CREDIT."""
+"""Most hop ids in one CREDIT or CALLER_LEFT."""
 Id16 = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Name = Annotated[str, Meta(min_length=1, max_length=255)]
 Text = Annotated[str, Meta(max_length=1024)]
 MAX_FAILED: Final = 400
-"""Characters that say why a store cannot serve."""
+"""Most characters of the reason why a store cannot serve."""
 U16 = Annotated[int, Meta(ge=0, le=0xFFFF)]
 U32 = Annotated[int, Meta(ge=0, le=0xFFFFFFFF)]
 U63 = Annotated[int, Meta(ge=0, le=0x7FFFFFFFFFFFFFFF)]
@@ -27,18 +27,18 @@ Address = Annotated[str, Meta(min_length=3, max_length=300)]
 SiteText = Annotated[str, Meta(max_length=32)]
 """A site's name, or empty."""
 MAX_KEY_IDS: Final = 64
-"""Key ids of one JOIN, SUBSCRIBE or MEMBERS."""
+"""Most key ids in one JOIN, SUBSCRIBE or MEMBERS."""
 KeyIds = Annotated[list[Id16], Meta(min_length=1, max_length=MAX_KEY_IDS)]
 
 
 class Control(Struct, frozen=True):
-    """The body of a control frame of the kind `FRAME`. Its subclasses are all control frames that there are."""
+    """Base of the bodies of control frames, whose kind is `FRAME`. Every direct subclass is a control frame."""
 
     FRAME: ClassVar[Kind]
 
 
 class Hello(Control, frozen=True):
-    """First frame of a session. `label` is shown by status and members, e.g. the program's name."""
+    """First frame of a session. `label`, for example the program's name, is shown by `iris status` and in member lists."""
 
     FRAME = Kind.HELLO
     version: U16
@@ -46,11 +46,11 @@ class Hello(Control, frozen=True):
     label: Annotated[str, Meta(max_length=64)] = ""
     pid: U32 = 0
     mono_us: U63 = 0
-    """Over TLS: the session's CLOCK_MONOTONIC. On one host both sides have the same."""
+    """The session's CLOCK_MONOTONIC, over TLS only: on one host both sides share a clock."""
 
 
 class Welcome(Control, frozen=True):
-    """The relay's answer to Hello: what proofs must sign, and the limits that hold here."""
+    """The relay's answer to Hello: the values that proofs must sign, and the limits of this session."""
 
     FRAME = Kind.WELCOME
     version: U16
@@ -61,29 +61,29 @@ class Welcome(Control, frozen=True):
     message_limit: Annotated[int, Meta(ge=64 << 10, le=0xFFFFFFFF)]
     site: Text = ""
     aliases: Annotated[int, Meta(ge=1, le=65_536)] = 65_536
-    """Aliases that the session may declare."""
+    """Number of aliases that the session may declare."""
     mono_us: U63 = 0
-    """Over TLS: the relay's CLOCK_MONOTONIC."""
+    """The relay's CLOCK_MONOTONIC, over TLS only."""
 
 
 class Error(Control, frozen=True):
-    """Last frame before the connection is cut: the protocol rule that was broken."""
+    """Last frame before the sender closes the connection. `detail` names the protocol rule that the receiver broke."""
 
     FRAME = Kind.ERROR
     detail: Text
 
 
 class Bye(Control, frozen=True):
-    """Nothing follows. Answered with Bye when all that came before it has been routed."""
+    """Last frame of a side that ends the session. The relay answers with Bye once it has routed everything before it."""
 
     FRAME = Kind.BYE
     reason: Text = ""
     complete: bool = False
-    """To a store, from a relay that stops: nothing that the store records was lost, or can be sent before another relay starts."""
+    """To a store, from a relay that stops: nothing that the store records was lost, and nothing can be sent until a relay starts."""
 
 
 class Drain(Control, frozen=True):
-    """The relay is stopping: send nothing new, finish what runs, say goodbye, and look for another."""
+    """The relay is stopping. The session must start nothing new, finish what runs, send Bye, and look for another relay."""
 
     FRAME = Kind.DRAIN
     grace_ms: U32
@@ -97,13 +97,13 @@ class Ack(Control, frozen=True):
     error: Text = ""
     member: U63 = 0
     fresh: bool = False
-    """Of JOIN and SUBSCRIBE: this relay had routed no publication and no broadcast before, and was never joined to another."""
+    """In answers to JOIN and SUBSCRIBE: this relay has not yet routed a cast, and was never linked to another relay."""
 
 
 class Grant(Control, frozen=True):
-    """An order to keep a stream (`iris.wire.streams.Order`), in place of a proof for what it names.
+    """An order to keep a stream (`iris.wire.orders.Order`), which a store sends instead of a proof of the stream's key.
 
-    `signature` is the cluster key's over the order, `proof` the store's own over this session and the order.
+    The cluster key made `signature` over the order. The store's own key made `proof` over this session and the order.
     """
 
     FRAME = Kind.GRANT
@@ -115,7 +115,7 @@ class Grant(Control, frozen=True):
 
 
 class Prove(Control, frozen=True):
-    """Proof that the session holds a cluster key; the key id is derived from `public_key`."""
+    """Proof that the session holds a cluster key. The key id is derived from `public_key`."""
 
     FRAME = Kind.PROVE
     id: U63
@@ -124,13 +124,13 @@ class Prove(Control, frozen=True):
 
 
 class Declare(Control, frozen=True):
-    """`alias` stands from now on, in this direction, for all that is constant of a sender and an address.
+    """Declaration of `alias`, which from now on, in this direction, replaces the constant fields of a sender and an address.
 
-    `plain` and `groups` are the delivery set (relay to session only): the subscriptions without a group are
-    meant, and those of the named groups. `member` is the member that is meant (relay to session only).
+    From relay to session only: `plain` and `groups` select the receivers, which are the subscriptions without a group and
+    those of the named groups; `member` is the member addressed.
 
-    `site` of a session says where its messages are to go: empty for wherever they are wanted (calls: at home if anybody is there), HERE, or
-    a site. With hop class TO_WAN it is the site that they are on their way to.
+    From a session, `site` selects the destination: HERE for this site, a site's name, or empty. Empty means every site
+    with interest; calls then prefer the local site if a member is there. With hop class TO_WAN, `site` is the destination.
     """
 
     FRAME = Kind.DECLARE
@@ -147,14 +147,14 @@ class Declare(Control, frozen=True):
 
 
 class Serving(Struct, frozen=True):
-    """What a member takes of one kind: handlers at once, and bytes handed to it and not yet finished."""
+    """Limits of a member for one kind: concurrent handlers, and bytes in flight at the member."""
 
     concurrency: Annotated[int, Meta(ge=1, le=1 << 20)]
     limit_bytes: Annotated[int, Meta(ge=1, le=1 << 40)]
 
 
 class Join(Control, frozen=True):
-    """Become a member of a cluster, for the kinds named, under every key id at once."""
+    """Request to become a member of a cluster, for the given kinds, under all these key ids."""
 
     FRAME = Kind.JOIN
     id: U63
@@ -162,11 +162,11 @@ class Join(Control, frozen=True):
     key_ids: KeyIds
     kinds: Annotated[dict[int, Serving], Meta(min_length=1, max_length=8)]
     tag: Annotated[str, Meta(max_length=255)] = ""
-    """Told with the member: of a stream, which log it is; of a log, what it is called."""
+    """Shown in member lists: for a stream's name the uuid of its log, for a log's uuid the stream's name."""
 
 
 class Leave(Control, frozen=True):
-    """Stop being a member; nothing is handed to it after the Ack."""
+    """Request to stop being a member. Nothing is dispatched to it after the Ack."""
 
     FRAME = Kind.LEAVE
     id: U63
@@ -174,7 +174,7 @@ class Leave(Control, frozen=True):
 
 
 class Subscribe(Control, frozen=True):
-    """Receive what is published to matching topics under any of the key ids."""
+    """Request to receive publications to matching topics under any of the key ids."""
 
     FRAME = Kind.SUBSCRIBE
     id: U63
@@ -184,7 +184,7 @@ class Subscribe(Control, frozen=True):
 
 
 class Unsubscribe(Control, frozen=True):
-    """End the subscription of this filter and group."""
+    """Request to end the subscription with this filter and group."""
 
     FRAME = Kind.UNSUBSCRIBE
     id: U63
@@ -193,7 +193,7 @@ class Unsubscribe(Control, frozen=True):
 
 
 class Credit(Control, frozen=True, omit_defaults=True):
-    """The member is done with the pushes that it was handed under these hop ids; `unstarted` are those of them that it did not run."""
+    """Hop ids of pushes that the member has finished. It did not run those in `unstarted`, which are among them."""
 
     FRAME = Kind.CREDIT
     member: U63
@@ -203,16 +203,16 @@ class Credit(Control, frozen=True, omit_defaults=True):
 
 
 class CallerLeft(Control, frozen=True):
-    """Whoever made these calls, which were handed over under these hop ids and have not been answered, waits no more."""
+    """Hop ids of unanswered calls whose callers no longer wait."""
 
     FRAME = Kind.CALLER_LEFT
     hops: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=MAX_CREDIT)]
 
 
 class Share(Control, frozen=True):
-    """What the session publishes to this topic goes to queue groups: a turn's messages are to be cut into so many bundles.
+    """Request to cut each turn's publications to this topic into `parts` bundles, because queue groups subscribe to it.
 
-    A bundle is the unit of choice, so a burst is spread over the members of a group. 1: nobody needs that any more.
+    The relay chooses a group's member per bundle, so this spreads a burst over the members. 1 ends it.
     """
 
     FRAME = Kind.SHARE
@@ -222,11 +222,11 @@ class Share(Control, frozen=True):
 
 
 class Wait(Control, frozen=True, omit_defaults=True):
-    """What is published under `alias` from here on waits for credit, in bytes of frames counted from this one.
+    """Request for credit: publications under `alias` wait for it from now on. Frame bytes are counted from this frame.
 
-    Answered with Window, and again whenever there is more credit. A later Wait for the same alias counts anew; its `serial` tells the
-    answers to it from earlier ones. `stalled`: a publisher has waited for as long as it does; a subscriber without credit is
-    dropped for until it has some.
+    Answered with Window, and with another whenever the credit grows. A later Wait for the same alias restarts the count;
+    its `serial` distinguishes its answers from earlier ones. `stalled`: a publisher has waited up to its timeout, so
+    messages for subscribers without credit are dropped until they grant some.
     """
 
     FRAME = Kind.WAIT
@@ -236,7 +236,7 @@ class Wait(Control, frozen=True, omit_defaults=True):
 
 
 class Window(Control, frozen=True):
-    """So many bytes may be sent under `alias` since the Wait with this `serial`; UNLIMITED: nobody there holds a publisher back."""
+    """Credit: `limit` bytes may be sent under `alias`, counted from the Wait with this `serial`. It may be UNLIMITED."""
 
     FRAME = Kind.WINDOW
     alias: U16
@@ -245,14 +245,14 @@ class Window(Control, frozen=True):
 
 
 class Direct(Control, frozen=True):
-    """The opener of a tunnel asks for a socket pair, by which its records pass the relay by. Answered with Pair, or with nothing."""
+    """Request of a tunnel's initiator for a socket pair, by which its records bypass the relay. Answered with Pair or nothing."""
 
     FRAME = Kind.DIRECT
     hop: Annotated[int, Meta(ge=0)]
 
 
 class Pair(Control, frozen=True):
-    """A tunnel has a socket pair: `token` gets this end of it, once, by Fetch on a connection of its own."""
+    """Notification that a tunnel has a socket pair. `token` is valid once, in Fetch on a separate connection, for this end."""
 
     FRAME = Kind.PAIR
     hop: Annotated[int, Meta(ge=0)]
@@ -260,14 +260,14 @@ class Pair(Control, frozen=True):
 
 
 class Fetch(Control, frozen=True):
-    """First and only frame of a connection to a relay of this host; its answer is one byte with the descriptor, and the end."""
+    """First and only frame of a connection to the relay on this host. It answers with one byte and the descriptor, and closes."""
 
     FRAME = Kind.FETCH
     token: Id16
 
 
 class Carried(Control, frozen=True):
-    """What passed by socket pairs of this session since it said so last."""
+    """Records and bytes that passed by socket pairs of this session since its last report."""
 
     FRAME = Kind.CARRIED
     sent_records: U63
@@ -277,10 +277,10 @@ class Carried(Control, frozen=True):
 
 
 class Gap(Control, frozen=True):
-    """The relay dropped messages on the way to this session: `count` of them from sequence `first` on.
+    """Report that the relay dropped messages for this session: `count` of them from sequence `first` on.
 
-    A `count` of 0 comes before them: a run of losses starts at `first`, of a length that is told when there is room. `UNKNOWN_COUNT`
-    (`first` is 0) says that a link or relay on the way was lost, and with it nobody knows what.
+    A `count` of 0 announces a run of losses that starts at `first`; its length is reported when there is room. With
+    `UNKNOWN_COUNT` (`first` is 0) a link or relay on the route was lost, and it is unknown which messages with it.
     """
 
     FRAME = Kind.GAP
@@ -295,11 +295,11 @@ class Gap(Control, frozen=True):
     groups: Annotated[list[Name], Meta(max_length=256)] = []
     member: U63 = 0
     site: SiteText = ""
-    """Over a link: the site that they were on the way to."""
+    """Over a link: the destination site of the messages."""
 
 
 class Fail(Control, frozen=True):
-    """The relay's own answer to the message with this hop id: it gets no other."""
+    """The relay's own, final answer to the call with this hop id."""
 
     FRAME = Kind.FAIL
     hop: Annotated[int, Meta(ge=0)]
@@ -309,7 +309,7 @@ class Fail(Control, frozen=True):
 
 
 class Roster(Control, frozen=True):
-    """The members that were handed a survey. Answers follow, then Done."""
+    """The members to which a survey was dispatched. Answers follow, then Done."""
 
     FRAME = Kind.ROSTER
     hop: U63
@@ -317,9 +317,9 @@ class Roster(Control, frozen=True):
 
 
 class Done(Control, frozen=True):
-    """No more answers come for a survey: `lost` names members that went away or refused.
+    """End of a survey's answers. `lost` names the members that were lost or refused it.
 
-    Of a relay that was lost it names all members, also those that have answered: only the surveyor can open the answers.
+    If a relay was lost, `lost` names all its members, even those that have answered, because only the caller can open answers.
     """
 
     FRAME = Kind.DONE
@@ -328,9 +328,9 @@ class Done(Control, frozen=True):
 
 
 class Members(Control, frozen=True):
-    """Ask who serves a cluster; with `watch`, hear of changes until Unwatch of the same id.
+    """Request for the members of a cluster. With `watch`, changes are sent until Unwatch with the same id.
 
-    With `streams`: which stores hold a stream of this name. That is answered once.
+    With `streams`, request for the stores that hold a stream of this name; this is answered once.
     """
 
     FRAME = Kind.MEMBERS
@@ -342,7 +342,7 @@ class Members(Control, frozen=True):
 
 
 class Unwatch(Control, frozen=True):
-    """End a watch."""
+    """Request to end a watch."""
 
     FRAME = Kind.UNWATCH
     id: U63
@@ -361,9 +361,9 @@ class MemberInfo(Struct, frozen=True):
 
 
 class Membership(Control, frozen=True):
-    """Answer to Members: who is there; later, for a watch, who came and went.
+    """Answer to Members: all members. For a watch, later frames hold those that joined and left.
 
-    `others` counts members of the same name under key ids that were not asked for, by the hex of the key id's first 4 bytes.
+    `others` counts members of the same name under other key ids: hex of the key id's first 4 bytes -> count.
     """
 
     FRAME = Kind.MEMBERSHIP
@@ -372,15 +372,15 @@ class Membership(Control, frozen=True):
     left: list[Annotated[str, Meta(max_length=64)]] = []
     others: dict[str, int] = {}
     more: bool = False
-    """The first answer goes on in the next frame."""
+    """Whether the first answer continues in the next frame."""
     sites: dict[str, int] = {}
-    """Members of the same address in other sites, in the first frame of an answer."""
+    """Members of the same address in other sites, in the first frame of an answer: site -> count."""
     starting: list[Annotated[str, Meta(max_length=64)]] = []
-    """Of streams, likewise: the relays, by their hosts' names, a store of which is on its way."""
+    """For streams, in the first frame of an answer: host names of relays whose store is starting."""
 
 
 class Status(Control, frozen=True):
-    """Ask for the relay's counters and tables."""
+    """Request for the relay's counters and tables."""
 
     FRAME = Kind.STATUS
     id: U63
@@ -395,7 +395,7 @@ class Report(Control, frozen=True):
 
 
 class Ping(Control, frozen=True):
-    """Answered with Pong of the same id once all that came before it has been routed."""
+    """Request for Pong with the same id, which is sent once everything before it has been routed."""
 
     FRAME = Kind.PING
     id: U63
@@ -409,16 +409,16 @@ class Pong(Control, frozen=True):
 
 
 class Settle(Control, frozen=True):
-    """Answered with Ack once the linked relays know what this session asked for before, or after a second at most."""
+    """Request for an Ack once the linked relays know the interest that this session advertised before; at most after 1 s."""
 
     FRAME = Kind.SETTLE
     id: U63
 
 
 class Topic(Control, frozen=True):
-    """Ask who subscribes to a topic under a key; with `slow`, also for whom its messages were dropped. Answered with Audience.
+    """Request for the subscribers of a topic under a key; with `slow`, also for those whose messages were dropped.
 
-    Over a link: what the receiver alone knows.
+    Answered with Audience. Over a link, the answer covers the receiving relay only.
     """
 
     FRAME = Kind.TOPIC
@@ -429,14 +429,14 @@ class Topic(Control, frozen=True):
 
 
 class SlowEntry(Struct, frozen=True, array_like=True):
-    """A session, or (`link`) another relay, for which messages of the topic were dropped; times are ages."""
+    """A session, or with `link` another relay, for which messages of the topic were dropped. Times are ages."""
 
     label: Annotated[str, Meta(max_length=64)]
     dropped: U63
     since_us: U63
     last_us: U63
     relay: Annotated[str, Meta(max_length=64)] = ""
-    """Of the relay that dropped them: its host's name."""
+    """Host name of the relay that dropped them."""
     pid: U32 = 0
     address: Annotated[str, Meta(max_length=300)] = ""
     link: bool = False
@@ -446,7 +446,7 @@ MAX_SLOW_LISTED: Final = 64
 
 
 class Audience(Control, frozen=True):
-    """Answer to Topic: how many subscribe, and what was dropped on the way to them."""
+    """Answer to Topic: the number of subscribers, and of messages dropped for them."""
 
     FRAME = Kind.AUDIENCE
     id: U63
@@ -456,10 +456,10 @@ class Audience(Control, frozen=True):
 
 
 class LinkHello(Control, frozen=True):
-    """First frame of a link, from both sides at once, after TLS. `relay_id` has to be the one in the certificate.
+    """First frame of a link, sent by both sides right after TLS. `relay_id` must be the one in the certificate.
 
-    `dial_us` is the dialler's CLOCK_MONOTONIC when it dialled, 0 from the side that accepted; `mono_us` is the sender's clock
-    now, the first sample for mapping deadlines.
+    `dial_us` is the dialler's CLOCK_MONOTONIC when it dialled, 0 from the accepting side. `mono_us` is the sender's clock
+    now: the first sample for converting deadlines.
     """
 
     FRAME = Kind.LINK_HELLO
@@ -470,21 +470,21 @@ class LinkHello(Control, frozen=True):
     mono_us: U63
     message_limit: Annotated[int, Meta(ge=64 << 10, le=0xFFFFFFFF)]
     aliases: Annotated[int, Meta(ge=1, le=65_536)] = 65_536
-    """Aliases that the peer may declare."""
+    """Number of aliases that the peer may declare."""
     site: Text = ""
     label: Annotated[str, Meta(max_length=64)] = ""
-    """The host's name, for people."""
+    """The host's name, for display."""
     addresses: Annotated[list[Address], Meta(max_length=MAX_ADDRESSES)] = []
-    """Where the sender accepts links, host:port."""
+    """Addresses, host:port, at which the sender accepts links."""
     compression: bool = False
-    """Gateways of earlier versions could compress frames if both said so. It is ignored, and never said."""
+    """Set by gateways of earlier versions, which could compress frames. It is ignored and never set."""
 
 
 class Beat(Control, frozen=True):
-    """Sent once a second and answered by nothing: it says that the sender lives, and what its clock shows.
+    """Heartbeat, sent once a second and not answered. `mono_us` is the sender's clock.
 
-    `heard_us` is the `mono_us` of the last beat heard from the other side, and `held_us` how long ago that was: round trip =
-    now - heard - held.
+    `heard_us` is the `mono_us` of the last beat received from the peer, and `held_us` the time since then:
+    round trip = now - heard - held.
     """
 
     FRAME = Kind.BEAT
@@ -492,11 +492,11 @@ class Beat(Control, frozen=True):
     heard_us: U63 = 0
     held_us: U63 = 0
     version: U63 = 0
-    """The version of the sender's interest: the other side's copy has to be there, too."""
+    """Version of the sender's interest. The peer's replica must be at the same version."""
 
 
 class MemberEntry(Struct, frozen=True, array_like=True):
-    """One member of the sending relay. `kinds`: kind served -> handlers at once."""
+    """One member of the sending relay. `kinds`: kind served -> concurrent handlers."""
 
     serial: U63
     name: Name
@@ -507,9 +507,9 @@ class MemberEntry(Struct, frozen=True, array_like=True):
 
 
 class TopicEntry(Struct, frozen=True, array_like=True):
-    """Sessions of the sending relay that want what matches a filter under a key, in one queue group or (empty) in none.
+    """Sessions of the sending relay that subscribe to a filter under a key, in one queue group or (empty) in none.
 
-    `count` is how many they are; 0 ends the entry. Before minor version 2 it was 0 or 1 without a group.
+    `count` is their number; 0 removes the entry. Before minor version 2 it was 0 or 1 for entries without a group.
     """
 
     filter: Name
@@ -519,17 +519,17 @@ class TopicEntry(Struct, frozen=True, array_like=True):
 
 
 class SiteEntry(Struct, frozen=True, array_like=True):
-    """A site that the sending gateway has a WAN connection to (or, not `up`, has none any more), and how far it is."""
+    """A site to which the sending gateway has a WAN connection, or no longer has one if not `up`, and its distance."""
 
     site: SiteText
     up: bool = True
     cost_ms: U32 = 0
-    """What the gateway was told the site costs; added to the round trip where sites are compared."""
+    """Cost configured for the site at the gateway. It is added to the round trip when sites are compared."""
     rtt_us: U63 = 0
 
 
 class SiteCluster(Struct, frozen=True, array_like=True):
-    """Members of an address in one site, all together. `kinds`: kind served -> handlers at once; empty: nobody is there any more."""
+    """All members of an address in one site. `kinds`: kind served -> concurrent handlers; empty if no member is left."""
 
     site: SiteText
     name: Name
@@ -539,7 +539,7 @@ class SiteCluster(Struct, frozen=True, array_like=True):
 
 
 class SiteTopic(Struct, frozen=True, array_like=True):
-    """As TopicEntry, for all relays of one site."""
+    """TopicEntry for all relays of one site together."""
 
     site: SiteText
     filter: Name
@@ -549,13 +549,13 @@ class SiteTopic(Struct, frozen=True, array_like=True):
 
 
 class Interest(Control, frozen=True):
-    """What the sending relay's members and subscribers want: a change from version `base` to `version`.
+    """Change of the sending relay's interest, its members and subscriptions, from version `base` to `version`.
 
-    Over a WAN connection `clusters` and `site_topics` say the same of the sender's whole site, and nothing else is filled. A gateway tells
-    its own network's relays in `sites`, `clusters` and `site_topics` what other sites told it.
+    Over a WAN connection, `clusters` and `site_topics` hold the interest of the sender's whole site, and the other lists
+    are empty. To the relays of its own network, a gateway advertises remote sites in `sites`, `clusters` and `site_topics`.
 
-    A snapshot begins with `reset`: the copy is emptied first, whatever its version; with `more`, the next frame goes on with it
-    and has the same version. Other long changes go in several frames, each with a version of its own.
+    A snapshot begins with `reset`: the receiver empties its replica first, whatever its version. With `more`, the snapshot
+    continues in the next frame, with the same version. Other long changes are sent as several frames, each with a version.
     """
 
     FRAME = Kind.INTEREST
@@ -570,20 +570,20 @@ class Interest(Control, frozen=True):
     clusters: list[SiteCluster] = []
     site_topics: list[SiteTopic] = []
     starting: bool = False
-    """A store of the sending relay is on its way: it may hold a stream that nobody serves."""
+    """Whether a store of the sending relay is starting, which may hold a stream that no store serves yet."""
     store_failed: Annotated[str, Meta(max_length=MAX_FAILED)] = ""
-    """Why the store that the sending relay starts cannot serve."""
+    """Why the store of the sending relay cannot serve; empty if it can."""
 
 
 class Resync(Control, frozen=True):
-    """The sender's copy is at `version`, which is not what the last Interest was based on: a snapshot is due."""
+    """Request for a snapshot, because the sender's replica is at `version`, which is not the base of the last Interest."""
 
     FRAME = Kind.RESYNC
     version: U63
 
 
 class Load(Struct, frozen=True, array_like=True):
-    """Messages that members of an address hold of one kind, handed to them by others than the receiver of this."""
+    """Messages of one kind in flight at the members of an address, not counting those that the receiver of this sent."""
 
     kind: int
     name: Name
@@ -592,27 +592,27 @@ class Load(Struct, frozen=True, array_like=True):
 
 
 class Loads(Control, frozen=True):
-    """How busy the sender's members are, where the receiver has asked for their service lately."""
+    """Load of the sender's members, for addresses that the receiver has called lately."""
 
     FRAME = Kind.LOADS
     loads: Annotated[list[Load], Meta(max_length=256)]
 
 
 class AskPeers(Control, frozen=True):
-    """Ask which relays the receiver is linked to."""
+    """Request for the relays to which the receiver is linked."""
 
     FRAME = Kind.ASK_PEERS
 
 
 class PeerEntry(Struct, frozen=True, array_like=True):
-    """A relay, and where it accepts links (host:port)."""
+    """A relay, and the addresses (host:port) at which it accepts links."""
 
     relay_id: Id16
     addresses: Annotated[list[Address], Meta(max_length=MAX_ADDRESSES)]
 
 
 class Peers(Control, frozen=True):
-    """Answer to AskPeers, in as many frames as it takes."""
+    """Answer to AskPeers, in one or more frames."""
 
     FRAME = Kind.PEERS
     peers: Annotated[list[PeerEntry], Meta(max_length=256)]

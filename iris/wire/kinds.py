@@ -1,4 +1,4 @@
-"""What frames are of and carry besides their bodies: kinds, flags, reasons, and the versions that knew them first."""
+"""Constants of the protocol: frame kinds, flags, reasons, and the minor versions that introduced them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from enum import IntEnum
 from typing import Final
 
 PROTOCOL_VERSION: Final = 1
-"""Major version: both sides must agree on it. It is the first byte of all sealed metadata."""
+"""Major version, which must be equal on both sides. It is the first byte of all sealed metadata."""
 PROTOCOL_MINOR: Final = 4
-"""Minor version: unknown map keys are ignored, so different minors work together."""
+"""Minor version. Different minor versions work together, because unknown map keys are ignored."""
 BOUND_PROOF_MINOR: Final = 1
 """From this minor version on, a proof over TLS is bound to the relay's certificate."""
 
@@ -16,15 +16,15 @@ BOUND_PROOF_MINOR: Final = 1
 AUDIENCE_MINOR: Final = 2
 """From this minor version on, relays answer SETTLE and TOPIC."""
 CLOCK_MINOR: Final = 2
-"""From this minor version on, relays take the reason CLOCK."""
+"""From this minor version on, relays accept the reason CLOCK."""
 RUN_MINOR: Final = 3
-"""From this minor version on, members and relays take CALLS and ANSWERS, and sessions SHARE."""
+"""From this minor version on, members and relays accept CALLS and ANSWERS, and sessions accept SHARE."""
 DIRECT_MINOR: Final = 4
-"""From this minor version on, sessions and relays take DIRECT, PAIR, FETCH and CARRIED, and tunnels the items `ready` and `moved`."""
+"""From this minor version on, both sides accept DIRECT, PAIR, FETCH, CARRIED, and the tunnel items `ready` and `moved`."""
 WAIT_MINOR: Final = 4
-"""From this minor version on, sessions and relays take WAIT and WINDOW."""
+"""From this minor version on, sessions and relays accept WAIT and WINDOW."""
 MAX_PARTS: Final = 16
-"""Parts that SHARE can ask for."""
+"""Most parts that SHARE can request."""
 
 
 class Kind(IntEnum):
@@ -94,7 +94,7 @@ class Kind(IntEnum):
 
 FIRST_DATA_KIND: Final = 0x40
 TUNNEL_KINDS: Final = (Kind.TUNNEL_ACCEPT, Kind.TUNNEL_DATA, Kind.TUNNEL_END)
-"""Data frames that carry hop fields and a body, but no end fields."""
+"""Kinds of data frames with hop fields and a body, but without end fields."""
 DECLARED_KINDS: Final = frozenset(
     {
         Kind.REQUEST,
@@ -110,85 +110,85 @@ DECLARED_KINDS: Final = frozenset(
         Kind.STREAM_REPLY,
     }
 )
-"""Kinds that an alias can stand for."""
+"""Kinds for which an alias can be declared."""
 RUN_KINDS: Final = frozenset({Kind.REQUEST, Kind.PUSH})
-"""Kinds that CALLS can be of."""
+"""Kinds of messages that CALLS can carry."""
 ANSWER_RUN_KINDS: Final = frozenset({Kind.REPLY, Kind.ANSWER})
-"""Kinds that ANSWERS can be of."""
+"""Kinds of messages that ANSWERS can carry."""
 SERVED_KINDS: Final = frozenset(
     {Kind.REQUEST, Kind.PUSH, Kind.SURVEY, Kind.BROADCAST, Kind.TUNNEL_OPEN, Kind.STREAM}
 )
-"""Kinds that a member can serve. Who serves STREAM alone is a store, and no member of a cluster of the same name."""
+"""Kinds that a member can serve. A member that serves only STREAM is a store, not a member of a cluster of the same name."""
 NO_KEY: Final = bytes(16)
-"""Key id of calls to stores themselves: their bodies are clear, and orders in them are signed."""
+"""Key id in the address of calls to a store itself. Their bodies are in clear, and the orders in them are signed."""
 STORES: Final = "stores"
 """Name that every store serves under NO_KEY."""
 
 FLAG_MORE: Final = 0x01
 """The body continues in the next frame of this alias (links only)."""
 FLAG_REFUSED: Final = 0x02
-"""A member sends the frame back, unopened or not accepted; the reason is in the upper four bits."""
+"""A member refused the frame and sends it back; the reason (`Refusal`) is in the upper four bits."""
 
 
 STALE: Final = "stale"
-"""Detail of FAIL for a message below its receiver's replay window. It may have run; if idempotent, it may be sent again."""
+"""Detail of FAIL for a message older than its receiver's replay window. It may have run; if idempotent, it may be sent again."""
 
 
 class Refusal(IntEnum):
-    """Why a member sent a message back; upper four bits of the flags."""
+    """Why a member refused a message; sent in the upper four bits of the flags."""
 
     FULL = 1
-    """Its queue is at a limit: another member may take it."""
+    """The member is at capacity; another member may accept the message."""
     LEAVING = 2
-    """It is leaving: another member may take it."""
+    """The member is leaving; another member may accept the message."""
     EXPIRED = 3
-    """The deadline had passed before the handler started."""
+    """The deadline passed before the handler started."""
     STALE = 4
-    """The counter is below the replay window: nobody can tell whether it ran."""
+    """The counter is older than the replay window, so the message may have run."""
     REPLAYED = 5
-    """The counter was accepted before: it may have run."""
+    """The counter was accepted before, so the message may have run."""
     UNREADABLE = 6
-    """It does not open under the declared key. To a relay of a minor version below 2 it stands for CLOCK, too."""
+    """The message does not open under the declared key. To a relay of a minor version below 2 it also means CLOCK."""
     CLOCK = 7
-    """A push, sent too far from the member's clock. Since minor version 2."""
+    """A push was sent too far from the member's clock. Since minor version 2."""
 
 
 class Cause(IntEnum):
-    """Why a relay answers a message itself (FAIL, TUNNEL_END)."""
+    """Why a relay ends a call or tunnel itself (FAIL, TUNNEL_END)."""
 
     CLOSED = 0
-    """A tunnel whose two ends agreed to close."""
+    """Both ends of a tunnel agreed to close it."""
     NO_MEMBERS = 1
     OVERLOADED = 2
     EXPIRED = 3
     LOST = 4
     """The member's or the caller's session ended."""
     REFUSED = 5
-    """The member could not open or would not accept it."""
+    """The member could not open the message or refused it."""
     BROKEN = 6
-    """The tunnel was broken by an end or by the relay's limits."""
+    """An end broke the tunnel, or it exceeded the relay's limits."""
 
 
 class HopClass(IntEnum):
-    """Where a frame under an alias came from, in its DECLARE."""
+    """Origin of the frames under an alias, in its DECLARE. It limits where a relay may forward them."""
 
     LOCAL = 0
-    """From the session that declares it, or to one."""
+    """Sent by the session that declares it, or delivered to a session."""
     MESH = 1
-    """Over a link of one network: on to sessions only."""
+    """Sent over a link of one network; delivered to sessions only."""
     TO_WAN = 2
-    """To another site: over a link to a gateway, and from there over the WAN."""
+    """Sent to a remote site: over a link to a gateway, and from there over the WAN."""
     FROM_WAN = 3
-    """From another site, over a link of one network: on to sessions only."""
+    """Sent from a remote site over a link of one network; delivered to sessions only."""
 
 
 NEVER_US: Final = (1 << 63) - 1
 """A time that never comes: the largest deadline that a frame can carry."""
 UNLIMITED: Final = (1 << 63) - 1
-"""In WINDOW: nobody behind it limits what is published."""
+"""In WINDOW: no subscriber limits the publisher."""
 HERE: Final = "."
-"""In a session's DECLARE: this site alone is meant."""
+"""In a session's DECLARE: the local site only."""
 UNKNOWN_COUNT: Final = 0xFFFFFFFF
-"""In GAP: nobody knows how many, because a link was lost."""
+"""In GAP: the number of lost messages is unknown, because a link was lost."""
 REFUSED_ALIAS: Final = 0xFFFFFFFF
-"""Stands in the alias field of what goes back refused over a link."""
+"""Alias in the frame of a refused message that is sent back over a link."""
