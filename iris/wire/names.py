@@ -26,27 +26,27 @@ _FILTER: Final = re.compile(rf"(?:>|(?:{_TOKEN}|\*)(?:\.(?:{_TOKEN}|\*))*(?:\.>)
 
 
 def check_cluster(name: str) -> str:
-    """Return `name`; raises InvalidName if it is no cluster name."""
+    """Return `name`. Raises InvalidName if it is not a cluster name."""
     return _check(name, _NAME, "cluster name")
 
 
 def check_topic(name: str) -> str:
-    """Return `name`; raises InvalidName if it is no topic (a topic has no wildcards)."""
+    """Return `name`. Raises InvalidName if it is not a topic; a topic has no wildcards."""
     return _check(name, _NAME, "topic")
 
 
 def check_filter(name: str) -> str:
-    """Return `name`; raises InvalidName if it is no topic filter."""
+    """Return `name`. Raises InvalidName if it is not a topic filter."""
     return _check(name, _FILTER, "topic filter")
 
 
 def check_group(name: str) -> str:
-    """Return `name`; raises InvalidName if it is no queue group name (same grammar as a cluster)."""
+    """Return `name`. Raises InvalidName if it is not a queue group name, whose grammar is that of a cluster name."""
     return _check(name, _NAME, "queue group")
 
 
 def check_site(name: str) -> str:
-    """Return `name`; raises InvalidName if it is no name of a site."""
+    """Return `name`. Raises InvalidName if it is not a site name."""
     if not _SITE.fullmatch(name):
         raise InvalidName(
             f"{name[:80]!r} is not a site name; use 1 to 32 of a-z, 0-9 and '-', beginning with a letter"
@@ -55,9 +55,9 @@ def check_site(name: str) -> str:
 
 
 def split_site(name: str) -> tuple[str, str]:
-    """Return the site and the rest of "site:name"; the site is empty where none is named, and "." for the one we are in.
+    """Return the site and the rest of "site:name". The site is "" if none is named, and "." for the local site.
 
-    A name may hold ":" itself: what stands before the first one is a site only if it reads like one.
+    A name may contain ":" itself. The part before the first ":" is a site only if it matches the grammar of sites.
     """
     site, colon, rest = name.partition(":")
     if colon and rest and (site == "." or _SITE.fullmatch(site)):
@@ -66,7 +66,11 @@ def split_site(name: str) -> tuple[str, str]:
 
 
 def check_address(name: str) -> tuple[str, str]:
-    """Return the site ("" for none, "." for ours) and the name of a cluster or stream; raises InvalidName if it is neither."""
+    """Return the site ("" for none, "." for the local site) and the name of a cluster or stream.
+
+    Raises:
+        InvalidName: the name is outside the grammar.
+    """
     if not isinstance(name, str):
         check_cluster(name)
     site, bare = split_site(name)
@@ -74,18 +78,18 @@ def check_address(name: str) -> tuple[str, str]:
 
 
 def overlaps(one: str, other: str) -> bool:
-    """Whether a topic may match both of two filters, which must have passed their check."""
+    """Return whether some topic matches both filters. Both must have passed `check_filter`."""
     ones, others = one.split("."), other.split(".")
     for a, b in zip(ones, others, strict=False):
         if ">" in (a, b):
-            return True  # each has a token or more here
+            return True  # both have at least one token left
         if a != b and "*" not in (a, b):
             return False
     return len(ones) == len(others)
 
 
 def covers(wide: str, narrow: str) -> bool:
-    """Whether every topic that matches the filter `narrow` matches `wide`."""
+    """Return whether every topic that matches the filter `narrow` also matches `wide`."""
     parts, tokens = wide.split("."), narrow.split(".")
     if parts[-1] == ">":
         parts.pop()
@@ -100,12 +104,12 @@ def covers(wide: str, narrow: str) -> bool:
 
 
 def is_wild(pattern: str) -> bool:
-    """Whether a filter, which must have passed its check, may match other topics than the one of its name."""
+    """Return whether a filter has wildcards. It must have passed `check_filter`."""
     return "*" in pattern or pattern[-1] == ">"
 
 
 def matches(pattern: str, topic: str) -> bool:
-    """Whether the filter `pattern` selects `topic`. Both must have passed their check."""
+    """Return whether the filter `pattern` matches `topic`. Both must have passed their check."""
     if pattern == topic:
         return True
     if not is_wild(pattern):
@@ -141,5 +145,5 @@ def _check(name: object, grammar: re.Pattern[str], what: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Return what another process wrote as a terminal may show it: nobody moves somebody's cursor."""
+    """Return text of another process with unprintable characters replaced by "?", so that it cannot control the terminal."""
     return text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)

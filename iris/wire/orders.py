@@ -1,4 +1,7 @@
-"""What defines a stream: definitions, and the orders in which holders of its key sign them. Times are µs since 1970, 0 = none."""
+"""Definitions of streams, and the signed orders by which key holders create, change and end them.
+
+Times are in µs since 1970, 0 = none.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,13 @@ from iris.wire.names import check_cluster, check_filter
 KEEP: Final = "keep"
 END: Final = "end"
 ORDER_VERSION: Final = 2
-"""The highest that a store of this version takes."""
+"""Highest order version that a store of this version accepts."""
 MAX_ORDER_BYTES: Final = 8192
 MAX_ORDERS: Final = 64
 ORDER_FRESH_US: Final = 600_000_000
-"""Largest difference between the clocks of an order's signer and the store when the order first arrives."""
+"""Largest difference between an order's `issued_us` and the store's clock when the order first arrives."""
 DEAD: Final = ".dead"
-"""The dead letters of the stream `orders` are the stream `orders.dead`."""
+"""Suffix of dead-letter streams: the dead letters of the stream `orders` are the stream `orders.dead`."""
 MAX_STREAM_NAME_BYTES: Final = 255 - len(DEAD)
 MAX_ORIGINS: Final = 8
 _UUID: Final = re.compile("[0-9a-f]{32}")
@@ -38,7 +41,7 @@ ShortText = Annotated[str, Meta(max_length=255)]
 
 
 class Origin(Struct, frozen=True):
-    """A log whose records a copy holds: which, and what those were sent to."""
+    """A log whose records a copy holds, with the name, topic and cluster that the records were sent to."""
 
     uuid: Id16
     name: Annotated[str, Meta(min_length=1, max_length=MAX_STREAM_NAME_BYTES)]
@@ -47,42 +50,47 @@ class Origin(Struct, frozen=True):
 
 
 class Definition(Struct, frozen=True):
-    """What a stream records and keeps. A limit of 0 is none; what is over any of them goes, oldest first."""
+    """Definition of a stream: what it records, and its limits. 0 means no limit. Over a limit the oldest messages are removed."""
 
     name: Annotated[str, Meta(min_length=1, max_length=MAX_STREAM_NAME_BYTES)]
     topic: ShortText = ""
-    """A filter: what is published to matching topics is recorded."""
+    """Topic filter: publications to matching topics are recorded."""
     cluster: ShortText = ""
-    """It takes its share of the pushes of this cluster, and its broadcasts."""
+    """Cluster: the stream records its broadcasts, and gets its share of its pushes as a member does."""
     max_bytes: Offset = 0
     max_messages: Offset = 0
     max_age_us: Time = 0
     compact: bool = False
-    """Of the records with one key only the last is kept."""
+    """Whether only the last record of each key is kept."""
     paused: bool = False
-    """Nothing is recorded or appended."""
+    """Whether recording and appending are stopped."""
     mirror: Annotated[str, Meta(max_length=32)] = ""
-    """It is a copy of the log of this uuid (hex), and takes nothing else. A copy that was promoted names none."""
+    """Uuid (hex) of the log of which this stream is a copy; it then accepts nothing else. Empty for a promoted copy."""
     origins: Annotated[tuple[Origin, ...], Meta(max_length=MAX_ORIGINS)] = ()
-    """Of a copy, promoted or not: the logs that its records may come from, the oldest first; the last is what it copies."""
+    """For a copy, promoted or not: the logs that its records may come from, oldest first. The last is the copied one."""
 
     consuming_paused: bool = False
-    """Consumers are handed nothing; recording, appending and reading go on."""
+    """Whether delivery to consumers is stopped. Recording, appending and reading continue."""
     dedup_window_us: Time = 0
-    """Ids of appended messages are remembered so long; 0: there are none."""
+    """Time for which ids of appended messages are remembered; 0 if messages have no ids."""
 
     @property
     def order_version(self) -> int:
-        """The version that an order has to have, so that a store which would not keep to all of this refuses it."""
+        """Version that an order with this definition must have, so that a store which does not support all of it refuses it."""
         return 2 if self.consuming_paused or self.dedup_window_us else 1
 
     def key_uuid(self, uuid: bytes) -> bytes:
-        """Return the uuid that key hashes of the log `uuid`, which is defined so, are made with: that of the first in a line of copies."""
+        """Return the uuid with which key hashes of the log `uuid` are made: for a copy, that of its first origin."""
         return self.origins[0].uuid if self.origins else uuid
 
 
 def check_definition(definition: Definition) -> None:
-    """Raise InvalidName if a name is outside the grammar or kept for dead letters, ConfigError if a setting is impossible."""
+    """Check a definition.
+
+    Raises:
+        InvalidName: a name is outside the grammar, or reserved for dead letters.
+        ConfigError: a setting is impossible.
+    """
     check_cluster(definition.name + DEAD)
     if definition.name.endswith(DEAD):
         raise InvalidName(
@@ -124,9 +132,9 @@ def check_definition(definition: Definition) -> None:
 
 
 class Order(Struct, frozen=True):
-    """What a holder of a cluster key asks of one store: to keep a stream as defined, or to end it.
+    """Order of a cluster key's holder to one store, to keep a stream as defined or to end it.
 
-    There is one for each key id under which the stream is known, and one of them is in force: see `in_force`.
+    A stream has one order for each of its key ids. `in_force` selects the one that defines it.
     """
 
     action: Annotated[str, Meta(max_length=16)]
@@ -137,25 +145,25 @@ class Order(Struct, frozen=True):
     issued_us: Time
     definition: Definition
     version: Annotated[int, Meta(ge=1, le=ORDER_VERSION)] = 1
-    """2: the definition says more than stores of version 1 know of."""
+    """2 if the definition has settings that stores of version 1 do not know."""
     revision: Offset = 0
-    """One more than that of the order in force, which it replaces; 0 in "create" and in orders of older clients."""
+    """Revision of the order in force, which it replaces, plus 1; 0 in "create" and in orders of older clients."""
 
 
 class SignedOrder(Struct, frozen=True, array_like=True):
-    """An order as it was encoded, and the cluster key's signature over those bytes."""
+    """An encoded order, and the cluster key's signature over these bytes."""
 
     order: Annotated[bytes, Meta(max_length=MAX_ORDER_BYTES)]
     public_key: Key32
     signature: Signature
     by: Annotated[bytes, Meta(max_length=32)] = b""
-    """If the order's key is new to the stream: the public key of one that the stream has ..."""
+    """If the order's key is new to the stream: the public key of a key that the stream already has."""
     countersignature: Annotated[bytes, Meta(max_length=64)] = b""
-    """... and its signature over the same bytes."""
+    """Signature of the key `by` over the same bytes."""
 
 
 def in_force(orders: Iterable[Order]) -> Order | None:
-    """Return the order with the highest revision, which defines the stream. Among orders of revision 0 `issued_us` decides."""
+    """Return the order with the highest revision, which defines the stream; None without orders. Ties are decided by `issued_us`."""
     return max(orders, key=lambda order: (order.revision, order.issued_us), default=None)
 
 
@@ -166,7 +174,7 @@ _decode_order: Final = msgspec.msgpack.Decoder(Order).decode
 
 
 def decode_order(order: bytes) -> Order:
-    """Return an order whose signature was checked; raises DecodeError."""
+    """Decode an order whose signature was already verified. Raises DecodeError."""
     try:
         return _decode_order(order)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as err:

@@ -1,7 +1,8 @@
-"""Runs: what one sender asks of one address in one turn, or answers to one caller in one turn, as one frame.
+"""Runs: one frame with several calls of one sender to one address, or several answers to one caller, made in one turn.
 
-Each body is sealed as if it were sent alone, with a count of 1 and the run's other end fields. So whoever has no key can cut a
-run, or make single frames of it. A run is a data frame (`iris.wire.codec`) whose count is that of its calls:
+Each body is sealed as if it were sent alone, with a count of 1 and the run's other end fields. So a relay, which has no
+key, can split a run or convert it to single frames. A run is a data frame (`iris.wire.codec`) whose count is the number
+of its calls or answers:
 
     CALLS     hop id: of the first call, each next one has the next    body = count x u32 length | bodies
     ANSWERS   hop id: 0                       body = count x u64 hop id | count x u32 length | bodies
@@ -21,29 +22,29 @@ from iris.wire.codec import BODY_AT, COUNT, COUNT_AT, DATA_LENGTH, END_AT, HOP, 
 from iris.wire.kinds import Kind
 
 MAX_RUN: Final = 256
-"""Calls of a run, at most."""
+"""Most calls or answers in a run."""
 MAX_RUN_BYTES: Final = 64 << 10
-"""Of the body of a run: it is never cut into fragments."""
+"""Largest body of a run. A run is never cut into fragments."""
 LENGTH_BYTES: Final = 4
 HOP_BYTES: Final = 8
 
 
 @lru_cache(maxsize=MAX_RUN)
 def lengths(count: int) -> struct.Struct:
-    """Return what reads so many u32."""
+    """Return the Struct of `count` u32."""
     return struct.Struct(f"<{count}I")
 
 
 @lru_cache(maxsize=MAX_RUN)
 def hop_ids(count: int) -> struct.Struct:
-    """Return what reads so many u64."""
+    """Return the Struct of `count` u64."""
     return struct.Struct(f"<{count}Q")
 
 
 def call_run(
     alias: int, flags: int, hop: int, deadline_us: int, end: bytes, bodies: Sequence[bytes]
 ) -> bytes:
-    """Return the CALLS frame of several calls; `end` is the end fields of each."""
+    """Return the CALLS frame of several calls. `end` holds the end fields of each."""
     count = len(bodies)
     table = lengths(count).pack(*map(len, bodies))
     body = b"".join((table, *bodies))
@@ -54,7 +55,7 @@ def call_run(
 def answer_run(
     alias: int, end: bytes, hops: Sequence[int], bodies: Sequence[bytes | memoryview]
 ) -> bytes:
-    """Return the ANSWERS frame of several answers; `end` is the end fields of each."""
+    """Return the ANSWERS frame of several answers. `end` holds the end fields of each."""
     count = len(bodies)
     table = hop_ids(count).pack(*hops) + lengths(count).pack(*map(len, bodies))
     body = b"".join((table, *bodies))
@@ -63,18 +64,18 @@ def answer_run(
 
 
 def counted(end: bytes, count: int) -> bytes:
-    """Return end fields with another count."""
+    """Return the end fields `end` with another count."""
     at = COUNT_AT - END_AT
     return end[:at] + COUNT.pack(count) + end[at + 4 :]
 
 
 def single_end(buf: memoryview, start: int) -> bytes:
-    """Return the end fields with which each body of a run at `buf[start:]` was sealed."""
+    """Return the end fields with which each body of the run at `buf[start:]` was sealed."""
     return counted(bytes(buf[start + END_AT : start + BODY_AT]), 1)
 
 
 def read_calls(buf: memoryview, start: int, end: int) -> tuple[int, tuple[int, ...]]:
-    """Return where the first body of a CALLS frame begins, and the length of each; raises PeerProtocolError."""
+    """Return the position of the first body of a CALLS frame, and the length of each. Raises PeerProtocolError."""
     count, at = _counted(buf, start, end, LENGTH_BYTES)
     sizes = lengths(count).unpack_from(buf, start + BODY_AT)
     if at + sum(sizes) != end:
@@ -89,7 +90,7 @@ def read_calls(buf: memoryview, start: int, end: int) -> tuple[int, tuple[int, .
 def read_answers(
     buf: memoryview, start: int, end: int
 ) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    """Return where the first body of an ANSWERS frame begins, the hop ids and the lengths; raises PeerProtocolError."""
+    """Return the position of the first body of an ANSWERS frame, the hop ids and the lengths. Raises PeerProtocolError."""
     count, at = _counted(buf, start, end, HOP_BYTES + LENGTH_BYTES)
     hops = hop_ids(count).unpack_from(buf, start + BODY_AT)
     sizes = lengths(count).unpack_from(buf, start + BODY_AT + HOP_BYTES * count)
@@ -101,7 +102,7 @@ def read_answers(
 
 
 def _counted(buf: memoryview, start: int, end: int, entry_bytes: int) -> tuple[int, int]:
-    """Return the count of a run, and where its first body begins: behind so many bytes for each."""
+    """Return the count of a run and the position of its first body, after a table of `entry_bytes` for each."""
     if end - start < BODY_AT:
         raise PeerProtocolError(
             f"a data frame of {end - start} bytes is shorter than its {BODY_AT} bytes of fixed fields"
@@ -119,7 +120,7 @@ def _counted(buf: memoryview, start: int, end: int, entry_bytes: int) -> tuple[i
 
 
 def single_calls(buf: memoryview, start: int, end: int, kind: int) -> Iterator[bytearray]:
-    """Yield each call of a CALLS frame as a frame of its own, of `kind`, in order; raises PeerProtocolError before the first."""
+    """Yield each call of a CALLS frame as a single frame of `kind`, in order. Raises PeerProtocolError before the first."""
     at, sizes = read_calls(buf, start, end)
     _, _, flags, alias, hop, deadline_us = HOP.unpack_from(buf, start)
     end_fields = single_end(buf, start)
@@ -130,7 +131,7 @@ def single_calls(buf: memoryview, start: int, end: int, kind: int) -> Iterator[b
 
 
 def single_answers(buf: memoryview, start: int, end: int, kind: int) -> Iterator[bytearray]:
-    """Yield each answer of an ANSWERS frame as a frame of its own, likewise."""
+    """Yield each answer of an ANSWERS frame as a single frame of `kind`, in order. Raises PeerProtocolError before the first."""
     at, hops, sizes = read_answers(buf, start, end)
     _, _, flags, alias, _, _ = HOP.unpack_from(buf, start)
     end_fields = single_end(buf, start)
@@ -141,7 +142,7 @@ def single_answers(buf: memoryview, start: int, end: int, kind: int) -> Iterator
 
 
 def part_of_calls(buf: memoryview, start: int, end: int, first: int, count: int) -> bytearray:
-    """Return a CALLS frame of `count` calls of another one, from the call number `first` on."""
+    """Return a CALLS frame with `count` calls of the given one, from call number `first` on."""
     at, sizes = read_calls(buf, start, end)
     begin = at + sum(sizes[:first])
     body = sizes[first : first + count]

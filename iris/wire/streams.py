@@ -1,7 +1,8 @@
-"""What clients and stores say to each other: the bodies of STREAM and STREAM_REPLY frames.
+"""Calls of clients to stores and the answers: the bodies of STREAM and STREAM_REPLY frames.
 
-A body is one MessagePack map (`Call` or `Answer`, told apart by "op"), in clear: its fields direct the store. Records in it are
-sealed as they were published. Offsets number the messages of a stream; times are µs since 1970, 0 = none.
+A body is one MessagePack map (`Call` or `Answer`, distinguished by "op"). It is in clear, because the store acts on its
+fields. Records in it stay sealed as they were published. Offsets number the messages of a stream. Times are in µs since
+1970, 0 = none.
 """
 
 from __future__ import annotations
@@ -30,23 +31,23 @@ from iris.wire.orders import (
 )
 
 MAX_LISTED: Final = 64
-"""Streams in one answer to "list"."""
+"""Most streams in one answer to "list"."""
 DEAD_KIND: Final = 0
-"""Kind of a record that is no sealed bundle but a `DeadLetter`."""
+"""Kind of a record that holds a `DeadLetter` instead of a sealed bundle."""
 NO_PRODUCER: Final = bytes(16)
 NO_LOG: Final = bytes(16)
-"""Stands for the store itself where a log's uuid is expected."""
+"""Value for a log's uuid that means the store itself."""
 MAX_WRITER_BYTES: Final = 255
 MAX_ATTEMPTS: Final = 65_536
-"""In a Commit or Discard, which is bounded by the message limit besides."""
+"""Most attempts in a Commit or Discard; the message limit applies, too."""
 MAX_COPY_ITEMS: Final = 4096
 # -- records -----------------------------------------------------------------------------------------------------
 
 
 class Record(Struct, frozen=True, array_like=True, tag=1, gc=False):
-    """A sealed bundle as it was published or appended; its messages have the offsets from `offset` on.
+    """A sealed bundle as it was published or appended. Its messages have the offsets from `offset` on.
 
-    `end` are the 24 bytes of end fields that were authenticated with it (see `codec`).
+    `end` holds the 24 bytes of end fields that were authenticated with it (see `iris.wire.codec`).
     """
 
     offset: Offset
@@ -64,7 +65,7 @@ class Record(Struct, frozen=True, array_like=True, tag=1, gc=False):
 
 
 class Gap(Struct, frozen=True, array_like=True, tag=2):
-    """One offset that stands for `count` messages (None: unknown) that the store could not take, and why."""
+    """One offset that represents `count` messages (None if unknown) that the store could not record, and the cause."""
 
     offset: Offset
     count: Offset | None
@@ -73,7 +74,7 @@ class Gap(Struct, frozen=True, array_like=True, tag=2):
 
 
 class Hole(Struct, frozen=True, array_like=True, tag=3):
-    """Offsets from `offset` until `next` hold nothing any more. `reason` is one of `HOLES`."""
+    """Offsets from `offset` up to, but not including, `next`, whose messages were removed. `reason` is a key of `HOLES`."""
 
     offset: Offset
     next: Offset
@@ -88,7 +89,7 @@ class DeadLetter(Struct, frozen=True):
     """The body of a record of kind `DEAD_KIND`: a message that a consumer could not deliver."""
 
     uuid: Id16
-    """Of the log that holds it."""
+    """Uuid of the log that holds the message."""
     offset: Offset
     consumer: ShortText
     deliveries: U32
@@ -99,7 +100,7 @@ class NewRecord(Struct, frozen=True, array_like=True, gc=False):
     """A record to append, sealed as kind STREAM under the stream's name and the key id of the call."""
 
     sequence: Offset
-    """Of the call's producer: rises by one."""
+    """Number of the record at the call's producer; each is one more than the one before."""
     end: End
     body: bytes
     key_hash: Hash = b""
@@ -107,18 +108,18 @@ class NewRecord(Struct, frozen=True, array_like=True, gc=False):
     expires_us: Time = 0
     due_us: Time = 0
     expect: Offset | None = None
-    """Append only if this is the next offset."""
+    """If set, append only if this is the next offset."""
     id_hash: Hash = b""
-    """Of the message's id: stored only if the stream remembers no other of this id."""
+    """Hash of the message's id. The record is stored only if the stream does not remember another message with this id."""
 
 
 class Outcome(Struct, frozen=True, array_like=True):
-    """What became of a new record. `status` is one of the five below."""
+    """Result for a new record. `status` is one of the five constants below."""
 
     status: Annotated[int, Meta(ge=0, le=255)]
     value: Offset | None
-    """STORED, DUPLICATE: its first offset (None: too long ago to know). OUT_OF_ORDER: the sequence that is due. FENCED: the
-    producer's epoch. CONFLICT: the next offset."""
+    """STORED and DUPLICATE: its first offset (None if too long ago to know). OUT_OF_ORDER: the expected sequence.
+    FENCED: the producer's epoch. CONFLICT: the next offset."""
 
 
 STORED: Final = 0
@@ -132,17 +133,17 @@ CONFLICT: Final = 4
 
 
 class FindStore(Struct, frozen=True, tag_field="op", tag="store"):
-    """To the stores: which one is this? Answered with StoreInfo."""
+    """Request for the identity of the store that receives it. Answered with StoreInfo."""
 
 
 class Knock(Struct, frozen=True, tag_field="op", tag="knock"):
-    """Begin to open a channel (`iris.crypto.channel`) to a stream, or to a store itself. Answered with Door, then comes Open."""
+    """First step to open a channel (`iris.crypto.channel`) to a stream or to a store itself. Answered with Door."""
 
     nonce: Key32
 
 
 class Open(Struct, frozen=True, tag_field="op", tag="open"):
-    """Open a channel, under the key of `public_key`. `door` is the nonce of the Door. Answered with Opened."""
+    """Second step: open the channel under the key of `public_key`. `door` is the nonce of the Door. Answered with Opened."""
 
     nonce: Key32
     door: Key32
@@ -152,20 +153,20 @@ class Open(Struct, frozen=True, tag_field="op", tag="open"):
 
 
 class Create(Struct, frozen=True, tag_field="op", tag="create"):
-    """To one store: keep a stream. Answered with Described once it can be written to."""
+    """Request to one store to keep a stream. Answered with Described once the stream can be written to."""
 
     orders: Orders
 
 
 class ListStreams(Struct, frozen=True, tag_field="op", tag="list"):
-    """Describe the streams of one store under the key of the channel. Answered with Listed."""
+    """Request for the streams of one store under the key of the channel. Answered with Listed."""
 
     after: Annotated[str, Meta(max_length=300)] = ""
-    """Where the last answer ended."""
+    """Position at which the last answer ended."""
 
 
 class Describe(Struct, frozen=True, tag_field="op", tag="describe"):
-    """Answered with Described."""
+    """Request for the state of the stream. Answered with Described."""
 
 
 class Change(Struct, frozen=True, tag_field="op", tag="change"):
@@ -175,29 +176,29 @@ class Change(Struct, frozen=True, tag_field="op", tag="change"):
 
 
 class Delete(Struct, frozen=True, tag_field="op", tag="delete"):
-    """End the stream and remove its log. Answered with Settled."""
+    """Request to end the stream and remove its log. Answered with Settled."""
 
     orders: Orders
 
 
 class Append(Struct, frozen=True, tag_field="op", tag="append"):
-    """Answered with Appended once all of it is on disk. Records are sealed by `sender_id`."""
+    """Records to append, sealed by `sender_id`. Answered with Appended once all of them are on disk."""
 
     sender_id: Id16
     records: Annotated[list[NewRecord], Meta(min_length=1, max_length=4096)]
     producer: Id16 = NO_PRODUCER
-    """NO_PRODUCER: retries of these records cannot be told from new ones."""
+    """Id of the producer. With NO_PRODUCER, the store cannot distinguish retries of these records from new ones."""
     epoch: U32 = 0
 
 
 class Stage(Struct, frozen=True, tag_field="op", tag="stage"):
-    """Keep records of one attempt at a writer's batch, out of sight until a Commit. Answered with Staged once they are on disk.
+    """Records of one attempt at a writer's batch, which stay invisible until a Commit. Answered with Staged once on disk.
 
-    `sequence` of a record is its place in the attempt, from 0; what is staged already is not staged again.
+    `sequence` of a record is its index in the attempt, from 0. A record that is already staged is not staged again.
     """
 
     writer: Name
-    """Up to `MAX_WRITER_BYTES`."""
+    """Name of the writer, up to `MAX_WRITER_BYTES`."""
     batch: Offset
     attempt: Id16
     sender_id: Id16
@@ -205,14 +206,14 @@ class Stage(Struct, frozen=True, tag_field="op", tag="stage"):
 
 
 class Attempt(Struct, frozen=True, array_like=True):
-    """One attempt at a batch, which staged so many records."""
+    """One attempt at a batch, and the number of records that it staged."""
 
     attempt: Id16
     records: U32
 
 
 class Commit(Struct, frozen=True, tag_field="op", tag="commit"):
-    """Append what these attempts staged, in this order, and nothing else of the writer's batch. Answered with Committed."""
+    """Request to append the records staged by these attempts, in this order, and no others of the batch. Answered with Committed."""
 
     writer: Name
     batch: Offset
@@ -220,7 +221,7 @@ class Commit(Struct, frozen=True, tag_field="op", tag="commit"):
 
 
 class Discard(Struct, frozen=True, tag_field="op", tag="discard"):
-    """Forget what these attempts staged, or all attempts at the batch. Answered with Settled, which counts records."""
+    """Request to delete the records staged by these attempts, or by all if none is named. Answered with Settled, which counts them."""
 
     writer: Name
     batch: Offset
@@ -228,10 +229,10 @@ class Discard(Struct, frozen=True, tag_field="op", tag="discard"):
 
 
 class Copy(Struct, frozen=True, tag_field="op", tag="copy"):
-    """To a copy: what the log `uuid` holds from `start` until `next`, side by side. Answered with Copied once it is on disk.
+    """Items for a copy: everything in the log `uuid` from `start` up to `next`, without gaps. Answered with Copied once on disk.
 
-    It is taken only if `start` is where the copy ends, so one that comes again or late changes nothing. Without items it says
-    where the source ends, and no more.
+    The copy accepts it only if it ends at `start`, so a repeated or late one changes nothing. Without items it only
+    reports where the source ends.
     """
 
     uuid: Id16
@@ -239,11 +240,11 @@ class Copy(Struct, frozen=True, tag_field="op", tag="copy"):
     next: Offset
     items: Annotated[list[Item], Meta(max_length=MAX_COPY_ITEMS)]
     high_water: Offset = 0
-    """Where the source ended when it was read."""
+    """Next offset of the source when it was read."""
 
 
 class Fetch(Struct, frozen=True, tag_field="op", tag="fetch"):
-    """Read from `start` on. Answered with Fetched: at once if there is something, else within `wait_ms`."""
+    """Request to read from `start` on. Answered with Fetched: at once if there is an item, otherwise within `wait_ms`."""
 
     start: Offset
     max_bytes: Annotated[int, Meta(ge=1, le=64 << 20)]
@@ -251,15 +252,15 @@ class Fetch(Struct, frozen=True, tag_field="op", tag="fetch"):
 
 
 class Find(Struct, frozen=True, tag_field="op", tag="find"):
-    """Answered with Found: the first offset stored at `time_us` or later."""
+    """Request for the first offset stored at `time_us` or later. Answered with Found."""
 
     time_us: Time
 
 
 class Consume(Struct, frozen=True, tag_field="op", tag="consume"):
-    """Take what is next for a worker of a consumer, which is made if it is new. Answered with Delivered.
+    """Request for the next items for a worker of a consumer. Answered with Delivered.
 
-    The settings count when the consumer is made; later ones have to be equal.
+    A new consumer is created with these settings; later calls must have equal settings.
     """
 
     consumer: Name
@@ -273,21 +274,22 @@ class Consume(Struct, frozen=True, tag_field="op", tag="consume"):
     ack_timeout_us: Annotated[int, Meta(ge=1000, le=86_400_000_000)] = 30_000_000
     max_deliver: Annotated[int, Meta(ge=0, le=65_535)] = 0
     again: bool = False
-    """The last answer was lost: what this worker holds is handed out again."""
+    """Whether the last answer was lost, so that everything this worker holds must be delivered again."""
 
 
 class Range(Struct, frozen=True, array_like=True):
-    """Messages from `first` until `next`."""
+    """Messages from offset `first` up to, but not including, `next`."""
 
     first: Offset
     next: Offset
 
 
 class Settle(Struct, frozen=True, tag_field="op", tag="settle"):
-    """What a worker says of what it was handed. Answered with Settled.
+    """A worker's report on messages delivered to it. Answered with Settled.
 
-    `through`: everything that was handed out up to this offset is done. Of `failed` (with `delay_us` and `reason`) delivery is
-    repeated, `held` get the acknowledgement time once more. `gone`: the worker ends, the rest of it goes to others.
+    `done` messages are finished, and so are all delivered up to the offset `through`. `failed` messages are delivered
+    again, after `delay_us`, for `reason`. `held` messages get the acknowledgement timeout again. `gone` means that the
+    worker ends, so its other messages go to other workers.
     """
 
     consumer: Name
@@ -300,17 +302,17 @@ class Settle(Struct, frozen=True, tag_field="op", tag="settle"):
     reason: Text = ""
     gone: bool = False
     had: Annotated[list[Range], Meta(max_length=4096)] = []
-    """These have come, and nothing is to be said of them yet: a worker that asks for more says as much of all that it was handed."""
+    """Messages that arrived and are still unfinished. A worker that requests more lists all that it holds here."""
 
 
 class DescribeConsumers(Struct, frozen=True, tag_field="op", tag="consumers"):
-    """Answered with Consumers, those behind the name `after`."""
+    """Request for the consumers after the name `after`. Answered with Consumers."""
 
     after: Annotated[str, Meta(max_length=255)] = ""
 
 
 class DeleteConsumer(Struct, frozen=True, tag_field="op", tag="delete-consumer"):
-    """Forget a consumer's cursor. Answered with Settled."""
+    """Request to delete a consumer and its position. Answered with Settled."""
 
     consumer: Name
 
@@ -319,14 +321,14 @@ class DeleteConsumer(Struct, frozen=True, tag_field="op", tag="delete-consumer")
 
 
 class StoreInfo(Struct, frozen=True, tag_field="op", tag="store"):
-    """The store's public key, by which orders name it, and the host's name."""
+    """The store's public key, by which orders name it, and its host's name."""
 
     key: Key32
     label: ShortText = ""
 
 
 class Door(Struct, frozen=True, tag_field="op", tag="door"):
-    """Names the store and log that was knocked at. `orders` show whose it is. Use `nonce` in Open, before it expires."""
+    """Answer to Knock: the store and the log. `orders` prove whose log it is. `nonce` is for Open, before it expires."""
 
     store: Key32
     uuid: Id16
@@ -336,7 +338,7 @@ class Door(Struct, frozen=True, tag_field="op", tag="door"):
 
 
 class Opened(Struct, frozen=True, tag_field="op", tag="opened"):
-    """The channel is open. From now on its keys authenticate calls and answers."""
+    """Answer to Open: the channel is open, and its keys authenticate calls and answers from now on."""
 
     channel: Offset
     share: Key32
@@ -344,13 +346,13 @@ class Opened(Struct, frozen=True, tag_field="op", tag="opened"):
 
 
 class Described(Struct, frozen=True, tag_field="op", tag="described"):
-    """A stream as its store knows it."""
+    """State of a stream at its store."""
 
     definition: Definition
     uuid: Id16
     epoch: Offset
     orders: Annotated[list[SignedOrder], Meta(max_length=MAX_ORDERS)]
-    """What it is kept by: a reader believes those alone that its own keys signed."""
+    """Orders under which it is kept. A reader believes only those signed by its own keys."""
     store: Key32
     label: ShortText
     """The store's host."""
@@ -360,37 +362,37 @@ class Described(Struct, frozen=True, tag_field="op", tag="described"):
     messages: Offset
     size_bytes: Offset
     lost: Offset = 0
-    """Messages told in gap records since the store started."""
+    """Messages reported as lost, in gap records, since the store started."""
     failed: Text = ""
-    """Why it takes no writes, or cannot be read at all."""
+    """Why it accepts no writes, or cannot be read at all; empty if it works."""
     readable: bool = True
     source_next: Offset = 0
-    """Of a copy: where its source ended when that was last heard of, 0 if not since the store started; its lag is to there."""
+    """For a copy: next offset of its source when last reported, 0 if not since the store started. The lag is up to there."""
     heard_us: Time = 0
-    """Of a copy: when that was."""
+    """For a copy: time of that report."""
 
 
 class Listed(Struct, frozen=True, tag_field="op", tag="listed"):
-    """`more`: ask again, after the last."""
+    """Streams of one store. With `more`, list again after the last."""
 
     streams: Annotated[list[Described], Meta(max_length=MAX_LISTED)]
     more: bool = False
 
 
 class Appended(Struct, frozen=True, tag_field="op", tag="appended"):
-    """One outcome for each record."""
+    """One outcome for each record of an Append."""
 
     outcomes: list[Outcome]
 
 
 class Staged(Struct, frozen=True, tag_field="op", tag="staged"):
-    """On disk, or of a batch that is not above the writer's last one: then a Commit is a replay."""
+    """The records are on disk, or their batch is not later than the writer's last committed one: then a Commit is a replay."""
 
 
 class Committed(Struct, frozen=True, tag_field="op", tag="committed"):
-    """The batch has the offsets from `first` until `next`, which are equal if it is empty; both None if a later one was committed.
+    """The batch has the offsets from `first` up to, but not including, `next`; they are equal if it is empty.
 
-    `replayed`: it was committed before, and nothing changed.
+    Both are None if a later batch was committed. `replayed`: it was committed before, and nothing changed.
     """
 
     first: Offset | None
@@ -399,14 +401,14 @@ class Committed(Struct, frozen=True, tag_field="op", tag="committed"):
 
 
 class Copied(Struct, frozen=True, tag_field="op", tag="copied"):
-    """The copy ends at `next`. `taken`: by this call; else it is to go on from there."""
+    """The copy ends at `next`. If not `taken`, it did not accept the items, and the next Copy must start there."""
 
     next: Offset
     taken: bool = False
 
 
 class Fetched(Struct, frozen=True, tag_field="op", tag="fetched"):
-    """Items side by side from where the read began until `next`; none if nothing came in time."""
+    """Items without gaps from the start of the read up to `next`; none if nothing came in time."""
 
     items: list[Item]
     next: Offset
@@ -416,13 +418,16 @@ class Fetched(Struct, frozen=True, tag_field="op", tag="fetched"):
 
 
 class Found(Struct, frozen=True, tag_field="op", tag="found"):
-    """An offset."""
+    """Answer to Find: the offset."""
 
     offset: Offset
 
 
 class Handed(Struct, frozen=True, array_like=True):
-    """An item for a worker: of a record the messages in `wanted` (one bit each, little-endian bytes), for the nth time."""
+    """An item for a worker, delivered for the `deliveries`-th time.
+
+    `wanted` selects messages of a record: one bit each, in little-endian bytes.
+    """
 
     item: Item
     wanted: bytes = b""
@@ -430,23 +435,23 @@ class Handed(Struct, frozen=True, array_like=True):
 
 
 class Delivered(Struct, frozen=True, tag_field="op", tag="delivered"):
-    """What a worker was handed; nothing if nothing came in time."""
+    """Items delivered to a worker; none if nothing came in time."""
 
     items: list[Handed]
     uuid: Id16
     lag: Offset = 0
     fenced: bool = False
-    """Another worker has taken over: this one gets nothing any more."""
+    """Whether another worker has taken over, so that this one gets no more items."""
 
 
 class Settled(Struct, frozen=True, tag_field="op", tag="settled"):
-    """Done. `count`: how many messages of a Settle that was."""
+    """The call was carried out. `count` is the number of messages or records that it settled or discarded."""
 
     count: Offset = 0
 
 
 class ConsumerInfo(Struct, frozen=True):
-    """Where a consumer is. `lag` counts what is not settled, `pending` what workers hold."""
+    """State of a consumer. `lag` counts messages that are not settled, `pending` those that workers hold."""
 
     name: Name
     group: bool
@@ -463,19 +468,19 @@ class ConsumerInfo(Struct, frozen=True):
 
 
 class Consumers(Struct, frozen=True, tag_field="op", tag="consumers"):
-    """Of one stream. `more`: ask again, after the last."""
+    """Consumers of one stream. With `more`, request again after the last."""
 
     consumers: list[ConsumerInfo]
     more: bool = False
 
 
 class Refused(Struct, frozen=True, tag_field="op", tag="refused"):
-    """Not done. `code` is one of the `REFUSALS`."""
+    """The call was not carried out. `code` is one of the `REFUSALS`."""
 
     code: Annotated[str, Meta(max_length=32)]
     detail: Text
     sure: bool = False
-    """Of "disk": nothing of the call was written, so nothing of it will be found."""
+    """With code "disk": nothing of the call was written, so nothing of it will be found later."""
 
 
 REFUSALS: Final = frozenset(
@@ -531,12 +536,12 @@ _BAD: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def dead_uuid(uuid: bytes) -> bytes:
-    """Return the uuid of the log of a stream's dead letters."""
+    """Return the uuid of the dead-letter log of the stream `uuid`."""
     return hashlib.sha256(b"iris-dead-letters-1" + uuid).digest()[:16]
 
 
 def decode_call(body: bytes | memoryview) -> Call:
-    """Return what a client asks of a store; raises DecodeError."""
+    """Decode a client's call to a store. Raises DecodeError."""
     try:
         return _decode_call(body)  # type: ignore[no-any-return]  # a decoder of a union
     except _BAD as err:
@@ -544,7 +549,7 @@ def decode_call(body: bytes | memoryview) -> Call:
 
 
 def decode_answer(body: bytes | memoryview) -> Answer:
-    """Return what a store answers; raises DecodeError."""
+    """Decode a store's answer. Raises DecodeError."""
     try:
         return _decode_answer(body)  # type: ignore[no-any-return]  # a decoder of a union
     except _BAD as err:
@@ -552,7 +557,7 @@ def decode_answer(body: bytes | memoryview) -> Answer:
 
 
 def decode_dead(body: bytes) -> DeadLetter:
-    """Return the reference in a record of kind `DEAD_KIND`; raises DecodeError."""
+    """Decode the reference in a record of kind `DEAD_KIND`. Raises DecodeError."""
     try:
         return _decode_dead(body)
     except _BAD as err:
