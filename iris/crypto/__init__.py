@@ -1,6 +1,6 @@
-"""Keys, sealing and tunnels' records. Sans-IO: entropy and text come in as arguments.
+"""Keys, sealed messages and tunnel records. Sans-IO: entropy and text are passed in as arguments.
 
-`keys` derives everything from a cluster key or a network key, `keyring` says which key is for which
-address, `sframe` seals messages (RFC 9605), `noise` encrypts tunnels. Primitives come from
-`cryptography`; this package only composes them. Verification raises; it never returns a bool.
+`keys` derives everything from the secrets, `keyring` maps addresses to keys, `sframe` seals messages (RFC 9605), `noise`
+encrypts tunnels, `channel` authenticates calls to stores, `certificates` makes X.509 certificates. The primitives come
+from `cryptography`; this package only composes them. Verification raises an error; it never returns a bool.
 """

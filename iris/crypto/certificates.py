@@ -1,24 +1,23 @@
-"""The X.509 certificates that network and site keys yield: authorities, and what they sign.
+"""X.509 certificates derived from network and site keys: authorities, and the leaves that they sign.
 
-    network key ─┬─ network CA ── relay leaf    of one relay, from its start to its end; serves and dials
-                 └─ access CA ─── access leaf   of an access file; dials a relay for a session, never serves
-    site key ────── site CA ───── gateway leaf  of one gateway, from its start to its end; serves and dials
+    network key ─┬─ network CA ── relay leaf    one per relay process; serves and dials
+                 └─ access CA ─── access leaf   one per access file; dials a relay for a session, never serves
+    site key ────── site CA ───── gateway leaf  one per gateway process; serves and dials
 
-A link trusts the network CA alone. A relay that accepts remote sessions trusts the access CA alone, and
-they trust the network CA alone: neither leaf passes for the other, whoever holds it. Extended key usage
-says it once more: only a relay's leaf is a server's.
+A link trusts only the network CA. A relay that accepts remote sessions trusts only the access CA for them, and those
+sessions trust only the network CA. So neither kind of leaf is accepted in place of the other. Extended key usage
+enforces this again: only relay and gateway leaves may act as a server.
 
-All keys are Ed25519 (RFC 8410), whose signatures are deterministic, and an authority's serial number and
-dates are fixed: every holder of the network key makes the same authorities, byte for byte.
+All keys are Ed25519 (RFC 8410), whose signatures are deterministic, and the serial number and dates of an authority are
+fixed. So every holder of the network key makes the same authorities, byte for byte.
 
-Other sites pin a site's public key and make its authority of that and the site's name, without the key that
-would sign it: its signature is by a key that everybody has. Nobody checks the signature of an authority that
-is trusted for being pinned, OpenSSL neither. What a site CA signs holds under the pinned name alone, since the
-name is part of the issuer's.
+Other sites pin a site's public key. From it and the site's name they make the site's authority themselves, without the
+secret key, so its signature is made with a key that is public. That is safe: nobody, OpenSSL included, checks the
+signature of a pinned authority. A leaf of a site CA is valid only under the pinned name, which is part of its issuer.
 
 Leaves are named by a URI: `iris-relay:` or `iris-access:` and 32 hex digits, or `iris-gateway:`, the site, `:` and
-32 hex digits. A host name (a DNS SAN) would claim an address that nobody checks; a URI says what kind of name it
-is, and `ssl` shows it as it is.
+32 hex digits. A host name (DNS SAN) would claim an address that nobody checks. A URI shows the kind of name, and `ssl`
+returns it unchanged.
 """
 
 from __future__ import annotations
@@ -50,12 +49,12 @@ RELAY_URI: Final = "iris-relay"
 ACCESS_URI: Final = "iris-access"
 GATEWAY_URI: Final = "iris-gateway"
 
-# Expiry adds nothing where every relay holds the authority, and a wrong clock would break links.
+# Expiry adds no security where every relay holds the authority, and a wrong clock would break links.
 # 9999-12-31 23:59:59 is RFC 5280's "no expiration" (§4.1.2.5).
 _NOT_BEFORE: Final = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
 _NOT_AFTER: Final = datetime.datetime(9999, 12, 31, 23, 59, 59, tzinfo=datetime.UTC)
 
-# What site authorities are signed with: anybody's, so it proves nothing, and nothing rests on it.
+# Signs site authorities. It is public, so the signature proves nothing, and nothing depends on it.
 _ANYBODYS_KEY: Final = Ed25519PrivateKey.from_private_bytes(
     b"no site authority signs itself".ljust(32)
 )
@@ -66,21 +65,21 @@ _ACCESS_BLOCKS: Final = ("CERTIFICATE", "PRIVATE KEY", "CERTIFICATE")
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """A certificate and the private key that belongs to it."""
+    """A certificate and its private key."""
 
     certificate: x509.Certificate
     private_key: Ed25519PrivateKey = field(repr=False)
 
     def pem(self) -> str:
-        """Return certificate and private key (PKCS #8, in clear), as `load_cert_chain` reads them."""
+        """Return certificate and private key (PKCS #8, unencrypted) in PEM, as `load_cert_chain` reads them."""
         return _certificate_pem(self.certificate) + _key_pem(self.private_key)
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """What an access file holds: `leaf` proves us to relays; `authority` is the network CA, which proves them to us.
+    """Content of an access file: `leaf` authenticates the client to relays, `authority`, the network CA, relays to the client.
 
-    `fingerprint` is the network's, 16 bytes; `access_id` names the leaf, 16 bytes.
+    `fingerprint` (16 bytes) names the network, `access_id` (16 bytes) the leaf.
     """
 
     leaf: Leaf
@@ -90,17 +89,17 @@ class Access:
 
 
 def network_authority(key: NetworkKey) -> x509.Certificate:
-    """Return the network CA, which signs relays. The same bytes wherever the key is the same."""
+    """Return the network CA, which signs relay leaves. The same key always gives the same bytes."""
     return _authority(key.ca_key, _network_name(key.fingerprint))
 
 
 def access_authority(key: NetworkKey) -> x509.Certificate:
-    """Return the access CA, which signs access leaves. The same bytes wherever the key is the same."""
+    """Return the access CA, which signs access leaves. The same key always gives the same bytes."""
     return _authority(key.access_ca_key, _access_name(key.fingerprint))
 
 
 def relay_leaf(key: NetworkKey, relay_id: bytes, seed: bytes) -> Leaf:
-    """Return the certificate of the relay `relay_id` (16 bytes), for a private key made of `seed`.
+    """Return the leaf of the relay `relay_id` (16 bytes), with a private key made from `seed`.
 
     `seed` is 32 random bytes, used for nothing else.
 
@@ -119,13 +118,13 @@ def relay_leaf(key: NetworkKey, relay_id: bytes, seed: bytes) -> Leaf:
 
 
 def site_authority(public_key: bytes, site: str) -> x509.Certificate:
-    """Return the CA of the site that is pinned as `site` and whose public key is pinned (32 bytes): a trust anchor.
+    """Return the CA of the site `site` with this pinned public key (32 bytes), for use as a trust anchor.
 
-    The same bytes wherever both are the same. Its own signature is no proof of anything.
+    The same arguments always give the same bytes. Its own signature does not prove anything.
 
     Raises:
         LocalProtocolError: the key has another length.
-        InvalidName: `site` is no site's name.
+        InvalidName: `site` is not a site name.
     """
     if len(public_key) != PUBLIC_KEY_BYTES:
         raise LocalProtocolError(
@@ -136,13 +135,13 @@ def site_authority(public_key: bytes, site: str) -> x509.Certificate:
 
 
 def gateway_leaf(key: SiteKey, site: str, relay_id: bytes, seed: bytes) -> Leaf:
-    """Return the certificate of the relay `relay_id` (16 bytes) as a gateway of `site`, for a private key made of `seed`.
+    """Return the leaf of the relay `relay_id` (16 bytes) as a gateway of `site`, with a private key made from `seed`.
 
     `seed` is 32 random bytes, used for nothing else.
 
     Raises:
         LocalProtocolError: the id or the seed has another length.
-        InvalidName: `site` is no site's name.
+        InvalidName: `site` is not a site name.
     """
     _check_relay_id(relay_id)
     return _leaf(
@@ -156,9 +155,9 @@ def gateway_leaf(key: SiteKey, site: str, relay_id: bytes, seed: bytes) -> Leaf:
 
 
 def access_leaf(key: NetworkKey, seed: bytes) -> Leaf:
-    """Return a certificate that admits sessions, for a private key made of `seed` (32 random bytes).
+    """Return a leaf that admits sessions, with a private key made from `seed` (32 random bytes).
 
-    Its id is `public_id` of its public key.
+    Its id is the `public_id` of its public key.
 
     Raises:
         LocalProtocolError: the seed has another length.
@@ -176,19 +175,18 @@ def access_leaf(key: NetworkKey, seed: bytes) -> Leaf:
 
 
 def dump_access(key: NetworkKey, seed: bytes) -> str:
-    """Return a new access file: access leaf, its private key, and the network CA, in PEM.
+    """Return the text of a new access file: access leaf, its private key, and the network CA, in PEM.
 
-    It admits whoever holds it until the network key changes, and holds nothing of that key. `seed` is
-    32 random bytes.
+    It admits its holder until the network key changes. It does not contain that key. `seed` is 32 random bytes.
     """
     return access_leaf(key, seed).pem() + _certificate_pem(network_authority(key))
 
 
 def parse_access(text: str) -> Access:
-    """Return what `dump_access` wrote; text around the PEM blocks is allowed.
+    """Return the content of a file that `dump_access` wrote. Text around the PEM blocks is allowed.
 
     Raises:
-        KeyringError: anything else, or parts that do not belong together. Never repeats the text.
+        KeyringError: the text is not an access file, or its parts do not belong together. The error never repeats the text.
     """
     try:
         access = _parsed_access(text)
@@ -196,7 +194,7 @@ def parse_access(text: str) -> Access:
         access = None
     except (x509.ExtensionNotFound, x509.DuplicateExtension, x509.UnsupportedGeneralNameType):
         access = None
-    # Raised out here: the causes say nothing that helps, and may show what was read.
+    # Raised outside the handlers, because the causes do not help and may show what was read.
     if access is None:
         raise KeyringError("not an access file; make one with `iris key access FILE`")
     return access
@@ -239,7 +237,7 @@ def _access_name(fingerprint: bytes) -> x509.Name:
 
 
 def _site_name(public_key: bytes, site: str) -> x509.Name:
-    # A common name has 64 characters: no room for both at their longest.
+    # A common name has at most 64 characters, which is too short for both.
     return x509.Name(
         [
             x509.NameAttribute(NameOID.ORGANIZATION_NAME, check_site(site)),
@@ -306,7 +304,7 @@ def _builder(
         .subject_name(subject)
         .issuer_name(issuer)
         .public_key(public_key)
-        # One key, one certificate: its hash is a serial number as unique as a random one.
+        # Each key has one certificate, so the hash of the key is as unique a serial number as a random one.
         .serial_number(int.from_bytes(public_id(public_key.public_bytes_raw())))
         .not_valid_before(_NOT_BEFORE)
         .not_valid_after(_NOT_AFTER)

@@ -1,22 +1,23 @@
-"""Channels of calls: a caller with a cluster key and a store agree on keys, then authenticate every call and answer with them.
+"""Channels to stores: a caller with a cluster key and a store agree on keys that authenticate every call and answer.
 
     caller                                    store
     Knock(nonce) ──────────────────────────►
-                 ◄────────────────────────── Door(store, uuid, door, orders)      the door is a nonce
+                 ◄────────────────────────── Door(store, uuid, door, orders)      `door` is a nonce
     Open(nonce, door, public key, share, signature) ─►
                  ◄────────────────────────── Opened(channel, share, signature)
 
-Each side signs what both have signed (`keys`), so a relay cannot alter it. The X25519 shares are new each time, so a recording
-opens no second channel. A call or answer in a channel begins with `MARK`, which begins no MessagePack:
+Each side signs all values that both have sent (`keys`), so a relay cannot alter them. The X25519 shares are new each time,
+so replaying a recording does not open a channel. A call or answer in a channel begins with `MARK`, which is not the first
+byte of any MessagePack:
 
     0xc1 | channel u64 | counter u64 | HMAC-SHA256 (32) | the call or answer
 
-The code covers the channel, the counter, the end fields of the frame and the body. Each direction has its own keys. An answer
-carries the counter of its call. Sans-IO. The keys are derived from the frame's address, and the receiver compares it with the
-channel's.
+The HMAC covers the channel, the counter, the end fields of the frame and the body. Each direction has its own keys. An
+answer carries the counter of its call. The keys depend on the frame's address, which the receiver compares with the
+channel's. Sans-IO.
 
-SHA-256 over everything would cost appends a tenth of their rate. So for a body over `LONG_BYTES` the HMAC covers its
-AES-256-GMAC, under a separate key. That tag is never sent and is hidden by the HMAC, so a repeated counter would reveal nothing.
+SHA-256 over everything would slow appends by a tenth. So for a body over `LONG_BYTES` the HMAC covers its AES-256-GMAC,
+under a separate key. That tag is never sent and is hidden by the HMAC, so a repeated counter would reveal nothing.
 """
 
 from __future__ import annotations
@@ -48,21 +49,21 @@ SEALED_BYTES: Final = 49
 """Size of the head before an authenticated body."""
 LONG_BYTES: Final = 1024
 WINDOW_CALLS: Final = 1 << 14
-"""A call that is further behind the newest of its channel is refused."""
+"""Replay window of a channel: a call whose counter is further behind the newest is refused."""
 _HEAD: Final = Struct("<BQQ")
 _MAC_AT: Final = _HEAD.size
 Buffer = bytes | bytearray | memoryview
 
 
 class DirectionKeys:
-    """The keys of one direction of a channel."""
+    """The authentication keys of one direction of a channel."""
 
     __slots__ = ("_hmac", "_long", "_long_key")
 
     def __init__(self, keys: bytes) -> None:
         """`keys` are 64 bytes: the HMAC key, then the key for long bodies."""
         self._hmac = HMAC(keys[:32], hashes.SHA256()).copy
-        """Returns a keyed HMAC without data. Copying it takes a third of the time of making one."""
+        """Return a keyed HMAC without data. Copying one takes a third of the time of making one."""
         self._long_key = keys[32:]
         self._long: AESGCM | None = None
 
@@ -79,7 +80,7 @@ class DirectionKeys:
 
 
 class Channel:
-    """One side of an open channel. `number` is the store's number for it, `key_id` that of the cluster key that opened it."""
+    """One side of an open channel. `number` is the store's number for it, `key_id` the id of the cluster key that opened it."""
 
     __slots__ = ("_receive", "_send", "_window", "key_id", "next", "number", "uuid")
 
@@ -105,7 +106,7 @@ class Channel:
         return head + self._send.mac(head, counter, end, body)
 
     def open(self, end: Buffer, data: memoryview) -> tuple[int, memoryview]:
-        """Return the counter and the body. Raises OpenError unless the other side of this channel sent them."""
+        """Return the counter and the body. Raises OpenError unless the peer of this channel sent them."""
         if len(data) < SEALED_BYTES:
             raise OpenError(
                 f"an authenticated body of {len(data)} bytes is shorter than its head of {SEALED_BYTES}"
@@ -120,7 +121,7 @@ class Channel:
         return counter, body
 
     def accept(self, end: Buffer, data: memoryview) -> tuple[int, memoryview]:
-        """Return what `open` does, once for each counter (the store's side).
+        """Return what `open` returns, but only once for each counter (the store's side).
 
         Raises:
             OpenError: as `open`.
@@ -132,7 +133,7 @@ class Channel:
 
 
 class Offer:
-    """A caller's side of a channel that is being opened. `nonce` is sent with the knock."""
+    """A caller's side of a channel that is being opened. `nonce` is sent in Knock."""
 
     __slots__ = ("_key", "_share", "_store", "_transcript", "_uuid", "nonce")
 
@@ -143,14 +144,14 @@ class Offer:
         self._store = self._uuid = self._transcript = b""
 
     def sign(self, store: bytes, uuid: bytes, door: bytes) -> tuple[bytes, bytes]:
-        """Return share and signature for a door. The caller has checked that this store's public key is trusted for the log."""
+        """Return share and signature for Open. The caller must have checked that this store is trusted for the log."""
         share = self._share.public_key().public_bytes_raw()
         self._store, self._uuid = store, uuid
         self._transcript = transcript(store, uuid, self._key.key_id, self.nonce, door, share)
         return share, self._key.sign_caller(self._transcript)
 
     def opened(self, number: int, share: bytes, signature: bytes) -> Channel:
-        """Return the channel. Raises OpenError if its store did not sign this."""
+        """Return the open channel. Raises OpenError if the store's signature is not valid."""
         signed = self._transcript + share + number.to_bytes(8, "little")
         verify_channel(self._store, signature, signed)
         call, answer = _keys(self._share, share, signed)
@@ -161,12 +162,12 @@ def accept_offer(
     key: StoreKey, uuid: bytes, number: int, *, nonce: bytes, door: bytes, public_key: bytes, share: bytes, signature: bytes,
     secret: bytes,
 ) -> tuple[Channel, bytes, bytes]:  # fmt: skip
-    """Return a store's side of the channel `number`, its share and its signature; `secret` is 32 random bytes.
+    """Return a store's side of the channel `number`, its share and its signature. `secret` is 32 random bytes.
 
-    The store has checked that `door` is its own, and that the key of `public_key` may open this.
+    The store must have checked that it issued `door`, and that the key of `public_key` may open the channel.
 
     Raises:
-        OpenError: the holder of that key did not sign this.
+        OpenError: the caller's signature is not valid for that key.
     """
     key_id = public_id(public_key)
     signed = transcript(key.public_key, uuid, key_id, nonce, door, share)
@@ -181,7 +182,7 @@ def accept_offer(
 def transcript(
     store: bytes, uuid: bytes, key_id: bytes, nonce: bytes, door: bytes, share: bytes
 ) -> bytes:
-    """Return what a caller signs: store key (32) ‖ uuid (16) ‖ key id (16) ‖ nonce (32) ‖ door (32) ‖ share (32)."""
+    """Return the bytes that a caller signs: store key (32) ‖ uuid (16) ‖ key id (16) ‖ nonce (32) ‖ door (32) ‖ share (32)."""
     parts = (store, uuid, key_id, nonce, door, share)
     if tuple(map(len, parts)) != (32, 16, 16, NONCE_BYTES, NONCE_BYTES, 32):
         raise LocalProtocolError(
@@ -191,10 +192,10 @@ def transcript(
 
 
 def _keys(private: X25519PrivateKey, share: bytes, signed: bytes) -> tuple[bytes, bytes]:
-    """Return the keys of calls and answers. Raises OpenError."""
+    """Return the keys of calls and of answers, 64 bytes each. Raises OpenError."""
     try:
         secret = private.exchange(X25519PublicKey.from_public_bytes(share))
-    except ValueError as err:  # a share of low order: everybody would know the secret
+    except ValueError as err:  # a point of low order: everybody would know the secret
         raise OpenError("the peer's share is not a usable X25519 public key") from err
     digest = hashes.Hash(hashes.SHA256())
     digest.update(signed)

@@ -1,4 +1,4 @@
-"""Which key for which address, how keys rotate, and the file format.
+"""Keyrings: the keys for each address, their rotation, and the file format.
 
     [default]                            # for every cluster and topic without an entry of its own
     keys = ["<43 characters of base64url>"]
@@ -7,12 +7,12 @@
     [topics."orders.eu"]                 # for the topic orders.eu and all below it
     keys = ["..."]
 
-A topic belongs to the longest prefix, by whole tokens, that has an entry; a cluster to the entry of
-exactly its name. An entry replaces the default, it does not add to it. In calls and errors an entry
-is named "default", by its cluster, or "topic:PREFIX".
+A topic uses the entry of its longest prefix, by whole tokens; a cluster uses the entry with exactly its name. An entry
+replaces the default; it does not add to it. In calls and errors an entry is named "default", by its cluster, or
+"topic:PREFIX".
 
-Rotation is `add` (opened, not yet sealing), `promote` (seals), `retire` (gone). Nothing here reads or
-writes a file: see `iris.keyfiles`.
+Rotation has three steps: `add` (the new key opens, but does not seal yet), `promote` (it seals), `retire` (the old key is
+removed). This module does not read or write files; see `iris.keyfiles`.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ TOPIC: Final = "topic:"
 class Keyring:
     """The keys of a process. Immutable: `add`, `promote` and `retire` return another keyring.
 
-    Where an address has several keys, the first seals and all open. An address without an entry,
-    in a keyring without default, has none: the answer is then an empty tuple.
+    If an address has several keys, the first seals and all open. An address without an entry, in a keyring without a
+    default, has no keys: look-ups return an empty tuple.
     """
 
     __slots__ = ("_by_id", "_entries")
@@ -56,7 +56,7 @@ class Keyring:
 
     @classmethod
     def single(cls, key: ClusterKey) -> Self:
-        """Return a keyring with `key` for everything."""
+        """Return a keyring with `key` for every address."""
         return cls({DEFAULT: (key,)})
 
     @classmethod
@@ -64,11 +64,11 @@ class Keyring:
         """Return the keyring written in `toml_text`.
 
         Raises:
-            KeyringError: it is not TOML, or not of the layout above. Names the entry, never a secret.
+            KeyringError: the text is not TOML, or not of the layout above. The error names the entry, never a secret.
         """
         document = _parse_toml(toml_text)
         if not document.keys() <= {"default", "clusters", "topics"}:
-            # Not named: whoever forgets a header may have a secret where the name belongs.
+            # Do not name the other tables: if a header is missing, a secret may be in the place of the name.
             raise KeyringError(
                 "a keyring may hold only the tables [default], [clusters.NAME] and [topics.PREFIX]"
             )
@@ -86,13 +86,13 @@ class Keyring:
                     raise KeyringError(
                         f"clusters: {name!r} cannot have an entry, because this name is reserved; rename the cluster"
                     )
-                # Checked before it is named in an error about its keys.
+                # Check the name before it appears in an error about its keys.
                 entry = _check_entry(prefix + name)
                 entries[entry] = _parse_entry(ClusterKey, entry, body)
         return cls(entries)
 
     def dump(self) -> str:
-        """Return the TOML text that `parse` reads. Holds every secret."""
+        """Return the TOML text that `parse` reads. It contains every secret."""
         lines = [
             "# Iris keyring. In each entry the first key seals, all of them open. Keep secret."
         ]
@@ -103,12 +103,12 @@ class Keyring:
     def for_cluster(self, name: str) -> Keys:
         """Return the keys of the cluster `name`.
 
-        A cluster called "default" or "topic:..." has no entry of its own: those names mean others.
+        A cluster called "default" or "topic:..." cannot have its own entry, because these names are reserved.
         """
         return (not _reserved(name) and self._entries.get(name)) or self._default()
 
     def for_topic(self, topic: str) -> Keys:
-        """Return the keys of `topic`: those of its longest prefix that has an entry."""
+        """Return the keys of `topic`: those of its longest prefix with an entry."""
         prefix = topic
         while prefix:
             if keys := self._entries.get(TOPIC + prefix):
@@ -119,8 +119,8 @@ class Keyring:
     def for_filter(self, filter: str) -> Keys:
         """Return every key of every topic that `filter` may match, without duplicates.
 
-        Those of all entries that such a topic may belong to, from the most general to the most
-        particular, the default included only if a topic may belong to no other.
+        These are the keys of all entries that such a topic may use, from the most general to the most specific. The default
+        is included only if some such topic has no other entry.
 
         Raises:
             InvalidName: `filter` is outside the grammar.
@@ -128,12 +128,12 @@ class Keyring:
         parts = check_filter(filter).split(".")
         found: set[str] = set()
         _walk(_tree(self._entries), parts, 0, DEFAULT, found)
-        # In the order of the entries, which is sorted: a prefix comes before what it begins.
+        # Entries are sorted, so a prefix comes before the longer ones.
         keys = (key for name, held in self._entries.items() if name in found for key in held)
         return tuple(dict.fromkeys(keys))
 
     def by_id(self, key_id: bytes) -> ClusterKey | None:
-        """Return the key with this 16-byte id, wherever it is listed; None if we do not hold it."""
+        """Return the key with this 16-byte id from any entry, or None if the keyring does not hold it."""
         return self._by_id.get(key_id)
 
     def entries(self) -> dict[str, Keys]:
@@ -143,8 +143,7 @@ class Keyring:
     def add(self, name: str, key: ClusterKey) -> Self:
         """Return a keyring in which the entry `name` also opens under `key`, listed last.
 
-        A name without an entry gets one that starts from the keys in effect for it, so that the
-        addition changes nothing else: what sealed before still does.
+        A name without an entry gets one with the keys in effect for it, plus `key`. So the key that seals stays the same.
 
         Raises:
             KeyringError: the key is already in effect there, or the name is outside the grammar.
@@ -157,11 +156,11 @@ class Keyring:
     def promote(self, name: str, key_id: bytes | None = None) -> Self:
         """Return a keyring in which the key `key_id` of the entry `name` is first, so it seals.
 
-        Without `key_id` it is the last one, which is what `add` just added; promoted twice, that
-        goes back to the old key. With `key_id`, a second time changes nothing.
+        Without `key_id`, the last key is promoted, which is the one that `add` added. Calling it twice then goes back to
+        the old key. With `key_id`, a second call changes nothing.
 
         Raises:
-            KeyringError: no such entry or key, or there is no other key to promote.
+            KeyringError: the keyring does not have this entry or key, or there is no other key to promote.
         """
         keys = self._entry(name)
         if key_id is None and len(keys) == 1:
@@ -175,8 +174,8 @@ class Keyring:
         """Return a keyring without the key `key_id`, or without the last one, of the entry `name`.
 
         Raises:
-            KeyringError: no such entry or key; it is the only one; or it is the first, which seals:
-                promote another before.
+            KeyringError: the keyring does not have this entry or key, the key is the only one, or it is the first, which
+                seals; promote another before.
         """
         keys = self._entry(name)
         key = keys[-1] if key_id is None else _pick(name, keys, key_id)
@@ -204,7 +203,7 @@ class Keyring:
         return self._entries.get(DEFAULT, ())
 
     def _inherited(self, name: str) -> Keys:
-        """Return what is in effect for `name` while it has no entry."""
+        """Return the keys in effect for `name` while it has no entry."""
         return (
             self.for_topic(name.removeprefix(TOPIC)) if name.startswith(TOPIC) else self._default()
         )
@@ -223,10 +222,10 @@ class Keyring:
 def parse_network_keys(toml_text: str) -> tuple[NetworkKey, ...]:
     """Return the network keys of a file with one table, [network], laid out like an entry above.
 
-    The first key is the one to dial with; all of them are accepted.
+    Relays dial with the first key and accept all of them.
 
     Raises:
-        KeyringError: it is not TOML or not of this layout. Never repeats a secret.
+        KeyringError: the text is not TOML, or not of this layout. The error never repeats a secret.
     """
     document = _parse_toml(toml_text)
     if document.keys() != {"network"}:
@@ -235,16 +234,16 @@ def parse_network_keys(toml_text: str) -> tuple[NetworkKey, ...]:
 
 
 def dump_network_keys(keys: Sequence[NetworkKey]) -> str:
-    """Return the TOML text that `parse_network_keys` reads. Holds every secret."""
+    """Return the TOML text that `parse_network_keys` reads. It contains every secret."""
     head = "# Iris network key: admits relays, opens no payload. The first dials. Keep secret."
     return f"{head}\n\n[network]\n{_dump_keys(_check_keys('network', tuple(keys)))}\n"
 
 
 def parse_site_key(toml_text: str) -> SiteKey:
-    """Return the key of a file with one table, [site], laid out like an entry above, of one key.
+    """Return the key of a file with one table, [site], laid out like an entry above with one key.
 
     Raises:
-        KeyringError: it is not TOML or not of this layout. Never repeats a secret.
+        KeyringError: the text is not TOML, or not of this layout. The error never repeats a secret.
     """
     document = _parse_toml(toml_text)
     if document.keys() != {"site"}:
@@ -256,7 +255,7 @@ def parse_site_key(toml_text: str) -> SiteKey:
 
 
 def dump_site_key(key: SiteKey) -> str:
-    """Return the TOML text that `parse_site_key` reads. Holds the secret."""
+    """Return the TOML text that `parse_site_key` reads. It contains the secret."""
     head = (
         "# Iris site key: shows this site's gateways to other sites, opens no payload. Keep secret."
     )
@@ -264,7 +263,7 @@ def dump_site_key(key: SiteKey) -> str:
 
 
 class _Node:
-    """A token of the tree of topic prefixes; `entry` names the entry that ends here."""
+    """A node of the tree of topic prefixes, one level per token. `entry` is the name of the entry that ends here."""
 
     __slots__ = ("children", "entry")
 
@@ -287,12 +286,12 @@ def _tree(names: Iterable[str]) -> _Node:
 def _walk(node: _Node, parts: list[str], at: int, entry: str, found: set[str]) -> None:
     """Add to `found` the entry of every topic that starts with `node` and matches `parts[at:]`.
 
-    `entry` is what such a topic belongs to while no longer prefix has an entry. A wildcard may stand
-    for a token that no entry has, so it always reaches `entry` too.
+    `entry` is the entry of such a topic if no longer prefix has one. A wildcard may match a token that no entry has, so it
+    always reaches `entry`, too.
     """
     entry = node.entry or entry
     part = parts[at] if at < len(parts) else None
-    if part not in node.children:  # a token of no entry, a wildcard, or the end of the filter
+    if part not in node.children:  # a token without an entry, a wildcard, or the end of the filter
         found.add(entry)
     if part == ">":
         for child in node.children.values():
@@ -331,7 +330,7 @@ def _parse_toml(text: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        # The position alone: the rest of the message may quote the text, and so a secret.
+        # Keep the position only: the rest of the message may quote the text, and so a secret.
         found = re.search(r"line \d+, column \d+", str(error))
     raise KeyringError(f"not valid TOML: {found[0] if found else 'it ends too early'}")
 
@@ -357,7 +356,7 @@ def _header(name: str) -> str:
     if name == DEFAULT:
         return name
     table, name = ("topics", name[len(TOPIC) :]) if name.startswith(TOPIC) else ("clusters", name)
-    # The grammar of names has no control characters, so these two are all there is to escape.
+    # Names have no control characters, so only these two need an escape.
     escaped = name.replace("\\", "\\\\").replace('"', '\\"')
     return f'{table}."{escaped}"'
 

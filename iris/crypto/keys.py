@@ -1,20 +1,20 @@
-"""What the kinds of 32-byte secrets yield.
+"""The kinds of 32-byte secrets, and the keys derived from them.
 
-They are expanded by HKDF-SHA256 (RFC 5869) with an empty salt, 32 bytes of output and one info
-string per purpose, so that no derived key says anything about another:
+Each derived key is HKDF-SHA256 (RFC 5869) of a secret, with an empty salt, 32 bytes of output and its own info string.
+So no derived key reveals anything about another:
 
     cluster key ─┬─ "iris-seal-root-1"   sealing root: the PRK of every sender's base key (`sframe`)
                  ├─ "iris-sign-1"        seed of the Ed25519 key pair (RFC 8032) that proves the key id
                  ├─ "iris-tunnel-psk-1"  pre-shared key of tunnels (`noise`)
                  └─ "iris-key-hash-1"    HMAC key that hides the keys of stream records
     network key ─┬─ "iris-network-ca-1"  seed of the Ed25519 key of the certificate authority of relays
-                 └─ "iris-network-access-1"  the same for that of sessions from hosts without a relay
-    site key ────── "iris-site-ca-1"     the same for that of a site's gateways
-    store key ───── "iris-store-sign-1"  seed of the Ed25519 key pair that shows which store an order names
+                 └─ "iris-network-access-1"  the same for sessions from hosts without a relay
+    site key ────── "iris-site-ca-1"     the same for a site's gateways
+    store key ───── "iris-store-sign-1"  seed of the Ed25519 key pair by which a store proves that an order names it
 
-Key id and network fingerprint are the first 16 bytes of SHA-256 of the Ed25519 public key: they
-name a key in public and tell nothing of its secret. A site's fingerprint is its public key in full: other
-sites make the authority that they trust of it, before they have seen a certificate.
+Key ids and network fingerprints are the first 16 bytes of SHA-256 of the Ed25519 public key. They name a key in public and
+reveal nothing about its secret. A site's fingerprint is its whole public key, because other sites make the authority
+that they trust from it, before they have seen a certificate.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ _COUNTERSIGNED: Final = b"iris-stream-countersign-1"
 class _Secret:
     """32 secret bytes and the public id derived from them.
 
-    Compared and hashed by the public id, so in no secret-dependent time. `repr` shows 8 hex digits
-    of the id. Refuses to be pickled or copied: a secret leaves the process by `reveal` alone.
+    Comparison and hash use the public id, so their time does not depend on the secret. `repr` shows 8 hex digits of the
+    id. It cannot be pickled or copied: a secret leaves the process only by `reveal`.
     """
 
     __slots__ = ("_secret",)
@@ -65,10 +65,10 @@ class _Secret:
 
     @classmethod
     def parse(cls, text: object) -> Self:
-        """Return the key written as `reveal` does; one trailing "=" is allowed.
+        """Return the key whose `reveal` is `text`; one trailing "=" is allowed.
 
         Raises:
-            KeyringError: anything else; the error never repeats the text.
+            KeyringError: the text has another form. The error never repeats it.
         """
         secret = _read_text(text)
         if secret is None:
@@ -78,7 +78,7 @@ class _Secret:
         return cls(secret)
 
     def reveal(self) -> str:
-        """Return the secret as 43 characters of base64url, for a key file and nothing else."""
+        """Return the secret as 43 characters of base64url. Use it only to write a key file."""
         return _as_text(self._secret)
 
     @property
@@ -103,9 +103,9 @@ class _Secret:
 
 
 class ClusterKey(_Secret):
-    """The one key that the members of a cluster share, and all that it yields.
+    """The key that the members of a cluster share, and the keys derived from it.
 
-    `key_id` is 16 bytes, `public_key`, `sealing_root`, `tunnel_psk` and `key_hash_key` are 32 each.
+    `key_id` is 16 bytes; `public_key`, `sealing_root`, `tunnel_psk` and `key_hash_key` are 32 bytes each.
     """
 
     __slots__ = ("_signer", "key_hash_key", "key_id", "public_key", "sealing_root", "tunnel_psk")
@@ -129,11 +129,11 @@ class ClusterKey(_Secret):
     def sign_proof(
         self, *, relay_id: bytes, session_id: bytes, challenge: bytes, channel: bytes = b""
     ) -> bytes:
-        """Return the 64-byte signature that proves to one relay, in one session, that we hold this key.
+        """Return the 64-byte signature that proves to one relay, in one session, that its sender holds this key.
 
         Args:
             relay_id: 16 bytes; session_id: 8 bytes; challenge: the relay's 32 random bytes.
-            channel: over TLS, the 32 bytes of the certificate's hash (`iris.remote.certificate_hash`); else empty.
+            channel: over TLS, the 32-byte hash of the relay's certificate (`iris.remote.certificate_hash`); otherwise empty.
 
         Raises:
             LocalProtocolError: an argument has another length.
@@ -141,20 +141,20 @@ class ClusterKey(_Secret):
         return self._signer.sign(_proof(relay_id, session_id, challenge, self.key_id, channel))
 
     def sign_order(self, order: bytes) -> bytes:
-        """Return the 64-byte signature by which a store may keep a stream of this key's, or has to end it."""
+        """Return the 64-byte signature that allows a store to keep a stream under this key, or orders it to end it."""
         return self._signer.sign(_ORDER + order)
 
     def sign_caller(self, transcript: bytes) -> bytes:
-        """Return the 64-byte signature that opens a channel to a store (`channel`)."""
+        """Return the 64-byte signature of the caller's side of a channel to a store (`iris.crypto.channel`)."""
         return self._signer.sign(_CALLER + transcript)
 
     def countersign_order(self, order: bytes) -> bytes:
-        """Return the 64-byte signature by which this key of a stream admits the key that `order` names."""
+        """Return the 64-byte signature by which this key of a stream admits the new key that `order` names."""
         return self._signer.sign(_COUNTERSIGNED + order)
 
 
 class StoreKey(_Secret):
-    """A store's own key: it seals and opens nothing, and shows that an order names this store. `public_key` is 32 bytes."""
+    """A store's own key, which proves that an order names this store. It cannot seal or open. `public_key` is 32 bytes."""
 
     __slots__ = ("_signer", "public_key")
     _kind = "store key"
@@ -173,21 +173,21 @@ class StoreKey(_Secret):
     def sign_proof(
         self, order: bytes, *, relay_id: bytes, session_id: bytes, challenge: bytes
     ) -> bytes:
-        """Return the 64-byte signature that shows to one relay, in one session, that `order` is to us."""
+        """Return the 64-byte signature that proves to one relay, in one session, that `order` names this store."""
         return self._signer.sign(
             _STORE_PROOF + _proof(relay_id, session_id, challenge, _digest(order))
         )
 
     def sign_channel(self, transcript: bytes) -> bytes:
-        """Return the 64-byte signature of the store's side of a channel (`channel`)."""
+        """Return the 64-byte signature of the store's side of a channel (`iris.crypto.channel`)."""
         return self._signer.sign(_STORE + transcript)
 
 
 class NetworkKey(_Secret):
-    """The key that the relays of one network share: it admits relays and opens no payload.
+    """The key that the relays of one network share. It admits relays, and cannot open payloads.
 
-    `fingerprint` (16 bytes) names the network; `ca_key` signs the certificates of its relays,
-    `access_ca_key` those of sessions from hosts without a relay (`certificates`).
+    `fingerprint` (16 bytes) names the network. `ca_key` signs the certificates of its relays, `access_ca_key` those of
+    sessions from hosts without a relay (`iris.crypto.certificates`).
     """
 
     __slots__ = ("access_ca_key", "ca_key", "fingerprint")
@@ -209,10 +209,10 @@ class NetworkKey(_Secret):
 
 
 class SiteKey(_Secret):
-    """The key that the gateways of one site share: it shows them to other sites, and opens nothing.
+    """The key that the gateways of one site share. It authenticates them to other sites, and cannot open payloads.
 
-    `ca_key` signs the certificates of its gateways (`certificates`); `public_key` (32 bytes) is what other sites pin, and
-    `fingerprint` the text of it.
+    `ca_key` signs the certificates of its gateways (`iris.crypto.certificates`). Other sites pin `public_key` (32 bytes);
+    `fingerprint` is its text.
     """
 
     __slots__ = ("ca_key", "fingerprint", "public_key")
@@ -232,7 +232,7 @@ class SiteKey(_Secret):
 
 
 def dump_fingerprint(public_key: bytes) -> str:
-    """Return a site's public key (32 bytes) as the 43 characters of base64url by which other sites pin it."""
+    """Return a site's public key (32 bytes) as 43 characters of base64url, the form in which other sites pin it."""
     return _as_text(public_key)
 
 
@@ -240,7 +240,7 @@ def parse_fingerprint(text: str) -> bytes:
     """Return the public key (32 bytes) that `dump_fingerprint` wrote; one trailing "=" is allowed.
 
     Raises:
-        KeyringError: it is anything else.
+        KeyringError: the text has another form.
     """
     public_key = _read_text(text)
     if public_key is None:
@@ -251,7 +251,7 @@ def parse_fingerprint(text: str) -> bytes:
 
 
 def public_id(public_key: bytes) -> bytes:
-    """Return the 16-byte name of a 32-byte Ed25519 public key: key id, network fingerprint or name of a site's key."""
+    """Return the 16-byte id of a 32-byte Ed25519 public key: a key id, network fingerprint, or id of a site or store key."""
     return _digest(public_key)
 
 
@@ -260,8 +260,8 @@ def verify_proof(
 ) -> bytes:  # fmt: skip
     """Return the key id (16 bytes) that `signature` proves for this relay, session, challenge and channel.
 
-    Anybody can make a key pair and prove its id. Proving the id of a cluster's key requires that key,
-    because the id is a hash of the public key.
+    Anybody can make a key pair and prove its id. Proving the id of a cluster's key requires that key, because the id is a
+    hash of its public key.
 
     Raises:
         OpenError: the signature is not this key's over this relay id, session id, challenge and channel, or
@@ -302,7 +302,7 @@ def verify_countersignature(public_key: bytes, signature: bytes, order: bytes) -
 def verify_store_proof(
     public_key: bytes, signature: bytes, order: bytes, *, relay_id: bytes, session_id: bytes, challenge: bytes
 ) -> None:  # fmt: skip
-    """Return if the store of `public_key` signed this order in this session; raises OpenError otherwise."""
+    """Return if the store of `public_key` signed this order in this session. Raises OpenError otherwise."""
     message = _STORE_PROOF + _proof(relay_id, session_id, challenge, _digest(order))
     _verify(
         public_key, signature, message, "the store's proof is not valid for this session and order"
@@ -310,7 +310,7 @@ def verify_store_proof(
 
 
 def verify_caller(public_key: bytes, signature: bytes, transcript: bytes) -> bytes:
-    """Return the id of the cluster key (16 bytes) that signed a caller's side of a channel; raises OpenError."""
+    """Return the id of the cluster key (16 bytes) that signed a caller's side of a channel. Raises OpenError."""
     _verify(
         public_key,
         signature,
@@ -321,7 +321,7 @@ def verify_caller(public_key: bytes, signature: bytes, transcript: bytes) -> byt
 
 
 def verify_channel(public_key: bytes, signature: bytes, transcript: bytes) -> None:
-    """Return if the store of `public_key` signed its side of a channel; raises OpenError otherwise."""
+    """Return if the store of `public_key` signed its side of a channel. Raises OpenError otherwise."""
     _verify(
         public_key,
         signature,
@@ -346,7 +346,7 @@ def _as_text(data: bytes) -> str:
 
 
 def _read_text(text: object) -> bytes | None:
-    """Return the 32 bytes of a text of 43 characters; None if it is none."""
+    """Return the 32 bytes written as 43 characters of base64url, or None if `text` has another form."""
     if not isinstance(text, str) or not text.isascii():
         return None
     bare = text.removesuffix("=")
@@ -354,7 +354,7 @@ def _read_text(text: object) -> bytes | None:
         data = base64.b64decode(bare + "=", altchars=b"-_", validate=True)
     except binascii.Error:
         return None
-    # Only one text per key: b64decode also takes "+", "/" and stray low bits.
+    # Accept one text per key only: b64decode also accepts "+", "/" and stray low bits.
     return data if len(data) == SECRET_BYTES and _as_text(data) == bare else None
 
 
@@ -368,7 +368,7 @@ def _digest(data: bytes) -> bytes:
 def _proof(
     relay_id: bytes, session_id: bytes, challenge: bytes, key_id: bytes, channel: bytes = b""
 ) -> bytes:
-    # Fixed lengths are what makes the plain concatenation unambiguous.
+    # The concatenation is unambiguous because the lengths are fixed.
     lengths = (len(relay_id), len(session_id), len(challenge))
     if lengths != (RELAY_ID_BYTES, SESSION_ID_BYTES, CHALLENGE_BYTES):
         raise LocalProtocolError(

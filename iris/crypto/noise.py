@@ -1,15 +1,14 @@
-"""Tunnels' encryption: Noise_NNpsk0_25519_AESGCM_SHA256 (Noise Protocol Framework, revision 34).
+"""Encryption of tunnels: Noise_NNpsk0_25519_AESGCM_SHA256 (Noise Protocol Framework, revision 34).
 
     NNpsk0:   -> psk, e        initiator writes, responder reads
               <- e, ee         responder writes, initiator reads; then both `split`
 
-Neither side has a static key: the pre-shared key is the whole authentication, and the ephemeral keys
-make what was sent secret even from a later thief of it. Since the pattern has a psk, "e" mixes the
-public key into the chaining key too (§9.2). Noise's HKDF (§4.3) is HKDF-SHA256 of RFC 5869 with the
-chaining key as salt and empty info.
+Neither side has a static key. The pre-shared key alone authenticates both sides; the ephemeral keys keep what was sent
+secret even if the pre-shared key is stolen later. Because the pattern has a psk, "e" mixes the public key into the
+chaining key, too (§9.2). Noise's HKDF (§4.3) is HKDF-SHA256 of RFC 5869 with the chaining key as salt and empty info.
 
-Sans-IO: whoever owns the handshake brings 32 random bytes for the ephemeral key and carries the
-messages. A read or write that fails changes nothing, so a forged message does no harm.
+Sans-IO: the owner of the handshake passes in 32 random bytes for the ephemeral key and carries the messages. A read or
+write that fails changes nothing, so a forged message does no harm.
 """
 
 from __future__ import annotations
@@ -41,9 +40,9 @@ _EMPTY: Final = b""
 
 
 class CipherState:
-    """One direction of a tunnel: either side encrypts with its `send` and decrypts with its `recv`.
+    """Cipher of one direction of a tunnel. Each side encrypts with one and decrypts with the other (`Handshake.split`).
 
-    Records arrive in order, whole, or not at all: the nonce is the count of records, never sent.
+    Records must arrive whole and in order, because the nonce is the number of records before, and is not sent.
     """
 
     __slots__ = ("_decrypt", "_encrypt", "_nonce")
@@ -55,13 +54,13 @@ class CipherState:
         self._nonce = 0
 
     def encrypt(self, plaintext: Buffer, ad: bytes = _EMPTY) -> bytes:
-        """Return ciphertext ‖ tag of at most 65,519 bytes. The nonce is spent even when this raises.
+        """Return ciphertext ‖ tag for a plaintext of at most 65,519 bytes. The nonce is spent even if this raises.
 
         Raises:
-            LocalProtocolError: `plaintext` is longer, 2^64 - 1 records were sent, or `poison` was
-                called; the tunnel must end.
+            LocalProtocolError: `plaintext` is longer, 2^64 - 1 records were sent, or `poison` was called. The tunnel
+                must end.
         """
-        # No call stands between these two lines, so no signal handler or other thread runs there.
+        # There is no call between these two lines, so no signal handler or other thread runs there.
         nonce = self._nonce
         self._nonce = nonce + 1
         if nonce >= _MAX_NONCE or len(plaintext) > MAX_PLAINTEXT_BYTES:
@@ -90,7 +89,7 @@ class CipherState:
         raise OpenError("the record is not the next record of this tunnel")
 
     def poison(self) -> None:
-        """Make every later `encrypt` raise; for the child of a fork, which shares our nonces."""
+        """Make every later `encrypt` raise; for the child of a fork, which shares these nonces."""
         self._encrypt = _refuse_poisoned
 
     def _refuse(self, nonce: int) -> NoReturn:
@@ -105,9 +104,9 @@ class CipherState:
 
 
 class Handshake:
-    """The two messages that begin a tunnel, seen from one side.
+    """One side of the two-message handshake that begins a tunnel.
 
-    Used once: `split` hands out the two ciphers and forgets every secret.
+    It is used once: `split` returns the two ciphers and forgets every secret.
     """
 
     __slots__ = ("_ephemeral", "_hash", "_initiator", "_messages", "_psk", "_shared", "_state")
@@ -115,9 +114,9 @@ class Handshake:
     def __init__(
         self, initiator: bool, prologue: bytes, psk: bytes, ephemeral_secret: bytes
     ) -> None:
-        """`psk` and `ephemeral_secret` are 32 bytes; the latter is random and used nowhere else.
+        """`psk` and `ephemeral_secret` are 32 bytes each; the latter is random and used nowhere else.
 
-        Both sides must bring the same `prologue` and `psk`, or the first message does not open.
+        Both sides must have the same `prologue` and `psk`, otherwise the first message does not open.
 
         Raises:
             LocalProtocolError: one of them has another length.
@@ -127,9 +126,9 @@ class Handshake:
                 f"psk and ephemeral secret must be 32 bytes each, not {len(psk)} and {len(ephemeral_secret)}"
             )
         self._initiator = initiator
-        self._messages = 0  # how many of the two have passed
+        self._messages = 0  # number of the two messages that were written or read
         self._hash = _EMPTY
-        # Secrets, and the state that they are mixed into: gone after `split`.
+        # Secrets, and the state that they are mixed into. `split` deletes them.
         self._psk = psk
         self._ephemeral: X25519PrivateKey | None = X25519PrivateKey.from_private_bytes(
             ephemeral_secret
@@ -140,25 +139,25 @@ class Handshake:
 
     @property
     def finished(self) -> bool:
-        """Both messages have passed: `split` may be called, or was."""
+        """Whether both messages were exchanged, so that `split` may be called, or was."""
         return self._messages == 2
 
     @property
     def handshake_hash(self) -> bytes:
-        """32 bytes that are unique to this tunnel and public (§11.2).
+        """32 public bytes that are unique to this tunnel (§11.2).
 
         Raises:
-            LocalProtocolError: not finished yet.
+            LocalProtocolError: the handshake has not finished.
         """
         if not self.finished:
             raise LocalProtocolError("the handshake has not finished")
         return self._hash
 
     def write_message(self, payload: Buffer = _EMPTY) -> bytes:
-        """Return our message: 32 bytes of ephemeral key, then `payload` encrypted, then the tag.
+        """Return this side's message: 32 bytes of ephemeral key, then `payload` encrypted, then the tag.
 
         Raises:
-            LocalProtocolError: it is not our turn, or the message would be over 65,535 bytes.
+            LocalProtocolError: it is not this side's turn, or the message would be over 65,535 bytes.
         """
         state, ephemeral = self._next(writes=True)
         if KEY_BYTES + len(payload) + TAG_BYTES > MAX_MESSAGE_BYTES:
@@ -174,12 +173,12 @@ class Handshake:
         return message
 
     def read_message(self, message: Buffer) -> bytes:
-        """Return the payload of the other side's message.
+        """Return the payload of the peer's message.
 
         Raises:
-            OpenError: forged, damaged, truncated, or made with another psk or prologue. Nothing
-                changed: the true message may still be read.
-            LocalProtocolError: it is not the other side's turn.
+            OpenError: the message was forged, damaged, truncated, or made with another psk or prologue. Nothing changed:
+                the true message may still be read.
+            LocalProtocolError: it is not the peer's turn.
         """
         state, ephemeral = self._next(writes=False)
         shared = _EMPTY
@@ -191,7 +190,7 @@ class Handshake:
                     shared = ephemeral.exchange(X25519PublicKey.from_public_bytes(public))
                     state.mix_key(shared)
                 payload = state.decrypt_and_hash(message[KEY_BYTES:])
-                if self._messages == 0:  # needed for our answer; refused here if it is degenerate
+                if self._messages == 0:  # needed for our answer; a degenerate key is refused here
                     shared = ephemeral.exchange(X25519PublicKey.from_public_bytes(public))
                 self._commit(state, shared)
                 return payload
@@ -205,8 +204,8 @@ class Handshake:
         """Return (send, recv) for the records that follow, and forget the secrets.
 
         Raises:
-            LocalProtocolError: the handshake has not finished, or was split already: two ciphers of
-                one key would repeat nonces.
+            LocalProtocolError: the handshake has not finished, or was already split: two ciphers of one key would repeat
+                nonces.
         """
         state = self._state
         if state is None or not self.finished:
@@ -235,7 +234,7 @@ class Handshake:
 
 
 class _Symmetric:
-    """SymmetricState of §5.2. In NNpsk0 a fresh key precedes every payload, so each nonce is 0."""
+    """SymmetricState of §5.2. In NNpsk0 every payload has a fresh key, so each nonce is 0."""
 
     __slots__ = ("chaining_key", "hash", "key")
 

@@ -1,22 +1,22 @@
-"""Sealing of messages: SFrame, RFC 9605, cipher suite AES_256_GCM_SHA512_128 (0x0005) alone.
+"""Sealing of messages with SFrame (RFC 9605), only with the cipher suite AES_256_GCM_SHA512_128 (0x0005).
 
-A sealed message is `header ‖ ciphertext ‖ 16-byte tag`, its header (§4.3) the key number KID and the
-counter CTR, each in as few bytes as it needs:
+A sealed message is `header ‖ ciphertext ‖ 16-byte tag`. The header (§4.3) holds the key number KID and the counter CTR, each
+in as few bytes as it needs:
 
     config byte  X KKK Y CCC     X = 0: KID is KKK (0-7); X = 1: KID follows in KKK + 1 bytes
-    [KID] [CTR]                  Y and CCC say the same of CTR; both big-endian
+    [KID] [CTR]                  Y and CCC have the same meaning for CTR; both big-endian
 
     sender's base key = HKDF-Expand(SHA-256, sealing root, "iris-seal-1" ‖ sender id, 32 bytes)
     secret            = HKDF-Extract(SHA-512, "", base key)                               (§4.4.2)
     key, salt         = HKDF-Expand(secret, "SFrame 1.0 Secret key " / "... salt " ‖ KID ‖ suite)
     nonce, AAD        = salt XOR CTR, header ‖ metadata                                   (§4.4.3)
 
-**KID is the first 8 bytes of the sender id**, which is random and public. It is not taken from the
-base key: the header travels in clear, and a quarter of the base key must not. KID tells two senders
-apart and says nothing of the key; the key depends on all 16 bytes of the sender id.
+**KID is the first 8 bytes of the sender id**, which is random and public. It is not taken from the base key, because the
+header is sent in clear. KID distinguishes senders and reveals nothing about the key, which depends on all 16 bytes of the
+sender id.
 
-One sender id seals at most 2^32 messages, whatever their addresses, so counters fit in 4 bytes; a
-larger one is refused like a forgery.
+One sender id seals at most 2^32 messages over all addresses, so counters fit in 4 bytes. A larger counter is refused like a
+forgery.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 SENDER_ID_BYTES: Final = 16
 TAG_BYTES: Final = 16
 MAX_OVERHEAD_BYTES: Final = 1 + 8 + 4 + TAG_BYTES
-"""What sealing adds at most, in bytes."""
+"""Most bytes that sealing adds to a message."""
 SEALS_PER_SENDER: Final = 1 << 32
 WINDOW_COUNTERS: Final = 1 << 17
 
@@ -52,11 +52,11 @@ _FULL_BLOCK: Final = (1 << _BLOCK_BITS) - 1
 
 
 class Sealer:
-    """Seals what one sender sends under one key; never twice under one counter.
+    """Seals the messages of one sender under one key, never two under one counter.
 
-    Belongs to the thread that first seals: two threads could otherwise draw one counter. After a
-    fork both processes hold the same counters, so the child must call `poison` before it runs on.
-    The owner draws a new random sender id for every connection, and after 2^32 seals.
+    It belongs to the thread that first seals, because two threads could otherwise use one counter. After a fork both
+    processes hold the same counters, so the child must call `poison` first. The owner draws a new random sender id for
+    every connection, and after 2^32 seals.
     """
 
     __slots__ = (
@@ -72,12 +72,12 @@ class Sealer:
     )
 
     def __init__(self, key: ClusterKey, sender_id: bytes) -> None:
-        """`sender_id` is 16 bytes, random and never used before; raises LocalProtocolError at other lengths."""
+        """`sender_id` is 16 random bytes, never used before. Raises LocalProtocolError for other lengths."""
         self._start(*_sender_keys(key, sender_id))
 
     @classmethod
     def from_base_key(cls, base_key: bytes, kid: int) -> Self:
-        """Return a sealer for a base key and KID of another origin, as in the vectors of RFC 9605."""
+        """Return a sealer for a given base key and KID, as in the test vectors of RFC 9605."""
         sealer = cls.__new__(cls)
         sealer._start(base_key, kid)
         return sealer
@@ -89,10 +89,10 @@ class Sealer:
         self._kid = kid
         self._counter = 0
         self._claim: dict[None, int] = {}
-        self._owner = 0  # no thread's identifier: the first seal claims
+        self._owner = 0  # not the identifier of a thread: the first seal claims it
         # While headers keep their length, header = (base + counter) as one big-endian number.
         self._header_base = self._header_bytes = 0
-        self._next_width = 0  # the counter at which the two above must be computed anew
+        self._next_width = 0  # counter at which the two above must be computed again
 
     @property
     def counter(self) -> int:
@@ -100,22 +100,25 @@ class Sealer:
         return self._counter
 
     def seal(self, plaintext: Buffer, metadata: bytes) -> bytes:
-        """Return header ‖ ciphertext ‖ tag: `plaintext` encrypted, `metadata` authenticated with it. Raises as `seal_apart`."""
+        """Return header ‖ ciphertext ‖ tag: `plaintext` encrypted, and authenticated together with `metadata`.
+
+        Raises as `seal_apart`.
+        """
         header, ciphertext = self.seal_apart(plaintext, metadata)
         return header + ciphertext
 
     def seal_apart(self, plaintext: Buffer, metadata: bytes) -> tuple[bytes, bytes]:
-        """Return header, and ciphertext ‖ tag: who writes them one after the other need not copy them together.
+        """Return (header, ciphertext ‖ tag), so that a caller who writes them one after the other need not join them.
 
-        A counter is spent even when this raises.
+        A counter is spent even if this raises.
 
         Raises:
-            LocalProtocolError: 2^32 messages were sealed, another thread sealed first, or `poison`
-                was called. Nothing was sealed; a new sealer with a new sender id is needed.
+            LocalProtocolError: 2^32 messages were sealed, another thread sealed first, or `poison` was called. Nothing was
+                sealed; use a new sealer with a new sender id.
         """
         if get_ident() != self._owner:
             self._claim_thread()
-        # No call stands between these two lines, so no signal handler or other thread runs there.
+        # There is no call between these two lines, so no signal handler or other thread runs there.
         counter = self._counter
         self._counter = counter + 1
         if counter >= self._next_width:
@@ -125,11 +128,11 @@ class Sealer:
         return header, self._encrypt(nonce, plaintext, header + metadata)
 
     def poison(self) -> None:
-        """Make every later seal raise; for the child of a fork. Forgets the key."""
+        """Make every later seal raise, and forget the key; for the child of a fork."""
         self._encrypt = _refuse_poisoned
 
     def _claim_thread(self) -> None:
-        # setdefault is atomic: of two threads that seal first at once, one wins and the other raises.
+        # setdefault is atomic: if two threads make the first seal at once, one wins and the other raises.
         if self._claim.setdefault(None, get_ident()) != get_ident():
             raise LocalProtocolError(
                 "a sealer may be used only by the thread that first sealed with it"
@@ -145,23 +148,23 @@ class Sealer:
         header = encode_header(self._kid, counter)
         base, length = int.from_bytes(header) - counter, len(header)
         next_width = counter + 1 if counter < 8 else 1 << 8 * _width(counter)
-        # Again no call from here to the use of the first two.
+        # Again, there is no call from here to the use of the first two.
         self._header_base, self._header_bytes = base, length
         self._next_width = next_width
 
 
 class Opener:
-    """Opens what one sender sealed under one key. Keeps no counters: see `ReplayWindow`."""
+    """Opens messages that one sender sealed under one key. It does not track counters; see `ReplayWindow`."""
 
     __slots__ = ("_decrypt", "_forms", "_salt")
 
     def __init__(self, key: ClusterKey, sender_id: bytes) -> None:
-        """`sender_id` is 16 bytes, as received; raises LocalProtocolError at other lengths."""
+        """`sender_id` is 16 bytes, as received. Raises LocalProtocolError for other lengths."""
         self._start(*_sender_keys(key, sender_id))
 
     @classmethod
     def from_base_key(cls, base_key: bytes, kid: int) -> Self:
-        """Return an opener for a base key and KID of another origin, as in the vectors of RFC 9605."""
+        """Return an opener for a given base key and KID, as in the test vectors of RFC 9605."""
         opener = cls.__new__(cls)
         opener._start(base_key, kid)
         return opener
@@ -170,9 +173,9 @@ class Opener:
         key, salt = derive_key_and_salt(base_key, kid)
         self._decrypt = AESGCM(key).decrypt
         self._salt = int.from_bytes(salt)
-        # Config byte -> (length, base, first, last) of the only headers that this sender may write
-        # under it: a header read as one number minus `base` is the counter, and lies within first to
-        # last exactly if KID is ours and CTR is as short as it can be. At most 12 entries.
+        # Config byte -> (length, base, first, last) of the only headers that this sender may write with it. The header read
+        # as one number, minus `base`, is the counter. It is in first to last if and only if KID is this sender's and CTR is
+        # as short as possible. At most 12 entries.
         self._forms: dict[int, tuple[int, int, int, int]] = {}
         for first in (*range(8), 8, 1 << 8, 1 << 16, 1 << 24):
             header = encode_header(kid, first)
@@ -183,9 +186,9 @@ class Opener:
         """Return (counter, plaintext) of `body`, which is only read. A memoryview must be of bytes.
 
         Raises:
-            OpenError: `body` was not sealed by this sender under this key with this `metadata`:
-                forged, damaged, truncated, spliced, or its header is not the shortest. One reason
-                for all, so that a forger learns nothing from it.
+            OpenError: `body` was not sealed by this sender under this key with this `metadata`: it was forged, damaged,
+                truncated, spliced, or its header is not the shortest. The text is the same for all reasons, so that a
+                forger learns nothing from it.
         """
         try:
             length, base, first, last = self._forms[body[0]]
@@ -202,11 +205,11 @@ class Opener:
 
 
 class ReplayWindow:
-    """Which of one sender's last `size` counters were accepted.
+    """The accepted ones of one sender's last `size` counters.
 
-    `check` before a message is accepted and `mark` when it is, so that a refused message may come
-    again. The window ends at the highest marked counter. Memory follows what was marked: a new
-    window takes 128 bytes, one with a single mark 330, one at its worst 33 KB for 2^17 counters.
+    Call `check` before a message is accepted and `mark` when it is, so that a refused message may come again. The window
+    ends at the highest marked counter. Memory grows with the marks: a new window takes 128 bytes, one with a single mark
+    330 bytes, and the worst case 33 KB for 2^17 counters.
     """
 
     __slots__ = ("_blocks", "_highest", "_max_blocks", "_size")
@@ -215,16 +218,16 @@ class ReplayWindow:
         self._size = size
         self._highest = -1
         self._blocks: dict[int, int] = {}  # counter // 1024 -> bitmap of its 1,024 counters
-        # A quarter more than the window spans: each pruning drops that quarter, so a block is looked
-        # at five times in its life, however busy the sender.
+        # A quarter more than the window spans: each pruning removes that quarter, so each block is visited five times in its
+        # life, however busy the sender.
         self._max_blocks = 5 * (size // _BLOCK_BITS + 2) // 4
 
     def check(self, counter: int) -> None:
-        """Return if `counter` was not accepted; changes nothing.
+        """Return if `counter` was not accepted. This changes nothing.
 
         Raises:
             Replayed: it was accepted.
-            Stale: it is `size` or more below the highest accepted, so nobody can tell.
+            Stale: it is `size` or more below the highest accepted one, so it may have been accepted.
         """
         if counter > self._highest:
             return
@@ -234,20 +237,20 @@ class ReplayWindow:
             raise Replayed("the message was accepted before")
 
     def accept(self, counter: int) -> None:
-        """Note that `counter` was accepted, if it was not before; raises as `check`."""
+        """Check and mark `counter`. Raises as `check`."""
         if counter <= self._highest:
             self.check(counter)
         self.mark(counter)
 
     def mark(self, counter: int) -> None:
-        """Note that `counter` was accepted. One below the window needs no note: it stays stale."""
+        """Note that `counter` was accepted. A counter below the window is ignored, because it stays stale."""
         if counter > self._highest:
             self._highest = counter
         elif counter <= self._highest - self._size:
             return
         index = counter // _BLOCK_BITS
         block = self._blocks.get(index, 0) | 1 << counter % _BLOCK_BITS
-        # A busy sender fills its blocks: all full ones are one object.
+        # A busy sender fills its blocks, so all full blocks share one object.
         self._blocks[index] = _FULL_BLOCK if block == _FULL_BLOCK else block
         if len(self._blocks) > self._max_blocks:
             oldest = (self._highest - self._size + 1) // _BLOCK_BITS
@@ -270,11 +273,11 @@ def encode_header(kid: int, ctr: int) -> bytes:
 
 
 def decode_header(data: Buffer) -> tuple[int, int, int]:
-    """Return (KID, CTR, length of the header) of what `data` begins with (RFC 9605 §4.3).
+    """Return (KID, CTR, length of the header) of the header at the start of `data` (RFC 9605 §4.3).
 
     Raises:
-        OpenError: it is truncated, or a number takes more bytes than it needs. RFC 9605 has senders
-            write the shortest; holding them to it leaves one encoding per message.
+        OpenError: it is truncated, or a number takes more bytes than it needs. RFC 9605 requires senders to write the
+            shortest form; enforcing that leaves one encoding per message.
     """
     if not data:
         raise OpenError("the SFrame header is truncated")
