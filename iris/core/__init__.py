@@ -1,1 +1,1 @@
-"""The client's side of the protocol as plain objects. The caller passes them frames and the time; they never wait (sans-IO)."""
+"""The client's side of the protocol as plain objects that are passed frames and the time, and never wait (sans-IO)."""

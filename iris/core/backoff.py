@@ -8,7 +8,8 @@ MOST_DOUBLINGS = 30
 
 
 def backoff_s(failures: int, first_s: float, longest_s: float, rng: Callable[[], float]) -> float:
-    """Return the seconds to wait after `failures` earlier failures: doubled at each, then shortened at random by up to half.
+    """Return the seconds to wait after `failures` earlier failures: doubled at each, then shortened at random
+    by up to half.
 
     The random part keeps clients that failed together from retrying together ("equal jitter": Brooker, Exponential
     Backoff And Jitter, 2015). `rng` returns a number in [0, 1).

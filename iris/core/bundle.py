@@ -26,7 +26,8 @@ from iris.core.compression import expanded
 from iris.errors import DecodeError, LocalProtocolError
 
 CUT_BYTES: Final = 65 << 10
-"""Largest size of a bundle of several messages. 64 KiB of payloads fit if each has 512 bytes or more, so powers of two fit."""
+"""Largest size of a bundle of several messages. 64 KiB of payloads fit if each has 512 bytes or more,
+so powers of two fit."""
 MESSAGE_BYTES: Final = 8
 """Bytes that each message adds to the size compared with `CUT_BYTES`; this bounds the number of messages, too."""
 HEADERS: Final = 1
@@ -91,7 +92,8 @@ def message_bytes(payload: bytes, headers: Headers | None) -> int:
 
 
 class Column(msgspec.Struct, frozen=True, gc=False):
-    """Position of a column in a bundle's plain text: its offsets from `offsets` to `base`, its bytes from `base` to `end`."""
+    """Position of a column in a bundle's plain text: its offsets from `offsets` to `base`, its bytes
+    from `base` to `end`."""
 
     offsets: int
     base: int
@@ -138,7 +140,8 @@ def encode_single(payload: bytes, headers: Headers | None, packed: bool) -> byte
 def join_columns(
     count: int, flags: int, columns: Sequence[tuple[bytes, Sequence[bytes | memoryview]]]
 ) -> bytes:
-    """Return the plain text of a bundle of these columns, each as its offsets (i32, little-endian) and parts of its bytes."""
+    """Return the plain text of a bundle of these columns, each as its offsets (i32, little-endian) and
+    parts of its bytes."""
     parts: list[bytes | memoryview] = [_HEAD.pack(count, flags)]
     size = _HEAD.size
     for offsets, values in columns:

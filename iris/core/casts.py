@@ -108,7 +108,10 @@ class Casts:
                 binding.broadcast(messages, self._bundle_bytes)
 
     def _bundle(self, buf: memoryview, start: int, end: int) -> tuple[InFlow, list[Message]]:
-        """Open a bundle and check its position in its sender's sequence. Return its flow and messages, none if it was dropped."""
+        """Open a bundle and check its position in its sender's sequence.
+
+        Return its flow and messages, none if it was dropped.
+        """
         if end - start < BODY_AT:
             raise PeerProtocolError(
                 f"a data frame of {end - start} bytes is shorter than its {BODY_AT} bytes of fixed fields"
@@ -187,9 +190,11 @@ class Casts:
         return (flow.kind, receiver, flow.name, flow.key.key_id, flow.sender_id)
 
     def _skipped_by_groups(self, flow: InFlow, expected: Expected, count: int) -> None:
-        """Handle a delivery to queue groups only, from a sender whose messages reached subscriptions without a group before.
+        """Handle a delivery to queue groups only, from a sender whose messages reached subscriptions without a
+        group before.
 
-        An honest relay sends it only after those subscriptions have ended. If they still exist, report the loss to them.
+        An honest relay sends it only after those subscriptions have ended. If they still exist, report the loss
+        to them.
         """
         plain = flow.as_plain()
         if self._owner.sinks(plain):
@@ -211,14 +216,18 @@ class Casts:
         self._owner.lost(lost)
 
     def _report_refused(self, flow: InFlow, first: int, count: int, cause: str) -> None:
-        """Report the messages of a bundle that is dropped. The gap that the sender's next message shows does not report them again."""
+        """Report the messages of a bundle that is dropped.
+
+        The gap that the sender's next message shows does not report them again.
+        """
         if not flow.plain or not count:
             self._report_loss(flow, count, cause)
         elif not self._report_range(flow, first, count, cause):
             self._drop("late or repeated", count)
 
     def _report_range(self, flow: InFlow, first: int, count: int, cause: str) -> bool:
-        """Report `count` messages from `first` on as lost, and those missing before them, except what was already reported.
+        """Report `count` messages from `first` on as lost, and those missing before them, except what was
+        already reported.
 
         Return False if all of them were already reported or received. These numbers are not authenticated, so the
         sequence continues from the next message that opens.
@@ -248,7 +257,8 @@ class Casts:
         )
         flow = InFlow(declared, key, None)
         if gap.count == UNKNOWN_COUNT:
-            # The next message shows how many; without one, the number stays unknown. Both ends of a link may report one loss.
+            # The next message shows how many; without one, the number stays unknown.
+            # Both ends of a link may report the same loss.
             flow_key = self._flow_key(flow) if flow.plain else None
             expected = self._guard.known(flow_key) if flow_key is not None else None
             if expected is None or expected.unsure_again():

@@ -1,7 +1,7 @@
 """A caller's channels to stores: opened at the first call, then used by all later calls of the session (sans-IO).
 
-    first call ─► Knock ─► Door: does an order signed by our key name its store? ─► Open ─► signed by that store? ─► channel
-                                                                     calls that were held are sent, in order ◄┘
+    first call ─► Knock ─► Door: does an order signed by our key name its store?
+               ─► Open ─► Opened: did that store sign it? ─► channel ─► calls that were held are sent, in order
 
 No part of a call is sent before the store has proven who it is. If a store no longer knows a channel, the next call
 opens another.
@@ -127,7 +127,8 @@ class StoreChannel:
         """Calls that wait for the channel to open: hop id -> call. A call that its caller gives up is removed."""
         self._owner = owner
         self.cluster_key = key
-        """The key that this session proves to hold. It may have been retired from the keyring since the call was prepared."""
+        """The key that this session proves to hold. It may have been retired from the keyring since the
+        call was prepared."""
         self._shown = shown
         self._offer = Offer(key, owner.entropy)
 

@@ -80,7 +80,10 @@ def expanded(plain: bytes) -> bytes:
 
 
 def held_bytes(plain: bytes, size: int) -> int:
-    """Return the memory that an opened bundle of `size` bytes on the wire takes once expanded. Queues are bounded by this."""
+    """Return the memory that an opened bundle of `size` bytes on the wire takes once expanded.
+
+    Queues are bounded by this.
+    """
     if len(plain) < _HEAD.size or not plain[_FLAGS_AT] & COMPRESSED:
         return size
     return max(size, int(_HEAD.unpack_from(plain)[2]))

@@ -97,7 +97,10 @@ class Conversation:
         return False
 
     def over_tls(self, relay_id: bytes, channel: bytes) -> None:
-        """Expect a relay on another host, with this relay id and certificate hash (`channel`). Call it before `greeting`."""
+        """Expect a relay on another host, with this relay id and certificate hash (`channel`).
+
+        Call it before `greeting`.
+        """
         raise PeerProtocolError(
             "a session of this kind can attach only to the relay on its own host, not over TLS"
         )
@@ -129,7 +132,10 @@ class Conversation:
         raise NotImplementedError
 
     def ask(self, build: Callable[[int], frames.Control], waiter: Waiter) -> None:
-        """Send the control frame that `build` makes for a new id. Its Ack, Report, Pong or Audience resolves `waiter`."""
+        """Send the control frame that `build` makes for a new id.
+
+        Its Ack, Report, Pong or Audience resolves `waiter`.
+        """
         if self.state is not UP:
             waiter.set_exception(ConnectionLost("relay", self.reason or "the session is not up"))
             return

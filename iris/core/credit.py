@@ -26,9 +26,11 @@ MAX_WINDOW: Final = 4 << 20
 GROWTH: Final = 4
 """Factor by which a window grows while the subscriber keeps up."""
 QUEUE_SHARE: Final = 4
-"""All windows of a subscription together are at most its queue's limit divided by this, unless each is `FIRST_WINDOW`."""
+"""All windows of a subscription together are at most its queue's limit divided by this, unless each is
+`FIRST_WINDOW`."""
 MIN_QUEUE_BYTES: Final = 4 << 20
-"""Smallest queue of a subscription for which publishers wait, because earlier windows may still allow bytes to arrive."""
+"""Smallest queue of a subscription for which publishers wait, because earlier windows may still allow
+bytes to arrive."""
 
 
 class Credit:
@@ -187,5 +189,8 @@ class Windows:
 
 
 def _may_be_half_free(window: Window) -> bool:
-    """Return whether half of a limited window may be free. A window without a limit gets one only when subscriptions change."""
+    """Return whether half of a limited window may be free.
+
+    A window without a limit gets one only when subscriptions change.
+    """
     return window.limited and 2 * (window.received + window.bytes - window.limit) >= window.bytes

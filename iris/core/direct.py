@@ -1,11 +1,12 @@
-"""Socket pairs: a busy tunnel between two sessions of one relay moves its records to a socket pair that bypasses the relay.
+"""Socket pairs: a busy tunnel between two sessions of one relay moves its records to a socket pair that
+bypasses the relay.
 
 The relay creates the pair and gives each session its end (PAIR, FETCH). The two sides agree on the move by items within
 the tunnel (see `iris.core.tunnel`). In the pair, each record follows a u32 with its length.
 
-The relay keeps a duplicate of both ends. When the tunnel or a session ends, it first sends the reason and then shuts the
-pair down. So a session that finds its pair broken sends PING: if no TUNNEL_END comes before the PONG, the pair itself
-broke, and the tunnel breaks.
+The relay keeps a duplicate of both ends. When the tunnel or a session ends, it first sends the reason and then
+shuts the pair down. So a session that finds its pair broken sends PING: if no TUNNEL_END comes before the PONG,
+the pair itself broke, and the tunnel breaks.
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ class Direct:
         return self.pair is not None and not self.moved
 
     def report(self, least_bytes: int) -> tuple[int, int, int, int] | None:
-        """Return what passed since the last report, in the form of `reported`, or None if it is less than `least_bytes`."""
+        """Return what passed since the last report, in the form of `reported`, or None if it is less
+        than `least_bytes`."""
         pair = self.pair
         if pair is None:
             return None

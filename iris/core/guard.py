@@ -27,8 +27,8 @@ FlowKey = tuple[int, int, str, bytes, bytes]
 class Shares:
     """Number of entries of a bounded table that each key id uses.
 
-    Half of the table is split equally among the keys; the other half is first come, first served. A fresh entry is never
-    removed, because messages could be replayed once its window is forgotten.
+    Half of the table is split equally among the keys; the other half is first come, first served. A fresh entry
+    is never removed, because messages could be replayed once its window is forgotten.
     """
 
     __slots__ = ("_limit", "_used")
@@ -69,7 +69,8 @@ class Sequence:
         self.next = 0
         """Next expected number; lower ones are late or repeated. Only a message that opened moves it."""
         self.reported = 0
-        """Losses below this number were reported by a relay. If such a message arrives, the report was wrong and is ignored."""
+        """Losses below this number were reported by a relay. If such a message arrives, the report was
+        wrong and is ignored."""
         self.known = False
         """Whether every delivery without a queue group was followed since some message, so that a jump is a gap."""
         self.unsure = -1
@@ -83,7 +84,10 @@ class Sequence:
         return first - max(self.next, self.reported)
 
     def unsure_again(self) -> bool:
-        """Note a loss of unknown count from here on. Return False if it was already reported and no message came since."""
+        """Note a loss of unknown count from here on.
+
+        Return False if it was already reported and no message came since.
+        """
         if self.unsure == self.next:
             return False
         self.unsure = self.next
@@ -142,7 +146,8 @@ class Guard:
     ) -> Sender | None:
         """Return the entry of a sender whose message just opened, or None if its key's share is full of fresh entries.
 
-        For a survey, which reaches every service of a process once, `receiver` is the number of the service; otherwise 0.
+        For a survey, which reaches every service of a process once, `receiver` is the number of the service;
+        otherwise 0.
         """
         key = (key_id, sender_id, receiver)
         entry = self._senders.get(key)
@@ -175,8 +180,8 @@ class Guard:
     def reported(self, key: FlowKey) -> Sequence:
         """Return the sequence of a sender whose losses a relay reported.
 
-        If no message of that sender has opened, the sequence is kept in a small separate table, so that a relay's reports
-        do not take room from senders.
+        If no message of that sender has opened, the sequence is kept in a small separate table, so that a
+        relay's reports do not take room from senders.
         """
         entry = self._sequences.get(key) or self._reported.get(key)
         if entry is None:
@@ -186,7 +191,10 @@ class Guard:
         return entry
 
     def resume_topics(self, is_new: Callable[[str], bool]) -> None:
-        """Handle new topics, for which `is_new` is true: messages missed so far are not a gap. Old ones are still refused."""
+        """Handle new topics, for which `is_new` is true: messages missed so far are not a gap.
+
+        Old ones are still refused.
+        """
         self._reported.clear()
         for (kind, _, name, _, _), entry in self._sequences.items():
             if kind == Kind.PUBLISH and entry.known and is_new(name):
@@ -198,9 +206,9 @@ class Guard:
     ) -> bool:  # fmt: skip
         """Return whether a table has room for a new entry, after removing entries idle beyond the freshness limit.
 
-        Removing those is safe, because everything that they would refuse is refused as too old. A full table is searched
-        again only when its oldest entry may have become idle, and at most once a second, because unknown senders may come
-        by the thousand.
+        Removing those is safe, because everything that they would refuse is refused as too old. A full table is
+        searched again only when its oldest entry may have become idle, and at most once a second, because
+        unknown senders may come by the thousand.
         """
         if shares.has_room(key_id, self.keys):
             return True

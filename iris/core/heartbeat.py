@@ -19,7 +19,10 @@ SAMPLES: Final = 16
 
 
 class Heartbeat:
-    """State of one connection's heartbeats. The greeting that came at `now_us` (local clock) carried the peer's `mono_us`."""
+    """State of one connection's heartbeats.
+
+    The greeting that came at `now_us` (local clock) carried the peer's `mono_us`.
+    """
 
     __slots__ = ("beat_at_us", "beat_us", "clock_us", "last_us", "peer_us", "rtt_us", "samples")
 

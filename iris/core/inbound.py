@@ -1,4 +1,5 @@
-"""The receiving half of a session: aliases that the relay declared, and for each the opener and the expected sequence."""
+"""The receiving half of a session: aliases that the relay declared, and for each the opener and the
+expected sequence."""
 
 from __future__ import annotations
 
@@ -71,7 +72,8 @@ class InFlow:
         self.key = key
         self.sender_id = declared.sender_id
         self.plain = declared.plain or declared.kind != Kind.PUBLISH
-        """Whether it goes to subscriptions without a group, or to a service, so that every missing message is a loss."""
+        """Whether it goes to subscriptions without a group, or to a service, so that every missing
+        message is a loss."""
         self.groups = frozenset(declared.groups)
         self.member = declared.member
         self.opener = opener

@@ -23,7 +23,10 @@ class Waiter(Protocol):
 
 
 class Binding(Protocol):
-    """A service that joined through this session, as the session sees it. `number` is unique in the process, never reused."""
+    """A service that joined through this session, as the session sees it.
+
+    `number` is unique in the process, never reused.
+    """
 
     @property
     def number(self) -> int: ...
@@ -58,7 +61,8 @@ class Owner(Protocol):
 
     def find_key(self, key_id: bytes) -> ClusterKey | None: ...
     def binding(self, flow: InFlow) -> Binding | None:
-        """Return the service that a flow addresses, or None if no local service joined that address, whatever the relay says."""
+        """Return the service that a flow addresses, or None if no local service joined that address,
+        whatever the relay says."""
 
     def sinks(self, flow: InFlow) -> Sequence[Sink]: ...
     def draining(self) -> None: ...
@@ -112,7 +116,10 @@ class Answering(Protocol):
 
 
 class Delivery:
-    """A request, push or survey that was accepted for running. It ends by exactly one call of `reply`, `fault` or `finish`."""
+    """A request, push or survey that was accepted for running.
+
+    It ends by exactly one call of `reply`, `fault` or `finish`.
+    """
 
     __slots__ = ("counter", "deadline_us", "flow", "hop", "message", "session", "size")
 
@@ -146,5 +153,8 @@ class Delivery:
         self.session.answer(self, Kind.FAULT, text, headers, False)
 
     def finish(self, *, started: bool = True) -> None:
-        """End a push; its credit is returned at the end of the turn. If it was not `started`, its sender gets a report."""
+        """End a push; its credit is returned at the end of the turn.
+
+        If it was not `started`, its sender gets a report.
+        """
         self.session.credit(self.flow.member, self.flow.kind, self.hop, started=started)

@@ -37,7 +37,10 @@ class Message(msgspec.Struct, gc=False):
         return decode_payload(self.payload, self.packed, None)
 
     def decode(self, type: Any) -> Any:
-        """Return the payload as `type`: bytes, str, or any type that msgspec supports. Raises DecodeError if it does not match."""
+        """Return the payload as `type`: bytes, str, or any type that msgspec supports.
+
+        Raises DecodeError if it does not match.
+        """
         return decode_payload(self.payload, self.packed, type)
 
 

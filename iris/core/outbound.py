@@ -25,7 +25,8 @@ from iris.wire.runs import MAX_RUN, MAX_RUN_BYTES, answer_run, call_run
 SMALL_BYTES: Final = 8192
 """A smaller body is cheaper to copy behind its header than to write separately."""
 EAGER_CHUNKS: Final = 16
-"""Requests or answers that are written before the turn ends, so that others work on them meanwhile. For a relay without runs."""
+"""Requests or answers that are written before the turn ends, so that others work on them meanwhile. For
+a relay without runs."""
 EAGER_CALLS: Final = 32
 """Most calls in a run, for a relay with runs: short enough that several runs are in flight."""
 RUN_OVERHEAD: Final = 64
@@ -147,7 +148,8 @@ class Outbound:
         self._local_senders = local_senders
         self._aliases: AliasTable[AliasKey] = AliasTable(max_aliases)
         self._sealers: dict[tuple[bytes, str], tuple[Sealer, bytes]] = {}
-        """(key id, site) -> (sealer, sender id). Per site, so that messages for one site leave no gap in what others receive."""
+        """(key id, site) -> (sealer, sender id). Per site, so that messages for one site leave no gap
+        in what others receive."""
         self._flows: dict[tuple[int, str, bytes], OutFlow] = {}
         """(kind, name with site, key id) -> flow."""
         self.topics: dict[str, OutFlow] = {}
@@ -253,7 +255,10 @@ class Outbound:
         return credit
 
     def stalled(self, flow: OutFlow) -> None:
-        """Report that a publisher has waited up to its timeout. Messages for subscribers without credit are dropped until they grant some."""
+        """Report that a publisher has waited up to its timeout.
+
+        Messages for subscribers without credit are dropped until they grant some.
+        """
         alias = flow.alias
         if flow.credit is not None and alias is not None and alias.number >= 0:
             self.credits.ask(flow.credit, alias.number, stalled=True)
@@ -328,7 +333,8 @@ class Outbound:
             self._write_run(flow)
 
     def _write_run(self, flow: OutFlow) -> None:
-        """Frame a run that is long enough and have it written, so that its receivers work while this side makes the next."""
+        """Frame a run that is long enough and have it written, so that its receivers work while this
+        side makes the next."""
         self._end_run(flow)
         if self._longest_run > 1 or len(self.chunks) >= EAGER_CHUNKS:
             self._on_full()
@@ -394,7 +400,10 @@ class Outbound:
         return counter
 
     def opening(self, name: str, key: ClusterKey, tunnel_id: bytes, body: bytes, hop: int, deadline_us: int, timeout_ms: int) -> None:  # fmt: skip
-        """Frame the first handshake message of a tunnel. Each tunnel has its own alias, because its id is the sender id."""
+        """Frame the first handshake message of a tunnel.
+
+        Each tunnel has its own alias, because its id is the sender id.
+        """
         self.prove(key)
         site, name = split_site(name)
         alias = self._declare(Kind.TUNNEL_OPEN, name, key.key_id, tunnel_id, site)
@@ -434,7 +443,8 @@ class Outbound:
         self, name: str, key: ClusterKey, payloads: Sequence[bytes], headers: Sequence[Headers | None] | None, packed: bool,
         message_key: bytes = b"",
     ) -> tuple[bytes, bytes, bytes]:  # fmt: skip
-        """Seal messages for a stream, all with the same `message_key` (empty for none); return (sender id, end fields, body).
+        """Seal messages for a stream, all with the same `message_key` (empty for none); return (sender id, end
+        fields, body).
 
         It frames nothing.
         """

@@ -4,9 +4,9 @@
                                             ▲                          │ lost, out of order
                                             └── nothing in flight ◄────┘
 
-A producer has a random id, and numbers its records from 0 in each epoch. The store accepts number n only after n - 1.
-So lost records are sent again unchanged, in order, when nothing else is in flight, and the store recognises those that it
-has already stored by their numbers.
+A producer has a random id, and numbers its records from 0 in each epoch. The store accepts number n only after
+n - 1. So lost records are sent again unchanged, in order, when nothing else is in flight, and the store
+recognises those that it has already stored by their numbers.
 
 In a new epoch the store cannot recognise records of the old one. Records that may be stored are not sent again then;
 their callers get StreamUnavailable with `may_have_run`.
@@ -97,13 +97,17 @@ class Pending(BundleBuilder, Generic[W]):
         """Whether an answer to it was lost, so that it is unknown whether it is stored."""
         self.uuid = b""
         self.key: ClusterKey | None = None
-        """Key it was sealed with, for the stream `uuid`. It opens only under that key, so it is sent only under that key."""
+        """Key it was sealed with, for the stream `uuid`. It opens only under that key, so it is sent
+        only under that key."""
         self.sender_id = self.end = self.body = b""
         """Set when it is sealed. It is sent again unchanged."""
 
 
 class Sent(Struct, Generic[W], eq=False):
-    """A call in flight, until `Producer.answered` or `lost`. It is sent under `key`, with which its records were sealed."""
+    """A call in flight, until `Producer.answered` or `lost`.
+
+    It is sent under `key`, with which its records were sealed.
+    """
 
     records: list[Pending[W]]
     key: ClusterKey
@@ -117,7 +121,10 @@ class Producer(Generic[W]):
         self, name: str, producer_id: bytes, *, waiter: Callable[[], W], on_open: Callable[[], object],
         find_key: Callable[[bytes], ClusterKey | None], rng: Callable[[], float],
     ) -> None:  # fmt: skip
-        """`waiter` creates the waiter of a record. `on_open` is called when a record was opened, which `cut` must close."""
+        """`waiter` creates the waiter of a record.
+
+        `on_open` is called when a record was opened, which `cut` must close.
+        """
         self.name = name
         self.bytes = 0
         """Bytes queued and in flight."""
@@ -201,7 +208,10 @@ class Producer(Generic[W]):
     def due(
         self, now_us: int, uuid: bytes, key: ClusterKey, out: Outbound, call_bytes: int
     ) -> list[Sent[W]]:
-        """Return the calls to send now, each of at most `call_bytes`. `out` seals records with `key` for the stream `uuid`."""
+        """Return the calls to send now, each of at most `call_bytes`.
+
+        `out` seals records with `key` for the stream `uuid`.
+        """
         if now_us < self.due_us:
             return []
         if self._resend:
@@ -315,7 +325,10 @@ class Producer(Generic[W]):
         self._call_ended(sent, now_us)
 
     def lost(self, sent: Sent[W], error: Exception, now_us: int) -> bool:
-        """Handle a call that ended with an error. Return whether it is sent again, because the store cannot be reached."""
+        """Handle a call that ended with an error.
+
+        Return whether it is sent again, because the store cannot be reached.
+        """
         if isinstance(error, StreamError):
             # Reported by the store, or by a relay that knows of no store.
             away, lost = error.passing, isinstance(error.__cause__, RequestError)

@@ -214,7 +214,10 @@ class Requests:
                 waiter.set_result(message)
 
     def not_ours(self, hop: int) -> None:
-        """End a request whose answer came under a key that this process does not have. A survey goes on: others may answer."""
+        """End a request whose answer came under a key that this process does not have.
+
+        A survey goes on: others may answer.
+        """
         pending = self._pending.get(hop)
         if pending is not None and pending.survey is None:
             detail = "the reply was sealed under a key that this client does not have"
@@ -308,7 +311,10 @@ class Requests:
 
 
 def is_stale(fail: frames.Fail) -> bool:
-    """Return whether a message was too old to distinguish from a replay. Then it may have run, whatever else the relay says."""
+    """Return whether a message was too old to distinguish from a replay.
+
+    Then it may have run, whatever else the relay says.
+    """
     return fail.cause == Cause.REFUSED and fail.detail == STALE
 
 

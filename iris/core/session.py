@@ -1,7 +1,7 @@
 """A client's session with its relay: ids, deadlines, answers, dispatch (sans-IO).
 
-Incoming messages are passed to the owner's bindings and sinks by plain calls. `iris.core.conversation` describes how the
-shell drives a session.
+Incoming messages are passed to the owner's bindings and sinks by plain calls. `iris.core.conversation`
+describes how the shell drives a session.
 """
 
 from __future__ import annotations
@@ -245,8 +245,8 @@ class Session(SessionBase):
     ) -> int:
         """Request the members that serve `name`, or with `streams` the stores that hold it; return the watch's id.
 
-        `on_change` is called with the answer, and with later changes if `stay` is set. `refused` is called with the reason
-        if the relay has no room for another watch.
+        `on_change` is called with the answer, and with later changes if `stay` is set. `refused` is called with
+        the reason if the relay has no room for another watch.
         """
         number = self._next_id
         self._next_id += 1
@@ -276,7 +276,10 @@ class Session(SessionBase):
             out.single(ours, payload, headers, packed, delivery.hop, 0, 0, suffix)
 
     def credit(self, member: int, kind: int, hop: int, *, started: bool) -> None:
-        """Return the credit of a push at the end of the turn. If it was not `started`, the relay reports that to its sender."""
+        """Return the credit of a push at the end of the turn.
+
+        If it was not `started`, the relay reports that to its sender.
+        """
         given = self._credits.get((member, kind))
         if given is None:
             given = self._credits[member, kind] = ([], [])
@@ -316,7 +319,10 @@ class Session(SessionBase):
             self.refuse(buf, start, end, reason)
 
     def _incoming_run(self, buf: memoryview, start: int, end: int) -> None:
-        """Handle a run of requests or pushes for a member. Neighbors refused for one reason are sent back as a run, too."""
+        """Handle a run of requests or pushes for a member.
+
+        Neighbors refused for one reason are sent back as a run, too.
+        """
         at, sizes = read_calls(buf, start, end)
         _, flags, alias, hop, deadline_us, sent_us, count = CALL.unpack_from(buf, start)
         if flags & FLAG_REFUSED:
@@ -333,7 +339,8 @@ class Session(SessionBase):
         self, flow: InFlow, hop: int, deadline_us: int, sent_us: int, buf: memoryview, at: int, sizes: Sequence[int],
         end_fields: bytes | memoryview,
     ) -> Sequence[tuple[int, int, Refusal]]:  # fmt: skip
-        """Open and dispatch the calls of one frame: bodies of the lengths `sizes`, from `buf[at]` on, with hop ids from `hop` on.
+        """Open and dispatch the calls of one frame: bodies of the lengths `sizes`, from `buf[at]` on, with hop
+        ids from `hop` on.
 
         Return the refused calls: (index of the first, number of consecutive calls, reason).
         """
@@ -451,7 +458,10 @@ class Session(SessionBase):
     # -- incoming frames: control ------------------------------------------------------------------------------
 
     def _on_left(self, left: frames.CallerLeft) -> None:
-        """Count callers that no longer wait. Their handlers still run to the end, because work that was begun is finished."""
+        """Count callers that no longer wait.
+
+        Their handlers still run to the end, because work that was begun is finished.
+        """
         self.callers_left += len(left.hops)
 
     def _on_fail(self, fail: frames.Fail) -> None:

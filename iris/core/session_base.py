@@ -1,4 +1,5 @@
-"""State that all parts of a client's session share: outbound and inbound halves, owner, guard and counters (sans-IO)."""
+"""State that all parts of a client's session share: outbound and inbound halves, owner, guard and
+counters (sans-IO)."""
 
 from __future__ import annotations
 
@@ -16,7 +17,10 @@ from iris.wire.kinds import FLAG_REFUSED, Refusal
 
 
 class SessionBase(Conversation):
-    """Base of a client's session. Requests, store calls, tunnels and casts each add their part (`iris.core.session`)."""
+    """Base of a client's session.
+
+    Requests, store calls, tunnels and casts each add their part (`iris.core.session`).
+    """
 
     def __init__(
         self, owner: Owner, guard: Guard, entropy: Callable[[int], bytes], local_senders: LocalSenders | None, *, label: str, pid: int,
@@ -59,7 +63,8 @@ class SessionBase(Conversation):
     def refuse(
         self, buf: memoryview, start: int, end: int, reason: Refusal, count: int = 1
     ) -> None:
-        """Send a refused frame of `count` messages back, so that the relay can try another member without storing bodies."""
+        """Send a refused frame of `count` messages back, so that the relay can try another member
+        without storing bodies."""
         frame = bytearray(buf[start:end])
         frame[FLAGS_AT] = FLAG_REFUSED | reason << 4
         self.drop(f"refused: {reason.name.lower()}", count)

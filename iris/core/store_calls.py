@@ -200,7 +200,7 @@ class StoreCalls:
                 if counter == call.counter:
                     return answer
             elif self._refused(body):
-                # The store does not know the channel, or a relay claims so. It is unknown whether the call was carried out.
+                # The store does not know the channel, or a relay claims so. The call may have been carried out.
                 self._drop_channel(channel)
                 self._again(call, channel)
                 return None
@@ -216,7 +216,8 @@ class StoreCalls:
             return False
 
     def _again(self, call: StoreCall, channel: StoreChannel) -> None:
-        """Send a call again through a new channel if it changes nothing; otherwise end it, and let its caller decide."""
+        """Send a call again through a new channel if it changes nothing; otherwise end it, and let its
+        caller decide."""
         if not call.body:
             detail = (
                 "the store no longer knows the channel, because the store or its relay restarted; "

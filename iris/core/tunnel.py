@@ -12,14 +12,16 @@ or the turn of the event loop ends:
     0x07 ready     this side has its end of the tunnel's socket pair, and will read there after `moved`
     0x08 moved     last item in the last record through the relay: the next record comes by the socket pair
 
-Each side may send 64 KiB before the first credit. The receiver grants what it has consumed. While it waits for the
-sender it also grows the window, fourfold each time, up to 16 MiB. So a slow reader throttles its sender to its own pace,
-and an idle tunnel holds at most 64 KiB. All windows of a session together grow by at most 256 MiB.
+Each side may send 64 KiB before the first credit. The receiver grants what it has consumed. While it waits for
+the sender it also grows the window, fourfold each time, up to 16 MiB. So a slow reader throttles its sender to
+its own pace, and an idle tunnel holds at most 64 KiB. All windows of a session together grow by at most 256
+MiB.
 
 A tunnel has ended normally after finish from both sides, or after close. Any other end breaks it.
 
-    through the relay ── 1 MiB carried: the initiator requests a pair ──► granted ── this end has its descriptor: `ready` ──►
-    ... ── the peer is ready, too: `moved` ──► this side sends by the socket pair (`iris.core.direct`)
+    through the relay ── 1 MiB carried: the initiator requests a pair ──► granted
+    ── this end has its descriptor: `ready` ──► ── the peer is ready, too: `moved` ──► this side sends by
+    the socket pair (`iris.core.direct`)
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ from iris.wire.kinds import Cause, Kind
 FIRST_WINDOW: Final = 64 << 10
 MAX_WINDOW: Final = 16 << 20
 MAX_GROWN: Final = 256 << 20
-"""Bytes by which all windows of one session together may grow. Beyond it windows keep their size until a tunnel ends."""
+"""Bytes by which all windows of one session together may grow. Beyond it windows keep their size until
+a tunnel ends."""
 GROWTH: Final = 4
 """Factor by which a window grows: four round trips from the first to the largest."""
 CHUNK_COST: Final = 64
@@ -198,10 +201,11 @@ class TunnelEnd:
     def write(self, data: memoryview, start: int) -> tuple[int, bool]:
         """Send as much of the message `data` from `start` on as credit allows.
 
-        Return the position where it stopped, and whether the whole message was sent; an empty message stops where it starts.
+        Return the position where it stopped, and whether the whole message was sent; an empty message stops
+        where it starts.
 
-        Each chunk costs `CHUNK_COST` besides its bytes. The view is borrowed until `flush` or until a record takes it, so
-        the caller must not change the part that was sent. The rest stays the caller's.
+        Each chunk costs `CHUNK_COST` besides its bytes. The view is borrowed until `flush` or until a record
+        takes it, so the caller must not change the part that was sent. The rest stays the caller's.
         """
         size = len(data)
         while True:
@@ -318,7 +322,10 @@ class TunnelEnd:
             self._mark_dirty(self)
 
     def pair_granted(self) -> None:
-        """Note that the relay has created a pair for this tunnel, whose end is being fetched. Raises PeerProtocolError."""
+        """Note that the relay has created a pair for this tunnel, whose end is being fetched.
+
+        Raises PeerProtocolError.
+        """
         if self.direct is not None:
             raise PeerProtocolError(f"the relay sent a second PAIR for tunnel {self.hop}")
         self.direct = Direct()
@@ -356,7 +363,10 @@ class TunnelEnd:
     # -- receiving -------------------------------------------------------------------------------------------
 
     def received(self, record: memoryview) -> None:
-        """Handle one record from the relay. A record that is not the next one, or exceeds the credit, breaks the tunnel."""
+        """Handle one record from the relay.
+
+        A record that is not the next one, or exceeds the credit, breaks the tunnel.
+        """
         if self._recv is None or self.ended:
             return
         try:
@@ -378,7 +388,8 @@ class TunnelEnd:
             self._send.poison()
 
     def ended_by_relay(self, cause: int) -> None:
-        """Handle TUNNEL_END: the end is normal after the peer's close or both finishes; otherwise it breaks the tunnel."""
+        """Handle TUNNEL_END: the end is normal after the peer's close or both finishes; otherwise it
+        breaks the tunnel."""
         if not self.ended:
             self.fail(_CAUSES.get(cause, "the peer ended it without closing it"), notify=False)
 
@@ -406,8 +417,8 @@ class TunnelEnd:
             if grant >= self._window // 4:
                 self._consumed = 0
                 if self._dry and self._window < MAX_WINDOW:
-                    # The reader has found nothing since the last grant, so it waits for the sender. A long round trip may
-                    # have one grant only, so growth must take few of them.
+                    # The reader has found nothing since the last grant, so it waits for the sender.
+                    # A long round trip may have one grant only, so growth must take few of them.
                     by = min(
                         (GROWTH - 1) * self._window, MAX_WINDOW - self._window, self._growth.left
                     )

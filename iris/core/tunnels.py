@@ -23,7 +23,8 @@ from iris.wire.names import split_site
 MAX_HALF_OPEN: Final = 1024
 HALF_OPEN_US: Final = 5_000_000
 Fetch = Callable[[bytes, TunnelEnd], None]
-"""Fetch the end of the socket pair for a token and pass it to `Tunnels.attach_pair`. On failure the tunnel stays with the relay."""
+"""Fetch the end of the socket pair for a token and pass it to `Tunnels.attach_pair`. On failure the
+tunnel stays with the relay."""
 
 
 class _AfterPong:
@@ -97,7 +98,7 @@ class Tunnels:
 
     def _emit(self, frame: bytes) -> None:
         if frame[KIND_AT] == Kind.TUNNEL_END:
-            # TUNNEL_END does not count as a message, because relays create it, too. It is the last frame of this hop id.
+            # The last frame of this hop id. It does not count as a message, because relays create it, too.
             self._forget(HOP.unpack_from(frame)[4])
         elif self._session.state is UP:
             self._session.out.sent_messages += 1

@@ -77,7 +77,8 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Content of an access file: `leaf` authenticates the client to relays, `authority`, the network CA, relays to the client.
+    """Content of an access file: `leaf` authenticates the client to relays, `authority`, the network CA, relays
+    to the client.
 
     `fingerprint` (16 bytes) names the network, `access_id` (16 bytes) the leaf.
     """
@@ -186,7 +187,8 @@ def parse_access(text: str) -> Access:
     """Return the content of a file that `dump_access` wrote. Text around the PEM blocks is allowed.
 
     Raises:
-        KeyringError: the text is not an access file, or its parts do not belong together. The error never repeats the text.
+        KeyringError: the text is not an access file, or its parts do not belong together. The error never
+            repeats the text.
     """
     try:
         access = _parsed_access(text)

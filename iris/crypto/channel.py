@@ -6,9 +6,9 @@
     Open(nonce, door, public key, share, signature) ─►
                  ◄────────────────────────── Opened(channel, share, signature)
 
-Each side signs all values that both have sent (`keys`), so a relay cannot alter them. The X25519 shares are new each time,
-so replaying a recording does not open a channel. A call or answer in a channel begins with `MARK`, which is not the first
-byte of any MessagePack:
+Each side signs all values that both have sent (`keys`), so a relay cannot alter them. The X25519 shares are new
+each time, so replaying a recording does not open a channel. A call or answer in a channel begins with `MARK`,
+which is not the first byte of any MessagePack:
 
     0xc1 | channel u64 | counter u64 | HMAC-SHA256 (32) | the call or answer
 
@@ -80,7 +80,10 @@ class DirectionKeys:
 
 
 class Channel:
-    """One side of an open channel. `number` is the store's number for it, `key_id` the id of the cluster key that opened it."""
+    """One side of an open channel.
+
+    `number` is the store's number for it, `key_id` the id of the cluster key that opened it.
+    """
 
     __slots__ = ("_receive", "_send", "_window", "key_id", "next", "number", "uuid")
 
@@ -182,7 +185,8 @@ def accept_offer(
 def transcript(
     store: bytes, uuid: bytes, key_id: bytes, nonce: bytes, door: bytes, share: bytes
 ) -> bytes:
-    """Return the bytes that a caller signs: store key (32) ‖ uuid (16) ‖ key id (16) ‖ nonce (32) ‖ door (32) ‖ share (32)."""
+    """Return the bytes that a caller signs: store key (32) ‖ uuid (16) ‖ key id (16) ‖ nonce (32) ‖
+    door (32) ‖ share (32)."""
     parts = (store, uuid, key_id, nonce, door, share)
     if tuple(map(len, parts)) != (32, 16, 16, NONCE_BYTES, NONCE_BYTES, 32):
         raise LocalProtocolError(

@@ -11,8 +11,8 @@ A topic uses the entry of its longest prefix, by whole tokens; a cluster uses th
 replaces the default; it does not add to it. In calls and errors an entry is named "default", by its cluster, or
 "topic:PREFIX".
 
-Rotation has three steps: `add` (the new key opens, but does not seal yet), `promote` (it seals), `retire` (the old key is
-removed). This module does not read or write files; see `iris.keyfiles`.
+Rotation has three steps: `add` (the new key opens, but does not seal yet), `promote` (it seals), `retire` (the
+old key is removed). This module does not read or write files; see `iris.keyfiles`.
 """
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ class Keyring:
     def for_filter(self, filter: str) -> Keys:
         """Return every key of every topic that `filter` may match, without duplicates.
 
-        These are the keys of all entries that such a topic may use, from the most general to the most specific. The default
-        is included only if some such topic has no other entry.
+        These are the keys of all entries that such a topic may use, from the most general to the most specific.
+        The default is included only if some such topic has no other entry.
 
         Raises:
             InvalidName: `filter` is outside the grammar.
@@ -143,7 +143,8 @@ class Keyring:
     def add(self, name: str, key: ClusterKey) -> Self:
         """Return a keyring in which the entry `name` also opens under `key`, listed last.
 
-        A name without an entry gets one with the keys in effect for it, plus `key`. So the key that seals stays the same.
+        A name without an entry gets one with the keys in effect for it, plus `key`. So the key that seals stays
+        the same.
 
         Raises:
             KeyringError: the key is already in effect there, or the name is outside the grammar.
@@ -156,8 +157,8 @@ class Keyring:
     def promote(self, name: str, key_id: bytes | None = None) -> Self:
         """Return a keyring in which the key `key_id` of the entry `name` is first, so it seals.
 
-        Without `key_id`, the last key is promoted, which is the one that `add` added. Calling it twice then goes back to
-        the old key. With `key_id`, a second call changes nothing.
+        Without `key_id`, the last key is promoted, which is the one that `add` added. Calling it twice then
+        goes back to the old key. With `key_id`, a second call changes nothing.
 
         Raises:
             KeyringError: the keyring does not have this entry or key, or there is no other key to promote.
@@ -174,8 +175,8 @@ class Keyring:
         """Return a keyring without the key `key_id`, or without the last one, of the entry `name`.
 
         Raises:
-            KeyringError: the keyring does not have this entry or key, the key is the only one, or it is the first, which
-                seals; promote another before.
+            KeyringError: the keyring does not have this entry or key, the key is the only one, or it is the
+                first, which seals; promote another before.
         """
         keys = self._entry(name)
         key = keys[-1] if key_id is None else _pick(name, keys, key_id)
@@ -286,8 +287,8 @@ def _tree(names: Iterable[str]) -> _Node:
 def _walk(node: _Node, parts: list[str], at: int, entry: str, found: set[str]) -> None:
     """Add to `found` the entry of every topic that starts with `node` and matches `parts[at:]`.
 
-    `entry` is the entry of such a topic if no longer prefix has one. A wildcard may match a token that no entry has, so it
-    always reaches `entry`, too.
+    `entry` is the entry of such a topic if no longer prefix has one. A wildcard may match a token that no entry
+    has, so it always reaches `entry`, too.
     """
     entry = node.entry or entry
     part = parts[at] if at < len(parts) else None

@@ -12,9 +12,9 @@ So no derived key reveals anything about another:
     site key ────── "iris-site-ca-1"     the same for a site's gateways
     store key ───── "iris-store-sign-1"  seed of the Ed25519 key pair by which a store proves that an order names it
 
-Key ids and network fingerprints are the first 16 bytes of SHA-256 of the Ed25519 public key. They name a key in public and
-reveal nothing about its secret. A site's fingerprint is its whole public key, because other sites make the authority
-that they trust from it, before they have seen a certificate.
+Key ids and network fingerprints are the first 16 bytes of SHA-256 of the Ed25519 public key. They name a key in
+public and reveal nothing about its secret. A site's fingerprint is its whole public key, because other sites
+make the authority that they trust from it, before they have seen a certificate.
 """
 
 from __future__ import annotations
@@ -133,7 +133,8 @@ class ClusterKey(_Secret):
 
         Args:
             relay_id: 16 bytes; session_id: 8 bytes; challenge: the relay's 32 random bytes.
-            channel: over TLS, the 32-byte hash of the relay's certificate (`iris.remote.certificate_hash`); otherwise empty.
+            channel: over TLS, the 32-byte hash of the relay's certificate (`iris.remote.certificate_hash`);
+                otherwise empty.
 
         Raises:
             LocalProtocolError: an argument has another length.
@@ -154,7 +155,10 @@ class ClusterKey(_Secret):
 
 
 class StoreKey(_Secret):
-    """A store's own key, which proves that an order names this store. It cannot seal or open. `public_key` is 32 bytes."""
+    """A store's own key, which proves that an order names this store.
+
+    It cannot seal or open. `public_key` is 32 bytes.
+    """
 
     __slots__ = ("_signer", "public_key")
     _kind = "store key"
@@ -211,8 +215,8 @@ class NetworkKey(_Secret):
 class SiteKey(_Secret):
     """The key that the gateways of one site share. It authenticates them to other sites, and cannot open payloads.
 
-    `ca_key` signs the certificates of its gateways (`iris.crypto.certificates`). Other sites pin `public_key` (32 bytes);
-    `fingerprint` is its text.
+    `ca_key` signs the certificates of its gateways (`iris.crypto.certificates`). Other sites pin `public_key`
+    (32 bytes); `fingerprint` is its text.
     """
 
     __slots__ = ("ca_key", "fingerprint", "public_key")
@@ -251,7 +255,8 @@ def parse_fingerprint(text: str) -> bytes:
 
 
 def public_id(public_key: bytes) -> bytes:
-    """Return the 16-byte id of a 32-byte Ed25519 public key: a key id, network fingerprint, or id of a site or store key."""
+    """Return the 16-byte id of a 32-byte Ed25519 public key: a key id, network fingerprint, or id of a
+    site or store key."""
     return _digest(public_key)
 
 
@@ -260,8 +265,8 @@ def verify_proof(
 ) -> bytes:  # fmt: skip
     """Return the key id (16 bytes) that `signature` proves for this relay, session, challenge and channel.
 
-    Anybody can make a key pair and prove its id. Proving the id of a cluster's key requires that key, because the id is a
-    hash of its public key.
+    Anybody can make a key pair and prove its id. Proving the id of a cluster's key requires that key, because
+    the id is a hash of its public key.
 
     Raises:
         OpenError: the signature is not this key's over this relay id, session id, challenge and channel, or

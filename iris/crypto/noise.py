@@ -176,8 +176,8 @@ class Handshake:
         """Return the payload of the peer's message.
 
         Raises:
-            OpenError: the message was forged, damaged, truncated, or made with another psk or prologue. Nothing changed:
-                the true message may still be read.
+            OpenError: the message was forged, damaged, truncated, or made with another psk or prologue. Nothing
+                changed: the true message may still be read.
             LocalProtocolError: it is not the peer's turn.
         """
         state, ephemeral = self._next(writes=False)
@@ -204,8 +204,8 @@ class Handshake:
         """Return (send, recv) for the records that follow, and forget the secrets.
 
         Raises:
-            LocalProtocolError: the handshake has not finished, or was already split: two ciphers of one key would repeat
-                nonces.
+            LocalProtocolError: the handshake has not finished, or was already split: two ciphers of one key
+                would repeat nonces.
         """
         state = self._state
         if state is None or not self.finished:

@@ -1,7 +1,7 @@
 """Sealing of messages with SFrame (RFC 9605), only with the cipher suite AES_256_GCM_SHA512_128 (0x0005).
 
-A sealed message is `header ‖ ciphertext ‖ 16-byte tag`. The header (§4.3) holds the key number KID and the counter CTR, each
-in as few bytes as it needs:
+A sealed message is `header ‖ ciphertext ‖ 16-byte tag`. The header (§4.3) holds the key number KID and the
+counter CTR, each in as few bytes as it needs:
 
     config byte  X KKK Y CCC     X = 0: KID is KKK (0-7); X = 1: KID follows in KKK + 1 bytes
     [KID] [CTR]                  Y and CCC have the same meaning for CTR; both big-endian
@@ -11,12 +11,12 @@ in as few bytes as it needs:
     key, salt         = HKDF-Expand(secret, "SFrame 1.0 Secret key " / "... salt " ‖ KID ‖ suite)
     nonce, AAD        = salt XOR CTR, header ‖ metadata                                   (§4.4.3)
 
-**KID is the first 8 bytes of the sender id**, which is random and public. It is not taken from the base key, because the
-header is sent in clear. KID distinguishes senders and reveals nothing about the key, which depends on all 16 bytes of the
-sender id.
+**KID is the first 8 bytes of the sender id**, which is random and public. It is not taken from the base key,
+because the header is sent in clear. KID distinguishes senders and reveals nothing about the key, which depends
+on all 16 bytes of the sender id.
 
-One sender id seals at most 2^32 messages over all addresses, so counters fit in 4 bytes. A larger counter is refused like a
-forgery.
+One sender id seals at most 2^32 messages over all addresses, so counters fit in 4 bytes. A larger counter is
+refused like a forgery.
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ class Sealer:
         A counter is spent even if this raises.
 
         Raises:
-            LocalProtocolError: 2^32 messages were sealed, another thread sealed first, or `poison` was called. Nothing was
-                sealed; use a new sealer with a new sender id.
+            LocalProtocolError: 2^32 messages were sealed, another thread sealed first, or `poison` was called.
+                Nothing was sealed; use a new sealer with a new sender id.
         """
         if get_ident() != self._owner:
             self._claim_thread()
@@ -173,9 +173,9 @@ class Opener:
         key, salt = derive_key_and_salt(base_key, kid)
         self._decrypt = AESGCM(key).decrypt
         self._salt = int.from_bytes(salt)
-        # Config byte -> (length, base, first, last) of the only headers that this sender may write with it. The header read
-        # as one number, minus `base`, is the counter. It is in first to last if and only if KID is this sender's and CTR is
-        # as short as possible. At most 12 entries.
+        # Config byte -> (length, base, first, last) of the only headers that this sender may write with it.
+        # The header read as one number, minus `base`, is the counter. It is in first to last if and only if
+        # KID is this sender's and CTR is as short as possible. At most 12 entries.
         self._forms: dict[int, tuple[int, int, int, int]] = {}
         for first in (*range(8), 8, 1 << 8, 1 << 16, 1 << 24):
             header = encode_header(kid, first)
@@ -207,9 +207,9 @@ class Opener:
 class ReplayWindow:
     """The accepted ones of one sender's last `size` counters.
 
-    Call `check` before a message is accepted and `mark` when it is, so that a refused message may come again. The window
-    ends at the highest marked counter. Memory grows with the marks: a new window takes 128 bytes, one with a single mark
-    330 bytes, and the worst case 33 KB for 2^17 counters.
+    Call `check` before a message is accepted and `mark` when it is, so that a refused message may come again.
+    The window ends at the highest marked counter. Memory grows with the marks: a new window takes 128 bytes,
+    one with a single mark 330 bytes, and the worst case 33 KB for 2^17 counters.
     """
 
     __slots__ = ("_blocks", "_highest", "_max_blocks", "_size")
@@ -218,8 +218,8 @@ class ReplayWindow:
         self._size = size
         self._highest = -1
         self._blocks: dict[int, int] = {}  # counter // 1024 -> bitmap of its 1,024 counters
-        # A quarter more than the window spans: each pruning removes that quarter, so each block is visited five times in its
-        # life, however busy the sender.
+        # A quarter more than the window spans: each pruning removes that quarter, so each block is visited
+        # five times in its life, however busy the sender.
         self._max_blocks = 5 * (size // _BLOCK_BITS + 2) // 4
 
     def check(self, counter: int) -> None:

@@ -124,7 +124,8 @@ def tunnel_frame(kind: int, hop: int, body: bytes) -> bytes:
 
 
 def metadata_prefix(kind: int, name: str, key_id: bytes, sender_id: bytes) -> bytes:
-    """Return the constant part of the metadata that a seal authenticates. The frame's bytes 26 to 50 are appended to it.
+    """Return the constant part of the metadata that a seal authenticates. The frame's bytes 26 to 50 are
+    appended to it.
 
     u8 version | u8 kind | u16 name length | name | key id | sender id | sent | timeout | count | first
     """
@@ -152,8 +153,9 @@ class ReceiveBuffer:
 class FrameReader:
     """Splits received bytes into frames by their length field. It looks at nothing else.
 
-    `on_frame(buf, start, end)` gets a writable view, which it may change but must not keep: the buffer is reused when the
-    call returns. A frame has 2 to `limit` bytes after its length field; otherwise `received` raises PeerProtocolError.
+    `on_frame(buf, start, end)` gets a writable view, which it may change but must not keep: the buffer is
+    reused when the call returns. A frame has 2 to `limit` bytes after its length field; otherwise `received`
+    raises PeerProtocolError.
     """
 
     __slots__ = ("_big", "_filled", "_shared", "_tail", "limit", "on_frame")

@@ -38,7 +38,10 @@ class Control(Struct, frozen=True):
 
 
 class Hello(Control, frozen=True):
-    """First frame of a session. `label`, for example the program's name, is shown by `iris status` and in member lists."""
+    """First frame of a session.
+
+    `label`, for example the program's name, is shown by `iris status` and in member lists.
+    """
 
     FRAME = Kind.HELLO
     version: U16
@@ -74,16 +77,23 @@ class Error(Control, frozen=True):
 
 
 class Bye(Control, frozen=True):
-    """Last frame of a side that ends the session. The relay answers with Bye once it has routed everything before it."""
+    """Last frame of a side that ends the session.
+
+    The relay answers with Bye once it has routed everything before it.
+    """
 
     FRAME = Kind.BYE
     reason: Text = ""
     complete: bool = False
-    """To a store, from a relay that stops: nothing that the store records was lost, and nothing can be sent until a relay starts."""
+    """To a store, from a relay that stops: nothing that the store records was lost, and nothing can be
+    sent until a relay starts."""
 
 
 class Drain(Control, frozen=True):
-    """The relay is stopping. The session must start nothing new, finish what runs, send Bye, and look for another relay."""
+    """The relay is stopping.
+
+    The session must start nothing new, finish what runs, send Bye, and look for another relay.
+    """
 
     FRAME = Kind.DRAIN
     grace_ms: U32
@@ -124,13 +134,15 @@ class Prove(Control, frozen=True):
 
 
 class Declare(Control, frozen=True):
-    """Declaration of `alias`, which from now on, in this direction, replaces the constant fields of a sender and an address.
+    """Declaration of `alias`, which from now on, in this direction, replaces the constant fields of a sender
+    and an address.
 
-    From relay to session only: `plain` and `groups` select the receivers, which are the subscriptions without a group and
-    those of the named groups; `member` is the member addressed.
+    From relay to session only: `plain` and `groups` select the receivers, which are the subscriptions without a
+    group and those of the named groups; `member` is the member addressed.
 
-    From a session, `site` selects the destination: HERE for this site, a site's name, or empty. Empty means every site
-    with interest; calls then prefer the local site if a member is there. With hop class TO_WAN, `site` is the destination.
+    From a session, `site` selects the destination: HERE for this site, a site's name, or empty. Empty means
+    every site with interest; calls then prefer the local site if a member is there. With hop class TO_WAN,
+    `site` is the destination.
     """
 
     FRAME = Kind.DECLARE
@@ -224,9 +236,9 @@ class Share(Control, frozen=True):
 class Wait(Control, frozen=True, omit_defaults=True):
     """Request for credit: publications under `alias` wait for it from now on. Frame bytes are counted from this frame.
 
-    Answered with Window, and with another whenever the credit grows. A later Wait for the same alias restarts the count;
-    its `serial` distinguishes its answers from earlier ones. `stalled`: a publisher has waited up to its timeout, so
-    messages for subscribers without credit are dropped until they grant some.
+    Answered with Window, and with another whenever the credit grows. A later Wait for the same alias restarts
+    the count; its `serial` distinguishes its answers from earlier ones. `stalled`: a publisher has waited up to
+    its timeout, so messages for subscribers without credit are dropped until they grant some.
     """
 
     FRAME = Kind.WAIT
@@ -236,7 +248,10 @@ class Wait(Control, frozen=True, omit_defaults=True):
 
 
 class Window(Control, frozen=True):
-    """Credit: `limit` bytes may be sent under `alias`, counted from the Wait with this `serial`. It may be UNLIMITED."""
+    """Credit: `limit` bytes may be sent under `alias`, counted from the Wait with this `serial`.
+
+    It may be UNLIMITED.
+    """
 
     FRAME = Kind.WINDOW
     alias: U16
@@ -245,14 +260,20 @@ class Window(Control, frozen=True):
 
 
 class Direct(Control, frozen=True):
-    """Request of a tunnel's initiator for a socket pair, by which its records bypass the relay. Answered with Pair or nothing."""
+    """Request of a tunnel's initiator for a socket pair, by which its records bypass the relay.
+
+    Answered with Pair or nothing.
+    """
 
     FRAME = Kind.DIRECT
     hop: Annotated[int, Meta(ge=0)]
 
 
 class Pair(Control, frozen=True):
-    """Notification that a tunnel has a socket pair. `token` is valid once, in Fetch on a separate connection, for this end."""
+    """Notification that a tunnel has a socket pair.
+
+    `token` is valid once, in Fetch on a separate connection, for this end.
+    """
 
     FRAME = Kind.PAIR
     hop: Annotated[int, Meta(ge=0)]
@@ -260,7 +281,10 @@ class Pair(Control, frozen=True):
 
 
 class Fetch(Control, frozen=True):
-    """First and only frame of a connection to the relay on this host. It answers with one byte and the descriptor, and closes."""
+    """First and only frame of a connection to the relay on this host.
+
+    It answers with one byte and the descriptor, and closes.
+    """
 
     FRAME = Kind.FETCH
     token: Id16
@@ -319,7 +343,8 @@ class Roster(Control, frozen=True):
 class Done(Control, frozen=True):
     """End of a survey's answers. `lost` names the members that were lost or refused it.
 
-    If a relay was lost, `lost` names all its members, even those that have answered, because only the caller can open answers.
+    If a relay was lost, `lost` names all its members, even those that have answered, because only the caller
+    can open answers.
     """
 
     FRAME = Kind.DONE
@@ -409,7 +434,8 @@ class Pong(Control, frozen=True):
 
 
 class Settle(Control, frozen=True):
-    """Request for an Ack once the linked relays know the interest that this session advertised before; at most after 1 s."""
+    """Request for an Ack once the linked relays know the interest that this session advertised before;
+    at most after 1 s."""
 
     FRAME = Kind.SETTLE
     id: U63
@@ -458,8 +484,8 @@ class Audience(Control, frozen=True):
 class LinkHello(Control, frozen=True):
     """First frame of a link, sent by both sides right after TLS. `relay_id` must be the one in the certificate.
 
-    `dial_us` is the dialler's CLOCK_MONOTONIC when it dialled, 0 from the accepting side. `mono_us` is the sender's clock
-    now: the first sample for converting deadlines.
+    `dial_us` is the dialler's CLOCK_MONOTONIC when it dialled, 0 from the accepting side. `mono_us` is the
+    sender's clock now: the first sample for converting deadlines.
     """
 
     FRAME = Kind.LINK_HELLO
@@ -529,7 +555,10 @@ class SiteEntry(Struct, frozen=True, array_like=True):
 
 
 class SiteCluster(Struct, frozen=True, array_like=True):
-    """All members of an address in one site. `kinds`: kind served -> concurrent handlers; empty if no member is left."""
+    """All members of an address in one site.
+
+    `kinds`: kind served -> concurrent handlers; empty if no member is left.
+    """
 
     site: SiteText
     name: Name
@@ -551,11 +580,13 @@ class SiteTopic(Struct, frozen=True, array_like=True):
 class Interest(Control, frozen=True):
     """Change of the sending relay's interest, its members and subscriptions, from version `base` to `version`.
 
-    Over a WAN connection, `clusters` and `site_topics` hold the interest of the sender's whole site, and the other lists
-    are empty. To the relays of its own network, a gateway advertises remote sites in `sites`, `clusters` and `site_topics`.
+    Over a WAN connection, `clusters` and `site_topics` hold the interest of the sender's whole site, and the
+    other lists are empty. To the relays of its own network, a gateway advertises remote sites in `sites`,
+    `clusters` and `site_topics`.
 
-    A snapshot begins with `reset`: the receiver empties its replica first, whatever its version. With `more`, the snapshot
-    continues in the next frame, with the same version. Other long changes are sent as several frames, each with a version.
+    A snapshot begins with `reset`: the receiver empties its replica first, whatever its version. With `more`,
+    the snapshot continues in the next frame, with the same version. Other long changes are sent as several
+    frames, each with a version.
     """
 
     FRAME = Kind.INTEREST
@@ -576,14 +607,16 @@ class Interest(Control, frozen=True):
 
 
 class Resync(Control, frozen=True):
-    """Request for a snapshot, because the sender's replica is at `version`, which is not the base of the last Interest."""
+    """Request for a snapshot, because the sender's replica is at `version`, which is not the base of
+    the last Interest."""
 
     FRAME = Kind.RESYNC
     version: U63
 
 
 class Load(Struct, frozen=True, array_like=True):
-    """Messages of one kind in flight at the members of an address, not counting those that the receiver of this sent."""
+    """Messages of one kind in flight at the members of an address, not counting those that the receiver
+    of this sent."""
 
     kind: int
     name: Name

@@ -20,7 +20,8 @@ CLOCK_MINOR: Final = 2
 RUN_MINOR: Final = 3
 """From this minor version on, members and relays accept CALLS and ANSWERS, and sessions accept SHARE."""
 DIRECT_MINOR: Final = 4
-"""From this minor version on, both sides accept DIRECT, PAIR, FETCH, CARRIED, and the tunnel items `ready` and `moved`."""
+"""From this minor version on, both sides accept DIRECT, PAIR, FETCH, CARRIED, and the tunnel items
+`ready` and `moved`."""
 WAIT_MINOR: Final = 4
 """From this minor version on, sessions and relays accept WAIT and WINDOW."""
 MAX_PARTS: Final = 16
@@ -118,7 +119,8 @@ ANSWER_RUN_KINDS: Final = frozenset({Kind.REPLY, Kind.ANSWER})
 SERVED_KINDS: Final = frozenset(
     {Kind.REQUEST, Kind.PUSH, Kind.SURVEY, Kind.BROADCAST, Kind.TUNNEL_OPEN, Kind.STREAM}
 )
-"""Kinds that a member can serve. A member that serves only STREAM is a store, not a member of a cluster of the same name."""
+"""Kinds that a member can serve. A member that serves only STREAM is a store, not a member of a cluster
+of the same name."""
 NO_KEY: Final = bytes(16)
 """Key id in the address of calls to a store itself. Their bodies are in clear, and the orders in them are signed."""
 STORES: Final = "stores"
@@ -131,7 +133,8 @@ FLAG_REFUSED: Final = 0x02
 
 
 STALE: Final = "stale"
-"""Detail of FAIL for a message older than its receiver's replay window. It may have run; if idempotent, it may be sent again."""
+"""Detail of FAIL for a message older than its receiver's replay window. It may have run; if idempotent,
+it may be sent again."""
 
 
 class Refusal(IntEnum):

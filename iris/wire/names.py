@@ -145,5 +145,6 @@ def _check(name: object, grammar: re.Pattern[str], what: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Return text of another process with unprintable characters replaced by "?", so that it cannot control the terminal."""
+    """Return text of another process with unprintable characters replaced by "?", so that it cannot
+    control the terminal."""
     return text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)

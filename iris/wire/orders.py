@@ -50,7 +50,10 @@ class Origin(Struct, frozen=True):
 
 
 class Definition(Struct, frozen=True):
-    """Definition of a stream: what it records, and its limits. 0 means no limit. Over a limit the oldest messages are removed."""
+    """Definition of a stream: what it records, and its limits. 0 means no limit.
+
+    Over a limit the oldest messages are removed.
+    """
 
     name: Annotated[str, Meta(min_length=1, max_length=MAX_STREAM_NAME_BYTES)]
     topic: ShortText = ""
@@ -67,7 +70,8 @@ class Definition(Struct, frozen=True):
     mirror: Annotated[str, Meta(max_length=32)] = ""
     """Uuid (hex) of the log of which this stream is a copy; it then accepts nothing else. Empty for a promoted copy."""
     origins: Annotated[tuple[Origin, ...], Meta(max_length=MAX_ORIGINS)] = ()
-    """For a copy, promoted or not: the logs that its records may come from, oldest first. The last is the copied one."""
+    """For a copy, promoted or not: the logs that its records may come from, oldest first. The last is
+    the copied one."""
 
     consuming_paused: bool = False
     """Whether delivery to consumers is stopped. Recording, appending and reading continue."""
@@ -76,7 +80,8 @@ class Definition(Struct, frozen=True):
 
     @property
     def order_version(self) -> int:
-        """Version that an order with this definition must have, so that a store which does not support all of it refuses it."""
+        """Version that an order with this definition must have, so that a store which does not support
+        all of it refuses it."""
         return 2 if self.consuming_paused or self.dedup_window_us else 1
 
     def key_uuid(self, uuid: bytes) -> bytes:
@@ -163,7 +168,10 @@ class SignedOrder(Struct, frozen=True, array_like=True):
 
 
 def in_force(orders: Iterable[Order]) -> Order | None:
-    """Return the order with the highest revision, which defines the stream; None without orders. Ties are decided by `issued_us`."""
+    """Return the order with the highest revision, which defines the stream; None without orders.
+
+    Ties are decided by `issued_us`.
+    """
     return max(orders, key=lambda order: (order.revision, order.issued_us), default=None)
 
 

@@ -7,7 +7,8 @@ of its calls or answers:
     CALLS     hop id: of the first call, each next one has the next    body = count x u32 length | bodies
     ANSWERS   hop id: 0                       body = count x u64 hop id | count x u32 length | bodies
 
-The alias of CALLS was declared for REQUEST or PUSH, that of ANSWERS for REPLY or, from a member, for ANSWER (to several surveys).
+The alias of CALLS was declared for REQUEST or PUSH, that of ANSWERS for REPLY or, from a member, for ANSWER (to
+several surveys).
 """
 
 from __future__ import annotations
@@ -90,7 +91,10 @@ def read_calls(buf: memoryview, start: int, end: int) -> tuple[int, tuple[int, .
 def read_answers(
     buf: memoryview, start: int, end: int
 ) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    """Return the position of the first body of an ANSWERS frame, the hop ids and the lengths. Raises PeerProtocolError."""
+    """Return the position of the first body of an ANSWERS frame, the hop ids and the lengths.
+
+    Raises PeerProtocolError.
+    """
     count, at = _counted(buf, start, end, HOP_BYTES + LENGTH_BYTES)
     hops = hop_ids(count).unpack_from(buf, start + BODY_AT)
     sizes = lengths(count).unpack_from(buf, start + BODY_AT + HOP_BYTES * count)
@@ -120,7 +124,10 @@ def _counted(buf: memoryview, start: int, end: int, entry_bytes: int) -> tuple[i
 
 
 def single_calls(buf: memoryview, start: int, end: int, kind: int) -> Iterator[bytearray]:
-    """Yield each call of a CALLS frame as a single frame of `kind`, in order. Raises PeerProtocolError before the first."""
+    """Yield each call of a CALLS frame as a single frame of `kind`, in order.
+
+    Raises PeerProtocolError before the first.
+    """
     at, sizes = read_calls(buf, start, end)
     _, _, flags, alias, hop, deadline_us = HOP.unpack_from(buf, start)
     end_fields = single_end(buf, start)
@@ -131,7 +138,10 @@ def single_calls(buf: memoryview, start: int, end: int, kind: int) -> Iterator[b
 
 
 def single_answers(buf: memoryview, start: int, end: int, kind: int) -> Iterator[bytearray]:
-    """Yield each answer of an ANSWERS frame as a single frame of `kind`, in order. Raises PeerProtocolError before the first."""
+    """Yield each answer of an ANSWERS frame as a single frame of `kind`, in order.
+
+    Raises PeerProtocolError before the first.
+    """
     at, hops, sizes = read_answers(buf, start, end)
     _, _, flags, alias, _, _ = HOP.unpack_from(buf, start)
     end_fields = single_end(buf, start)

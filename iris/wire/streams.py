@@ -74,7 +74,10 @@ class Gap(Struct, frozen=True, array_like=True, tag=2):
 
 
 class Hole(Struct, frozen=True, array_like=True, tag=3):
-    """Offsets from `offset` up to, but not including, `next`, whose messages were removed. `reason` is a key of `HOLES`."""
+    """Offsets from `offset` up to, but not including, `next`, whose messages were removed.
+
+    `reason` is a key of `HOLES`.
+    """
 
     offset: Offset
     next: Offset
@@ -110,7 +113,8 @@ class NewRecord(Struct, frozen=True, array_like=True, gc=False):
     expect: Offset | None = None
     """If set, append only if this is the next offset."""
     id_hash: Hash = b""
-    """Hash of the message's id. The record is stored only if the stream does not remember another message with this id."""
+    """Hash of the message's id. The record is stored only if the stream does not remember another
+    message with this id."""
 
 
 class Outcome(Struct, frozen=True, array_like=True):
@@ -143,7 +147,10 @@ class Knock(Struct, frozen=True, tag_field="op", tag="knock"):
 
 
 class Open(Struct, frozen=True, tag_field="op", tag="open"):
-    """Second step: open the channel under the key of `public_key`. `door` is the nonce of the Door. Answered with Opened."""
+    """Second step: open the channel under the key of `public_key`.
+
+    `door` is the nonce of the Door. Answered with Opened.
+    """
 
     nonce: Key32
     door: Key32
@@ -192,7 +199,8 @@ class Append(Struct, frozen=True, tag_field="op", tag="append"):
 
 
 class Stage(Struct, frozen=True, tag_field="op", tag="stage"):
-    """Records of one attempt at a writer's batch, which stay invisible until a Commit. Answered with Staged once on disk.
+    """Records of one attempt at a writer's batch, which stay invisible until a Commit. Answered with Staged
+    once on disk.
 
     `sequence` of a record is its index in the attempt, from 0. A record that is already staged is not staged again.
     """
@@ -213,7 +221,10 @@ class Attempt(Struct, frozen=True, array_like=True):
 
 
 class Commit(Struct, frozen=True, tag_field="op", tag="commit"):
-    """Request to append the records staged by these attempts, in this order, and no others of the batch. Answered with Committed."""
+    """Request to append the records staged by these attempts, in this order, and no others of the batch.
+
+    Answered with Committed.
+    """
 
     writer: Name
     batch: Offset
@@ -221,7 +232,10 @@ class Commit(Struct, frozen=True, tag_field="op", tag="commit"):
 
 
 class Discard(Struct, frozen=True, tag_field="op", tag="discard"):
-    """Request to delete the records staged by these attempts, or by all if none is named. Answered with Settled, which counts them."""
+    """Request to delete the records staged by these attempts, or by all if none is named.
+
+    Answered with Settled, which counts them.
+    """
 
     writer: Name
     batch: Offset
@@ -229,7 +243,8 @@ class Discard(Struct, frozen=True, tag_field="op", tag="discard"):
 
 
 class Copy(Struct, frozen=True, tag_field="op", tag="copy"):
-    """Items for a copy: everything in the log `uuid` from `start` up to `next`, without gaps. Answered with Copied once on disk.
+    """Items for a copy: everything in the log `uuid` from `start` up to `next`, without gaps. Answered with
+    Copied once on disk.
 
     The copy accepts it only if it ends at `start`, so a repeated or late one changes nothing. Without items it only
     reports where the source ends.
@@ -244,7 +259,10 @@ class Copy(Struct, frozen=True, tag_field="op", tag="copy"):
 
 
 class Fetch(Struct, frozen=True, tag_field="op", tag="fetch"):
-    """Request to read from `start` on. Answered with Fetched: at once if there is an item, otherwise within `wait_ms`."""
+    """Request to read from `start` on.
+
+    Answered with Fetched: at once if there is an item, otherwise within `wait_ms`.
+    """
 
     start: Offset
     max_bytes: Annotated[int, Meta(ge=1, le=64 << 20)]
@@ -328,7 +346,10 @@ class StoreInfo(Struct, frozen=True, tag_field="op", tag="store"):
 
 
 class Door(Struct, frozen=True, tag_field="op", tag="door"):
-    """Answer to Knock: the store and the log. `orders` prove whose log it is. `nonce` is for Open, before it expires."""
+    """Answer to Knock: the store and the log.
+
+    `orders` prove whose log it is. `nonce` is for Open, before it expires.
+    """
 
     store: Key32
     uuid: Id16
@@ -367,7 +388,8 @@ class Described(Struct, frozen=True, tag_field="op", tag="described"):
     """Why it accepts no writes, or cannot be read at all; empty if it works."""
     readable: bool = True
     source_next: Offset = 0
-    """For a copy: next offset of its source when last reported, 0 if not since the store started. The lag is up to there."""
+    """For a copy: next offset of its source when last reported, 0 if not since the store started. The
+    lag is up to there."""
     heard_us: Time = 0
     """For a copy: time of that report."""
 
@@ -386,7 +408,8 @@ class Appended(Struct, frozen=True, tag_field="op", tag="appended"):
 
 
 class Staged(Struct, frozen=True, tag_field="op", tag="staged"):
-    """The records are on disk, or their batch is not later than the writer's last committed one: then a Commit is a replay."""
+    """The records are on disk, or their batch is not later than the writer's last committed one: then a
+    Commit is a replay."""
 
 
 class Committed(Struct, frozen=True, tag_field="op", tag="committed"):
