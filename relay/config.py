@@ -1,4 +1,7 @@
-"""The settings of a relay, with their defaults and bounds. `relay.settings` reads them from files, variables and flags."""
+"""The settings of a relay, with their defaults and bounds.
+
+`relay.settings` reads them from files, variables and flags.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The relay as a process: its start, its stop and its signals.
 
-bind socket -> router -> sessions -> links -> other sites -> READY=1 -> discovery -> ... -> STOPPING=1 -> end discovery -> drain -> close -> release
+bind socket -> router -> sessions -> links -> other sites -> READY=1 -> discovery -> ... -> STOPPING=1 -> end
+discovery -> drain -> close -> release
 
 SIGTERM and SIGINT stop it. SIGHUP makes it read its settings and network keys again.
 """
@@ -90,7 +91,8 @@ def make_router(config: RelayConfig, entropy: Callable[[int], bytes] = os.urando
 class Relay:
     """One relay. `start` binds and serves, `stop` drains and closes; both are awaited in one event loop.
 
-    It has links if it has network keys and is not a development relay, and connections to other sites if it is a gateway.
+    It has links if it has network keys and is not a development relay, and connections to other sites if it is a
+    gateway.
     """
 
     def __init__(self, config: RelayConfig) -> None:
@@ -185,7 +187,10 @@ class Relay:
         self._member_count.sessions_admitted()
 
     async def stop(self, *, drain_s: float | None = None) -> None:
-        """Accept no new session or link, let what runs finish within `drain_s`, close. Idempotent; if cancelled, it closes at once."""
+        """Accept no new session or link, let what runs finish within `drain_s`, close.
+
+        Idempotent; if cancelled, it closes at once.
+        """
         bound_s = self.config.drain_timeout_s if drain_s is None else drain_s
         if self._store is not None:
             self._store.stop_restarting()
@@ -234,7 +239,7 @@ class Relay:
             self.links.refusals["garbled name"] = self.links.refusals.get("garbled name", 0) + 1
 
     def reload_keys(self, keys: Sequence[NetworkKey]) -> None:
-        """Serve exactly these networks from now on: close links under removed keys, and look for relays under new ones."""
+        """Serve exactly these networks from now on: close links of removed ones, and look for relays of new ones."""
         if self.links is None:
             return
         self.links.reload(keys)
@@ -337,7 +342,7 @@ class Relay:
             await asyncio.sleep(LOOK_AGAIN_S)
 
     def _advertise(self, links: LinkHub, hosts: Sequence[str]) -> None:
-        # Before the addresses are first read, loopback will do: a peer that is connected knows an address, but not the port.
+        # Before the addresses are first read, loopback will do: a connected peer knows an address, but not the port.
         shown = [show(host, links.port) for host in hosts or ("127.0.0.1",)]
         self.router.mesh.addresses = shown[: MAX_ADDRESSES - 1]
 

@@ -48,11 +48,11 @@ class JsonLines(logging.Formatter):
 
 
 class Sentences(logging.Formatter):
-    """One line for people: time (UTC), level, event, a sentence of `relay.log_texts`, then its unused fields as key=value.
+    """One line for people: time (UTC), level, event, its sentence (`relay.log_texts`), unused fields as key=value.
 
-    An event without a sentence, as those of other libraries, is shown with its logger and all its fields. The lines of a
-    traceback follow, indented, so that none of them can pass for a line of the log. Text of peers is shown without its
-    control characters.
+    An event without a sentence, as those of other libraries, is shown with its logger and all its fields. The lines
+    of a traceback follow, indented, so that none of them can pass for a line of the log. Text of peers is shown
+    without its control characters.
     """
 
     def __init__(self) -> None:
@@ -204,7 +204,7 @@ def _words(value: object) -> str:
 
 
 def _value(value: object) -> str:
-    """Return a field's value as it follows `key=`: a text with blanks or quotes in quotes, and all but texts as JSON."""
+    """Return a field's value as it follows `key=`: texts quoted if necessary, all others as JSON."""
     text = _plain(value) if isinstance(value, bytes | bytearray | memoryview) else value
     if not isinstance(text, str):
         return json.dumps(text, default=_plain, separators=(",", ":"))

@@ -63,7 +63,10 @@ class MemberCount:
             self._wait(self._written[1])
 
     def freeze(self) -> None:
-        """Write the present numbers for the last time: members that leave later do so because the relay stops. Idempotent."""
+        """Write the present numbers for the last time: members that leave later do so because the relay stops.
+
+        Idempotent.
+        """
         if self._frozen:
             return
         if self._returning is None:

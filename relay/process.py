@@ -12,7 +12,10 @@ from collections.abc import Callable
 
 
 def stop_on_signals(loop: asyncio.AbstractEventLoop) -> asyncio.Event:
-    """Return an event that SIGTERM and SIGINT set; callers may set it, too. A second signal ends the process at once."""
+    """Return an event that SIGTERM and SIGINT set; callers may set it, too.
+
+    A second signal ends the process at once.
+    """
     stop = asyncio.Event()
     signalled = False
 

@@ -20,7 +20,10 @@ from relay.settings import load_config
 
 
 def main(environ: Mapping[str, str]) -> int:
-    """Run the relay until a signal stops it, and return the exit code. Wrong settings and keys are reported on stderr."""
+    """Run the relay until a signal stops it, and return the exit code.
+
+    Wrong settings and keys are reported on stderr.
+    """
     try:
         config = load_config({}, environ, None)
         keys = _dev_keys(environ) if config.dev else network_keys(environ)

@@ -138,7 +138,7 @@ class StartupGate:
     # -- the file --------------------------------------------------------------------------------------------
 
     def _read(self) -> tuple[int, str]:
-        """Return the previous relay's number of links and its id: empty without a file, `UNKNOWN` if the file is not valid."""
+        """Return the previous relay's number of links and its id ("" without a file, `UNKNOWN` if it is not valid)."""
         try:
             descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
             with open(descriptor, "rb") as file:

@@ -71,7 +71,7 @@ class Stopping:
         return [port for port in ports if port.session.greeted and not _is_store_only(port)]
 
     def _must_be_read(self, port: SessionPort) -> bool:
-        """Whether a session must be read until it ends: it will send BYE, or it has sent casts whose loss nobody would notice."""
+        """Return whether a session must be read to its end: it will send BYE, or the loss of its casts would go unnoticed."""
         session = port.session
         return not session.closed and (session.minor >= PING_MINOR or session.casts)
 
@@ -82,7 +82,10 @@ class Stopping:
         return heard and self._sessions.idle and all(hub.idle for hub in self._hubs)
 
     def _cut(self, bound_s: float) -> bool:
-        """Cut the remaining sessions, log what was in flight and report what may be lost. Return whether all had ended."""
+        """Cut the remaining sessions, log what was in flight and report what may be lost.
+
+        Return whether all had ended.
+        """
         # Stores are notified that their streams are complete, so nothing may be received after that.
         self._sessions.cut_ungreeted()
         drains = self._router.drains

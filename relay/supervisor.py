@@ -59,8 +59,10 @@ class StoreSupervisor:
     def __init__(
         self, data: Path, socket_path: Path, log_level: str, log_format: str, cannot: Callable[[str, bool], None] = lambda why, final: None
     ) -> None:  # fmt: skip
-        """`cannot` is called with why the store cannot serve, and whether that lasts until somebody corrects it; with "" when
-        it can serve again."""
+        """`cannot(why, final)` is called when the store cannot serve, and with "" when it can again.
+
+        `final`: it lasts until somebody corrects it.
+        """
         self._data = data
         self._command = (
             sys.executable, "-m", "relay.store", "--data", str(data), "--relay", str(socket_path), "--log-level", log_level,

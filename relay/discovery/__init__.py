@@ -1,8 +1,8 @@
 """Finds other relays and reports them as sightings.
 
-A sighting says where a relay may be listening. It is a hint from an unauthenticated network: the TLS handshake of a link
-decides whether a relay of this network answers there. Discovery does not know links; the daemon passes sightings to the
-dialler.
+A sighting says where a relay may be listening. It is a hint from an unauthenticated network: the TLS handshake of a
+link decides whether a relay of this network answers there. Discovery does not know links; the daemon passes
+sightings to the dialler.
 
     zeroconf.py     multicast DNS on the LAN
     sightings.py    the relays that adverts on the LAN name

@@ -148,9 +148,9 @@ def _identifier(shown: bytes, reason: str) -> bytes:
 
 
 def announced(ours: Iterable[Address]) -> tuple[str, ...]:
-    """Return this host's addresses for an advert: those of all interfaces that are up, at most 32, link-local ones last.
+    """Return this host's addresses for an advert: those of interfaces that are up, at most 32.
 
-    Loopback addresses are included only if there are no others.
+    Link-local addresses come last. Loopback addresses are included only if there are no others.
     """
     live = [address for address in ours if address.up]
     real = [address for address in live if not address.parsed.is_loopback]

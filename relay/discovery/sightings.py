@@ -35,7 +35,10 @@ _RECHECK_S: Final = 1.5
 
 
 class Sightings:
-    """The other relays that adverts name. `ours`: the addresses that this relay advertises; `networks`: those it has keys of."""
+    """The other relays that adverts name.
+
+    `ours`: the addresses that this relay advertises; `networks`: those it has keys of.
+    """
 
     def __init__(self, relay_id: bytes, port: int, networks: tuple[bytes, ...], feed: Feed) -> None:
         self.networks = networks

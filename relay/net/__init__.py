@@ -1,1 +1,1 @@
-"""Everything of a relay that touches sockets: its sessions, its links to other relays and its connections to other sites."""
+"""The parts of a relay that use sockets: sessions, links to other relays and connections to other sites."""

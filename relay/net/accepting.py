@@ -17,9 +17,9 @@ _OUT_OF_DESCRIPTORS: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.E
 class Acceptor:
     """Passes every connection, non-blocking, with the peer's address to `accepted`, which then owns it.
 
-    It accepts up to `per_turn` connections of one listener and then pauses that listener for `pause_s`, so that strangers
-    do not slow members down. While no descriptor is free it calls `starved`, and new connections wait in the kernel's
-    backlog; those that are served already continue.
+    It accepts up to `per_turn` connections of one listener and then pauses that listener for `pause_s`, so that
+    strangers do not slow members down. While no descriptor is free it calls `starved`, and new connections wait in
+    the kernel's backlog; those that are served already continue.
     """
 
     def __init__(

@@ -16,7 +16,8 @@ from relay.config import RelayConfig
 from relay.discovery import DEFAULT_PORT
 
 UNSENT_BYTES: Final = 128 << 10
-"""Most unsent bytes that the kernel buffers on a link. More would wait there, where short frames cannot overtake long ones."""
+"""Most unsent bytes that the kernel buffers on a link. More would wait there, where short frames cannot overtake long
+ones."""
 UNREAD_BYTES: Final = 256 << 10
 """Receive buffer of a link in the kernel (by default it may be 32 MiB): short frames would wait behind unread ones.
 Enough for 250 MB/s at a round trip of 1 ms. It must be set before connect and listen, which fix the window scale."""
@@ -123,8 +124,8 @@ async def connect(
 def prepare(connection: socket.socket, *, far: bool = False) -> None:
     """Set the options of a link's socket, or with `far` of a connection to another site.
 
-    A connection to another site keeps the kernel's receive buffer, because a smaller one would limit the throughput over
-    long round trips. Its keepalives stop firewalls and NAT between the sites from forgetting it.
+    A connection to another site keeps the kernel's receive buffer, because a smaller one would limit the throughput
+    over long round trips. Its keepalives stop firewalls and NAT between the sites from forgetting it.
     """
     connection.setblocking(False)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -1,9 +1,9 @@
 """Decides which relays to dial, and when: a bounded table of targets from discovery and from peers, with backoff.
 
-A target is dialled while its relay is not linked: at once when discovery reports it, at once when its link is lost, and
-at growing intervals after failures. If the relay's id is known (from an advert or a peer), each of the target's addresses
-is tried until that relay is linked. Another relay that answers there counts as an error of that address; this happens at
-addresses that several hosts have, such as those of container bridges.
+A target is dialled while its relay is not linked: at once when discovery reports it, at once when its link is lost,
+and at growing intervals after failures. If the relay's id is known (from an advert or a peer), each of the target's
+addresses is tried until that relay is linked. Another relay that answers there counts as an error of that address;
+this happens at addresses that several hosts have, such as those of container bridges.
 
 A seed stands for whichever relay answers. If two relays discover each other, the one with the higher id waits a moment
 for the other to dial.
@@ -39,7 +39,8 @@ BACKOFF_MIN_S: Final = 0.1
 BACKOFF_MAX_S: Final = 5.0
 PEER_BACKOFF_MAX_S: Final = 30.0
 PEER_FAILURES: Final = 40
-"""After so many failures, about a quarter of an hour, a target from a peer is removed; the peer can introduce it again."""
+"""After so many failures, about a quarter of an hour, a target from a peer is removed; the peer can introduce it
+again."""
 LATELY_S: Final = 30.0
 LATELY_BACKOFF_MAX_S: Final = 1.0
 """For `LATELY_S` after its link was lost, a relay is dialled at least every `LATELY_BACKOFF_MAX_S`: calls wait for its
@@ -147,7 +148,7 @@ class Allowance:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of dialling one address: UP, LINKED, OURSELVES or an error; and the id of the relay that answered, if known."""
+    """The result of dialling one address: UP, LINKED, OURSELVES or an error, and the answering relay's id, if known."""
 
     what: str
     relay_id: bytes | None = None
@@ -165,7 +166,7 @@ class Dialler:
         *,
         kind: str = "link",
     ) -> None:
-        """`dial` dials one address of a target; `linked` returns whether a relay is linked now; `kind` begins the log events."""
+        """`dial` dials one address of a target, `linked` returns whether a relay is linked, `kind` begins log events."""
         self._kind = kind
         self._own_id = own_id
         self._dial = dial
@@ -188,7 +189,7 @@ class Dialler:
         """Dial a relay that was sighted, or stop dialling one that left. A link that is up stays."""
         key: Hashable = seen.relay_id
         if key is None:
-            # A name of many relays has a target for each address. A name of one relay has one target, whose addresses may change.
+            # A name of many relays has a target for each address. A name of one has one target with changing addresses.
             many = seen.source.startswith("dns:")
             key = (seen.source, seen.addresses) if many else (seen.source,)
         if seen.gone:
@@ -208,7 +209,7 @@ class Dialler:
             self._add(relay_id, tuple(addresses), (), "peer", relay_id, True)
 
     def lost(self, relay_id: bytes, lived_s: float, dialled: bool) -> None:
-        """Dial the relay of a link that ended: at once if this side had dialled, otherwise after giving the peer time to dial."""
+        """Dial the relay of a link that ended: at once if this side had dialled, else after the peer had time to dial."""
         for target in list(self._targets.values()):
             if target.relay_id == relay_id and not target.dialling:
                 target.known = True
@@ -222,7 +223,7 @@ class Dialler:
                 self._schedule(target, delay_s if dialled else delay_s + WAIT_FOR_OTHER_S)
 
     def up(self, relay_id: bytes) -> None:
-        """Note that a link is up, whichever side dialled, and remove other targets of the same relay that peers gave."""
+        """Note that a link is up, whichever side dialled, and remove peers' targets for the same relay."""
         same = [t for t in self._targets.values() if t.relay_id == relay_id]
         for target in same:
             target.known, target.news_s = True, -math.inf
@@ -312,9 +313,11 @@ class Dialler:
         self._schedule(target, WAIT_FOR_OTHER_S if waits else 0)
 
     def _make_room(self, made: Target) -> bool:
-        """Remove a target that is not linked. For a stranger: the oldest stranger; else the oldest from a peer, then any other.
+        """Remove a target that is not linked; return False if there is none to remove.
 
-        A target from a peer displaces only other targets from peers, and not one that was linked and has not failed since.
+        A stranger displaces the oldest stranger. Others displace the oldest from a peer, then any other.
+        A target from a peer displaces only other targets from peers, and not one that was linked and has not failed
+        since.
         """
         for_peer = made.from_peer
         for from_peer in (True,) if for_peer else (False,) if made.stranger else (True, False):

@@ -10,8 +10,8 @@ A frame of more than `WHOLE_BYTES` is sent as several frames of the same alias. 
     BYE, PING, PONG                 stay behind everything
     all others                      overtake: other flows, other aliases, other control frames, tunnels
 
-A flow has one sequence at the receiver: one kind of cast, name, key and sender. It may have several aliases at once, one
-for each delivery set, and a new alias number in place of an old one.
+A flow has one sequence at the receiver: one kind of cast, name, key and sender. It may have several aliases at
+once, one for each delivery set, and a new alias number in place of an old one.
 
 The sender has at most `MAX_OPEN` unfinished frames with `MAX_OPEN_BYTES` together, or a single one of any size that the
 receiver accepts. So the receiver needs room for no more than that.

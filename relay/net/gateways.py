@@ -2,9 +2,9 @@
 
     gateway of eu ── TLS: each presents a leaf of its own site's CA and trusts the CA that it pinned ── gateway of us
 
-A gateway's site is the one in its certificate, which must be signed by the key pinned for that name; its HELLO must name
-the same site. A gateway connects to every gateway address of another site, whichever side dials. Each address stands for
-one gateway; if two addresses lead to the same relay, one connection is kept.
+A gateway's site is the one in its certificate, which must be signed by the key pinned for that name; its HELLO must
+name the same site. A gateway connects to every gateway address of another site, whichever side dials. Each address
+stands for one gateway; if two addresses lead to the same relay, one connection is kept.
 
 Strangers can come from anywhere. If too many connections are half-open, the oldest one of the host with most of them is
 closed. A known site is not trusted either: its gateways cannot use relay ids of this site or of a third one, and it
@@ -356,7 +356,7 @@ def _is_numeric(host: str) -> bool:
 
 
 def _host(address: str) -> str:
-    """Return the part of an address that counts as one host: an IPv4 address, or the first 64 bits of an IPv6 address."""
+    """Return what counts as one host: an IPv4 address, or the first 64 bits of an IPv6 address."""
     host = address.rpartition(":")[0]
     if not host.startswith("["):
         return host

@@ -38,7 +38,7 @@ ACCEPT_PAUSE_S: Final = 0.001
 
 
 class Hub:
-    """All connections of one kind to other relays: listeners, half-open connections, dials, and the choice between two."""
+    """All connections of one kind to other relays: listeners, half-open connections and dials."""
 
     kind: ClassVar[str]
     """The first part of this hub's log events: "link" or "gateway"."""
@@ -187,9 +187,9 @@ class Hub:
         return neighbor.port
 
     def greeted(self, port: LinkPort, hello: frames.LinkHello) -> Neighbor:
-        """Bring a connection up after both HELLOs, and return the router's object. Raises Refused if an older one stays.
+        """Bring a connection up after both HELLOs, and return the router's object.
 
-        If the same side dialled both connections, the newer one stays. If each side dialled one, the one dialled by the
+        Raises Refused if an older connection to the same relay stays.         If the same side dialled both connections, the newer one stays. If each side dialled one, the one dialled by the
         relay with the lower id stays. The other is taken down.
         """
         self._check_hello(port, hello)
@@ -269,7 +269,10 @@ class Hub:
         await self._dialler.stop()
 
     async def close(self, bound_s: float = FINISH_S) -> None:
-        """Send BYE on every connection, write what is queued within `bound_s`, and close. Idempotent; if cancelled, close at once."""
+        """Send BYE on every connection, write what is queued within `bound_s`, and close.
+
+        Idempotent; if cancelled, close at once.
+        """
         self.stop_listening()
         self._stopping = True
         try:

@@ -176,7 +176,7 @@ class LinkPort(LongFramePort):
             self._hub.half_open(self)
 
     def begin(self) -> None:
-        """Continue a dial once its transport owns the socket. (uvloop would close the socket twice if the dial ended before.)"""
+        """Continue a dial once its transport owns the socket: uvloop would close the socket twice if it ended before."""
         self.made = True
         if self._closed:
             self._transport.abort()
@@ -327,7 +327,10 @@ class LinkPort(LongFramePort):
         return msgspec.structs.replace(hello, addresses=addresses)
 
     def refuse(self, why: Refused) -> None:
-        """Close a connection that is not a link, and count the reason. A superfluous one is neither counted nor a warning."""
+        """Close a connection that is not a link, and count the reason.
+
+        A superfluous one is neither counted nor a warning.
+        """
         if self._closed or self._finishing:
             return
         if self.link is not None:
@@ -451,7 +454,10 @@ class LinkPort(LongFramePort):
             )
 
     def leave(self, reason: str, *, goodbye: bool = True) -> None:
-        """Close when all is written, with BYE if `goodbye` (this relay stops). A connection that is not a link closes at once."""
+        """Close when all is written, with BYE if `goodbye` (this relay stops).
+
+        A connection that is not a link closes at once.
+        """
         if self._closed or self._finishing:
             return
         if self.link is None:

@@ -74,7 +74,10 @@ class LinkHub(Hub):
         self._dialler.sighted(seen)
 
     def introduced(self, relay_id: bytes, addresses: Sequence[str]) -> None:
-        """Dial a relay that a peer introduced. Only numeric addresses are used, so that a peer cannot make this relay resolve names."""
+        """Dial a relay that a peer introduced.
+
+        Only numeric addresses are used, so that a peer cannot make this relay resolve names.
+        """
         self._dialler.introduced(relay_id, list(parse_addresses(addresses[:MAX_ADDRESSES])))
 
     async def _dial(self, target: Target, address: Address) -> Outcome:
@@ -99,7 +102,7 @@ class LinkHub(Hub):
     # -- keys ------------------------------------------------------------------------------------------------
 
     def reload(self, keys: Sequence[NetworkKey]) -> None:
-        """Serve exactly these networks from now on: links of other networks are closed, and their relays dialled again."""
+        """Serve exactly these networks from now on; close links of other networks and dial their relays again."""
         before = {credentials.fingerprint: credentials for credentials in self.credentials}
         # In place, because the accepting context reads this list in each handshake.
         self.credentials[:] = [
@@ -116,7 +119,10 @@ class LinkHub(Hub):
                 port.leave("its network key was removed", goodbye=False)
 
     def fingerprint_of(self, context: ssl.SSLContext) -> bytes:
-        """Return the fingerprint of the network that the handshake of an accepted connection selected. Raises Refused."""
+        """Return the fingerprint of the network that the handshake of an accepted connection selected.
+
+        Raises Refused.
+        """
         for credentials in self.credentials:
             if credentials.accepting is context:
                 return credentials.fingerprint

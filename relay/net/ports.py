@@ -27,7 +27,8 @@ from relay.core.router import Router
 log = logging.getLogger(__name__)
 
 HIGH_WATER_BYTES: Final = 1 << 20
-"""Size of a connection's write buffer beyond which frames are queued in the port, where they are counted and refused."""
+"""Size of a connection's write buffer beyond which frames are queued in the port, where they are counted and
+refused."""
 CONTROL_LIMIT_BYTES: Final = 64 << 20
 FAULT_PAUSE_US: Final = 200_000
 """Pause before the router is called again after an internal error."""
@@ -128,7 +129,10 @@ class Secured:
         self._incoming.write(data)
 
     def handshake(self) -> bool:
-        """Continue the handshake; return whether it is done. Raises ssl.SSLError, after the alert for the peer is written."""
+        """Continue the handshake; return whether it is done.
+
+        Raises ssl.SSLError, after the alert for the peer is written.
+        """
         try:
             self.tls.do_handshake()
         except ssl.SSLWantReadError:
@@ -138,7 +142,7 @@ class Secured:
         return True
 
     def read_into(self, buffer: memoryview) -> int:
-        """Fill `buffer` with decrypted bytes and return their number: fewer than fit if there are no more, -1 at the end."""
+        """Fill `buffer` with decrypted bytes; return their number (fewer than fit: no more for now), or -1 at the end."""
         filled = 0
         read = self.tls.read
         incoming = self._incoming

@@ -1,7 +1,7 @@
 """Accepts sessions of processes on hosts without a relay, over TCP and TLS 1.3 with a certificate of an access file.
 
-A connection is a stranger's until its handshake is done. There are at most `MAX_HALF_OPEN` such connections, each for at
-most `HANDSHAKE_S`; when one more arrives, the oldest is closed.
+A connection is a stranger's until its handshake is done. There are at most `MAX_HALF_OPEN` such connections, each
+for at most `HANDSHAKE_S`; when one more arrives, the oldest is closed.
 """
 
 from __future__ import annotations

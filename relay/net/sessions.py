@@ -43,7 +43,8 @@ SWEEP_S = 0.5
 _CREDENTIALS = struct.Struct("3i")
 """struct ucred: pid, uid, gid."""
 ChannelOf = Callable[[ssl.SSLContext], bytes]
-"""Returns the channel of the TLS context with which a connection was admitted. Raises PeerProtocolError if it was removed."""
+"""Returns the channel of the TLS context with which a connection was admitted. Raises PeerProtocolError if it was
+removed."""
 
 
 class SessionHub:
@@ -122,14 +123,20 @@ class SessionHub:
         self.quiet.warning(log, event, (slow.label, slow.pid), time.monotonic(), fields)
 
     def cut_ungreeted(self) -> None:
-        """Cut sessions that have not greeted, now and when they are attached. Nothing was accepted from them. Idempotent."""
+        """Cut sessions that have not greeted, now and when they are attached.
+
+        Nothing was accepted from them. Idempotent.
+        """
         self.over = True
         for port in list(self.ports):
             if not port.session.greeted:
                 port.abort("the relay stops")
 
     def has_room(self, user: str = "") -> bool:
-        """Return whether one more session, of `user` if known, is within the limits. A refusal is counted and logged."""
+        """Return whether one more session, of `user` if known, is within the limits.
+
+        A refusal is counted and logged.
+        """
         limit = self.config.max_sessions
         if len(self.ports) + self.attaching < limit and (not user or self.users.has_room(user)):
             return True
@@ -218,7 +225,10 @@ class SessionPort(ConnectionPort):
     def __init__(
         self, hub: SessionHub, peer: Peer, *, accepted: bool = False, channel_of: ChannelOf | None = None
     ) -> None:  # fmt: skip
-        """Serve `peer`. With `channel_of` the session is of another host, and its user is unknown until it is admitted."""
+        """Serve `peer`.
+
+        With `channel_of` the session is of another host, and its user is unknown until it is admitted.
+        """
         super().__init__(hub.driver, hub.config)
         self._ours = peer.ours and channel_of is None
         self.user = peer.user if channel_of is None else ""

@@ -112,10 +112,11 @@ TLS_REASONS: Final = {
 
 
 class Credentials:
-    """The credentials of one relay under one network key. They take some ms to make and keep no secret in a Python object.
+    """The credentials of one relay under one network key.
 
-    `dialling` dials links, with `server_hostname=credentials.server_name`. `link_server_context` selects from
-    `accepting`, and `session_server_context` from `admitting`.
+    They take some ms to make and keep no secret in a Python object. `dialling` dials links, with
+    `server_hostname=credentials.server_name`. `link_server_context` selects from `accepting`, and
+    `session_server_context` from `admitting`.
     """
 
     __slots__ = (
@@ -177,10 +178,10 @@ class PeerPin:
 
 
 class GatewayCredentials:
-    """The credentials of one gateway under its site's key, and the pinned keys of other sites. Keeps no secret in a Python object.
+    """The credentials of one gateway under its site's key, and the pinned keys of other sites.
 
-    Dial with `dialling[site]` and `server_hostname=credentials.server_name`. For accepting, `gateway_server_context`
-    selects from `pins`.
+    It keeps no secret in a Python object. Dial with `dialling[site]` and `server_hostname=credentials.server_name`.
+    For accepting, `gateway_server_context` selects from `pins`.
     """
 
     __slots__ = ("dialling", "fingerprint", "pins", "relay_id", "server_name", "site")
