@@ -43,7 +43,7 @@ Messages
     publish       to send a message to all subscribers of a topic; the message is a publication
     subscription  receives the publications whose topic matches a filter
     queue group   subscriptions that share publications: each goes to one of them
-    tunnel        an ordered, two-way stream of messages between two members, throttled by the receiver
+    tunnel        an ordered, two-way stream of messages between a client and one member, throttled by the receiver
     frame         the unit of transfer on a connection: one message, or several as a bundle or a run
     bundle        several casts to one address, sealed together and sent in one frame
     run           several calls to one cluster, each sealed by itself and sent in one frame
@@ -56,7 +56,7 @@ Flow and losses
     dispatch      to give a call to a member that runs it; until it has finished, the call is in flight
     hold, queue   to keep a message in memory until it can be sent or handled
     drop          to discard a message that was accepted
-    refuse        not to accept a message; the sender gets an error, and the message has not run
+    refuse        not to accept a message; the sender of a call gets an error
     credit        a receiver's permission to send it a number of messages or bytes
     window        the most that may be sent and not yet confirmed; credit is granted within it
     drain         to finish what was accepted, and accept nothing new, before stopping
@@ -64,7 +64,7 @@ Flow and losses
     report        to make a loss known: to `on_loss`, `on_gap` and `losses`, and in the log
 
 Durable streams
-    store         a process that keeps streams on disk, or in a bucket, sealed as they were sent
+    store         a process that keeps streams on disk, sealed as they were sent
     stream        a durable log of a topic, of a cluster, or of what is appended; readers can start anywhere in it
     record        the unit of storage: one or several messages, sealed together
     offset        the position of a message in a stream; never used twice
@@ -114,8 +114,8 @@ from iris.errors import (
     TunnelBroken,
 )
 from iris.handlers import Deferred, Reply, Request
-from iris.many import Outcome
 from iris.membership import Members
+from iris.request_many import Outcome
 from iris.service import Service
 from iris.streams import (
     CommitInfo,

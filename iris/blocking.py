@@ -25,8 +25,8 @@ from iris.core.interfaces import Lost
 from iris.core.message import Message
 from iris.crypto.keyring import Keyring
 from iris.errors import Closed
-from iris.many import IN_FLIGHT, Outcome
 from iris.membership import Members
+from iris.request_many import IN_FLIGHT, Outcome
 from iris.service import Service
 from iris.tunnel import EndOfTunnel
 from iris.tunnel import Tunnel as _AsyncTunnel

@@ -41,10 +41,10 @@ from iris.errors import (
     ran_before,
 )
 from iris.keyfiles import has_keys, load_keys
-from iris.many import IN_FLIGHT, SESSIONS_TRIED, Many, Outcome
 from iris.membership import Members
 from iris.memory import keep_freed_memory
 from iris.registry import Registry
+from iris.request_many import IN_FLIGHT, SESSIONS_TRIED, Many, Outcome
 from iris.runtime import Runtime
 from iris.service import Service
 from iris.serving import ServiceBinding, serving

@@ -236,10 +236,10 @@ def read_secret(path: Path, *, group_reads: bool = False) -> str:
     raise KeyringError(f"{path}: the file is not UTF-8 text")
 
 
-def distrust(directory: Path, owners: Collection[int], *, around: bool = True) -> str:
+def distrust(directory: Path, owners: Collection[int], *, parent: bool = True) -> str:
     """Return the reason why a user other than root and `owners` (uids) could create files in `directory`, or "".
 
-    With `around`, also check that no such user could replace the directory itself, by checking its parent.
+    With `parent`, also check its parent directory, so that no such user could replace the directory itself.
 
     Raises:
         OSError: the directory cannot be read, for example because it does not exist.
@@ -248,7 +248,7 @@ def distrust(directory: Path, owners: Collection[int], *, around: bool = True) -
     checked = [(directory, directory.lstat())]
     if not stat.S_ISDIR(checked[0][1].st_mode):
         return f"{directory} is not a directory"
-    if around:
+    if parent:
         checked.append((directory.parent, directory.parent.stat()))
     for path, status in checked:
         if status.st_uid != 0 and status.st_uid not in owners:

@@ -1,4 +1,4 @@
-"""Tunnels: ordered, two-way streams of messages between two members, throttled by the receiver.
+"""Tunnels: ordered, two-way streams of messages between a client and one member, throttled by the receiver.
 
 A tunnel ends in one of three ways. `finish` ends one direction, so that the other side's iteration ends. `close` ends
 both directions. Everything else breaks the tunnel, and both sides get TunnelBroken.

@@ -113,7 +113,7 @@ class StoreProcess:
             _make_directory(self.directory)
             # Anybody who may write to the directory could replace our key. `resolve`, because the
             # path may contain a link.
-            if why := keyfiles.distrust(self.directory.resolve(), (os.geteuid(),), around=False):
+            if why := keyfiles.distrust(self.directory.resolve(), (os.geteuid(),), parent=False):
                 raise ConfigError(f"data: {why}")
             _make_directory(self.directory / STREAMS)
             self._lock_fd = _lock(self.directory / LOCK_FILE)
@@ -376,7 +376,7 @@ def locked(directory: Path) -> Iterator[Path]:
             raise ConfigError(
                 f"data: {directory} is not a store's data directory: it has no {STREAMS}/"
             )
-        if why := keyfiles.distrust(directory.resolve(), (os.geteuid(),), around=False):
+        if why := keyfiles.distrust(directory.resolve(), (os.geteuid(),), parent=False):
             raise ConfigError(f"data: {why}; run this as the user that runs the store")
         descriptor = _lock(directory / LOCK_FILE)
     except OSError as err:

@@ -507,7 +507,7 @@ SABOTAGES = (
         "store-directory",
         "relay/store/process.py",
         "StoreProcess.open",
-        "keyfiles.distrust(self.directory.resolve(), (os.geteuid(),), around=False)",
+        "keyfiles.distrust(self.directory.resolve(), (os.geteuid(),), parent=False)",
         '""',
         STORE_FILES,
         "others may replace the key of a store",
