@@ -16,7 +16,6 @@ from iris.wire.codec import ALIAS, ALIAS_AT, ANSWER, BODY_AT, HOP, REWRITE
 from iris.wire.frames import Credit, Fail
 from iris.wire.kinds import ANSWER_RUN_KINDS, RUN_MINOR, Cause, Kind
 from iris.wire.runs import hop_ids, read_answers, single_answers
-from relay.core.absence import kind_name
 from relay.core.flags import clear_flags, route_of
 from relay.core.interest import Interest
 from relay.core.neighbor import Dispatched, DispatchedRun, Load, Neighbor, Route
@@ -24,6 +23,7 @@ from relay.core.ports import Accounts
 from relay.core.session import Session
 from relay.core.surveys import Surveys
 from relay.core.tunnels import Tunnels
+from relay.core.unserved import kind_name
 
 
 class Answers:

@@ -54,8 +54,8 @@ class Budget:
     """The bytes queued at all ports of a relay, and their limit."""
 
     __slots__ = (
-        "_barren",
         "_longest",
+        "_without_casts",
         "bytes",
         "full",
         "limit_bytes",
@@ -76,7 +76,7 @@ class Budget:
         """Queues that are not empty."""
         self._longest = sys.maxsize
         """Length of the longest queue at the last search."""
-        self._barren: dict[Queue, int] = {}
+        self._without_casts: dict[Queue, int] = {}
         """Queues without casts -> their length when that was found."""
 
     def released(self, size: int) -> None:
@@ -84,13 +84,13 @@ class Budget:
         self.bytes -= size
         if self.bytes < self.limit_bytes - self.near_bytes:
             self._longest = sys.maxsize
-            if self._barren:
-                self._barren.clear()
+            if self._without_casts:
+                self._without_casts.clear()
 
     def ended(self, queue: Queue) -> None:
         """Forget a queue that is empty."""
         self.waiting.pop(queue, None)
-        self._barren.pop(queue, None)
+        self._without_casts.pop(queue, None)
 
     def make_room(self, queue: Queue, size: int, *, own: bool = False) -> bool:
         """Make room for `size` bytes by shortening the longest queue, unless it is this one.
@@ -103,14 +103,14 @@ class Budget:
             most = 0
             for each in self.waiting:
                 waiting = each.waiting_bytes
-                if waiting > most and waiting >= self._barren.get(each, 0):
+                if waiting > most and waiting >= self._without_casts.get(each, 0):
                     longest, most = each, waiting
             if not own:
                 self._longest = most
             if longest is None or most <= length:
                 break
             if not longest.shed(max(size, self.near_bytes)):
-                self._barren[longest] = most + self.near_bytes
+                self._without_casts[longest] = most + self.near_bytes
                 continue
             if self.bytes + size <= self.limit_bytes:
                 return True

@@ -32,7 +32,6 @@ from iris.wire.kinds import (
     Kind,
     Refusal,
 )
-from relay.core.absence import Absence
 from relay.core.answers import Answers
 from relay.core.balance import pick
 from relay.core.direct import DirectTunnels
@@ -51,6 +50,7 @@ from relay.core.session import Session
 from relay.core.sites import Sites
 from relay.core.surveys import Surveys
 from relay.core.tunnels import Tunnels
+from relay.core.unserved import Unserved
 
 MAX_ATTEMPTS: Final = 4
 """Attempts per call: the first member and up to three others after refusals. Remote sites then get as many again."""
@@ -77,14 +77,14 @@ class Calls:
         self._sites = sites
         self._last_hop = 0
         self._now_us = 0
-        self.absence = Absence(interest, sites, mesh)
+        self.unserved = Unserved(interest, sites, mesh)
         self.parking = Parking(
             accounts,
             interest,
             quotas.parked,
             self._prospect,
             self._unparked,
-            self.absence.waited_for,
+            self.unserved.expiry_text,
         )
         self.tunnels = Tunnels(
             accounts, self.ended, self.parking.give_up, DirectTunnels(limits.direct)
@@ -151,7 +151,7 @@ class Calls:
             if route.hop_class in COUNTED and isinstance(neighbor, Link):
                 self.count_demand(neighbor, route)
         elif not route.peers and not route.sites:
-            self._nobody(neighbor, route, hop, deadline_us, buf, start, end)
+            self._park_or_end(neighbor, route, hop, deadline_us, buf, start, end)
             return
         self._start(neighbor, route, hop, deadline_us, buf, start, end)
 
@@ -299,11 +299,11 @@ class Calls:
 
     # -- nobody serves it for now ---------------------------------------------------------------------------
 
-    def _nobody(
+    def _park_or_end(
         self, origin: Neighbor, route: Route, hop: int, deadline_us: int, buf: memoryview, start: int, end: int
     ) -> None:  # fmt: skip
         """Park a call that nobody serves if somebody may come back who does; else end it."""
-        if not isinstance(origin, Session) or not self.absence.may_end(route, self._now_us):
+        if not isinstance(origin, Session) or not self.unserved.may_be_served(route, self._now_us):
             self._return_unserved(Dispatched(origin, hop, route, end - start), buf, start, end)
             return
         entry = Parked(origin, route, hop, deadline_us, bytes(buf[start:end]))
@@ -315,7 +315,7 @@ class Calls:
         self._resolve(route)
         if route.loads or route.peers or route.sites:
             return Prospect.SERVED
-        return Prospect.HOPED if self.absence.may_end(route, self._now_us) else Prospect.NONE
+        return Prospect.HOPED if self.unserved.may_be_served(route, self._now_us) else Prospect.NONE
 
     def _unparked(self, entry: Parked, *, served: bool) -> None:
         """Dispatch a call that waited to a member that serves it now, or end it."""
@@ -383,7 +383,9 @@ class Calls:
                 dispatched.waits = True
                 dispatched.origin.pending += 1
             elif in_time and not route.loads and not route.peers and not route.sites:
-                self._nobody(dispatched.origin, route, dispatched.hop, deadline_us, buf, start, end)
+                self._park_or_end(
+                    dispatched.origin, route, dispatched.hop, deadline_us, buf, start, end
+                )
             else:
                 self._return_unserved(dispatched, buf, start, end, reason)
         elif dispatched.origin.hop_class:
@@ -421,7 +423,9 @@ class Calls:
                 detail += "; your share of the calls in flight to another relay or site is used up, try again later"
             dispatched.origin.control(Fail(dispatched.hop, Cause.OVERLOADED, detail))
             return
-        dispatched.origin.control(Fail(dispatched.hop, Cause.NO_MEMBERS, self.absence.why(route)))
+        dispatched.origin.control(
+            Fail(dispatched.hop, Cause.NO_MEMBERS, self.unserved.failure_text(route))
+        )
 
     def _bounce(
         self, dispatched: Dispatched, buf: memoryview, start: int, end: int, reason: int

@@ -202,11 +202,11 @@ class Casts:
         """
         plain, groups = self._interest.subscribers(route.name, route.key_id)
         here, far = self._apart(route, plain if route.plain else ())
-        named = groups if route.hop_class == HopClass.LOCAL else route.only
+        named = groups if route.hop_class == HopClass.LOCAL else route.only_groups
         apart = {group: self._apart(route, groups.get(group, ())) for group in named}
         # One route for each site, whoever wants it there: a bundle crosses the WAN once.
         every = [*far, *(site_route for _, remote in apart.values() for site_route in remote)]
-        vias = {
+        taken_routes = {
             site_route.site: site_route
             for site_route in self._sites.choose(route, dict.fromkeys(every))
         }
@@ -219,12 +219,18 @@ class Casts:
                     for subscriber in near
                     for candidate in [subscriber] * self._weight(route, subscriber, group)
                 ]
-            elif nearest := [site_route for site, site_route in vias.items() if site in sites][:1]:
+            elif nearest := [
+                site_route for site, site_route in taken_routes.items() if site in sites
+            ][:1]:
                 chosen[group] = [*nearest]
         subscription_count = {site_route.site for site_route in far}
         return [
             *here,
-            *(site_route for site, site_route in vias.items() if site in subscription_count),
+            *(
+                site_route
+                for site, site_route in taken_routes.items()
+                if site in subscription_count
+            ),
         ], chosen
 
     def _apart(
@@ -432,7 +438,7 @@ class Casts:
             if route.kind in (Kind.PUBLISH, Kind.BROADCAST):
                 cause = "a link on the way was lost"
                 address = (route.kind, route.name, route.key_id, route.sender_id)
-                delivery = (route.plain, list(route.only))
+                delivery = (route.plain, list(route.only_groups))
                 yield route, Gap(*address, 0, UNKNOWN_COUNT, cause, *delivery)
 
     def _send_gap(self, neighbor: Neighbor, gap: Gap, member: int, groups: Sequence[str]) -> None:

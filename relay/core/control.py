@@ -302,9 +302,9 @@ class SessionControl:
         here = self._router.interest.members(ask.name, ask.key_ids, streams=ask.streams)
         found = [self._info(member) for member in here]
         found += self._router.mesh.infos(ask.name, ask.key_ids, streams=ask.streams)
-        others = self._router.interest.others(ask.name, ask.key_ids)
+        others = self._router.interest.other_keys(ask.name, ask.key_ids)
         for there in (self._router.mesh, self._router.sites):
-            for short, count in there.others(ask.name, ask.key_ids).items():
+            for short, count in there.other_keys(ask.name, ask.key_ids).items():
                 others[short] = others.get(short, 0) + count
         remote = {} if ask.streams else self._router.sites.members(ask.name, ask.key_ids)
         starting = self._router.mesh.starting_stores()[:MAX_STARTING] if ask.streams else []

@@ -19,7 +19,7 @@ from iris.errors import PeerProtocolError
 from iris.wire import frames
 from iris.wire.kinds import NEVER_US, UNLIMITED, WAIT_MINOR, HopClass, Kind
 from relay.core.interest import Interest
-from relay.core.neighbor import RELEASED, Counted, Delivery, Neighbor, Route, Target
+from relay.core.neighbor import RELEASED, CountedFlow, Delivery, Neighbor, Route, Target
 
 STEP_BYTES: Final = 32 << 10
 """A publisher is sent a WINDOW when its credit grows by this much, or at all after it had none."""
@@ -230,7 +230,7 @@ class Credits:
             if not there:
                 del self._credits[credit.neighbor.number]
 
-    def sending(self, flow: Counted, target: Target, size: int) -> bool:
+    def sending(self, flow: CountedFlow, target: Target, size: int) -> bool:
         """Count a frame for a target with a declared alias; False if its messages must be dropped.
 
         What the connection then refuses is given back by asking again.
@@ -245,7 +245,7 @@ class Credits:
         credit.sent += size
         return True
 
-    def review(self, flow: Counted, *, answer: bool = False) -> None:
+    def review(self, flow: CountedFlow, *, answer: bool = False) -> None:
         """Send a publisher its credit, if it changed enough to be worth a frame or an answer is due."""
         assert isinstance(flow, Flow)  # there is no other implementation
         route = flow.route

@@ -119,7 +119,7 @@ class Interest:
             return [member for member in members if Kind.STREAM in member.loads]
         return [member for member in members if member.listed]
 
-    def others(self, name: str, key_ids: Iterable[bytes]) -> dict[str, int]:
+    def other_keys(self, name: str, key_ids: Iterable[bytes]) -> dict[str, int]:
         """Return how many members serve `name` under other keys: first 4 bytes of the key id in hex -> count."""
         known = set(key_ids)
         counts = islice(self._names.get(name, {}).items(), MAX_OTHERS + len(known))

@@ -122,7 +122,7 @@ class Mesh:
             and (Kind.STREAM in entry.kinds if streams else is_listed(entry.kinds))
         ]
 
-    def others(self, name: str, key_ids: Iterable[bytes]) -> dict[str, int]:
+    def other_keys(self, name: str, key_ids: Iterable[bytes]) -> dict[str, int]:
         """Return how many members of other relays serve `name` under other keys.
 
         First 4 bytes of the key id in hex -> count.

@@ -90,7 +90,7 @@ class MissedCasts:
         """Record a cast that is sent for the first time, for the first time over a connection, or while a peer
         is disconnected.
         """
-        self._tidy()
+        self._prune()
         if route in self._sent:
             self._drop(route)
         user = route.neighbor.user
@@ -119,7 +119,7 @@ class MissedCasts:
         elif connected:
             since = self._claim(peer)
         record = [route for route, (at, _) in self._sent.items() if at > since]
-        self._tidy()
+        self._prune()
         return record
 
     def _claim(self, peer: PeerId) -> int:
@@ -147,7 +147,7 @@ class MissedCasts:
         self._disconnected = {
             peer: entry for peer, entry in self._disconnected.items() if now_us < entry.until_us
         }
-        self._tidy()
+        self._prune()
 
     def _sure_us(self) -> int:
         """Return the time before which everything sent has arrived or its connection is closed.
@@ -156,7 +156,7 @@ class MissedCasts:
         """
         return min(self._clock(), self._last_received_us() + SILENT_US) - UNSURE_US
 
-    def _tidy(self) -> None:
+    def _prune(self) -> None:
         """Remove casts that no disconnected peer can have missed, nor one that disconnects now."""
         first = min((entry.since for entry in self._disconnected.values()), default=self._order)
         unsure_us = self._sure_us() if self._sent else 0

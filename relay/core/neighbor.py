@@ -48,14 +48,14 @@ class Subscriber(Protocol):
         """Return how many subscriptions to (filter, key id, group) it stands for. It must have at least one."""
 
 
-class Behind(Protocol):
+class RemoteMembers(Protocol):
     """A relay behind a link, or a remote site."""
 
     def members_behind(self, kind: int, name: str, key_id: bytes) -> list[str]:
         """Return the ids of the members there that serve `kind` at an address, as far as known."""
 
 
-class Serves(Protocol):
+class LocalMember(Protocol):
     """A member of this relay that has calls in flight."""
 
     @property
@@ -66,7 +66,7 @@ class Serves(Protocol):
         """Forget the member once it has left and finished its calls."""
 
 
-class Counted(Protocol):
+class CountedFlow(Protocol):
     """The flow of a publisher that waits, as far as counting its frames goes."""
 
     received: int
@@ -146,10 +146,10 @@ class Route:
         "kind",
         "loads",
         "many",
+        "mesh_hop_class",
         "name",
         "neighbor",
-        "only",
-        "onward",
+        "only_groups",
         "parts",
         "peers",
         "plain",
@@ -157,10 +157,10 @@ class Route:
         "single",
         "site",
         "sites",
+        "taken_routes",
         "targets",
         "turn",
         "version",
-        "vias",
     )
 
     def __init__(
@@ -174,7 +174,7 @@ class Route:
         self.sender_id = declared.sender_id
         self.plain = declared.plain
         """Over a link: deliver to subscriptions without a group."""
-        self.only: tuple[str, ...] = ()
+        self.only_groups: tuple[str, ...] = ()
         """Over a link: deliver to subscriptions in these groups."""
         self.hop_class = declared.hop_class
         self.site = declared.site
@@ -182,16 +182,16 @@ class Route:
         self.barred = ""
         """Why its messages may not cross to or from a remote site; empty if they may."""
         wan = neighbor.hop_class == HopClass.TO_WAN
-        self.onward = HopClass.FROM_WAN if wan else HopClass.MESH
+        self.mesh_hop_class = HopClass.FROM_WAN if wan else HopClass.MESH
         """The hop class over links to relays of this site."""
-        self.vias: dict[str, int] = {}
+        self.taken_routes: dict[str, int] = {}
         """Site -> number of the site route that these messages take."""
         self.sites: Sequence[Load] = ()
         """Loads in remote sites, nearest first; all members of a site are one load."""
         self.demand: Demand | None = None
         """Counter of calls that came over a link; None for other routes."""
         self.version = UNUSED
-        self.flow: Counted | None = None
+        self.flow: CountedFlow | None = None
         """The credit of its publisher, if it waits: see `relay.core.credit`."""
         self.parts = 1
         """Number of bundles into which the publisher was notified to cut a turn's messages."""
@@ -245,7 +245,9 @@ class Route:
             if len(self.targets) >= MAX_TARGETS:
                 self.targets.clear()
             hop_class = (
-                self.onward if subscriber.hop_class == HopClass.MESH else subscriber.hop_class
+                self.mesh_hop_class
+                if subscriber.hop_class == HopClass.MESH
+                else subscriber.hop_class
             )
             address = (self.kind, self.name, self.key_id, self.sender_id)
             delivery = (*address, plain, groups, member, hop_class, subscriber.site)
@@ -617,11 +619,11 @@ class Load:
     def __init__(
         self,
         neighbor: Neighbor,
-        member: Serves | None,
+        member: LocalMember | None,
         kind: int,
         concurrency: int,
         limit_bytes: int,
-        behind: Behind | None = None,
+        behind: RemoteMembers | None = None,
         site_route: Subscriber | None = None,
     ) -> None:
         self.neighbor = neighbor

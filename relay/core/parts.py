@@ -253,13 +253,13 @@ class Parts:
         before = routes[declared.alias]
         if before is not None:
             before.release()
-            neighbor.group_bytes -= sum(map(len, before.only))
+            neighbor.group_bytes -= sum(map(len, before.only_groups))
         route = routes[declared.alias] = Route(neighbor, declared, self.neighbors)
         if declared.groups and neighbor.hop_class:  # a session's casts go where its relay decides
             size = sum(map(len, declared.groups))
             if neighbor.group_bytes + size <= MAX_GROUP_BYTES:
                 neighbor.group_bytes += size
-                route.only = tuple(declared.groups)
+                route.only_groups = tuple(declared.groups)
             else:
                 neighbor.dropped_entries += len(declared.groups)
         return route

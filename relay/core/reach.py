@@ -264,7 +264,7 @@ class Reach:
                 unconfirmed = [
                     route
                     for route in unsure
-                    if route.vias.get(site_route.site) == site_route.number
+                    if route.taken_routes.get(site_route.site) == site_route.number
                 ]
         elif not site_route.stale:
             self._casts.missed.disconnected(site_route.site, final=final)

@@ -229,7 +229,7 @@ class Router(Parts):
         """Hold unserved calls until as many members are here as before this relay was restarted, or until
         `until_us`.
         """
-        self._calls.absence.wait_for(members, until_us)
+        self._calls.unserved.wait_for(members, until_us)
 
     def wait_for_links(self, count: int, now_us: int) -> None:
         """Note `count` links and WAN connections from before a restart that are not back when sessions are let in."""

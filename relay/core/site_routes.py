@@ -34,10 +34,7 @@ Groups = dict[bytes, dict[str, int]]
 MAX_WANTED: Final = 1 << 18
 """Limit of addresses, and of topics, of one site: about 700 MB per route with the longest names. More are dropped."""
 MAX_SITE_GROUPS: Final = 240
-"""Limit of queue groups of one site under one key:
-
-a DECLARE on the way there may have to name them all in one control frame.
-"""
+"""Limit of queue groups of one site under one key. One DECLARE on the way there may have to name them all."""
 MAX_NAMED: Final = 4096
 """Largest number of placeholders for a remote site's members that did not answer a survey."""
 _UNBOUNDED: Final = 1 << 62
@@ -220,9 +217,9 @@ class Wan(Neighbor):
         self.clock_us = self.beats.clock_us
 
     def forget(self) -> None:
-        """Drop its tables after it disconnected:
+        """Drop its tables after it disconnected.
 
-        a cast that came over it may still be recorded (`relay.core.missed_casts`).
+        A cast that came over it may still be recorded (`relay.core.missed_casts`) and refer to it.
         """
         super().forget()
         self.reported_us = {}
@@ -298,8 +295,8 @@ def check_entry(entry: SiteCluster | SiteTopic) -> None:
 
 
 def is_site_local(kind: int) -> bool:
-    """Whether calls of a kind leave this site only if they name another:
+    """Whether calls of a kind leave this site only if they name another one.
 
-    a stream's name stands for another log elsewhere.
+    A stream's name stands for another log elsewhere.
     """
     return kind == Kind.STREAM

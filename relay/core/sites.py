@@ -1,7 +1,4 @@
-"""The remote sites known to this relay:
-
-connections and routes to them, what may cross, and which route messages take.
-"""
+"""The remote sites known to this relay: connections, routes, what may cross, and which route messages take."""
 
 from __future__ import annotations
 
@@ -48,7 +45,7 @@ class Sites:
             return []
         chosen = []
         for site, candidates in sites.items():
-            before = route.vias.get(site)
+            before = route.taken_routes.get(site)
             taken = next(
                 (site_route for site_route in candidates if site_route.number == before), None
             )
@@ -57,7 +54,7 @@ class Sites:
                 taken = max(
                     own, key=lambda site_route: site_route.rank(route.name, route.sender_id)
                 )
-                route.vias[site] = taken.number
+                route.taken_routes[site] = taken.number
             chosen.append(taken)
         return sorted(
             chosen, key=lambda site_route: (self.distance_us(site_route.site), site_route.site)
@@ -101,17 +98,17 @@ class Sites:
 
     def wan_of(self, route: Route) -> Wan | None:
         """Return the WAN connection over which a route's messages for its site went last."""
-        site_route = self.site_routes.get(route.site, {}).get(route.vias.get(route.site, 0))
+        site_route = self.site_routes.get(route.site, {}).get(route.taken_routes.get(route.site, 0))
         return (
             site_route.neighbor
             if site_route is not None and isinstance(site_route.neighbor, Wan)
             else None
         )
 
-    def others(self, name: str, key_ids: Iterable[bytes]) -> dict[str, int]:
-        """Return how many members of remote sites serve `name` under other keys:
+    def other_keys(self, name: str, key_ids: Iterable[bytes]) -> dict[str, int]:
+        """Return how many members of remote sites serve `name` under other keys.
 
-        first 4 bytes of the key id in hex -> count.
+        First 4 bytes of the key id in hex -> count.
         """
         known = set(key_ids)
         found: dict[str, int] = {}

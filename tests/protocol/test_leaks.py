@@ -205,7 +205,7 @@ def test_groups_that_a_session_names_are_not_kept() -> None:
     for alias in range(8):
         party.say(frames.Declare(alias, Kind.PUBLISH, "t", KEY_ID, bytes(16), True, long_groups(alias)))  # fmt: skip
     assert not party.session.closed
-    assert [route.only for route in party.session.routes[:8] if route] == [()] * 8
+    assert [route.only_groups for route in party.session.routes[:8] if route] == [()] * 8
 
 
 def test_groups_that_a_relay_names_are_kept_within_a_bound_and_its_link_stays(
@@ -223,11 +223,11 @@ def test_groups_that_a_relay_names_are_kept_within_a_bound_and_its_link_stays(
 
     for alias in range(4):
         declare(alias, long_groups(alias))
-    kept = [len(route.only) for route in end.link.routes[:4] if route]
+    kept = [len(route.only_groups) for route in end.link.routes[:4] if route]
     assert (kept, end.link.dropped_entries) == ([200, 200, 0, 0], 400)
     declare(0, ["g"])
     declare(2, long_groups(2))
-    kept = [len(route.only) for route in end.link.routes[:4] if route]
+    kept = [len(route.only_groups) for route in end.link.routes[:4] if route]
     assert (kept, end.link.dropped_entries) == ([1, 200, 200, 0], 400)
     assert not end.link.closed
 

@@ -481,7 +481,7 @@ def test_members_of_other_relays_are_listed_and_watched() -> None:
     assert len(heard) == 2  # a link that flaps is no news
     assert [info.member for info in net.router.mesh.infos("db", [KEY.key_id])] == [member_id]
     assert net.router.mesh.infos("db", [OTHER_KEY.key_id]) == []
-    assert net.router.mesh.others("db", [OTHER_KEY.key_id]) == {KEY.key_id[:4].hex(): 1}
+    assert net.router.mesh.other_keys("db", [OTHER_KEY.key_id]) == {KEY.key_id[:4].hex(): 1}
     bob.lose()
     net.run()
     assert heard[2].left == [member_id]

@@ -476,7 +476,7 @@ CACHES: Final = frozenset(
     f"Route.{name}"
     for name in (
         "_declared",
-        "asked",
+        "demand",
         "groups",
         "loads",
         "many",
@@ -484,7 +484,7 @@ CACHES: Final = frozenset(
         "single",
         "sites",
         "targets",
-        "vias",
+        "taken_routes",
     )
 ) | {"PeerInterest._key_ids", "PeerInterest._kinds"}
 """What a route keeps while nobody uses it (replaced at its next use, and gone with its alias; what it declared: pruned when it has doubled), and values that copies share (bounded)."""

@@ -23,7 +23,7 @@ def kind_name(kind: int) -> str:
     return Kind(kind).name.lower().removesuffix("_open")
 
 
-class Absence:
+class Unserved:
     """What one relay knows about members, stores and sites that are not reachable at the moment."""
 
     def __init__(self, interest: Interest, sites: Sites, mesh: Mesh) -> None:
@@ -37,7 +37,7 @@ class Absence:
         """Wait until `until_us` for the `members` that this relay had before it was restarted."""
         self._awaited, self._awaited_until_us = members, until_us
 
-    def may_end(self, route: Route, now_us: int) -> bool:
+    def may_be_served(self, route: Route, now_us: int) -> bool:
         """Whether a relay that serves this route's address may come back, or peers have not been found yet."""
         address = (route.kind, route.name, route.key_id)
         if self._sites.is_for_this_site(route) and (
@@ -50,13 +50,13 @@ class Absence:
         """Whether members that this relay had before a restart have not all rejoined."""
         return self._interest.joined < self._awaited and now_us < self._awaited_until_us
 
-    def waited_for(self, route: Route) -> str:
+    def expiry_text(self, route: Route) -> str:
         """Return the error text for a call that waited until its deadline: what it waited for."""
         if route.kind == Kind.STREAM and (where := self._mesh.starting_stores()):
             return f"no store holds it yet; a store is still starting: {', '.join(where[:4])}{self._mesh.failed_stores()}"
         return "the relay that served it did not come back before the deadline"
 
-    def why(self, route: Route) -> str:
+    def failure_text(self, route: Route) -> str:
         """Return the error text for a call that no member serves and that does not wait."""
         if route.kind == Kind.STREAM:
             return f"no store holds it{self._mesh.failed_stores()}"
@@ -66,9 +66,9 @@ class Absence:
         ):
             return f"no gateway here is connected to site {route.site!r}; check the name, or add it to peer_site on a gateway"
         text = f"no members of {route.name} serve {_PLURAL[route.kind]} under your key {route.key_id[:4].hex()}…"
-        others = self._interest.others(route.name, (route.key_id,))
+        others = self._interest.other_keys(route.name, (route.key_id,))
         for elsewhere in (self._mesh, self._sites):
-            for short, more in elsewhere.others(route.name, (route.key_id,)).items():
+            for short, more in elsewhere.other_keys(route.name, (route.key_id,)).items():
                 others[short] = others.get(short, 0) + more
         there = ", ".join(f"{count} under {key_id}…" for key_id, count in list(others.items())[:4])
         return f"{text}; members under other keys: {there}" if there else text
