@@ -222,7 +222,7 @@ def plan_of(args: argparse.Namespace) -> Plan:
     chosen = args.cells.split(",") if args.cells else usual
     for what, given, there in (("--only", names or [], known), ("--cells", chosen, cells)):
         if unknown := [name for name in given if name not in there]:
-            sys.exit(f"{what}: {', '.join(unknown)} is none of {', '.join(there)}")
+            sys.exit(f"{what}: unknown: {', '.join(unknown)}; choose from {', '.join(there)}")
     systems = [known[name] for name in names] if names else list(SYSTEMS)
     rounds = args.rounds or (1 if args.quick else 3)
     load_s = args.seconds or (30.0 if args.full else 5.0)

@@ -553,7 +553,9 @@ def main() -> None:
         harness.report(args.role, uvloop.run(ROLES[args.role](**json.loads(args.run))))
         return
     if unknown := {*args.cells.split(",")} - {*CELLS}:
-        parser.error(f"--cells: {', '.join(sorted(unknown))} is none of {', '.join(CELLS)}")
+        parser.error(
+            f"--cells: unknown: {', '.join(sorted(unknown))}; choose from {', '.join(CELLS)}"
+        )
     args.rounds = args.rounds or (1 if args.quick else 5)
     args.idle_seconds = args.idle_seconds or (20.0 if args.quick else 60.0)
     args.delay_s = args.delay_ms / 1000

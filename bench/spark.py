@@ -110,10 +110,10 @@ def read_stream(bench: Bench) -> Result:
     def run() -> None:
         query = start(bench, rows, trigger={"availableNow": True})
         if not query.awaitTermination(PATIENCE_S):
-            raise BenchError("the streaming read did not end")
+            raise BenchError("the streaming read did not end in time")
         read = sum(progress["numInputRows"] for progress in query.recentProgress)
         if read != bench.rows:
-            raise BenchError(f"{read} of {bench.rows} rows were read")
+            raise BenchError(f"only {read} of {bench.rows} rows were read")
 
     return timed(bench.rows, run)
 
@@ -140,7 +140,7 @@ def read_socket(bench: Bench) -> Result:
             until_s = begin_s + PATIENCE_S
             while sum(p["numInputRows"] for p in query.recentProgress) < wanted:
                 if time.perf_counter() > until_s or not query.isActive:
-                    raise BenchError("the socket source did not deliver")
+                    raise BenchError("Spark's socket source did not deliver the rows in time")
                 time.sleep(0.02)
             spent_s = time.perf_counter() - begin_s
         finally:
@@ -160,7 +160,7 @@ def append(bench: Bench) -> Result:
     there = bench.client.call(lambda c: c.streams.describe(name))
     bench.client.call(lambda c: c.streams.delete(name))
     if there.next != count:
-        raise BenchError(f"{there.next} of {count} rows were appended")
+        raise BenchError(f"only {there.next} of {count} rows were appended")
     return result
 
 
@@ -347,7 +347,7 @@ def main() -> None:
     args = parser.parse_args()
     cells = args.cells.split(",") if args.cells else list(CELLS)
     if unknown := [cell for cell in cells if cell not in CELLS]:
-        sys.exit(f"cells: {', '.join(unknown)} is none of {', '.join(CELLS)}")
+        sys.exit(f"--cells: unknown: {', '.join(unknown)}; choose from {', '.join(CELLS)}")
     rows = args.rows or (50_000 if args.quick else 300_000)
     rounds = args.rounds or (1 if args.quick else 3)
     document: Result = {**harness.facts(), "rows": rows, "rounds": rounds, "runs": []}  # fmt: skip

@@ -95,7 +95,7 @@ def chosen(what: str, text: str, known: list[str]) -> list[str]:
     """Return the names in `text`, or all if it is empty; exit on an unknown name."""
     names = text.split(",") if text else known
     if unknown := [name for name in names if name not in known]:
-        sys.exit(f"{what}: {', '.join(unknown)} is none of {', '.join(known)}")
+        sys.exit(f"{what}: unknown: {', '.join(unknown)}; choose from {', '.join(known)}")
     return [name for name in known if name in names]
 
 

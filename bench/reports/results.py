@@ -107,7 +107,7 @@ def part(source: Any, key: str, kind: type | tuple[type, ...], where: str) -> An
 
 def _one_of(value: str, known: Any, what: str, where: str) -> str:
     if value not in known:
-        raise ReportError(f"{where}: {what} {value!r} is none of {', '.join(known)}")
+        raise ReportError(f"{where}: {what} {value!r} is not one of {', '.join(known)}")
     return value
 
 
@@ -122,7 +122,7 @@ def _cell(source: Any, where: str) -> Cell:
         part(source, key, str, where) for key in ("id", "workload", "title", "shows")
     )
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
-        raise ReportError(f"{where}: the id {name!r} cannot be the name of a file")
+        raise ReportError(f"{where}: the id {name!r} cannot be used as the name of a file")
     return Cell(name, workload, title, _one_of(shows, FIGURES, "shows", where))
 
 
@@ -195,7 +195,7 @@ class Results:
             where += f" ({peer}, {cell}, round {number})"
             rounds = self._runs.setdefault((peer, cell), {})
             if number in rounds:
-                raise ReportError(f"{where}: there was one before")
+                raise ReportError(f"{where}: the results have this run twice")
             rounds[number] = _run(source, shows[cell], where)
 
     @classmethod

@@ -59,11 +59,7 @@ def iris1(
     from relay.bridges.iris1.config import DEFAULT_LISTEN, Iris1Config
     from relay.bridges.iris1.process import run
 
-    if log_level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
-        raise typer.BadParameter(
-            f"{log_level!r} is not a log level; use debug, info, warning or error",
-            param_hint="--log-level",
-        )
+    options.check_log_level(log_level)
     try:
         config = Iris1Config(
             listen=tuple(map(parse_address, listen)) if listen else DEFAULT_LISTEN,

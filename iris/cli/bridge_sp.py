@@ -39,11 +39,7 @@ def sp(
     from relay.bridges.sp.config import load
     from relay.logs import configure
 
-    if log_level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
-        raise typer.BadParameter(
-            f"{log_level!r} is not a log level; use debug, info, warning or error",
-            param_hint="--log-level",
-        )
+    options.check_log_level(log_level)
 
     async def work() -> int:
         entries = load(config)

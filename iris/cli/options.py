@@ -12,6 +12,7 @@ import typer
 import iris
 
 MAX_PAYLOAD_BYTES: Final = 64 << 20
+LOG_LEVELS: Final = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 Cluster = Annotated[str, typer.Argument(metavar="CLUSTER", help="Name of the cluster.")]
 Scope = Annotated[
@@ -48,6 +49,15 @@ RelayPath = Annotated[
     str | None,
     typer.Option("--relay", metavar="PATH", help="Socket of the relay, or tls://HOST:PORT; separate several with commas. Default: $IRIS_RELAY, else your own relay, else the relay of this host.", show_default=False),
 ]  # fmt: skip
+
+
+def check_log_level(level: str) -> None:
+    """Raise BadParameter if `level` is not a log level of `--log-level`."""
+    if level not in LOG_LEVELS:
+        raise typer.BadParameter(
+            f"{level!r} is not a log level; use {', '.join(LOG_LEVELS[:-1])} or {LOG_LEVELS[-1]}",
+            param_hint="--log-level",
+        )
 
 
 def parse_headers(texts: list[str] | None) -> dict[str, str] | None:

@@ -48,11 +48,7 @@ def run(
     from iris.memory import keep_freed_memory
     from relay.logs import configure
 
-    if log_level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
-        raise typer.BadParameter(
-            f"{log_level!r} is not a log level; use debug, info, warning or error",
-            param_hint="--log-level",
-        )
+    options.check_log_level(log_level)
     configure(log_level, log_format)
     keep_freed_memory()
 

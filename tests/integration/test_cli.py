@@ -195,6 +195,14 @@ def test_help_of_keys_says_where_their_files_are_found(verb: str, said: str) -> 
     assert said in CliRunner().invoke(cli.app, ["key", verb, "--help"]).output
 
 
+@pytest.mark.parametrize("verb", ["run x", "bridge iris1", "bridge sp -c x.toml"])
+def test_a_wrong_log_level_is_refused_with_those_that_are_accepted(verb: str) -> None:
+    done = CliRunner().invoke(cli.app, [*verb.split(), "--log-level", "debug"])
+    assert done.exit_code == Exit.USAGE
+    said = " ".join(done.output.replace("│", " ").split())
+    assert "'debug' is not a log level; use DEBUG, INFO, WARNING or ERROR" in said
+
+
 # -- nothing runs ----------------------------------------------------------------------------------------------
 
 

@@ -179,7 +179,7 @@ def request(
     """Send requests at a fixed rate and print the distribution of their latency.
 
     The cluster is that of `iris bench serve`, or a service of yours that
-    accepts requests of zero bytes. --inflight runs a closed loop instead,
+    accepts requests whose bytes are all 0. --inflight runs a closed loop instead,
     which shows the highest rate but hides time spent waiting.
 
     \b
