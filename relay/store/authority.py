@@ -4,7 +4,7 @@ writes and serves.
     create    every order is signed by the key that it names, has revision 0, and is fresh
     change    every order has the next revision, is fresh, and is signed by a key of the stream, or countersigned by one
     end       every order has the next revision, is fresh, and is signed by a key of the stream
-    start     checks the signatures, and how each key joined the stream; not the time, so that a stored order stays valid
+    start     the signatures, and how each key joined the stream; not the time, so that stored orders stay valid
 
 A revision grows by one. So every order can be replaced by a later one, and of two concurrent
 changes one is refused.
@@ -34,12 +34,12 @@ from relay.store.errors import Refuse
 _Signed = dict[bytes, tuple[Order, SignedOrder]]
 
 
-class Kept(Struct, frozen=True):
+class DefinitionFile(Struct, frozen=True):
     """The contents of a log's definition file."""
 
     orders: list[SignedOrder] = []
     parent: bytes = b""
-    """For dead letters: the stream's uuid."""
+    """For a log of dead letters: the uuid of their stream. Otherwise empty."""
     roots: list[bytes] = []
     """Ids of the keys that the stream was created with. Empty in files from before there were revisions."""
     admitted: list[SignedOrder] = []
@@ -66,10 +66,10 @@ class Charter(Struct, frozen=True):
         return Definition("?") if order is None else order.definition
 
     @property
-    def kept(self) -> Kept:
-        """Return the contents of the definition file."""
+    def definition_file(self) -> DefinitionFile:
+        """The contents of the definition file."""
         signed = [one for _, one in self.orders.values()]
-        return Kept(signed, b"", list(self.roots), list(self.admitted.values()))
+        return DefinitionFile(signed, b"", list(self.roots), list(self.admitted.values()))
 
 
 NO_CHARTER = Charter()
@@ -103,7 +103,7 @@ class Authority:
         """
         orders = self.read(signed, uuid)
         definition = one_definition(orders)
-        if all(_is_kept(charter, key_id, one) for key_id, (_, one) in orders.items()):
+        if all(_is_in_force(charter, key_id, one) for key_id, (_, one) in orders.items()):
             return charter
         admitted = dict(charter.admitted)
         for key_id, (order, one) in orders.items():
@@ -113,13 +113,13 @@ class Authority:
                 admitted[key_id] = one
             _check_step(charter, order)
             _check_fresh(order, now_us)
-        _check_kept_as_is(charter, definition)
+        _check_fixed_fields(charter, definition)
         return Charter({**charter.orders, **orders}, charter.roots, admitted)
 
     def end(
         self, charter: Charter, signed: Sequence[SignedOrder], uuid: bytes, now_us: int
     ) -> None:
-        """Return if the orders may end the stream."""
+        """Return if the orders may end the stream; raise Refuse otherwise."""
         for key_id, (order, _) in self.read(signed, uuid, action=END).items():
             _check_revised(order)
             if key_id not in charter.orders:
@@ -130,14 +130,14 @@ class Authority:
             _check_step(charter, order)
             _check_fresh(order, now_us)
 
-    def load(self, kept: Kept, uuid: bytes) -> Charter:
+    def load(self, stored: DefinitionFile, uuid: bytes) -> Charter:
         """Check the stored orders, and return their charter."""
-        orders = self.read(kept.orders, uuid)
-        if not kept.roots:
+        orders = self.read(stored.orders, uuid)
+        if not stored.roots:
             return Charter(orders, tuple(orders))
-        found = self.read(kept.admitted, uuid)
+        found = self.read(stored.admitted, uuid)
         admitted: dict[bytes, SignedOrder] = {}
-        keys = dict.fromkeys(kept.roots)
+        keys = dict.fromkeys(stored.roots)
         while new := {k: one for k, (_, one) in found.items() if public_id(one.by) in keys}:
             for key_id, one in new.items():
                 del found[key_id]
@@ -148,7 +148,7 @@ class Authority:
             if key_id not in keys:
                 detail = f"key {key_id.hex()[:8]} is not countersigned by a key of the stream"
                 raise Refuse("order", detail)
-        return Charter(orders, tuple(kept.roots), admitted)
+        return Charter(orders, tuple(stored.roots), admitted)
 
     def read(self, signed: Sequence[SignedOrder], uuid: bytes, *, action: str = KEEP) -> _Signed:
         """Return key id -> order. Each order must be signed, and be for this store, log and action."""
@@ -181,7 +181,7 @@ def is_promotion(old: Definition, new: Definition) -> bool:
     return bool(old.mirror) and not new.mirror
 
 
-def _is_kept(charter: Charter, key_id: bytes, one: SignedOrder) -> bool:
+def _is_in_force(charter: Charter, key_id: bytes, one: SignedOrder) -> bool:
     there = charter.orders.get(key_id)
     return there is not None and there[1].order == one.order
 
@@ -235,7 +235,7 @@ def _check_countersigned(
         raise Refuse("order", detail)
 
 
-def _check_kept_as_is(charter: Charter, definition: Definition) -> None:
+def _check_fixed_fields(charter: Charter, definition: Definition) -> None:
     """Raise Refuse if a change alters a field that cannot be changed."""
     there = charter.order
     old = there.definition if there is not None else definition

@@ -17,7 +17,7 @@ from iris.wire.orders import END, SignedOrder, decode_order
 from iris.wire.streams import dead_uuid
 from relay.logs import Quiet
 from relay.store.authority import is_promotion, one_definition
-from relay.store.catalogue import Catalogue, encode_kept
+from relay.store.catalogue import Catalogue, encode_definition_file
 from relay.store.channels import UNSEALED, UPGRADE, Channels
 from relay.store.consumer_calls import ConsumerCalls, ConsumerRefused
 from relay.store.database import write_beside
@@ -208,7 +208,9 @@ class Calls:
                 "full",
                 f"this store has {MAX_STREAMS} streams, the maximum; delete one, or use another store",
             )
-        stream = self._catalogue.make(uuid, encode_kept(charter.kept), charter)
+        stream = self._catalogue.make(
+            uuid, encode_definition_file(charter.definition_file), charter
+        )
         self._catalogue.add_addresses(stream)
 
         def served(error: str) -> None:
@@ -264,9 +266,9 @@ class Calls:
         promoted = is_promotion(old, definition)
         self._catalogue.check_keys(definition, set(charter.orders))
         stream.commit(self._clock.wall_us)
-        kept = encode_kept(charter.kept)
-        stream.log.define(kept)
-        write_beside(stream.path + ORDERS, kept)
+        stored = encode_definition_file(charter.definition_file)
+        stream.log.define(stored)
+        write_beside(stream.path + ORDERS, stored)
         same_paused = definition.paused == old.paused
         if charter.orders.keys() == stream.orders.keys() and same_paused and not promoted:
             stream.charter = charter
@@ -286,10 +288,10 @@ class Calls:
             log.info("store.stream_promoted", extra={"fields": fields})
         elif definition.cluster and not old.paused:
             # Broadcasts may be missed between the two memberships.
-            stream.recorder.note(None, "its keys changed")
+            stream.recorder.add_gap(None, "its keys changed")
             self._touch(stream)
         if old.paused and not definition.paused and (definition.topic or definition.cluster):
-            stream.recorder.note(None, "it was paused")
+            stream.recorder.add_gap(None, "it was paused")
             self._touch(stream)
         self._catalogue.add_addresses(stream)
         self._catalogue.serve(stream, partial(self._order_answered, incoming, stream))

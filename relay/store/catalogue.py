@@ -23,7 +23,7 @@ from iris.wire.frames import MAX_KEY_IDS
 from iris.wire.kinds import Kind
 from iris.wire.orders import DEAD, Definition
 from iris.wire.streams import dead_uuid
-from relay.store.authority import NO_CHARTER, Authority, Charter, Kept
+from relay.store.authority import NO_CHARTER, Authority, Charter, DefinitionFile
 from relay.store.clock import Clock
 from relay.store.cursor import Dead
 from relay.store.database import write_beside
@@ -37,8 +37,8 @@ from relay.store.stream import Stream
 log = logging.getLogger(__name__)
 
 _UUID: Final = re.compile("[0-9a-f]{32}")
-encode_kept: Final = msgspec.msgpack.Encoder().encode
-_decode_kept: Final = msgspec.msgpack.Decoder(Kept).decode
+encode_definition_file: Final = msgspec.msgpack.Encoder().encode
+_decode_definition_file: Final = msgspec.msgpack.Decoder(DefinitionFile).decode
 
 
 class Catalogue:
@@ -69,11 +69,11 @@ class Catalogue:
             if _UUID.fullmatch(path.name) and path.is_dir():
                 self._load(path, bytes.fromhex(path.name))
 
-    def make(self, uuid: bytes, kept: bytes, charter: Charter = NO_CHARTER) -> Stream:
+    def make(self, uuid: bytes, stored: bytes, charter: Charter = NO_CHARTER) -> Stream:
         """Create a stream on disk. Raises LogError."""
         path = str(self.directory / uuid.hex())
-        write_beside(path + ORDERS, kept)
-        made = Log.create(path, uuid=uuid, definition=kept, created_us=self.clock.wall_us)
+        write_beside(path + ORDERS, stored)
+        made = Log.create(path, uuid=uuid, definition=stored, created_us=self.clock.wall_us)
         stream = self.streams[uuid] = Stream(path, uuid, made, charter, self.clock)
         return stream
 
@@ -107,10 +107,10 @@ class Catalogue:
 
     def load_charter(self, stream: Stream, data: bytes) -> None:
         """Set a stream's charter from its definition file. Raises msgspec.DecodeError or Refuse."""
-        kept = _decode_kept(data)
-        stream.dead = bool(kept.parent)
+        stored = _decode_definition_file(data)
+        stream.dead = bool(stored.parent)
         if not stream.dead:
-            stream.charter = self.authority.load(kept, stream.uuid)
+            stream.charter = self.authority.load(stored, stream.uuid)
             stream.redefine()
 
     def serve(self, stream: Stream, then: Done) -> None:
@@ -123,11 +123,11 @@ class Catalogue:
 
     def recorders(self, declared: frames.Declare | frames.Gap) -> Sequence[Stream]:
         if declared.kind == Kind.BROADCAST:
-            stream = self.sharing(declared)
+            stream = self.cluster_recorder(declared)
             return [] if stream is None else [stream]
         return [s for s in self.streams.values() if s.records(declared.name, declared.key_id)]
 
-    def sharing(self, declared: frames.Declare | frames.Gap) -> Stream | None:
+    def cluster_recorder(self, declared: frames.Declare | frames.Gap) -> Stream | None:
         """Return the stream that takes this cluster's share, or None if it does not record that address."""
         stream = self.registration.members.get(declared.member)
         if stream is None or not stream.shares(declared.name, declared.key_id):
@@ -142,7 +142,9 @@ class Catalogue:
         uuid = dead_uuid(stream.uuid)
         dead_stream = self.streams.get(uuid)
         if dead_stream is None:
-            dead_stream = self.make(uuid, encode_kept(Kept(parent=stream.uuid)))
+            dead_stream = self.make(
+                uuid, encode_definition_file(DefinitionFile(parent=stream.uuid))
+            )
             dead_stream.dead = True
             self.add_addresses(stream)
             self.registration.serve_dead(stream, dead_stream)

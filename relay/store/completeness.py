@@ -2,7 +2,7 @@
 counted them.
 
     BYE, complete ──► each log now holds everything ── a file, if the store exits with its relay ──► the next store
-    SUBSCRIBE, JOIN ──► ACK, fresh: the relay has routed nothing of that kind before ── the stream continues without a gap
+    SUBSCRIBE, JOIN ──► ACK, fresh: the relay has routed nothing of that kind before ── no gap is recorded
 
 In all other cases a gap of unknown count is recorded between the sessions. The file names the relay
 that sent BYE. The next relay at that relay's socket removes the file if another relay ran in

@@ -249,7 +249,7 @@ class Consumer:
         if self._log.oldest > self._oldest:
             self._oldest = self._log.oldest
             for record in self._table.within(0, self._oldest):
-                self._dispatcher.removed(record, Reason.RETENTION)
+                self._dispatcher.record_removed(record, Reason.RETENTION)
 
     def worker_left(self, worker: bytes, now_us: int) -> None:
         """Redeliver everything that `worker` holds at once. What it had confirmed counts as a delivery."""
@@ -318,7 +318,7 @@ class Consumer:
                 self._dispatcher.start,
                 self._dispatcher.position,
                 self._dispatcher.due,
-                self._table.kept(self._clock.wall_ahead_us),
+                self._table.stored_records(self._clock.wall_ahead_us),
                 list(self._table.dead),
                 self.counts,
                 max(0, self._table.wall_us),

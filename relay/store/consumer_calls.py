@@ -82,7 +82,7 @@ class ConsumerCalls:
         """
         consumer = self._consumer(call, now_us)
         waiting = self._waiting.setdefault(call.consumer, [])
-        self._withdraw(consumer, [one for one in waiting if one.call.worker == call.worker])
+        self._answer_empty(consumer, [one for one in waiting if one.call.worker == call.worker])
         if call.again:
             consumer.answer_lost(call.worker, now_us)
         else:
@@ -126,7 +126,7 @@ class ConsumerCalls:
                 count += one()
         if call.gone:
             waiting = self._waiting.get(call.consumer, [])
-            self._withdraw(consumer, [one for one in waiting if one.call.worker == worker])
+            self._answer_empty(consumer, [one for one in waiting if one.call.worker == worker])
             consumer.confirm(worker)
             consumer.worker_left(worker, now_us)
         self._after_settle(consumer, now_us)
@@ -140,7 +140,7 @@ class ConsumerCalls:
         for name, waiting in self._waiting.items():
             consumer = self._consumers.get(name)
             if consumer is not None:
-                self._withdraw(consumer, [one for one in waiting if one.incoming.hop in hops])
+                self._answer_empty(consumer, [one for one in waiting if one.incoming.hop in hops])
         for key in [key for key, hop in self._answered.items() if hop in hops]:
             del self._answered[key]
             consumer = self._consumers.get(key[0])
@@ -152,7 +152,7 @@ class ConsumerCalls:
         """The session has ended, and the hop ids of its calls have no meaning any more."""
         self._answered.clear()
 
-    def _withdraw(self, consumer: Consumer, these: list[_Waiting]) -> None:
+    def _answer_empty(self, consumer: Consumer, these: list[_Waiting]) -> None:
         """Answer these waiting calls with nothing, so that the relay forgets them."""
         for one in these:
             self._waiting[consumer.name].remove(one)
@@ -367,11 +367,11 @@ class ConsumerRefused(IrisError):
     """The named consumer cannot be created or does not exist."""
 
 
-def _differing(there: Settings, asked: Settings) -> str:
+def _differing(existing: Settings, requested: Settings) -> str:
     """Return the settings that differ, named as the arguments of `client.streams.consumer`."""
     said = []
-    for field in there.__struct_fields__:
-        has, wants = getattr(there, field), getattr(asked, field)
+    for field in existing.__struct_fields__:
+        has, wants = getattr(existing, field), getattr(requested, field)
         if has != wants and field.endswith("_us"):
             said.append(f"{field.removesuffix('_us')} {has / 1e6:g}, not {wants / 1e6:g}")
         elif has != wants:

@@ -100,7 +100,7 @@ class Dead(Struct, frozen=True, array_like=True):
     reason: str
 
 
-class Kept(Struct, frozen=True, array_like=True):
+class StoredRecord(Struct, frozen=True, array_like=True):
     """An unsettled record."""
 
     gap: int
@@ -120,7 +120,7 @@ class State(Struct, frozen=True, array_like=True):
     position: int
     due: tuple[int, int]
     """The last pair of `Log.due` that was processed."""
-    records: list[Kept]
+    records: list[StoredRecord]
     dead: list[Dead]
     counts: Counts
     saved_us: int = 0

@@ -33,7 +33,7 @@ from relay.store.database import (
     rocksdb_options,
 )
 from relay.store.errors import LogDamaged, LogWriteFailed
-from relay.store.journal import disarm
+from relay.store.journal import neutralize
 from relay.store.records import KEY, Item, decode
 
 STEPS: Final = 65_536
@@ -174,7 +174,7 @@ class DamagedLog:
         self._copy()
         self.repaired, self._whole = True, False
         try:
-            self._plant()
+            self._add_seed_tables()
             self._forget_config()
             Rdict.repair(self._scratch, _options(DBRecoveryMode.skip_any_corrupted_record()))
         except OSError:
@@ -225,13 +225,13 @@ class DamagedLog:
                     os.link(file, copy)
                     continue
             _copy_readable(file, copy)
-        disarm(self._scratch)
+        neutralize(self._scratch)
 
     def _forget_config(self) -> None:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(os.path.join(self._scratch, CONFIG_NAME))
 
-    def _plant(self) -> None:
+    def _add_seed_tables(self) -> None:
         """Add a table of each column family to the copy.
 
         When RocksDB rebuilds the list, it knows only from tables which column families the
@@ -308,7 +308,7 @@ def _scan(
                 return
             yield key, rows.value()
             rows.next()
-        found = _state(rows)
+        found = _end_state(rows)
 
 
 def _seek_behind(rows: RdictIter, prefix: bytes, bad: int, width: int, steps: int) -> bool | None:
@@ -346,10 +346,10 @@ def _seek(rows: RdictIter, key: bytes) -> bool | None:
         rows.seek(key)
     except Exception:  # rocksdict raises nothing narrower
         return None
-    return True if rows.valid() else _state(rows)
+    return True if rows.valid() else _end_state(rows)
 
 
-def _state(rows: RdictIter) -> bool | None:
+def _end_state(rows: RdictIter) -> bool | None:
     """Return why an iterator ended: False at the last key, None at damage."""
     try:
         rows.status()

@@ -9,7 +9,7 @@ the mark is exact; after a power cut it may be a few seconds behind, but it is n
 disk. A recovered log must reach its mark: less is damage, and a truncated end after the mark is
 normal.
 
-docs/decisions/0015 argues the settings.
+docs/decisions/0015 gives the reasons for the settings.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from rocksdict import (
 from iris.errors import Closed
 from iris.keyfiles import sync_directory
 from relay.store.errors import LogBusy, LogDamaged, LogMissing, LogWriteFailed
-from relay.store.journal import foreign_record
+from relay.store.journal import recycled_record
 
 MARK_NAME: Final = "MARK"
 CONFIG_NAME: Final = "rocksdict-config.json"
@@ -56,7 +56,7 @@ READAHEAD_BYTES: Final = 1 << 20
 OPEN_FILES: Final = 256
 
 
-def room_to_open(path: str) -> None:
+def check_room_to_open(path: str) -> None:
     """Return if the disk has room to open the database at `path`, which rewrites its journals as tables.
 
     Raises:
@@ -205,7 +205,7 @@ class Database:
         if not os.path.exists(os.path.join(path, "CURRENT")):
             raise LogDamaged(path, "its file CURRENT is missing")
         try:
-            if (foreign := foreign_record(path)) is not None:
+            if (foreign := recycled_record(path)) is not None:
                 raise LogDamaged(path, foreign)
             database = cls(path, _recovered(path, mark.sequence))
             found = database._meta.latest_sequence_number()

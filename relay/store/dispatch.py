@@ -112,7 +112,7 @@ class Dispatcher:
         """Offset of the next new message."""
         self.due = (0, 0)
         """(due time, offset) of the last deferred record that was processed."""
-        self._coming: tuple[tuple[int, int, int], tuple[int, int] | None] | None = None
+        self._next_deferred: tuple[tuple[int, int, int], tuple[int, int] | None] | None = None
         self._unreported: list[Hole] = []
 
     def take(self, worker: bytes, max_bytes: int, max_messages: int) -> Taken:
@@ -157,7 +157,7 @@ class Dispatcher:
                 item = self._log.read(record.first, 1, now_us=self._table.wall_us).items[0]
                 if not isinstance(item, Record):
                     assert isinstance(item, Hole)
-                    self.removed(record, item.reason)
+                    self.record_removed(record, item.reason)
                     self._report_lost(basket)
                     continue
                 if not basket.fits(len(item.body) + ENVELOPE_BYTES):
@@ -244,8 +244,8 @@ class Dispatcher:
         record = OpenRecord(item.first, item.count, key, deferred)
         bits = record.mask(start, item.next)
         early_us = self._early_us(item) if item.due_us else 0
-        if early_us or self._table.behind(key):
-            if self._table.behind(key) and self._table.blocked >= MAX_BLOCKED:
+        if early_us or self._table.must_wait(key):
+            if self._table.must_wait(key) and self._table.blocked >= MAX_BLOCKED:
                 return False
             # If the clock was set back, a record may be listed before it is due. It then waits here
             # like a redelivery.
@@ -260,7 +260,7 @@ class Dispatcher:
             return False
         self._table.add(record, [(bits, 0, 0, 0)])
         self._dispatch(item, record, self._table.cut(record, list(record.parts), count), basket)
-        self._table.wait(record)
+        self._table.requeue(record)
         return True
 
     def _may_dispatch(self, count: int) -> bool:
@@ -307,7 +307,7 @@ class Dispatcher:
             and end <= item.next
         )
 
-    def removed(self, record: OpenRecord, reason: Reason) -> None:
+    def record_removed(self, record: OpenRecord, reason: Reason) -> None:
         """Settle the waiting messages of `record`, which was removed from the log.
 
         Messages held by workers may still be acked.
@@ -334,7 +334,7 @@ class Dispatcher:
     def next_deferred(self) -> tuple[int, int] | None:
         """Return (due time, offset) of the first deferred record that was not processed yet."""
         known = (self._log.next, *self.due)
-        if self._coming is None or self._coming[0] != known:
+        if self._next_deferred is None or self._next_deferred[0] != known:
             found = self._log.due(MAX_OFFSET, after=self.due, limit=1)
-            self._coming = (known, found[0] if found else None)
-        return self._coming[1]
+            self._next_deferred = (known, found[0] if found else None)
+        return self._next_deferred[1]

@@ -74,7 +74,7 @@ class ChannelRefused(IrisError):
 
 
 class Refuse(IrisError):
-    """A call is refused; `code` is one of `streams.REFUSALS`."""
+    """The call is refused. `code` is one of `streams.REFUSALS`."""
 
     def __init__(self, code: str, detail: str) -> None:
         super().__init__(detail)

@@ -24,7 +24,7 @@ class Identity(Struct, frozen=True):
     definition: bytes
 
     def pack(self) -> bytes:
-        """Return the row."""
+        """Return the row's value."""
         rest = _IDENTITY.pack(_FORMAT, self.uuid, self.epoch, self.created_us) + self.definition
         return crc32(rest).to_bytes(4, "little") + rest
 

@@ -24,17 +24,17 @@ one.
 """
 
 
-def foreign_record(folder: str) -> str | None:
+def recycled_record(folder: str) -> str | None:
     """Return what is wrong with the journals in `folder`; None if RocksDB can check them. Raises OSError."""
     for path in sorted(Path(folder).iterdir()):
         if path.suffix == ".log" or path.name.startswith("MANIFEST-"):
-            at = _foreign_at(path)
+            at = _recycled_at(path)
             if at is not None:
                 return f"{path.name} has a record at byte {at} of a type that occurs only in recycled logs"
     return None
 
 
-def disarm(folder: str) -> None:
+def neutralize(folder: str) -> None:
     """Change the type of such records in `folder` to an ordinary one. Their checksum is then wrong,
     which RocksDB treats as damage.
 
@@ -42,13 +42,13 @@ def disarm(folder: str) -> None:
     """
     for path in sorted(Path(folder).iterdir()):
         if path.suffix == ".log" or path.name.startswith("MANIFEST-"):
-            while (at := _foreign_at(path)) is not None:
+            while (at := _recycled_at(path)) is not None:
                 with path.open("r+b") as file:
                     file.seek(at + _HEADER.size - 1)
                     file.write(b"\1")
 
 
-def _foreign_at(path: Path) -> int | None:
+def _recycled_at(path: Path) -> int | None:
     size = path.stat().st_size
     if size == 0:
         return None

@@ -52,7 +52,7 @@ from relay.store.records import (
     Gap,
     Hole,
     Item,
-    Note,
+    NewGap,
     Reason,
     Record,
     check_entry,
@@ -220,11 +220,11 @@ class Log:
 
     # Appending
 
-    def append(self, entries: Sequence[Entry | Note], now_us: int) -> list[Outcome]:
+    def append(self, entries: Sequence[Entry | NewGap], now_us: int) -> list[Outcome]:
         """Write `entries` and the queued staged entries in one batch with one sync. Returns the outcome of
         each entry, in order.
 
-        A Note becomes a Gap of one offset. A refused entry does not hold up the entries after it,
+        A NewGap becomes a Gap of one offset. A refused entry does not hold up the entries after it,
         but later ones of the same producer are then out of order. Duplicates, by producer sequence
         or message id, are recognized before `expect` is checked. An entry whose due time has passed
         is not deferred. The message count is the publisher's claim, because a log cannot open the
@@ -236,20 +236,20 @@ class Log:
             LogWriteFailed: nothing was acknowledged. Producers that retry after a reopen learn what
                 was stored.
         """
-        counts = [1 if isinstance(entry, Note) else check_entry(entry) for entry in entries]
+        counts = [1 if isinstance(entry, NewGap) else check_entry(entry) for entry in entries]
         draft = self._draft()
         draft.rows = self.staged.put(draft.batch)
         outcomes: list[Outcome] = []
         try:
             for entry, count in zip(entries, counts, strict=True):
                 outcome = None
-                if not isinstance(entry, Note):
+                if not isinstance(entry, NewGap):
                     outcome = self._judge(entry, draft.next, now_us)
                 if outcome is None:
                     outcome = Stored(draft.next, draft.next + count)
                     if outcome.next > MAX_OFFSET:
                         raise ValueError(f"end: the offsets of a log end at {MAX_OFFSET}")
-                    if isinstance(entry, Note):
+                    if isinstance(entry, NewGap):
                         gap = Gap(draft.next, entry.count, entry.cause, now_us)
                         draft.add_item(gap, now_us)
                         outcomes.append(outcome)

@@ -45,7 +45,7 @@ class Part:
     def waiting(self) -> bool:
         return self.worker is None and self.reason is None
 
-    def rest(self, bits: int) -> Part:
+    def split_off(self, bits: int) -> Part:
         """Move these bits into a new part with the same state, and return it."""
         self.bits ^= bits
         part = Part(self.record, bits, self.deliveries, self.due_us, self.tries)

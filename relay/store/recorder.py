@@ -14,7 +14,7 @@ from relay.store.answers import outcome_to_wire
 from relay.store.errors import LogWriteFailed
 from relay.store.log import Log
 from relay.store.outcomes import Outcome
-from relay.store.records import Entry, Note, check_entry
+from relay.store.records import Entry, NewGap, check_entry
 from relay.store.session import Bundle, IncomingCall
 
 MAX_SENDERS: Final = 65_536
@@ -38,7 +38,7 @@ class Pending:
 Sink = Bundle | Pending | None
 """Who is notified when an entry is on disk: the sender of a push, a pending Append, or nobody."""
 
-Batch = list[tuple[Entry | Note, Sink]]
+Batch = list[tuple[Entry | NewGap, Sink]]
 
 
 class Recorder:
@@ -57,7 +57,7 @@ class Recorder:
         """Messages lost to a failed disk. They are recorded as a gap when the log can be written again."""
         self._unrecorded_more = False
         """More messages were lost to the failed disk, and nobody counted them."""
-        self._noted = ("", -1)
+        self._last_gap = ("", -1)
         """Cause of the last gap of unknown count, and the offset after it."""
 
     @property
@@ -87,7 +87,7 @@ class Recorder:
             if bundle.first < expected.next:
                 return
             if expected.known and (missing := expected.missing(bundle.first)):
-                self.note(missing, "missing on the way")
+                self.add_gap(missing, "missing on the way")
             expected.next = bundle.first + bundle.count
             expected.known = True
             expected.used_us = elapsed_us
@@ -96,18 +96,18 @@ class Recorder:
     def gap(self, gap: frames.Gap, elapsed_us: int) -> None:
         """Record a gap that the relay reported: messages that it dropped on the way here."""
         if gap.count == UNKNOWN_COUNT:
-            self.note(None, gap.cause)
+            self.add_gap(None, gap.cause)
             return
         key = (gap.kind, 0, gap.name, gap.key_id, gap.sender_id)
         expected = self._guard.reported(key)
         before, here = expected.lost(gap.first, gap.count)
         if before:
-            self.note(before, "missing on the way")
+            self.add_gap(before, "missing on the way")
         if here:
-            self.note(here, gap.cause)
+            self.add_gap(here, gap.cause)
         expected.used_us = elapsed_us
 
-    def note(self, count: int | None, cause: str) -> None:
+    def add_gap(self, count: int | None, cause: str) -> None:
         """Add a gap of `count` messages (None: unknown) at this point.
 
         Adjacent gaps with the same cause become one.
@@ -115,15 +115,15 @@ class Recorder:
         batch = self.batch
         count = None if count is None else min(count, MAX_LOST)
         self.lost = min(self.lost + (count or 0), MAX_LOST)
-        if batch and isinstance(last := batch[-1][0], Note) and last.cause == cause:
+        if batch and isinstance(last := batch[-1][0], NewGap) and last.cause == cause:
             both = (last.count or 0) + (count or 0)
             known = None if count is None or last.count is None else min(both, MAX_LOST)
-            batch[-1] = (Note(known, cause), None)
+            batch[-1] = (NewGap(known, cause), None)
             return
         log = self.log
-        if log is not None and not batch and count is None and self._noted == (cause, log.next):
+        if log is not None and not batch and count is None and self._last_gap == (cause, log.next):
             return  # the log already ends with this gap
-        batch.append((Note(count, cause), None))
+        batch.append((NewGap(count, cause), None))
 
     def push(self, bundle: Bundle) -> Refusal | None:
         """Record a push; return None, or the reason for refusing it."""
@@ -167,8 +167,8 @@ class Recorder:
     def written(self, batch: Batch, outcomes: Sequence[Outcome]) -> None:
         """Notify the senders of a batch that is on disk."""
         last = batch[-1][0] if batch else None
-        if isinstance(last, Note) and last.count is None and self.log is not None:
-            self._noted = (last.cause, self.log.next)
+        if isinstance(last, NewGap) and last.count is None and self.log is not None:
+            self._last_gap = (last.cause, self.log.next)
         answered: dict[Pending, None] = {}
         for (_, sink), outcome in zip(batch, outcomes, strict=True):
             if isinstance(sink, Bundle):
@@ -208,7 +208,7 @@ class Recorder:
                 sink.session.refuse(sink, Refusal.FULL)
             elif sink is not None:
                 refused[sink] = None
-            elif isinstance(entry, Note):
+            elif isinstance(entry, NewGap):
                 self._unrecorded += entry.count or 0
                 self._unrecorded_more = self._unrecorded_more or entry.count is None
             else:
@@ -220,8 +220,8 @@ class Recorder:
 
     def opened(self, log: Log, now_us: int) -> None:
         """Write the gaps for what was lost while the log could not be written. Raises LogError."""
-        lost = [Note(self._unrecorded, DISK_WRITE_FAILED)] if self._unrecorded else []
-        lost += [Note(None, DISK_WRITE_FAILED)] if self._unrecorded_more else []
+        lost = [NewGap(self._unrecorded, DISK_WRITE_FAILED)] if self._unrecorded else []
+        lost += [NewGap(None, DISK_WRITE_FAILED)] if self._unrecorded_more else []
         if lost:
             log.append(lost, now_us)
             self._unrecorded, self._unrecorded_more = 0, False

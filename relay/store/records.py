@@ -90,7 +90,7 @@ class Entry(Struct, frozen=True, gc=False):
     """32 bytes. The entry is a duplicate if the log remembers a message with the same id."""
 
 
-class Note(Struct, frozen=True):
+class NewGap(Struct, frozen=True):
     """A gap to append: `count` messages (None: unknown) were lost because of `cause`, which is cut
     at 1024 bytes.
     """
@@ -237,7 +237,7 @@ def decode(key: bytes, value: bytes) -> Item:
     """Return the entry that `value` stores under `key`.
 
     Raises:
-        ValueError: it is not what was written there.
+        ValueError: the value is damaged.
     """
     try:
         check_row(key, value)
@@ -261,7 +261,7 @@ def decode_staged(key: bytes, value: bytes) -> tuple[Entry, int]:
     """Return the entry that `encode_record` wrote under a `key` of any length, and its message count.
 
     Raises:
-        ValueError: it is not what was written there.
+        ValueError: the value is damaged.
     """
     try:
         check_row(key, value)
@@ -286,8 +286,8 @@ def check_row(key: bytes, value: bytes) -> None:
     """Return if `value` is what was written under `key`.
 
     Raises:
-        ValueError: it is not.
-        struct.error: it is cut short.
+        ValueError: the checksum does not match.
+        struct.error: it is truncated.
     """
     (crc,) = CRC.unpack_from(value)
     if crc != crc32(memoryview(value)[4:], crc32(key)):

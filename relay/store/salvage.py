@@ -33,10 +33,10 @@ from iris.keyfiles import sync_directory
 from iris.wire.orders import DEAD, decode_order, in_force
 from iris.wire.streams import dead_uuid
 from relay.store import cursor
-from relay.store.authority import Kept
+from relay.store.authority import DefinitionFile
 from relay.store.chain import DUE, Chain, Draft
 from relay.store.damaged_log import DamagedLog
-from relay.store.database import room_to_open
+from relay.store.database import check_room_to_open
 from relay.store.ended import Ended
 from relay.store.errors import LogBusy, LogDamaged, LogError
 from relay.store.identity import Identity, make
@@ -54,7 +54,7 @@ _LAST: Final = struct.Struct("<QQQqQ")
 _PRODUCER: Final = struct.Struct("<IQq")
 _OFFSETS: Final = struct.Struct("<QI")
 _WRITE_BYTES: Final = 8 << 20
-_decode_kept: Final = msgspec.msgpack.Decoder(Kept).decode
+_decode_definition_file: Final = msgspec.msgpack.Decoder(DefinitionFile).decode
 
 
 class Report(Struct):
@@ -141,13 +141,13 @@ def _salvage_one(path: Path, name: str) -> Report:
         for rest in (made, look):
             if rest.exists():
                 shutil.rmtree(rest)
-        damage = _damage(path)
+        damage = _find_damage(path)
         if damage is None:
             return report
         report.error = damage
         with DamagedLog(str(path), str(look)) as damaged:
             _rebuild(damaged, path, made, report)
-        if (wrong := _damage(made)) is not None:
+        if (wrong := _find_damage(made)) is not None:
             raise LogDamaged(str(made), f"the salvaged log is damaged too: {wrong}")
         report.kept_at = str(_swap(path, made))
         report.state = "salvaged"
@@ -158,7 +158,7 @@ def _salvage_one(path: Path, name: str) -> Report:
     return report
 
 
-def _damage(path: Path) -> str | None:
+def _find_damage(path: Path) -> str | None:
     """Read a whole log and return what is wrong with it; None if nothing is.
 
     Raises:
@@ -168,7 +168,7 @@ def _damage(path: Path) -> str | None:
     for file in path.iterdir():
         if file.is_file():
             file.open("rb").close()  # a file without read permission is not damage
-    room_to_open(str(path))
+    check_room_to_open(str(path))
     try:
         with Log.open(str(path)) as opened:
             opened.verify()
@@ -179,7 +179,7 @@ def _damage(path: Path) -> str | None:
     except LogBusy:
         raise
     except LogDamaged as err:
-        room_to_open(str(path))  # RocksDB reports a full disk as damage
+        check_room_to_open(str(path))  # RocksDB reports a full disk as damage
         return err.what if err.offset is None else f"{err.what} (at offset {err.offset})"
     return None
 
@@ -207,9 +207,9 @@ def _names(directory: Path, uuids: Iterable[str]) -> dict[str, str]:
     for uuid in uuids:
         names[uuid] = ""
         try:
-            kept = _decode_kept(Path(f"{directory / uuid}{ORDERS}").read_bytes())
-            parents[uuid] = kept.parent.hex()
-            order = in_force(decode_order(signed.order) for signed in kept.orders)
+            stored = _decode_definition_file(Path(f"{directory / uuid}{ORDERS}").read_bytes())
+            parents[uuid] = stored.parent.hex()
+            order = in_force(decode_order(signed.order) for signed in stored.orders)
             names[uuid] = order.definition.name if order is not None else ""
         except (OSError, msgspec.DecodeError, IrisError):
             continue
@@ -299,7 +299,7 @@ def _identity(damaged: DamagedLog, path: Path, report: Report) -> Identity:
     except ValueError as err:
         try:
             definition = Path(f"{path}{ORDERS}").read_bytes()
-            _decode_kept(definition)
+            _decode_definition_file(definition)
         except (OSError, msgspec.DecodeError) as none:
             raise LogDamaged(
                 str(path), f"{err}, and the orders beside it cannot be read: {none}"
@@ -368,15 +368,15 @@ def _other_rows(damaged: DamagedLog, report: Report, now_us: int) -> Iterator[tu
         yield b"c" + name, value
     producers = [(row, value) for row, value in damaged.rows(b"p") if len(value) >= _PRODUCER.size]
     writers = [
-        (row, value) for row, value in damaged.rows(b"w") if _whole(b"w" + row, value, _LAST)
+        (row, value) for row, value in damaged.rows(b"w") if _intact(b"w" + row, value, _LAST)
     ]
     for row, value in writers:
         yield b"w" + row, value
-    sizes = {row: value for row, value in damaged.rows(b"u") if _whole(b"u" + row, value)}
+    sizes = {row: value for row, value in damaged.rows(b"u") if _intact(b"u" + row, value)}
     staged = 0
     for row, value in damaged.rows(b"t"):
         size = sizes.pop(row, None)
-        if size is None or not _whole(b"t" + row, value):
+        if size is None or not _intact(b"t" + row, value):
             staged += 1
             continue
         yield b"t" + row, value
@@ -398,7 +398,7 @@ def _other_rows(damaged: DamagedLog, report: Report, now_us: int) -> Iterator[tu
     )
 
 
-def _whole(key: bytes, value: bytes, layout: struct.Struct | None = None) -> bool:
+def _intact(key: bytes, value: bytes, layout: struct.Struct | None = None) -> bool:
     try:
         check_row(key, value)
     except (ValueError, struct.error):

@@ -90,7 +90,7 @@ class Segment:
         self.indexed -= slot.indexed
 
     def pack(self) -> bytes:
-        """Return the summary; the key is `KEY.pack(first)`."""
+        """Return the summary, which is stored under the key `KEY.pack(first)`."""
         return _SUMMARY.pack(
             self.next,
             self.size,

@@ -81,7 +81,7 @@ class IncomingCall:
         self.deadline_us = deadline_us
         self.call = call
         self.channel: Channel | None = None
-        """Channel of the call and its answer; None for a call without a code."""
+        """Channel of the call and its answer; None for a call that is not authenticated."""
         self.counter = 0
         """Counter of the call in its channel."""
 
@@ -131,7 +131,7 @@ class Out:
 
 
 class StoreSession(Conversation):
-    """One connection's conversation."""
+    """The protocol state of one connection to the relay."""
 
     def __init__(
         self, owner: StoreOwner, entropy: Callable[[int], bytes], *, label: str, pid: int, message_limit: int

@@ -5,7 +5,7 @@ Rows outside the records, with key = u8 length of the writer's name | name | u64
 
     t key       the entry, with the layout of a record
     u key       u32 crc | u32 bytes of the body | u32 bytes of row t | i64 staged: what is needed without reading row t
-    w writer    u32 crc | u64 batch | u64 first | u64 next | i64 committed | u64 commits: its last batch, and its number of commits
+    w writer    u32 crc | u64 batch | u64 first | u64 next | i64 committed | u64 commits: its last batch
 
 A commit is one write: it copies entries into the chain, writes the writer's row, and deletes
 everything staged for this or an earlier batch. So it happens completely or not at all.

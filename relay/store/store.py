@@ -147,7 +147,7 @@ class Store:
         if stream.log is None:
             stream.missed_while_closed = True  # the gap is written when the log is open again
             return
-        stream.recorder.note(None, cause)
+        stream.recorder.add_gap(None, cause)
         self._touch(stream)
 
     def detached(self, relay: bytes = b"", *, complete: bool = False) -> None:
@@ -178,7 +178,7 @@ class Store:
 
     def push_received(self, bundle: Bundle) -> None:
         """Give a push to the stream that takes this cluster's share; refuse it if no stream does."""
-        stream = self.catalogue.sharing(bundle.flow.declared)
+        stream = self.catalogue.cluster_recorder(bundle.flow.declared)
         refusal = Refusal.LEAVING if stream is None else stream.recorder.push(bundle)
         if refusal is not None or stream is None:
             bundle.session.refuse(bundle, refusal or Refusal.LEAVING)

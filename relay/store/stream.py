@@ -5,7 +5,7 @@ that wait for more.
     push, append ───────┴─► batch ── commit ──► log ─► waiting readers ─► consumers
     missing messages ──────► gap records         ▲
     stage ─────────────────► with the batch ─────┤ visible after a Commit call
-    copy ────────────────────────────────────────┘ from another log, if this stream is a copy; nothing else is written then
+    copy ────────────────────────────────────────┘ from the source's log; nothing else is written to a copy
 
 Sans-IO except for the log: the store passes in bundles, calls and the time, and calls `commit` soon
 after `dirty`. `now_us` is the wall clock, which may be set; waits are measured in elapsed time.
@@ -42,7 +42,7 @@ from relay.store.authority import NO_CHARTER, Charter
 from relay.store.clock import Clock
 from relay.store.consumer_calls import ConsumerCalls
 from relay.store.cursor import Dead
-from relay.store.database import room_to_open
+from relay.store.database import check_room_to_open
 from relay.store.errors import LogDamaged, LogError, LogWriteFailed
 from relay.store.ids import MAX_IDS
 from relay.store.log import Log
@@ -386,7 +386,7 @@ class Stream:
         self.reopen_us = self._elapsed_us(now_us) + self._pause_us
         self._pause_us = min(2 * self._pause_us, REOPEN_MAX_US)
         if self.log is not None:
-            room_to_open(self.path)
+            check_room_to_open(self.path)
             if self.consumer_calls is not None:
                 self.consumer_calls.refuse_waiting("the log is being reopened")
             if self.stage_calls is not None:

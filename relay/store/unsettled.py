@@ -23,7 +23,7 @@ from typing import Final
 
 from relay.store import cursor
 from relay.store.clock import Clock
-from relay.store.cursor import Dead, Kept, Settings
+from relay.store.cursor import Dead, Settings, StoredRecord
 from relay.store.parts import OpenRecord, Part, lowest
 
 TIMED_OUT: Final = "not acknowledged in time"
@@ -43,7 +43,7 @@ class Unsettled:
     """The table of unsettled messages of one consumer.
 
     `now_us` and `awake_us` never go back; delays use the first, leases the second (see `clock`).
-    `dirty`: `kept` or `dead` changed.
+    `dirty`: the stored records or `dead` changed.
     """
 
     def __init__(self, settings: Settings, now_us: int, clock: Clock) -> None:
@@ -130,11 +130,11 @@ class Unsettled:
         firsts = self.firsts[low : bisect_left(self.firsts, end)]
         return [self.records[first] for first in firsts if self.records[first].next > first]
 
-    def wait(self, record: OpenRecord) -> None:
+    def requeue(self, record: OpenRecord) -> None:
         """Make the rest of `record` available to the next `take`, or queue it behind its key."""
         self._requeue(record)
 
-    def behind(self, key: bytes | None) -> bool:
+    def must_wait(self, key: bytes | None) -> bool:
         """Return whether a new record of `key` would have to wait behind another."""
         return key in self._keys
 
@@ -186,7 +186,7 @@ class Unsettled:
             if rest == part.bits:
                 continue
             if rest:
-                part.rest(rest)
+                part.split_off(rest)
             found.append(part)
         return found
 
@@ -312,7 +312,7 @@ class Unsettled:
                 continue
             if bits != part.bits:
                 confirmed = part.confirmed
-                part = part.rest(bits)
+                part = part.split_off(bits)
                 if not confirmed:
                     self._unconfirmed.setdefault(worker, []).append(part)
             found.append(part)
@@ -369,7 +369,7 @@ class Unsettled:
 
     # The cursor
 
-    def kept(self, ahead_us: int) -> list[Kept]:
+    def stored_records(self, ahead_us: int) -> list[StoredRecord]:
         """Return the records for the cursor, where held messages, and those given up but not listed, are
         stored as waiting.
 
@@ -387,11 +387,15 @@ class Unsettled:
                 kind = (part.deliveries, max(0, due_us))
                 kinds[kind] = kinds.get(kind, 0) | part.bits
             parts = cursor.pack_parts(record.count, kinds)
-            kept.append(Kept(first - last, record.count, record.deferred, record.key, parts))
+            kept.append(
+                StoredRecord(first - last, record.count, record.deferred, record.key, parts)
+            )
             last = first
         return kept
 
-    def restore(self, records: list[Kept], dead: list[Dead], end: int, ahead_us: int) -> None:
+    def restore(
+        self, records: list[StoredRecord], dead: list[Dead], end: int, ahead_us: int
+    ) -> None:
         """Fill the empty table from a cursor whose due times are `ahead_us` ahead of `now_us`.
 
         Raises ValueError or LookupError if the records are inconsistent or extend past `end`.

@@ -77,7 +77,7 @@ SABOTAGES = (
         "change-retry",
         "relay/store/authority.py",
         "Authority.change",
-        "all(_is_kept(charter, key_id, one) for key_id, (_, one) in orders.items())",
+        "all(_is_in_force(charter, key_id, one) for key_id, (_, one) in orders.items())",
         "False",
         ORDERS,
         "a change whose answer was lost fails when it is tried again",
@@ -112,7 +112,7 @@ SABOTAGES = (
     Sabotage(
         "define-fixed",
         "relay/store/authority.py",
-        "_check_kept_as_is",
+        "_check_fixed_fields",
         "_fixed(definition) != _fixed(wanted)",
         "False",
         ORDERS,

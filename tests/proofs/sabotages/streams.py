@@ -387,7 +387,7 @@ SABOTAGES = (
     Sabotage(
         "record-cluster",
         "relay/store/catalogue.py",
-        "Catalogue.sharing",
+        "Catalogue.cluster_recorder",
         "not stream.shares(declared.name, declared.key_id)",
         "False",
         (

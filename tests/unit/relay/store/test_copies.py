@@ -13,7 +13,7 @@ from iris.wire.codec import END
 from relay.store import segments
 from relay.store.errors import LogWriteFailed
 from relay.store.log import Log
-from relay.store.records import Entry, Gap, Hole, Item, Note, Reason, Record, Stamp
+from relay.store.records import Entry, Gap, Hole, Item, NewGap, Reason, Record, Stamp
 from relay.store.segments import Limits
 
 MANY = 1 << 30
@@ -47,9 +47,9 @@ def copied(source: Log, copy: Log, now_us: int = 0) -> None:
 
 def test_a_copy_has_the_entries_and_sums_of_its_source(logs: tuple[Log, Log]) -> None:
     source, copy = logs
-    source.append([entry(b"one", 3), Note(5, "lost"), entry(b"two", key_hash=KEY_1)], 100)
+    source.append([entry(b"one", 3), NewGap(5, "lost"), entry(b"two", key_hash=KEY_1)], 100)
     source.append([entry(b"", key_hash=KEY_1, tombstone=True), entry(b"x", expires_us=500)], 200)
-    source.append([Note(None, "why"), entry(b"later", due_us=9_000, key_hash=KEY_2)], 300)
+    source.append([NewGap(None, "why"), entry(b"later", due_us=9_000, key_hash=KEY_2)], 300)
     copied(source, copy, 300)
     assert items(copy) == items(source)
     for figure in ("oldest", "next", "size_bytes", "messages"):
@@ -74,7 +74,7 @@ def test_a_copy_is_there_after_it_was_opened_again(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(segments, "SEGMENT_ENTRIES", 4)
     with made(tmp_path, "a") as source, made(tmp_path, "b") as copy:
         for number in range(30):
-            source.append([entry(b"%d" % number, 2), Note(1, "lost")], number)
+            source.append([entry(b"%d" % number, 2), NewGap(1, "lost")], number)
         source.enforce(Limits(max_messages=40), 100)
         copied(source, copy)
         there, size = items(copy), copy.size_bytes

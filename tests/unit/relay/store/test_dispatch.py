@@ -25,7 +25,7 @@ from relay.store.consumer import Consumer
 from relay.store.cursors import MAX_CURSOR_BYTES
 from relay.store.dispatch import ENVELOPE_BYTES, Delivery
 from relay.store.log import Log
-from relay.store.records import Gap, Hole, Note, Reason
+from relay.store.records import Gap, Hole, NewGap, Reason
 from relay.store.segments import Limits
 
 
@@ -204,7 +204,7 @@ def test_a_worker_gets_no_more_than_it_may_hold(log: Log) -> None:
 
 def test_gaps_are_told_once_and_settle_themselves(log: Log) -> None:
     log.append([entry()], 1)
-    log.append([Note(7, "slow")], 1)
+    log.append([NewGap(7, "slow")], 1)
     log.append([entry()], 1)
     one = consumer(log)
     taken = all_of(one)

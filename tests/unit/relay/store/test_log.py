@@ -16,7 +16,7 @@ from relay.store.database import MARK_NAME
 from relay.store.errors import CursorsFull, LogBusy, LogDamaged, LogExists, LogMissing
 from relay.store.log import Log
 from relay.store.outcomes import Conflict, Duplicate, Fenced, Outcome, OutOfOrder, Stored
-from relay.store.records import KEY, Entry, Gap, Hole, Item, Note, Reason, Record, Stamp
+from relay.store.records import KEY, Entry, Gap, Hole, Item, NewGap, Reason, Record, Stamp
 from relay.store.segments import Limits
 
 UUID = b"\x07" * 16
@@ -227,8 +227,8 @@ def test_reopening_keeps_everything(path: str, small_segments: None) -> None:
 
 def test_gaps_are_read_in_their_order(log: Log) -> None:
     log.append([entry(b"one")], 1)
-    assert log.append([Note(12, "slow")], 2) == [Stored(1, 2)]
-    assert log.append([Note(None, "link lost")], 3) == [Stored(2, 3)]
+    assert log.append([NewGap(12, "slow")], 2) == [Stored(1, 2)]
+    assert log.append([NewGap(None, "link lost")], 3) == [Stored(2, 3)]
     log.append([entry(b"two")], 4)
     items = log.read(0, MANY, now_us=4).items
     assert items[1:3] == [Gap(1, 12, "slow", 2), Gap(2, None, "link lost", 3)]
@@ -409,7 +409,7 @@ def test_compaction_keeps_the_last_of_each_key_and_everything_without(log: Log) 
         ],
         1,
     )
-    log.append([Note(1, "slow")], 1)
+    log.append([NewGap(1, "slow")], 1)
     assert log.compact(2)
     assert places(log) == [
         ("COMPACTED", 0, 1),

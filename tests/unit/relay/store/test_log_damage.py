@@ -142,7 +142,7 @@ import resource, signal, sys
 from iris.wire.codec import END
 from relay.store.errors import *
 from relay.store.log import Log
-from relay.store.records import Entry, Note
+from relay.store.records import Entry, NewGap
 from relay.store.segments import Limits
 
 def entry(body):
@@ -209,7 +209,7 @@ except LogWriteFailed as err:
 print(len(log.read(0, 1 << 30, now_us=1).items))
 for write in (
     lambda: log.append([entry(b"more")], 2),
-    lambda: log.append([Note(1, "more")], 2),
+    lambda: log.append([NewGap(1, "more")], 2),
     lambda: log.cursors.put("c", b""),
     lambda: log.enforce(Limits(max_messages=1), 2),
 ):

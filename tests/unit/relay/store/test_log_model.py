@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from iris.wire.codec import END
 from relay.store.log import Log
 from relay.store.outcomes import Stored
-from relay.store.records import Entry, Hole, Note, Reason, Record
+from relay.store.records import Entry, Hole, NewGap, Reason, Record
 from relay.store.segments import Limits
 from relay.store.staged_rows import Committed
 
@@ -109,7 +109,7 @@ class LogMachine(RuleBasedStateMachine):
         self.reopen()
 
     def expect(self, records: list[Drawn]) -> list[Entry]:
-        """Note that these come to stand at the end."""
+        """NewGap that these come to stand at the end."""
         entries = []
         for count, body, key, ttl in records:
             entry = make((count, body, key, ttl), self.now_us)
@@ -122,7 +122,7 @@ class LogMachine(RuleBasedStateMachine):
     @rule()
     def gap(self) -> None:
         stored = Stored(self.next, self.next + 1)
-        assert self.log.append([Note(3, "slow")], self.now_us) == [stored]
+        assert self.log.append([NewGap(3, "slow")], self.now_us) == [stored]
         self.kept.append(Kept(self.next, self.next + 1, None, self.now_us))
         self.next += 1
 

@@ -27,7 +27,7 @@ from support.keeper import (
 from iris.crypto.keys import ClusterKey, StoreKey
 from iris.wire.orders import END, ORDER_FRESH_US, Definition, Origin, SignedOrder, decode_order
 from iris.wire.streams import Change, Described, Refused, Settled, dead_uuid
-from relay.store.authority import Kept
+from relay.store.authority import DefinitionFile
 from relay.store.errors import Refuse
 from relay.store.log import Log
 
@@ -517,7 +517,7 @@ def test_the_orders_in_force_of_a_damaged_log_name_its_owner(keeper: Keeper) -> 
 def test_a_stream_that_was_taken_over_before_there_were_revisions_can_be_recovered(
     tmp_path: Path,
 ) -> None:
-    taken = Kept([order(issued_us=1), order(STRANGER, SMALL, issued_us=FAR_US)])
+    taken = DefinitionFile([order(issued_us=1), order(STRANGER, SMALL, issued_us=FAR_US)])
     keeper = written(tmp_path, encode(taken))
     assert keeper.max_messages == 1
     assert isinstance(keeper.change(order(revision=1)), Described)
@@ -528,43 +528,45 @@ def test_a_stream_that_was_taken_over_before_there_were_revisions_can_be_recover
 
 
 def test_a_revision_that_an_older_store_wrote_is_accepted(tmp_path: Path) -> None:
-    keeper = written(tmp_path, encode(Kept([order(issued_us=1), order(SECOND, SMALL, revision=4)])))
+    keeper = written(
+        tmp_path, encode(DefinitionFile([order(issued_us=1), order(SECOND, SMALL, revision=4)]))
+    )
     assert (keeper.max_messages, len(key_ids(keeper))) == (1, 2)
     assert isinstance(keeper.change(order(revision=5)), Described)
     keeper.store.close()
 
 
-def planted() -> dict[str, Kept]:
+def planted() -> dict[str, DefinitionFile]:
     """Return files that somebody might write to disk to make the stream accept a key."""
     roots = [OWNER.key_id]
     forged = structs.replace(order(), signature=bytes(64))
     return {
-        "an order beside": Kept([order(), order(STRANGER, SMALL, revision=1)], b"", roots),
-        "an order alone": Kept([order(STRANGER, SMALL, revision=1)], b"", roots),
-        "of revision 0": Kept([order(), order(STRANGER, SMALL)], b"", roots),
-        "not countersigned": Kept(
+        "an order beside": DefinitionFile([order(), order(STRANGER, SMALL, revision=1)], b"", roots),
+        "an order alone": DefinitionFile([order(STRANGER, SMALL, revision=1)], b"", roots),
+        "of revision 0": DefinitionFile([order(), order(STRANGER, SMALL)], b"", roots),
+        "not countersigned": DefinitionFile(
             [order(), order(STRANGER)], b"", roots, [order(STRANGER, revision=1)]
         ),
-        "countersigned by itself": Kept(
+        "countersigned by itself": DefinitionFile(
             [order(), order(STRANGER)], b"", roots, [countersigned(STRANGER, STRANGER)]
         ),
-        "countersigned in a circle": Kept(
+        "countersigned in a circle": DefinitionFile(
             [order(), order(STRANGER)],
             b"",
             roots,
             [countersigned(SECOND, STRANGER), countersigned(STRANGER, SECOND)],
         ),
-        "a forged countersignature": Kept(
+        "a forged countersignature": DefinitionFile(
             [order(), order(STRANGER)],
             b"",
             roots,
             [structs.replace(order(STRANGER, revision=1), by=OWNER.public_key, countersignature=bytes(64))],
         ),
-        "a forged signature": Kept([forged], b"", roots),
-        "for another store": Kept([order(store=StoreKey(b"x" * 32))], b"", roots),
-        "for another log": Kept([order(uuid=OTHER_UUID)], b"", roots),
-        "an end": Kept([order(action=END)], b"", roots),
-        "a forged admission": Kept(
+        "a forged signature": DefinitionFile([forged], b"", roots),
+        "for another store": DefinitionFile([order(store=StoreKey(b"x" * 32))], b"", roots),
+        "for another log": DefinitionFile([order(uuid=OTHER_UUID)], b"", roots),
+        "an end": DefinitionFile([order(action=END)], b"", roots),
+        "a forged admission": DefinitionFile(
             [order(), order(STRANGER)], b"", roots,
             [structs.replace(countersigned(OWNER, STRANGER), signature=bytes(64))],
         ),
@@ -583,7 +585,7 @@ def test_a_stream_whose_orders_do_not_hold_is_not_served(tmp_path: Path, what: s
 
 @pytest.mark.parametrize("what", planted())
 def test_a_damaged_log_is_not_taken_over_by_the_orders_beside_it(tmp_path: Path, what: str) -> None:
-    keeper = written(tmp_path, encode(Kept([order()])), encode(planted()[what]))
+    keeper = written(tmp_path, encode(DefinitionFile([order()])), encode(planted()[what]))
     keeper.store.close()
     for file in (tmp_path / "streams" / UUID.hex()).glob("*"):
         file.write_bytes(b"damaged")

@@ -14,7 +14,7 @@ from support.keeper import DEFINITION, OWNER, SECOND, SMALL, STRANGER, UUID, Kee
 from iris.crypto.keys import ClusterKey
 from iris.wire.orders import END, SignedOrder
 from iris.wire.streams import Described, Refused, Settled
-from relay.store.authority import Kept
+from relay.store.authority import DefinitionFile
 from relay.store.log import Log
 
 THIRD = ClusterKey(b"c" * 32)
@@ -84,7 +84,7 @@ def rewrite(keeper: Keeper, **changes: Any) -> None:
     path = keeper.store.streams[UUID].path
     keeper.store.close()
     log = Log.open(path)
-    kept = structs.replace(msgspec.msgpack.decode(log.definition, type=Kept), **changes)
+    kept = structs.replace(msgspec.msgpack.decode(log.definition, type=DefinitionFile), **changes)
     log.define(msgspec.msgpack.encode(kept))
     log.close()
     keeper.start()

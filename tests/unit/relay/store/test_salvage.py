@@ -18,7 +18,7 @@ from relay.store.cursor import Settings
 from relay.store.errors import LogDamaged
 from relay.store.log import Log
 from relay.store.outcomes import Duplicate, OutOfOrder, Stored
-from relay.store.records import Entry, Hole, Item, Note, Reason, Record, Stamp
+from relay.store.records import Entry, Hole, Item, NewGap, Reason, Record, Stamp
 from relay.store.salvage import Report, finish, salvage
 from relay.store.segments import Limits
 
@@ -42,7 +42,7 @@ def entry(rng: random.Random, number: int, size: int = 1500) -> Entry:
 def fill(log: Log, rng: random.Random, numbers: range) -> None:
     for first in range(numbers.start, numbers.stop, 10):
         log.append([entry(rng, n) for n in range(first, first + 10)], first + 100)
-    log.append([Note(7, "the relay was away")], 200)
+    log.append([NewGap(7, "the relay was away")], 200)
 
 
 @pytest.fixture(scope="module")

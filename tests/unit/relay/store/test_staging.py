@@ -12,7 +12,7 @@ from iris.wire.codec import END
 from relay.store import database, segments, staged_rows
 from relay.store.errors import LogDamaged, LogWriteFailed
 from relay.store.log import Log
-from relay.store.records import KEY, Entry, Hole, Note, Reason, Record
+from relay.store.records import KEY, Entry, Hole, NewGap, Reason, Record
 from relay.store.segments import Limits
 from relay.store.staged_rows import Committed, StagingRefused
 
@@ -426,7 +426,7 @@ def test_what_is_staged_waits_on_if_the_append_that_was_to_write_it_fails(
 ) -> None:
     log.stage("etl", 1, A, [(0, entry(b"a0")), (1, entry(b"a1"))], 10)
     with pytest.raises(ValueError, match="count"):
-        log.append([entry(b"x"), Note(-1, "no such count")], 10)
+        log.append([entry(b"x"), NewGap(-1, "no such count")], 10)
     with monkeypatch.context() as patch:
         patch.setattr(Log, "_judge", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
