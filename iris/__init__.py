@@ -47,6 +47,7 @@ Messages
     frame         the unit of transfer on a connection: one message, or several as a bundle or a run
     bundle        several casts to one address, sealed together and sent in one frame
     run           several calls to one cluster, each sealed by itself and sent in one frame
+    alias         a small number that stands for an address and a sender in the data frames of one connection
 
 Flow and losses
     interest      the clusters and topics that a relay's sessions serve or subscribe to
@@ -62,6 +63,8 @@ Flow and losses
     drain         to finish what was accepted, and accept nothing new, before stopping
     loss          casts that did not arrive, or a push that failed, with their number if it is known (`iris.Lost`)
     report        to make a loss known: to `on_loss`, `on_gap` and `losses`, and in the log
+    slow receiver a process or relay that did not read in time, so that messages for it were dropped
+    audience      the number of subscribers of a topic, and its slow receivers (`iris.Audience`)
 
 Durable streams
     store         a process that keeps streams on disk, sealed as they were sent
@@ -70,9 +73,12 @@ Durable streams
     offset        the position of a message in a stream; never used twice
     gap           offsets of a stream without messages, or casts that a subscription did not receive
     append        to write messages to a stream; it returns when they are on disk
+    producer      a client that appends; it numbers its records, so that a retry is stored once
     reader        reads a stream from an offset on; it keeps its position itself
     consumer      a named position in a stream, kept by the store, whose messages its workers share
     dead letter   a message that a consumer has delivered too often without a confirmation
+    tombstone     a message that marks its key as deleted
+    mirror        an identical copy of a stream at another store, which can take over
     staging       writing the records of a batch to the store before they become visible
     attempt       what one task stages for a batch; a repeated task makes another attempt
     batch         attempts that are committed together: their records appear all at once and exactly once
