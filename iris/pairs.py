@@ -105,7 +105,7 @@ async def fetch_socket(path: Path, relay_user: str, token: bytes) -> socket.sock
     if ours.family != socket.AF_UNIX or ours.type != socket.SOCK_STREAM:
         ours.close()
         raise PeerProtocolError(
-            f"the relay sent a descriptor of {ours.family.name} {ours.type.name} for a direct tunnel, "
+            f"the relay sent a descriptor of {ours.family!r} {ours.type!r} for a direct tunnel, "
             "not a Unix stream socket"
         )
     ours.setblocking(False)
@@ -121,23 +121,8 @@ class PairSocket:
     """This side's end of a tunnel's socket pair. Implements `iris.core.direct.PairEnd`."""
 
     __slots__ = (
-        "_after_write",
-        "_end",
-        "_loop",
-        "_lost",
-        "_pieces",
-        "_processing",
-        "_reader",
-        "_reading",
-        "_socket",
-        "_touch",
-        "_tunnels",
-        "_waiting",
-        "closed",
-        "queued_bytes",
-        "received_bytes",
-        "received_records",
-        "sent_bytes",
+        "_after_write", "_end", "_loop", "_lost", "_pieces", "_processing", "_reader", "_reading", "_socket", "_touch",
+        "_tunnels", "_waiting", "closed", "queued_bytes", "received_bytes", "received_records", "sent_bytes",
         "sent_records",
     )  # fmt: skip
 
