@@ -22,6 +22,7 @@ from relay.core.replica import Journal
 from relay.core.session import Member
 
 GATHER_US: Final = 2_000
+"""Time for which changes are gathered before they are sent to links."""
 MAX_GROUPS_HERE: Final = 128
 """Limit of queue groups of one relay under one key. One DECLARE over a link may have to name them all."""
 
@@ -50,9 +51,13 @@ class Advertiser:
         """Why the store that this relay starts cannot serve; empty if it can."""
         self._advertised_store = (False, "")
         self._joined: dict[int, Member] = {}
+        """Serial -> member that joined since the last flush."""
         self._left: list[int] = []
+        """Serials of members that left since the last flush."""
         self._topics: dict[Topic, int] = {}
+        """Topic -> number of subscriptions of this relay's sessions."""
         self._changed: dict[Topic, int] = {}
+        """Topic -> new count, for topics that changed since the last flush."""
         self._sites: dict[str, None] = {}
         """Remote sites whose distance must be advertised in the next change."""
         self._groups: dict[bytes, dict[str, dict[str, int]]] = {}
@@ -61,8 +66,10 @@ class Advertiser:
         The first user is the one that created the group.
         """
         self._snapshot: list[bytes] = []
+        """Frames of the latest snapshot, valid while the journal has the version `_snapshot_version`."""
         self._snapshot_version = 0
         self.flush_us = NEVER_US
+        """When `flush` is due."""
 
     def joined(self, member: Member, now_us: int) -> None:
         """Advertise a new member of this relay."""

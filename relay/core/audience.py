@@ -52,6 +52,7 @@ class Audiences:
     ) -> None:
         """`relay` is the name of this relay's host, for people."""
         self.deadline_us = NEVER_US
+        """When `expire` is due."""
         self._relay = relay
         self._interest = interest
         self._slow = slow

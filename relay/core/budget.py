@@ -30,6 +30,7 @@ from relay.core.neighbor import Delivery, gap_of
 from relay.core.ports import Held
 
 QUEUE_BYTES: Final = 128 << 20
+"""Default limit of bytes queued at all ports of a relay."""
 NEAR: Final = 6
 """Queues that differ by less than limit / 2^6 count as equally long; at least that much is dropped at once."""
 LOOK: Final = 8

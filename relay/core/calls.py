@@ -57,6 +57,7 @@ MAX_ATTEMPTS: Final = 4
 MAX_IN_FLIGHT: Final = 262_144
 """Limit of calls in flight at one session of this relay. The member itself chooses its limit in bytes."""
 _NUMBERS: Final = (1 << 62) - 1
+"""Mask of the counter in hop ids."""
 
 
 class Calls:
@@ -302,7 +303,7 @@ class Calls:
     def _park_or_end(
         self, origin: Neighbor, route: Route, hop: int, deadline_us: int, buf: memoryview, start: int, end: int
     ) -> None:  # fmt: skip
-        """Park a call that nobody serves if somebody may come back who does; else end it."""
+        """Park a call that is not served if a relay or site that serves it may come back; else end it."""
         if not isinstance(origin, Session) or not self.unserved.may_be_served(route, self._now_us):
             self._return_unserved(Dispatched(origin, hop, route, end - start), buf, start, end)
             return
@@ -408,7 +409,7 @@ class Calls:
         end: int,
         reason: int = Refusal.FULL,
     ) -> None:
-        """End a call that nobody here can take: report it to the caller, or return it to the relay that sent it."""
+        """End a call that no member can take: report it to the caller, or return it to the relay that sent it."""
         route = dispatched.route
         servers = (("member on this relay", route.loads), ("other relay", route.peers), ("remote site", route.sites))  # fmt: skip
         served = [_counted(len(loads), what) for what, loads in servers if loads]

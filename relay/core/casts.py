@@ -29,7 +29,9 @@ from relay.core.sites import Sites
 from relay.core.slow import SlowReceivers
 
 REPORT_EVERY_US: Final = 1_000_000
+"""A remote site's losses of one sender and address are reported at this interval at most."""
 MAX_GAPS_REPORTED: Final = 4096
+"""Limit of entries in `Wan.reported_us`; over it, the table is cleared."""
 PARTS_EACH: Final = 2
 """Bundles per turn for each member of a queue group. Two, so that a member skipped as slow still gets a part."""
 SENT_WHILE_DOWN: Final = "sent while a link on the way was down"

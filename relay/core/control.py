@@ -37,6 +37,7 @@ from relay.core.parts import Parts
 from relay.core.session import Member, Session, Watch
 
 MAX_WATCHES: Final = 1024
+"""Limit of watches of one session."""
 MAX_INFOS: Final = 4096
 """Members in one frame."""
 MAX_STARTING: Final = 8

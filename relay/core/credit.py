@@ -50,6 +50,7 @@ class Credit:
         """The alias that the last WAIT named."""
         self.serial = 0
         self.asked_us = 0
+        """Time of the last WAIT."""
         self.limit = UNLIMITED
         self.sent = 0
         """Bytes sent since the last WAIT, to compare with `limit`."""
@@ -156,6 +157,7 @@ class Credits:
         self._watched: dict[Flow, None] = {}
         """Flows that have no credit or leave a connection out."""
         self._look_us = NEVER_US
+        """When flows in `_watched` are reviewed next."""
         self._version = 0
         """Version of the interest at the last `expire`."""
 

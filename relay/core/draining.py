@@ -28,6 +28,7 @@ PING_MINOR: Final = 2
 DRAIN_WAIT_US: Final = 2_000_000
 """Longest wait for acknowledgements; at most a quarter of the grace."""
 UNASKED_US: Final = 100_000
+"""Added to twice the round trip of neighbors that are not asked."""
 
 
 class Draining:
@@ -41,6 +42,7 @@ class Draining:
         """Calls and tunnels that ended because a session that took part in them said goodbye."""
         self._bye = bye
         self._byes: dict[int, Session] = {}
+        """Session number -> session whose BYE is held."""
         self.acknowledged = True
         """No neighbor can send anything new that does not know of the drain."""
         self.deadline_us = NEVER_US
@@ -52,6 +54,7 @@ class Draining:
         self._unasked_us = 0
         """Time until which relays that are not asked may have frames in transit."""
         self._until_us = 0
+        """Time at which the wait for acknowledgements ends."""
         self._leaving: dict[tuple[int, int], tuple[Session, frames.Leave]] = {}
         """(session number, member serial) -> LEAVE that is held."""
 

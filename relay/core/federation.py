@@ -36,7 +36,9 @@ from relay.core.summary import Room, Summary
 WAN_GATHER_US: Final = 50_000
 """Time for which changes are gathered before they are advertised to remote sites."""
 MAX_COUNT: Final = (1 << 32) - 1
+"""Largest count in a SITE_TOPIC entry."""
 SNAPSHOT_US: Final = 1_000_000
+"""Shortest time between two snapshots over one WAN connection."""
 RTT_STEP_US: Final = 1_000
 """A changed round trip is advertised to relays of this site if it differs by this much, and by a quarter."""
 
@@ -61,7 +63,9 @@ class Federation:
         self._ours: Summary | None = None
         """Our site's interest as advertised to remote sites; None before the first WAN connection."""
         self._flush_us = NEVER_US
+        """When changes are sent; 0: a change was gathered and the time is set by `expire`."""
         self.deadline_us = NEVER_US
+        """When `expire` is due."""
 
     # -- WAN connections -------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from iris.wire.streams import dead_uuid
 from relay.core.session import Session
 
 MAX_GRANTED: Final = 65_536
+"""Limit of grants of one session."""
 _RECORDED: Final = frozenset({Kind.PUSH, Kind.BROADCAST})
 
 

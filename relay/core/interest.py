@@ -27,6 +27,7 @@ class _Node:
 
     def __init__(self) -> None:
         self.children: dict[str, _Node] = {}
+        """Next token -> node."""
         self.subscribers: dict[tuple[int, str], Subscriber] = {}
         self.rest: dict[tuple[int, str], Subscriber] = {}
         """Subscribers of a filter that ends in '>' below this token."""
@@ -40,10 +41,15 @@ class Interest:
         self.tick = 0
         """Rises with every use of an alias, so that all aliases are dated by one clock."""
         self._clusters: dict[Address, dict[int, Member]] = {}
+        """Address -> serial -> member of this relay."""
         self._names: dict[str, dict[bytes, int]] = {}
+        """Cluster -> key id -> number of listed members of this relay."""
         self._peers: dict[Address, dict[int, Link]] = {}
+        """Address -> link number -> link that leads to members."""
         self._topics: dict[bytes, _Node] = {}
+        """Key id -> root of its topic tree."""
         self._watches: dict[Address, dict[tuple[int, int], Watch]] = {}
+        """Address -> (session number, watch number) -> watch."""
         self.changed: Callable[[Address], None] = _ignore
         self.changed_topic: Callable[[Topic], None] = _ignore
         self.joined = 0

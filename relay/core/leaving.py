@@ -1,4 +1,4 @@
-"""Notifies whoever has a call in flight that its caller has left.
+"""Notifies members, stores and relays with a call in flight that its caller has left.
 
 No handler is stopped: it runs to its end unless it reacts itself, and a store takes back a call that waits. No table lists
 the calls that a connection waits for, so they are searched: once for all callers that left since the last search. The more
@@ -21,7 +21,7 @@ REST_US: Final = 100_000
 REST_PER_CALL_US: Final = 2
 """Added to that for each call looked at, so that a thousand sessions that end one by one do not stop a relay."""
 _NOTIFIED_KINDS: Final = frozenset({Kind.REQUEST, Kind.SURVEY, Kind.STREAM})
-"""Kinds whose callers wait for an answer. A push must be done whoever sent it; a tunnel ends by itself."""
+"""Kinds whose callers wait for an answer. A push runs even if its sender left; a tunnel ends by itself."""
 
 
 class Leaving:
@@ -31,6 +31,7 @@ class Leaving:
         self._neighbors = neighbors
         self._limit = limit
         self._rest_until_us = 0
+        """Time before which no search is made."""
         self._down: set[Neighbor] = set()
         """Neighbors that disconnected since the last search."""
         self.due_us = NEVER_US
@@ -56,7 +57,7 @@ class Leaving:
             self._look(now_us)
 
     def expire(self, now_us: int) -> None:
-        """Search the calls of everybody who left, and send CALLER_LEFT."""
+        """Search the calls of callers that left, and send CALLER_LEFT to their holders."""
         self.due_us = NEVER_US
         seen = 0
         neighbor_down, self._down = self._down, set()

@@ -51,7 +51,9 @@ class Copy:
         self.store_failed = ""
         """Why the store that it starts cannot serve; empty if it can."""
         self.members: dict[int, MemberEntry] = {}
+        """Serial -> member."""
         self.names: dict[str, dict[int, MemberEntry]] = {}
+        """Cluster -> serial -> member."""
         self.keyed = 0
         """Members, each counted once per key id."""
         self.surplus = 0
@@ -159,7 +161,9 @@ class Link(Neighbor):
         self.groups: dict[bytes, int] = {}
         """Key id -> number of queue groups behind this link."""
         self.loads: dict[tuple[int, str, bytes], Load] = {}
+        """(kind, cluster, key id) -> load of the members behind this link."""
         self.demands: dict[tuple[int, str, bytes], Demand] = {}
+        """(kind, cluster, key id) -> calls that came over this link."""
         self.bye = False
         """The other relay said goodbye, so its copy is not kept."""
         self.pulse = self.beats = Heartbeat(hello.mono_us, now_us)

@@ -11,6 +11,7 @@ from relay.core.interest import Interest
 from relay.core.link import Link
 
 LOADS_US: Final = 10_000
+"""Interval of load reports."""
 ASKED_US: Final = 1_000_000
 """How long the load of an address is reported after the last call for it over the link."""
 _LOAD_ENTRIES: Final = 48
@@ -28,6 +29,7 @@ class LoadReports:
         self._interest = interest
         self._due = due
         self.report_us = NEVER_US
+        """When `report` is due."""
 
     def called(self, now_us: int) -> None:
         """Schedule a report, because a call came over a link and the other relay needs to know how busy our

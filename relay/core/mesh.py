@@ -49,13 +49,17 @@ class Mesh:
         """Relay id -> copy; those without a link are suspended."""
         self.introduced: Callable[[bytes, list[str]], None] = _ignore
         self.addresses: list[str] = []
+        """host:port of our links' listener, as advertised in the greeting."""
         self.settle_us = 0
+        """Until then, other relays may not have been found yet."""
         self.advertiser = Advertiser(self.links, interest, reach, members, self._due)
         self.peer_interest = PeerInterest(interest, casts, reach)
         self.loads = LoadReports(self.links, interest, self._due)
         self._peers_us = 0
+        """When the next peer is asked for its peers."""
         self._asked_peer = 0
         self.deadline_us = NEVER_US
+        """When `expire` is due."""
 
     # -- links -----------------------------------------------------------------------------------------------
 

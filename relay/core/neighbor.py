@@ -18,7 +18,9 @@ from relay.core.ports import Held, Port
 from relay.core.shares import Share, UserShare
 
 MAX_GAPS: Final = 65_536
+"""Limit of deliveries with unreported losses per neighbor."""
 MAX_TARGETS: Final = 1024
+"""Limit of cached targets per route."""
 PACE_WEIGHT: Final = 0.125
 """Weight of the latest interval in the average (as TCP smooths its round trips: RFC 6298)."""
 UNKNOWN_PACE_US: Final = 1000
@@ -119,6 +121,7 @@ class Demand:
         self.messages = 0
         self.reported = 0
         self.used_us = 0
+        """When a call came last."""
 
 
 UNUSED: Final = -1
@@ -309,6 +312,7 @@ class Dispatched:
         self.load: Load
         self.attempts = 0
         self.tried: list[Load] = []
+        """Loads that refused it."""
         self.survey: Survey | None = None
         self.roster: list[str]
         """The members to which the relay behind a link dispatched this survey."""
@@ -483,7 +487,9 @@ class Neighbor:
         self.casts = False
         """It has declared an alias for publications or broadcasts."""
         self.swept_us = 0
+        """Time before which late calls here are not searched again."""
         self.routes: list[Route | None] = []
+        """Alias -> route."""
         self.group_bytes = 0
         """Bytes of the queue group names in its aliases."""
         self.aliases: AliasTable[Delivery] = AliasTable(max_aliases)
@@ -494,6 +500,7 @@ class Neighbor:
         self.left_hops: set[int] = set()
         """Its hop ids of calls whose callers left, until their holders are notified."""
         self.tunnels: dict[int, Tunnel] = {}
+        """Hop id -> tunnel with an end here."""
         self.user: str = f"connection {number}"
         """The user in whose shares its calls count."""
         self.shares: dict[int, Share] = {}

@@ -19,6 +19,7 @@ LATE_US: Final = 10_000_000
 LIFE_US: Final = 3_600_000_000
 """A call without a deadline is given up after this time."""
 _SWEEP_US: Final = 1_000_000
+"""Shortest time between two searches."""
 
 
 class Overdue:

@@ -1,6 +1,6 @@
-"""Calls of this relay's sessions that nobody serves now, but that a lost relay or site may serve again soon.
+"""Calls of this relay's sessions that are not served now, but that a lost relay or site may serve again soon.
 
-    nobody serves it ── a relay may come back ── waiting ──► served again, or no relay can come back: to `unparked`
+    it is not served ── a relay may come back ── waiting ──► served again, or no relay can come back: to `unparked`
                                                          ──► its deadline has passed: EXPIRED
                                                          ──► its session is lost, or the tunnel is given up: dropped
 

@@ -50,9 +50,11 @@ class Parts:
         self.label = label
         """The host's name, for people."""
         self.now_us = 0
+        """The current time in µs, set by the driver."""
         self.accounts = Accounts()
         self.interest = Interest()
         self.sessions: dict[int, Session] = {}
+        """Number -> session."""
         self.neighbors: dict[int, Neighbor] = {}
         """Number -> session, link or WAN connection."""
         self._pulsing: dict[int, Neighbor] = {}

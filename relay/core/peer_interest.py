@@ -28,6 +28,7 @@ from relay.core.replica import Verdict
 from relay.core.session import is_listed
 
 MAX_SHARED: Final = 8192
+"""Limit of values kept for sharing; over it, they are forgotten."""
 MAX_PINGS: Final = 1024
 """Limit of PINGs of one link that wait for its snapshot; over it they are answered at once."""
 
@@ -41,7 +42,9 @@ class PeerInterest:
         self._reach = reach
         self.resyncs = 0
         self._key_ids: dict[tuple[bytes, ...], list[bytes]] = {}
+        """Key ids -> the shared list of them."""
         self._kinds: dict[tuple[tuple[int, int], ...], dict[int, int]] = {}
+        """Kinds and handlers -> the shared table of them."""
 
     def on_interest(self, link: Link, change: frames.Interest) -> None:
         """Apply a change, a snapshot or part of one."""

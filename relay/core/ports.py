@@ -72,6 +72,7 @@ class Accounts:
         self.refused = 0
         self.expired = 0
         self.dropped: dict[str, int] = {}
+        """Cause -> messages dropped."""
 
     def drop(self, cause: str, count: int) -> None:
         """Count messages that are dropped."""

@@ -28,6 +28,7 @@ from relay.core.sites import Sites
 from relay.core.summary import Room, Summary
 
 MAX_SITES: Final = 1024
+"""Limit of remote sites that one gateway may advertise."""
 
 
 class Reach:
@@ -49,6 +50,7 @@ class Reach:
         self.entries: dict[str, SiteEntry] = {}
         """Site -> its entry as last advertised to our relays."""
         self.deadline_us = NEVER_US
+        """When `expire` is due."""
 
     # -- what is advertised to our relays ----------------------------------------------------------------------
 

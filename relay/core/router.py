@@ -207,7 +207,8 @@ class Router(Parts):
             if pulse is None:
                 continue
             if pulse.dead(self.now_us):
-                neighbor.port.abort("it has been silent for too long")
+                silent_s = (self.now_us - pulse.last_us) / 1e6
+                neighbor.port.abort(f"nothing was received for {silent_s:.1f} s")
                 if isinstance(neighbor, Link):
                     self.link_down(neighbor)
                 elif isinstance(neighbor, Wan):

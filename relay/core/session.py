@@ -11,6 +11,7 @@ from relay.core.neighbor import Load, Neighbor
 from relay.core.ports import Port
 
 MAX_SHOWN_KEYS: Final = 64
+"""Keys of one session in a status report."""
 
 Granted = tuple[str, str, bytes]
 """("stream", "topic" or "cluster"; name or filter; key id)."""
@@ -56,6 +57,7 @@ class Session(Neighbor):
         """Over TLS: hash of the relay's certificate, to which proofs of keys are bound."""
         self.pid = 0
         self.proven: set[bytes] = set()
+        """Ids of the keys that it has proven."""
         self.proofs = 0
         """Signatures checked, including those of keys that were proven already."""
         self.granted: set[Granted] = set()
@@ -67,11 +69,13 @@ class Session(Neighbor):
         self.parked_bytes = 0
         """Bytes of its calls that wait for a relay to come back."""
         self.members: dict[int, Member] = {}
+        """Serial -> member."""
         self.subscriptions: dict[tuple[str, str], tuple[bytes, ...]] = {}
         """(filter, group) -> key ids."""
         self.groups: dict[str, int] = {}
         """Queue group -> number of subscriptions in it."""
         self.watches: dict[int, Watch] = {}
+        """Watch id -> watch."""
         self.takes_descriptors = False
         """It is connected by a socket of this host, over which it can receive file descriptors."""
         self.pairs = 0

@@ -29,6 +29,7 @@ from relay.core.replica import Replica
 Served = tuple[dict[int, int], int]
 """(kind -> number of handlers, number of members) of an address in a site."""
 NOBODY: Final[Served] = ({}, 0)
+"""An address without members."""
 Groups = dict[bytes, dict[str, int]]
 """Key id -> queue group -> number of topics in it."""
 MAX_WANTED: Final = 1 << 18
@@ -39,6 +40,7 @@ MAX_NAMED: Final = 4096
 """Largest number of placeholders for a remote site's members that did not answer a survey."""
 _UNBOUNDED: Final = 1 << 62
 _SMOOTH: Final = 8
+"""The latest round trip counts 1/8 in the average."""
 
 
 class SiteRoute:
@@ -72,13 +74,16 @@ class SiteRoute:
         self.cost_ms = 0
         self.rtt_us = 0
         self.clusters: dict[Address, Served] = {}
+        """Address -> members there."""
         self.names: dict[str, dict[bytes, None]] = {}
         """Cluster -> the key ids under which it has members there."""
         self.topics: dict[Topic, int] = {}
+        """Topic -> number of subscriptions there."""
         self.groups: Groups = {}
         self.dropped_entries = 0
         """Entries of the site's interest that were dropped over a limit."""
         self.loads: dict[tuple[int, str, bytes], Load] = {}
+        """(kind, cluster, key id) -> load of the members there."""
 
     @property
     def own(self) -> bool:

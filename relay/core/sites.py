@@ -28,6 +28,7 @@ class Sites:
         self.site_routes: dict[str, dict[int, SiteRoute]] = {}
         """Site -> number -> site route."""
         self.suspended: dict[str, Suspended] = {}
+        """Site whose last route was lost -> its members."""
 
     def choose(self, route: Route, site_routes: Iterable[SiteRoute]) -> list[SiteRoute]:
         """Return one of `site_routes` for each site that a route's messages may go to, nearest site first.

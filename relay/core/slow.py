@@ -16,8 +16,11 @@ from relay.core.session import Session
 GATHER_US: Final = 200_000
 """Time from the first drop to its report, so that a burst is reported with its count."""
 AGAIN_US: Final = 10_500_000
+"""Interval of reports about one receiver while drops go on."""
 MAX_REPORTED: Final = 64
+"""Receivers in a status report."""
 TOPICS_REPORTED: Final = 8
+"""Names of topics per receiver in a status report."""
 MAX_SLOW: Final = 256
 """Limit of receivers remembered. The one whose last drop is oldest makes room."""
 MAX_TOPICS: Final = 64
@@ -47,7 +50,9 @@ class Slow:
         self.unreported = 0
         """Drops that were not reported to the log yet."""
         self.reported_us = 0
+        """When it was reported to the log last; 0 if never."""
         self.topics: dict[Address, int] = {}
+        """Address -> dropped messages."""
 
     def report(self, now_us: int) -> dict[str, object]:
         """Return the figures, ready for JSON, including names."""
@@ -72,6 +77,7 @@ class SlowReceivers:
         """`clock` returns the relay's time in µs."""
         self._clock = clock
         self.deadline_us = NEVER_US
+        """When `expire` is due."""
         self.on_report: Callable[[Slow, int], None] = _ignore
         """Called with a slow receiver and the time, for the log."""
         self._slow: dict[int, Slow] = {}

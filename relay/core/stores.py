@@ -31,6 +31,7 @@ class StoreWatch:
 
     def __init__(self, advertiser: Advertiser) -> None:
         self.deadline_us = NEVER_US
+        """Until when a lost store is waited for."""
         self._advertiser = advertiser
         self._starts_one = False
         self._failed = ""
@@ -39,6 +40,7 @@ class StoreWatch:
         """It cannot serve until an operator fixes that."""
         self._ended = False
         self._asked: set[int] = set()
+        """Numbers of sessions that have not answered our PING."""
         self._up: dict[int, str] = {}
         """Session number -> user, of stores that are up."""
 

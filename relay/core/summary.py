@@ -55,9 +55,13 @@ class Summary:
         self._cluster_of = cluster_of
         self._topic_of = topic_of
         self.clusters: dict[Address, Served] = {}
+        """Address -> members, as advertised."""
         self.topics: dict[Topic, int] = {}
+        """Topic -> count, as advertised."""
         self._touched_addresses: dict[Address, None] = {}
+        """Addresses that may have changed since the last `changes`."""
         self._touched_topics: dict[Topic, None] = {}
+        """Topics that may have changed since the last `changes`."""
 
     def touch(self, address: Address) -> None:
         """Note that the members of an address may have changed."""
