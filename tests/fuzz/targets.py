@@ -550,13 +550,13 @@ class _OldHost:
     def __init__(self) -> None:
         self.machine: Machine
 
-    def greeted(self, cluster: str) -> None:
+    def init_received(self, cluster: str) -> None:
         if cluster:
             check_cluster(cluster)
         self.machine.accept()
         for _ in range(3):
-            self.machine.call(_OldOwner(), b"x", 1)
-            self.machine.build_tunnel(_OldLine())
+            self.machine.dispatch(_OldReceiver(), b"x", 1)
+            self.machine.build_tunnel(_OldTunnel())
 
     def broadcast(self, cluster: str, message: bytes) -> None:
         check_cluster(cluster)
@@ -576,29 +576,29 @@ class _OldHost:
 
     def tunnel(self, id: int, cluster: str, timeout_ms: int) -> None:
         if id % 4:
-            self.machine.confirm_tunnel(id, _OldLine())
+            self.machine.confirm_tunnel(id, _OldTunnel())
 
     def closing(self) -> None:
         self.machine.end()
 
 
-class _OldOwner:
+class _OldReceiver:
     def answered(self, success: bool, payload: Any) -> None:
         return
 
-    def give_back(self, reason: str) -> None:
+    def failed(self, reason: str) -> None:
         return
 
 
-class _OldLine:
-    half: Any = None
+class _OldTunnel:
+    client_end: Any = None
 
-    def opened(self, half: Any) -> None:
+    def opened(self, client_end: Any) -> None:
         return
 
     def message(self, data: bytes) -> None:
         if len(data) % 2:
-            self.half.passed_on(len(data))
+            self.client_end.forwarded(len(data))
 
     def allowed(self) -> None:
         return
@@ -624,15 +624,15 @@ def iris1(data: bytes) -> None:
                 frame = machine.decoder.next_frame()
                 if frame is None:
                     break
-                machine.take(frame)
+                machine.handle(frame)
                 owed[0x05] += isinstance(frame, Request)
                 owed[0x0A] += isinstance(frame, TunInit)
             assert machine.decoder.held_bytes < 4 * 65_536 + step
     except Violation:
         machine.end()
-    assert 0 <= machine._purse.held <= 150_000
-    assert machine.tunnels <= 8
-    assert len(machine._calls) <= 8
+    assert 0 <= machine._incoming.held <= 150_000
+    assert machine.tunnel_count <= 8
+    assert len(machine._pending) <= 8
     machine.end()
     # One reply for every request and one confirmation for every tunnel, whatever happened.
     for op, count in owed.items():

@@ -13,11 +13,11 @@ from collections.abc import Callable
 from typing import Final
 
 import iris
+from relay.bridges.iris1.barrier import SubscriptionBarrier
 from relay.bridges.iris1.config import Iris1Config
-from relay.bridges.iris1.conversation import Conversation
-from relay.bridges.iris1.gate import Gate
-from relay.bridges.iris1.local import Locals
-from relay.bridges.iris1.outlet import LINGER_S, Flushing
+from relay.bridges.iris1.connection import ClientConnection
+from relay.bridges.iris1.local import LocalClients
+from relay.bridges.iris1.writer import LINGER_S, FlushQueue
 from relay.logs import Quiet
 
 log = logging.getLogger(__name__)
@@ -46,17 +46,17 @@ class Bridge:
         self.connect = connect
         self.counters: Counter[str] = Counter()
         """What went wrong, by cause."""
-        self._told: Counter[str] = Counter()
-        self.conversations: set[Conversation] = set()
-        self.gate = Gate()
-        self.near = Locals(config)
+        self._logged_counters: Counter[str] = Counter()
+        self.connections: set[ClientConnection] = set()
+        self.barrier = SubscriptionBarrier()
+        self.local = LocalClients(config)
         """Who serves and subscribes, of the clients."""
-        self.flushing = Flushing()
+        self.flush_queue = FlushQueue()
         self._loop = asyncio.get_running_loop()
-        self._arrived: list[Conversation] = []
+        self._received: list[ClientConnection] = []
         """Who has said something in this turn that was not acted on."""
-        self._waiting: dict[Conversation, None] = {}
-        self._admitted: set[Conversation] = set()
+        self._waiting: dict[ClientConnection, None] = {}
+        self._admitted: set[ClientConnection] = set()
         self._stopping = False
         self.addresses: list[tuple[str, int]] = []
         """Where it listens."""
@@ -88,7 +88,7 @@ class Bridge:
                     absent.append(_shown(host, port))
                     continue
                 server = await loop.create_server(
-                    lambda: Conversation(self), sock=sock, backlog=BACKLOG
+                    lambda: ClientConnection(self), sock=sock, backlog=BACKLOG
                 )
                 self._servers.append(server)
                 self.addresses += [sock.getsockname()[:2] for sock in server.sockets]
@@ -109,24 +109,24 @@ class Bridge:
         """Take no more clients, finish what was accepted from those that are there, within bounds, and end them."""
         self._stopping = True
         self._close()
-        for conversation in list(self.conversations):
-            conversation.stop()
+        for connection in list(self.connections):
+            connection.stop()
         bound_s = 3 * self.config.drain_s + LINGER_S
         try:
             async with asyncio.timeout(bound_s):
-                await self._gone()
+                await self._all_disconnected()
         except TimeoutError:
-            log.warning("bridge.stuck", extra={"fields": {"clients": len(self.conversations)}})
-            tasks = [c.task for c in self.conversations if c.task is not None]
-            for conversation in list(self.conversations):
-                conversation.give_up()
+            log.warning("bridge.stuck", extra={"fields": {"clients": len(self.connections)}})
+            tasks = [c.task for c in self.connections if c.task is not None]
+            for connection in list(self.connections):
+                connection.give_up()
             if tasks:
                 await asyncio.wait(tasks, timeout=self.config.drain_s)
-        self.tell_counters()
+        self.log_counters()
         log.info("bridge.stopped")
 
-    async def _gone(self) -> None:
-        while self.conversations:
+    async def _all_disconnected(self) -> None:
+        while self.connections:
             waiter = self._waiter = asyncio.get_running_loop().create_future()
             await waiter
 
@@ -151,55 +151,55 @@ class Bridge:
 
     # -- what its clients call -------------------------------------------------------------------------------
 
-    def connected(self, conversation: Conversation) -> None:
+    def connected(self, connection: ClientConnection) -> None:
         """Somebody is there."""
-        self.conversations.add(conversation)
-        self._waiting[conversation] = None
+        self.connections.add(connection)
+        self._waiting[connection] = None
         if self._stopping:  # it was accepted in the turn in which we stopped listening
-            conversation.stop()
+            connection.stop()
         if len(self._waiting) > MAX_WAITING:
             self.counters["handshakes over the bound"] += 1
             oldest = next(iter(self._waiting))
             del self._waiting[oldest]
             oldest.give_up()
 
-    def greeted(self, conversation: Conversation) -> bool:
+    def admit(self, connection: ClientConnection) -> bool:
         """Somebody said INIT; False: there are as many clients as there may be, and it gives way as one that did not."""
         if len(self._admitted) >= self.config.max_clients:
             return False
-        self._waiting.pop(conversation, None)
-        self._admitted.add(conversation)
+        self._waiting.pop(connection, None)
+        self._admitted.add(connection)
         return True
 
-    def arrived(self, conversation: Conversation) -> None:
+    def received(self, connection: ClientConnection) -> None:
         """Somebody said something: it is acted on when all that has come in this turn is read, subscriptions first."""
-        if not self._arrived:
-            self._loop.call_soon(self._act)
-        self._arrived.append(conversation)
+        if not self._received:
+            self._loop.call_soon(self._process_received)
+        self._received.append(connection)
 
-    def _act(self) -> None:
-        arrived, self._arrived = self._arrived, []
-        if len(arrived) > 1:
-            for conversation in arrived:
-                self._work(conversation, subscribing=True)
-        for conversation in arrived:
-            self._work(conversation)
-        self.flushing.flush()  # before what goes to the relay is sealed: that takes longer
+    def _process_received(self) -> None:
+        received, self._received = self._received, []
+        if len(received) > 1:
+            for connection in received:
+                self._process(connection, subscribing=True)
+        for connection in received:
+            self._process(connection)
+        self.flush_queue.flush()  # before what goes to the relay is sealed: that takes longer
 
-    def _work(self, conversation: Conversation, *, subscribing: bool = False) -> None:
+    def _process(self, connection: ClientConnection, *, subscribing: bool = False) -> None:
         """A fault of ours ends one connection, not the turns of the others."""
         try:
-            conversation.work(subscribing=subscribing)
+            connection.process(subscribing=subscribing)
         except Exception:
             self.counters["faults of the bridge"] += 1
-            log.exception("bridge.fault", extra={"fields": {"peer": conversation.peer}})
-            conversation.give_up()
+            log.exception("bridge.fault", extra={"fields": {"peer": connection.peer}})
+            connection.give_up()
 
-    def disconnected(self, conversation: Conversation) -> None:
+    def disconnected(self, connection: ClientConnection) -> None:
         """Nothing of it is left."""
-        self.conversations.discard(conversation)
-        self._waiting.pop(conversation, None)
-        self._admitted.discard(conversation)
+        self.connections.discard(connection)
+        self._waiting.pop(connection, None)
+        self._admitted.discard(connection)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -215,13 +215,13 @@ class Bridge:
 
     async def reload_keys(self, keyring: iris.Keyring) -> int:
         """Have every client's session use a changed keyring; return how many cannot: each is logged, and keeps the old keys."""
-        moves = [conversation.reload_keys(keyring) for conversation in self.conversations]
+        moves = [connection.reload_keys(keyring) for connection in self.connections]
         return (await asyncio.gather(*moves)).count(False)
 
-    def tell_counters(self) -> None:
+    def log_counters(self) -> None:
         """Log what went wrong so far, if it has changed."""
-        if self.counters != self._told:
-            self._told = self.counters.copy()
+        if self.counters != self._logged_counters:
+            self._logged_counters = self.counters.copy()
             log.info("bridge.counters", extra={"fields": {"counters": dict(self.counters)}})
 
     def warn(self, event: str, peer: str, reason: str) -> None:

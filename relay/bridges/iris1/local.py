@@ -17,63 +17,63 @@ from relay.bridges.iris1.config import Iris1Config
 from relay.bridges.iris1.core import codec
 from relay.bridges.iris1.core.frames import Oversized, Payload
 from relay.bridges.iris1.core.machine import Machine
-from relay.bridges.iris1.near import NearEnd
+from relay.bridges.iris1.local_tunnel import LocalTunnelEnd
 
-SHARED: Final = iris.Limits().concurrency
+SHARED_REQUESTS: Final = iris.Limits().concurrency
 """Requests that a member here owes answers for, as many as the relay would let it have, when others serve its cluster, too."""
 SHARED_BYTES: Final = 16 << 20
 """Bytes of requests that a member here has not answered. An empty one takes a request of any size."""
-TRIED: Final = 8
+MAX_CANDIDATES: Final = 8
 """Members that are looked at for a call: the one that owes the fewest answers gets it."""
 
 
-class Local(Protocol):
-    """A client of this bridge, to the others: see `relay.bridges.iris1.conversation.Conversation`."""
+class LocalClient(Protocol):
+    """A client of this bridge, to the others: see `relay.bridges.iris1.connection.Conversation`."""
 
     machine: Machine
     client: iris.Client | None
-    near_bytes: int
+    local_request_bytes: int
     """Bytes of requests of other clients that it has not answered."""
 
-    def accept_tunnel(self, tunnel: NearEnd) -> None:
+    def accept_tunnel(self, tunnel: LocalTunnelEnd) -> None:
         """Carry a tunnel that another client opened to it."""
 
 
-class Group:
+class LocalGroup:
     """The members of one cluster that are programs of the bridge."""
 
     def __init__(self) -> None:
-        self.members: list[Local] = []
-        self.everywhere: int | None = None
+        self.members: list[LocalClient] = []
+        self.total: int | None = None
         """Members that the relay knows; None: it has not said so yet."""
         self.turn = 0
-        self.watch: tuple[Local, asyncio.Task[None]] | None = None
+        self.watch: tuple[LocalClient, asyncio.Task[None]] | None = None
 
     @property
     def alone(self) -> bool:
         """Whether nobody else serves this cluster."""
-        return self.everywhere is not None and self.everywhere <= len(self.members)
+        return self.total is not None and self.total <= len(self.members)
 
 
-class Locals:
+class LocalClients:
     """Who serves and who subscribes, of one bridge's programs."""
 
     def __init__(self, config: Iris1Config) -> None:
         self.local_senders = LocalSenders()
         self._config = config
-        self._groups: dict[str, Group] = {}
-        self._topics: dict[str, dict[Local, bytes]] = {}
+        self._groups: dict[str, LocalGroup] = {}
+        self._topics: dict[str, dict[LocalClient, bytes]] = {}
         """By name, who hears it, and what that topic is called there."""
 
     # -- who is here -----------------------------------------------------------------------------------------
 
-    def join(self, cluster: str, member: Local) -> None:
+    def join(self, cluster: str, member: LocalClient) -> None:
         """Somebody serves from now on."""
-        group = self._groups.setdefault(cluster, Group())
+        group = self._groups.setdefault(cluster, LocalGroup())
         group.members.append(member)
         self._watch(cluster, group)
 
-    def leave(self, cluster: str, member: Local) -> None:
+    def leave(self, cluster: str, member: LocalClient) -> None:
         """It takes nothing new. Idempotent."""
         group = self._groups.get(cluster)
         if group is None or member not in group.members:
@@ -87,7 +87,7 @@ class Locals:
         else:
             del self._groups[cluster]
 
-    def _watch(self, cluster: str, group: Group) -> None:
+    def _watch(self, cluster: str, group: LocalGroup) -> None:
         """Have one of the members ask the relay how many there are in all."""
         if group.watch is None:
             member = group.members[0]
@@ -96,18 +96,18 @@ class Locals:
             task = asyncio.get_running_loop().create_task(watching, name="iris1-members")
             group.watch = member, task
 
-    async def _count(self, client: iris.Client, cluster: str, group: Group) -> None:
+    async def _count(self, client: iris.Client, cluster: str, group: LocalGroup) -> None:
         try:
             async for members in client.watch_members(cluster):
-                group.everywhere = len(members)
+                group.total = len(members)
         except iris.IrisError:
-            group.everywhere = None  # others may be there: ours share with them
+            group.total = None  # others may be there: ours share with them
 
-    def subscribe(self, name: str, topic: bytes, subscriber: Local) -> None:
+    def subscribe(self, name: str, topic: bytes, subscriber: LocalClient) -> None:
         """Somebody hears a topic from now on."""
         self._topics.setdefault(name, {})[subscriber] = topic
 
-    def unsubscribe(self, name: str, subscriber: Local) -> None:
+    def unsubscribe(self, name: str, subscriber: LocalClient) -> None:
         """It does not any more. Idempotent."""
         subscribers = self._topics.get(name, {})
         subscribers.pop(subscriber, None)
@@ -135,7 +135,7 @@ class Locals:
 
     # -- calls -----------------------------------------------------------------------------------------------
 
-    def for_request(self, cluster: str, size: int) -> Local | None:
+    def for_request(self, cluster: str, size: int) -> LocalClient | None:
         """Return the member here that is to get a request of `size` bytes; None: the relay is to choose.
 
         While others serve the cluster, too, a member here is full with as many requests as the relay would let it have.
@@ -143,25 +143,31 @@ class Locals:
         group = self._groups.get(cluster)
         if group is None:
             return None
-        most = self._config.max_calls if group.alone else SHARED
-        member = self._choose(group, most, lambda one: one.machine.owed)
-        if member is not None and member.near_bytes and member.near_bytes + size > SHARED_BYTES:
+        most = self._config.max_calls if group.alone else SHARED_REQUESTS
+        member = self._choose(group, most, lambda one: one.machine.dispatched)
+        if (
+            member is not None
+            and member.local_request_bytes
+            and member.local_request_bytes + size > SHARED_BYTES
+        ):
             return None
         return member
 
-    def for_tunnel(self, cluster: str) -> Local | None:
+    def for_tunnel(self, cluster: str) -> LocalClient | None:
         """Return the member here that is to get a tunnel; None: the relay is to choose."""
         group = self._groups.get(cluster)
         if group is None:
             return None
-        return self._choose(group, self._config.max_tunnels, lambda one: one.machine.tunnels)
+        return self._choose(group, self._config.max_tunnels, lambda one: one.machine.tunnel_count)
 
     @staticmethod
-    def _choose(group: Group, most: int, load: Callable[[Local], int]) -> Local | None:
+    def _choose(
+        group: LocalGroup, most: int, load: Callable[[LocalClient], int]
+    ) -> LocalClient | None:
         members = group.members
         group.turn = turn = (group.turn + 1) % len(members)
         best, least = None, most
-        for step in range(turn, turn + min(len(members), TRIED)):
+        for step in range(turn, turn + min(len(members), MAX_CANDIDATES)):
             member = members[step % len(members)]
             loaded = load(member)
             if loaded < least:
@@ -171,10 +177,11 @@ class Locals:
         return best
 
 
-class LocalCall:
+class LocalRequest:
     """A request of one program to another, of the same bridge. It is the second one's debt, and answered once."""
 
     __slots__ = (
+        "_awaited",
         "_counters",
         "_grace_s",
         "_id",
@@ -183,7 +190,6 @@ class LocalCall:
         "_size",
         "_slack_s",
         "_timer",
-        "_waited",
     )
 
     def __init__(
@@ -194,20 +200,20 @@ class LocalCall:
         self._counters = counters
         self._grace_s = config.grace_s
         self._slack_s = config.slack_s
-        self._service: tuple[Local, int]
+        self._service: tuple[LocalClient, int]
         self._size: int
         self._timer: asyncio.TimerHandle
-        self._waited = True
+        self._awaited = True
         """Its caller waits for the answer."""
 
-    def begin(self, service: Local, payload: bytes, timeout_ms: int) -> bool:
+    def begin(self, service: LocalClient, payload: bytes, timeout_ms: int) -> bool:
         """Hand it to the service; False: that takes none."""
-        theirs = service.machine.call(self, payload, timeout_ms)
-        if theirs is None:
+        dispatch_id = service.machine.dispatch(self, payload, timeout_ms)
+        if dispatch_id is None:
             return False
-        self._service = service, theirs
+        self._service = service, dispatch_id
         self._size = len(payload)
-        service.near_bytes += self._size
+        service.local_request_bytes += self._size
         wait_s = timeout_ms / 1000 + self._slack_s
         self._timer = asyncio.get_running_loop().call_later(wait_s, self._timed_out)
         return True
@@ -215,31 +221,31 @@ class LocalCall:
     def answered(self, success: bool, payload: Payload) -> None:
         """The service answered."""
         self._end()
-        if self._waited:
+        if self._awaited:
             if isinstance(payload, Oversized):
                 self._counters["oversized"] += 1
                 success, payload = False, payload.text("reply").encode()
             self._machine.reply(self._id, payload, success=success)
 
-    def give_back(self, reason: str) -> None:
+    def failed(self, reason: str) -> None:
         """The service is gone."""
         self._end()
-        if self._waited:
+        if self._awaited:
             self._machine.no_reply(self._id)
 
     def _end(self) -> None:
         self._timer.cancel()
-        self._service[0].near_bytes -= self._size
+        self._service[0].local_request_bytes -= self._size
 
     def _timed_out(self) -> None:
-        if self._machine.waits_for(self._id):
+        if self._machine.is_pending(self._id):
             self._counters["requests unanswered: timeout"] += 1
             self._machine.no_reply(self._id)
-        self._waited = False  # the caller may give its id to another request
+        self._awaited = False  # the caller may give its id to another request
         self._timer = asyncio.get_running_loop().call_later(self._grace_s, self._given_up)
 
     def _given_up(self) -> None:
         self._end()
-        service, theirs = self._service
-        service.machine.forget_call(theirs)
+        service, dispatch_id = self._service
+        service.machine.forget_dispatched(dispatch_id)
         self._counters["services that did not answer"] += 1

@@ -52,7 +52,7 @@ async def serve(config: Iris1Config, relay: str | None) -> None:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(COUNTERS_S):
                         await stop.wait()
-                bridge.tell_counters()
+                bridge.log_counters()
         finally:
             await bridge.stop()
             for task in reloads:

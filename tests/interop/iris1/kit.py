@@ -119,7 +119,7 @@ async def bridged(**settings: Any) -> AsyncIterator[Side]:
                 await side.finish()
             finally:
                 await bridge.stop()
-        assert not bridge.conversations
+        assert not bridge.connections
 
 
 async def until(true: Callable[[], object]) -> None:

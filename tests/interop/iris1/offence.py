@@ -10,7 +10,7 @@ from interop.iris1.binding import blob, hello, number
 from interop.iris1.kit import Echo, Raw, Side
 
 import iris
-from relay.bridges.iris1.conversation import Conversation
+from relay.bridges.iris1.connection import ClientConnection
 
 HASTY = iris.ClientConfig(drain_timeout_s=0.1)
 WELCOME = b"\x00" + blob(b"iris-relay-magic") + blob(b"v1.0-draft2")
@@ -35,10 +35,10 @@ class Mute(Echo):
         raise AssertionError
 
 
-def conversation(side: Side, raw: Raw) -> Conversation:
+def connection(side: Side, raw: Raw) -> ClientConnection:
     """The bridge's end of a socket."""
     peer = "{}:{}".format(*raw.writer.get_extra_info("sockname")[:2])
-    (found,) = (c for c in side.bridge.conversations if c.peer == peer)
+    (found,) = (c for c in side.bridge.connections if c.peer == peer)
     return found
 
 

@@ -86,7 +86,7 @@ def test_frames_come_out_as_they_went_in_however_they_are_cut(
         Init(b"iris-client-magic", b"v1.0-draft2", b"c"),
         *(wanted for _, wanted in said),
     ]
-    assert not decoder.within
+    assert not decoder.mid_frame
 
 
 @pytest.mark.parametrize("size", [1 << 20, 1 << 30])

@@ -67,7 +67,7 @@ async def test_connect() -> None:
     async with bridged() as side:
         clients = await asyncio.gather(*(side.connect() for _ in range(100)))
         await asyncio.gather(*(client.close() for client in clients))
-        await until(lambda: not side.bridge.conversations)
+        await until(lambda: not side.bridge.connections)
         assert not side.counters
 
 

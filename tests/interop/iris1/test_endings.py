@@ -13,7 +13,7 @@ from interop.iris1.kit import Echo, bridged, hearing, until
 from interop.iris1.offence import WELCOME, Mute, greeted, sleeper
 
 import iris
-from relay.bridges.iris1.conversation import Conversation
+from relay.bridges.iris1.connection import ClientConnection
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -94,7 +94,7 @@ async def test_a_changed_keyring_is_taken_up_by_every_client_and_who_cannot_is_n
         async with side.cluster.client(keyring=keyring) as native:
             assert len(await native.wait_for_members("rq", 2, timeout=20)) == 2
             await joining.hang_up()
-            await until(lambda: len(side.bridge.conversations) == 2)
+            await until(lambda: len(side.bridge.connections) == 2)
             assert await native.request("rq", b"x", timeout=20) == b"x"
             assert await client.request("rq", b"y", 20_000) == b"y"
         elsewhere = iris.Keyring({"other": [new]})
@@ -128,12 +128,12 @@ async def test_close_is_answered_at_once_while_the_bridge_stops() -> None:
         asked = asyncio.create_task(client.request("mute", b"x", 600_000))
         await until(lambda: mute.heard)
         stopping = asyncio.create_task(side.bridge.stop())
-        await until(lambda: all(c._ending for c in side.bridge.conversations))
+        await until(lambda: all(c._ending for c in side.bridge.connections))
         await client.close()
         with pytest.raises(binding.Closed):
             await asked
         assert not stopping.done()
-        for one in side.bridge.conversations:
+        for one in side.bridge.connections:
             one.give_up()
         await stopping
 
@@ -142,13 +142,13 @@ async def test_a_connection_that_is_accepted_while_the_bridge_stops_is_closed() 
     async with bridged(handshake_s=600.0) as side:
         await (await side.connect()).close()
         await side.bridge.stop()
-        late = Conversation(side.bridge)
+        late = ClientConnection(side.bridge)
         ours, theirs = socket.socketpair()
         with theirs:
             ours.setblocking(False)
             loop = asyncio.get_running_loop()
             await loop.connect_accepted_socket(lambda: late, ours)
-            await until(lambda: not side.bridge.conversations)
+            await until(lambda: not side.bridge.connections)
             assert theirs.recv(1) == b""
 
 
@@ -226,7 +226,7 @@ async def test_stopping_finishes_what_was_accepted_and_says_why() -> None:
         ours = asyncio.create_task(native.request("waiting", b"y", timeout=60))
         await until(lambda: len(waiting.heard) == 2)
         stopping = asyncio.create_task(side.bridge.stop())
-        await until(lambda: all(c._ending for c in side.bridge.conversations))
+        await until(lambda: all(c._ending for c in side.bridge.connections))
         with pytest.raises(binding.TimedOut):
             await client.request("waiting", b"new", 60_000)
         async with asyncio.timeout(5):

@@ -8,7 +8,7 @@ import pytest
 from interop.iris1 import binding
 from interop.iris1.binding import blob, number
 from interop.iris1.kit import Echo, Handler, Raw, Side, Tunnel, bridged, until
-from interop.iris1.offence import HASTY, beside, conversation, greeted, opened, sleeper
+from interop.iris1.offence import HASTY, beside, connection, greeted, opened, sleeper
 
 import iris
 
@@ -90,8 +90,8 @@ async def test_a_sender_is_granted_no_more_than_the_window_while_nobody_reads_th
         flooding = asyncio.create_task(flood())
         await until(lambda: line.allowance < 65536)
         await side.cluster.settle()
-        (flooded,) = (c for c in side.bridge.conversations if c.machine._lines)
-        assert flooded.machine._purse.held <= 5 << 20
+        (flooded,) = (c for c in side.bridge.connections if c.machine._tunnels)
+        assert flooded.machine._incoming.held <= 5 << 20
         flooding.cancel()
 
 
@@ -112,10 +112,10 @@ async def test_a_tunnel_waits_for_a_client_that_does_not_read_and_its_sender_too
             raw = await greeted(side)
             raw.writer.transport.pause_reading()  # type: ignore[attr-defined]  # a socket's transport
             raw.send(b"\x09\x05\x04ours" + number(5000))
-            ours = conversation(side, raw)
-            await until(lambda: ours.machine._lines)
+            ours = connection(side, raw)
+            await until(lambda: ours.machine._tunnels)
             raw.send(b"\x0b\x05" + number(1 << 40))
-            await until(lambda: ours._outlet._paused)
+            await until(lambda: ours._writer._paused)
             await side.cluster.settle()
             assert 0 < sent < 64
             raw.writer.transport.resume_reading()  # type: ignore[attr-defined]  # a socket's transport
@@ -164,7 +164,7 @@ async def test_the_id_of_a_closed_tunnel_may_be_given_to_another() -> None:
         await side.register("tn", Echo())
         raw = await greeted(side)
         await opened(raw, 5, b"ours")
-        lines = conversation(side, raw)._lines._lines
+        lines = connection(side, raw)._tunnels._tunnels
         (old,) = lines
         message = b"\x0c\x05" + number(1 << 16) + blob(bytes(1 << 16))
         raw.send(message * 3 + b"\x0d\x05")
@@ -191,10 +191,10 @@ async def test_messages_for_a_client_over_the_budget_end_the_tunnel_that_brings_
 
         async with native.serve(service):
             raw = await greeted(side)
-            purse = conversation(side, raw).machine.outgoing
+            budget = connection(side, raw).machine.outgoing
             for id in (1, 2):
                 await opened(raw, id, b"ours")  # and allow it nothing
-            await until(lambda: purse.held == 1 << 20)
+            await until(lambda: budget.held == 1 << 20)
             await opened(raw, 3, b"ours")
             reason = b"more than 1048576 bytes are queued in the tunnels of this client"
             assert await raw.read(3 + len(reason)) == b"\x0d\x03" + blob(reason)
@@ -202,7 +202,7 @@ async def test_messages_for_a_client_over_the_budget_end_the_tunnel_that_brings_
             for id in (1, 2):
                 raw.send(b"\x0b" + number(id) + number(65536))
                 await raw.read(8 * (2 + 3 + 65536) + 3 + 7)
-            await until(lambda: not purse.held)
+            await until(lambda: not budget.held)
             assert side.counters == {"tunnel faults": 1}
             assert len(broken) == 1
 
@@ -217,7 +217,7 @@ async def test_a_fault_of_the_bridge_itself_ends_the_tunnel_on_both_sides_and_is
         async def broken(self: iris.Tunnel) -> bytes:
             raise RuntimeError("on purpose")
 
-        monkeypatch.setattr("relay.bridges.iris1.lines.TunnelLine._message", broken)
+        monkeypatch.setattr("relay.bridges.iris1.tunnels.BridgedTunnel._message", broken)
         line = await client.tunnel("tn", 20_000)
         with pytest.raises(binding.Closed, match="on purpose"):
             await line.recv()
@@ -232,13 +232,13 @@ async def test_a_message_that_its_sender_gives_up_is_none_and_the_next_one_arriv
             assert await raw.read(5) == b"\x09\x00" + number(65536)
             raw.send(b"\x0a\x00\x07\x0b\x07" + number(1 << 20))
             assert await raw.read(6) == b"\x0b\x07" + number(4 << 20)
-            purse = conversation(side, raw).machine.outgoing
+            budget = connection(side, raw).machine.outgoing
             given_up = asyncio.create_task(tunnel.send(bytes(64 << 20)))
-            await until(lambda: purse.held)
+            await until(lambda: budget.held)
             given_up.cancel()
             await tunnel.send(b"next")
             assert await raw.read(8) == b"\x0c\x07\x04\x04next"
-            await until(lambda: not purse.held)
+            await until(lambda: not budget.held)
 
 
 async def test_a_client_that_does_not_read_slows_all_its_tunnels_and_is_not_cut() -> None:
@@ -257,11 +257,13 @@ async def test_a_client_that_does_not_read_slows_all_its_tunnels_and_is_not_cut(
             for id in range(64):
                 await opened(raw, id, b"ours")
                 raw.send(b"\x0b" + number(id) + number(1 << 20))
-            ours = conversation(side, raw)
-            await until(lambda: all(line.half.allowance for line in ours.machine._lines.values()))  # type: ignore[union-attr]  # it is open
+            ours = connection(side, raw)
+            await until(
+                lambda: all(line.client_end.allowance for line in ours.machine._tunnels.values())
+            )  # type: ignore[union-attr]  # it is open
             raw.writer.transport.pause_reading()  # type: ignore[attr-defined]  # a socket's transport
             go.set()
-            await until(lambda: ours._outlet._paused)
+            await until(lambda: ours._writer._paused)
             await side.cluster.settle()
             raw.writer.transport.resume_reading()  # type: ignore[attr-defined]  # a socket's transport
             await raw.read(64 * (4 * (2 + 3 + 65536) + 2 + 3))

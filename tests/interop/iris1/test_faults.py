@@ -10,10 +10,10 @@ import pytest
 from interop.iris1 import binding
 from interop.iris1.binding import blob, hello, number
 from interop.iris1.kit import Echo, Handler, bridged, hearing, until
-from interop.iris1.offence import WELCOME, Mute, beside, conversation, greeted
+from interop.iris1.offence import WELCOME, Mute, beside, connection, greeted
 
 import iris
-from relay.bridges.iris1.conversation import FRAMES_A_TURN
+from relay.bridges.iris1.connection import FRAMES_A_TURN
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -66,7 +66,7 @@ async def test_a_client_too_many_is_denied() -> None:
         with pytest.raises(binding.Denied, match="it has 2 clients"):
             await binding.Binding().open(side.port)
         await first.close()
-        await until(lambda: len(side.bridge.conversations) == 1)
+        await until(lambda: len(side.bridge.connections) == 1)
         third = await side.connect()
         await asyncio.gather(second.close(), third.close())
 
@@ -82,7 +82,7 @@ async def test_those_who_are_denied_take_no_place_and_give_way(
             denied.send(hello())
             assert b"it has 1 clients" in await denied.rest()  # and it stays
         assert side.counters["handshakes over the bound"] >= 2
-        assert len(side.bridge.conversations) <= 4
+        assert len(side.bridge.connections) <= 4
         await first.close()
         await until(lambda: not side.bridge._admitted)
         await (await side.connect()).close()
@@ -91,18 +91,18 @@ async def test_those_who_are_denied_take_no_place_and_give_way(
 async def test_a_client_given_up_in_the_turn_of_its_init_leaves_nothing() -> None:
     async with bridged() as side:
         raw = await side.raw()
-        await until(lambda: side.bridge.conversations)
-        (ours,) = side.bridge.conversations
+        await until(lambda: side.bridge.connections)
+        (ours,) = side.bridge.connections
         ours.data_received(hello())
         ours.give_up()
         assert await raw.rest() == b""
-        await until(lambda: not side.bridge.conversations)
+        await until(lambda: not side.bridge.connections)
         assert await ours.reload_keys(side.cluster.keyring)
 
 
 async def test_a_client_whose_host_has_vanished_is_noticed_without_a_heartbeat() -> None:
     async with bridged() as side:
-        accepted = conversation(side, await greeted(side))._transport.get_extra_info("socket")
+        accepted = connection(side, await greeted(side))._transport.get_extra_info("socket")
         assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
         assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 60
 
@@ -169,7 +169,7 @@ async def test_a_flood_of_tiny_frames_leaves_the_others_their_turns() -> None:
 async def test_requests_wait_while_the_relay_takes_nothing_and_each_is_answered_once() -> None:
     async with bridged() as side:
         raw = await greeted(side)
-        ours = conversation(side, raw)
+        ours = connection(side, raw)
         assert ours.client is not None
         assert ours.client._attachment is not None
         pump = ours.client._attachment.pump
@@ -239,7 +239,7 @@ async def test_a_reply_over_the_message_limit_is_a_fault_for_its_caller() -> Non
 async def test_subscriptions_of_a_client_with_many_topics_leave_the_others_their_turns() -> None:
     async with bridged() as side:
         raw = await greeted(side)
-        topics = conversation(side, raw)._topics
+        topics = connection(side, raw)._topics
         raw.send(b"".join(b"\x06" + blob(b"t%d" % turn) for turn in range(500)))
         while len(topics) < 500:
             before = len(topics)
@@ -305,9 +305,9 @@ async def test_a_client_lost_within_a_message_leaves_nothing() -> None:
         service = await side.register("gone", Echo())
         await native.wait_for_members("gone", 1, timeout=5)
         service.write(b"\x08\x05topic" + number(1000) + b"only so much")
-        await until(lambda: any(c.machine.decoder.within for c in side.bridge.conversations))
+        await until(lambda: any(c.machine.decoder.mid_frame for c in side.bridge.connections))
         service.abort()
-        await until(lambda: len(side.bridge.conversations) == 2)
+        await until(lambda: len(side.bridge.connections) == 2)
         assert not await native.members("gone")
         assert side.counters["lost within a frame"] == 1
 
@@ -354,7 +354,7 @@ async def test_close_is_answered_though_the_relay_refuses_what_was_asked_before(
 ) -> None:
     async with bridged() as side:
         raw = await greeted(side)
-        ours = conversation(side, raw)
+        ours = connection(side, raw)
 
         async def refused(subscription: iris.Subscription) -> None:
             await ours._ended.wait()
@@ -368,7 +368,7 @@ async def test_close_is_answered_though_the_relay_refuses_what_was_asked_before(
 async def test_subscriptions_that_end_at_once_leave_nothing_while_there_is_no_relay() -> None:
     async with bridged() as side:
         raw = await greeted(side)
-        ours = conversation(side, raw)
+        ours = connection(side, raw)
         await side.cluster.stop_relay()
         raw.send(b"\x06\x01t\x07\x01t" * 1000 + b"\x07\x01x")
         await until(lambda: side.counters["unknown unsubscriptions"])
@@ -381,20 +381,20 @@ async def test_subscriptions_that_end_at_once_leave_nothing_while_there_is_no_re
 async def test_what_a_client_leaves_unread_at_its_end_is_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("relay.bridges.iris1.outlet.LINGER_S", 0.05)
+    monkeypatch.setattr("relay.bridges.iris1.writer.LINGER_S", 0.05)
     async with bridged() as side:
         raw = await greeted(side)
         raw.send(b"\x06\x05flood")
-        ours = conversation(side, raw)
+        ours = connection(side, raw)
         await until(lambda: ours._topics)
         await side.cluster.settle()
         raw.writer.transport.pause_reading()  # type: ignore[attr-defined]  # a socket's transport
         publisher = await side.connect()
-        while not ours._outlet._paused:
+        while not ours._writer._paused:
             publisher.publish("flood", bytes(100_000))
             await publisher.settled()
         raw.send(b"\x02")
-        await until(lambda: ours not in side.bridge.conversations)
+        await until(lambda: ours not in side.bridge.connections)
         assert side.counters["slow clients cut"] == 1
 
 
@@ -407,7 +407,7 @@ async def test_a_slow_reader_is_cut_and_counted_and_nobody_waits_for_it() -> Non
         other, publisher = await side.connect(), await side.connect()
         other.subscribe("flood", hearing(heard))
         await other.settled()
-        await until(lambda: conversation(side, slow)._topics)
+        await until(lambda: connection(side, slow)._topics)
         await side.cluster.settle()
         for turn in range(400):
             publisher.publish("flood", bytes(50_000))

@@ -14,7 +14,7 @@ import pytest
 from interop.iris1 import binding
 from interop.iris1.binding import blob
 from interop.iris1.kit import bridged, hearing, until
-from interop.iris1.offence import conversation, greeted
+from interop.iris1.offence import connection, greeted
 from interop.iris1.test_process import Process
 from support.relays import Daemon
 from support.waiting import wait_until
@@ -46,7 +46,7 @@ async def test_what_is_said_after_a_subscription_comes_after_it(publishes_first:
             publisher.send(PUBLISHES)
             assert await subscriber.read(len(DELIVERED)) == DELIVERED
             subscriber.send(SUBSCRIBES.replace(b"\x06\x07", b"\x07\x07"))
-            await until(lambda: not conversation(side, subscriber)._topics)
+            await until(lambda: not connection(side, subscriber)._topics)
 
 
 async def test_what_is_said_after_many_subscriptions_comes_after_all_of_them() -> None:
@@ -83,7 +83,7 @@ async def test_who_goes_while_it_subscribes_stops_nobody() -> None:
     async with bridged() as side:
         leaving, publisher, subscriber = [await greeted(side) for _ in range(3)]
         subscriber.send(b"\x06\x01t")
-        await until(lambda: conversation(side, subscriber)._topics)
+        await until(lambda: connection(side, subscriber)._topics)
         for ending in (b"\x02", b"\xff", b""):
             raw = leaving if not ending else await greeted(side)
             raw.send(b"".join(b"\x06" + blob(b"t%d" % turn) for turn in range(300)) + ending)
@@ -91,7 +91,7 @@ async def test_who_goes_while_it_subscribes_stops_nobody() -> None:
             if not ending:
                 raw.writer.transport.abort()
             assert await subscriber.read(5) == b"\x08\x01t\x01x"
-        await until(lambda: not side.bridge.gate.subscribing)
+        await until(lambda: not side.bridge.barrier.subscribing)
 
 
 async def test_without_a_relay_events_wait_for_it_and_not_for_subscriptions() -> None:

@@ -186,7 +186,7 @@ SABOTAGES = (
     Sabotage(
         "bridge-clients",
         "relay/bridges/iris1/bridge.py",
-        "Bridge.greeted",
+        "Bridge.admit",
         "len(self._admitted) >= self.config.max_clients",
         "False",
         IRIS1,

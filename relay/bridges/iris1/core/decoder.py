@@ -13,7 +13,7 @@ from typing import Any, Final
 from relay.bridges.iris1.core.frames import (
     CHUNK_LIMIT,
     MAX_NAME,
-    MAX_PASSED,
+    MAX_SKIPPED,
     Broadcast,
     Close,
     Frame,
@@ -55,7 +55,7 @@ class Decoder:
     """What a client sends, as frames: `feed` bytes, then call `next_frame` until it returns None."""
 
     __slots__ = (
-        "_begun", "_buffer", "_fields", "_greeted", "_layout", "_length", "_make", "_passed", "_position", "message_limit",
+        "_buffer", "_fields", "_init_received", "_layout", "_length", "_make", "_partial", "_position", "_skipped", "message_limit",
     )  # fmt: skip
 
     def __init__(self, message_limit: int) -> None:
@@ -68,19 +68,19 @@ class Decoder:
         self._fields: list[Any] = []
         self._length = -1
         """Of the binary begun, if one is."""
-        self._begun = bytearray()
+        self._partial = bytearray()
         """What has come of it."""
-        self._passed = 0
+        self._skipped = 0
         """How much of it was read past, if it is too long to be kept."""
-        self._greeted = False
+        self._init_received = False
 
     @property
     def held_bytes(self) -> int:
         """What has arrived and is no whole field yet, or was not asked for."""
-        return len(self._buffer) - self._position + len(self._begun)
+        return len(self._buffer) - self._position + len(self._partial)
 
     @property
-    def within(self) -> bool:
+    def mid_frame(self) -> bool:
         """Whether a frame was begun and not completed."""
         return self._make is not None or self.held_bytes > 0
 
@@ -97,9 +97,9 @@ class Decoder:
                 return None
             op = self._buffer[self._position]
             layout = _LAYOUTS.get(op)
-            if layout is None or self._greeted == (op == Op.INIT):
+            if layout is None or self._init_received == (op == Op.INIT):
                 raise Violation(f"operation 0x{op:02x} is unknown or not allowed now", silent=True)
-            self._greeted = True
+            self._init_received = True
             self._position += 1
             self._make, self._layout = layout
         fields = self._fields
@@ -131,24 +131,24 @@ class Decoder:
                     return data
             self._length = length
         if kind == "p" and length > self.message_limit:
-            return self._pass()
-        begun = self._begun
-        end = self._position + length - len(begun)
-        begun += self._buffer[self._position : end]
+            return self._skip()
+        partial = self._partial
+        end = self._position + length - len(partial)
+        partial += self._buffer[self._position : end]
         self._position = min(end, len(self._buffer))
-        if len(begun) < length:
+        if len(partial) < length:
             return None
-        self._begun = bytearray()
+        self._partial = bytearray()
         self._length = -1
-        return bytes(begun)
+        return bytes(partial)
 
-    def _pass(self) -> Oversized | None:
-        step = min(len(self._buffer) - self._position, self._length - self._passed)
+    def _skip(self) -> Oversized | None:
+        step = min(len(self._buffer) - self._position, self._length - self._skipped)
         self._position += step
-        self._passed += step
-        if self._passed < self._length:
+        self._skipped += step
+        if self._skipped < self._length:
             return None
-        size, self._length, self._passed = self._length, -1, 0
+        size, self._length, self._skipped = self._length, -1, 0
         return Oversized(size, self.message_limit)
 
     def _bool(self) -> bool | None:
@@ -183,5 +183,5 @@ def _check_length(kind: str, length: int) -> None:
         raise Violation(f"a name of {length} bytes is over the limit of {MAX_NAME}")
     if kind == "c" and length > CHUNK_LIMIT:
         raise Violation(f"a chunk of {length} bytes is over the limit of {CHUNK_LIMIT}")
-    if length > MAX_PASSED:
-        raise Violation(f"a message of {length} bytes is over the limit of {MAX_PASSED}")
+    if length > MAX_SKIPPED:
+        raise Violation(f"a message of {length} bytes is over the limit of {MAX_SKIPPED}")

@@ -12,7 +12,7 @@ CHUNK_LIMIT: Final = 65_536
 """Bytes of a tunnel's chunk, in both directions."""
 MAX_NAME: Final = 65_536
 """Bytes of a string: a cluster, a topic, the handshake's."""
-MAX_PASSED: Final = 1 << 30
+MAX_SKIPPED: Final = 1 << 30
 """A longer binary is no message that anybody waits for: its sender is dropped."""
 
 

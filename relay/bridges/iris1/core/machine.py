@@ -19,7 +19,7 @@ from relay.bridges.iris1.core import codec, frames
 from relay.bridges.iris1.core.decoder import Decoder
 from relay.bridges.iris1.core.frames import Frame, Oversized, Payload, Violation
 from relay.bridges.iris1.core.names import BadName, cluster_name, topic_name
-from relay.bridges.iris1.core.tunnels import WINDOW, Half, Purse, TunnelFault
+from relay.bridges.iris1.core.tunnels import WINDOW, ByteBudget, ClientEnd, TunnelFault
 
 MAX_TIMEOUT_MS: Final = 0xFFFF_FFFF
 
@@ -33,12 +33,12 @@ class State(Enum):
     ENDED = "ended"
 
 
-class Line(Protocol):
+class TunnelHandler(Protocol):
     """Whoever joins a tunnel's half with its other end."""
 
-    half: Half | None
+    client_end: ClientEnd | None
 
-    def opened(self, half: Half) -> None:
+    def opened(self, client_end: ClientEnd) -> None:
         """The client confirmed it."""
 
     def message(self, data: bytes) -> None:
@@ -51,17 +51,17 @@ class Line(Protocol):
         """The client closed it (None), or broke its rules."""
 
 
-class Owner(Protocol):
+class ReplyReceiver(Protocol):
     """Who owes the answer to a request that was handed to the client."""
 
     def answered(self, success: bool, payload: Payload) -> None: ...
-    def give_back(self, reason: str) -> None: ...
+    def failed(self, reason: str) -> None: ...
 
 
 class Host(Protocol):
     """What acts on frames: the event loop's side."""
 
-    def greeted(self, cluster: str) -> None: ...
+    def init_received(self, cluster: str) -> None: ...
     def broadcast(self, cluster: str, message: bytes) -> Awaitable[None] | None: ...
     def publish(self, topic: str, event: bytes) -> Awaitable[None] | None: ...
     def request(self, id: int, cluster: str, payload: bytes, timeout_ms: int) -> None: ...
@@ -84,23 +84,23 @@ class Machine:
         self._emit = emit
         self._counters = counters
         self._held: list[bytes] = []
-        self._calls: dict[int, int] = {}
+        self._pending: dict[int, int] = {}
         """The client's requests that have no answer yet, with their sizes."""
-        self._call_bytes = 0
+        self._pending_bytes = 0
         self._max_calls = max_calls
         self._max_call_bytes = call_bytes
-        self._owners: dict[int, Owner] = {}
-        self._next_call = 0
+        self._dispatched: dict[int, ReplyReceiver] = {}
+        self._next_dispatch = 0
         self._opening: set[int] = set()
         """The client's tunnels that are not confirmed yet."""
-        self._lines: dict[int, Line] = {}
-        self._builds: dict[int, Line | None] = {}
+        self._tunnels: dict[int, TunnelHandler] = {}
+        self._builds: dict[int, TunnelHandler | None] = {}
         """Tunnels to the client that it has not confirmed; None: given up meanwhile."""
         self._next_build = 0
         self._max_tunnels = max_tunnels
         self._tunnel_message_bytes = tunnel_message_bytes
-        self._purse = Purse(tunnel_bytes)
-        self.outgoing = Purse(tunnel_bytes)
+        self._incoming = ByteBudget(tunnel_bytes)
+        self.outgoing = ByteBudget(tunnel_bytes)
         """Of tunnel messages to the client; `_purse` is of those from it."""
 
     # -- life ------------------------------------------------------------------------------------------------
@@ -128,17 +128,17 @@ class Machine:
     def end(self, *, closed: bool = False) -> None:
         """Take nothing more, and answer what is owed to the client; what `closed` has no use for answers of requests. Idempotent."""
         if closed:
-            self._calls.clear()
-            self._call_bytes = 0
-        for id in list(self._calls):
+            self._pending.clear()
+            self._pending_bytes = 0
+        for id in list(self._pending):
             self.no_reply(id)
         for id in list(self._opening):
             self.refuse_tunnel(id)
         self.state = State.ENDED
         self._held = []
-        owners, self._owners = self._owners, {}
-        for owner in owners.values():
-            owner.give_back("the service disconnected before it answered")
+        receivers, self._dispatched = self._dispatched, {}
+        for receiver in receivers.values():
+            receiver.failed("the service disconnected before it answered")
 
     def send(self, data: bytes) -> bool:
         """Send what has come for the client, or keep it until it is told that it is a member; False: it is gone."""
@@ -150,28 +150,28 @@ class Machine:
             return False
         return True
 
-    def take(self, frame: Frame) -> Awaitable[None] | None:
+    def handle(self, frame: Frame) -> Awaitable[None] | None:
         """Act on one frame; raises Violation. What is returned is to be awaited before the next one."""
         try:
-            return self._take(frame)
+            return self._handle(frame)
         except BadName as err:
             raise Violation(str(err)) from None
 
-    def _take(self, frame: Frame) -> Awaitable[None] | None:
+    def _handle(self, frame: Frame) -> Awaitable[None] | None:
         host = self._host
         match frame:
             case frames.Publish(topic, event):
-                return host.publish(topic_name(topic), self._kept(event))
+                return host.publish(topic_name(topic), self._checked(event))
             case frames.Broadcast(cluster, message):
-                return host.broadcast(cluster_name(cluster), self._kept(message))
+                return host.broadcast(cluster_name(cluster), self._checked(message))
             case frames.Request():
                 self._request(frame)
             case frames.Reply(id, success, payload):
-                owner = self._owners.pop(id, None)
-                if owner is None:
+                receiver = self._dispatched.pop(id, None)
+                if receiver is None:
                     self._counters["late replies"] += 1
                 else:
-                    owner.answered(success, payload)
+                    receiver.answered(success, payload)
             case frames.TunTransfer(id, size, chunk):
                 self._transfer(id, size, chunk)
             case frames.TunAllow(id, size):
@@ -207,9 +207,9 @@ class Machine:
             self.deny(str(err))
             raise Violation(str(err), silent=True) from None
         self.state = State.JOINING
-        self._host.greeted(name)
+        self._host.init_received(name)
 
-    def _kept(self, payload: Payload) -> bytes:
+    def _checked(self, payload: Payload) -> bytes:
         """Return a payload; one that is too large has no answer but the end."""
         if isinstance(payload, Oversized):
             self._counters["oversized"] += 1
@@ -220,14 +220,14 @@ class Machine:
 
     def _request(self, frame: frames.Request) -> None:
         id, payload = frame.id, frame.payload
-        if id in self._calls:
+        if id in self._pending:
             raise Violation(f"request id {id} is in use by a request that is not answered yet")
         size = 0 if isinstance(payload, Oversized) else len(payload)
-        full = len(self._calls) >= self._max_calls or (
-            self._call_bytes and self._call_bytes + size > self._max_call_bytes
+        full = len(self._pending) >= self._max_calls or (
+            self._pending_bytes and self._pending_bytes + size > self._max_call_bytes
         )
-        self._calls[id] = size
-        self._call_bytes += size
+        self._pending[id] = size
+        self._pending_bytes += size
         if isinstance(payload, Oversized):
             self._counters["oversized"] += 1
             self.reply(id, payload.text("request").encode(), success=False)
@@ -245,66 +245,66 @@ class Machine:
 
     def reply(self, id: int, payload: bytes, *, success: bool) -> None:
         """Answer a request of the client's, if nothing else has."""
-        if self._answers(id):
+        if self._remove_pending(id):
             self._emit(codec.reply(id, payload, success=success))
 
     def no_reply(self, id: int) -> None:
         """Answer a request of the client's with a timeout, if nothing else has answered it."""
-        if self._answers(id):
+        if self._remove_pending(id):
             self._emit(codec.no_reply(id))
 
-    def _answers(self, id: int) -> bool:
-        size = self._calls.pop(id, None)
+    def _remove_pending(self, id: int) -> bool:
+        size = self._pending.pop(id, None)
         if size is None:
             return False
-        self._call_bytes -= size
+        self._pending_bytes -= size
         return self.state != State.ENDED
 
     # -- requests for the client -----------------------------------------------------------------------------
 
     @property
-    def owed(self) -> int:
+    def dispatched(self) -> int:
         """Requests that the client has not answered."""
-        return len(self._owners)
+        return len(self._dispatched)
 
-    def waits_for(self, id: int) -> bool:
+    def is_pending(self, id: int) -> bool:
         """Whether a request of the client's was not answered."""
-        return id in self._calls
+        return id in self._pending
 
     @property
-    def asked(self) -> int:
+    def pending(self) -> int:
         """Requests of the client's that were not answered."""
-        return len(self._calls)
+        return len(self._pending)
 
-    def call(self, owner: Owner, payload: bytes, timeout_ms: int) -> int | None:
+    def dispatch(self, receiver: ReplyReceiver, payload: bytes, timeout_ms: int) -> int | None:
         """Hand the client a request; return its id, None if it is gone or has too many."""
         if self.state == State.ENDED:
             return None
-        if len(self._owners) >= self._max_calls:
+        if len(self._dispatched) >= self._max_calls:
             self._counters["requests over the bound"] += 1
             return None
-        id = self._next_call
-        self._next_call += 1
-        self._owners[id] = owner
+        id = self._next_dispatch
+        self._next_dispatch += 1
+        self._dispatched[id] = receiver
         self.send(codec.request(id, payload, min(timeout_ms, MAX_TIMEOUT_MS)))
         return id
 
-    def forget_call(self, id: int) -> None:
+    def forget_dispatched(self, id: int) -> None:
         """Nobody waits for the reply any more."""
-        self._owners.pop(id, None)
+        self._dispatched.pop(id, None)
 
     # -- tunnels ---------------------------------------------------------------------------------------------
 
     @property
-    def tunnels(self) -> int:
+    def tunnel_count(self) -> int:
         """Tunnels of the client's, opening ones included."""
-        return len(self._opening) + len(self._lines) + len(self._builds)
+        return len(self._opening) + len(self._tunnels) + len(self._builds)
 
     def _tun_init(self, frame: frames.TunInit) -> None:
         id = frame.id
-        if id in self._opening or id in self._lines:
+        if id in self._opening or id in self._tunnels:
             raise Violation(f"tunnel id {id} is already in use")
-        full = self.tunnels >= self._max_tunnels
+        full = self.tunnel_count >= self._max_tunnels
         self._opening.add(id)
         try:
             cluster = cluster_name(frame.cluster)
@@ -316,11 +316,11 @@ class Machine:
         else:
             self._host.tunnel(id, cluster, min(frame.timeout_ms, MAX_TIMEOUT_MS))
 
-    def confirm_tunnel(self, id: int, line: Line) -> None:
+    def confirm_tunnel(self, id: int, handler: TunnelHandler) -> None:
         """The client's tunnel is open."""
         if id in self._opening:
             self._opening.discard(id)
-            self._open(id, line, codec.tun_confirm(id))
+            self._open(id, handler, codec.tun_confirm(id))
 
     def refuse_tunnel(self, id: int) -> None:
         """The client's tunnel could not be opened, if it is not open by now."""
@@ -329,16 +329,16 @@ class Machine:
             if self.state != State.ENDED:
                 self._emit(codec.tun_refuse(id))
 
-    def build_tunnel(self, line: Line) -> int | None:
+    def build_tunnel(self, handler: TunnelHandler) -> int | None:
         """Tell the client of a tunnel to it; return the build id, None if it is gone or has too many."""
         if self.state == State.ENDED:
             return None
-        if self.tunnels >= self._max_tunnels:
+        if self.tunnel_count >= self._max_tunnels:
             self._counters["tunnels refused"] += 1
             return None
         build = self._next_build
         self._next_build += 1
-        self._builds[build] = line
+        self._builds[build] = handler
         self.send(codec.tun_init(build))
         return build
 
@@ -352,65 +352,67 @@ class Machine:
             raise Violation(
                 f"tunnel {id} confirms build id {build}, which the bridge did not offer"
             )
-        if id in self._opening or id in self._lines:
+        if id in self._opening or id in self._tunnels:
             raise Violation(f"tunnel id {id} is already in use")
-        line = self._builds.pop(build)
-        if line is None:
+        handler = self._builds.pop(build)
+        if handler is None:
             self._counters["late tunnels"] += 1
             self._emit(codec.tun_close(id, "the tunnel was confirmed too late"))
             return
-        self._open(id, line, b"")
-        assert line.half is not None
-        line.opened(line.half)
+        self._open(id, handler, b"")
+        assert handler.client_end is not None
+        handler.opened(handler.client_end)
 
-    def _open(self, id: int, line: Line, first: bytes) -> None:
-        line.half = Half(id, self._purse, self._tunnel_message_bytes)
-        self._lines[id] = line
+    def _open(self, id: int, handler: TunnelHandler, first: bytes) -> None:
+        handler.client_end = ClientEnd(id, self._incoming, self._tunnel_message_bytes)
+        self._tunnels[id] = handler
         self._emit(first + codec.tun_allow(id, WINDOW))
 
     def _transfer(self, id: int, size: int, chunk: bytes) -> None:
-        line = self._lines.get(id)
-        if line is None or line.half is None:
+        handler = self._tunnels.get(id)
+        if handler is None or handler.client_end is None:
             self._counters["chunks of closed tunnels"] += 1
             return
         try:
-            message = line.half.receive(size, chunk)
+            message = handler.client_end.receive(size, chunk)
         except TunnelFault as fault:
             self._counters["tunnel faults"] += 1
-            self.close_tunnel(line.half, str(fault))
-            line.closed(str(fault))
+            self.close_tunnel(handler.client_end, str(fault))
+            handler.closed(str(fault))
             return
         if message is not None:
-            line.message(message)
-        self.grant(line.half)
+            handler.message(message)
+        self.grant(handler.client_end)
 
-    def grant(self, half: Half) -> None:
+    def grant(self, client_end: ClientEnd) -> None:
         """Let the client send what has become free."""
-        size = half.grant()
-        if size and self._is_open(half):
-            self._emit(codec.tun_allow(half.id, size))
+        size = client_end.grant()
+        if size and self._is_open(client_end):
+            self._emit(codec.tun_allow(client_end.id, size))
 
     def _allow(self, id: int, size: int) -> None:
-        line = self._lines.get(id)
-        if line is not None and line.half is not None:
-            line.half.allow(size)
-            line.allowed()
+        handler = self._tunnels.get(id)
+        if handler is not None and handler.client_end is not None:
+            handler.client_end.allow(size)
+            handler.allowed()
 
     def _tun_close(self, id: int) -> None:
-        line = self._lines.get(id)
-        if line is not None and line.half is not None:  # else both sides closed it at once
-            self.close_tunnel(line.half)
-            line.closed(None)
+        handler = self._tunnels.get(id)
+        if (
+            handler is not None and handler.client_end is not None
+        ):  # else both sides closed it at once
+            self.close_tunnel(handler.client_end)
+            handler.closed(None)
 
-    def close_tunnel(self, half: Half, reason: str = "") -> None:
+    def close_tunnel(self, client_end: ClientEnd, reason: str = "") -> None:
         """Tell the client that a tunnel has ended, if it does not know."""
-        if self._is_open(half):
-            del self._lines[half.id]
-            half.end()
+        if self._is_open(client_end):
+            del self._tunnels[client_end.id]
+            client_end.end()
             if self.state != State.ENDED:
-                self._emit(codec.tun_close(half.id, reason))
+                self._emit(codec.tun_close(client_end.id, reason))
 
-    def _is_open(self, half: Half) -> bool:
+    def _is_open(self, client_end: ClientEnd) -> bool:
         """Whether the tunnel of its id is this one: the client may give the id of a closed one to another."""
-        line = self._lines.get(half.id)
-        return line is not None and line.half is half
+        handler = self._tunnels.get(client_end.id)
+        return handler is not None and handler.client_end is client_end

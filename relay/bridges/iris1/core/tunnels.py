@@ -20,7 +20,7 @@ class TunnelFault(Exception):
     """A tunnel has to end; the text is told to both ends."""
 
 
-class Purse:
+class ByteBudget:
     """Bytes of messages that are put together or wait, for all tunnels of one client, in one direction."""
 
     __slots__ = ("held", "limit")
@@ -29,7 +29,7 @@ class Purse:
         self.held = 0
         self.limit = limit
 
-    def take(self, size: int) -> None:
+    def reserve(self, size: int) -> None:
         """Hold so many bytes more; raises TunnelFault if they are too many."""
         if self.held + size > self.limit:
             raise TunnelFault(
@@ -37,30 +37,30 @@ class Purse:
             )
         self.held += size
 
-    def give_back(self, size: int) -> None:
+    def release(self, size: int) -> None:
         """So many bytes are not held any more."""
         self.held -= size
 
 
-class Half:
+class ClientEnd:
     """The client's half of a tunnel."""
 
     __slots__ = (
-        "_begun", "_missing", "_owed", "_purse", "_window", "allowance", "id", "message_limit", "waiting",
+        "_budget", "_missing", "_partial", "_to_grant", "_window", "allowance", "id", "message_limit", "waiting",
     )  # fmt: skip
 
-    def __init__(self, id: int, purse: Purse, message_limit: int) -> None:
+    def __init__(self, id: int, budget: ByteBudget, message_limit: int) -> None:
         self.id = id
         self.message_limit = message_limit
         self.allowance = 0
         """What may be sent to the client; below 0 after a message that was larger."""
         self.waiting = 0
         """Bytes of whole messages from the client that have not gone on."""
-        self._purse = purse
-        self._begun = bytearray()
+        self._budget = budget
+        self._partial = bytearray()
         self._missing = 0
         self._window = WINDOW
-        self._owed = 0
+        self._to_grant = 0
 
     def allow(self, size: int) -> None:
         """The client grants more."""
@@ -79,9 +79,9 @@ class Half:
         self._window -= len(chunk)
         if self._window < 0:
             raise TunnelFault(f"the client sent {-self._window} bytes more than it was granted")
-        self._owed += len(chunk)
+        self._to_grant += len(chunk)
         if size:
-            self._forget()
+            self._drop_partial()
             if size > self.message_limit:
                 raise TunnelFault(
                     f"a message of {size} bytes is over the limit of {self.message_limit}"
@@ -93,37 +93,37 @@ class Half:
             raise TunnelFault(
                 f"a chunk of {len(chunk)} bytes is longer than the {self._missing} bytes left of its message"
             )
-        self._purse.take(len(chunk))
+        self._budget.reserve(len(chunk))
         self._missing -= len(chunk)
         if self._missing:
-            self._begun += chunk
+            self._partial += chunk
             return None
         message = chunk
-        if self._begun:
-            self._begun += chunk
-            message = bytes(self._begun)
-            self._begun = bytearray()
+        if self._partial:
+            self._partial += chunk
+            message = bytes(self._partial)
+            self._partial = bytearray()
         self.waiting += len(message)
         return message
 
-    def passed_on(self, size: int) -> None:
+    def forwarded(self, size: int) -> None:
         """A message of `size` bytes has gone on, or is given up."""
         self.waiting -= size
-        self._purse.give_back(size)
+        self._budget.release(size)
 
     def grant(self) -> int:
         """Return what is to be granted to the client now, and count it as granted."""
-        if self.waiting or self._owed < GRANT_BYTES:
+        if self.waiting or self._to_grant < GRANT_BYTES:
             return 0
-        size, self._owed = self._owed, 0
+        size, self._to_grant = self._to_grant, 0
         self._window += size
         return size
 
     def end(self) -> None:
         """Give back what a message begun has taken; what waits is given back by `passed_on`."""
-        self._forget()
+        self._drop_partial()
         self._missing = 0
 
-    def _forget(self) -> None:
-        self._purse.give_back(len(self._begun))
-        self._begun = bytearray()
+    def _drop_partial(self) -> None:
+        self._budget.release(len(self._partial))
+        self._partial = bytearray()

@@ -14,52 +14,52 @@ import iris
 from relay.bridges.iris1.config import Iris1Config
 from relay.bridges.iris1.core.frames import Oversized, Payload
 from relay.bridges.iris1.core.machine import MAX_TIMEOUT_MS, Machine
-from relay.bridges.iris1.local import LocalCall, Locals
+from relay.bridges.iris1.local import LocalClients, LocalRequest
 
 TIMEOUT_HEADER: Final = "iris1-timeout-ms"
 """With a request: how long its caller waits. Callers of ours may say it, too."""
 KIND_HEADER: Final = "iris1"
 FAULT: Final = "fault"
 NO_REPLY: Final = "timeout"
-LOOK_S: Final = 0.005
+POLL_S: Final = 0.005
 """Between two looks at what a client that ends still has to be told, or to tell."""
 
 
-class Calls:
+class Requests:
     """The requests of one connection, in both directions."""
 
     def __init__(
-        self, client: iris.Client, machine: Machine, config: Iris1Config, counters: Counter[str], near: Locals
+        self, client: iris.Client, machine: Machine, config: Iris1Config, counters: Counter[str], local: LocalClients
     ) -> None:  # fmt: skip
         self._client = client
         self._machine = machine
         self._config = config
         self._counters = counters
-        self._near = near
+        self._local = local
         self._loop = asyncio.get_running_loop()
-        self._asking: set[asyncio.Task[None]] = set()
+        self._requesting: set[asyncio.Task[None]] = set()
 
-    def ask(
+    def request(
         self, id: int, cluster: str, payload: bytes, timeout_ms: int
     ) -> asyncio.Task[None] | None:
         """Ask a cluster for the client, and give it the one answer: a member of this bridge if one has room, without a task."""
-        member = self._near.for_request(cluster, len(payload))
+        member = self._local.for_request(cluster, len(payload))
         if member is not None:
-            call = LocalCall(self._machine, id, self._counters, self._config)
-            if call.begin(member, payload, max(timeout_ms, 1)):
+            local_request = LocalRequest(self._machine, id, self._counters, self._config)
+            if local_request.begin(member, payload, max(timeout_ms, 1)):
                 return None
-        asking = self._ask(id, cluster, payload, timeout_ms)
-        task = self._loop.create_task(asking, name="iris1-request")
-        self._asking.add(task)
-        task.add_done_callback(self._asking.discard)
+        requesting = self._request(id, cluster, payload, timeout_ms)
+        task = self._loop.create_task(requesting, name="iris1-request")
+        self._requesting.add(task)
+        task.add_done_callback(self._requesting.discard)
         return task
 
     def end(self) -> None:
         """Nobody waits for the answers any more."""
-        for task in list(self._asking):
+        for task in list(self._requesting):
             task.cancel()
 
-    async def _ask(self, id: int, cluster: str, payload: bytes, timeout_ms: int) -> None:
+    async def _request(self, id: int, cluster: str, payload: bytes, timeout_ms: int) -> None:
         machine = self._machine
         timeout_ms = max(timeout_ms, 1)
         timeout = timeout_ms / 1000
@@ -86,41 +86,39 @@ class Calls:
 
     async def finished(self) -> None:
         """Return when the client has its answers, and others theirs from it."""
-        while self._machine.asked or self._machine.owed:  # noqa: ASYNC110 - only at the end
-            await asyncio.sleep(LOOK_S)
+        while self._machine.pending or self._machine.dispatched:  # noqa: ASYNC110 - only at the end
+            await asyncio.sleep(POLL_S)
 
     def on_request(self, request: iris.Request) -> None:
         """Hand a request to the client, which answers it, or not, in its own time."""
         timeout_ms = _timeout_ms((request.headers or {}).get(TIMEOUT_HEADER))
-        owed = Owed(request.defer(), self._counters, timeout_ms is not None)
+        relayed = RelayRequest(request.defer(), self._counters, timeout_ms is not None)
         if timeout_ms is None:
             timeout_ms = round(self._config.native_timeout_s * 1000)
-        id = self._machine.call(owed, request.payload, timeout_ms)
+        id = self._machine.dispatch(relayed, request.payload, timeout_ms)
         if id is None:
-            owed.give_back(
+            relayed.failed(
                 f"the service is at capacity ({self._config.max_calls} requests) or is disconnecting"
             )
             return
         wait_s = timeout_ms / 1000 + self._config.grace_s
-        owed.timer = self._loop.call_later(wait_s, self._expired, id, owed, wait_s)
+        relayed.timer = self._loop.call_later(wait_s, self._expired, id, relayed, wait_s)
 
-    def _expired(self, id: int, owed: Owed, wait_s: float) -> None:
-        self._machine.forget_call(id)
+    def _expired(self, id: int, relayed: RelayRequest, wait_s: float) -> None:
+        self._machine.forget_dispatched(id)
         self._counters["services that did not answer"] += 1
-        owed.give_back(f"the service did not answer within {wait_s:g} s")
+        relayed.failed(f"the service did not answer within {wait_s:g} s")
 
 
-class Owed:
+class RelayRequest:
     """The answer to a request that was handed to the client."""
 
-    __slots__ = ("_asked_by_bridge", "_counters", "_deferred", "timer")
+    __slots__ = ("_counters", "_deferred", "_from_bridge", "timer")
 
-    def __init__(
-        self, deferred: iris.Deferred, counters: Counter[str], asked_by_bridge: bool
-    ) -> None:
+    def __init__(self, deferred: iris.Deferred, counters: Counter[str], from_bridge: bool) -> None:
         self._deferred = deferred
         self._counters = counters
-        self._asked_by_bridge = asked_by_bridge
+        self._from_bridge = from_bridge
         self.timer: asyncio.TimerHandle | None = None
 
     def answered(self, success: bool, payload: Payload) -> None:
@@ -131,15 +129,15 @@ class Owed:
         self._end()
         if success:
             self._deferred.reply(payload)
-        elif self._asked_by_bridge:
+        elif self._from_bridge:
             self._deferred.reply(iris.Reply(payload, {KIND_HEADER: FAULT}))
         else:
             self._deferred.fail(payload.decode(errors="backslashreplace"))
 
-    def give_back(self, reason: str) -> None:
+    def failed(self, reason: str) -> None:
         """The client does not answer."""
         self._end()
-        if self._asked_by_bridge:
+        if self._from_bridge:
             self._deferred.reply(iris.Reply(b"", {KIND_HEADER: NO_REPLY}))
         else:
             self._deferred.fail(reason)

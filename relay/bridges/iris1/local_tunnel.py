@@ -13,12 +13,12 @@ AHEAD_BYTES: Final = 256 << 10
 """What may wait at an end without its sender waiting for it. A longer message waits with its sender, who accounts for it."""
 
 
-class NearEnd:
+class LocalTunnelEnd:
     """One end; it has what `lines` needs of an `iris.Tunnel`. Made by `near_tunnel`."""
 
     def __init__(self, name: str) -> None:
-        self.peer: NearEnd
-        self.on_message: Callable[[bytes], bool] = _never
+        self.peer: LocalTunnelEnd
+        self.on_message: Callable[[bytes], bool] = _refuse
         """Takes a message while nothing waits before it, if it can be passed on at once."""
         self._name = name
         self._queue: deque[tuple[bytes, asyncio.Future[None] | None]] = deque()
@@ -46,12 +46,12 @@ class NearEnd:
             peer._queue.append((data, None))
             peer._wake()
             return
-        taken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        entry = data, taken
+        delivered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        entry = data, delivered
         peer._queue.append(entry)
         peer._wake()
         try:
-            await taken
+            await delivered
         except asyncio.CancelledError:
             if entry in peer._queue:
                 peer._queue.remove(entry)
@@ -69,11 +69,11 @@ class NearEnd:
                 await self._waiter
             finally:
                 self._waiter = None
-        data, taken = self._queue.popleft()
-        if taken is None:
+        data, delivered = self._queue.popleft()
+        if delivered is None:
             self._held -= len(data)
-        elif not taken.done():
-            taken.set_result(None)
+        elif not delivered.done():
+            delivered.set_result(None)
         yield data
 
     async def close(self) -> None:
@@ -106,14 +106,14 @@ class NearEnd:
         """Nothing of what waits here is read any more: its senders hear of it."""
         queue, self._queue = self._queue, deque()
         self._held = 0
-        for _, taken in queue:
-            if taken is not None and not taken.done():
+        for _, delivered in queue:
+            if delivered is not None and not delivered.done():
                 if self._broken:
-                    taken.set_exception(
+                    delivered.set_exception(
                         iris.TunnelBroken(f"tunnel to {self._name}: {self._broken}")
                     )
                 else:
-                    taken.set_exception(
+                    delivered.set_exception(
                         iris.Closed(f"tunnel to {self._name}: the tunnel is closed")
                     )
 
@@ -122,12 +122,12 @@ class NearEnd:
             self._waiter.set_result(None)
 
 
-def near_tunnel(name: str) -> tuple[NearEnd, NearEnd]:
+def local_tunnel(name: str) -> tuple[LocalTunnelEnd, LocalTunnelEnd]:
     """Return the two ends of a tunnel to `name`."""
-    ends = NearEnd(name), NearEnd(name)
+    ends = LocalTunnelEnd(name), LocalTunnelEnd(name)
     ends[0].peer, ends[1].peer = ends[1], ends[0]
     return ends
 
 
-def _never(data: bytes) -> bool:
+def _refuse(data: bytes) -> bool:
     return False

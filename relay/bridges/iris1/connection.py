@@ -16,7 +16,7 @@ from enum import Enum
 from typing import Final, Protocol, cast
 
 import iris
-from relay.bridges.iris1.calls import Calls
+from relay.bridges.iris1.barrier import PendingSubscriptions, SubscriptionBarrier
 from relay.bridges.iris1.config import Iris1Config
 from relay.bridges.iris1.core import codec
 from relay.bridges.iris1.core.frames import (
@@ -29,11 +29,11 @@ from relay.bridges.iris1.core.frames import (
     Violation,
 )
 from relay.bridges.iris1.core.machine import Machine, State
-from relay.bridges.iris1.gate import Gate, Settling
-from relay.bridges.iris1.lines import Lines
-from relay.bridges.iris1.local import Locals
-from relay.bridges.iris1.near import NearEnd
-from relay.bridges.iris1.outlet import Flushing, Outlet
+from relay.bridges.iris1.local import LocalClients
+from relay.bridges.iris1.local_tunnel import LocalTunnelEnd
+from relay.bridges.iris1.requests import Requests
+from relay.bridges.iris1.tunnels import Tunnels
+from relay.bridges.iris1.writer import ClientWriter, FlushQueue
 
 log = logging.getLogger(__name__)
 
@@ -57,32 +57,32 @@ class Ending(Enum):
     STOPPED = "stopped"
 
 
-class House(Protocol):
+class BridgePort(Protocol):
     """What a conversation asks and tells the bridge that it is with: see `relay.bridges.iris1.bridge.Bridge`."""
 
     config: Iris1Config
     counters: Counter[str]
-    gate: Gate
-    near: Locals
-    flushing: Flushing
+    barrier: SubscriptionBarrier
+    local: LocalClients
+    flush_queue: FlushQueue
     connect: Callable[[str], iris.Client]
 
-    def connected(self, conversation: Conversation) -> None: ...
-    def greeted(self, conversation: Conversation) -> bool: ...
-    def arrived(self, conversation: Conversation) -> None: ...
-    def disconnected(self, conversation: Conversation) -> None: ...
+    def connected(self, connection: ClientConnection) -> None: ...
+    def admit(self, connection: ClientConnection) -> bool: ...
+    def received(self, connection: ClientConnection) -> None: ...
+    def disconnected(self, connection: ClientConnection) -> None: ...
     def lost(self, lost: iris.Lost) -> None: ...
     def gap(self, gap: iris.Lost) -> None: ...
     def warn(self, event: str, peer: str, reason: str) -> None: ...
 
 
-class Conversation(asyncio.Protocol):
+class ClientConnection(asyncio.Protocol):
     """One connection."""
 
-    def __init__(self, bridge: House) -> None:
+    def __init__(self, bridge: BridgePort) -> None:
         config = bridge.config
         self.machine = Machine(
-            self, lambda data: self._outlet.emit(data), bridge.counters, message_limit=READ_HIGH_BYTES, max_calls=config.max_calls,
+            self, lambda data: self._writer.write(data), bridge.counters, message_limit=READ_HIGH_BYTES, max_calls=config.max_calls,
             call_bytes=config.call_bytes, max_tunnels=config.max_tunnels,
             tunnel_message_bytes=config.tunnel_message_bytes, tunnel_bytes=config.tunnel_bytes,
         )  # fmt: skip
@@ -92,22 +92,24 @@ class Conversation(asyncio.Protocol):
         self._bridge = bridge
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport
-        self._outlet: Outlet
-        self._silence: asyncio.TimerHandle | None = None
-        self._taken = 0
+        self._writer: ClientWriter
+        self._handshake_timer: asyncio.TimerHandle | None = None
+        self._frames_in_turn = 0
         """Frames in this turn."""
-        self._kept: Frame | None = None
+        self._held_frame: Frame | None = None
         """A frame that waits for subscriptions of others."""
         self._others_settled = False
         """They are in effect: it waits no more."""
-        self._first = False
+        self._first_in_turn = False
         """The next frame is the first that was read in its turn."""
-        self._looked = 0
+        self._read_mark = 0
         """How many of the bytes said here came before others' sockets were looked at."""
-        self._settling = Settling(bridge.gate, lambda: self.machine.decoder.held_bytes)
+        self._pending_subscriptions = PendingSubscriptions(
+            bridge.barrier, lambda: self.machine.decoder.held_bytes
+        )
         self._joined = asyncio.Event()
         """It has a session, or it never will."""
-        self._gone = asyncio.Event()
+        self._socket_closed = asyncio.Event()
         """It is closed."""
         self._ended = asyncio.Event()
         self._ending: Ending | None = None
@@ -116,9 +118,9 @@ class Conversation(asyncio.Protocol):
         self._writable: Callable[[], Awaitable[None] | None] = lambda: None
         """What the client has to wait for before more is written."""
         """Its session, once there is one."""
-        self._calls: Calls
-        self._lines: Lines
-        self.near_bytes = 0
+        self._requests: Requests
+        self._tunnels: Tunnels
+        self.local_request_bytes = 0
         """Of requests by other programs of the bridge that it has not answered."""
         self._cluster = ""
         """Of which it is a member, for other programs of the bridge."""
@@ -132,41 +134,43 @@ class Conversation(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self._outlet = Outlet(
-            self._transport, self._bridge.config.queue_bytes, self._full, self._bridge.flushing
+        self._writer = ClientWriter(
+            self._transport, self._bridge.config.queue_bytes, self._full, self._bridge.flush_queue
         )
         name = transport.get_extra_info("peername")
         self.peer = f"{name[0]}:{name[1]}" if name else "?"
         self._bridge.connected(self)
-        self._silence = self._loop.call_later(self._bridge.config.handshake_s, self._silent)
+        self._handshake_timer = self._loop.call_later(
+            self._bridge.config.handshake_s, self._handshake_timed_out
+        )
 
     def data_received(self, data: bytes) -> None:
         if self.machine.state != State.ENDED:  # what still comes then is nobody's
-            self._first = self._worker is None and self._kept is None
-            self._settling.said += len(data)
+            self._first_in_turn = self._worker is None and self._held_frame is None
+            self._pending_subscriptions.received_bytes += len(data)
             self.machine.decoder.feed(data)
-            self._bridge.arrived(self)
+            self._bridge.received(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self.machine.decoder.within and self.machine.state == State.OPEN:
+        if self.machine.decoder.mid_frame and self.machine.state == State.OPEN:
             self._bridge.counters["lost within a frame"] += 1
-        if self._silence is not None:
-            self._silence.cancel()
+        if self._handshake_timer is not None:
+            self._handshake_timer.cancel()
         self.machine.end()
         self._end(Ending.LOST)
-        self._outlet.lost()
-        self._gone.set()
+        self._writer.lost()
+        self._socket_closed.set()
         self._joined.set()
         if self.task is None or self.task.done():  # cancelled before it began, it has told nobody
             self._bridge.disconnected(self)
 
     def pause_writing(self) -> None:
-        self._outlet.pause()
+        self._writer.pause()
 
     def resume_writing(self) -> None:
-        self._outlet.resume()
+        self._writer.resume()
 
-    def _silent(self) -> None:
+    def _handshake_timed_out(self) -> None:
         if self.machine.state == State.OPENING:
             self._bridge.counters["handshake timeouts"] += 1
             self._transport.abort()
@@ -179,16 +183,16 @@ class Conversation(asyncio.Protocol):
 
     # -- what the client says --------------------------------------------------------------------------------
 
-    def work(self, *, subscribing: bool = False) -> None:
+    def process(self, *, subscribing: bool = False) -> None:
         """Act on what has come, as far as nothing has to be waited for; `subscribing`: up to the first frame that is routed."""
         if self._worker is None:
             try:
                 waiting = self._next(subscribing=subscribing)
             except (Violation, iris.IrisError) as err:
-                self._offended(err)
+                self._drop_offender(err)
                 return
             if waiting is not None:
-                self._worker = self._loop.create_task(self._keep_working(waiting))
+                self._worker = self._loop.create_task(self._process_rest(waiting))
         if self.machine.decoder.held_bytes > READ_HIGH_BYTES and not self._reads:
             self._reading_paused = True
             self._transport.pause_reading()
@@ -204,60 +208,63 @@ class Conversation(asyncio.Protocol):
         waiting: Awaitable[None] | None = None
         frame: Frame | None = None
         while machine.state in (State.OPENING, State.OPEN):
-            if self._taken == FRAMES_A_TURN:
-                self._taken = 0
+            if self._frames_in_turn == FRAMES_A_TURN:
+                self._frames_in_turn = 0
                 waiting = asyncio.sleep(0)
                 break
-            upcoming, self._kept = self._kept or machine.decoder.next_frame(), None
+            upcoming, self._held_frame = self._held_frame or machine.decoder.next_frame(), None
             if upcoming is None:
                 frame = None
                 break
             if isinstance(upcoming, _ROUTED):
                 waiting = self._waits_for_others()
                 if waiting is not None or subscribing:
-                    self._kept = upcoming
+                    self._held_frame = upcoming
                     break
             frame = upcoming
-            self._first = self._others_settled = False
-            self._taken += 1
-            waiting = machine.take(frame) or writable()
+            self._first_in_turn = self._others_settled = False
+            self._frames_in_turn += 1
+            waiting = machine.handle(frame) or writable()
             if waiting is not None:
                 frame = None  # others do not wait for what this one waits for
                 break
         if waiting is None:
-            self._taken = 0
-        if self._settling.more:
-            self._settling.stepped(more=isinstance(frame, Subscribe))
+            self._frames_in_turn = 0
+        if self._pending_subscriptions.may_hold_more:
+            self._pending_subscriptions.progressed(may_hold_more=isinstance(frame, Subscribe))
         return waiting
 
     def _waits_for_others(self) -> Awaitable[None] | None:
         """Return what to await before a frame is routed: the subscriptions that others said before it, read or not."""
-        settling = self._settling
-        if not self._first and settling.said - self.machine.decoder.held_bytes > self._looked:
-            return self._look()
-        if self._others_settled or not self._bridge.gate.subscribing:
+        pending = self._pending_subscriptions
+        if (
+            not self._first_in_turn
+            and pending.received_bytes - self.machine.decoder.held_bytes > self._read_mark
+        ):
+            return self._read_others()
+        if self._others_settled or not self._bridge.barrier.subscribing:
             return None
         self._others_settled = True
-        return self._bridge.gate.wait(settling)
+        return self._bridge.barrier.wait(pending)
 
-    async def _look(self) -> None:
+    async def _read_others(self) -> None:
         """Return when all that others said before the latest that was read here is read, too.
 
         The first frame woke us, and others' sockets were looked at after it was there. Later frames may have come since then.
         """
-        said = self._settling.said
+        received_bytes = self._pending_subscriptions.received_bytes
         for _ in range(TURNS_TO_READ):
             await asyncio.sleep(0)
-        self._looked = said
+        self._read_mark = received_bytes
 
-    async def _keep_working(self, first: Awaitable[None]) -> None:
+    async def _process_rest(self, first: Awaitable[None]) -> None:
         waiting: Awaitable[None] | None = first
         try:
             while waiting is not None:
                 await waiting
                 waiting = self._next()
         except (Violation, iris.IrisError) as err:
-            self._offended(err)
+            self._drop_offender(err)
         finally:
             self._worker = None
             self._read_on()
@@ -267,7 +274,7 @@ class Conversation(asyncio.Protocol):
             self._reading_paused = False
             self._transport.resume_reading()
 
-    def _offended(self, err: Exception) -> None:
+    def _drop_offender(self, err: Exception) -> None:
         """End the connection for what the client did: nobody else hears of it."""
         silent = isinstance(err, Violation) and err.silent
         cause = "violations" if isinstance(err, Violation) else "refused"
@@ -285,7 +292,7 @@ class Conversation(asyncio.Protocol):
 
     def _hang_up(self) -> None:
         """Say no more; what still comes is read, and is nobody's."""
-        self._outlet.hang_up()
+        self._writer.hang_up()
         self._read_on()
 
     def _end(self, ending: Ending, reason: str = "") -> None:
@@ -293,34 +300,36 @@ class Conversation(asyncio.Protocol):
             self._ending = ending
             self._reason = reason
             self._ended.set()
-            self._settling.end()
-            self._leave_near(topics=ending != Ending.STOPPED)
+            self._pending_subscriptions.end()
+            self._leave_local(topics=ending != Ending.STOPPED)
 
-    def _keep(self, task: asyncio.Task[None]) -> None:
+    def _track(self, task: asyncio.Task[None]) -> None:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     # -- what the machine asks for ---------------------------------------------------------------------------
 
-    def greeted(self, cluster: str) -> None:
+    def init_received(self, cluster: str) -> None:
         """It said who it is."""
-        if self._silence is not None:
-            self._silence.cancel()
-        room = self._bridge.greeted(self)
-        self.task = self._loop.create_task(self._run(cluster, room=room), name="iris1-client")
+        if self._handshake_timer is not None:
+            self._handshake_timer.cancel()
+        admitted = self._bridge.admit(self)
+        self.task = self._loop.create_task(
+            self._run(cluster, admitted=admitted), name="iris1-client"
+        )
 
     def broadcast(self, cluster: str, message: bytes) -> Awaitable[None] | None:
         """Pass a broadcast on."""
         session = self._session
         taken = session.offer_broadcast(cluster, message)
-        self._bridge.near.broadcast(cluster, message)
+        self._bridge.local.broadcast(cluster, message)
         return None if taken else session.broadcast(cluster, message)
 
     def publish(self, topic: str, event: bytes) -> Awaitable[None] | None:
         """Pass an event on."""
         session = self._session
         taken = session.offer(topic, event)
-        self._bridge.near.publish(topic, event)
+        self._bridge.local.publish(topic, event)
         return None if taken else session.publish(topic, event)
 
     def request(self, id: int, cluster: str, payload: bytes, timeout_ms: int) -> None:
@@ -328,17 +337,17 @@ class Conversation(asyncio.Protocol):
         if self._ending is not None:
             self.machine.no_reply(id)
         else:
-            asking = self._calls.ask(id, cluster, payload, timeout_ms)
-            if asking is not None:
-                self._keep(asking)
+            requesting = self._requests.request(id, cluster, payload, timeout_ms)
+            if requesting is not None:
+                self._track(requesting)
 
     def tunnel(self, id: int, cluster: str, timeout_ms: int) -> None:
         """Open a tunnel."""
         if self._ending is not None:
             self.machine.refuse_tunnel(id)
         else:
-            opening = self._lines.open(id, cluster, timeout_ms)
-            self._keep(self._loop.create_task(opening, name="iris1-tunnel"))
+            opening = self._tunnels.open(id, cluster, timeout_ms)
+            self._track(self._loop.create_task(opening, name="iris1-tunnel"))
 
     def subscribe(self, topic: bytes, name: str) -> None:
         """Hear a topic; a second time changes nothing."""
@@ -351,19 +360,19 @@ class Conversation(asyncio.Protocol):
                 f"the client has {limit} subscriptions, the limit, and asked for another"
             )
 
-        def heard(message: iris.Message) -> None:
-            heard_by = self._topics.get(topic)
-            if heard_by is not None and heard_by[0] is subscription:
+        def forward(message: iris.Message) -> None:
+            current = self._topics.get(topic)
+            if current is not None and current[0] is subscription:
                 self.machine.send(codec.publish(topic, message.payload))
 
-        subscription = self._session.subscribe(name, heard, on_gap=self._bridge.gap)
-        self._taken = FRAMES_A_TURN  # it takes the longer, the more topics the client has
+        subscription = self._session.subscribe(name, forward, on_gap=self._bridge.gap)
+        self._frames_in_turn = FRAMES_A_TURN  # it takes the longer, the more topics the client has
         subscribed = self._subscribed(subscription)
         registering = self._loop.create_task(subscribed, name="iris1-subscribe")
         self._topics[topic] = subscription, registering
-        self._bridge.near.subscribe(name, topic, self)
-        self._keep(registering)
-        self._settling.begin(registering)
+        self._bridge.local.subscribe(name, topic, self)
+        self._track(registering)
+        self._pending_subscriptions.begin(registering)
 
     async def _subscribed(self, subscription: iris.Subscription) -> None:
         try:
@@ -374,7 +383,7 @@ class Conversation(asyncio.Protocol):
             return  # it is registered anew when there is a relay again
         except iris.IrisError as err:
             if self._ending is None:  # else its end has its own last word
-                self._offended(err)
+                self._drop_offender(err)
 
     def unsubscribe(self, topic: bytes) -> None:
         """Hear a topic no more; one that is not heard changes nothing."""
@@ -383,34 +392,34 @@ class Conversation(asyncio.Protocol):
             self._bridge.counters["unknown unsubscriptions"] += 1
             return
         subscription, registering = known
-        self._bridge.near.unsubscribe(subscription.filter, self)
+        self._bridge.local.unsubscribe(subscription.filter, self)
         registering.cancel()  # without a relay it would wait, and there may be many
         subscription.stop()
 
-    def accept_tunnel(self, tunnel: NearEnd) -> None:
+    def accept_tunnel(self, tunnel: LocalTunnelEnd) -> None:
         """Carry a tunnel that another program of the bridge opened to it."""
-        self._keep(self._loop.create_task(self._accept(tunnel), name="iris1-tunnel"))
+        self._track(self._loop.create_task(self._accept(tunnel), name="iris1-tunnel"))
 
-    async def _accept(self, tunnel: NearEnd) -> None:
+    async def _accept(self, tunnel: LocalTunnelEnd) -> None:
         try:
-            await self._lines.on_tunnel(tunnel)
+            await self._tunnels.on_tunnel(tunnel)
         finally:
             tunnel.fail("the other side disconnected")  # if nothing has ended it
 
-    def _leave_near(self, *, topics: bool) -> None:
+    def _leave_local(self, *, topics: bool) -> None:
         """Other programs of the bridge hand it nothing any more; `topics`: no events either."""
-        near = self._bridge.near
+        local = self._bridge.local
         if self._cluster:
-            near.leave(self._cluster, self)
+            local.leave(self._cluster, self)
         if topics:
             for subscription, _ in self._topics.values():
-                near.unsubscribe(subscription.filter, self)
+                local.unsubscribe(subscription.filter, self)
 
     def closing(self) -> None:
         """It said CLOSE: nothing more comes from it."""
         self.machine.end(closed=True)
         if self._ending == Ending.STOPPED:  # its own end comes before ours
-            self._calls.end()
+            self._requests.end()
             self._ending = Ending.CLOSED
         self._end(Ending.CLOSED)
 
@@ -450,16 +459,16 @@ class Conversation(asyncio.Protocol):
             return False
         return True
 
-    async def _run(self, cluster: str, *, room: bool) -> None:
+    async def _run(self, cluster: str, *, admitted: bool) -> None:
         bridge = self._bridge
         try:
-            if not room:
+            if not admitted:
                 bridge.counters["clients over the bound"] += 1
                 raise iris.ConfigError(
                     f"the bridge is full: it has {bridge.config.max_clients} clients (--max-clients)"
                 )
             client = bridge.connect(f"iris1 {self.peer}"[:64])
-            client._runtime.local_senders = bridge.near.local_senders
+            client._runtime.local_senders = bridge.local.local_senders
             async with client:
                 await self._serve(client, cluster)
         except iris.IrisError as err:
@@ -469,17 +478,17 @@ class Conversation(asyncio.Protocol):
             self._end(Ending.DROPPED, str(err))
         finally:
             if self._ending == Ending.CLOSED:
-                self._outlet.emit(codec.close(""))
+                self._writer.write(codec.close(""))
             elif self._ending == Ending.STOPPED:
                 if self.machine.state == State.JOINING:
                     self.machine.deny(STOPPED)
                 else:
-                    self._outlet.emit(codec.close(STOPPED))
+                    self._writer.write(codec.close(STOPPED))
             self.machine.end()
-            self._leave_near(topics=True)
+            self._leave_local(topics=True)
             self._hang_up()
             try:
-                await self._gone.wait()
+                await self._socket_closed.wait()
             finally:
                 bridge.disconnected(self)
 
@@ -489,9 +498,11 @@ class Conversation(asyncio.Protocol):
         self._writable = client._runtime.attached().writable
         client.on_loss = bridge.lost
         machine.decoder.message_limit = client.message_limit
-        near = bridge.near
-        self._calls = Calls(client, machine, bridge.config, bridge.counters, near)
-        self._lines = Lines(client, machine, bridge.config, bridge.counters, self._outlet, near)
+        local = bridge.local
+        self._requests = Requests(client, machine, bridge.config, bridge.counters, local)
+        self._tunnels = Tunnels(
+            client, machine, bridge.config, bridge.counters, self._writer, local
+        )
         async with contextlib.AsyncExitStack() as serving:
             if cluster:
                 await serving.enter_async_context(client.serve(self._service(cluster)))
@@ -499,11 +510,11 @@ class Conversation(asyncio.Protocol):
             if self._ending is None:
                 if cluster:
                     self._cluster = cluster
-                    near.join(cluster, self)
+                    local.join(cluster, self)
                 machine.accept()
                 log.info("bridge.client", extra={"fields": {"peer": self.peer, "cluster": cluster}})
                 self._read_on()
-                self.work()
+                self.process()
             try:
                 await self._ended.wait()
                 await self._wind_up(serving.aclose)
@@ -512,18 +523,18 @@ class Conversation(asyncio.Protocol):
                     task.cancel()
             if machine.state == State.OPEN:
                 machine.end()  # the session ends before its client is told
-            log.info("bridge.client_left", extra={"fields": self._farewell(cluster)})
+            log.info("bridge.client_left", extra={"fields": self._summary(cluster)})
         if self._tasks:
             await asyncio.wait(list(self._tasks), timeout=bridge.config.drain_s)
 
     def _service(self, cluster: str) -> iris.Service:
         service = iris.Service(cluster)
-        service.on_request(self._calls.on_request)
-        service.on_tunnel(self._lines.on_tunnel)
+        service.on_request(self._requests.on_request)
+        service.on_tunnel(self._tunnels.on_tunnel)
         service.on_gap(self._bridge.gap)
 
         @service.on_broadcast
-        def heard(message: iris.Message) -> None:
+        def forward(message: iris.Message) -> None:
             self.machine.send(codec.broadcast(message.payload))
 
         return service
@@ -532,14 +543,14 @@ class Conversation(asyncio.Protocol):
         """Leave the cluster and finish what was accepted; what only the client could finish has ended with it."""
         stopped = self._ending == Ending.STOPPED
         gracefully = self._ending in (Ending.CLOSED, Ending.STOPPED)
-        self._lines.end(
+        self._tunnels.end(
             STOPPED if stopped else "" if gracefully else "the client disconnected",
             gracefully=gracefully,
         )
         if stopped:
-            self._keep(self._loop.create_task(self._calls.finished(), name="iris1-finished"))
+            self._track(self._loop.create_task(self._requests.finished(), name="iris1-finished"))
         else:
-            self._calls.end()
+            self._requests.end()
         leaving = asyncio.ensure_future(leave())
         try:
             rest = {*self._tasks, *([self._worker] if self._worker is not None else ())}
@@ -549,6 +560,6 @@ class Conversation(asyncio.Protocol):
         finally:
             leaving.cancel()
 
-    def _farewell(self, cluster: str) -> dict[str, object]:
+    def _summary(self, cluster: str) -> dict[str, object]:
         ending = self._ending.value if self._ending is not None else ""
         return {"peer": self.peer, "cluster": cluster, "ending": ending, "reason": self._reason}

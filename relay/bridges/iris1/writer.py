@@ -16,38 +16,38 @@ LINGER_S: Final = 2.0
 """How long a client may take to read the last that it is told, and to close."""
 
 
-class Flushing:
+class FlushQueue:
     """The outlets of a bridge that have something to write: by the end of the turn, or when the bridge has acted on what came."""
 
     def __init__(self) -> None:
         self.scheduled = False
-        self._outlets: list[Outlet] = []
+        self._outlets: list[ClientWriter] = []
         self._loop = asyncio.get_running_loop()
 
-    def add(self, outlet: Outlet) -> None:
+    def add(self, writer: ClientWriter) -> None:
         """It has something to write."""
         if not self.scheduled:
             self.scheduled = True
             self._loop.call_soon(self.flush)
-        self._outlets.append(outlet)
+        self._outlets.append(writer)
 
     def flush(self) -> None:
         """Write now."""
         self.scheduled = False
         outlets, self._outlets = self._outlets, []
-        for outlet in outlets:
-            outlet.flush()
+        for writer in outlets:
+            writer.flush()
 
 
-class Outlet:
+class ClientWriter:
     """The writing side of a client's socket. `on_full` is told what a client left unread that is cut for it."""
 
     def __init__(
-        self, transport: asyncio.Transport, limit_bytes: int, on_full: Callable[[int], None], flushing: Flushing,
+        self, transport: asyncio.Transport, limit_bytes: int, on_full: Callable[[int], None], flush_queue: FlushQueue,
     ) -> None:  # fmt: skip
         self._transport = transport
         self._writer = Writer(transport)
-        self._flushing = flushing
+        self._flush_queue = flush_queue
         self._limit_bytes = limit_bytes
         self._on_full = on_full
         self._loop = asyncio.get_running_loop()
@@ -59,7 +59,7 @@ class Outlet:
         """It has said its last; the socket is closed by then, whatever the client does."""
         transport.set_write_buffer_limits(high=WRITE_HIGH_BYTES)
 
-    def emit(self, data: bytes) -> None:
+    def write(self, data: bytes) -> None:
         """Write `data` by the end of the turn; a client that leaves too much unread is cut instead."""
         if self._lingering is not None or self._transport.is_closing():
             return
@@ -70,7 +70,7 @@ class Outlet:
             self._on_full(held)
             return
         if not self._out:
-            self._flushing.add(self)
+            self._flush_queue.add(self)
         self._out.append(data)
         self._out_bytes += len(data)
         if self._out_bytes > FLUSH_BYTES:
@@ -98,7 +98,7 @@ class Outlet:
         self._paused = False
         self._writable.set()
 
-    async def room(self) -> None:
+    async def wait_writable(self) -> None:
         """Return when the client reads, or is gone."""
         while self._paused and not self._transport.is_closing():
             self._writable.clear()

@@ -11,91 +11,91 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Final
 
-SETTLING_S: Final = 1.0
+MAX_WAIT_S: Final = 1.0
 """Longest that others wait for a program's subscriptions. Its next ones are waited for once all of these are in effect."""
 
 
-class Gate:
+class SubscriptionBarrier:
     """What all programs of one bridge wait for."""
 
     def __init__(self) -> None:
-        self.subscribing: set[Settling] = set()
+        self.subscribing: set[PendingSubscriptions] = set()
         """Whose subscriptions are not in effect yet."""
 
-    def wait(self, own: Settling) -> Awaitable[None] | None:
+    def wait(self, own: PendingSubscriptions) -> Awaitable[None] | None:
         """Return what to await before something of `own` is routed: the subscriptions of others, said by now. None: nothing.
 
         Its own are in effect in time: its session is one, and in order.
         """
         others = [one for one in self.subscribing if one is not own]
-        return self._settled(others) if others else None
+        return self._in_effect(others) if others else None
 
-    async def _settled(self, others: list[Settling]) -> None:
+    async def _in_effect(self, others: list[PendingSubscriptions]) -> None:
         try:
-            async with asyncio.timeout(SETTLING_S):
+            async with asyncio.timeout(MAX_WAIT_S):
                 for one in others:
-                    await one.settled()
+                    await one.in_effect()
         except TimeoutError:
             for one in others:
                 one.overdue()
 
 
-class Settling:
+class PendingSubscriptions:
     """One program's subscriptions that are not in effect yet. `unread` says how many bytes it has said that were not acted on."""
 
-    def __init__(self, gate: Gate, unread: Callable[[], int]) -> None:
-        self.gate = gate
-        self.said = 0
+    def __init__(self, barrier: SubscriptionBarrier, unread: Callable[[], int]) -> None:
+        self.barrier = barrier
+        self.received_bytes = 0
         """Bytes that have come from the program."""
         self._unread = unread
         self._registering: set[asyncio.Task[None]] = set()
-        self.more = False
+        self.may_hold_more = False
         """The latest frame was a subscription, and more has been said."""
         self._overdue = False
-        self._step: asyncio.Future[None] | None = None
+        self._progress: asyncio.Future[None] | None = None
 
     def begin(self, registering: asyncio.Task[None]) -> None:
         """It subscribes; in effect when `registering` is done."""
         self._registering.add(registering)
         registering.add_done_callback(self._done)
-        self.more = True
+        self.may_hold_more = True
         if not self._overdue:
-            self.gate.subscribing.add(self)
+            self.barrier.subscribing.add(self)
 
-    def stepped(self, *, more: bool) -> None:
+    def progressed(self, *, may_hold_more: bool) -> None:
         """Frames were acted on; `more`: the latest was a subscription, and what was said before may hold others."""
-        self.more = more
-        if self._step is not None:
-            step, self._step = self._step, None
-            step.set_result(None)
-        self._look()
+        self.may_hold_more = may_hold_more
+        if self._progress is not None:
+            progress, self._progress = self._progress, None
+            progress.set_result(None)
+        self._check_done()
 
     def end(self) -> None:
         """It is gone."""
         self._registering.clear()
-        self.stepped(more=False)
+        self.progressed(may_hold_more=False)
 
-    async def settled(self) -> None:
+    async def in_effect(self) -> None:
         """Return when the subscriptions that it has said by now are in effect, or never will be."""
-        mark = self.said
-        while self.more and self.said - self._unread() < mark:
-            if self._step is None:
-                self._step = asyncio.get_running_loop().create_future()
-            await asyncio.shield(self._step)
+        mark = self.received_bytes
+        while self.may_hold_more and self.received_bytes - self._unread() < mark:
+            if self._progress is None:
+                self._progress = asyncio.get_running_loop().create_future()
+            await asyncio.shield(self._progress)
         if self._registering:
             await asyncio.wait(self._registering)
 
     def overdue(self) -> None:
         """Others have waited for long enough."""
-        if self._registering or self.more:
+        if self._registering or self.may_hold_more:
             self._overdue = True
-            self.gate.subscribing.discard(self)
+            self.barrier.subscribing.discard(self)
 
     def _done(self, registering: asyncio.Task[None]) -> None:
         self._registering.discard(registering)
-        self._look()
+        self._check_done()
 
-    def _look(self) -> None:
-        if not self._registering and not self.more:
+    def _check_done(self) -> None:
+        if not self._registering and not self.may_hold_more:
             self._overdue = False
-            self.gate.subscribing.discard(self)
+            self.barrier.subscribing.discard(self)

@@ -16,41 +16,41 @@ from relay.bridges.iris1.config import Iris1Config
 from relay.bridges.iris1.core import codec
 from relay.bridges.iris1.core.frames import CHUNK_LIMIT
 from relay.bridges.iris1.core.machine import Machine
-from relay.bridges.iris1.core.tunnels import Half, TunnelFault
-from relay.bridges.iris1.local import Locals
-from relay.bridges.iris1.near import NearEnd, near_tunnel
-from relay.bridges.iris1.outlet import Outlet
+from relay.bridges.iris1.core.tunnels import ClientEnd, TunnelFault
+from relay.bridges.iris1.local import LocalClients
+from relay.bridges.iris1.local_tunnel import LocalTunnelEnd, local_tunnel
+from relay.bridges.iris1.writer import ClientWriter
 
 log = logging.getLogger(__name__)
 
 
-class Lines:
+class Tunnels:
     """The tunnels of one connection."""
 
     def __init__(
         self, client: iris.Client, machine: Machine, config: Iris1Config, counters: Counter[str],
-        outlet: Outlet, near: Locals,
+        writer: ClientWriter, local: LocalClients,
     ) -> None:  # fmt: skip
         self.machine = machine
         self.config = config
         self.counters = counters
-        self.outlet = outlet
-        self._near = near
+        self.writer = writer
+        self._local = local
         self._client = client
-        self._lines: set[TunnelLine] = set()
+        self._tunnels: set[BridgedTunnel] = set()
         self._opening: set[asyncio.Future[iris.Tunnel]] = set()
         self._ended: tuple[str, bool] | None = None
         """What `end` was told: a tunnel that comes later ends as the others."""
 
     async def open(self, id: int, cluster: str, timeout_ms: int) -> None:
         """Open a tunnel for the client, to a member of this bridge if one has room, and carry it to its end."""
-        member = self._near.for_tunnel(cluster)
+        member = self._local.for_tunnel(cluster)
         if member is not None:
-            ours, theirs = near_tunnel(cluster)
+            ours, theirs = local_tunnel(cluster)
             member.accept_tunnel(theirs)
-            line = TunnelLine(self, ours)
-            self.machine.confirm_tunnel(id, line)
-            await self._carry(line)
+            bridged = BridgedTunnel(self, ours)
+            self.machine.confirm_tunnel(id, bridged)
+            await self._carry(bridged)
             return
         timeout = max(timeout_ms, 1) / 1000
         opening = asyncio.ensure_future(self._client.open_tunnel(cluster, timeout=timeout))
@@ -61,55 +61,55 @@ class Lines:
             opening.cancel()
             self.counters["tunnels unopened"] += 1
             self.machine.refuse_tunnel(id)
-            if isinstance(err, asyncio.CancelledError) and stopping():
+            if isinstance(err, asyncio.CancelledError) and being_cancelled():
                 raise
             return
         finally:
             self._opening.discard(opening)
-        line = TunnelLine(self, tunnel)
-        self.machine.confirm_tunnel(id, line)
-        await self._carry(line)
+        bridged = BridgedTunnel(self, tunnel)
+        self.machine.confirm_tunnel(id, bridged)
+        await self._carry(bridged)
 
-    async def on_tunnel(self, tunnel: iris.Tunnel | NearEnd) -> None:
+    async def on_tunnel(self, tunnel: iris.Tunnel | LocalTunnelEnd) -> None:
         """Carry a tunnel that somebody opened to the client, once the client has confirmed it."""
-        line = TunnelLine(self, tunnel)
-        build = self.machine.build_tunnel(line)
+        bridged = BridgedTunnel(self, tunnel)
+        build = self.machine.build_tunnel(bridged)
         if build is not None:
-            self._lines.add(line)
-            await line.confirmed(self.config.confirm_s)
+            self._tunnels.add(bridged)
+            await bridged.confirmed(self.config.confirm_s)
             self.machine.give_up_build(build)
-        await self._carry(line)
+        await self._carry(bridged)
 
-    async def _carry(self, line: TunnelLine) -> None:
-        self._lines.add(line)
+    async def _carry(self, bridged: BridgedTunnel) -> None:
+        self._tunnels.add(bridged)
         if self._ended is not None:
-            line.finish(self._ended[0], gracefully=self._ended[1])
+            bridged.finish(self._ended[0], gracefully=self._ended[1])
         try:
-            await line.run()
+            await bridged.run()
         finally:
-            self._lines.discard(line)
+            self._tunnels.discard(bridged)
 
     def end(self, reason: str, *, gracefully: bool) -> None:
         """End all of them; `gracefully`: what the client has sent is passed on first."""
         self._ended = reason, gracefully
         for opening in list(self._opening):
             opening.cancel()
-        for line in list(self._lines):
-            line.finish(reason, gracefully=gracefully)
+        for bridged in list(self._tunnels):
+            bridged.finish(reason, gracefully=gracefully)
 
 
-def stopping() -> bool:
+def being_cancelled() -> bool:
     """Whether this task is being cancelled, not only what it waited for."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
-class TunnelLine:
+class BridgedTunnel:
     """One tunnel, joined end to end."""
 
-    def __init__(self, lines: Lines, tunnel: iris.Tunnel | NearEnd) -> None:
-        self.half: Half | None = None
-        self._lines = lines
+    def __init__(self, tunnels: Tunnels, tunnel: iris.Tunnel | LocalTunnelEnd) -> None:
+        self.client_end: ClientEnd | None = None
+        self._owner = tunnels
         self._tunnel = tunnel
         self._messages: deque[bytes] = deque()
         self._held = 0
@@ -120,13 +120,13 @@ class TunnelLine:
         self._over = asyncio.Event()
         self._reason = ""
         self._gracefully = False
-        self._near = tunnel if isinstance(tunnel, NearEnd) else None
-        if self._near is not None:
-            self._near.on_message = self._pass_at_once
+        self._local_end = tunnel if isinstance(tunnel, LocalTunnelEnd) else None
+        if self._local_end is not None:
+            self._local_end.on_message = self._send_at_once
 
     # -- what the machine calls ------------------------------------------------------------------------------
 
-    def opened(self, half: Half) -> None:
+    def opened(self, client_end: ClientEnd) -> None:
         """The client confirmed it."""
         self._changed.set()
 
@@ -136,10 +136,10 @@ class TunnelLine:
 
     def message(self, data: bytes) -> None:
         """The client sent a whole message."""
-        near = self._near
-        if near is not None and self._sender is None and near.offer(data):
-            assert self.half is not None  # it sent the message
-            self.half.passed_on(len(data))
+        local_end = self._local_end
+        if local_end is not None and self._sender is None and local_end.offer(data):
+            assert self.client_end is not None  # it sent the message
+            self.client_end.forwarded(len(data))
             return
         self._messages.append(data)
         if self._sender is None:
@@ -163,26 +163,26 @@ class TunnelLine:
         """Return when the client has confirmed it, or it is over: because it took too long, too."""
         try:
             async with asyncio.timeout(timeout):
-                while self.half is None and not self._over.is_set():
+                while self.client_end is None and not self._over.is_set():
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
-            self._lines.counters["tunnels unconfirmed"] += 1
+            self._owner.counters["tunnels unconfirmed"] += 1
             self.finish(
                 f"the service did not confirm the tunnel within {timeout:g} s", gracefully=False
             )
 
     async def run(self) -> None:
         """Carry messages both ways until one end closes, breaks or goes."""
-        half, tunnel = self.half, self._tunnel
-        if half is None:
+        client_end, tunnel = self.client_end, self._tunnel
+        if client_end is None:
             tunnel.fail(self._reason or self._refusal())
             return
-        receiving = self._start(self._receive(half), "iris1-tunnel-receive")
+        receiving = self._start(self._receive(client_end), "iris1-tunnel-receive")
         try:
             await self._over.wait()
             if self._gracefully and self._sender is not None:
-                await asyncio.wait((self._sender,), timeout=self._lines.config.drain_s)
+                await asyncio.wait((self._sender,), timeout=self._owner.config.drain_s)
         except asyncio.CancelledError:
             self.finish("the bridge stopped", gracefully=False)
             raise
@@ -191,7 +191,7 @@ class TunnelLine:
             if self._sender is not None:
                 self._sender.cancel()
                 self._gracefully = False
-            self._lines.machine.close_tunnel(half, self._reason)
+            self._owner.machine.close_tunnel(client_end, self._reason)
             if self._gracefully and not self._reason:
                 await tunnel.close()
             else:
@@ -199,17 +199,17 @@ class TunnelLine:
             sending = [self._sender] if self._sender is not None else []
             await asyncio.gather(receiving, *sending, return_exceptions=True)
             if self._messages:
-                self._lines.counters["tunnel messages not passed on"] += len(self._messages)
+                self._owner.counters["tunnel messages not passed on"] += len(self._messages)
             while self._messages:
-                half.passed_on(len(self._messages.popleft()))
-            self._give_back()
+                client_end.forwarded(len(self._messages.popleft()))
+            self._release()
 
     def _refusal(self) -> str:
-        limit = self._lines.config.max_tunnels
+        limit = self._owner.config.max_tunnels
         return f"the service is at capacity ({limit} tunnels) or is disconnecting"
 
-    def _start(self, work: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
-        task = asyncio.create_task(work, name=name)
+    def _start(self, process: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.create_task(process, name=name)
         task.add_done_callback(self._done)
         return task
 
@@ -220,13 +220,13 @@ class TunnelLine:
             self.finish(f"internal error of the bridge: {error!r}", gracefully=False)
 
     async def _send(self) -> None:
-        half = self.half
-        assert half is not None
+        client_end = self.client_end
+        assert client_end is not None
         try:
             while self._messages:
                 await self._tunnel.send(self._messages[0])
-                half.passed_on(len(self._messages.popleft()))
-                self._lines.machine.grant(half)
+                client_end.forwarded(len(self._messages.popleft()))
+                self._owner.machine.grant(client_end)
         except iris.Closed:
             self.finish("", gracefully=True)  # the other end has what it wanted
         except iris.IrisError as err:
@@ -234,33 +234,33 @@ class TunnelLine:
         finally:
             self._sender = None
 
-    async def _receive(self, half: Half) -> None:
+    async def _receive(self, client_end: ClientEnd) -> None:
         try:
             while True:
                 message = await self._message()
                 if message:
-                    await self._pass(half, message)
+                    await self._send_to_client(client_end, message)
                 else:
-                    self._lines.counters["empty tunnel messages"] += 1  # it has none
-                self._give_back()
+                    self._owner.counters["empty tunnel messages"] += 1  # it has none
+                self._release()
         except iris.EndOfTunnel:
             self.finish("", gracefully=True)
         except iris.IrisError as err:
             self.finish(str(err), gracefully=False)
         except TunnelFault as fault:
-            self._lines.counters["tunnel faults"] += 1
+            self._owner.counters["tunnel faults"] += 1
             self.finish(str(fault), gracefully=False)
 
     async def _message(self) -> bytes:
         """Return the next whole message for the client, which its purse holds; raises as `Tunnel.recv_chunks`, and TunnelFault."""
-        limit = self._lines.config.tunnel_message_bytes
+        limit = self._owner.config.tunnel_message_bytes
         while True:
             parts: list[bytes] = []
             try:
                 async for chunk in self._tunnel.recv_chunks():
                     if self._held + len(chunk) > limit:
                         raise TunnelFault(f"a message is longer than the limit of {limit} bytes")
-                    self._lines.machine.outgoing.take(len(chunk))
+                    self._owner.machine.outgoing.reserve(len(chunk))
                     self._held += len(chunk)
                     parts.append(chunk)
                 return b"".join(parts)
@@ -268,33 +268,38 @@ class TunnelLine:
                 if not parts:
                     raise
                 # Its sender gave it up, and the next may follow; if the tunnel broke, the next turn raises that.
-                self._give_back()
+                self._release()
 
-    def _give_back(self) -> None:
-        self._lines.machine.outgoing.give_back(self._held)
+    def _release(self) -> None:
+        self._owner.machine.outgoing.release(self._held)
         self._held = 0
 
-    def _pass_at_once(self, message: bytes) -> bool:
+    def _send_at_once(self, message: bytes) -> bool:
         """Pass on a message that nothing waits before; False: it is to wait."""
-        half, size = self.half, len(message)
-        if half is None or half.allowance < size or size > CHUNK_LIMIT or self._over.is_set():
+        client_end, size = self.client_end, len(message)
+        if (
+            client_end is None
+            or client_end.allowance < size
+            or size > CHUNK_LIMIT
+            or self._over.is_set()
+        ):
             return False
-        if self._lines.outlet.full:
+        if self._owner.writer.full:
             return False
-        half.sent(size)
-        self._lines.machine.send(codec.tun_transfer(half.id, size, message))
+        client_end.sent(size)
+        self._owner.machine.send(codec.tun_transfer(client_end.id, size, message))
         return True
 
-    async def _pass(self, half: Half, message: bytes) -> None:
+    async def _send_to_client(self, client_end: ClientEnd, message: bytes) -> None:
         view = memoryview(message)
         size = len(view)
-        while half.allowance < min(size, CHUNK_LIMIT):
+        while client_end.allowance < min(size, CHUNK_LIMIT):
             self._changed.clear()
             await self._changed.wait()
         for start in range(0, size, CHUNK_LIMIT):
-            await self._lines.outlet.room()
+            await self._owner.writer.wait_writable()
             if self._over.is_set():
                 return
             chunk = view[start : start + CHUNK_LIMIT]
-            half.sent(len(chunk))
-            self._lines.machine.send(codec.tun_transfer(half.id, 0 if start else size, chunk))
+            client_end.sent(len(chunk))
+            self._owner.machine.send(codec.tun_transfer(client_end.id, 0 if start else size, chunk))

@@ -9,14 +9,14 @@ import pytest
 from interop.iris1 import binding
 from interop.iris1.binding import Tunnel, blob, number
 from interop.iris1.kit import Echo, Side, bridged, hearing, until
-from interop.iris1.offence import Mute, conversation, greeted
+from interop.iris1.offence import Mute, connection, greeted
 
 import iris
 from iris.core.local_senders import MAX_RETIRED, LocalSenders
 from iris.wire.kinds import Kind
 from relay.bridges.iris1.bridge import Bridge
-from relay.bridges.iris1.local import SHARED, SHARED_BYTES
-from relay.bridges.iris1.near import AHEAD_BYTES, NearEnd, near_tunnel
+from relay.bridges.iris1.local import SHARED_BYTES, SHARED_REQUESTS
+from relay.bridges.iris1.local_tunnel import AHEAD_BYTES, LocalTunnelEnd, local_tunnel
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -50,7 +50,7 @@ def native(name: str, heard: list[bytes]) -> iris.Service:
 
 async def members_known(side: Side, cluster: str, count: int) -> None:
     """Return when the bridge knows how many members there are."""
-    await until(lambda: side.bridge.near._groups[cluster].everywhere == count)
+    await until(lambda: side.bridge.local._groups[cluster].total == count)
 
 
 # -- events and broadcasts ---------------------------------------------------------------------------------------------
@@ -162,11 +162,11 @@ async def test_losses_of_copies_that_were_delivered_here_are_not_told() -> None:
         client.subscribe("topic", hearing([]))
         client.publish("topic", b"x")
         await client.settled()
-        (ours_there,) = side.bridge.conversations
+        (ours_there,) = side.bridge.connections
         assert ours_there.client is not None
         session = ours_there.client._attached().session
         assert session is not None
-        (sender_id, *_) = side.bridge.near.local_senders._ids
+        (sender_id, *_) = side.bridge.local.local_senders._ids
         ours = ours_there.client.keyring.for_topic("topic")[0]
         gap = iris.wire.frames.Gap(
             Kind.PUBLISH, "topic", ours.key_id, sender_id, 0, 3, "slow receiver"
@@ -220,14 +220,15 @@ async def test_members_elsewhere_get_their_share_when_those_here_are_full() -> N
             asked = [asyncio.create_task(caller.request("cl", b"x", 60_000)) for _ in range(100)]
             await until(
                 lambda: (
-                    sum(one.machine.owed for one in side.bridge.conversations) + len(ours) == 100
+                    sum(one.machine.dispatched for one in side.bridge.connections) + len(ours)
+                    == 100
                 )
             )
             await until(lambda: sum(task.done() for task in asked) == len(ours))
             assert (
-                len(ours) >= (100 - SHARED) // 4
+                len(ours) >= (100 - SHARED_REQUESTS) // 4
             )  # of what the relay was asked, it gives each the same
-            assert len(mute.heard) >= SHARED
+            assert len(mute.heard) >= SHARED_REQUESTS
             assert all(task.result() == b"native" for task in asked if task.done())
         for task in asked:
             task.cancel()
@@ -267,15 +268,15 @@ async def test_requests_of_many_bytes_do_not_cut_a_member_that_is_slow() -> None
             for caller in callers
             for _ in range(4)
         ]
-        theirs = conversation(side, service)
-        await until(lambda: theirs.near_bytes == 16 << 20)
-        await until(lambda: theirs.machine.owed == len(asked))
-        assert theirs.near_bytes == SHARED_BYTES
+        theirs = connection(side, service)
+        await until(lambda: theirs.local_request_bytes == 16 << 20)
+        await until(lambda: theirs.machine.dispatched == len(asked))
+        assert theirs.local_request_bytes == SHARED_BYTES
         service.writer.transport.resume_reading()  # type: ignore[attr-defined]
         answers = b"".join(b"\x05" + number(id) + b"\x01\x01y" for id in range(len(asked)))
         service.send(answers)
         assert await asyncio.gather(*asked) == [b"y"] * len(asked)
-        assert theirs.near_bytes == 0
+        assert theirs.local_request_bytes == 0
         assert not side.counters["slow clients cut"]
 
 
@@ -288,7 +289,7 @@ async def test_a_fault_of_the_bridge_ends_one_connection(
         def broken(**_: object) -> None:
             raise RuntimeError("broken")
 
-        monkeypatch.setattr(conversation(side, one), "work", broken)
+        monkeypatch.setattr(connection(side, one), "process", broken)
         one.send(b"\x08\x01t\x01x")
         other.send(b"\x06\x01t\x08\x01t\x01x")
         assert await other.read(5) == b"\x08\x01t\x01x"
@@ -319,7 +320,9 @@ async def test_a_service_that_never_answers_is_counted_and_owes_nothing_after() 
         caller.send(b"\x04\x07" + blob(b"cl") + blob(b"x") + number(20))
         assert await caller.read(3) == b"\x05\x07\x01"
         await until(lambda: side.counters["services that did not answer"])
-        assert not any(one.machine.owed or one.machine.asked for one in side.bridge.conversations)
+        assert not any(
+            one.machine.dispatched or one.machine.pending for one in side.bridge.connections
+        )
         service.send(b"\x05\x00\x01\x04late")
         await until(lambda: side.counters["late replies"])
 
@@ -347,7 +350,7 @@ async def test_a_caller_that_goes_leaves_nothing() -> None:
         caller.send(b"\x02")
         assert await caller.rest() == b"\x02\x00"
         service.send(b"\x05\x00\x01\x04late")
-        await until(lambda: not any(one.machine.owed for one in side.bridge.conversations))
+        await until(lambda: not any(one.machine.dispatched for one in side.bridge.connections))
 
 
 async def test_an_oversized_reply_is_a_fault() -> None:
@@ -397,8 +400,8 @@ async def test_messages_of_all_sizes_arrive_in_order_and_a_slow_reader_sets_the_
             await theirs.recv()
         await until(
             lambda: all(
-                one.machine.outgoing.held == one.machine._purse.held == 0
-                for one in side.bridge.conversations
+                one.machine.outgoing.held == one.machine._incoming.held == 0
+                for one in side.bridge.connections
             )
         )
 
@@ -442,10 +445,10 @@ async def test_tunnels_over_the_members_bound_are_refused() -> None:
 
 
 async def test_ends_of_a_tunnel_behave_as_those_of_any_tunnel() -> None:
-    async def message(end: NearEnd) -> bytes:
+    async def message(end: LocalTunnelEnd) -> bytes:
         return b"".join([part async for part in end.recv_chunks()])
 
-    one, two = near_tunnel("tn")
+    one, two = local_tunnel("tn")
     await one.send(b"a")
     long = asyncio.create_task(one.send(bytes(AHEAD_BYTES + 1)))
     await asyncio.sleep(0)
@@ -464,7 +467,7 @@ async def test_ends_of_a_tunnel_behave_as_those_of_any_tunnel() -> None:
             await sending
     with pytest.raises(iris.EndOfTunnel):
         await message(one)
-    one, two = near_tunnel("tn")
+    one, two = local_tunnel("tn")
     waiting = asyncio.create_task(message(two))
     await asyncio.sleep(0)
     one.fail("enough")
