@@ -2,8 +2,8 @@
 
     REPLY, FAULT, ANSWER, CREDIT, FAIL ── hop id ──► `in_flight` of the sender ──► the caller, under the caller's hop id
 
-An answer without a call in flight is counted and dropped. Refused calls are handled in calls.py, because another member
-may run them.
+An answer without a call in flight is counted and dropped. Refused calls are handled in calls.py, because
+another member may run them.
 """
 
 from __future__ import annotations
@@ -189,7 +189,8 @@ class Answers:
     ) -> None:
         """Drop an answer whose name, key or kind does not match its call, so that the caller gets no alias for it.
 
-        A session that sends one has broken the protocol. A relay may only have forwarded it, so its connection stays open.
+        A session that sends one has broken the protocol. A relay may only have forwarded it, so its
+        connection stays open.
         """
         asked = dispatched.route
         if not neighbor.hop_class:

@@ -1,11 +1,13 @@
 """Chooses the member or relay that runs the next call.
 
-Members of this relay that have a free handler come first, the one with the fewest outstanding calls among them. Then comes
-a relay that has one, the freer of two drawn at random (Mitzenmacher, "The Power of Two Choices in Randomized Load
-Balancing", 1996), so that relays with figures a few milliseconds old do not all choose the same one.
+Members of this relay that have a free handler come first, the one with the fewest outstanding calls among
+them. Then comes a relay that has one, the freer of two drawn at random (Mitzenmacher, "The Power of Two
+Choices in Randomized Load Balancing", 1996), so that relays with figures a few milliseconds old do not all
+choose the same one.
 
-Calls queue only when no handler is free anywhere. They go where the wait is shortest, judged by the pace at which calls end
-there, up to the member's byte limit. A slow member therefore gets fewer calls than a fast one.
+Calls queue only when no handler is free anywhere. They go where the wait is shortest, judged by the pace at
+which calls end there, up to the member's byte limit. A slow member therefore gets fewer calls than a fast
+one.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ def pick(
 ) -> Load | None:
     """Return the load to dispatch a call of `size` bytes to, or None when all are full.
 
-    `loads` are members of this relay, `peers` those behind links. `tried` are left out. `turn` is any rising number, so that
-    equal candidates take turns. An empty queue takes a call of any size.
+    `loads` are members of this relay, `peers` those behind links. `tried` are left out. `turn` is any
+    rising number, so that equal candidates take turns. An empty queue takes a call of any size.
     """
     best: Load | None = None
     count = len(loads)

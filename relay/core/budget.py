@@ -133,9 +133,10 @@ def cut(
 ) -> tuple[list[Entry], list[tuple[Delivery, int]], int, int]:
     """Drop casts from the end of a queue until `wanted_bytes` are free, and put GAPs in their place.
 
-    `newest` yields the entries of the queue, the last one first; the caller removes them as it reads. `key_of` returns what an
-    alias stands for at the end of the queue. Returns the entries to put back in order, the lost messages per delivery, the
-    number of entries read, and the bytes freed (0 or less if nothing must change).
+    `newest` yields the entries of the queue, the last one first; the caller removes them as it reads.
+    `key_of` returns what an alias stands for at the end of the queue. Returns the entries to put back in
+    order, the lost messages per delivery, the number of entries read, and the bytes freed (0 or less if
+    nothing must change).
     """
     kept: list[Entry] = []  # newest first
     lost: dict[Delivery, int] = {}

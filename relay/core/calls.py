@@ -1,8 +1,9 @@
 """Requests, pushes, surveys, tunnel openings and store calls: dispatched to members or relays, refused, or lost.
 
-A dispatched call is in the `in_flight` table of the neighbor that has it, under a hop id that this relay chose. So only that
-neighbor can answer it (answers.py). A refusal returns the frame itself, over links too, to the caller's relay, so no relay
-keeps bodies. The exception is a call that waits because a relay that served it a moment ago may come back (parking.py).
+A dispatched call is in the `in_flight` table of the neighbor that has it, under a hop id that this relay
+chose. So only that neighbor can answer it (answers.py). A refusal returns the frame itself, over links too,
+to the caller's relay, so no relay keeps bodies. The exception is a call that waits because a relay that
+served it a moment ago may come back (parking.py).
 """
 
 from __future__ import annotations
@@ -215,7 +216,8 @@ class Calls:
     ) -> bool:
         """Dispatch a call to the best member, else to a relay that has one, else to a remote site.
 
-        Returns False if none of them has room. While anybody in this site has room, even in a queue, calls stay here: a remote site is tens of milliseconds away.
+        Returns False if none of them has room. While a member in this site has room, even in a queue, calls
+        stay here: a remote site is tens of milliseconds away.
         """
         route = dispatched.route
         self._resolve(route)
@@ -279,7 +281,8 @@ class Calls:
     def _may_hold_more(self, target: Target, dispatched: Dispatched) -> bool:
         """Count a call in its sender's share of a link or WAN connection; False if the share is used up.
 
-        A peer that finishes nothing must not fill our tables, and one session must not take all slots at the peer.
+        A peer that finishes nothing must not fill our tables, and one session must not take all slots at
+        the peer.
         """
         neighbor, limit, share = target.neighbor, self._limits.pending, target.share
         count = dispatched.count

@@ -1,7 +1,8 @@
 """Publications and broadcasts: one copy for every session, link and site that wants it; only the alias is rewritten.
 
-What comes over a link goes to sessions only, as the delivery set of its alias says: the publisher's relay has chosen a
-session, relay or site for every queue group. A gateway chooses again among the relays of its own site.
+What comes over a link goes to sessions only, as the delivery set of its alias says: the publisher's relay
+has chosen a session, relay or site for every queue group. A gateway chooses again among the relays of its
+own site.
 """
 
 from __future__ import annotations
@@ -200,7 +201,8 @@ class Casts:
     def _subscribers(self, route: Route) -> tuple[list[Subscriber], dict[str, list[Subscriber]]]:
         """Return the subscribers without a group, and the candidates of every group (a link once per session).
 
-        A group with a member in this site has no candidate in remote sites. Of another group only the nearest site is a candidate.
+        A group with a member in this site has no candidate in remote sites. Of another group only the
+        nearest site is a candidate.
         """
         plain, groups = self._interest.subscribers(route.name, route.key_id)
         here, far = self._apart(route, plain if route.plain else ())
@@ -309,8 +311,9 @@ class Casts:
     def gap_from_wan(self, wan: Wan, gap: Gap, now_us: int) -> None:
         """Report messages that a remote site's gateway dropped to the sessions and relays of this site.
 
-        The count from another site is ignored: it could name a sender of ours, and receivers would wait for sequences that never
-        come. The sender's next message shows the exact loss. One gap per second is reported for each sender and address.
+        The count from another site is ignored: it could name a sender of ours, and receivers would wait for
+        sequences that never come. The sender's next message shows the exact loss. One gap per second is
+        reported for each sender and address.
         """
         gap = msgspec.structs.replace(gap, first=0, count=UNKNOWN_COUNT, site="", member=0)
         key = (gap.kind, gap.name, gap.key_id, gap.sender_id, gap.plain, tuple(gap.groups))

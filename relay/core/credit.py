@@ -3,9 +3,9 @@
     publisher ── WAIT ──► Flow ── WAIT ──► Credit: one connection that leads to subscribers
               ◄── WINDOW ──     ◄── WINDOW ──
 
-A connection has a credit for each delivery set. For a queue group, one member with credit is enough. A connection that has
-had no credit for as long as its publisher waits is left out: messages for a session are dropped until it gives credit, and
-a relay does the same for its own sessions.
+A connection has a credit for each delivery set. For a queue group, one member with credit is enough. A
+connection that has had no credit for as long as its publisher waits is left out: messages for a session are
+dropped until it gives credit, and a relay does the same for its own sessions.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Credit:
         self.left_out = False
         """The connection had no credit for as long as the publisher waits.
 
-        all of them and drops itself.
+        Messages for a session are dropped. A relay still gets all of them, and drops them for its own sessions.
         """
 
     @property

@@ -4,9 +4,9 @@
           ◄── frames sent before that, PONG ── acknowledged
     all acknowledged, or `DRAIN_WAIT_US` has passed ──► LEAVEs that were held are done, and nothing new arrives
 
-Calls that were sent before their sender knew of the drain still find the members, because none leaves before all senders
-have acknowledged. Neighbors of an older minor version are not asked: such sessions do not stop calling, and such relays are
-given twice the round trip.
+Calls that were sent before their sender knew of the drain still find the members, because none leaves
+before all senders have acknowledged. Neighbors of an older minor version are not asked: such sessions do
+not stop calling, and such relays are given twice the round trip.
 """
 
 from __future__ import annotations

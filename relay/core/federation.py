@@ -3,9 +3,9 @@
     our site's interest ── Summary ──► every Wan            every Wan ── SiteRoute ── Summary per site ──► our links
     Wan down: its SiteRoute is removed; interest of a site without any is remembered for `SUSPENDED_US`
 
-A frame goes from a relay to one gateway, over one WAN connection, and on to the relays of that site. HopClass says how far it
-has come, and nothing that came over the WAN goes over it again. A sender's route is chosen once per address, and again only
-when that route is lost, so that frames stay in order.
+A frame goes from a relay to one gateway, over one WAN connection, and on to the relays of that site.
+HopClass says how far it has come, and nothing that came over the WAN goes over it again. A sender's route
+is chosen once per address, and again only when that route is lost, so that frames stay in order.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The flags byte of data frames: what each side may set, and what a relay forwards.
 
-A relay checks every flags byte before it forwards a frame, because the receiver blames the relay for it. A session sends 0,
-or `refused` with a reason in a frame that it returns. Between relays there is also `more`, which `relay.net.fragments`
-removes before the router gets the frame. A relay of minor version 0 forwards its sessions' flags unchecked: they are
-cleared, and its connection stays open.
+A relay checks every flags byte before it forwards a frame, because the receiver blames the relay for it. A
+session sends 0, or `refused` with a reason in a frame that it returns. Between relays there is also `more`,
+which `relay.net.fragments` removes before the router gets the frame. A relay of minor version 0 forwards
+its sessions' flags unchecked: they are cleared, and its connection stays open.
 """
 
 from __future__ import annotations

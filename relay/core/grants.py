@@ -1,8 +1,9 @@
 """What a session without the key may do: a store acts on orders that a key holder signed.
 
-An order to keep a stream replaces the proof of its key, for what it names only: to serve the stream and its dead letters,
-and to receive what the stream records. That is a topic filter, or the pushes and broadcasts of a cluster. The store signs
-the session's challenge with the key that the order names, so a copied order is useless.
+An order to keep a stream replaces the proof of its key, for what it names only: to serve the stream and its
+dead letters, and to receive what the stream records. That is a topic filter, or the pushes and broadcasts
+of a cluster. The store signs the session's challenge with the key that the order names, so a copied order
+is useless.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Notifies members, stores and relays with a call in flight that its caller has left.
 
-No handler is stopped: it runs to its end unless it reacts itself, and a store takes back a call that waits. No table lists
-the calls that a connection waits for, so they are searched: once for all callers that left since the last search. The more
-calls there are, the less often.
+No handler is stopped: it runs to its end unless it reacts itself, and a store takes back a call that waits.
+No table lists the calls that a connection waits for, so they are searched: once for all callers that left
+since the last search. The more calls there are, the less often.
 """
 
 from __future__ import annotations

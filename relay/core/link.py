@@ -1,7 +1,8 @@
 """A link to another relay, and the copy of that relay's interest.
 
-Only the other relay decides about its members: it sends a snapshot when the link comes up, then changes in order, each from
-one version to the next. A copy outlives its link for `SUSPENDED_US`, so that members do not disappear when a link flaps.
+Only the other relay decides about its members: it sends a snapshot when the link comes up, then changes in
+order, each from one version to the next. A copy outlives its link for `SUSPENDED_US`, so that members do
+not disappear when a link flaps.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@
             ── changes, loads, beats ──►                `advertiser`, `peer_interest` and `loads` have a module each
     link down: the copy is suspended for `SUSPENDED_US`, then dropped
 
-No relay speaks for a third one, so there is nothing to reconcile: when in doubt, a relay asks for the snapshot again.
+No relay speaks for a third one, so there is nothing to reconcile: when in doubt, a relay asks for the
+snapshot again.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """A connection of the router, and what is in transit over it: declared aliases, calls in flight, tunnels.
 
-These types refer to one another, so they share a module: a neighbor has routes and calls, and each leads to a neighbor.
+These types refer to one another, so they share a module: a neighbor has routes and calls, and each leads to
+a neighbor.
 """
 
 from __future__ import annotations
@@ -132,8 +133,8 @@ RELEASED: Final = -2
 class Route:
     """An alias that a neighbor declared: where its frames go. Cached targets hold for one `version` of the interest.
 
-    Frames from a link go to sessions of this relay only, or at a gateway to one remote site. Frames from a remote site go to
-    sessions and links. So no frame can loop.
+    Frames from a link go to sessions of this relay only, or at a gateway to one remote site. Frames from a
+    remote site go to sessions and links. So no frame can loop.
     """
 
     __slots__ = (
@@ -571,8 +572,9 @@ class Neighbor:
     def dropped(self, delivery: Delivery, first: int, count: int) -> None:
         """Note a loss on the way to this neighbor, to be reported when there is room.
 
-        The receiver itself sees losses between messages that arrive, so of a plain delivery only the latest run is kept. Where a
-        run starts is reported at once, in order: a receiver that does not know this sender counts from there.
+        The receiver itself sees losses between messages that arrive, so of a plain delivery only the latest
+        run is kept. Where a run starts is reported at once, in order: a receiver that does not know this
+        sender counts from there.
         """
         gap = self.gaps.get(delivery)
         plain = delivery[4]
@@ -685,7 +687,8 @@ class Load:
     def wait_us(self) -> float:
         """Return how long one more call would take, judged by the pace.
 
-        This is Little's law for our own calls only: the pace at which these end includes what others' share of the handlers costs.
+        This is Little's law for our own calls only: the pace at which these end includes what others' share
+        of the handlers costs.
         """
         if self.pace_us:
             return (self.messages + 1) * self.pace_us

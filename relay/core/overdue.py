@@ -1,7 +1,8 @@
 """Calls that end without an answer: their deadline passed long ago, or they have no deadline and waited for too long.
 
-There is no timer per call. Late calls are searched when room is short: at most once a second among all calls, and once a
-second for each link or WAN connection. Calls without a deadline are searched when the first of them is due.
+There is no timer per call. Late calls are searched when room is short: at most once a second among all
+calls, and once a second for each link or WAN connection. Calls without a deadline are searched when the
+first of them is due.
 """
 
 from __future__ import annotations
@@ -42,8 +43,9 @@ class Overdue:
     def make_room_for(self, origin: Neighbor, limit: int, now_us: int) -> bool:
         """Remove late calls of all origins. Returns True if `origin` then has fewer than `limit` unanswered calls.
 
-        All origins share one search per second: several sessions that each fill their own limit would otherwise keep the relay
-        searching. Calls of a member that hangs stay in its account, but must not stop the caller from calling other clusters.
+        All origins share one search per second: several sessions that each fill their own limit would
+        otherwise keep the relay searching. Calls of a member that hangs stay in its account, but must not
+        stop the caller from calling other clusters.
         """
         if now_us < self._swept_us:
             return False
@@ -69,7 +71,8 @@ class Overdue:
     def expire(self, now_us: int) -> None:
         """End calls without a deadline that have waited for `LIFE_US`: their callers get LOST.
 
-        Tunnels have no such limit. A call at a member of this relay stays in that member's account until it answers.
+        Tunnels have no such limit. A call at a member of this relay stays in that member's account until it
+        answers.
         """
         soonest = NEVER_US
         for neighbor in list(self._neighbors.values()):

@@ -4,7 +4,8 @@
                                                          ──► its deadline has passed: EXPIRED
                                                          ──► its session is lost, or the tunnel is given up: dropped
 
-Waiting calls are limited in bytes per session, per user and in total. A call over a limit is refused as overloaded.
+Waiting calls are limited in bytes per session, per user and in total. A call over a limit is refused as
+overloaded.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ class Unparked(Protocol):
 class Parking:
     """The waiting calls of one relay.
 
-    `prospect` says whether a route is served; `unparked` receives calls that stop waiting; `why` returns the error text for a
-    call whose deadline passed.
+    `prospect` says whether a route is served; `unparked` receives calls that stop waiting; `why` returns
+    the error text for a call whose deadline passed.
     """
 
     def __init__(

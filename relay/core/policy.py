@@ -49,10 +49,11 @@ class Patterns:
 class Policy:
     """What may cross between sites.
 
-    `exported`: our clusters that other sites may call, and our topics that they may receive. `imported`: theirs for ours.
+    `exported`: our clusters that other sites may call, and our topics that they may receive. `imported`:
+    theirs for ours.
 
-    A log is called by its uuid, and judged by its stream's name, which its store sends in JOIN. Calls of the stores themselves,
-    under NO_KEY, never cross.
+    A log is called by its uuid, and judged by its stream's name, which its store sends in JOIN. Calls of
+    the stores themselves, under NO_KEY, never cross.
     """
 
     __slots__ = ("exported", "imported", "refused")

@@ -59,8 +59,9 @@ class Port(Protocol):
 class Accounts:
     """Where messages went: in + copied = out + refused + dropped + expired + held, always.
 
-    A fan-out to n ports adds n - 1 to `copied`; a cast that nobody wants is dropped as "unwanted". `out` counts what a port
-    accepted; what it still has queued is `held`, and what it had queued when it closed is dropped as "session lost".
+    A fan-out to n ports adds n - 1 to `copied`; a cast that nobody wants is dropped as "unwanted". `out`
+    counts what a port accepted; what it still has queued is `held`, and what it had queued when it closed
+    is dropped as "session lost".
     """
 
     __slots__ = ("copied", "dropped", "expired", "in_", "out", "refused")

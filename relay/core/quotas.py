@@ -6,8 +6,8 @@
     watches, parked
     a link's slots       all but the last quarter               half
 
-A user is a uid of this host, the holder of one access file, or, for calls that arrive over a link or WAN connection, that
-connection. A user over its share gets an error; other users notice nothing.
+A user is a uid of this host, the holder of one access file, or, for calls that arrive over a link or WAN
+connection, that connection. A user over its share gets an error; other users notice nothing.
 """
 
 from __future__ import annotations

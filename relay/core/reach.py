@@ -3,7 +3,8 @@
     every Wan ── SiteRoute ── Summary per site ──► our links          our gateways' links ── SiteRoute ──► interest
     interest of a site that lost its last route is remembered for `SUSPENDED_US`
 
-A sender's route is chosen once per address, and again only when that route is lost, so that frames stay in order.
+A sender's route is chosen once per address, and again only when that route is lost, so that frames stay in
+order.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
     Journal   a snapshot for a new peer, then changes, each from one version to the next
     Replica   FRESH ── reset ──► SNAPSHOT ── its last part ──► LIVE ── a change is missing ──► RESYNC ── reset ──► SNAPSHOT
 
-Links replicate the members of relays in this way, and the sites that gateways reach. WAN connections replicate whole sites.
+Links replicate the members of relays in this way, and the sites that gateways reach. WAN connections
+replicate whole sites.
 """
 
 from __future__ import annotations

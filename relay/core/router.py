@@ -1,13 +1,14 @@
 """Decides where every frame goes. It never waits, reads a clock, draws entropy or opens a socket.
 
-The driver (the daemon, or a test with virtual time) sets `now_us`, adds sessions, feeds whole frames, and settles the ports
-after each batch. Bodies are never read: a data frame is routed by its alias and hop id alone, which are overwritten in place.
+The driver (the daemon, or a test with virtual time) sets `now_us`, adds sessions, feeds whole frames, and
+settles the ports after each batch. Bodies are never read: a data frame is routed by its alias and hop id
+alone, which are overwritten in place.
 
     session ── DECLARE ──► Route ── interest (members, subscribers, links) ──► Target ── alias there ──► port
     link    ── DECLARE ──► Route ── interest (members, subscribers)        ──► Target ── alias there ──► port
 
-Casts, calls (with surveys and tunnels), the mesh and federation have a module each. Control frames of sessions are in
-`control`, those of other relays in `peers`.
+Casts, calls (with surveys and tunnels), the mesh and federation have a module each. Control frames of
+sessions are in `control`, those of other relays in `peers`.
 """
 
 from __future__ import annotations
@@ -75,7 +76,8 @@ class Router(Parts):
     ) -> Session:
         """Add a session that has yet to send HELLO.
 
-        `remote`: it is on another host; `ours`: it is of the relay's own user or root. What the session holds counts in the shares of `user`.
+        `remote`: it is on another host; `ours`: it is of the relay's own user or root. What the session
+        holds counts in the shares of `user`.
         """
         number = self.number()
         session = Session(port, number, self._entropy(32), self.limits.aliases, remote, ours, user)
@@ -208,7 +210,7 @@ class Router(Parts):
                 continue
             if pulse.dead(self.now_us):
                 silent_s = (self.now_us - pulse.last_us) / 1e6
-                neighbor.port.abort(f"nothing was received for {silent_s:.1f} s")
+                neighbor.port.abort(f"the other side was silent for {silent_s:.1f} s")
                 if isinstance(neighbor, Link):
                     self.link_down(neighbor)
                 elif isinstance(neighbor, Wan):

@@ -1,7 +1,7 @@
 """Runs of calls: dispatched whole if one member can take them all, otherwise cut; and runs that are refused.
 
-Anything but the plain case (a full queue, no member, another site, a receiver of an older version) is left to `calls`, one
-call after the other: a run is nothing but single frames that share a header.
+Anything but the plain case (a full queue, no member, another site, a receiver of an older version) is left
+to `calls`, one call after the other: a run is nothing but single frames that share a header.
 """
 
 from __future__ import annotations
@@ -257,9 +257,9 @@ class _Shares:
     def part(self, load: Load, left: int, left_bytes: int) -> int:
         """Return how many of `left` calls `load` gets at once: its part of the free handlers, or all.
 
-        The result is as if calls were dispatched one by one: a load with fewer calls than others gets enough to be even with them.
-        But where everybody is busy, it gets at least half of what it has already, because dealing calls out one by one would not
-        make a queue fairer.
+        The result is as if calls were dispatched one by one: a load with fewer calls than others gets
+        enough to be even with them. But where everybody is busy, it gets at least half of what it has
+        already, because dealing calls out one by one would not make a queue fairer.
         """
         if load.site_route is not None:
             return left

@@ -3,9 +3,9 @@
     this relay ──────────── Wan ──────────► gateway of a remote site
     this relay ── Link ── gateway ── Wan ─► gateway of a remote site
 
-A site is advertised as a whole: the interest of all its members and subscribers together. Each end of a WAN connection keeps
-a copy of the other site's interest in a `SiteRoute`. A gateway advertises that to the relays of its own site, which keep a
-`SiteRoute` over it too.
+A site is advertised as a whole: the interest of all its members and subscribers together. Each end of a WAN
+connection keeps a copy of the other site's interest in a `SiteRoute`. A gateway advertises that to the
+relays of its own site, which keep a `SiteRoute` over it too.
 """
 
 from __future__ import annotations
@@ -168,7 +168,8 @@ class SiteRoute:
     def rank(self, name: str, sender_id: bytes) -> bytes:
         """Return the rank of this route for a sender and address; the route with the highest rank to a site is chosen.
 
-        Rendezvous hashing (Thaler and Ravishankar, 1998): when a route is lost, senders on other routes are not moved.
+        Rendezvous hashing (Thaler and Ravishankar, 1998): when a route is lost, senders on other routes are
+        not moved.
         """
         seed = sender_id + self.relay_id + name.encode()
         return hashlib.blake2b(seed, digest_size=8).digest()

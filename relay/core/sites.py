@@ -33,7 +33,8 @@ class Sites:
     def choose(self, route: Route, site_routes: Iterable[SiteRoute]) -> list[SiteRoute]:
         """Return one of `site_routes` for each site that a route's messages may go to, nearest site first.
 
-        The route taken before is kept if it still leads there. If this relay has a WAN connection itself, no other gateway is used.
+        The route taken before is kept if it still leads there. If this relay has a WAN connection itself,
+        no other gateway is used.
         """
         sites: dict[str, list[SiteRoute]] = {}
         for site_route in site_routes:

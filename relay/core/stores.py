@@ -4,8 +4,8 @@
                                               ──► nobody starts it, and `BACK_US` has passed: there is none
                                               ──► its directory or key cannot be used: there is none, and the reason is advertised
 
-A store joins for the stores first, then for each stream, in one go. So the relay sends it PING at its first JOIN: its PONG
-follows the rest.
+A store joins for the stores first, then for each stream, in one go. So the relay sends it PING at its first
+JOIN: its PONG follows the rest.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ class Room:
 class Summary:
     """The interest of one site, as advertised to others.
 
-    Possible changes are collected, and sent if they differ from what was sent last. Entries over a limit are held back, and
-    advertised when another entry ends.
+    Possible changes are collected, and sent if they differ from what was sent last. Entries over a limit
+    are held back, and advertised when another entry ends.
     """
 
     __slots__ = (

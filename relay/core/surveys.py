@@ -1,7 +1,8 @@
 """Surveys: a copy to every member here, one to every relay that has some, and all their answers until the last is done.
 
-The surveyor's relay first sends a ROSTER of the members it dispatched the survey to, and so does each other relay. Answers
-follow, and DONE when no more can come. All parts behind a link are kept under one hop id until that relay's own DONE.
+The surveyor's relay first sends a ROSTER of the members it dispatched the survey to, and so does each other
+relay. Answers follow, and DONE when no more can come. All parts behind a link are kept under one hop id
+until that relay's own DONE.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Tunnels as a relay sees them: two ends, each with a hop id, and records that pass from one to the other.
 
-The ends of a tunnel throttle it, not the relays. When a port's share for tunnels is full, the tunnel that holds most of it
-is broken at both ends.
+The ends of a tunnel throttle it, not the relays. When a port's share for tunnels is full, the tunnel that
+holds most of it is broken at both ends.
 """
 
 from __future__ import annotations
