@@ -1,7 +1,7 @@
 """The relay as a process: its start, its stop and its signals.
 
-bind socket -> router -> sessions -> links -> other sites -> READY=1 -> discovery -> ... -> STOPPING=1 -> end
-discovery -> drain -> close -> release
+    start   bind socket -> router -> sessions -> links -> other sites -> READY=1 -> discovery
+    stop    STOPPING=1 -> end discovery -> drain -> close -> release
 
 SIGTERM and SIGINT stop it. SIGHUP makes it read its settings and network keys again.
 """

@@ -28,7 +28,7 @@ SENTENCES: Final[dict[str, str | tuple[str, ...]]] = {
     "notify.failed": "The service manager at {address} (NOTIFY_SOCKET) could not be notified: {error}. The relay continues.",
     "router.fault": f"Routing failed at a timer with an internal error and is tried again. {_BUG}",
     "port.fault": f"One connection was closed because of an internal error; the others continue. {_BUG}",
-    # Waiting at a restart before sessions are accepted
+    # Sessions wait at a restart for the store and links
     "door.waits": "Sessions are accepted when what the relay before this one had is back, or after {within_s} s (store: {store}, links: {links}).",
     "door.late": "Sessions are accepted after {after_s} s although not everything is back (store: {store}, links: {links} of {links_before}). Messages to what is missing are lost and reported as a loss of unknown count.",
     "door.not_kept": "The number of links could not be written to {path}: {error}. After a restart, sessions will not wait for these links.",
@@ -48,11 +48,11 @@ SENTENCES: Final[dict[str, str | tuple[str, ...]]] = {
     "session.protocol_error": "The session of {label} (pid {pid}) broke the protocol and was closed: {error}. Check that its version of Iris fits this relay.",
     "session.slow": "{label} (pid {pid}, user {user}) reads too slowly: {dropped_lately} messages for it were dropped. Make its handlers faster or asynchronous, or share the work in a queue group.",
     "session.fault": f"Session {{session}} was cut because of an internal error; the others continue. {_BUG}",
-    "tunnel.not_handed_over": "A tunnel stays with the relay because its socket pair could not be handed to a program: {error}.",
+    "tunnel.not_handed_over": "A tunnel stays with the relay because its socket pair could not be sent to a program: {error}.",
     # Links to other relays of the network
     "links.listening": "Links are accepted at {addresses}.",
     "links.another_port": "Port {taken} is in use, so links are accepted at port {port}. Other relays must name this one with --join HOST:{port}; or free port {taken} and restart.",
-    "links.no_addresses": "The addresses of this host could not be listed: {error}. Until they can, peers are not told of changed addresses.",
+    "links.no_addresses": "The addresses of this host could not be listed: {error}. Until they can, peers do not get changed addresses.",
     "links.two_site_names": "Relay {peer} says that it is in site {its_site}, but this relay is in site {ours}. Start all relays of a network with the same --site.",
     "links.keys": "The network keys were read again. The relay now serves networks {networks}.",
     "links.keys_unreadable": "The network keys could not be read again, so the relay keeps the old ones: {error}. Correct the file and send SIGHUP.",
@@ -141,8 +141,8 @@ SENTENCES: Final[dict[str, str | tuple[str, ...]]] = {
         "The keyring was read again for socket {socket}.",
     ),
     "bridge.keys_not_reloaded": (
-        "The keyring could not be taken up for client {peer}, which keeps the old keys: {error}.",
-        "The keyring could not be taken up for socket {socket}, which keeps the old keys: {error}.",
+        "The keyring could not be applied for client {peer}, which keeps the old keys: {error}.",
+        "The keyring could not be applied for socket {socket}, which keeps the old keys: {error}.",
         "The keyring could not be read again, so the bridge keeps the old keys: {error}.",
     ),
     "bridge.fault": f"Client {{peer}} was disconnected because of an internal error; the others continue. {_BUG}",

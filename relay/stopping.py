@@ -78,8 +78,8 @@ class Stopping:
     @property
     def _idle(self) -> bool:
         """Whether nothing runs, waits or is in transit, and all peers that can start something know of the drain."""
-        heard = self._router.drains.acknowledged
-        return heard and self._sessions.idle and all(hub.idle for hub in self._hubs)
+        acknowledged = self._router.drains.acknowledged
+        return acknowledged and self._sessions.idle and all(hub.idle for hub in self._hubs)
 
     def _cut(self, bound_s: float) -> bool:
         """Cut the remaining sessions, log what was in flight and report what may be lost.

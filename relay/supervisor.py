@@ -131,10 +131,10 @@ class StoreSupervisor:
                 line = await process.stdout.readline()
                 if not line:
                     return
-                said = _decode(line)
+                status = _decode(line)
             except (ValueError, msgspec.DecodeError):
                 continue
-            self._set_cannot_serve(said.cannot, final=said.final)
+            self._set_cannot_serve(status.cannot, final=status.final)
 
     def _set_cannot_serve(self, why: str, *, final: bool) -> None:
         if why != self._cannot:

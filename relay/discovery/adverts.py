@@ -147,19 +147,19 @@ def _identifier(shown: bytes, reason: str) -> bytes:
     return bytes.fromhex(shown.decode())
 
 
-def announced(ours: Iterable[Address]) -> tuple[str, ...]:
+def announced(local: Iterable[Address]) -> tuple[str, ...]:
     """Return this host's addresses for an advert: those of interfaces that are up, at most 32.
 
     Link-local addresses come last. Loopback addresses are included only if there are no others.
     """
-    live = [address for address in ours if address.up]
+    live = [address for address in local if address.up]
     real = [address for address in live if not address.parsed.is_loopback]
     ordered = sorted(real or live, key=lambda address: (address.parsed.is_link_local, address))
     return tuple(dict.fromkeys(address.ip for address in ordered))[:MAX_ADDRESSES]
 
 
 def best_first(
-    advertised: Iterable[str], port: int, ours: frozenset[Address]
+    advertised: Iterable[str], port: int, local: frozenset[Address]
 ) -> tuple[tuple[str, int], ...]:
     """Return the (address, port) pairs of an advert to dial from this host, best first, at most `MAX_DIALLED`.
 
@@ -170,13 +170,13 @@ def best_first(
     host has all of them, the relay is on this host. A link-local IPv6 address needs the scope of the interface on which
     it was received ("%2") and is left out without it, as are addresses that cannot be connected to.
     """
-    own = {address.parsed for address in ours}
+    own = {address.parsed for address in local}
     subnets = [
         ipaddress.ip_network((address.ip, address.prefix), strict=False)
-        for address in ours
+        for address in local
         if address.up and not (address.parsed.version == 6 and address.parsed.is_link_local)
     ]
-    names = {str(address.index): address.interface for address in ours}
+    names = {str(address.index): address.interface for address in local}
     kept: dict[str, tuple[bool, int, int, bytes]] = {}
     for text in list(advertised)[:MAX_ADDRESSES]:
         bare, _, scope = text.partition("%")

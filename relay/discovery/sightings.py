@@ -37,12 +37,12 @@ _RECHECK_S: Final = 1.5
 class Sightings:
     """The other relays that adverts name.
 
-    `ours`: the addresses that this relay advertises; `networks`: those it has keys of.
+    `local`: the addresses that this relay advertises; `networks`: those it has keys of.
     """
 
     def __init__(self, relay_id: bytes, port: int, networks: tuple[bytes, ...], feed: Feed) -> None:
         self.networks = networks
-        self.ours: frozenset[Address] = frozenset()
+        self.local: frozenset[Address] = frozenset()
         self.known: dict[bytes, Sighting] = {}
         self.dropped: Counter[str] = Counter()
         self._relay_id = relay_id
@@ -96,7 +96,7 @@ class Sightings:
             if not set(advert.networks) & set(self.networks):
                 self._forget(relay_id)
                 raise BadAdvert("other_network")
-            addresses = best_first(info.parsed_scoped_addresses(), info.port, self.ours)
+            addresses = best_first(info.parsed_scoped_addresses(), info.port, self.local)
             addresses = tuple(a for a in addresses if not self._is_our_own(*a))
             if not addresses:
                 raise BadAdvert("no_address")
@@ -131,7 +131,7 @@ class Sightings:
 
     def _is_our_own(self, ip: str, port: int) -> bool:
         return port == self._port and any(
-            ip.partition("%")[0] == address.ip for address in self.ours
+            ip.partition("%")[0] == address.ip for address in self.local
         )
 
     def _forget(self, relay_id: bytes, *, silently: bool = False) -> None:

@@ -200,7 +200,7 @@ class MulticastDiscovery:
             "tried": [
                 str(address)
                 for address in sorted(settled)
-                if address in self._sightings.ours or not address.up
+                if address in self._sightings.local or not address.up
             ],
             "interfaces": [
                 {
@@ -208,7 +208,7 @@ class MulticastDiscovery:
                     "address": address.ip,
                     "up": address.up,
                     "multicast": address.multicast,
-                    "used": address in self._sightings.ours,
+                    "used": address in self._sightings.local,
                 }
                 for address in sorted(settled)
             ],
@@ -255,11 +255,11 @@ class MulticastDiscovery:
         self._stale = False
         settled = self._damper.settled or frozenset()
         addresses = announced(settled)
-        before = self._sightings.ours
-        self._sightings.ours = frozenset(a for a in settled if a.up and a.ip in addresses)
-        choice = _sockets_for(self._sightings.ours)
-        moved = {a.ip for a in before - self._sightings.ours} & {
-            a.ip for a in self._sightings.ours - before
+        before = self._sightings.local
+        self._sightings.local = frozenset(a for a in settled if a.up and a.ip in addresses)
+        choice = _sockets_for(self._sightings.local)
+        moved = {a.ip for a in before - self._sightings.local} & {
+            a.ip for a in self._sightings.local - before
         }
         try:
             zeroconf = await self._open()
@@ -274,7 +274,7 @@ class MulticastDiscovery:
             if moved:
                 # The same address on another interface, or on one that was made again: zeroconf compares only
                 # addresses, and would keep a socket that receives nothing.
-                await zeroconf.async_update_interfaces(_sockets_for(before & self._sightings.ours))
+                await zeroconf.async_update_interfaces(_sockets_for(before & self._sightings.local))
             await zeroconf.async_update_interfaces(choice)
             senders = {sender.interface_key for sender in zeroconf.zeroconf.engine.senders}
             if self._registered is None and addresses:
@@ -370,7 +370,7 @@ class MulticastDiscovery:
         """Ask for relays, often at first and then rarely. The browser receives the answers."""
         while True:
             wait_s = self._ask_at_s - time.monotonic()
-            if wait_s > 0 or self._zeroconf is None or not self._sightings.ours:
+            if wait_s > 0 or self._zeroconf is None or not self._sightings.local:
                 self._ask_now.clear()
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(wait_s if wait_s > 0 else None):
@@ -411,11 +411,11 @@ class MulticastDiscovery:
 
     def _purge(self) -> None:
         """Remove names from the cache that are not known relays, if there are more than `MAX_STRANGERS`."""
-        heard = self._cached_names()
-        if len(heard) - len(self._sightings.known) <= MAX_STRANGERS or self._zeroconf is None:
+        cached = self._cached_names()
+        if len(cached) - len(self._sightings.known) <= MAX_STRANGERS or self._zeroconf is None:
             return
-        ours = {instance_name(relay_id) for relay_id in (self._relay_id, *self._sightings.known)}
-        strangers = [record for record in heard if record.alias not in ours]
+        known = {instance_name(relay_id) for relay_id in (self._relay_id, *self._sightings.known)}
+        strangers = [record for record in cached if record.alias not in known]
         self._zeroconf.zeroconf.cache.async_remove_records(strangers)
         self._sightings.dropped["purged"] += len(strangers)
 
@@ -437,14 +437,14 @@ class MulticastDiscovery:
         await self._sightings.follow_up(self._zeroconf.zeroconf)
 
 
-def _sockets_for(ours: frozenset[Address]) -> list[str | int]:
+def _sockets_for(local: frozenset[Address]) -> list[str | int]:
     """Return what zeroconf should join, per interface: one IPv4 address, and the index for IPv6.
 
     A second address of an interface cannot join the group again, and IPv6 lacks a multicast route on loopback.
     """
     v4: dict[int, str] = {}
     v6: dict[int, int] = {}
-    for address in sorted(ours):
+    for address in sorted(local):
         if address.multicast and address.parsed.version == 4:
             v4.setdefault(address.index, address.ip)
         elif address.multicast and not address.parsed.is_loopback:

@@ -411,19 +411,19 @@ class LinkPort(LongFramePort):
 
     def _read_deferred(self) -> bool:
         """Handle deferred frames, up to the end of a portion. Return whether none are left."""
-        hears, later = self._deferred_handler, self._deferred
-        assert hears is not None
-        while later:
+        handler, deferred = self._deferred_handler, self._deferred
+        assert handler is not None
+        while deferred:
             if self._portion_used >= self._portion_bytes:
                 self._portion_bytes += self._portion_bytes >> 3
                 self._pause_portions()
                 return False
-            frame = later.popleft()
-            hears(frame, 0, len(frame))
+            frame = deferred.popleft()
+            handler(frame, 0, len(frame))
             if self._closed or self._finishing:
                 return False
         self._portion_bytes = PORTION_BYTES
-        self._reader.on_frame = hears
+        self._reader.on_frame = handler
         self._resume_reading()
         return True
 

@@ -205,7 +205,7 @@ class SessionHub:
 class Peer:
     """The process at the other end of a local socket, as the kernel reports it; without a socket, this process."""
 
-    __slots__ = ("ours", "pid", "user")
+    __slots__ = ("pid", "trusted", "user")
 
     def __init__(self, connection: socket.socket | None) -> None:
         self.pid, uid = os.getpid(), os.geteuid()
@@ -214,7 +214,7 @@ class Peer:
                 socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size
             )
             self.pid, uid, _ = _CREDENTIALS.unpack(credentials)
-        self.ours = uid in (0, os.geteuid())
+        self.trusted = uid in (0, os.geteuid())
         """Whether the peer runs as root or as the user of this process."""
         self.user = f"uid {uid}"
 
@@ -230,7 +230,7 @@ class SessionPort(ConnectionPort):
         With `channel_of` the session is of another host, and its user is unknown until it is admitted.
         """
         super().__init__(hub.driver, hub.config)
-        self._ours = peer.ours and channel_of is None
+        self._trusted = peer.trusted and channel_of is None
         self.user = peer.user if channel_of is None else ""
         self._hub = hub
         self._channel_of = channel_of
@@ -254,7 +254,9 @@ class SessionPort(ConnectionPort):
         self._writer = Writer(self._transport)
         channel_of = self._channel_of
         remote = channel_of is not None
-        self.session = self._router.session_up(self, remote=remote, ours=self._ours, user=self.user)
+        self.session = self._router.session_up(
+            self, remote=remote, ours=self._trusted, user=self.user
+        )
         self.session.takes_descriptors = self._local
         self._hub.ports.add(self)
         self._hub.attaching -= self.attaching

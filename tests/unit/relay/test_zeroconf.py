@@ -51,7 +51,7 @@ class Cache:
 @pytest.fixture
 def discovery() -> MulticastDiscovery:
     made = MulticastDiscovery(OURS, (NETWORK,), 7)
-    made._sightings.ours = frozenset({ETH})
+    made._sightings.local = frozenset({ETH})
     return made
 
 
