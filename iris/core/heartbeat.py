@@ -59,5 +59,5 @@ class Heartbeat:
 
     @property
     def deadline_us(self) -> int:
-        """Time of the next beat to send, or of the peer's death if that comes first."""
+        """Time at which to send the next beat, or to count the connection as dead if that is earlier."""
         return min(self.beat_us, self.last_us + DEAD_US)

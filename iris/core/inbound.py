@@ -152,7 +152,7 @@ class Inbound:
             opener = self._openers.get(opener_key)
             if opener is None:
                 if len(self._openers) >= MAX_OPENERS:
-                    self._openers.clear()  # flows keep theirs; others are derived again when declared again
+                    self._openers.clear()  # existing flows keep theirs; others are derived again at the next declaration
                 opener = self._openers[opener_key] = Opener(key, declared.sender_id)
         self.replies.discard(declared.alias)
         flow = InFlow(declared, key, opener)

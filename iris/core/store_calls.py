@@ -282,8 +282,9 @@ class StoreCalls:
         late = [h for h, c in self._pending.items() if c.deadline_us + GRACE_US <= mono_us]
         for hop in late:
             if (call := self._pending.get(hop)) is not None:
-                detail = f"the store did not answer within {call.timeout_ms / 1000:g} s"
-                self._end(hop, RequestTimeout(call.name, detail))
+                self._end(
+                    hop, RequestTimeout(call.name, "the store did not answer before the deadline")
+                )
         soonest = min((c.deadline_us for c in self._pending.values()), default=NEVER_US)
         return soonest + GRACE_US if self._pending else NEVER_US
 

@@ -205,7 +205,7 @@ class Opener:
 
 
 class ReplayWindow:
-    """The accepted ones of one sender's last `size` counters.
+    """Set of the accepted counters among one sender's last `size` counters.
 
     Call `check` before a message is accepted and `mark` when it is, so that a refused message may come again.
     The window ends at the highest marked counter. Memory grows with the marks: a new window takes 128 bytes,
