@@ -109,7 +109,7 @@ class ServiceBinding:
             return Refusal.FULL
         return None
 
-    def take(self, delivery: Delivery) -> None:
+    def dispatch(self, delivery: Delivery) -> None:
         """Run a request, push or survey: at once if its handler is a plain function, else within `concurrency`."""
         inbox = self._inboxes[delivery.flow.kind]
         self.running += 1

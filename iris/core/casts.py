@@ -153,7 +153,7 @@ class Casts:
         if flow.plain:
             expected.known = True
         elif expected.known:
-            self._skipped_by_groups(flow, expected, expected.missing(first) + count)
+            self._groups_only(flow, expected, expected.missing(first) + count)
         expected.next = first + count
         expected.used_us = self.now_us
         name, source = flow.name, flow.sender_id
@@ -189,7 +189,7 @@ class Casts:
             receiver = binding.number
         return (flow.kind, receiver, flow.name, flow.key.key_id, flow.sender_id)
 
-    def _skipped_by_groups(self, flow: InFlow, expected: Expected, count: int) -> None:
+    def _groups_only(self, flow: InFlow, expected: Expected, count: int) -> None:
         """Handle a delivery to queue groups only, from a sender whose messages reached subscriptions without a
         group before.
 
@@ -234,7 +234,7 @@ class Casts:
         """
         key = self._flow_key(flow)
         expected = self._guard.reported(key) if key is not None else Expected()
-        before, here = expected.lost(first, count)
+        before, here = expected.note_lost(first, count)
         if before:
             self._report_loss(flow, before, "missing on the way")
         if here:
@@ -261,7 +261,7 @@ class Casts:
             # Both ends of a link may report the same loss.
             flow_key = self._flow_key(flow) if flow.plain else None
             expected = self._guard.known(flow_key) if flow_key is not None else None
-            if expected is None or expected.unsure_again():
+            if expected is None or expected.note_unknown():
                 self._report_loss(flow, None, gap.cause)
         elif not flow.plain:
             # Members of a group see only their share, so the relay's number is the only one.

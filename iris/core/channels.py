@@ -36,7 +36,7 @@ ChannelKey = tuple[str, bytes, bool]
 """(address, key id, whether the call is to the store itself rather than to a stream)."""
 
 
-def own_orders(
+def trusted_orders(
     orders: Iterable[SignedOrder], find_key: FindKey, *, uuid: bytes, store: bytes
 ) -> Iterator[Order]:
     """Yield the orders, signed by a key that `find_key` returns, under which `store` keeps the log `uuid`.
@@ -58,7 +58,7 @@ def own_orders(
             yield order
 
 
-def is_called(order: Order, name: str) -> bool:
+def is_named(order: Order, name: str) -> bool:
     """Return whether the stream of this order, or its dead letters, has this name (without a site)."""
     return name in (order.definition.name, order.definition.name + DEAD)
 
@@ -162,8 +162,8 @@ class StoreChannel:
         else:
             bare = answer.uuid.hex()
             ours = answer.uuid != NO_LOG and any(
-                name == bare or is_called(order, name)
-                for order in own_orders(
+                name == bare or is_named(order, name)
+                for order in trusted_orders(
                     answer.orders, self._find_key, uuid=answer.uuid, store=answer.store
                 )
             )

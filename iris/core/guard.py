@@ -63,7 +63,7 @@ class Shares:
 class Sequence:
     """Sequence of one sender's messages for one address: the number expected next, and the losses reported."""
 
-    __slots__ = ("known", "next", "reported", "unsure", "used_us")
+    __slots__ = ("known", "next", "reported", "unknown_at", "used_us")
 
     def __init__(self) -> None:
         self.next = 0
@@ -73,7 +73,7 @@ class Sequence:
         wrong and is ignored."""
         self.known = False
         """Whether every delivery without a queue group was followed since some message, so that a jump is a gap."""
-        self.unsure = -1
+        self.unknown_at = -1
         """Value of `next` when a loss of unknown count was last reported."""
         self.used_us = 0
 
@@ -83,17 +83,17 @@ class Sequence:
             self.reported = 0
         return first - max(self.next, self.reported)
 
-    def unsure_again(self) -> bool:
+    def note_unknown(self) -> bool:
         """Note a loss of unknown count from here on.
 
         Return False if it was already reported and no message came since.
         """
-        if self.unsure == self.next:
+        if self.unknown_at == self.next:
             return False
-        self.unsure = self.next
+        self.unknown_at = self.next
         return True
 
-    def lost(self, first: int, count: int) -> tuple[int, int]:
+    def note_lost(self, first: int, count: int) -> tuple[int, int]:
         """Note that a relay dropped `count` messages from `first` on.
 
         Return how many are missing before `first`, and how many of `count` were not reported yet.

@@ -315,7 +315,9 @@ class Session(SessionBase):
             return
         at, sizes = start + BODY_AT, (end - start - BODY_AT,)
         end_fields = buf[start + END_AT : start + BODY_AT]
-        for _, _, reason in self._take(flow, hop, deadline_us, sent_us, buf, at, sizes, end_fields):
+        for _, _, reason in self._dispatch(
+            flow, hop, deadline_us, sent_us, buf, at, sizes, end_fields
+        ):
             self.refuse(buf, start, end, reason)
 
     def _incoming_run(self, buf: memoryview, start: int, end: int) -> None:
@@ -330,12 +332,12 @@ class Session(SessionBase):
         self.received_alone += count
         flow = self._inbound.flow_of(alias, RUN_KINDS)
         end_fields = single_end(buf, start)
-        back = self._take(flow, hop, deadline_us, sent_us, buf, at, sizes, end_fields)
+        back = self._dispatch(flow, hop, deadline_us, sent_us, buf, at, sizes, end_fields)
         for first, length, reason in back:
             part = memoryview(part_of_calls(buf, start, end, first, length))
             self.refuse(part, 0, len(part), reason, length)
 
-    def _take(
+    def _dispatch(
         self, flow: InFlow, hop: int, deadline_us: int, sent_us: int, buf: memoryview, at: int, sizes: Sequence[int],
         end_fields: bytes | memoryview,
     ) -> Sequence[tuple[int, int, Refusal]]:  # fmt: skip
@@ -399,7 +401,7 @@ class Session(SessionBase):
                     self.drop("replayed" if isinstance(err, Replayed) else "stale")
                     refusal = Refusal.REPLAYED if isinstance(err, Replayed) else Refusal.STALE
             if refusal is None:
-                binding.take(delivery)
+                binding.dispatch(delivery)
             elif back and back[-1][2] is refusal and sum(back[-1][:2]) == number:
                 back[-1] = (back[-1][0], back[-1][1] + 1, refusal)
             else:

@@ -51,7 +51,7 @@ class StoreCall:
     """Its counter in that channel; -1 until it is sent."""
     body: bytes = b""
     """Held until the call is sent. If the call changes nothing, held until it is answered or sent again."""
-    again: bool = False
+    retried: bool = False
     """Whether this is the second attempt, through a new channel."""
 
     @property
@@ -129,7 +129,7 @@ class StoreCalls:
         opened.next += 1
         end = END.pack(self._session.out.now_us, call.timeout_ms, 1, 0)
         body = call.body
-        if call.writes or call.again:
+        if call.writes or call.retried:
             call.body = b""
         head = opened.seal(call.counter, end, body)
         self._session.out.store_call(
@@ -174,7 +174,7 @@ class StoreCalls:
         self._drop_channel(channel)
         for call in held:
             if self._pending.get(call.hop) is call:
-                self._take(call.hop)
+                self._pop(call.hop)
                 if call.waiter.done():
                     continue
                 if isinstance(failure, Refused):
@@ -202,7 +202,7 @@ class StoreCalls:
             elif self._refused(body):
                 # The store does not know the channel, or a relay claims so. The call may have been carried out.
                 self._drop_channel(channel)
-                self._again(call, channel)
+                self._retry(call, channel)
                 return None
         self._session.drop("unauthenticated")
         detail = "an answer was dropped because the store did not authenticate it; check whether the call was carried out"
@@ -215,7 +215,7 @@ class StoreCalls:
         except DecodeError:
             return False
 
-    def _again(self, call: StoreCall, channel: StoreChannel) -> None:
+    def _retry(self, call: StoreCall, channel: StoreChannel) -> None:
         """Send a call again through a new channel if it changes nothing; otherwise end it, and let its
         caller decide."""
         if not call.body:
@@ -225,16 +225,16 @@ class StoreCalls:
             )
             call.waiter.set_exception(ConnectionLost(call.name, detail))
             return
-        call.again, call.counter = True, -1
+        call.retried, call.counter = True, -1
         call.hop = self._session.next_hop()
         self._pending[call.hop] = call
         self._route(call, channel.channel_key, channel.cluster_key)
 
     def forget(self, call: StoreCall) -> None:
         """Forget a call whose caller no longer waits. A later answer is dropped and counted."""
-        self._take(call.hop)
+        self._pop(call.hop)
 
-    def _take(self, hop: int) -> StoreCall | None:
+    def _pop(self, hop: int) -> StoreCall | None:
         call = self._pending.pop(hop, None)
         if call is not None:
             self.writes -= call.writes
@@ -252,7 +252,7 @@ class StoreCalls:
         if alias not in self._session.replies:
             raise PeerProtocolError(f"alias {alias} was not declared for STREAM_REPLY")
         self._session.received_alone += 1
-        call = self._take(hop)
+        call = self._pop(hop)
         if call is None:
             self._session.drop("late answers")
             return
@@ -273,7 +273,7 @@ class StoreCalls:
 
     def failed(self, fail: frames.Fail) -> None:
         """Handle FAIL, by which the relay ends a call: no other answer will come."""
-        call = self._take(fail.hop)
+        call = self._pop(fail.hop)
         if call is not None and not call.waiter.done():
             call.waiter.set_exception(error_of(call.name, fail))
 
@@ -294,6 +294,6 @@ class StoreCalls:
             self._end(hop, ConnectionLost(call.name, reason, may_have_run=call.sent))
 
     def _end(self, hop: int, error: IrisError) -> None:
-        call = self._take(hop)
+        call = self._pop(hop)
         if call is not None and not call.waiter.done():
             call.waiter.set_exception(error)

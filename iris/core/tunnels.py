@@ -149,7 +149,7 @@ class Tunnels:
         """Start the handler once the first record of an incoming tunnel has opened; clean up if it broke."""
         if tunnel.headers is None and not tunnel.broken:
             return
-        self._not_half_open(hop)
+        self._remove_half_open(hop)
         tunnel.wake = lambda: None
         binding = self._session.owner.binding(flow)
         if tunnel.broken:
@@ -159,7 +159,7 @@ class Tunnels:
         else:
             binding.tunnel(tunnel)
 
-    def _not_half_open(self, hop: int) -> None:
+    def _remove_half_open(self, hop: int) -> None:
         """Remove a tunnel from the half-open ones."""
         half = self._half_open.pop(hop, None)
         if half is not None:
@@ -280,7 +280,7 @@ class Tunnels:
         soonest = NEVER_US
         for hop, (until, _) in list(self._half_open.items()):
             if until <= mono_us:
-                self._not_half_open(hop)
+                self._remove_half_open(hop)
                 self._break(
                     hop, f"the peer did not finish the handshake within {HALF_OPEN_US / 1e6:g} s"
                 )

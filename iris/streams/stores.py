@@ -14,7 +14,7 @@ from typing import Any, Final, Protocol, TypeVar
 import msgspec
 
 from iris.core.backoff import Backoff
-from iris.core.channels import is_called, own_orders
+from iris.core.channels import is_named, trusted_orders
 from iris.crypto.keys import ClusterKey
 from iris.deadlines import milliseconds, seconds_left
 from iris.errors import (
@@ -279,8 +279,10 @@ class Stores:
         """
         name = split_site(name)[1]
         find_key = self.runtime.keyring.by_id
-        ours = own_orders(described.orders, find_key, uuid=described.uuid, store=described.store)
-        latest = in_force(order for order in ours if is_called(order, name))
+        ours = trusted_orders(
+            described.orders, find_key, uuid=described.uuid, store=described.store
+        )
+        latest = in_force(order for order in ours if is_named(order, name))
         if latest is None:
             raise StreamError(
                 name,

@@ -100,7 +100,7 @@ class Recorder:
             return
         key = (gap.kind, 0, gap.name, gap.key_id, gap.sender_id)
         expected = self._guard.reported(key)
-        before, here = expected.lost(gap.first, gap.count)
+        before, here = expected.note_lost(gap.first, gap.count)
         if before:
             self.add_gap(before, "missing on the way")
         if here:

@@ -377,7 +377,7 @@ class _Owner:
     def admit(self, kind: int, size: int) -> None:
         return None
 
-    def take(self, delivery: Any) -> None:
+    def dispatch(self, delivery: Any) -> None:
         self.delivered.append(delivery)
 
     def broadcast(self, messages: list[Any], size: int) -> None:

@@ -155,7 +155,7 @@ class Service:
     def admit(self, kind: int, size: int) -> Refusal | None:
         return self.refusal
 
-    def take(self, delivery: Delivery) -> None:
+    def dispatch(self, delivery: Delivery) -> None:
         self.deliveries.append(delivery)
         if self.handler is not None:
             self.handler(delivery)

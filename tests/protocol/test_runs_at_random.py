@@ -33,7 +33,7 @@ class Moody(Service):
             return self.rng.choice((Refusal.FULL, Refusal.FULL, Refusal.LEAVING))
         return None
 
-    def take(self, delivery: Delivery) -> None:
+    def dispatch(self, delivery: Delivery) -> None:
         self.ran[delivery.message.payload] += 1
         self.kept.append(delivery)
 

@@ -186,7 +186,7 @@ SABOTAGES = (
     Sabotage(
         "channel-own-key",
         "iris/core/channels.py",
-        "own_orders",
+        "trusted_orders",
         "find_key(public_id(signed.public_key)) is None",
         "False",
         CALLS,
@@ -195,7 +195,7 @@ SABOTAGES = (
     Sabotage(
         "channel-own-store",
         "iris/core/channels.py",
-        "own_orders",
+        "trusted_orders",
         "(order.key_id, order.action, order.store) == (key_id, KEEP, store)",
         "(order.key_id, order.action) == (key_id, KEEP)",
         CALLS,
@@ -205,7 +205,7 @@ SABOTAGES = (
         "channel-own-name",
         "iris/core/channels.py",
         "StoreChannel._door",
-        "name == bare or is_called(order, name)",
+        "name == bare or is_named(order, name)",
         "True",
         CALLS,
         "a store shows one stream as another",

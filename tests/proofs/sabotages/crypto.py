@@ -290,7 +290,7 @@ SABOTAGES = (
     Sabotage(
         "fresh-request",
         "iris/core/session.py",
-        "Session._take",
+        "Session._dispatch",
         "abs(self.now_us - sent_us) >= self.guard.freshness_us",
         "False",
         GUARDING,
@@ -348,7 +348,7 @@ SABOTAGES = (
     Sabotage(
         "expired-request",
         "iris/core/session.py",
-        "Session._take",
+        "Session._dispatch",
         "deadline_us < self.mono_us",
         "False",
         GUARDING,
@@ -449,7 +449,7 @@ SABOTAGES = (
     Sabotage(
         "told-loss",
         "iris/core/guard.py",
-        "Sequence.lost",
+        "Sequence.note_lost",
         "self.reported, self.known = end, True",
         "self.next, self.known = end, True",
         ("tests/protocol/test_passing_on.py",),
@@ -458,7 +458,7 @@ SABOTAGES = (
     Sabotage(
         "group-alone",
         "iris/core/casts.py",
-        "Casts._skipped_by_groups",
+        "Casts._groups_only",
         'self._report_loss(plain, count, "delivered to queue groups alone")',
         "pass",
         LYING,
