@@ -244,7 +244,7 @@ def main() -> None:
         harness.report(args.role, uvloop.run(role))
         return
     if args.what is None:
-        parser.error("slow, or shares")
+        parser.error("name the bench: slow or shares")
     about = {"bench": f"balance {args.what}", "facts": harness.facts()}
     if args.what == "slow":
         result = run_slow(args.rounds, args.seconds)

@@ -354,7 +354,7 @@ def main() -> None:
         json.dumps({**about, "facts": harness.facts(), "cells": cells, "rounds": rounds}, indent=1)
     )
     if any(result[side]["lost"] for result in rounds for side in sides):
-        sys.exit("events were lost: the rates mean nothing")
+        sys.exit("events were lost; do not use these rates")
 
 
 if __name__ == "__main__":

@@ -150,7 +150,7 @@ def main() -> None:
             summary |= harness.compare(rounds, key, ratio, other="one_relay")
     print(json.dumps({**about, **summary, "rounds": rounds}, indent=1))
     if any(r[side]["wrong"] for r in rounds for side in sides):
-        sys.exit("replies came wrong: the figures mean nothing")
+        sys.exit("replies were wrong; do not use these figures")
 
 
 if __name__ == "__main__":

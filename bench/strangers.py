@@ -154,14 +154,16 @@ def main() -> None:
         # The relay needs a descriptor for its end of each, too; it raises its own limit to the hard limit.
         allow_descriptors(args.count + SPARE_DESCRIPTORS)
     except ValueError as err:
-        sys.exit(f"{args.count} connections: {err}")
+        sys.exit(
+            f"cannot open {args.count} connections: {err}; raise the limit of open files, or use --count"
+        )
     rounds = harness.alternate(args.rounds, sides)
     summary = harness.compare(rounds, "p99_us", other="alone")
     summary |= harness.compare(rounds, "p50_us", "p50_ratio", other="alone")
     answers = [r["iris"]["strangers"] for r in rounds]
     print(json.dumps({**about, **summary, "strangers": answers, "rounds": rounds}, indent=1))
     if any(answer["opened"] < args.count for answer in answers):
-        sys.exit(f"not all of {args.count} connections were opened: see strangers")
+        sys.exit(f"not all of {args.count} connections were opened; see 'strangers' in the output")
 
 
 if __name__ == "__main__":

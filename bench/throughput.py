@@ -418,7 +418,9 @@ def main() -> None:
         summary |= harness.compare(rounds, "rate", "ratio_one_relay", other="one_relay")
     print(json.dumps({**about, **summary, "rounds": rounds}, indent=1))
     if any(r[side]["wrong"] or r["twin"]["lost"] for r in rounds for side in sides):
-        sys.exit("messages came wrong, or the twin lost some: the figures mean nothing")
+        sys.exit(
+            "messages were wrong or out of order, or the twin lost some; do not use these figures"
+        )
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ class Cell:
 
 
 DISTURBED = 0.2
-"""Of a processor."""
+"""Share of a processor: if other programs use more, a run at a fixed rate does not count."""
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ class Plan:
     messages: int
     """Number of messages that are read again."""
     number: int = 1
-    """Of the round."""
+    """Number of the round, from 1."""
 
     @property
     def floor_s(self) -> float:

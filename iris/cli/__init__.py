@@ -1,4 +1,5 @@
-"""The `iris` command. Each verb is a module, which is imported when the verb is called; `--help` imports all of them."""
+"""The `iris` command. Each verb is a module, which is imported when the verb is called; `--help` imports all of
+them."""
 
 from __future__ import annotations
 

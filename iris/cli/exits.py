@@ -77,7 +77,8 @@ def complain(text: object) -> None:
 
 
 def report_error(error: IrisError) -> Exit:
-    """Write an error as one line on stderr, with its causes below if `iris --verbose` was given; return its exit code."""
+    """Write an error as one line on stderr, with its causes below if `iris --verbose` was given; return its exit
+    code."""
     complain(error)
     print_causes(error)
     return exit_code(error)

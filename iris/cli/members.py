@@ -85,7 +85,8 @@ def served(member: MemberInfo) -> list[str]:
 
 
 async def hint(client: iris.Client, cluster: str) -> str:
-    """Return which kinds the members under our keys serve, as an addition to a NoMembers; "" if there are no members."""
+    """Return which kinds the members under our keys serve, as an addition to a NoMembers; "" if there are no
+    members."""
     try:
         found = await client.members(cluster, timeout=1.0)
     except IrisError:  # the original error matters more

@@ -60,11 +60,13 @@ def run(
 
 
 def find_service(path: str) -> iris.Service:
-    """Return the service at "module:name", or at "module:service" for "module". The current directory is searched first.
+    """Return the service at "module:name", or at "module:service" for "module". The current directory is searched
+    first.
 
     Raises:
-        ConfigError: the module or the name does not exist, importing failed (its last frames are then on stderr), the object
-            is not an `iris.Service`, or the service has no handlers. A SystemExit of the module is passed on.
+        ConfigError: the module or the name does not exist, importing failed (its last frames are then on stderr),
+            the object is not an `iris.Service`, or the service has no handlers. A SystemExit of the module is
+            passed on.
     """
     module_name, _, attribute = path.partition(":")
     attribute = attribute or "service"
@@ -117,7 +119,8 @@ def _import(name: str) -> ModuleType:
 
 
 def _own_frames(error: BaseException) -> str:
-    """Return the last three frames of the user's code, formatted as in a traceback; those of libraries if it has none."""
+    """Return the last three frames of the user's code, formatted as in a traceback; those of libraries if it has
+    none."""
     installed = {
         sysconfig.get_path(path) for path in ("stdlib", "platstdlib", "purelib", "platlib")
     }

@@ -282,7 +282,8 @@ def _open(tally: Tally) -> int:
 
 @contextlib.asynccontextmanager
 async def _messages(load: Load, relay: str | None) -> AsyncIterator[Run]:
-    """Send messages through a tunnel; latency ends with the acknowledgement, sent when the member has the whole message.
+    """Send messages through a tunnel; latency ends with the acknowledgement, sent when the member has the whole
+    message.
 
     The return of `send` shows only that the bytes were accepted: with credit for a megabyte, it would measure this
     process. A full echo would measure both directions at once. Acknowledgements have 8 bytes, one per message, in

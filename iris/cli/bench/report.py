@@ -1,4 +1,5 @@
-"""The report of a bench: figures of all processes together, for people or as JSON. It has distributions, not averages."""
+"""The report of a bench: figures of all processes together, for people or as JSON. It has distributions, not
+averages."""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ class Report:
         self.corrected = None if load.rate is None else samples.merge(corrected)
 
     def document(self) -> dict[str, Any]:
-        """Return the document that `--json` prints. Latencies are in microseconds; `histogram` is HDR in nanoseconds, base64."""
+        """Return the document that `--json` prints. Latencies are in microseconds; `histogram` is HDR in
+        nanoseconds, base64."""
         load = self.load
         return {
             "verb": load.verb,

@@ -47,7 +47,8 @@ def new() -> Any:
 
 
 def merge(encoded: list[str]) -> Any:
-    """Return the sum of encoded histograms; raises ValueError for one, perhaps of another host, that `new` did not make."""
+    """Return the sum of encoded histograms; raises ValueError for one, perhaps of another host, that `new` did not
+    make."""
     total = new()
     for text in encoded:
         try:

@@ -26,7 +26,8 @@ class _TimerSpec(ctypes.Structure):
 
 
 class Timer:
-    """Sleep until a time of CLOCK_MONOTONIC, to some 50 µs with timerfd(2); elsewhere as exactly as the event loop can."""
+    """Sleep until a time of CLOCK_MONOTONIC, to some 50 µs with timerfd(2); elsewhere as exactly as the event loop
+    can."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -76,7 +77,8 @@ def due_ns(number: int, rate: float) -> int:
 
 
 async def batches(rate: float, count: int, begin_ns: int) -> AsyncGenerator[range, None]:
-    """Iterate over ranges of message numbers as they become due, never before; several numbers at once if sending is late.
+    """Iterate over ranges of message numbers as they become due, never before; several numbers at once if sending
+    is late.
 
     Stops with messages left over if it is still behind GRACE_NS after the last was due.
     """

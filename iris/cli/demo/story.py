@@ -35,7 +35,8 @@ LIMIT_S: Final = 150.0
 
 
 async def play(source: Path, figures: Figures, screen: Screen) -> None:
-    """Run the demo. Failures of messages are counted in `figures`; what prevents the demo from running raises IrisError.
+    """Run the demo. Failures of messages are counted in `figures`; what prevents the demo from running raises
+    IrisError.
 
     No process and no file is left behind, also after an error or a cancellation.
     """
@@ -174,7 +175,8 @@ class Story:
             await asyncio.sleep(ASK_PAUSE_S)
 
     async def _answer(self, route: Route) -> Delay:
-        """Repeat a request until it is answered. The request is idempotent, so it may run twice when a member is lost."""
+        """Repeat a request until it is answered. The request is idempotent, so it may run twice when a member is
+        lost."""
         figures = self._figures
         figures.asked += 1
         again = False

@@ -18,7 +18,8 @@ _encode_line: Final = msgspec.json.Encoder().encode
 
 
 class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A line of an export. `payload` is base64 in JSON; if `packed`, it is the MessagePack of the object that was sent."""
+    """A line of an export. `payload` is base64 in JSON; if `packed`, it is the MessagePack of the object that was
+    sent."""
 
     payload: bytes
     offset: int = 0

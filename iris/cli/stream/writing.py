@@ -222,7 +222,8 @@ async def _append_lines(
     name: str, entry: Callable[[bytes], Entry | None], *, uuid: str, timeout: float, relay: str | None,
     done: Callable[[Account], None],
 ) -> int:  # fmt: skip
-    """Append the entry that `entry` makes of each line. `done` gets the account, also after an error or an interrupt."""
+    """Append the entry that `entry` makes of each line. `done` gets the account, also after an error or an
+    interrupt."""
     account, code = Account(), Exit.OK
     try:
         async with iris.connect(relay) as client, contextlib.aclosing(_batches()) as batches:
