@@ -55,7 +55,7 @@ class RelayConfig:
     """
 
     socket_path: Path
-    """Where the sessions of this host connect: an absolute path of at most 106 bytes."""
+    """Path of the socket for sessions of this host: absolute, at most 106 bytes."""
 
     socket_group: str | None = None
     """Group whose users may also connect. None: only the relay's user and root."""
@@ -135,8 +135,8 @@ class RelayConfig:
     name. One is enough, because relays introduce their peers to each other."""
 
     listen: tuple[str, ...] = ()
-    """Where sessions from hosts without a relay are accepted, each tls://HOST:PORT. Their processes present an
-    access file (`iris key access`)."""
+    """Addresses at which sessions from hosts without a relay are accepted, each tls://HOST:PORT. Their
+    processes present an access file (`iris key access`)."""
 
     data: Path | None = None
     """Directory of durable streams: the relay starts a store there. None: creating a stream is refused, unless
@@ -149,7 +149,7 @@ class RelayConfig:
     """Seconds that a stopping relay waits for what is queued and running; 0 stops at once."""
 
     log_level: str = "INFO"
-    """DEBUG, INFO, WARNING or ERROR."""
+    """Lowest level that is logged: DEBUG, INFO, WARNING or ERROR."""
 
     log_format: str = "json"
     """"json": one object a line, for programs; "text": sentences, for people."""
@@ -163,8 +163,8 @@ class RelayConfig:
     of a site have the same."""
 
     gateway: tuple[str, ...] = ()
-    """Where gateways of other sites are accepted, each tls://HOST:PORT. Makes this relay a gateway, as does
-    `peer_site`."""
+    """Addresses at which gateways of other sites are accepted, each tls://HOST:PORT. Makes this relay a
+    gateway, as does `peer_site`."""
 
     site_key: Path | None = None
     """File with the key that proves to other sites that a gateway is of this site (`iris federation key`)."""
@@ -351,7 +351,7 @@ class PeerSite:
     addresses: tuple[tuple[str, int], ...]
     """Host (a name, or numeric without brackets) and port of each of its gateways to dial."""
     pins: tuple[bytes, ...]
-    """Its public keys, 32 bytes each."""
+    """Its pinned public keys, 32 bytes each."""
 
 
 def parse_listen(text: str) -> tuple[str, int]:

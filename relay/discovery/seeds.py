@@ -207,7 +207,7 @@ class Seed:
     __slots__ = ("_rng", "addresses", "due_s", "error", "failures", "join", "left_out", "lookups")
 
     due_s: float | None
-    """When to look it up next; None: never again."""
+    """Time of the next lookup; None: never again."""
 
     def __init__(self, join: Join, rng: random.Random, now_s: float) -> None:
         self.join = join

@@ -110,9 +110,9 @@ class Target:
     """Whether an advert said goodbye for it."""
     goodbye_s: float = -math.inf
     news_s: float = -math.inf
-    """When it was last dialled at once because its advert changed."""
+    """Time of the last immediate dial because its advert changed."""
     lost_s: float = -math.inf
-    """When its link was last lost."""
+    """Time at which its link was last lost."""
     failures: int = 0
     error: str = ""
     dialling: bool = False
@@ -166,7 +166,7 @@ class Dialler:
         *,
         kind: str = "link",
     ) -> None:
-        """`dial` dials one address of a target, `linked` returns whether a relay is linked, `kind` begins log events."""
+        """`dial` dials one address, `linked` returns whether a relay is linked, `kind` begins log events."""
         self._kind = kind
         self._own_id = own_id
         self._dial = dial
@@ -189,7 +189,7 @@ class Dialler:
         """Dial a relay that was sighted, or stop dialling one that left. A link that is up stays."""
         key: Hashable = seen.relay_id
         if key is None:
-            # A name of many relays has a target for each address. A name of one has one target with changing addresses.
+            # A name of many relays has a target for each address; a name of one relay has one target.
             many = seen.source.startswith("dns:")
             key = (seen.source, seen.addresses) if many else (seen.source,)
         if seen.gone:
@@ -209,7 +209,7 @@ class Dialler:
             self._add(relay_id, tuple(addresses), (), "peer", relay_id, True)
 
     def lost(self, relay_id: bytes, lived_s: float, dialled: bool) -> None:
-        """Dial the relay of a link that ended: at once if this side had dialled, else after the peer had time to dial."""
+        """Dial the relay of a lost link: at once if this side had dialled, else after the peer had time to dial."""
         for target in list(self._targets.values()):
             if target.relay_id == relay_id and not target.dialling:
                 target.known = True

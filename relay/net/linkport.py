@@ -119,7 +119,7 @@ class LinkPort(LongFramePort):
         self.address = address
         self.dialled = credentials is not None
         self.dial_us = dial_us
-        """When the dialling side dialled, by its clock."""
+        """Time of the dial, by the dialling side's clock (us)."""
         self.fingerprint = credentials.fingerprint if credentials is not None else b""
         """Fingerprint of the key that signed the peer's certificate."""
         self.relay_id = b""
@@ -129,7 +129,7 @@ class LinkPort(LongFramePort):
         """Why the connection ended; empty until then."""
         self.made = False
         self.outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        """Result of a dial."""
+        """The result, if this side dialled."""
         self.in_frames = self.in_bytes = 0
         self._hub = hub
         self._network_of = network_of
@@ -176,7 +176,7 @@ class LinkPort(LongFramePort):
             self._hub.half_open(self)
 
     def begin(self) -> None:
-        """Continue a dial once its transport owns the socket: uvloop would close the socket twice if it ended before."""
+        """Continue a dial once its transport owns the socket (uvloop would close it twice if it ended before)."""
         self.made = True
         if self._closed:
             self._transport.abort()

@@ -82,7 +82,7 @@ class LinkHub(Hub):
 
     async def _dial(self, target: Target, address: Address) -> Outcome:
         outcome = Outcome("it is in none of this relay's networks")
-        # The network that it was linked under last comes first.
+        # Try the network of its last link first.
         for credentials in sorted(self.credentials, key=lambda c: c.fingerprint != target.network):
             if target.networks and credentials.fingerprint not in target.networks:
                 continue

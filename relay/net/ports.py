@@ -142,7 +142,7 @@ class Secured:
         return True
 
     def read_into(self, buffer: memoryview) -> int:
-        """Fill `buffer` with decrypted bytes; return their number (fewer than fit: no more for now), or -1 at the end."""
+        """Fill `buffer` with decrypted bytes; return their number (not full: no more for now), or -1 at the end."""
         filled = 0
         read = self.tls.read
         incoming = self._incoming
