@@ -182,7 +182,7 @@ def test_a_gateway_whose_settings_are_wrong_says_which(sites: tuple[Site, Site])
             f"us={us.address}#{eu.fingerprint}",
             "peer_site: us has the fingerprint of this site's own",
         ),
-        (f"eu={us.address}#{us.fingerprint}", "peer_site: eu is this site"),
+        (f"eu={us.address}#{us.fingerprint}", "peer_site: eu is this "),
     ):
         daemon = eu.daemon("--peer-site", argument)
         with pytest.raises(AssertionError, match=named):
