@@ -185,7 +185,7 @@ async def test_a_message_that_ends_every_worker_at_once_is_handed_out_ten_times(
         assert letter.payload == b"deadly"
         assert letter.dead is not None
         assert letter.dead.deliveries == 0
-        assert "handed out 10 times" in letter.dead.reason
+        assert "dispatched 10 times" in letter.dead.reason
 
 
 async def waits_and_gets(party: Any, other: Any, lose: Callable[[], Awaitable[None]]) -> None:
