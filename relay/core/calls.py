@@ -8,6 +8,7 @@ served it a moment ago may come back (parking.py).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 from iris.errors import PeerProtocolError
@@ -414,14 +415,15 @@ class Calls:
     ) -> None:
         """End a call that no member can take: report it to the caller, or return it to the relay that sent it."""
         route = dispatched.route
-        servers = (("member on this relay", route.loads), ("other relay", route.peers), ("remote site", route.sites))  # fmt: skip
-        served = [_counted(len(loads), what) for what, loads in servers if loads]
+        served = bool(route.loads or route.peers or route.sites)
         if dispatched.origin.hop_class:
             self._bounce(dispatched, buf, start, end, reason if served else Refusal.LEAVING)
             return
         self.accounts.refused += 1
         if served:
-            detail = f"everybody who serves it is at capacity or refused it: {', '.join(served)}"
+            servers = (("local member", route.loads), ("other relay", route.peers), ("remote site", route.sites))  # fmt: skip
+            counts = ", ".join(_counted(loads, what) for what, loads in servers if loads)
+            detail = f"all members are at capacity or refused it: {counts}"
             far = (load.neighbor for load in (*route.peers, *route.sites))
             if any(is_over(neighbor, dispatched.origin, self._limits.pending) for neighbor in far):
                 detail += "; your share of the calls in flight to another relay or site is used up, try again later"
@@ -511,8 +513,9 @@ class Calls:
         self.leaving.neighbor_down(neighbor, now_us)
 
 
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+def _counted(loads: Sequence[Load], what: str) -> str:
+    concurrency = sum(load.concurrency for load in loads)
+    return f"{len(loads)} {what}{'s' * (len(loads) > 1)} (concurrency {concurrency})"
 
 
 COUNTED: Final = (HopClass.MESH, HopClass.FROM_WAN)

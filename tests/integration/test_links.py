@@ -426,6 +426,6 @@ async def test_an_answer_under_another_key_ends_the_answerer_at_its_own_relay(si
             foul.liar(path) as told,
         ):
             await vault.ask_a_liar()
-            assert "REPLY of echo under key" in await told
+            assert "REPLY for echo under key" in await told
     assert (link(one, two), link(two, one)) == up
     assert one.router.accounts.balance() == two.router.accounts.balance() == 0
