@@ -475,21 +475,22 @@ class _Store:
         self.taken = 0
         self.channels = Channels(StoreKey(bytes(range(32))), bytes)
 
-    def recorded(self, bundle: Any) -> None:
+    def cast_received(self, bundle: Any) -> None:
         self.taken += 1
 
-    def pushed(self, bundle: Any) -> None:
+    def push_received(self, bundle: Any) -> None:
         bundle.session.refuse(bundle, Refusal.LEAVING)
 
-    def gap(self, gap: frames.Gap) -> None: ...
+    def gap_received(self, gap: frames.Gap) -> None: ...
+    def callers_left(self, hops: Any) -> None: ...
     def draining(self) -> None: ...
     def out_full(self) -> None: ...
-    def unseal(self, question: Any, end: memoryview, body: memoryview) -> memoryview:
-        return self.channels.unseal(question, end, body)
+    def unseal(self, incoming: Any, end: memoryview, body: memoryview) -> memoryview:
+        return self.channels.unseal(incoming, end, body)
 
-    def asked(self, question: Any) -> None:
-        assert question.channel is None, "a call that its caller did not authenticate"
-        question.refuse("invalid", "not here")
+    def call_received(self, incoming: Any) -> None:
+        assert incoming.channel is None, "a call that its caller did not authenticate"
+        incoming.refuse("invalid", "not here")
 
 
 def store(data: bytes) -> None:
