@@ -68,7 +68,7 @@ class Bridge:
     def lost(self, lost: iris.Lost) -> None:
         """The session was told of messages that did not arrive."""
         cause = type(lost.error).__name__ if lost.error is not None else f"iris: {lost.cause}"
-        self.tally.lose(cause, lost.error or lost.name, lost.count or 1)
+        self.tally.count_lost(cause, lost.error or lost.name, lost.count or 1)
 
     def report(self) -> dict[str, object]:
         """Return the account as a log line shows it, with what waited in the member's queue for longer than its sender allowed."""
@@ -97,9 +97,9 @@ class Bridge:
             self._tasks.discard(task)
             self.ended(size)
             if task.cancelled():
-                self.tally.lose("stopping")
+                self.tally.count_lost("stopping")
             elif (error := task.exception()) is not None:
-                self.tally.lose(type(error).__name__, error)
+                self.tally.count_lost(type(error).__name__, error)
 
         task = asyncio.get_running_loop().create_task(work, name=f"sp {self.config.label}")
         self._tasks.add(task)
@@ -126,18 +126,18 @@ class Bridge:
         """Iterate over what SP peers send, until we are to stop."""
         async for data in self.socket.messages():
             if self.stopping:
-                self.tally.lose("stopping")
+                self.tally.count_lost("stopping")
                 return
             yield data
 
     def cast(self, data: bytes) -> None:
         """Send to every peer of a pub or bus socket, or count why it goes to none."""
         if self.socket.closed:
-            self.tally.lose("stopping")
+            self.tally.count_lost("stopping")
         elif not self.socket.peers:
-            self.tally.lose("no peer")
+            self.tally.count_lost("no peer")
         elif not self.socket.send_now(data):
-            self.tally.lose("slow peer")
+            self.tally.count_lost("slow peer")
 
     # -- members ---------------------------------------------------------------------------------------------
 
@@ -184,7 +184,7 @@ class Backlog:
         self._bridge = bridge
         self._send = send
         self._waiting: deque[tuple[str, bytes]] = deque()
-        self._come = asyncio.Event()
+        self._added = asyncio.Event()
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -193,12 +193,12 @@ class Backlog:
         """Take a message for a cluster or topic, or count it as lost."""
         bridge, size = self._bridge, len(payload) + MESSAGE_BYTES
         if self._waiting and bridge.in_flight_bytes + size > bridge.config.queue_bytes:
-            bridge.tally.lose("queue full")
+            bridge.tally.count_lost("queue full")
             return
         self._waiting.append((name, payload))
         bridge.in_flight += 1
         bridge.in_flight_bytes += size
-        self._come.set()
+        self._added.set()
 
     async def drain(self) -> None:
         """Send them one after the other until cancelled; what is left then is counted."""
@@ -210,11 +210,11 @@ class Backlog:
                     try:
                         await self._send(name, payload)
                     except IrisError as err:
-                        bridge.tally.lose(type(err).__name__, err)
+                        bridge.tally.count_lost(type(err).__name__, err)
                     waiting.popleft()
                     bridge.ended(len(payload) + MESSAGE_BYTES)
-                self._come.clear()
-                await self._come.wait()
+                self._added.clear()
+                await self._added.wait()
         finally:
             if waiting:
-                bridge.tally.lose("stopping", "", len(waiting))
+                bridge.tally.count_lost("stopping", "", len(waiting))

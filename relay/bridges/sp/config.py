@@ -32,11 +32,11 @@ _TLS: Final = ("wss", "tls+tcp", "tls+tcp4", "tls+tcp6")
 MAX_IPC_BYTES: Final = 106
 _MODE: Final = "write ipc_mode = 0o600, octal and without quotes"
 
-_EVERY: Final = {
+_COMMON_SETTINGS: Final = {
     "protocol", "name", "listen", "dial", "remote", "max_message_bytes", "queue_messages", "max_peers", "ipc_mode",
     "tls_cert", "tls_key", "tls_ca", "tls_server_name",
 }  # fmt: skip
-_OWN: Final[dict[str, set[str]]] = {
+_SETTINGS_BY_PROTOCOL: Final[dict[str, set[str]]] = {
     "rep": {"cluster", "timeout_s", "concurrency", "error_reply"},
     "req": {"cluster", "timeout_s", "concurrency", "queue_bytes"},
     "respondent": {"cluster", "timeout_s", "concurrency", "queue_bytes"},
@@ -163,10 +163,10 @@ class SocketConfig:
             raise ConfigError(f"ipc_mode: {self.ipc_mode} is not from 0 to 0o777; {_MODE}")
         if len(self.name) > 40:
             raise ConfigError(f"name: {len(self.name)} characters are over the limit of 40")
-        own = _OWN[self.protocol]
+        own = _SETTINGS_BY_PROTOCOL[self.protocol]
         defaults = {field.name: field.default for field in fields(self)}
         for name, default in defaults.items():
-            if name not in own | _EVERY and getattr(self, name) != default:
+            if name not in own | _COMMON_SETTINGS and getattr(self, name) != default:
                 raise ConfigError(f"{name}: not a setting of {self.protocol} entries; remove it")
         if self.protocol == "push" and self.topics:
             if self.cluster:
@@ -201,14 +201,14 @@ class SocketConfig:
         return self.address.partition("://")[0]
 
     @property
-    def place(self) -> str:
+    def listen_key(self) -> str:
         """What only one entry can listen on; empty: any number can, or it dials."""
         scheme, _, rest = (self.listen or "").partition("://")
         if scheme == "ipc":
             return os.path.normpath(rest)
         # Over ws, nng has several paths on one port.
-        place = rest if scheme in ("ws", "wss") else rest.partition("/")[0]
-        return "" if place.partition("/")[0].endswith(":0") else place
+        key = rest if scheme in ("ws", "wss") else rest.partition("/")[0]
+        return "" if key.partition("/")[0].endswith(":0") else key
 
     @property
     def label(self) -> str:
@@ -352,11 +352,11 @@ def parse(document: Mapping[str, Any]) -> list[SocketConfig]:
         )
     found: list[SocketConfig] = []
     names: dict[str, int] = {}
-    places: dict[str, int] = {}
+    listen_keys: dict[str, int] = {}
     for number, entry in enumerate(entries, 1):
         config = _parse_entry(number, entry)
-        place = config.place
-        if place and (first := places.setdefault(place, number)) != number:
+        listen_key = config.listen_key
+        if listen_key and (first := listen_keys.setdefault(listen_key, number)) != number:
             raise ConfigError(
                 f"socket {number}: listen: {config.listen} is already the address of socket {first}"
             )
@@ -383,12 +383,14 @@ def _parse_entry(number: int, entry: object) -> SocketConfig:
         meant = f"; did you mean {near[0]}?" if near else ""
         raise ConfigError(f"{where}: {unknown[0]}: unknown setting{meant}")
     if "protocol" not in entry:
-        raise ConfigError(f"{where}: protocol: missing; give one of {', '.join(_OWN)}")
+        raise ConfigError(
+            f"{where}: protocol: missing; give one of {', '.join(_SETTINGS_BY_PROTOCOL)}"
+        )
     try:
         return msgspec.convert(entry, SocketConfig)
     except msgspec.ValidationError as err:
-        text, _, place = str(err).partition(" - at `$.")
-        field = re.split(r"[`\[.]", place)[0] or "protocol"
+        text, _, at = str(err).partition(" - at `$.")
+        field = re.split(r"[`\[.]", at)[0] or "protocol"
         if text.startswith("Invalid enum value"):
             text = f"{entry[field]!r} is not one of {', '.join(get_args(_TYPES[field]))}"
         elif field == "ipc_mode":

@@ -120,8 +120,8 @@ def _bound(listener: Any, config: SocketConfig) -> str:
     if pynng.lib.nng_listener_get_int(listener.listener, b"tcp-bound-port", port):
         return config.address
     scheme, _, rest = config.address.partition("://")
-    place, slash, path = rest.partition("/")
-    return f"{scheme}://{place.rpartition(':')[0]}:{port[0]}{slash}{path}"
+    address, slash, path = rest.partition("/")
+    return f"{scheme}://{address.rpartition(':')[0]}:{port[0]}{slash}{path}"
 
 
 def _tls(config: SocketConfig) -> Any:

@@ -46,10 +46,10 @@ class PairBridge(Bridge):
                     self.config.cluster, timeout=self.config.timeout_s
                 )
             except IrisError as err:
-                self.tally.lose(type(err).__name__, err)
+                self.tally.count_lost(type(err).__name__, err)
                 await asyncio.sleep(backoff.failed())
                 self.socket.hang_up(peer)
-                await self._gone(peer)
+                await self._until_disconnected(peer)
                 continue
             backoff.succeeded()
             await self._carry(tunnel, peer)
@@ -66,7 +66,7 @@ class PairBridge(Bridge):
             if peers:
                 await self._carry(tunnel, next(iter(peers.pipes)))
             else:
-                self.tally.lose("no peer")
+                self.tally.count_lost("no peer")
                 tunnel.fail("no SP peer is connected to the bridge")
 
         await self.serve(service)
@@ -75,49 +75,49 @@ class PairBridge(Bridge):
         """Carry messages both ways until one side ends, then end the other."""
         self.in_flight += 1
         idle = asyncio.Event()
-        up = asyncio.create_task(self._up(tunnel, peer, idle))
-        down = asyncio.create_task(self._down(tunnel, peer))
-        gone = asyncio.create_task(self._gone(peer))
-        tasks = (up, down, gone)
+        to_tunnel = asyncio.create_task(self._to_tunnel(tunnel, peer, idle))
+        to_peer = asyncio.create_task(self._to_peer(tunnel, peer))
+        disconnected = asyncio.create_task(self._until_disconnected(peer))
+        tasks = (to_tunnel, to_peer, disconnected)
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if gone.done():
-                await self._last_words(tunnel, peer, up, down, idle)
-            elif down.done() and isinstance(down.exception(), EndOfTunnel):
-                await self._written(gone)
+            if disconnected.done():
+                await self._finish_after_disconnect(tunnel, peer, to_tunnel, to_peer, idle)
+            elif to_peer.done() and isinstance(to_peer.exception(), EndOfTunnel):
+                await self._until_written(disconnected)
         finally:
             for task in tasks:
                 task.cancel()
             results = await asyncio.gather(*tasks, return_exceptions=True)
             for error in results:
                 if isinstance(error, Exception) and not isinstance(error, EndOfTunnel | iris.Closed):  # fmt: skip
-                    self.tally.lose(type(error).__name__, error)
+                    self.tally.count_lost(type(error).__name__, error)
             if any(isinstance(error, TunnelBroken) for error in results):
                 tunnel.fail("the bridge disconnected the SP peer")
             await tunnel.close()
             self.socket.hang_up(peer)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self.config.timeout_s):
-                    await self._gone(peer)
+                    await self._until_disconnected(peer)
             self.ended(0)
 
-    async def _last_words(
+    async def _finish_after_disconnect(
         self,
         tunnel: iris.Tunnel,
         peer: int,
-        up: asyncio.Task[None],
-        down: asyncio.Task[None],
+        to_tunnel: asyncio.Task[None],
+        to_peer: asyncio.Task[None],
         idle: asyncio.Event,
     ) -> None:
         """The peer is gone: what it had sent still goes through, and the other side may finish reading it."""
         delivered = False
         try:
             async with asyncio.timeout(self.config.timeout_s):
-                down.cancel()
+                to_peer.cancel()
                 await idle.wait()
-                up.cancel()
-                await asyncio.wait((up, down))
-                if not (up.cancelled() and down.cancelled()):
+                to_tunnel.cancel()
+                await asyncio.wait((to_tunnel, to_peer))
+                if not (to_tunnel.cancelled() and to_peer.cancelled()):
                     return  # the tunnel is over as well
                 while (data := self._receive(peer)) is not None:
                     await tunnel.send(data)
@@ -125,24 +125,24 @@ class PairBridge(Bridge):
                 delivered = True
                 while not tunnel.closed:
                     await tunnel.recv(limit_bytes=self.config.max_message_bytes)
-                    self.tally.lose("peer gone")
+                    self.tally.count_lost("peer gone")
         except EndOfTunnel:
             return
         except (TimeoutError, IrisError) as err:
-            self.tally.lose(type(err).__name__, err)
+            self.tally.count_lost(type(err).__name__, err)
             if not delivered:
                 tunnel.fail(
                     "the SP peer disconnected, and its last messages could not be delivered"
                 )
 
-    async def _written(self, gone: asyncio.Task[None]) -> None:
+    async def _until_written(self, disconnected: asyncio.Task[None]) -> None:
         """The tunnel is over: what it said last goes through, before the connection is closed."""
         written = asyncio.create_task(self.socket.writable())
-        await asyncio.wait((written, gone), timeout=self.config.timeout_s, return_when=asyncio.FIRST_COMPLETED)  # fmt: skip
-        if written.cancel() and not gone.done():
-            self.tally.lose("slow peer")
+        await asyncio.wait((written, disconnected), timeout=self.config.timeout_s, return_when=asyncio.FIRST_COMPLETED)  # fmt: skip
+        if written.cancel() and not disconnected.done():
+            self.tally.count_lost("slow peer")
 
-    async def _up(self, tunnel: iris.Tunnel, peer: int, idle: asyncio.Event) -> None:
+    async def _to_tunnel(self, tunnel: iris.Tunnel, peer: int, idle: asyncio.Event) -> None:
         """Send on what the peer says; `idle` says that no message of it is half sent."""
         try:
             while True:
@@ -162,26 +162,26 @@ class PairBridge(Bridge):
             message, self._early = self._early or self.socket.receive_message(), None
             if message is None or message.peer == peer:
                 return message.data if message is not None else None
-            if self.socket.connected(message.peer):
+            if self.socket.is_connected(message.peer):
                 self._early = message
                 return None
-            self.tally.lose("no tunnel")
+            self.tally.count_lost("no tunnel")
         return None
 
-    async def _down(self, tunnel: iris.Tunnel, peer: int) -> None:
+    async def _to_peer(self, tunnel: iris.Tunnel, peer: int) -> None:
         while True:
             try:
                 data = await tunnel.recv(limit_bytes=self.config.max_message_bytes)
             except MessageTooLarge as err:
-                self.tally.lose("MessageTooLarge", err)
+                self.tally.count_lost("MessageTooLarge", err)
                 continue
             try:
-                while not self.socket.connected(peer) or not self.socket.send_now(data):
+                while not self.socket.is_connected(peer) or not self.socket.send_now(data):
                     await self.socket.writable()
             except asyncio.CancelledError:
-                self.tally.lose("stopping" if self.stopping else "peer gone")
+                self.tally.count_lost("stopping" if self.stopping else "peer gone")
                 raise
 
-    async def _gone(self, peer: int) -> None:
+    async def _until_disconnected(self, peer: int) -> None:
         peers = self.socket.peers
         await peers.wait(lambda: peer not in peers.pipes)

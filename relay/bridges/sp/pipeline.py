@@ -27,7 +27,7 @@ class PullBridge(Bridge):
 
     async def run(self) -> None:
         """Push until the socket is closed."""
-        self._there = asyncio.Event()
+        self._has_members = asyncio.Event()
         self._failed = 0
         async with asyncio.TaskGroup() as group:
             group.create_task(self._watch())
@@ -44,17 +44,17 @@ class PullBridge(Bridge):
         try:
             async for members in self.client.watch_members(self.config.cluster):
                 if members.serving("push") or any(members.sites.values()):
-                    self._there.set()
+                    self._has_members.set()
                 else:
-                    self._there.clear()
+                    self._has_members.clear()
         except InvalidName:  # of another site: only its number is known, and refusals will tell
-            self._there.set()
+            self._has_members.set()
 
     async def _push(self) -> None:
         config, socket = self.config, self.socket
         backoff = Backoff(PAUSE_MIN_S, PAUSE_MAX_S, random.random)
         while not self.stopping:
-            await self._there.wait()
+            await self._has_members.wait()
             failed, pushed, size = self._failed, 0, 0
             while pushed < WINDOW_MESSAGES and size < config.queue_bytes and not self.stopping:
                 data = socket.receive_now()
@@ -64,7 +64,7 @@ class PullBridge(Bridge):
                 try:
                     await self._push_one(data)
                 except asyncio.CancelledError:
-                    self.tally.lose("stopping")
+                    self.tally.count_lost("stopping")
                     raise
                 finally:
                     self.ended(0)
@@ -88,14 +88,14 @@ class PullBridge(Bridge):
             try:
                 await self.client.push(self.config.cluster, data, timeout=self.config.timeout_s)
             except (MessageTooLarge, InvalidName) as err:
-                self.tally.lose(type(err).__name__, err)
+                self.tally.count_lost(type(err).__name__, err)
             except RequestError as err:
                 if not self.stopping:
                     await asyncio.sleep(PAUSE_MIN_S)
                     continue
-                self.tally.lose(type(err).__name__, err)
+                self.tally.count_lost(type(err).__name__, err)
             except IrisError as err:
-                self.tally.lose(type(err).__name__, err)
+                self.tally.count_lost(type(err).__name__, err)
             return
 
 
@@ -116,7 +116,7 @@ class PushBridge(Bridge):
                 async with turn:
                     await self.socket.send(message.payload)
             except BaseException as err:
-                self.tally.lose("stopping" if self.stopping else type(err).__name__, err)
+                self.tally.count_lost("stopping" if self.stopping else type(err).__name__, err)
                 raise
             finally:
                 self.ended(0)

@@ -34,7 +34,7 @@ LINGER_S: Final = 0.1
 CLOSE_S: Final = 2.0
 """`nng_close` blocks; after this the process ends without it."""
 DRAIN_S: Final = FINISH_S
-RECEIVES_ALONE: Final = ("respondent", "sub", "pull", "bus", "pair")
+RECEIVES_WITHOUT_CONTEXT: Final = ("respondent", "sub", "pull", "bus", "pair")
 """Whose sockets hold messages that were received for nobody in particular, and that their peers will not send again."""
 MIN_LIMIT_BYTES: Final = 64 << 10
 LIMIT_BYTES: Final = 64 << 20
@@ -78,12 +78,12 @@ class SpBridge:
                 client = iris.connect(config=self._client_config(entry))
                 await client.open()
                 self._clients.append(client)
-                made = (
+                bridge_type = (
                     TopicPushBridge
                     if entry.protocol == "push" and entry.topics
                     else BRIDGES[entry.protocol]
                 )
-                bridge = made(entry, client)
+                bridge = bridge_type(entry, client)
                 self.bridges.append(bridge)
                 bridge.socket.open()
                 log.info(
@@ -131,9 +131,9 @@ class SpBridge:
         if self._running:
             await asyncio.wait(self._running, timeout=CLOSE_S)
         for bridge in self.bridges:
-            if bridge.config.protocol in RECEIVES_ALONE:
-                bridge.socket.abandon()
-            bridge.socket.shut()
+            if bridge.config.protocol in RECEIVES_WITHOUT_CONTEXT:
+                bridge.socket.count_unread()
+            bridge.socket.forget_descriptors()
         await self._close_sockets()
         for task in self._running:
             if task.done() and not task.cancelled() and (error := task.exception()) is not None:

@@ -32,42 +32,42 @@ class RepBridge(Bridge):
             except Closed:
                 return
             except SpError as err:
-                self.tally.lose(f"sp: {type(err).__name__}", err)
+                self.tally.count_lost(f"sp: {type(err).__name__}", err)
                 continue
             if self.stopping:
-                self.tally.lose("stopping")
+                self.tally.count_lost("stopping")
                 return
             self.in_flight += 1
             try:
-                answer = await self._ask(question)
+                answer = await self._request(question)
                 if answer is None:
                     continue
-                if not self.socket.connected(context.peer):
-                    self.tally.lose("peer gone")  # nng would drop it, and not tell
+                if not self.socket.is_connected(context.peer):
+                    self.tally.count_lost("peer gone")  # nng would drop it, and not tell
                     continue
                 await context.send(answer)
             except Closed:
-                self.tally.lose("stopping")
+                self.tally.count_lost("stopping")
                 return
             except asyncio.CancelledError:
-                self.tally.lose("stopping")
+                self.tally.count_lost("stopping")
                 raise
             except SpTimeout:
-                self.tally.lose("slow peer")
+                self.tally.count_lost("slow peer")
                 self.socket.hang_up(context.peer)
             except SpError as err:
-                self.tally.lose(f"sp: {type(err).__name__}", err)
+                self.tally.count_lost(f"sp: {type(err).__name__}", err)
             finally:
                 self.ended(0)
 
-    async def _ask(self, question: bytes) -> bytes | None:
+    async def _request(self, question: bytes) -> bytes | None:
         config = self.config
         try:
             reply = await self.client.request(
                 config.cluster, question, timeout=config.timeout_s, type=iris.Message
             )
         except IrisError as err:
-            self.tally.lose(type(err).__name__, err)
+            self.tally.count_lost(type(err).__name__, err)
             if config.error_reply is None:
                 return None
             return f"{config.error_reply}{type(err).__name__}: {err}".encode(errors="replace")
@@ -95,7 +95,7 @@ class ReqBridge(Bridge):
                     return await context.receive()
             except (SpError, TimeoutError) as err:
                 cause = "sp: no answer" if isinstance(err, TimeoutError | SpTimeout) else f"sp: {type(err).__name__}"  # fmt: skip
-                self.tally.lose(cause, err)
+                self.tally.count_lost(cause, err)
                 if cause == "sp: no answer":
                     raise RuntimeError(
                         f"no SP peer answered within {config.timeout_s:g} s"

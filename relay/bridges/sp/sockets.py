@@ -32,7 +32,7 @@ SpError = pynng.NNGException
 """What any operation on a socket may raise; Closed is the end of it."""
 SpTimeout = pynng.Timeout
 
-LOOK_S: Final = 0.05
+MAX_STATS_AGE_S: Final = 0.05
 """Longest that what nng has written is not looked at again."""
 TURN_MESSAGES: Final = 64
 """Received in one go before others on the event loop get their turn."""
@@ -60,13 +60,13 @@ class Peers:
         """Have everybody who waits ask again."""
         self._changed.set()
 
-    def came(self, number: int, pipe: Any, sent: int) -> None:
+    def add(self, number: int, pipe: Any, sent: int) -> None:
         """A connection is there."""
         self.pipes[number] = pipe
         self.since[number] = sent
         self.changed()
 
-    def went(self, number: int) -> None:
+    def remove(self, number: int) -> None:
         """It is gone."""
         self.pipes.pop(number, None)
         self.since.pop(number, None)
@@ -85,7 +85,7 @@ class SpSocket:
         self.closed = False
         self._last_behind = 0
         self._written: dict[int, int] = {}
-        self._look_again_s = 0.0
+        self._stats_expire_s = 0.0
         self._loop = asyncio.get_running_loop()
         self._socket: Any = None
         self._contexts: list[Any] = []
@@ -101,8 +101,8 @@ class SpSocket:
         """
         self._socket = new_socket(self.config)
         self._socket.add_pre_pipe_connect_cb(self._admit)
-        self._socket.add_post_pipe_connect_cb(self._came)
-        self._socket.add_post_pipe_remove_cb(self._went)
+        self._socket.add_post_pipe_connect_cb(self._on_connect)
+        self._socket.add_post_pipe_remove_cb(self._on_disconnect)
         self.url = start(self._socket, self.config)
 
     def close(self) -> None:
@@ -113,7 +113,7 @@ class SpSocket:
         if self._socket is not None:
             self._socket.close()
 
-    def shut(self) -> None:
+    def forget_descriptors(self) -> None:
         """Forget the descriptors, which end with the socket (on the event loop, before `close`)."""
         self._last_behind = self.behind()
         self.closed = True
@@ -134,7 +134,7 @@ class SpSocket:
         except Closed:
             raise
         except SpError as err:
-            self.tally.lose(f"sp: {type(err).__name__}", err)
+            self.tally.count_lost(f"sp: {type(err).__name__}", err)
             return None
         except RuntimeError:
             data = b""  # an empty message has no bytes, and pynng looks at them
@@ -160,7 +160,7 @@ class SpSocket:
         except Closed:
             raise
         except SpError as err:
-            self.tally.lose(f"sp: {type(err).__name__}", err)
+            self.tally.count_lost(f"sp: {type(err).__name__}", err)
             return None
         self.tally.from_sp += 1
         return Received(self, pynng.Message(found[0]))
@@ -225,10 +225,10 @@ class SpSocket:
         A look costs about 20 µs for each connection of the process, so it is kept for nine times what it took.
         """
         began_s = time.monotonic()
-        if began_s >= self._look_again_s:
+        if began_s >= self._stats_expire_s:
             self._written = _sent_by_pipe()
             took_s = time.monotonic() - began_s
-            self._look_again_s = began_s + min(10 * took_s, LOOK_S)
+            self._stats_expire_s = began_s + min(10 * took_s, MAX_STATS_AGE_S)
         return {number: self._written.get(number, 0) for number in self.peers.pipes}
 
     def behind(self) -> int:
@@ -238,11 +238,11 @@ class SpSocket:
         peers = self.peers.since
         return max((self.tally.to_sp - peers[n] - sent for n, sent in self.written().items()), default=0)  # fmt: skip
 
-    def connected(self, number: int) -> bool:
+    def is_connected(self, number: int) -> bool:
         """Whether a peer is there, by the number of its pipe: as nng knows it, ahead of `peers`."""
         return number in self._admitted
 
-    def abandon(self) -> None:
+    def count_unread(self) -> None:
         """Count what nng has received and nobody will read: a full queue at most, and of a pull socket one for each peer."""
         most = len(self.peers) if self.config.protocol == "pull" else self.config.queue_messages + 1
         if self.config.protocol == "bus" and self.config.direction == "out":
@@ -250,7 +250,7 @@ class SpSocket:
         for _ in range(most if self._socket is not None else 0):
             if self.receive_now() is None:
                 return
-            self.tally.lose("stopping")
+            self.tally.count_lost("stopping")
 
     def hang_up(self, only: int | None = None) -> None:
         """Close all connections, or that of one pipe: the peers hear of it, and may connect anew."""
@@ -267,19 +267,19 @@ class SpSocket:
             return
         with contextlib.suppress(SpError):  # it has gone by itself
             pipe.close()
-        self._tell(self.tally.lose, "too many peers", self.url)
+        self._call_on_loop(self.tally.count_lost, "too many peers", self.url)
 
-    def _came(self, pipe: Any) -> None:
-        if self.connected(pipe.id):
-            self._tell(self.peers.came, pipe.id, pipe, self.tally.to_sp)
+    def _on_connect(self, pipe: Any) -> None:
+        if self.is_connected(pipe.id):
+            self._call_on_loop(self.peers.add, pipe.id, pipe, self.tally.to_sp)
         else:
             self._socket._pipes.pop(pipe.id, None)  # removed before it was added: nobody else will
 
-    def _went(self, pipe: Any) -> None:
+    def _on_disconnect(self, pipe: Any) -> None:
         self._admitted.discard(pipe.id)
-        self._tell(self.peers.went, pipe.id)
+        self._call_on_loop(self.peers.remove, pipe.id)
 
-    def _tell(self, function: Callable[..., object], *arguments: object) -> None:
+    def _call_on_loop(self, function: Callable[..., object], *arguments: object) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(function, *arguments)
 

@@ -16,11 +16,11 @@ from relay.bridges.sp.sockets import Received, SpContext, SpError, SpTimeout
 
 WINDOW: Final = 2
 """Responses to one peer that nng has not written yet: its queue for a peer is no longer, and drops in silence."""
-SURVEYS: Final = 8
+SURVEY_WINDOW: Final = 8
 """As `WINDOW`, of surveys."""
-BLIND_S: Final = 0.005
+UNCOUNTED_PAUSE_S: Final = 0.005
 """Between messages over ws, where nng does not tell what it has written."""
-SLOW_S: Final = 0.1
+MAX_SLOW_S: Final = 0.1
 MESSAGEPACK_BYTES: Final = 5
 """At most what a list, and what each of its items, costs besides."""
 PAUSE_MIN_S: Final = 0.0005
@@ -60,41 +60,41 @@ class RespondentBridge(Bridge):
             async for answer in survey:
                 await self._answer(question, answer.payload)
         except (IrisError, SpError) as err:
-            self.tally.lose(type(err).__name__, err)
+            self.tally.count_lost(type(err).__name__, err)
         if survey.missing:
-            self.tally.lose("members that did not answer", "", len(survey.missing))
+            self.tally.count_lost("members that did not answer", "", len(survey.missing))
         if survey.failed:
             detail = next(iter(survey.failed.values()))
-            self.tally.lose("members that failed", detail, len(survey.failed))
+            self.tally.count_lost("members that failed", detail, len(survey.failed))
 
     async def _answer(self, question: Received, data: bytes) -> None:
         """Send a response, or count why not."""
         peer = question.peer
         if not self.config.counts_written:
             async with self._turn:
-                await asyncio.sleep(BLIND_S)
+                await asyncio.sleep(UNCOUNTED_PAUSE_S)
         elif self._answered.get(peer, 0) >= WINDOW and not await self._room_at(peer):
             return
-        if not self.socket.connected(peer):
+        if not self.socket.is_connected(peer):
             self._answered.pop(peer, None)
-            self.tally.lose("peer gone")
+            self.tally.count_lost("peer gone")
         elif question.answer(data):
             if peer not in self._answered:
-                self._answered = {n: sent for n, sent in self._answered.items() if self.socket.connected(n)}  # fmt: skip
+                self._answered = {n: sent for n, sent in self._answered.items() if self.socket.is_connected(n)}  # fmt: skip
             self._answered[peer] = self._answered.get(peer, 0) + 1
         else:
-            self.tally.lose("slow peer")
+            self.tally.count_lost("slow peer")
 
     async def _room_at(self, peer: int) -> bool:
         """Return when nng has room for a response: no more than WINDOW are on their way to one peer. False: it reads none."""
         began, end_s = self.socket.written().get(peer, 0), time.monotonic() + self.config.timeout_s
         backoff = Backoff(PAUSE_MIN_S, PAUSE_MAX_S, random.random)
-        while self.socket.connected(peer):
+        while self.socket.is_connected(peer):
             written = self.socket.written().get(peer, 0)
             if self._answered.get(peer, 0) - written < WINDOW:
                 break
             if time.monotonic() > end_s:
-                self.tally.lose("slow peer")
+                self.tally.count_lost("slow peer")
                 if written == began:
                     self.socket.hang_up(peer)
                 return False
@@ -128,7 +128,7 @@ class SurveyorBridge(Bridge):
                 return await self._all(context)
             except SpError as err:
                 cause = "sp: no answer" if isinstance(err, SpTimeout) else f"sp: {type(err).__name__}"  # fmt: skip
-                self.tally.lose(cause, err)
+                self.tally.count_lost(cause, err)
                 if isinstance(err, SpTimeout):
                     raise RuntimeError(
                         f"no SP peer answered within {config.timeout_s:g} s"
@@ -143,16 +143,16 @@ class SurveyorBridge(Bridge):
     async def _room_at_peers(self) -> None:
         """Return when nng has room for a survey to every peer, or they have been slow for SLOW_S: once, until they read again."""
         if not self.config.counts_written:
-            await asyncio.sleep(BLIND_S)
+            await asyncio.sleep(UNCOUNTED_PAUSE_S)
             return
-        end_s = time.monotonic() + SLOW_S
+        end_s = time.monotonic() + MAX_SLOW_S
         while slow := self._slow():
             if time.monotonic() > end_s:
                 self._stalled |= slow
             else:
                 await asyncio.sleep(PAUSE_MIN_S)
         if self._stalled:
-            self.tally.lose("slow peer", "", len(self._stalled))
+            self.tally.count_lost("slow peer", "", len(self._stalled))
 
     def _slow(self) -> dict[int, int]:
         """Return the peers whose queue is full, and what nng has written to each."""
@@ -161,11 +161,11 @@ class SurveyorBridge(Bridge):
             if written.get(peer) != before:
                 del self._stalled[peer]
                 if peer in written:  # it has read one more at least
-                    since[peer] = sent - written[peer] - (SURVEYS - 1)
+                    since[peer] = sent - written[peer] - (SURVEY_WINDOW - 1)
         return {
             peer: count
             for peer, count in written.items()
-            if peer not in self._stalled and sent - since[peer] - count >= SURVEYS
+            if peer not in self._stalled and sent - since[peer] - count >= SURVEY_WINDOW
         }
 
     async def _all(self, context: SpContext) -> list[bytes]:
@@ -178,7 +178,7 @@ class SurveyorBridge(Bridge):
             except SpTimeout:
                 return answers
             if len(answer) + MESSAGEPACK_BYTES > room:
-                self.tally.lose("answer full")
+                self.tally.count_lost("answer full")
             else:
                 room -= len(answer) + MESSAGEPACK_BYTES
                 answers.append(answer)

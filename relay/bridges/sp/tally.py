@@ -26,7 +26,7 @@ class Tally:
         self.causes: Counter[str] = Counter()
         """Messages that went no further, by cause."""
 
-    def lose(self, cause: str, detail: object = "", count: int = 1) -> None:
+    def count_lost(self, cause: str, detail: object = "", count: int = 1) -> None:
         """Count messages that go no further; the log has a line for each cause at most once in 10 s."""
         self.causes[cause] += count
         _quiet.warning(

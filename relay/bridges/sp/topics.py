@@ -12,7 +12,7 @@ from relay.bridges.sp.bridge import JOIN_AGAIN_S, Backlog, Bridge
 from relay.bridges.sp.config import SocketConfig
 
 MAX_TOPIC_BYTES: Final = 255
-LOOK_S: Final = 0.005
+POLL_S: Final = 0.005
 """How often it is looked whether the slowest peer has caught up."""
 Handler = Callable[[iris.Message], Coroutine[Any, Any, None] | None]
 
@@ -83,19 +83,19 @@ class SubBridge(Bridge):
                     if len(backlog) or not self.client.offer(topic, payload):
                         backlog.add(topic, payload)
                 except InvalidName as err:
-                    self.tally.lose("malformed", err)
+                    self.tally.count_lost("malformed", err)
                 except IrisError as err:
-                    self.tally.lose(type(err).__name__, err)
+                    self.tally.count_lost(type(err).__name__, err)
 
         async with asyncio.TaskGroup() as group:
             group.create_task(backlog.drain())
             group.create_task(read())
 
 
-class Following(Bridge):
+class SubscribingBridge(Bridge):
     """What its topics are published to goes to SP peers."""
 
-    async def follow(self, topics: tuple[str, ...], take: Handler) -> None:
+    async def deliver_topics(self, topics: tuple[str, ...], take: Handler) -> None:
         """Give `take` each publication once, until told to stop; a coroutine function is waited for by publishers that wait."""
         waits, group = self.config.waits, self.config.group
 
@@ -136,7 +136,7 @@ class Following(Bridge):
             await subscription.close()
 
 
-class PubBridge(Following):
+class PubBridge(SubscribingBridge):
     """Publications reach their SUB. nng drops the oldest for a peer that is behind, and does not tell: see `when_full`."""
 
     async def run(self) -> None:
@@ -150,7 +150,7 @@ class PubBridge(Following):
             try:
                 data = mapping.join(message.name, message.payload)
             except InvalidName as err:
-                self.tally.lose("malformed", err)
+                self.tally.count_lost("malformed", err)
             else:
                 self.cast(data)
 
@@ -160,14 +160,14 @@ class PubBridge(Following):
                 room = most - self.socket.behind()
                 if room > 0 or self.stopping:
                     break
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(POLL_S)
             room -= 1
             deliver(message)
 
-        await self.follow(self.config.topics, wait if self.config.waits else deliver)
+        await self.deliver_topics(self.config.topics, wait if self.config.waits else deliver)
 
 
-class TopicPushBridge(Following):
+class TopicPushBridge(SubscribingBridge):
     """Publications reach their PULL, each one peer: a message is handled when nng has it, so slow peers hold publishers that wait."""
 
     async def run(self) -> None:
@@ -180,9 +180,9 @@ class TopicPushBridge(Following):
                 async with turn:
                     await self.socket.send(message.payload)
             except BaseException as err:
-                self.tally.lose("stopping" if self.stopping else type(err).__name__, err)
+                self.tally.count_lost("stopping" if self.stopping else type(err).__name__, err)
                 raise
             finally:
                 self.ended(0)
 
-        await self.follow(self.config.topics, forward)
+        await self.deliver_topics(self.config.topics, forward)
