@@ -1,8 +1,8 @@
-"""Holds back what programs of the bridge send until the subscriptions that were said before it are in effect.
+"""Hold frames of the bridge's clients until the subscriptions received before them are in effect.
 
-Each program has a session of its own, and the relay reads sessions in any order: without this an event of one program could
-overtake the subscription of another, although the subscription was said first. Only what subscriptions wait for is waited for,
-for a bounded time, and nothing is, while there are none.
+Each client has its own session, and the relay reads sessions in any order. Without this barrier an
+event of one client could overtake the subscription of another, although the subscription came first.
+Nothing waits while no subscription is pending, and nothing waits longer than `MAX_WAIT_S`.
 """
 
 from __future__ import annotations
@@ -12,20 +12,24 @@ from collections.abc import Awaitable, Callable
 from typing import Final
 
 MAX_WAIT_S: Final = 1.0
-"""Longest that others wait for a program's subscriptions. Its next ones are waited for once all of these are in effect."""
+"""Longest time that other clients wait for one client's subscriptions.
+
+If it passes, nobody waits for this client again until all of its pending subscriptions are in effect.
+"""
 
 
 class SubscriptionBarrier:
-    """What all programs of one bridge wait for."""
+    """The pending subscriptions of all clients of one bridge."""
 
     def __init__(self) -> None:
         self.subscribing: set[PendingSubscriptions] = set()
-        """Whose subscriptions are not in effect yet."""
+        """Clients with subscriptions that are not in effect yet."""
 
     def wait(self, own: PendingSubscriptions) -> Awaitable[None] | None:
-        """Return what to await before something of `own` is routed: the subscriptions of others, said by now. None: nothing.
+        """Return an awaitable for other clients' pending subscriptions, or None if there are none.
 
-        Its own are in effect in time: its session is one, and in order.
+        Call it before a frame of the client `own` is routed. Its own subscriptions need no wait: they
+        use the same session, which keeps their order.
         """
         others = [one for one in self.subscribing if one is not own]
         return self._in_effect(others) if others else None
@@ -41,21 +45,24 @@ class SubscriptionBarrier:
 
 
 class PendingSubscriptions:
-    """One program's subscriptions that are not in effect yet. `unread` says how many bytes it has said that were not acted on."""
+    """Subscriptions of one client that are not in effect yet.
+
+    `unread` returns how many received bytes are not processed.
+    """
 
     def __init__(self, barrier: SubscriptionBarrier, unread: Callable[[], int]) -> None:
         self.barrier = barrier
         self.received_bytes = 0
-        """Bytes that have come from the program."""
+        """Bytes received from the client so far."""
         self._unread = unread
         self._registering: set[asyncio.Task[None]] = set()
         self.may_hold_more = False
-        """The latest frame was a subscription, and more has been said."""
+        """Whether the last processed frame was a subscription and unprocessed bytes may hold more of them."""
         self._overdue = False
         self._progress: asyncio.Future[None] | None = None
 
     def begin(self, registering: asyncio.Task[None]) -> None:
-        """It subscribes; in effect when `registering` is done."""
+        """Register a subscription that is in effect when the task `registering` is done."""
         self._registering.add(registering)
         registering.add_done_callback(self._done)
         self.may_hold_more = True
@@ -63,7 +70,10 @@ class PendingSubscriptions:
             self.barrier.subscribing.add(self)
 
     def progressed(self, *, may_hold_more: bool) -> None:
-        """Frames were acted on; `more`: the latest was a subscription, and what was said before may hold others."""
+        """Note that frames were processed.
+
+        `may_hold_more`: the last was a subscription, and more bytes may hold others.
+        """
         self.may_hold_more = may_hold_more
         if self._progress is not None:
             progress, self._progress = self._progress, None
@@ -71,12 +81,12 @@ class PendingSubscriptions:
         self._check_done()
 
     def end(self) -> None:
-        """It is gone."""
+        """Forget all pending subscriptions, because the client has left."""
         self._registering.clear()
         self.progressed(may_hold_more=False)
 
     async def in_effect(self) -> None:
-        """Return when the subscriptions that it has said by now are in effect, or never will be."""
+        """Return when every subscription received by now is in effect or has failed."""
         mark = self.received_bytes
         while self.may_hold_more and self.received_bytes - self._unread() < mark:
             if self._progress is None:
@@ -86,7 +96,7 @@ class PendingSubscriptions:
             await asyncio.wait(self._registering)
 
     def overdue(self) -> None:
-        """Others have waited for long enough."""
+        """Stop others from waiting for this client: they have waited for `MAX_WAIT_S`."""
         if self._registering or self.may_hold_more:
             self._overdue = True
             self.barrier.subscribing.discard(self)

@@ -1,4 +1,4 @@
-"""The bridge: where it listens, its clients, and what it counts."""
+"""The bridge to the first Iris: its listeners, its clients and its counters."""
 
 from __future__ import annotations
 
@@ -24,53 +24,54 @@ log = logging.getLogger(__name__)
 
 BACKLOG: Final = 1024
 MAX_WAITING: Final = 1024
-"""Connections that have not said INIT; for one more the oldest gives way."""
+"""Connections that have not sent INIT. For one more, the oldest is closed."""
 _ABSENT: Final = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
-"""This host has no such address, or no IPv6 at all."""
+"""Errors of bind for an address that this host lacks, or for IPv6 where it has none."""
 _KEEP_ALIVE: Final = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60),
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 15),
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4),
 )
-"""The protocol has no heartbeat: a client whose host has vanished is noticed within two minutes."""
+"""Socket options. The protocol has no heartbeat, so TCP keep-alive finds a vanished host within two minutes."""
 
 Connect = Callable[[str], iris.Client]
 
 
 class Bridge:
-    """Clients of the first Iris, each with a session of its own. `connect` makes one, for a label."""
+    """Clients of the first Iris, each with its own session. `connect` returns an unopened session for a label."""
 
     def __init__(self, config: Iris1Config, connect: Connect) -> None:
         self.config = config
         self.connect = connect
         self.counters: Counter[str] = Counter()
-        """What went wrong, by cause."""
+        """Errors and losses: cause -> count. Logged as `bridge.counters`."""
         self._logged_counters: Counter[str] = Counter()
         self.connections: set[ClientConnection] = set()
         self.barrier = SubscriptionBarrier()
         self.local = LocalClients(config)
-        """Who serves and subscribes, of the clients."""
+        """Members and subscribers among the clients of this bridge."""
         self.flush_queue = FlushQueue()
         self._loop = asyncio.get_running_loop()
         self._received: list[ClientConnection] = []
-        """Who has said something in this turn that was not acted on."""
+        """Connections that received data in this turn of the loop and have not processed it."""
         self._waiting: dict[ClientConnection, None] = {}
         self._admitted: set[ClientConnection] = set()
         self._stopping = False
         self.addresses: list[tuple[str, int]] = []
-        """Where it listens."""
+        """Addresses that it listens on."""
         self._servers: list[asyncio.Server] = []
         self._quiet = Quiet()
         self._waiter: asyncio.Future[None] | None = None
 
     async def start(self) -> None:
-        """Listen.
+        """Listen on all configured addresses.
 
-        One of several addresses may be absent from this host, as ::1 is without IPv6.
+        An address that this host lacks is skipped, such as ::1 without IPv6, if another one can be
+        used.
 
         Raises:
-            ConfigError: an address is not loopback and that was not asked for, or it cannot be listened on.
+            ConfigError: an address is not loopback and `allow_remote` is not set, or no address can be used.
         """
         loop = asyncio.get_running_loop()
         absent: list[str] = []
@@ -106,7 +107,7 @@ class Bridge:
         log.warning("bridge.no_authentication", extra={"fields": {**fields, "why": why}})
 
     async def stop(self) -> None:
-        """Take no more clients, finish what was accepted from those that are there, within bounds, and end them."""
+        """Accept no more clients, finish what was accepted within a time limit, and disconnect all clients."""
         self._stopping = True
         self._close()
         for connection in list(self.connections):
@@ -152,10 +153,10 @@ class Bridge:
     # -- what its clients call -------------------------------------------------------------------------------
 
     def connected(self, connection: ClientConnection) -> None:
-        """Somebody is there."""
+        """Add a connection that was accepted."""
         self.connections.add(connection)
         self._waiting[connection] = None
-        if self._stopping:  # it was accepted in the turn in which we stopped listening
+        if self._stopping:  # accepted in the turn in which the listeners were closed
             connection.stop()
         if len(self._waiting) > MAX_WAITING:
             self.counters["handshakes over the bound"] += 1
@@ -164,7 +165,7 @@ class Bridge:
             oldest.give_up()
 
     def admit(self, connection: ClientConnection) -> bool:
-        """Somebody said INIT; False: there are as many clients as there may be, and it gives way as one that did not."""
+        """Admit a client that sent INIT; return False if there are `max_clients` already."""
         if len(self._admitted) >= self.config.max_clients:
             return False
         self._waiting.pop(connection, None)
@@ -172,7 +173,7 @@ class Bridge:
         return True
 
     def received(self, connection: ClientConnection) -> None:
-        """Somebody said something: it is acted on when all that has come in this turn is read, subscriptions first."""
+        """Process what a connection received once all sockets of this turn are read, subscriptions first."""
         if not self._received:
             self._loop.call_soon(self._process_received)
         self._received.append(connection)
@@ -184,10 +185,10 @@ class Bridge:
                 self._process(connection, subscribing=True)
         for connection in received:
             self._process(connection)
-        self.flush_queue.flush()  # before what goes to the relay is sealed: that takes longer
+        self.flush_queue.flush()  # before frames for the relay are sealed, which takes longer
 
     def _process(self, connection: ClientConnection, *, subscribing: bool = False) -> None:
-        """A fault of ours ends one connection, not the turns of the others."""
+        """Process one connection. An internal error closes this connection alone."""
         try:
             connection.process(subscribing=subscribing)
         except Exception:
@@ -196,7 +197,7 @@ class Bridge:
             connection.give_up()
 
     def disconnected(self, connection: ClientConnection) -> None:
-        """Nothing of it is left."""
+        """Remove a connection that is closed and has no task left."""
         self.connections.discard(connection)
         self._waiting.pop(connection, None)
         self._admitted.discard(connection)
@@ -204,39 +205,42 @@ class Bridge:
             self._waiter.set_result(None)
 
     def lost(self, lost: iris.Lost) -> None:
-        """Something did not reach a client, or the relay; its protocol has no word for that."""
+        """Count messages that did not reach a client or the relay. The protocol cannot report them."""
         if lost.count is not None:
             self.counters[f"lost on the way: {lost.cause}"] += lost.count
 
     def gap(self, gap: iris.Lost) -> None:
-        """A client may have missed something: `lost` hears of it, too, if it is known how much."""
+        """Count a gap of unknown size. If the size is known, `lost` counts it."""
         if gap.count is None:
             self.counters[f"gaps of unknown length: {gap.cause}"] += 1
 
     async def reload_keys(self, keyring: iris.Keyring) -> int:
-        """Have every client's session use a changed keyring; return how many cannot: each is logged, and keeps the old keys."""
+        """Have every client's session use a changed keyring; return how many could not.
+
+        Each of these is logged and keeps the old keys.
+        """
         moves = [connection.reload_keys(keyring) for connection in self.connections]
         return (await asyncio.gather(*moves)).count(False)
 
     def log_counters(self) -> None:
-        """Log what went wrong so far, if it has changed."""
+        """Log the counters if they have changed since they were last logged."""
         if self.counters != self._logged_counters:
             self._logged_counters = self.counters.copy()
             log.info("bridge.counters", extra={"fields": {"counters": dict(self.counters)}})
 
     def warn(self, event: str, peer: str, reason: str) -> None:
-        """Log what a client did, once in a while."""
+        """Log a warning about a client, at a limited rate for each host."""
         fields = {"peer": peer, "reason": reason}
         self._quiet.warning(log, event, peer.rpartition(":")[0], time.monotonic(), fields)
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    """Return a socket at an address. Raises OSError."""
+    """Return a socket bound to an address; raises OSError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        for level, option, value in _KEEP_ALIVE:  # what is accepted inherits them
+        for level, option, value in _KEEP_ALIVE:  # accepted sockets inherit them
             sock.setsockopt(level, option, value)
         if family == socket.AF_INET6:
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)

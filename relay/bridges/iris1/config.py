@@ -1,4 +1,4 @@
-"""What the bridge to the first Iris can be told."""
+"""Settings of the bridge to the first Iris."""
 
 from __future__ import annotations
 
@@ -12,58 +12,70 @@ DEFAULT_LISTEN: Final = (("127.0.0.1", 55_555), ("::1", 55_555))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Iris1Config:
-    """Everything the bridge can be told; validated here, once."""
+    """All settings of the bridge, validated when it is created."""
 
     listen: tuple[tuple[str, int], ...] = DEFAULT_LISTEN
-    """Numeric addresses and ports; port 0 takes any."""
+    """Numeric addresses and ports. Port 0 takes any free port."""
 
     allow_remote: bool = False
-    """Listen on other addresses than loopback. Whoever reaches the port acts with the bridge's keys."""
+    """Listen on addresses other than loopback. Whoever reaches the port acts with the bridge's keys."""
 
     max_clients: int = 1024
-    """Connections at once; each has a session of its own at the relay."""
+    """Connections at a time; each has its own session at the relay."""
 
     handshake_s: float = 5.0
-    """Until a client has said INIT."""
+    """Time within which a client must send INIT."""
 
     queue_bytes: int = 64 << 20
-    """What a client may leave unread; beyond it, it is cut. An empty queue takes one message of any size."""
+    """Bytes that a client may leave unread; a client over the limit is disconnected.
+
+    An empty queue accepts one message of any size.
+    """
 
     max_calls: int = 16_384
-    """Requests in flight per client, in each direction. More of its own are answered as timeouts, more for it as not taken."""
+    """Requests in flight per client, in each direction.
+
+    More from the client are answered as timeouts; more for the client are refused.
+    """
 
     call_bytes: int = 64 << 20
-    """Bytes of a client's own requests in flight; more are answered as timeouts."""
+    """Bytes of a client's own requests in flight. More are answered as timeouts."""
 
     max_subscriptions: int = 16_384
-    """Topics per client; one more ends its connection."""
+    """Topics per client. One more ends its connection."""
 
     max_tunnels: int = 4096
-    """Tunnels per client, opening ones included."""
+    """Tunnels per client, including those that are being opened."""
 
     tunnel_message_bytes: int = 64 << 20
-    """Longest message of a tunnel: it is put together here. A longer one ends its tunnel."""
+    """Longest tunnel message, which the bridge assembles in memory. A longer one ends its tunnel."""
 
     tunnel_bytes: int = 128 << 20
-    """Bytes of tunnel messages that are put together or wait, per client and direction; the tunnel that brings more ends."""
+    """Bytes of tunnel messages assembled or queued, per client and direction. The tunnel that exceeds it ends."""
 
     confirm_s: float = 3.0
-    """How long a service may take to confirm a tunnel."""
+    """Time within which a service must confirm a tunnel."""
 
     native_timeout_s: float = 60.0
-    """What a service is told as the timeout of a request whose caller does not say: our own protocol does not show it."""
+    """Timeout given to a service for a request whose caller did not state one.
+
+    Iris itself does not transmit timeouts.
+    """
 
     grace_s: float = 0.25
-    """How much later than its timeout a request may still start: its expiry is for the service to judge."""
+    """How much later than its timeout a request may still reach a service, which judges by itself
+    whether it has expired.
+    """
 
     slack_s: float = 0.005
-    """How much longer than its timeout a client's request is waited for: the ways through two bridges are not its members' time.
+    """Added to a client's timeout for the path through two bridges.
 
-    Tests of the bindings want a reply within 1 ms, and none from a handler of 25 ms within 12.
+    Tests of the bindings expect a reply within 1 ms, and none within 12 ms from a handler that takes 25
+    ms.
     """
 
     drain_s: float = 5.0
-    """How long what was accepted may take when the bridge or a client ends."""
+    """Time to finish what was accepted when the bridge stops or a client leaves."""
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -1,8 +1,10 @@
-"""One client of the first Iris on the event loop: its socket on one side, a session of its own at the relay on the other.
+"""One client of the first Iris on the event loop: a socket on one side, its own session at the relay on
+the other.
 
-What it sends is acted on as it comes; when the relay does not take it, the client is not read from. What comes for it is
-written at the end of the turn, and a client that leaves more than `queue_bytes` unread is cut. It ends in one of four ways: it
-said CLOSE, it is lost, it was dropped with a reason, or the bridge stops.
+Frames from the client are processed as they arrive. If the relay cannot accept more, the client's
+socket is not read. Frames for the client are written at the end of the turn, and a client that leaves
+more than `queue_bytes` unread is disconnected. A connection ends in one of four ways: the client sent
+CLOSE, it was lost, it was dropped for a reason, or the bridge stops.
 """
 
 from __future__ import annotations
@@ -38,14 +40,14 @@ from relay.bridges.iris1.writer import ClientWriter, FlushQueue
 log = logging.getLogger(__name__)
 
 READ_HIGH_BYTES: Final = 256 << 10
-"""What may wait to be acted on; then the client is not read from."""
+"""Bytes that may wait unprocessed. Above this the client's socket is not read."""
 FRAMES_A_TURN: Final = 64
-"""Then other clients have their turn, however many frames have come."""
+"""Frames of one client processed in a turn. After these the other clients have their turn."""
 TURNS_TO_READ: Final = 3
-"""Turns of the loop after which every socket has been looked at, and what was in it acted on."""
+"""Turns of the loop after which every socket was read once and its data processed."""
 STOPPED: Final = "the bridge stopped"
 _ROUTED: Final = (Publish, Broadcast, Request, TunInit)
-"""What others get, so that subscriptions that were said before it have to be in effect."""
+"""Frames that reach others. Subscriptions received before them must be in effect first."""
 
 
 class Ending(Enum):
@@ -58,7 +60,7 @@ class Ending(Enum):
 
 
 class BridgePort(Protocol):
-    """What a conversation asks and tells the bridge that it is with: see `relay.bridges.iris1.bridge.Bridge`."""
+    """What a connection needs of its bridge; implemented by `relay.bridges.iris1.bridge.Bridge`."""
 
     config: Iris1Config
     counters: Counter[str]
@@ -77,7 +79,7 @@ class BridgePort(Protocol):
 
 
 class ClientConnection(asyncio.Protocol):
-    """One connection."""
+    """The bridge's side of one connection of a client."""
 
     def __init__(self, bridge: BridgePort) -> None:
         config = bridge.config
@@ -87,7 +89,7 @@ class ClientConnection(asyncio.Protocol):
             tunnel_message_bytes=config.tunnel_message_bytes, tunnel_bytes=config.tunnel_bytes,
         )  # fmt: skip
         self.task: asyncio.Task[None] | None = None
-        """From INIT on."""
+        """Task that runs the connection; None before INIT."""
         self.peer = ""
         self._bridge = bridge
         self._loop = asyncio.get_running_loop()
@@ -95,37 +97,37 @@ class ClientConnection(asyncio.Protocol):
         self._writer: ClientWriter
         self._handshake_timer: asyncio.TimerHandle | None = None
         self._frames_in_turn = 0
-        """Frames in this turn."""
+        """Frames processed in this turn of the loop."""
         self._held_frame: Frame | None = None
-        """A frame that waits for subscriptions of others."""
+        """Frame that waits for subscriptions of other clients."""
         self._others_settled = False
-        """They are in effect: it waits no more."""
+        """Those subscriptions are in effect, so `_held_frame` waits no longer."""
         self._first_in_turn = False
-        """The next frame is the first that was read in its turn."""
+        """Whether the next frame begins the data that was read in this turn."""
         self._read_mark = 0
-        """How many of the bytes said here came before others' sockets were looked at."""
+        """Bytes of this client that were received before the other clients' sockets were last read."""
         self._pending_subscriptions = PendingSubscriptions(
             bridge.barrier, lambda: self.machine.decoder.held_bytes
         )
         self._joined = asyncio.Event()
-        """It has a session, or it never will."""
+        """Set once there is a session, or there will never be one."""
         self._socket_closed = asyncio.Event()
-        """It is closed."""
+        """Set once the socket is closed."""
         self._ended = asyncio.Event()
         self._ending: Ending | None = None
         self._reason = ""
         self.client: iris.Client | None = None
+        """The client's session, once there is one."""
         self._writable: Callable[[], Awaitable[None] | None] = lambda: None
-        """What the client has to wait for before more is written."""
-        """Its session, once there is one."""
+        """Returns what to await before more is written to the session, or None."""
         self._requests: Requests
         self._tunnels: Tunnels
         self.local_request_bytes = 0
-        """Of requests by other programs of the bridge that it has not answered."""
+        """Bytes of unanswered requests from other clients of this bridge."""
         self._cluster = ""
-        """Of which it is a member, for other programs of the bridge."""
+        """Cluster of which this is a member for other clients of the bridge; "" if none."""
         self._tasks: set[asyncio.Task[None]] = set()
-        """The client's requests and tunnels."""
+        """Tasks of the client's requests, subscriptions and tunnels."""
         self._worker: asyncio.Task[None] | None = None
         self._reading_paused = False
         self._topics: dict[bytes, tuple[iris.Subscription, asyncio.Task[None]]] = {}
@@ -145,7 +147,7 @@ class ClientConnection(asyncio.Protocol):
         )
 
     def data_received(self, data: bytes) -> None:
-        if self.machine.state != State.ENDED:  # what still comes then is nobody's
+        if self.machine.state != State.ENDED:  # data that arrives after the end is ignored
             self._first_in_turn = self._worker is None and self._held_frame is None
             self._pending_subscriptions.received_bytes += len(data)
             self.machine.decoder.feed(data)
@@ -161,7 +163,8 @@ class ClientConnection(asyncio.Protocol):
         self._writer.lost()
         self._socket_closed.set()
         self._joined.set()
-        if self.task is None or self.task.done():  # cancelled before it began, it has told nobody
+        # A task that was cancelled before it began has not reported the end.
+        if self.task is None or self.task.done():
             self._bridge.disconnected(self)
 
     def pause_writing(self) -> None:
@@ -184,7 +187,10 @@ class ClientConnection(asyncio.Protocol):
     # -- what the client says --------------------------------------------------------------------------------
 
     def process(self, *, subscribing: bool = False) -> None:
-        """Act on what has come, as far as nothing has to be waited for; `subscribing`: up to the first frame that is routed."""
+        """Process received frames until one has to wait.
+
+        `subscribing`: stop before the first frame that is routed.
+        """
         if self._worker is None:
             try:
                 waiting = self._next(subscribing=subscribing)
@@ -199,11 +205,14 @@ class ClientConnection(asyncio.Protocol):
 
     @property
     def _reads(self) -> bool:
-        """Whether what has come is acted on as soon as it is whole."""
+        """Whether a received frame is processed as soon as it is complete."""
         return self._worker is None and self.machine.state != State.JOINING
 
     def _next(self, *, subscribing: bool = False) -> Awaitable[None] | None:
-        """Act on frames; return what to await before the next one: the relay may have to take something, or others a turn."""
+        """Process frames; return what to await before the next one, or None if no frame is left.
+
+        It waits for room at the relay, or for a turn of the other clients.
+        """
         machine, writable = self.machine, self._writable
         waiting: Awaitable[None] | None = None
         frame: Frame | None = None
@@ -226,7 +235,7 @@ class ClientConnection(asyncio.Protocol):
             self._frames_in_turn += 1
             waiting = machine.handle(frame) or writable()
             if waiting is not None:
-                frame = None  # others do not wait for what this one waits for
+                frame = None  # others need not wait for what this one waits for
                 break
         if waiting is None:
             self._frames_in_turn = 0
@@ -235,7 +244,7 @@ class ClientConnection(asyncio.Protocol):
         return waiting
 
     def _waits_for_others(self) -> Awaitable[None] | None:
-        """Return what to await before a frame is routed: the subscriptions that others said before it, read or not."""
+        """Return what to await before a frame is routed: earlier subscriptions of other clients, read or not."""
         pending = self._pending_subscriptions
         if (
             not self._first_in_turn
@@ -248,9 +257,11 @@ class ClientConnection(asyncio.Protocol):
         return self._bridge.barrier.wait(pending)
 
     async def _read_others(self) -> None:
-        """Return when all that others said before the latest that was read here is read, too.
+        """Return when everything that other clients sent before the last bytes read here is read as
+        well.
 
-        The first frame woke us, and others' sockets were looked at after it was there. Later frames may have come since then.
+        The first frame of a turn needs no such wait: the other sockets were read after it arrived.
+        Later frames may have arrived since then.
         """
         received_bytes = self._pending_subscriptions.received_bytes
         for _ in range(TURNS_TO_READ):
@@ -275,7 +286,7 @@ class ClientConnection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def _drop_offender(self, err: Exception) -> None:
-        """End the connection for what the client did: nobody else hears of it."""
+        """Disconnect the client for an error of its own. Other clients do not notice."""
         silent = isinstance(err, Violation) and err.silent
         cause = "violations" if isinstance(err, Violation) else "refused"
         self._bridge.counters[cause] += 1
@@ -291,7 +302,7 @@ class ClientConnection(asyncio.Protocol):
         self._end(Ending.DROPPED, reason)
 
     def _hang_up(self) -> None:
-        """Say no more; what still comes is read, and is nobody's."""
+        """Stop sending; what still arrives is read and ignored."""
         self._writer.hang_up()
         self._read_on()
 
@@ -310,7 +321,7 @@ class ClientConnection(asyncio.Protocol):
     # -- what the machine asks for ---------------------------------------------------------------------------
 
     def init_received(self, cluster: str) -> None:
-        """It said who it is."""
+        """Start the session of a client that sent INIT."""
         if self._handshake_timer is not None:
             self._handshake_timer.cancel()
         admitted = self._bridge.admit(self)
@@ -319,21 +330,21 @@ class ClientConnection(asyncio.Protocol):
         )
 
     def broadcast(self, cluster: str, message: bytes) -> Awaitable[None] | None:
-        """Pass a broadcast on."""
+        """Broadcast a message for the client; return what to await before its next frame."""
         session = self._session
         taken = session.offer_broadcast(cluster, message)
         self._bridge.local.broadcast(cluster, message)
         return None if taken else session.broadcast(cluster, message)
 
     def publish(self, topic: str, event: bytes) -> Awaitable[None] | None:
-        """Pass an event on."""
+        """Publish an event for the client; return what to await before its next frame."""
         session = self._session
         taken = session.offer(topic, event)
         self._bridge.local.publish(topic, event)
         return None if taken else session.publish(topic, event)
 
     def request(self, id: int, cluster: str, payload: bytes, timeout_ms: int) -> None:
-        """Ask a cluster."""
+        """Send a request to a cluster for the client."""
         if self._ending is not None:
             self.machine.no_reply(id)
         else:
@@ -342,7 +353,7 @@ class ClientConnection(asyncio.Protocol):
                 self._track(requesting)
 
     def tunnel(self, id: int, cluster: str, timeout_ms: int) -> None:
-        """Open a tunnel."""
+        """Open a tunnel for the client."""
         if self._ending is not None:
             self.machine.refuse_tunnel(id)
         else:
@@ -350,7 +361,7 @@ class ClientConnection(asyncio.Protocol):
             self._track(self._loop.create_task(opening, name="iris1-tunnel"))
 
     def subscribe(self, topic: bytes, name: str) -> None:
-        """Hear a topic; a second time changes nothing."""
+        """Subscribe the client to a topic. A second subscription to it changes nothing."""
         if topic in self._topics:
             self._bridge.counters["double subscriptions"] += 1
             return
@@ -366,7 +377,9 @@ class ClientConnection(asyncio.Protocol):
                 self.machine.send(codec.publish(topic, message.payload))
 
         subscription = self._session.subscribe(name, forward, on_gap=self._bridge.gap)
-        self._frames_in_turn = FRAMES_A_TURN  # it takes the longer, the more topics the client has
+        self._frames_in_turn = (
+            FRAMES_A_TURN  # subscribing takes long with many topics: end the turn
+        )
         subscribed = self._subscribed(subscription)
         registering = self._loop.create_task(subscribed, name="iris1-subscribe")
         self._topics[topic] = subscription, registering
@@ -380,34 +393,37 @@ class ClientConnection(asyncio.Protocol):
             fields = {"peer": self.peer, "topic": subscription.filter}
             log.debug("bridge.subscribed", extra={"fields": fields})
         except (iris.ConnectionLost, iris.RequestTimeout, iris.Closed):
-            return  # it is registered anew when there is a relay again
+            return  # registered again when there is a relay
         except iris.IrisError as err:
-            if self._ending is None:  # else its end has its own last word
+            if self._ending is None:  # else the connection already ends for another reason
                 self._drop_offender(err)
 
     def unsubscribe(self, topic: bytes) -> None:
-        """Hear a topic no more; one that is not heard changes nothing."""
+        """Unsubscribe from a topic. An unknown topic changes nothing."""
         known = self._topics.pop(topic, None)
         if known is None:
             self._bridge.counters["unknown unsubscriptions"] += 1
             return
         subscription, registering = known
         self._bridge.local.unsubscribe(subscription.filter, self)
-        registering.cancel()  # without a relay it would wait, and there may be many
+        registering.cancel()  # without a relay the task would wait, and there may be many
         subscription.stop()
 
     def accept_tunnel(self, tunnel: LocalTunnelEnd) -> None:
-        """Carry a tunnel that another program of the bridge opened to it."""
+        """Carry a tunnel that another client of the bridge opened to this one."""
         self._track(self._loop.create_task(self._accept(tunnel), name="iris1-tunnel"))
 
     async def _accept(self, tunnel: LocalTunnelEnd) -> None:
         try:
             await self._tunnels.on_tunnel(tunnel)
         finally:
-            tunnel.fail("the other side disconnected")  # if nothing has ended it
+            tunnel.fail("the other side disconnected")  # if it has not ended yet
 
     def _leave_local(self, *, topics: bool) -> None:
-        """Other programs of the bridge hand it nothing any more; `topics`: no events either."""
+        """Leave the local cluster, so that other clients of the bridge send nothing more.
+
+        `topics`: unsubscribe as well.
+        """
         local = self._bridge.local
         if self._cluster:
             local.leave(self._cluster, self)
@@ -416,37 +432,40 @@ class ClientConnection(asyncio.Protocol):
                 local.unsubscribe(subscription.filter, self)
 
     def closing(self) -> None:
-        """It said CLOSE: nothing more comes from it."""
+        """Note that the client sent CLOSE; nothing more is read from it."""
         self.machine.end(closed=True)
-        if self._ending == Ending.STOPPED:  # its own end comes before ours
+        if self._ending == Ending.STOPPED:  # the client's own CLOSE takes precedence
             self._requests.end()
             self._ending = Ending.CLOSED
         self._end(Ending.CLOSED)
 
     @property
     def _session(self) -> iris.Client:
-        assert self.client is not None  # nothing but INIT is taken before
+        assert self.client is not None  # only INIT is handled before there is a session
         return self.client
 
     # -- its session -----------------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """Finish what was accepted, in bounded time, and end it."""
+        """Finish what was accepted within a time limit, then disconnect."""
         if self.task is None:
             self._transport.abort()
         self._end(Ending.STOPPED)
 
     def give_up(self) -> None:
-        """End at once."""
+        """Disconnect at once."""
         self._transport.abort()
         if self.task is not None:
             self.task.cancel()
 
     async def reload_keys(self, keyring: iris.Keyring) -> bool:
-        """Move to a changed keyring, once it has a session; False: it cannot, and goes on with the old keys."""
+        """Change to a new keyring; return False if the session cannot, and keeps the old keys.
+
+        Waits until there is a session.
+        """
         if self.task is None:
-            return True  # it will connect with the new ones
-        await self._joined.wait()  # at the latest when it is gone
+            return True  # it will connect with the new keys
+        await self._joined.wait()  # set when the socket is closed at the latest
         if self.client is None or self._ending is not None:
             return True
         try:
@@ -522,7 +541,7 @@ class ClientConnection(asyncio.Protocol):
                 for task in (*self._tasks, *([self._worker] if self._worker is not None else ())):
                     task.cancel()
             if machine.state == State.OPEN:
-                machine.end()  # the session ends before its client is told
+                machine.end()  # the session ends before the client learns of it
             log.info("bridge.client_left", extra={"fields": self._summary(cluster)})
         if self._tasks:
             await asyncio.wait(list(self._tasks), timeout=bridge.config.drain_s)
@@ -540,7 +559,7 @@ class ClientConnection(asyncio.Protocol):
         return service
 
     async def _wind_up(self, leave: Callable[[], Awaitable[None]]) -> None:
-        """Leave the cluster and finish what was accepted; what only the client could finish has ended with it."""
+        """Leave the cluster and finish what was accepted. Work that needs a client that has left ends at once."""
         stopped = self._ending == Ending.STOPPED
         gracefully = self._ending in (Ending.CLOSED, Ending.STOPPED)
         self._tunnels.end(

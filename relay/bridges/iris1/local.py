@@ -1,7 +1,8 @@
-"""What programs of one bridge say to each other stays in the bridge: who serves and who subscribes here, and calls between them.
+"""Traffic between clients of one bridge stays in the bridge: members, subscribers, casts and calls.
 
-A member of the bridge is preferred while it has room; when it has not, or none is here, the relay chooses, among all. Events and
-broadcasts reach the bridge's programs here and everybody else through the relay; the copies that it brings back are dropped.
+A member at this bridge is preferred while it has room. Otherwise the relay chooses among all members.
+Events and broadcasts reach the bridge's clients here and everybody else through the relay. The bridge
+drops the copies that the relay sends back.
 """
 
 from __future__ import annotations
@@ -20,61 +21,66 @@ from relay.bridges.iris1.core.machine import Machine
 from relay.bridges.iris1.local_tunnel import LocalTunnelEnd
 
 SHARED_REQUESTS: Final = iris.Limits().concurrency
-"""Requests that a member here owes answers for, as many as the relay would let it have, when others serve its cluster, too."""
+"""Unanswered requests that a member at this bridge may have while others serve its cluster as well: as
+many as the relay would give it.
+"""
 SHARED_BYTES: Final = 16 << 20
-"""Bytes of requests that a member here has not answered. An empty one takes a request of any size."""
+"""Bytes of unanswered requests that a member at this bridge may have.
+
+Without any, it accepts a request of any size.
+"""
 MAX_CANDIDATES: Final = 8
-"""Members that are looked at for a call: the one that owes the fewest answers gets it."""
+"""Members compared for one call: the one with the fewest unanswered requests or tunnels gets it."""
 
 
 class LocalClient(Protocol):
-    """A client of this bridge, to the others: see `relay.bridges.iris1.connection.Conversation`."""
+    """A client of this bridge as others see it; implemented by `relay.bridges.iris1.connection.ClientConnection`."""
 
     machine: Machine
     client: iris.Client | None
     local_request_bytes: int
-    """Bytes of requests of other clients that it has not answered."""
+    """Bytes of unanswered requests from other clients of the bridge."""
 
     def accept_tunnel(self, tunnel: LocalTunnelEnd) -> None:
-        """Carry a tunnel that another client opened to it."""
+        """Carry a tunnel that another client opened to this one."""
 
 
 class LocalGroup:
-    """The members of one cluster that are programs of the bridge."""
+    """The clients of this bridge that serve one cluster."""
 
     def __init__(self) -> None:
         self.members: list[LocalClient] = []
         self.total: int | None = None
-        """Members that the relay knows; None: it has not said so yet."""
+        """Members of the cluster that the relay knows of; None until it has answered."""
         self.turn = 0
         self.watch: tuple[LocalClient, asyncio.Task[None]] | None = None
 
     @property
     def alone(self) -> bool:
-        """Whether nobody else serves this cluster."""
+        """Whether only clients of this bridge serve the cluster."""
         return self.total is not None and self.total <= len(self.members)
 
 
 class LocalClients:
-    """Who serves and who subscribes, of one bridge's programs."""
+    """The members and subscribers among the clients of one bridge."""
 
     def __init__(self, config: Iris1Config) -> None:
         self.local_senders = LocalSenders()
         self._config = config
         self._groups: dict[str, LocalGroup] = {}
         self._topics: dict[str, dict[LocalClient, bytes]] = {}
-        """By name, who hears it, and what that topic is called there."""
+        """Subscribers: topic name -> client -> the name that this client uses for the topic."""
 
     # -- who is here -----------------------------------------------------------------------------------------
 
     def join(self, cluster: str, member: LocalClient) -> None:
-        """Somebody serves from now on."""
+        """Add a client that serves a cluster."""
         group = self._groups.setdefault(cluster, LocalGroup())
         group.members.append(member)
         self._watch(cluster, group)
 
     def leave(self, cluster: str, member: LocalClient) -> None:
-        """It takes nothing new. Idempotent."""
+        """Remove a client from its cluster, so that it gets no new calls. Idempotent."""
         group = self._groups.get(cluster)
         if group is None or member not in group.members:
             return
@@ -88,10 +94,10 @@ class LocalClients:
             del self._groups[cluster]
 
     def _watch(self, cluster: str, group: LocalGroup) -> None:
-        """Have one of the members ask the relay how many there are in all."""
+        """Have one of the members watch how many members the relay knows of."""
         if group.watch is None:
             member = group.members[0]
-            assert member.client is not None  # it serves
+            assert member.client is not None  # a member has a session
             watching = self._count(member.client, cluster, group)
             task = asyncio.get_running_loop().create_task(watching, name="iris1-members")
             group.watch = member, task
@@ -101,14 +107,14 @@ class LocalClients:
             async for members in client.watch_members(cluster):
                 group.total = len(members)
         except iris.IrisError:
-            group.total = None  # others may be there: ours share with them
+            group.total = None  # other members are possible, so share calls with them
 
     def subscribe(self, name: str, topic: bytes, subscriber: LocalClient) -> None:
-        """Somebody hears a topic from now on."""
+        """Add a client that subscribes to a topic."""
         self._topics.setdefault(name, {})[subscriber] = topic
 
     def unsubscribe(self, name: str, subscriber: LocalClient) -> None:
-        """It does not any more. Idempotent."""
+        """Remove a subscriber. Idempotent."""
         subscribers = self._topics.get(name, {})
         subscribers.pop(subscriber, None)
         if not subscribers:
@@ -117,7 +123,7 @@ class LocalClients:
     # -- casts -----------------------------------------------------------------------------------------------
 
     def publish(self, name: str, event: bytes) -> None:
-        """Hand an event to everybody here who hears its topic."""
+        """Send an event to all clients of this bridge that subscribe to its topic."""
         subscribers = self._topics.get(name)
         if subscribers is not None:
             frame = b""
@@ -126,7 +132,7 @@ class LocalClients:
                 subscriber.machine.send(frame)
 
     def broadcast(self, cluster: str, message: bytes) -> None:
-        """Hand a broadcast to every member here."""
+        """Send a broadcast to all members at this bridge."""
         group = self._groups.get(cluster)
         if group is not None:
             frame = codec.broadcast(message)
@@ -136,9 +142,11 @@ class LocalClients:
     # -- calls -----------------------------------------------------------------------------------------------
 
     def for_request(self, cluster: str, size: int) -> LocalClient | None:
-        """Return the member here that is to get a request of `size` bytes; None: the relay is to choose.
+        """Return the member at this bridge that gets a request of `size` bytes, or None if the relay
+        must choose.
 
-        While others serve the cluster, too, a member here is full with as many requests as the relay would let it have.
+        While others serve the cluster as well, a member here is full with `SHARED_REQUESTS` unanswered
+        requests.
         """
         group = self._groups.get(cluster)
         if group is None:
@@ -154,7 +162,7 @@ class LocalClients:
         return member
 
     def for_tunnel(self, cluster: str) -> LocalClient | None:
-        """Return the member here that is to get a tunnel; None: the relay is to choose."""
+        """Return the member at this bridge that gets a tunnel, or None if the relay must choose."""
         group = self._groups.get(cluster)
         if group is None:
             return None
@@ -178,7 +186,7 @@ class LocalClients:
 
 
 class LocalRequest:
-    """A request of one program to another, of the same bridge. It is the second one's debt, and answered once."""
+    """A request from one client of the bridge to another. It is answered exactly once."""
 
     __slots__ = (
         "_awaited",
@@ -204,10 +212,10 @@ class LocalRequest:
         self._size: int
         self._timer: asyncio.TimerHandle
         self._awaited = True
-        """Its caller waits for the answer."""
+        """Whether the caller still waits for the answer."""
 
     def begin(self, service: LocalClient, payload: bytes, timeout_ms: int) -> bool:
-        """Hand it to the service; False: that takes none."""
+        """Dispatch the request to the service; return False if the service accepts none."""
         dispatch_id = service.machine.dispatch(self, payload, timeout_ms)
         if dispatch_id is None:
             return False
@@ -219,7 +227,7 @@ class LocalRequest:
         return True
 
     def answered(self, success: bool, payload: Payload) -> None:
-        """The service answered."""
+        """Pass the service's answer to the caller."""
         self._end()
         if self._awaited:
             if isinstance(payload, Oversized):
@@ -228,7 +236,7 @@ class LocalRequest:
             self._machine.reply(self._id, payload, success=success)
 
     def failed(self, reason: str) -> None:
-        """The service is gone."""
+        """Answer the caller with a timeout: the service has left."""
         self._end()
         if self._awaited:
             self._machine.no_reply(self._id)
@@ -241,7 +249,7 @@ class LocalRequest:
         if self._machine.is_pending(self._id):
             self._counters["requests unanswered: timeout"] += 1
             self._machine.no_reply(self._id)
-        self._awaited = False  # the caller may give its id to another request
+        self._awaited = False  # the caller may use its id for another request now
         self._timer = asyncio.get_running_loop().call_later(self._grace_s, self._given_up)
 
     def _given_up(self) -> None:

@@ -1,4 +1,4 @@
-"""A tunnel between two programs of one bridge: two ends, message by message, without a relay between them."""
+"""A tunnel between two clients of one bridge: it passes messages from end to end without a relay."""
 
 from __future__ import annotations
 
@@ -10,35 +10,41 @@ from typing import Final
 import iris
 
 AHEAD_BYTES: Final = 256 << 10
-"""What may wait at an end without its sender waiting for it. A longer message waits with its sender, who accounts for it."""
+"""Bytes that one end holds without making the sender wait.
+
+A longer message stays with its sender, who accounts for it.
+"""
 
 
 class LocalTunnelEnd:
-    """One end; it has what `lines` needs of an `iris.Tunnel`. Made by `near_tunnel`."""
+    """One end of a tunnel, with the methods of `iris.Tunnel` that `tunnels.py` uses. Made by `local_tunnel`."""
 
     def __init__(self, name: str) -> None:
         self.peer: LocalTunnelEnd
         self.on_message: Callable[[bytes], bool] = _refuse
-        """Takes a message while nothing waits before it, if it can be passed on at once."""
+        """Accepts a message if nothing is queued before it and it can be forwarded at once."""
         self._name = name
         self._queue: deque[tuple[bytes, asyncio.Future[None] | None]] = deque()
         self._held = 0
-        """Bytes of messages that nobody waits for."""
+        """Bytes of queued messages whose senders do not wait."""
         self._waiter: asyncio.Future[None] | None = None
         self._closed = False
         self._ended = False
-        """The peer closed."""
+        """Whether the peer closed the tunnel."""
         self._broken = ""
 
     def offer(self, data: bytes) -> bool:
-        """Pass a message on at once, if the other end waits for one and can take it."""
+        """Forward a message at once if the other end waits for one and accepts it; return whether it did."""
         peer = self.peer
         if peer._waiter is None or peer._queue or self._closed or self._ended or self._broken:
             return False
         return peer.on_message(data)
 
     async def send(self, data: bytes) -> None:
-        """Return when the message is at the other end: taken, or held there if that is little. Raises as `iris.Tunnel`."""
+        """Return when the other end has accepted the message or queued it within `AHEAD_BYTES`.
+
+        Raises as `iris.Tunnel`.
+        """
         self._check_sending()
         peer = self.peer
         if peer._held + len(data) <= AHEAD_BYTES:
@@ -58,7 +64,7 @@ class LocalTunnelEnd:
             raise
 
     async def recv_chunks(self) -> AsyncIterator[bytes]:
-        """Iterate over the chunks of the next message: it is one. Raises as `iris.Tunnel`."""
+        """Iterate over the chunks of the next message, which here is one. Raises as `iris.Tunnel`."""
         while not self._queue:
             if self._broken:
                 raise iris.TunnelBroken(f"tunnel to {self._name}: {self._broken}")
@@ -77,7 +83,7 @@ class LocalTunnelEnd:
         yield data
 
     async def close(self) -> None:
-        """End both directions: the other end still gets what was sent to it. Idempotent."""
+        """End both directions; the other end still receives what was sent to it. Idempotent."""
         if not self._closed and not self._broken:
             self._closed = True
             self._discard()
@@ -86,7 +92,7 @@ class LocalTunnelEnd:
             self._wake()
 
     def fail(self, reason: str) -> None:
-        """Break it on both sides. Idempotent."""
+        """Break both ends. Idempotent."""
         if self._closed or self._broken:
             return
         if not self._ended:
@@ -103,7 +109,7 @@ class LocalTunnelEnd:
             raise iris.Closed(f"tunnel to {self._name}: the tunnel is closed")
 
     def _discard(self) -> None:
-        """Nothing of what waits here is read any more: its senders hear of it."""
+        """Drop the queued messages and raise in their senders."""
         queue, self._queue = self._queue, deque()
         self._held = 0
         for _, delivered in queue:

@@ -1,4 +1,4 @@
-"""The bridge as a process: an ordinary member with a keyring, until SIGTERM or SIGINT."""
+"""The bridge as a process: an ordinary client with a keyring, until SIGTERM or SIGINT."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from relay.process import loop_factory, raise_descriptor_limit, stop_on_signals
 log = logging.getLogger(__name__)
 
 COUNTERS_S: Final = 60.0
-"""What went wrong is logged as often, if it has changed."""
+"""How often the counters are logged, if they have changed."""
 
 
 async def serve(config: Iris1Config, relay: str | None) -> None:
-    """Run a bridge until SIGTERM or SIGINT, a second of which ends the process at once; SIGHUP takes up a changed keyring."""
+    """Run a bridge until SIGTERM or SIGINT; a second signal ends the process at once. SIGHUP reloads the keyring."""
     loop = asyncio.get_running_loop()
     stop = stop_on_signals(loop)
     own = iris.ClientConfig(relay=relay, label="iris bridge iris1", keep_freed_memory=True)
-    # The session of its own says at the start whether there are a relay and keys, and `iris status` shows it.
+    # Its own session reports a missing relay or key at the start, and `iris status` shows it.
     async with iris.connect(config=own) as client:
 
         def connect(label: str) -> iris.Client:
@@ -46,7 +46,7 @@ async def serve(config: Iris1Config, relay: str | None) -> None:
         loop.add_signal_handler(signal.SIGHUP, on_hangup)
         await bridge.start()
         gc.collect()
-        gc.freeze()  # a full collection of all that was imported takes longer than these programs wait for an event
+        gc.freeze()  # collecting all that was imported takes longer than clients expect an event to take
         try:
             while not stop.is_set():
                 with contextlib.suppress(TimeoutError):
@@ -62,7 +62,7 @@ async def serve(config: Iris1Config, relay: str | None) -> None:
 async def _reload(client: iris.Client, bridge: Bridge) -> None:
     try:
         await client.reload_keys()
-    except iris.IrisError as err:  # the old keys still serve
+    except iris.IrisError as err:  # the old keys remain in use
         log.error("bridge.keys_not_reloaded", extra={"fields": {"error": str(err)}})
         return
     left_behind = await bridge.reload_keys(client.keyring)
@@ -70,7 +70,7 @@ async def _reload(client: iris.Client, bridge: Bridge) -> None:
 
 
 def run(config: Iris1Config, relay: str | None, log_level: str, log_format: str) -> None:
-    """Run a bridge in this process until it is told to stop."""
+    """Run a bridge in this process until it is stopped by a signal."""
     configure(log_level, log_format)
     raise_descriptor_limit()
     with asyncio.Runner(loop_factory=loop_factory()) as runner:

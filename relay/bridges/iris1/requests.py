@@ -1,7 +1,8 @@
-"""Requests: the client's to any cluster of ours, and anybody's to the client.
+"""Requests in both directions: from the client to any cluster, and from any caller to the client.
 
-Between two bridges a request says its timeout and an answer what kind it is in headers, because a service of the first Iris
-judges expiry by itself, and a fault's text has to arrive byte for byte however long it is.
+Between two bridges, headers carry the timeout of a request and the kind of its answer. A service of the
+first Iris judges by itself whether a request has expired, and the text of a fault must arrive byte for
+byte, however long it is.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from relay.bridges.iris1.core.machine import MAX_TIMEOUT_MS, Machine
 from relay.bridges.iris1.local import LocalClients, LocalRequest
 
 TIMEOUT_HEADER: Final = "iris1-timeout-ms"
-"""With a request: how long its caller waits. Callers of ours may say it, too."""
+"""Header of a request: its caller's timeout in milliseconds. Native callers may set it as well."""
 KIND_HEADER: Final = "iris1"
 FAULT: Final = "fault"
 NO_REPLY: Final = "timeout"
 POLL_S: Final = 0.005
-"""Between two looks at what a client that ends still has to be told, or to tell."""
+"""Pause between two checks for unanswered requests when a connection ends."""
 
 
 class Requests:
@@ -42,7 +43,10 @@ class Requests:
     def request(
         self, id: int, cluster: str, payload: bytes, timeout_ms: int
     ) -> asyncio.Task[None] | None:
-        """Ask a cluster for the client, and give it the one answer: a member of this bridge if one has room, without a task."""
+        """Send a request for the client and answer it once.
+
+        Returns None if a member at this bridge gets it, else the task.
+        """
         member = self._local.for_request(cluster, len(payload))
         if member is not None:
             local_request = LocalRequest(self._machine, id, self._counters, self._config)
@@ -55,7 +59,7 @@ class Requests:
         return task
 
     def end(self) -> None:
-        """Nobody waits for the answers any more."""
+        """Cancel the client's requests: it waits for no answers."""
         for task in list(self._requesting):
             task.cancel()
 
@@ -66,7 +70,7 @@ class Requests:
         headers = {TIMEOUT_HEADER: str(timeout_ms)}
         try:
             async with asyncio.timeout(timeout + self._config.slack_s):
-                # It is on its way before this waits at all, however short the timeout is.
+                # The request is sent before this waits at all, however short the timeout is.
                 message: iris.Message = await self._client.request(
                     cluster, payload, timeout=timeout + self._config.grace_s, headers=headers, type=iris.Message
                 )  # fmt: skip
@@ -85,12 +89,12 @@ class Requests:
                 machine.reply(id, message.payload, success=kind != FAULT)
 
     async def finished(self) -> None:
-        """Return when the client has its answers, and others theirs from it."""
+        """Return when the client has its answers and has given its own."""
         while self._machine.pending or self._machine.dispatched:  # noqa: ASYNC110 - only at the end
             await asyncio.sleep(POLL_S)
 
     def on_request(self, request: iris.Request) -> None:
-        """Hand a request to the client, which answers it, or not, in its own time."""
+        """Dispatch a request to the client, which may answer at any time or not at all."""
         timeout_ms = _timeout_ms((request.headers or {}).get(TIMEOUT_HEADER))
         relayed = RelayRequest(request.defer(), self._counters, timeout_ms is not None)
         if timeout_ms is None:
@@ -111,7 +115,7 @@ class Requests:
 
 
 class RelayRequest:
-    """The answer to a request that was handed to the client."""
+    """A request that came through the relay and was dispatched to the client."""
 
     __slots__ = ("_counters", "_deferred", "_from_bridge", "timer")
 
@@ -122,7 +126,7 @@ class RelayRequest:
         self.timer: asyncio.TimerHandle | None = None
 
     def answered(self, success: bool, payload: Payload) -> None:
-        """The client answered."""
+        """Pass the client's answer to the caller."""
         if isinstance(payload, Oversized):
             self._counters["oversized"] += 1
             success, payload = False, payload.text("reply").encode()
@@ -135,7 +139,7 @@ class RelayRequest:
             self._deferred.fail(payload.decode(errors="backslashreplace"))
 
     def failed(self, reason: str) -> None:
-        """The client does not answer."""
+        """Report to the caller that the client does not answer."""
         self._end()
         if self._from_bridge:
             self._deferred.reply(iris.Reply(b"", {KIND_HEADER: NO_REPLY}))
@@ -148,7 +152,9 @@ class RelayRequest:
 
 
 def _timeout_ms(text: str | None) -> int | None:
-    """Return what a caller said, if it is a number: whoever holds the key can write anything there."""
+    """Return the timeout in a header, or None if it is not a number: any holder of the key can write
+    anything there.
+    """
     if text is None or not text.isascii() or not text.isdecimal() or len(text) > 10:
         return None
     return min(max(1, int(text)), MAX_TIMEOUT_MS)

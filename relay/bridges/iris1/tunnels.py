@@ -1,7 +1,8 @@
-"""Tunnels: a half of the client's joined with an `iris.Tunnel`, message by message.
+"""Join the client's end of a tunnel with an `iris.Tunnel`, message by message.
 
-A message from the client goes on when it is whole; until it has, the client may send no more than its window. A message to the
-client waits for the client's allowance and for its socket, so the slower end sets the pace in both directions.
+A message from the client is forwarded when it is complete. Until it is forwarded, the client may send
+no more than its window. A message to the client waits for the client's grant and for its socket, so the
+slower end sets the pace in both directions.
 """
 
 from __future__ import annotations
@@ -40,10 +41,13 @@ class Tunnels:
         self._tunnels: set[BridgedTunnel] = set()
         self._opening: set[asyncio.Future[iris.Tunnel]] = set()
         self._ended: tuple[str, bool] | None = None
-        """What `end` was told: a tunnel that comes later ends as the others."""
+        """Arguments of `end`, once called: tunnels that come later end in the same way."""
 
     async def open(self, id: int, cluster: str, timeout_ms: int) -> None:
-        """Open a tunnel for the client, to a member of this bridge if one has room, and carry it to its end."""
+        """Open a tunnel for the client and carry it to its end.
+
+        A member at this bridge is preferred if it has room.
+        """
         member = self._local.for_tunnel(cluster)
         if member is not None:
             ours, theirs = local_tunnel(cluster)
@@ -71,7 +75,7 @@ class Tunnels:
         await self._carry(bridged)
 
     async def on_tunnel(self, tunnel: iris.Tunnel | LocalTunnelEnd) -> None:
-        """Carry a tunnel that somebody opened to the client, once the client has confirmed it."""
+        """Carry a tunnel that was opened to the client, once the client has confirmed it."""
         bridged = BridgedTunnel(self, tunnel)
         build = self.machine.build_tunnel(bridged)
         if build is not None:
@@ -90,7 +94,7 @@ class Tunnels:
             self._tunnels.discard(bridged)
 
     def end(self, reason: str, *, gracefully: bool) -> None:
-        """End all of them; `gracefully`: what the client has sent is passed on first."""
+        """End all tunnels. `gracefully`: forward first what the client has sent."""
         self._ended = reason, gracefully
         for opening in list(self._opening):
             opening.cancel()
@@ -99,13 +103,13 @@ class Tunnels:
 
 
 def being_cancelled() -> bool:
-    """Whether this task is being cancelled, not only what it waited for."""
+    """Whether this task itself is being cancelled, not only what it waited for."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
 class BridgedTunnel:
-    """One tunnel, joined end to end."""
+    """One tunnel: the client's end joined with the other end."""
 
     def __init__(self, tunnels: Tunnels, tunnel: iris.Tunnel | LocalTunnelEnd) -> None:
         self.client_end: ClientEnd | None = None
@@ -113,10 +117,10 @@ class BridgedTunnel:
         self._tunnel = tunnel
         self._messages: deque[bytes] = deque()
         self._held = 0
-        """Bytes of the message to the client."""
+        """Bytes of the message to the client that is being sent."""
         self._sender: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
-        """The client confirmed or allowed something, or it is over."""
+        """Set when the client confirmed or granted something, or the tunnel is over."""
         self._over = asyncio.Event()
         self._reason = ""
         self._gracefully = False
@@ -127,15 +131,15 @@ class BridgedTunnel:
     # -- what the machine calls ------------------------------------------------------------------------------
 
     def opened(self, client_end: ClientEnd) -> None:
-        """The client confirmed it."""
+        """Note that the client confirmed the tunnel."""
         self._changed.set()
 
     def allowed(self) -> None:
-        """The client granted more."""
+        """Note that the client granted more bytes."""
         self._changed.set()
 
     def message(self, data: bytes) -> None:
-        """The client sent a whole message."""
+        """Forward a complete message from the client."""
         local_end = self._local_end
         if local_end is not None and self._sender is None and local_end.offer(data):
             assert self.client_end is not None  # it sent the message
@@ -146,13 +150,13 @@ class BridgedTunnel:
             self._sender = self._start(self._send(), "iris1-tunnel-send")
 
     def closed(self, reason: str | None) -> None:
-        """The client closed it (None), or broke its rules."""
+        """End the tunnel because the client closed it (None) or broke the protocol (the reason)."""
         self.finish(reason or "", gracefully=reason is None)
 
     # -- its life --------------------------------------------------------------------------------------------
 
     def finish(self, reason: str, *, gracefully: bool) -> None:
-        """End it; the first reason counts."""
+        """End the tunnel. Only the first reason counts."""
         if not self._over.is_set():
             self._reason = reason
             self._gracefully = gracefully
@@ -160,7 +164,7 @@ class BridgedTunnel:
             self._changed.set()
 
     async def confirmed(self, timeout: float) -> None:
-        """Return when the client has confirmed it, or it is over: because it took too long, too."""
+        """Return when the client has confirmed the tunnel or it is over. It is over as well if `timeout` passes."""
         try:
             async with asyncio.timeout(timeout):
                 while self.client_end is None and not self._over.is_set():
@@ -173,7 +177,7 @@ class BridgedTunnel:
             )
 
     async def run(self) -> None:
-        """Carry messages both ways until one end closes, breaks or goes."""
+        """Carry messages both ways until one end closes, breaks or leaves."""
         client_end, tunnel = self.client_end, self._tunnel
         if client_end is None:
             tunnel.fail(self._reason or self._refusal())
@@ -214,7 +218,7 @@ class BridgedTunnel:
         return task
 
     def _done(self, task: asyncio.Task[None]) -> None:
-        """A fault of ours is not to leave both ends waiting."""
+        """End the tunnel after an internal error, so that neither end waits for ever."""
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("bridge.tunnel_fault", exc_info=error)
             self.finish(f"internal error of the bridge: {error!r}", gracefully=False)
@@ -228,7 +232,7 @@ class BridgedTunnel:
                 client_end.forwarded(len(self._messages.popleft()))
                 self._owner.machine.grant(client_end)
         except iris.Closed:
-            self.finish("", gracefully=True)  # the other end has what it wanted
+            self.finish("", gracefully=True)  # the other end does not want more
         except iris.IrisError as err:
             self.finish(str(err), gracefully=False)
         finally:
@@ -241,7 +245,8 @@ class BridgedTunnel:
                 if message:
                     await self._send_to_client(client_end, message)
                 else:
-                    self._owner.counters["empty tunnel messages"] += 1  # it has none
+                    # The protocol has no empty messages.
+                    self._owner.counters["empty tunnel messages"] += 1
                 self._release()
         except iris.EndOfTunnel:
             self.finish("", gracefully=True)
@@ -252,7 +257,12 @@ class BridgedTunnel:
             self.finish(str(fault), gracefully=False)
 
     async def _message(self) -> bytes:
-        """Return the next whole message for the client, which its purse holds; raises as `Tunnel.recv_chunks`, and TunnelFault."""
+        """Return the next complete message for the client, held in its budget.
+
+        Raises:
+            TunnelFault: the message is over the limit or the budget.
+            IrisError: as `Tunnel.recv_chunks`.
+        """
         limit = self._owner.config.tunnel_message_bytes
         while True:
             parts: list[bytes] = []
@@ -267,7 +277,8 @@ class BridgedTunnel:
             except iris.TunnelBroken:
                 if not parts:
                     raise
-                # Its sender gave it up, and the next may follow; if the tunnel broke, the next turn raises that.
+                # The sender gave up this message, and the next may follow. If the tunnel broke, the next
+                # turn raises that.
                 self._release()
 
     def _release(self) -> None:
@@ -275,7 +286,7 @@ class BridgedTunnel:
         self._held = 0
 
     def _send_at_once(self, message: bytes) -> bool:
-        """Pass on a message that nothing waits before; False: it is to wait."""
+        """Forward a message if nothing waits before it; return False if it must wait."""
         client_end, size = self.client_end, len(message)
         if (
             client_end is None

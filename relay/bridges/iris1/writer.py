@@ -1,4 +1,4 @@
-"""What goes to one client: written at the end of the turn, within a bound in bytes, and said to the last word."""
+"""Write bytes to one client at the end of each turn of the loop, within a limit in bytes."""
 
 from __future__ import annotations
 
@@ -9,38 +9,44 @@ from typing import Final
 from iris.transport import Writer
 
 WRITE_HIGH_BYTES: Final = 1 << 20
-"""Written and not taken by the client: tunnels wait."""
+"""Bytes that the client may leave unread before its tunnels wait."""
 FLUSH_BYTES: Final = 256 << 10
-"""Written before the turn of the loop ends."""
+"""Bytes that are written at once, before the turn of the loop ends."""
 LINGER_S: Final = 2.0
-"""How long a client may take to read the last that it is told, and to close."""
+"""Time in which a client must read the last bytes sent to it and close its socket."""
 
 
 class FlushQueue:
-    """The outlets of a bridge that have something to write: by the end of the turn, or when the bridge has acted on what came."""
+    """Writers of one bridge with bytes to write.
+
+    They are flushed at the end of the turn, or once all received frames are processed.
+    """
 
     def __init__(self) -> None:
         self.scheduled = False
-        self._outlets: list[ClientWriter] = []
+        self._writers: list[ClientWriter] = []
         self._loop = asyncio.get_running_loop()
 
     def add(self, writer: ClientWriter) -> None:
-        """It has something to write."""
+        """Add a writer that has bytes to write."""
         if not self.scheduled:
             self.scheduled = True
             self._loop.call_soon(self.flush)
-        self._outlets.append(writer)
+        self._writers.append(writer)
 
     def flush(self) -> None:
-        """Write now."""
+        """Flush all writers now."""
         self.scheduled = False
-        outlets, self._outlets = self._outlets, []
-        for writer in outlets:
+        writers, self._writers = self._writers, []
+        for writer in writers:
             writer.flush()
 
 
 class ClientWriter:
-    """The writing side of a client's socket. `on_full` is told what a client left unread that is cut for it."""
+    """The writing side of a client's socket.
+
+    `on_full` gets the number of unread bytes when the client is disconnected for it.
+    """
 
     def __init__(
         self, transport: asyncio.Transport, limit_bytes: int, on_full: Callable[[int], None], flush_queue: FlushQueue,
@@ -56,11 +62,14 @@ class ClientWriter:
         self._paused = False
         self._writable = asyncio.Event()
         self._lingering: asyncio.TimerHandle | None = None
-        """It has said its last; the socket is closed by then, whatever the client does."""
+        """Timer that closes the socket after `hang_up`, whatever the client does."""
         transport.set_write_buffer_limits(high=WRITE_HIGH_BYTES)
 
     def write(self, data: bytes) -> None:
-        """Write `data` by the end of the turn; a client that leaves too much unread is cut instead."""
+        """Write `data` by the end of the turn.
+
+        A client that leaves more than the limit unread is disconnected instead.
+        """
         if self._lingering is not None or self._transport.is_closing():
             return
         held = self._out_bytes + self._transport.get_write_buffer_size()
@@ -77,7 +86,7 @@ class ClientWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Write now."""
+        """Write what is queued now."""
         if self._out and not self._transport.is_closing():
             self._writer.write(self._out, self._out_bytes)
         self._out = []
@@ -89,29 +98,32 @@ class ClientWriter:
         return self._paused
 
     def pause(self) -> None:
-        """The client does not read."""
+        """Note that the client does not read."""
         self._paused = True
         self._writable.clear()
 
     def resume(self) -> None:
-        """It does again, or is gone."""
+        """Note that the client reads again or has left."""
         self._paused = False
         self._writable.set()
 
     async def wait_writable(self) -> None:
-        """Return when the client reads, or is gone."""
+        """Return when the client reads or has left."""
         while self._paused and not self._transport.is_closing():
             self._writable.clear()
             await self._writable.wait()
 
     def hang_up(self) -> None:
-        """Say no more, and close when the client does: a socket closed with something unread takes what was said last with it."""
+        """Send no more, and close the socket when the client does.
+
+        A socket that is closed with unread input drops what was sent last.
+        """
         self.flush()
         if self._lingering is None and not self._transport.is_closing():
             self._lingering = self._loop.call_later(LINGER_S, self._lingered)
             try:
                 self._transport.write_eof()
-            except OSError:  # it has gone meanwhile
+            except OSError:  # the client has left meanwhile
                 self._transport.abort()
 
     def _lingered(self) -> None:
@@ -121,7 +133,7 @@ class ClientWriter:
             self._on_full(unread_bytes)
 
     def lost(self) -> None:
-        """The socket is closed."""
+        """Clean up after the socket was closed."""
         if self._lingering is not None:
             self._lingering.cancel()
         self.resume()

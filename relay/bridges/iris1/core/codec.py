@@ -1,4 +1,4 @@
-"""The bytes of what a relay of the first Iris sends."""
+"""Encode the frames that a relay of the first Iris sends."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from relay.bridges.iris1.core.frames import CHUNK_LIMIT, RELAY_MAGIC, VERSION
 
 
 def varint(value: int) -> bytes:
-    """Return an unsigned number, seven bits a byte, the least significant first."""
+    """Return an unsigned number in LEB128: seven bits a byte, least significant first."""
     if value < 0x80:
         return bytes((value,))
     parts = bytearray()
@@ -18,22 +18,22 @@ def varint(value: int) -> bytes:
 
 
 def binary(data: bytes) -> bytes:
-    """Return bytes behind their length."""
+    """Return bytes with their length in front."""
     return varint(len(data)) + data
 
 
 def init() -> bytes:
-    """Return the handshake's good end."""
+    """Return INIT, which accepts the client's handshake."""
     return b"\x00" + binary(RELAY_MAGIC) + binary(VERSION)
 
 
 def deny(reason: str) -> bytes:
-    """Return the handshake's bad end."""
+    """Return DENY, which refuses the client's handshake."""
     return b"\x01" + binary(RELAY_MAGIC) + binary(_text(reason))
 
 
 def close(reason: str) -> bytes:
-    """Return the end of a connection: gracefully if there is no reason."""
+    """Return CLOSE, which ends the connection. An empty reason means a graceful end."""
     return b"\x02" + binary(_text(reason))
 
 
@@ -43,17 +43,17 @@ def broadcast(message: bytes) -> bytes:
 
 
 def request(id: int, payload: bytes, timeout_ms: int) -> bytes:
-    """Return a request for a member, under an id of ours."""
+    """Return a request for a member; `id` is chosen by the bridge."""
     return b"\x04" + varint(id) + binary(payload) + varint(timeout_ms)
 
 
 def reply(id: int, payload: bytes, *, success: bool) -> bytes:
-    """Return the reply, or the fault, for a request of the client's."""
+    """Return the reply to a request of the client, or its fault."""
     return b"\x05" + varint(id) + (b"\x00\x01" if success else b"\x00\x00") + binary(payload)
 
 
 def no_reply(id: int) -> bytes:
-    """Return that there was none in time."""
+    """Return the answer that a request of the client timed out."""
     return b"\x05" + varint(id) + b"\x01"
 
 
@@ -63,32 +63,32 @@ def publish(topic: bytes, event: bytes) -> bytes:
 
 
 def tun_init(build: int) -> bytes:
-    """Return that somebody opens a tunnel, under a build id of ours."""
+    """Return the offer of a tunnel to the client; `build` is an id chosen by the bridge."""
     return b"\x09" + varint(build) + varint(CHUNK_LIMIT)
 
 
 def tun_confirm(id: int) -> bytes:
-    """Return that the client's tunnel is open."""
+    """Return the confirmation that the client's tunnel is open."""
     return b"\x0a" + varint(id) + b"\x00" + varint(CHUNK_LIMIT)
 
 
 def tun_refuse(id: int) -> bytes:
-    """Return that nobody accepted the client's tunnel in time."""
+    """Return the answer that nobody accepted the client's tunnel in time."""
     return b"\x0a" + varint(id) + b"\x01"
 
 
 def tun_allow(id: int, size: int) -> bytes:
-    """Return that the client may send so many bytes more."""
+    """Return a grant: the client may send `size` more bytes on the tunnel."""
     return b"\x0b" + varint(id) + varint(size)
 
 
 def tun_transfer(id: int, size: int, chunk: bytes | memoryview) -> bytes:
-    """Return a chunk; `size` is that of the message with the first of its chunks, else 0."""
+    """Return a chunk. `size` is the size of the whole message in its first chunk, and 0 in all others."""
     return b"".join((b"\x0c", varint(id), varint(size), varint(len(chunk)), chunk))
 
 
 def tun_close(id: int, reason: str = "") -> bytes:
-    """Return that a tunnel has ended: gracefully if there is no reason."""
+    """Return the end of a tunnel. An empty reason means a graceful end."""
     return b"\x0d" + varint(id) + binary(_text(reason))
 
 

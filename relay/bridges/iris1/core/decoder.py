@@ -1,8 +1,9 @@
-"""What a client of the first Iris sends, as frames.
+"""Decode the frames that a client of the first Iris sends.
 
-A frame is one byte of operation and its fields; nothing says how long it is, so it is read field by field, and what was
-read is kept until the rest comes. Of a binary only what has arrived is held, whatever length it announces; one over the
-message limit is read past, so that its sender can be told by the frame's own answer.
+A frame is one byte of operation and its fields. It does not carry its own length, so it is read field
+by field, and decoded fields are held until the rest arrives. Only bytes that have arrived are held,
+whatever length a binary field announces. A payload over the message limit is skipped, so that the
+sender can be answered in the usual way.
 """
 
 from __future__ import annotations
@@ -48,11 +49,11 @@ _LAYOUTS: Final[dict[int, tuple[Callable[..., Frame], str]]] = {
     Op.TUN_TRANSFER: (TunTransfer, "vvc"),
     Op.TUN_CLOSE: (TunClose, "v"),
 }
-"""What a client may send. Fields: n a name, p a payload, c a chunk, v a varint, b a bool."""
+"""Operation -> (frame type, fields). Fields: n a name, p a payload, c a chunk, v a varint, b a bool."""
 
 
 class Decoder:
-    """What a client sends, as frames: `feed` bytes, then call `next_frame` until it returns None."""
+    """Incremental decoder: `feed` bytes, then call `next_frame` until it returns None."""
 
     __slots__ = (
         "_buffer", "_fields", "_init_received", "_layout", "_length", "_make", "_partial", "_position", "_skipped", "message_limit",
@@ -60,38 +61,38 @@ class Decoder:
 
     def __init__(self, message_limit: int) -> None:
         self.message_limit = message_limit
-        """Bytes of a payload that is kept."""
+        """Longest payload that is held, in bytes. A longer one is skipped and becomes `Oversized`."""
         self._buffer = b""
         self._position = 0
         self._make: Callable[..., Frame] | None = None
         self._layout = ""
         self._fields: list[Any] = []
         self._length = -1
-        """Of the binary begun, if one is."""
+        """Announced length of the binary field that is being read; -1 if there is none."""
         self._partial = bytearray()
-        """What has come of it."""
+        """Bytes of that field that have arrived."""
         self._skipped = 0
-        """How much of it was read past, if it is too long to be kept."""
+        """Bytes of that field that were skipped because it is over the limit."""
         self._init_received = False
 
     @property
     def held_bytes(self) -> int:
-        """What has arrived and is no whole field yet, or was not asked for."""
+        """Bytes received that are not part of a complete field yet."""
         return len(self._buffer) - self._position + len(self._partial)
 
     @property
     def mid_frame(self) -> bool:
-        """Whether a frame was begun and not completed."""
+        """Whether a frame has begun and is not complete."""
         return self._make is not None or self.held_bytes > 0
 
     def feed(self, data: bytes) -> None:
-        """Take what has arrived."""
+        """Add received bytes."""
         rest = self._buffer[self._position :]
         self._buffer = rest + data if rest else data
         self._position = 0
 
     def next_frame(self) -> Frame | None:
-        """Return the next whole frame, None if there is none; raises Violation, after which nothing more is to be read."""
+        """Return the next complete frame or None. After a Violation the decoder must not be used again."""
         if self._make is None:
             if self._position == len(self._buffer):
                 return None
@@ -125,7 +126,7 @@ class Decoder:
             _check_length(kind, length)
             if kind != "p" or length <= self.message_limit:
                 end = self._position + length
-                if end <= len(self._buffer):  # all of it is there: as it is nearly always
+                if end <= len(self._buffer):  # all of it has arrived, which is the usual case
                     data = self._buffer[self._position : end]
                     self._position = end
                     return data
@@ -178,7 +179,7 @@ class Decoder:
 
 
 def _check_length(kind: str, length: int) -> None:
-    """Raise Violation for a binary that nobody waits for the end of."""
+    """Raise Violation if a binary field announces a length that is never accepted."""
     if kind == "n" and length > MAX_NAME:
         raise Violation(f"a name of {length} bytes is over the limit of {MAX_NAME}")
     if kind == "c" and length > CHUNK_LIMIT:

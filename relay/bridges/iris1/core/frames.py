@@ -1,4 +1,4 @@
-"""Frames of the first Iris's relay protocol, v1.0-draft2, that a client sends, and what they may hold."""
+"""Frames that a client sends in the relay protocol v1.0-draft2 of the first Iris, and their limits."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ VERSION: Final = b"v1.0-draft2"
 CLIENT_MAGIC: Final = b"iris-client-magic"
 RELAY_MAGIC: Final = b"iris-relay-magic"
 CHUNK_LIMIT: Final = 65_536
-"""Bytes of a tunnel's chunk, in both directions."""
+"""Longest chunk of a tunnel in bytes, in both directions."""
 MAX_NAME: Final = 65_536
-"""Bytes of a string: a cluster, a topic, the handshake's."""
+"""Longest string in bytes: a cluster, a topic or a string of the handshake."""
 MAX_SKIPPED: Final = 1 << 30
-"""A longer binary is no message that anybody waits for: its sender is dropped."""
+"""Longest binary that is skipped, in bytes. A client that announces more is disconnected."""
 
 
 class Op(IntEnum):
@@ -50,7 +50,7 @@ class Oversized(NamedTuple):
     limit: int
 
     def text(self, what: str) -> str:
-        """Return what is wrong with it, for the other side."""
+        """Return a sentence about it for the other side; `what` is "request", "reply" or "message"."""
         return f"a {what} of {self.size} bytes is over the limit of {self.limit}"
 
 
@@ -80,7 +80,7 @@ class Request(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """`payload` is the reply, or the fault's text."""
+    """`payload` is the reply, or the text of the fault."""
 
     id: int
     success: bool
@@ -119,7 +119,7 @@ class TunAllow(NamedTuple):
 class TunTransfer(NamedTuple):
     id: int
     size: int
-    """Of the whole message in its first chunk, 0 in all others."""
+    """Size of the whole message in its first chunk, and 0 in all others."""
     chunk: bytes
 
 

@@ -1,11 +1,15 @@
-"""One connection of the first Iris: what the client may say when, and what is owed to it.
+"""State of one connection of the first Iris: which frames are allowed, and which answers the client
+waits for.
 
     OPENING ── INIT ──► JOINING ── accept ──► OPEN ── CLOSE, or `drop` ──► ENDED
        └── wrong INIT: DENY or nothing ─────────────────────────────────────┘
 
-The client has no timers: every REQUEST is answered exactly once, every TUN_INIT too, whatever happens; `end` answers those that
-are left. A client that said CLOSE has no use for answers, and is given none: only its tunnels that are being built are refused. Nothing but INIT leaves before `accept`: what comes for a new member earlier waits. Frames are given to a host that
-answers through the methods below; where a host's method returns an awaitable, no further frame is to be taken before it is done.
+The client has no timers, so every REQUEST and every TUN_INIT is answered exactly once, whatever
+happens; `end` answers those that are left. A client that sent CLOSE expects no answers to its requests
+and gets none; only the tunnels that it is opening are refused. Only INIT or DENY is sent before the
+connection is open: frames for a new member wait for `accept`. Frames are passed to a `Host`, which
+answers through the methods below. If a method of the host returns an awaitable, it must be done before
+the next frame is handled.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ MAX_TIMEOUT_MS: Final = 0xFFFF_FFFF
 
 
 class State(Enum):
-    """Where a connection is."""
+    """State of a connection."""
 
     OPENING = "opening"
     JOINING = "joining"
@@ -34,32 +38,32 @@ class State(Enum):
 
 
 class TunnelHandler(Protocol):
-    """Whoever joins a tunnel's half with its other end."""
+    """Joins the client's end of a tunnel with its other end."""
 
     client_end: ClientEnd | None
 
     def opened(self, client_end: ClientEnd) -> None:
-        """The client confirmed it."""
+        """The client confirmed the tunnel."""
 
     def message(self, data: bytes) -> None:
-        """The client sent a whole message."""
+        """The client sent a complete message."""
 
     def allowed(self) -> None:
-        """The client granted more."""
+        """The client granted more bytes."""
 
     def closed(self, reason: str | None) -> None:
-        """The client closed it (None), or broke its rules."""
+        """The client closed the tunnel (None) or broke the protocol (the reason)."""
 
 
 class ReplyReceiver(Protocol):
-    """Who owes the answer to a request that was handed to the client."""
+    """Receives the answer to a request that was dispatched to the client: exactly one of these calls."""
 
     def answered(self, success: bool, payload: Payload) -> None: ...
     def failed(self, reason: str) -> None: ...
 
 
 class Host(Protocol):
-    """What acts on frames: the event loop's side."""
+    """Acts on the client's frames; implemented on the event loop."""
 
     def init_received(self, cluster: str) -> None: ...
     def broadcast(self, cluster: str, message: bytes) -> Awaitable[None] | None: ...
@@ -72,7 +76,7 @@ class Host(Protocol):
 
 
 class Machine:
-    """One connection. `emit` takes bytes for the client; `counters` counts what went wrong, by cause."""
+    """The state of one connection. `emit` sends bytes to the client; `counters` counts errors by cause."""
 
     def __init__(
         self, host: Host, emit: Callable[[bytes], None], counters: Counter[str], *, message_limit: int,
@@ -85,28 +89,28 @@ class Machine:
         self._counters = counters
         self._held: list[bytes] = []
         self._pending: dict[int, int] = {}
-        """The client's requests that have no answer yet, with their sizes."""
+        """Requests of the client without an answer: id -> size of the payload."""
         self._pending_bytes = 0
         self._max_calls = max_calls
         self._max_call_bytes = call_bytes
         self._dispatched: dict[int, ReplyReceiver] = {}
         self._next_dispatch = 0
         self._opening: set[int] = set()
-        """The client's tunnels that are not confirmed yet."""
+        """Ids of the client's tunnels that are not confirmed yet."""
         self._tunnels: dict[int, TunnelHandler] = {}
         self._builds: dict[int, TunnelHandler | None] = {}
-        """Tunnels to the client that it has not confirmed; None: given up meanwhile."""
+        """Tunnels offered to the client and not confirmed: build id -> handler, or None once given up."""
         self._next_build = 0
         self._max_tunnels = max_tunnels
         self._tunnel_message_bytes = tunnel_message_bytes
         self._incoming = ByteBudget(tunnel_bytes)
         self.outgoing = ByteBudget(tunnel_bytes)
-        """Of tunnel messages to the client; `_purse` is of those from it."""
+        """Budget of tunnel messages to the client; `_incoming` is for messages from it."""
 
     # -- life ------------------------------------------------------------------------------------------------
 
     def accept(self) -> None:
-        """The member is there: say so, then what has waited."""
+        """Open the connection: send INIT, then the frames that waited for it."""
         self.state = State.OPEN
         self._emit(codec.init())
         held, self._held = self._held, []
@@ -114,19 +118,22 @@ class Machine:
             self._emit(data)
 
     def deny(self, reason: str) -> None:
-        """It cannot be: say why."""
+        """Refuse the connection: send DENY with the reason."""
         self.end()
         self._emit(codec.deny(reason))
 
     def drop(self, reason: str) -> None:
-        """End it for a reason that the client is told."""
+        """End an open connection with a CLOSE frame that carries the reason."""
         was_open = self.state == State.OPEN
         self.end()
         if was_open:
             self._emit(codec.close(reason))
 
     def end(self, *, closed: bool = False) -> None:
-        """Take nothing more, and answer what is owed to the client; what `closed` has no use for answers of requests. Idempotent."""
+        """End the connection: answer all pending requests and openings. Idempotent.
+
+        `closed`: the client sent CLOSE and expects no more answers to its requests.
+        """
         if closed:
             self._pending.clear()
             self._pending_bytes = 0
@@ -141,7 +148,7 @@ class Machine:
             receiver.failed("the service disconnected before it answered")
 
     def send(self, data: bytes) -> bool:
-        """Send what has come for the client, or keep it until it is told that it is a member; False: it is gone."""
+        """Send a frame, or hold it until the connection is open; return False if it has ended."""
         if self.state == State.OPEN:
             self._emit(data)
         elif self.state == State.JOINING:
@@ -151,7 +158,7 @@ class Machine:
         return True
 
     def handle(self, frame: Frame) -> Awaitable[None] | None:
-        """Act on one frame; raises Violation. What is returned is to be awaited before the next one."""
+        """Act on one frame. Await the result, if there is one, before the next frame. Raises Violation."""
         try:
             return self._handle(frame)
         except BadName as err:
@@ -210,7 +217,7 @@ class Machine:
         self._host.init_received(name)
 
     def _checked(self, payload: Payload) -> bytes:
-        """Return a payload; one that is too large has no answer but the end."""
+        """Return a payload, or raise Violation if it is oversized and its frame has no answer."""
         if isinstance(payload, Oversized):
             self._counters["oversized"] += 1
             raise Violation(payload.text("message"))
@@ -244,12 +251,12 @@ class Machine:
             self._host.request(id, cluster, payload, min(frame.timeout_ms, MAX_TIMEOUT_MS))
 
     def reply(self, id: int, payload: bytes, *, success: bool) -> None:
-        """Answer a request of the client's, if nothing else has."""
+        """Answer a request of the client, unless it is answered already."""
         if self._remove_pending(id):
             self._emit(codec.reply(id, payload, success=success))
 
     def no_reply(self, id: int) -> None:
-        """Answer a request of the client's with a timeout, if nothing else has answered it."""
+        """Answer a request of the client with a timeout, unless it is answered already."""
         if self._remove_pending(id):
             self._emit(codec.no_reply(id))
 
@@ -264,20 +271,20 @@ class Machine:
 
     @property
     def dispatched(self) -> int:
-        """Requests that the client has not answered."""
+        """Number of requests dispatched to the client and not answered."""
         return len(self._dispatched)
 
     def is_pending(self, id: int) -> bool:
-        """Whether a request of the client's was not answered."""
+        """Whether a request of the client is not answered yet."""
         return id in self._pending
 
     @property
     def pending(self) -> int:
-        """Requests of the client's that were not answered."""
+        """Number of the client's requests that are not answered yet."""
         return len(self._pending)
 
     def dispatch(self, receiver: ReplyReceiver, payload: bytes, timeout_ms: int) -> int | None:
-        """Hand the client a request; return its id, None if it is gone or has too many."""
+        """Send the client a request; return its id, or None if the client has left or is at capacity."""
         if self.state == State.ENDED:
             return None
         if len(self._dispatched) >= self._max_calls:
@@ -290,14 +297,14 @@ class Machine:
         return id
 
     def forget_dispatched(self, id: int) -> None:
-        """Nobody waits for the reply any more."""
+        """Ignore the reply to this request from now on."""
         self._dispatched.pop(id, None)
 
     # -- tunnels ---------------------------------------------------------------------------------------------
 
     @property
     def tunnel_count(self) -> int:
-        """Tunnels of the client's, opening ones included."""
+        """Number of the client's tunnels, including those that are being opened."""
         return len(self._opening) + len(self._tunnels) + len(self._builds)
 
     def _tun_init(self, frame: frames.TunInit) -> None:
@@ -317,20 +324,20 @@ class Machine:
             self._host.tunnel(id, cluster, min(frame.timeout_ms, MAX_TIMEOUT_MS))
 
     def confirm_tunnel(self, id: int, handler: TunnelHandler) -> None:
-        """The client's tunnel is open."""
+        """Confirm a tunnel of the client, if it is still being opened."""
         if id in self._opening:
             self._opening.discard(id)
             self._open(id, handler, codec.tun_confirm(id))
 
     def refuse_tunnel(self, id: int) -> None:
-        """The client's tunnel could not be opened, if it is not open by now."""
+        """Refuse a tunnel of the client, if it is still being opened."""
         if id in self._opening:
             self._opening.discard(id)
             if self.state != State.ENDED:
                 self._emit(codec.tun_refuse(id))
 
     def build_tunnel(self, handler: TunnelHandler) -> int | None:
-        """Tell the client of a tunnel to it; return the build id, None if it is gone or has too many."""
+        """Offer the client a tunnel; return the build id, or None if the client has left or is at capacity."""
         if self.state == State.ENDED:
             return None
         if self.tunnel_count >= self._max_tunnels:
@@ -343,7 +350,7 @@ class Machine:
         return build
 
     def give_up_build(self, build: int) -> None:
-        """Nobody waits for the client's confirmation any more; its tunnel is closed should it still come."""
+        """Stop waiting for a confirmation. If it comes later, the tunnel is closed."""
         if build in self._builds:
             self._builds[build] = None
 
@@ -385,7 +392,7 @@ class Machine:
         self.grant(handler.client_end)
 
     def grant(self, client_end: ClientEnd) -> None:
-        """Let the client send what has become free."""
+        """Grant the client the bytes that have become free."""
         size = client_end.grant()
         if size and self._is_open(client_end):
             self._emit(codec.tun_allow(client_end.id, size))
@@ -398,14 +405,13 @@ class Machine:
 
     def _tun_close(self, id: int) -> None:
         handler = self._tunnels.get(id)
-        if (
-            handler is not None and handler.client_end is not None
-        ):  # else both sides closed it at once
+        # Without a handler both sides closed it at the same time.
+        if handler is not None and handler.client_end is not None:
             self.close_tunnel(handler.client_end)
             handler.closed(None)
 
     def close_tunnel(self, client_end: ClientEnd, reason: str = "") -> None:
-        """Tell the client that a tunnel has ended, if it does not know."""
+        """Close the client's end of a tunnel, unless the client has closed it."""
         if self._is_open(client_end):
             del self._tunnels[client_end.id]
             client_end.end()
@@ -413,6 +419,6 @@ class Machine:
                 self._emit(codec.tun_close(client_end.id, reason))
 
     def _is_open(self, client_end: ClientEnd) -> bool:
-        """Whether the tunnel of its id is this one: the client may give the id of a closed one to another."""
+        """Whether this end is still open. The client may give the id of a closed tunnel to another."""
         handler = self._tunnels.get(client_end.id)
         return handler is not None and handler.client_end is client_end

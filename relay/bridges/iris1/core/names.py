@@ -1,9 +1,10 @@
-"""Names of the first Iris as names of ours.
+"""Translate names of the first Iris to names of this one.
 
-There any string is a name; ours are tokens joined by dots. A name that is one of ours stays as it is, so programs of both
-kinds meet under it. In any other, what does not fit is written as %XX, byte by byte: white space and controls, "*", ">"
-and "%", bytes that are no UTF-8, a "." that begins, ends or follows another, all of them in a name of more than 32 tokens;
-and in a cluster's name ":", which would name a site. No two names become one.
+In the first Iris any string is a name; here a name is tokens joined by dots. A name that is valid here
+stays as it is, so programs of both kinds meet under it. In other names the bytes that are not allowed
+are written as %XX: white space and control characters, "*", ">" and "%", bytes that are not UTF-8, a
+"." at either end or after another, every "." of a name with more than 32 tokens, and ":" in a cluster
+name, because it would name a site. Different names never become the same name.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Final
 MAX_NAME_BYTES: Final = 255
 MAX_TOKENS: Final = 32
 CACHED: Final = 4096
-"""Names whose translation is kept; those that cannot be are not, so each is short."""
+"""Number of names whose translation is cached. Names that are too long are not cached, so each entry is small."""
 
 _STRANGE: Final = r"[\s*>%\x00-\x1f\x7f-\x9f\ud800-\udfff]|(?<![^.])\.|\.(?![^.])"
 _IN_TOPICS: Final = re.compile(_STRANGE)
@@ -23,18 +24,18 @@ _IN_CLUSTERS: Final = re.compile(_STRANGE + "|:")
 
 
 class BadName(ValueError):
-    """It is empty, or too long."""
+    """A name that is empty or too long."""
 
 
 @lru_cache(CACHED)
 def cluster_name(name: bytes) -> str:
-    """Return the cluster that the first Iris calls `name`; raises BadName."""
+    """Return the cluster for a name of the first Iris; raises BadName."""
     return _translate(name, _IN_CLUSTERS, "cluster")
 
 
 @lru_cache(CACHED)
 def topic_name(name: bytes) -> str:
-    """Return the topic that the first Iris calls `name`; raises BadName."""
+    """Return the topic for a name of the first Iris; raises BadName."""
     return _translate(name, _IN_TOPICS, "topic")
 
 

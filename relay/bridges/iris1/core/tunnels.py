@@ -1,8 +1,10 @@
-"""One tunnel as the first Iris sees it: chunks and allowances towards the client, whole messages towards us.
+"""The client's end of a tunnel: chunks and grants on the side of the client, complete messages on the
+other.
 
-Both sides grant each other bytes of payload. The client sends no chunk that it was not granted; what it sent is granted
-anew as soon as it is part of a message, unless a whole message waits to go on: then the window is all that may come. A message
-to the client waits with its first chunk alone for the client's grant, and the rest of it follows whatever the balance is.
+Each side grants the other bytes of payload. The client sends no chunk beyond its grant. Bytes are
+granted again as soon as they are part of a complete message, unless a complete message waits to be
+forwarded: then the window is all that may arrive. A message to the client waits until the grant covers
+its first chunk. The rest of it follows whatever the grant is.
 """
 
 from __future__ import annotations
@@ -10,18 +12,18 @@ from __future__ import annotations
 from typing import Final
 
 WINDOW: Final = 4_194_304
-"""What a client may send before it is granted more."""
+"""Bytes that a client may send before it is granted more."""
 GRANT_BYTES: Final = WINDOW // 8
-"""Grants are made in portions: a client that may send so much less than the window does not wait."""
+"""Grants are made in portions of this size, so that a client does not wait for each of them."""
 _MOST: Final = 1 << 62
 
 
 class TunnelFault(Exception):
-    """A tunnel has to end; the text is told to both ends."""
+    """The tunnel must end; both ends receive the text."""
 
 
 class ByteBudget:
-    """Bytes of messages that are put together or wait, for all tunnels of one client, in one direction."""
+    """Bytes of messages that are being assembled or queued, for all tunnels of one client in one direction."""
 
     __slots__ = ("held", "limit")
 
@@ -30,7 +32,7 @@ class ByteBudget:
         self.limit = limit
 
     def reserve(self, size: int) -> None:
-        """Hold so many bytes more; raises TunnelFault if they are too many."""
+        """Add bytes; raises TunnelFault if the limit would be exceeded."""
         if self.held + size > self.limit:
             raise TunnelFault(
                 f"more than {self.limit} bytes are queued in the tunnels of this client"
@@ -38,12 +40,12 @@ class ByteBudget:
         self.held += size
 
     def release(self, size: int) -> None:
-        """So many bytes are not held any more."""
+        """Remove bytes that are no longer held."""
         self.held -= size
 
 
 class ClientEnd:
-    """The client's half of a tunnel."""
+    """The client's end of one tunnel."""
 
     __slots__ = (
         "_budget", "_missing", "_partial", "_to_grant", "_window", "allowance", "id", "message_limit", "waiting",
@@ -53,9 +55,9 @@ class ClientEnd:
         self.id = id
         self.message_limit = message_limit
         self.allowance = 0
-        """What may be sent to the client; below 0 after a message that was larger."""
+        """Bytes that may be sent to the client; negative after a message larger than the grant."""
         self.waiting = 0
-        """Bytes of whole messages from the client that have not gone on."""
+        """Bytes of complete messages from the client that are not forwarded yet."""
         self._budget = budget
         self._partial = bytearray()
         self._missing = 0
@@ -63,18 +65,20 @@ class ClientEnd:
         self._to_grant = 0
 
     def allow(self, size: int) -> None:
-        """The client grants more."""
+        """Add bytes that the client granted."""
         self.allowance = min(self.allowance + size, _MOST)
 
     def sent(self, size: int) -> None:
-        """So much has gone to the client."""
+        """Subtract bytes that were sent to the client."""
         self.allowance -= size
 
     def receive(self, size: int, chunk: bytes) -> bytes | None:
-        """Take a chunk; return the message that it completes, which counts as `waiting` until `passed_on`.
+        """Accept a chunk; return the message that it completes, which counts as `waiting` until
+        `forwarded`.
 
         Raises:
-            TunnelFault: more than was granted, more than was announced, nothing begun, or more than is held here.
+            TunnelFault: the chunk exceeds the grant, its message's size, a limit or the budget, or
+            belongs to no message.
         """
         self._window -= len(chunk)
         if self._window < 0:
@@ -107,12 +111,12 @@ class ClientEnd:
         return message
 
     def forwarded(self, size: int) -> None:
-        """A message of `size` bytes has gone on, or is given up."""
+        """Release a message of `size` bytes that was forwarded or dropped."""
         self.waiting -= size
         self._budget.release(size)
 
     def grant(self) -> int:
-        """Return what is to be granted to the client now, and count it as granted."""
+        """Return how many bytes to grant the client now, and count them as granted."""
         if self.waiting or self._to_grant < GRANT_BYTES:
             return 0
         size, self._to_grant = self._to_grant, 0
@@ -120,7 +124,7 @@ class ClientEnd:
         return size
 
     def end(self) -> None:
-        """Give back what a message begun has taken; what waits is given back by `passed_on`."""
+        """Release the bytes of an incomplete message. Waiting messages are released by `forwarded`."""
         self._drop_partial()
         self._missing = 0
 
