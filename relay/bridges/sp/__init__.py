@@ -1,18 +1,20 @@
-"""The bridge to Scalability Protocols: programs of nanomsg, nng and Mangos in clusters and topics.
+"""The bridge to Scalability Protocols (SP): connects programs of nanomsg, nng and Mangos to clusters
+and topics.
 
-A bridge is a process with a list of entries, `config.SocketConfig`. Each entry is one SP socket (through pynng) and one session
-with the relay, so that none waits for another. Of the two protocols of a pattern an entry names its own, the bridge's:
+The process has a list of entries, `config.SocketConfig`. Each entry has its own SP socket (through
+pynng) and its own session with the relay, so that no entry waits for another. `protocol` names the
+bridge's side of the pattern:
 
-    rep          their REQ asks, a member of the cluster answers          requests.py
-    req          a member asks the cluster, their REP answers
-    respondent   their SURVEYOR asks, all members answer                  surveys.py
-    surveyor     a member surveys the cluster, their RESPONDENTs answer
-    sub          their PUB becomes publications                           topics.py
-    pub          publications reach their SUB
-    pull         their PUSH becomes pushes to the cluster                 pipeline.py
-    push         pushes to the cluster reach their PULL
-    bus          their BUS and broadcasts of the cluster, both ways       bus.py
-    pair         a connection of their PAIR is a tunnel                   pair.py
+    rep          a REQ peer asks, a member of the cluster answers          requests.py
+    req          a member asks the cluster, a REP peer answers
+    respondent   a SURVEYOR peer asks, all members answer                  surveys.py
+    surveyor     a member surveys the cluster, RESPONDENT peers answer
+    sub          messages of PUB peers become publications                 topics.py
+    pub          publications reach SUB peers
+    pull         messages of PUSH peers become pushes to the cluster       pipeline.py
+    push         pushes to the cluster reach PULL peers
+    bus          BUS peers and broadcasts of the cluster, both ways        bus.py
+    pair         a connection of a PAIR peer is a tunnel                   pair.py
 
-It uses the public names of `iris` alone; `sockets.py` and `opening.py` are what knows pynng.
+The bridge uses only the public names of `iris`. Only `sockets.py` and `opening.py` use pynng.
 """

@@ -1,4 +1,4 @@
-"""What all bridges share: a socket, a session, an account, queues, and how they begin and end."""
+"""What all kinds of entries share: socket, session, counts, limits, start and stop."""
 
 from __future__ import annotations
 
@@ -19,13 +19,21 @@ log = logging.getLogger(__name__)
 
 JOIN_AGAIN_S: Final = 0.1
 MESSAGE_BYTES: Final = 256
-"""Counted for a waiting message besides its payload, so that empty ones are bounded as well."""
+"""Bytes counted for each queued message besides its payload, so that the number of empty messages is
+limited as well.
+"""
 LEAVE_AFTER_S: Final = 1.0
-"""Without an SP peer a member leaves its cluster after this: a peer that reconnects makes no change of membership."""
+"""Time without an SP peer after which the bridge leaves its cluster.
+
+A peer that reconnects sooner changes no membership.
+"""
 
 
 class Bridge:
-    """One entry at work. `open`, then `run` until it is cancelled; `stop` before that lets what is in flight end."""
+    """One entry at work.
+
+    `open`, then `run` until it is cancelled. Call `stop` first to let messages in flight finish.
+    """
 
     def __init__(self, config: SocketConfig, client: iris.Client) -> None:
         self.config = config
@@ -33,13 +41,13 @@ class Bridge:
         self.tally = Tally(config.label)
         self.socket = SpSocket(config, self.tally)
         self.ready = asyncio.Event()
-        """What it subscribes to is known to the relay."""
+        """Set once the relay knows the subscriptions of this entry."""
         if not config.topics:
             self.ready.set()
         self.stopped = asyncio.Event()
-        """Nothing new is taken from either side."""
+        """Set once nothing new is accepted from either side."""
         self.serving: bool | None = None
-        """Whether it is a member of its cluster, and not about to leave it; None: it never is."""
+        """Whether it is a member of its cluster and not about to leave; None if this kind of entry never is."""
         self.in_flight = 0
         self.in_flight_bytes = 0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -56,7 +64,7 @@ class Bridge:
         return self.stopped.is_set()
 
     def stop(self) -> None:
-        """Take nothing new from the SP side, and leave the cluster."""
+        """Accept nothing new from the SP side, and leave the cluster."""
         self.stopped.set()
         self.socket.peers.changed()
 
@@ -66,12 +74,15 @@ class Bridge:
             await self._changed()
 
     def lost(self, lost: iris.Lost) -> None:
-        """The session was told of messages that did not arrive."""
+        """Count messages that the session reports as lost."""
         cause = type(lost.error).__name__ if lost.error is not None else f"iris: {lost.cause}"
         self.tally.count_lost(cause, lost.error or lost.name, lost.count or 1)
 
     def report(self) -> dict[str, object]:
-        """Return the account as a log line shows it, with what waited in the member's queue for longer than its sender allowed."""
+        """Return the counts for a log line.
+
+        `expired` requests waited in the member's queue for longer than their sender allowed.
+        """
         return self.tally.report(expired=self.client.counters.get("expired", 0))
 
     # -- bounds ----------------------------------------------------------------------------------------------
@@ -89,7 +100,7 @@ class Bridge:
             await self._changed()
 
     def start(self, work: Coroutine[Any, Any, None], size: int) -> None:
-        """Run `work`, which is about a message of `size` bytes, beside others."""
+        """Run `work` as a task that counts as `size` bytes in flight."""
         self.in_flight += 1
         self.in_flight_bytes += size
 
@@ -106,7 +117,7 @@ class Bridge:
         task.add_done_callback(done)
 
     def ended(self, size: int) -> None:
-        """A message is no longer in flight."""
+        """Note that a message of `size` bytes is no longer in flight."""
         self.in_flight -= 1
         self.in_flight_bytes -= size
         self._room.set()
@@ -116,14 +127,14 @@ class Bridge:
         await self._room.wait()
 
     def give_up(self) -> None:
-        """End what is in flight."""
+        """Cancel everything in flight."""
         for task in self._tasks:
             task.cancel()
 
     # -- from and to all SP peers ----------------------------------------------------------------------------
 
     async def incoming(self) -> AsyncIterator[bytes]:
-        """Iterate over what SP peers send, until we are to stop."""
+        """Iterate over messages of SP peers until `stop`."""
         async for data in self.socket.messages():
             if self.stopping:
                 self.tally.count_lost("stopping")
@@ -131,7 +142,7 @@ class Bridge:
             yield data
 
     def cast(self, data: bytes) -> None:
-        """Send to every peer of a pub or bus socket, or count why it goes to none."""
+        """Send to every peer of a pub or bus socket, or count why it was not sent."""
         if self.socket.closed:
             self.tally.count_lost("stopping")
         elif not self.socket.peers:
@@ -142,18 +153,18 @@ class Bridge:
     # -- members ---------------------------------------------------------------------------------------------
 
     async def serve(self, service: iris.Service) -> None:
-        """Be a member while there is an SP peer: without one, callers hear at once that nobody is there."""
+        """Be a member while there is an SP peer. Without one, callers get `NoMembers` at once."""
         peers = self.socket.peers
         self.serving = False
         while True:
             await peers.wait(lambda: self.stopping or bool(peers))
             if self.stopping:
                 return
-            self.in_flight += 1  # until it has left, and finished what it accepted
+            self.in_flight += 1  # until it has left and finished what it accepted
             try:
                 async with self.client.serve(service):
                     await self._while_peers()
-            except (RequestError, RelayUnavailable) as err:  # the relay went away as we joined
+            except (RequestError, RelayUnavailable) as err:  # the relay was lost while joining
                 log.info(
                     "bridge.not_joined",
                     extra={"fields": {"socket": self.config.label, "error": str(err)}},
@@ -163,7 +174,7 @@ class Bridge:
                 self.ended(0)
 
     async def _while_peers(self) -> None:
-        """Return when there has been no SP peer for LEAVE_AFTER_S, or we are to stop."""
+        """Return when there has been no SP peer for LEAVE_AFTER_S, or `stop` was called."""
         peers = self.socket.peers
         self.serving = True
         try:
@@ -178,7 +189,10 @@ class Bridge:
 
 
 class Backlog:
-    """Messages of SP peers that Iris does not take at once: they wait here within `queue_bytes`, and are in flight."""
+    """Messages of SP peers that Iris does not accept at once.
+
+    They are queued within `queue_bytes` and count as in flight.
+    """
 
     def __init__(self, bridge: Bridge, send: Callable[[str, bytes], Awaitable[None]]) -> None:
         self._bridge = bridge
@@ -190,7 +204,7 @@ class Backlog:
         return len(self._waiting)
 
     def add(self, name: str, payload: bytes) -> None:
-        """Take a message for a cluster or topic, or count it as lost."""
+        """Queue a message for a cluster or topic, or count it as lost."""
         bridge, size = self._bridge, len(payload) + MESSAGE_BYTES
         if self._waiting and bridge.in_flight_bytes + size > bridge.config.queue_bytes:
             bridge.tally.count_lost("queue full")
@@ -201,7 +215,7 @@ class Backlog:
         self._added.set()
 
     async def drain(self) -> None:
-        """Send them one after the other until cancelled; what is left then is counted."""
+        """Send the messages in order until cancelled; count those that are left as lost."""
         bridge, waiting = self._bridge, self._waiting
         try:
             while True:

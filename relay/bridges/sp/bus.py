@@ -1,4 +1,4 @@
-"""BUS: what one peer of the bus says is broadcast in the cluster, and what is broadcast there reaches all peers."""
+"""BUS: a message of a bus peer is broadcast in the cluster, and a broadcast of the cluster reaches all bus peers."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import iris
 from relay.bridges.sp.bridge import Backlog, Bridge
 
 HEADER: Final = "sp-bridge"
-"""Of broadcasts that came over a bridge: which one, so that it does not take them back."""
+"""Header of broadcasts that came over a bridge: the id of that bridge, which ignores its own broadcasts."""
 
 
 class BusBridge(Bridge):
-    """Both ways, or one.
+    """Forwards in both directions, or in one.
 
-    Two bridges of one cluster must not be peers of one bus: SP messages say nothing of their way, and would go around for ever.
+    Two bridges of one cluster must not be peers of one bus. SP messages do not record their path, so
+    they would circulate for ever.
     """
 
     async def run(self) -> None:
@@ -42,7 +43,7 @@ class BusBridge(Bridge):
 
         @service.on_broadcast
         def forward(message: iris.Message) -> None:
-            if (message.headers or {}).get(HEADER) != self._mark:  # else it came from our own bus
+            if (message.headers or {}).get(HEADER) != self._mark:  # else it came from this bus
                 self.cast(message.payload)
 
         await self.serve(service)

@@ -1,4 +1,4 @@
-"""What a bridge can be told: a TOML file with one [[socket]] for each SP socket."""
+"""The settings of an SP bridge: a TOML file with one [[socket]] table for each SP socket."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Protocol = Literal[
 ]
 
 MAX_SOCKETS: Final = 256
-"""Each is a session with the relay, and some threads of nng."""
+"""Entries in a file. Each has a session with the relay and some threads of nng."""
 MAX_TIMEOUT_S: Final = 3600.0
 _MIB: Final = 1 << 20
 _SCHEMES: Final = ("tcp", "tcp4", "tcp6", "ipc", "ws", "wss", "tls+tcp", "tls+tcp4", "tls+tcp6")
@@ -48,102 +48,129 @@ _SETTINGS_BY_PROTOCOL: Final[dict[str, set[str]]] = {
     "bus": {"cluster", "direction", "queue_bytes"},
     "pair": {"cluster", "direction", "timeout_s"},
 }
-"""Which settings mean something for whom: another one is a mistake, and is named."""
+"""Settings of each protocol besides the common ones. Any other setting is an error that names it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SocketConfig:
-    """One SP socket and the address that it stands for.
+    """One SP socket, and the cluster or topics that it stands for.
 
     Raises:
-        ConfigError: a setting is missing, out of its range or without meaning here; the text begins with its name.
+        ConfigError: a setting is missing, out of range or not used by this protocol. The text
+            begins with its name.
     """
 
     protocol: Protocol
     """The bridge's side of the pattern: `rep` is for programs that have a REQ socket."""
 
     name: str = ""
-    """Shown in logs and by `iris members`. Default: protocol and address."""
+    """Name in logs and in `iris members`. Default: protocol and address."""
 
     listen: str | None = None
-    """nng address to listen on, e.g. tcp://127.0.0.1:5555, ipc:///run/app/jobs.ipc. Port 0 takes any free one, and the log says which."""
+    """nng address to listen on, such as tcp://127.0.0.1:5555 or ipc:///run/app/jobs.ipc.
+
+    Port 0 takes a free port, which is logged.
+    """
 
     dial: str | None = None
-    """Address to connect to instead, again and again until somebody answers."""
+    """Address to dial instead, again and again until a peer accepts the connection."""
 
     remote: bool = False
-    """Listen on more than loopback. SP has no authentication: whoever reaches the address acts with this bridge's keys."""
+    """Listen on more than loopback.
+
+    SP has no authentication: whoever reaches the address acts with this bridge's keys.
+    """
 
     cluster: str = ""
-    """Cluster that is asked, surveyed, pushed to, broadcast to or tunnelled to, or that this bridge is a member of."""
+    """Cluster that gets the requests, surveys, pushes, broadcasts or tunnels, or that this bridge is a member of."""
 
     topics: tuple[str, ...] = ()
-    """pub: topic filters whose publications are sent. push: the same in place of `cluster`; the payloads alone are sent, each to one peer."""
+    """pub: topic filters whose publications are sent. push: the same in place of `cluster`; only
+    payloads are sent, each to one peer.
+    """
 
     topic: str = ""
-    """sub: the one topic that every message is published to, whole. Empty: a message says its own."""
+    """sub: the topic to which every message is published whole. If empty, each message begins with its topic."""
 
     prefixes: tuple[str, ...] = ("",)
-    """sub: what the SP socket subscribes to; "" is everything."""
+    """sub: prefixes that the SP socket subscribes to. The prefix "" selects everything."""
 
     separator: str = " "
-    """sub, pub: what stands between the topic and the payload in an SP message."""
+    """sub, pub: text between the topic and the payload of an SP message."""
 
     under: str = ""
-    """sub, pub: put before an SP topic to make Iris's, and taken off again: "legacy." makes "a" the topic "legacy.a"."""
+    """sub, pub: prefix that Iris topics have and SP topics do not: with "legacy." the SP topic "a" is
+    the topic "legacy.a".
+    """
 
     bare: bool = False
     """pub: send payloads alone, without topic and separator."""
 
     group: str = ""
-    """pub, push: queue group of the subscriptions; bridges of one group share the publications."""
+    """pub, push: queue group of the subscriptions. Bridges of one group share the publications."""
 
     when_full: WhenFull = "drop"
-    """pub: `wait` hands nothing to nng while the slowest peer is half a queue (`queue_messages`) behind, so that publishers which
-    wait for subscribers wait for SP peers, too. A push entry with `topics` always does so."""
+    """pub: with `wait`, nothing is passed to nng while the slowest peer is half of `queue_messages`
+    behind.
+
+    Publishers that wait for subscribers then wait for SP peers as well. A push entry with `topics`
+    always waits.
+    """
 
     direction: Literal["both", "in", "out"] = "both"
-    """bus: `in` only from SP to the cluster, `out` only back. pair: `in` (what `both` is taken for) opens a tunnel for each SP
-    connection, `out` serves tunnels of the cluster."""
+    """Direction of a bus or pair entry.
+
+    bus: `in` forwards only from SP to the cluster, `out` only from the cluster to SP. pair: `in` (and
+    `both`) opens a tunnel for each SP connection, `out` serves tunnels of the cluster.
+    """
 
     answers: Literal["first", "all"] = "first"
-    """surveyor: answer Iris with the first response, or with the list of all that came within `timeout_s`."""
+    """surveyor: answer with the first response, or with the list of all responses within `timeout_s`."""
 
     error_reply: str | None = None
-    """rep: a failed request is answered with this text and the error's. None: with nothing, and the client's own timeout ends it."""
+    """rep: answer a failed request with this text and the error.
+
+    If None, send no answer, and the client's own timeout applies.
+    """
 
     timeout_s: float = 5.0
-    """Of a request, a survey, the start of a push, the opening of a tunnel."""
+    """Time for a request, a survey, the start of a push or the opening of a tunnel."""
 
     concurrency: int = 64
-    """Requests, surveys or pushes in flight; what is beyond waits where it came from."""
+    """Requests, surveys or pushes in flight. More of them wait at their sender."""
 
     max_message_bytes: int = _MIB
-    """Longest SP message that is received. A peer that announces more is disconnected by nng."""
+    """Longest SP message that is received. nng disconnects a peer that announces a longer one."""
 
     queue_messages: int = 512
-    """Messages that nng queues, where it does (for each peer where the protocol sends to all)."""
+    """Messages that nng queues, if the protocol has a queue: for each peer where it sends to all peers."""
 
     queue_bytes: int = 16 * _MIB
-    """Bytes that wait in this process for this entry, at least `max_message_bytes`. What is beyond meets the answer of its pattern."""
+    """Bytes queued in this process for this entry; at least `max_message_bytes`.
+
+    What happens beyond depends on the pattern.
+    """
 
     max_peers: int = 256
-    """SP connections at once; the next is closed."""
+    """SP connections at a time. One more is closed."""
 
     ipc_mode: int = 0o600
-    """Permissions of an ipc socket that is listened on."""
+    """Permissions of an ipc socket that the bridge listens on."""
 
     tls_cert: str | None = None
-    """PEM file of the own certificate: needed to listen with TLS."""
+    """PEM file of the bridge's certificate; required to listen with TLS."""
 
     tls_key: str | None = None
-    """PEM file of its key."""
+    """PEM file of the key for that certificate."""
 
     tls_ca: str | None = None
-    """PEM file of the authority that peers' certificates are checked with: needed to dial with TLS; when listening, makes it mutual."""
+    """PEM file of the authority that peers' certificates are checked with; required to dial with TLS.
+
+    If set when listening, clients need a certificate as well.
+    """
 
     tls_server_name: str | None = None
-    """Name in the certificate of the server that is dialled. Default: the host of `dial`."""
+    """Name in the certificate of the dialled server. Default: the host of `dial`."""
 
     def __post_init__(self) -> None:
         if (self.listen is None) == (self.dial is None):
@@ -192,39 +219,39 @@ class SocketConfig:
 
     @property
     def address(self) -> str:
-        """The one of listen and dial that was given."""
+        """The address to listen on or to dial."""
         return self.listen or self.dial or ""
 
     @property
     def scheme(self) -> str:
-        """The transport."""
+        """The transport, such as tcp or ipc."""
         return self.address.partition("://")[0]
 
     @property
     def listen_key(self) -> str:
-        """What only one entry can listen on; empty: any number can, or it dials."""
+        """The part of the address that only one entry can listen on; "" if any number can, or if it dials."""
         scheme, _, rest = (self.listen or "").partition("://")
         if scheme == "ipc":
             return os.path.normpath(rest)
-        # Over ws, nng has several paths on one port.
+        # Over ws, nng serves several paths on one port.
         key = rest if scheme in ("ws", "wss") else rest.partition("/")[0]
         return "" if key.partition("/")[0].endswith(":0") else key
 
     @property
     def label(self) -> str:
-        """What logs call it."""
+        """Name of the entry in logs."""
         return self.name or f"{self.protocol} {self.address}"[:40]
 
     @property
     def is_member(self) -> bool:
-        """Whether this bridge joins the cluster, and so cannot name one of another site."""
+        """Whether this bridge joins the cluster. If so, the cluster cannot be one of another site."""
         if self.protocol in ("bus", "pair"):
             return self.direction == "out" or (self.protocol == "bus" and self.direction == "both")
         return self.protocol in ("req", "surveyor", "push")
 
     @property
     def counts_written(self) -> bool:
-        """Whether nng counts what it has written to each peer: not over ws and wss."""
+        """Whether nng counts the messages written to each peer. It does not over ws and wss."""
         return self.scheme not in ("ws", "wss")
 
     @property
@@ -322,8 +349,8 @@ def load(path: Path) -> list[SocketConfig]:
     """Return the entries of a file.
 
     Raises:
-        ConfigError: the file cannot be read, is no TOML, an entry is wrong, or the directory of its ipc socket is missing; the text
-            begins with the entry and its field.
+        ConfigError: the file cannot be read or is not TOML, an entry is wrong, or the directory of
+            its ipc socket is missing. The text begins with the entry and the setting.
     """
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -342,7 +369,7 @@ def load(path: Path) -> list[SocketConfig]:
 
 
 def parse(document: Mapping[str, Any]) -> list[SocketConfig]:
-    """Return the entries of a parsed file; raises as `load`, and looks at no directory."""
+    """Return the entries of a parsed file. Raises as `load`, but does not check directories."""
     if unknown := sorted(set(document) - {"socket"}):
         raise ConfigError(f"{unknown[0]}: unknown; the file can hold [[socket]] entries only")
     entries = document.get("socket")
@@ -409,7 +436,7 @@ def _check_cluster(name: str, *, local: bool) -> None:
 
 
 def _check_name(field: str, name: str) -> None:
-    """Check a cluster or topic: they have one grammar."""
+    """Check a cluster or topic name: both have the same grammar."""
     try:
         iris.Service(name)
     except InvalidName as err:

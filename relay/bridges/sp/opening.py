@@ -1,4 +1,4 @@
-"""How the sockets of entries are made: their options, TLS, and the address that they got. With `sockets`, what knows pynng."""
+"""Open the sockets of entries: options, TLS, and the address that they got. With `sockets` the only user of pynng."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ _KINDS: Final[dict[str, Any]] = {
 }
 _WITHOUT_RECEIVE_BUFFER: Final = ("rep", "req", "pub", "push")
 _WITHOUT_SEND_BUFFER: Final = ("rep", "req", "sub", "pull", "push", "pair")
-"""push and pair could have one, but it would outlive the peer: a tunnel's messages would reach the next peer, pushes nobody."""
+"""push and pair could have a send buffer, but it would outlive the peer: the next peer would get a
+tunnel's messages, and pushes would get lost.
+"""
 
 
 def new_socket(config: SocketConfig) -> Any:
@@ -41,7 +43,7 @@ def new_socket(config: SocketConfig) -> Any:
 
 
 def start(socket: Any, config: SocketConfig) -> str:
-    """Listen, or begin to dial; return the address, with the port that was chosen. Raises ConfigError."""
+    """Listen or begin to dial; return the address, with the port that was chosen. Raises ConfigError."""
     field = "listen" if config.listen else "dial"
     path = Path(config.address.removeprefix("ipc://")) if config.scheme == "ipc" else None
     try:
@@ -49,7 +51,7 @@ def start(socket: Any, config: SocketConfig) -> str:
             socket.dial(config.dial, block=False)
             return config.address
         if path is not None and path.exists() and not path.is_socket():
-            # nng would take it for what a killed process left, and remove it.
+            # nng would take it for the socket of a killed process and remove it.
             raise ConfigError(
                 f"{config.label}: listen: {path} exists and is not a socket; choose another path"
             )
@@ -60,7 +62,10 @@ def start(socket: Any, config: SocketConfig) -> str:
 
 
 def _listen(socket: Any, config: SocketConfig) -> Any:
-    """Listen on a socket with listener options, which `socket.listen` lacks. An ipc socket gets its mode before nng listens."""
+    """Listen on a socket with listener options, which `socket.listen` lacks.
+
+    An ipc socket gets its mode before nng listens.
+    """
     lib = pynng.lib
     found = pynng.ffi.new("nng_listener *")
     pynng.check_err(lib.nng_listener_create(found, socket.socket, str(config.listen).encode()))
@@ -71,7 +76,8 @@ def _listen(socket: Any, config: SocketConfig) -> Any:
         return listener
     mode = config.ipc_mode
     pynng.check_err(lib.nng_listener_set_int(listener.listener, b"ipc:permissions", mode))
-    # nng binds, sets the mode, and listens. Who passed the kernel's look at the mode in between, and is held up, would get in.
+    # nng binds, sets the mode, then listens. A process that passes the permission check before the
+    # mode is set, and is delayed until nng listens, would be let in. The umask prevents that.
     before = os.umask(0o777 & ~mode)
     try:
         pynng.check_err(lib.nng_listener_start(listener.listener, 0))
@@ -93,15 +99,15 @@ def _options(config: SocketConfig) -> dict[str, Any]:
     if config.protocol not in _WITHOUT_SEND_BUFFER:
         options["send_buffer_size"] = config.queue_messages
     if config.protocol in ("rep", "req"):
-        # A peer that does not read holds a context no longer than this.
+        # A peer that does not read holds a context for no longer than this.
         options["send_timeout"] = int(config.timeout_s * 1000)
     if config.protocol == "req":
-        # Never sent again, so that a request of Iris runs at most once: a lost peer is an error instead.
+        # Never send a request again, so that it runs at most once. A lost peer is an error instead.
         options["resend_time"] = -1
-        # ReqBridge has a timeout of its own, which pynng may swallow as the request is sent.
+        # ReqBridge has its own timeout, but pynng may swallow it while the request is sent.
         options["recv_timeout"] = int(config.timeout_s * 1000) + 1000
     elif config.protocol == "respondent":
-        # Raw, because one respondent gives one response, and a cluster has as many answers as members.
+        # Raw, because a respondent gives one response, but a cluster has as many answers as members.
         options["opener"] = pynng.lib.nng_respondent0_open_raw
     elif config.protocol == "surveyor":
         options["survey_time"] = int(config.timeout_s * 1000)
@@ -113,7 +119,7 @@ def _options(config: SocketConfig) -> dict[str, Any]:
 
 
 def _bound(listener: Any, config: SocketConfig) -> str:
-    """Return the address with the port that nng chose, if it did."""
+    """Return the address, with the port if nng chose it."""
     if config.scheme == "ipc":
         return config.address
     port = pynng.ffi.new("int *")

@@ -1,4 +1,4 @@
-"""PAIR: one SP connection is one tunnel; both ends hear when either is over."""
+"""PAIR: one SP connection is one tunnel. When either ends, the bridge ends the other."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ PAUSE_MAX_S: Final = 2.0
 
 
 class PairBridge(Bridge):
-    """`in`: each SP connection opens a tunnel to the cluster. `out`: a tunnel of the cluster takes the SP connection.
+    """With `in`, each SP connection opens a tunnel to the cluster. With `out`, a tunnel of the cluster
+    uses the SP connection.
 
-    nng lets the next peer in as soon as the last one's connection is gone, so every message is looked at for whose it is.
+    nng accepts the next peer as soon as the last connection is closed, so the sender of every message
+    is checked.
     """
 
     def __init__(self, config: SocketConfig, client: iris.Client) -> None:
         super().__init__(config, client)
         self._early: Received | None = None
-        """What the next peer said before the tunnel of the last one was over."""
+        """A message of the next peer that arrived before the tunnel of the last peer was over."""
 
     async def run(self) -> None:
         """Carry one tunnel after the other."""
@@ -60,7 +62,7 @@ class PairBridge(Bridge):
 
         @service.on_tunnel
         async def carry(tunnel: iris.Tunnel) -> None:
-            with contextlib.suppress(TimeoutError):  # it may connect anew: see LEAVE_AFTER_S
+            with contextlib.suppress(TimeoutError):  # it may reconnect: see LEAVE_AFTER_S
                 async with asyncio.timeout(LEAVE_AFTER_S):
                     await peers.wait(lambda: bool(peers))
             if peers:
@@ -109,7 +111,7 @@ class PairBridge(Bridge):
         to_peer: asyncio.Task[None],
         idle: asyncio.Event,
     ) -> None:
-        """The peer is gone: what it had sent still goes through, and the other side may finish reading it."""
+        """Send what the disconnected peer had sent, and let the other side finish reading it."""
         delivered = False
         try:
             async with asyncio.timeout(self.config.timeout_s):
@@ -136,14 +138,14 @@ class PairBridge(Bridge):
                 )
 
     async def _until_written(self, disconnected: asyncio.Task[None]) -> None:
-        """The tunnel is over: what it said last goes through, before the connection is closed."""
+        """Wait until the last messages of the ended tunnel are written, before the connection is closed."""
         written = asyncio.create_task(self.socket.writable())
         await asyncio.wait((written, disconnected), timeout=self.config.timeout_s, return_when=asyncio.FIRST_COMPLETED)  # fmt: skip
         if written.cancel() and not disconnected.done():
             self.tally.count_lost("slow peer")
 
     async def _to_tunnel(self, tunnel: iris.Tunnel, peer: int, idle: asyncio.Event) -> None:
-        """Send on what the peer says; `idle` says that no message of it is half sent."""
+        """Send the peer's messages into the tunnel. `idle` is set while no message is half sent."""
         try:
             while True:
                 data = self._receive(peer)
@@ -157,7 +159,11 @@ class PairBridge(Bridge):
             idle.set()
 
     def _receive(self, peer: int) -> bytes | None:
-        """Return the next message of a peer. What an earlier one left is counted; what a later one says waits for its tunnel."""
+        """Return the next message of a peer, or None.
+
+        Messages left by an earlier peer are counted as lost. The first message of a later peer waits
+        for its tunnel.
+        """
         for _ in range(self.config.queue_messages + 1):
             message, self._early = self._early or self.socket.receive_message(), None
             if message is None or message.peer == peer:

@@ -1,4 +1,4 @@
-"""PUSH and PULL: work of SP programs for a cluster, and work of a cluster for SP programs."""
+"""PUSH and PULL: work from SP programs for a cluster, and work from a cluster for SP programs."""
 
 from __future__ import annotations
 
@@ -12,17 +12,20 @@ from iris.core.backoff import Backoff
 from relay.bridges.sp.bridge import Bridge
 
 WINDOW_MESSAGES: Final = 256
-"""Pushed before the bridge looks whether they were taken: as many may be lost when all members are full."""
+"""Messages pushed before the bridge checks whether they were accepted.
+
+Up to this many are lost when all members are full.
+"""
 PAUSE_MIN_S: Final = 0.02
 PAUSE_MAX_S: Final = 1.0
 FAILURES: Final = (iris.Overloaded, iris.NoMembers, iris.RequestTimeout, iris.ConnectionLost)
 
 
 class PullBridge(Bridge):
-    """Their PUSH becomes pushes to the cluster.
+    """Messages of PUSH peers become pushes to the cluster.
 
-    Back-pressure: nothing is read while nobody in the cluster takes pushes, and after a window in which some were refused the
-    bridge pauses, longer each time. What is not read waits with the peers.
+    Back-pressure: nothing is read while no member accepts pushes. After a window in which pushes were
+    refused the bridge pauses, longer each time. Messages that are not read wait at the peers.
     """
 
     async def run(self) -> None:
@@ -34,20 +37,20 @@ class PullBridge(Bridge):
             group.create_task(self._push())
 
     def lost(self, lost: iris.Lost) -> None:
-        """A push was refused."""
+        """Count a push that was refused."""
         super().lost(lost)
         if isinstance(lost.error, FAILURES):
             self._failed += 1
 
     async def _watch(self) -> None:
-        """Keep `_there` true while somebody takes pushes, as far as this site's relay knows."""
+        """Keep `_has_members` set while some member accepts pushes, as far as the relay of this site knows."""
         try:
             async for members in self.client.watch_members(self.config.cluster):
                 if members.serving("push") or any(members.sites.values()):
                     self._has_members.set()
                 else:
                     self._has_members.clear()
-        except InvalidName:  # of another site: only its number is known, and refusals will tell
+        except InvalidName:  # a cluster of another site has no list of members; refusals will show
             self._has_members.set()
 
     async def _push(self) -> None:
@@ -76,14 +79,14 @@ class PullBridge(Bridge):
             try:
                 await self.client.flush(timeout=config.timeout_s)
             except RequestError:
-                failed = -1  # the relay is away: who comes back is not hurried
+                failed = -1  # the relay is away, and when it comes back it must not be flooded
             if self._failed == failed:
                 backoff.succeeded()
             else:
                 await asyncio.sleep(backoff.failed())
 
     async def _push_one(self, data: bytes) -> None:
-        """Push, again and again while there is no relay: the message is ours until it is on the way."""
+        """Push one message. Without a relay, try again: the bridge holds the message until it is sent."""
         while True:
             try:
                 await self.client.push(self.config.cluster, data, timeout=self.config.timeout_s)
@@ -100,10 +103,13 @@ class PullBridge(Bridge):
 
 
 class PushBridge(Bridge):
-    """Pushes to the cluster reach their PULL: a handler ends when nng has the message, so slow peers fill the member's queue."""
+    """Pushes to the cluster reach PULL peers.
+
+    A handler ends when nng has the message, so slow peers fill the member's queue.
+    """
 
     async def run(self) -> None:
-        """Serve pushes while a peer is there."""
+        """Serve pushes while a peer is connected."""
         config = self.config
         limits = iris.Limits(concurrency=config.concurrency, queue_bytes=config.queue_bytes)
         service = iris.Service(config.cluster, limits=limits)

@@ -1,6 +1,6 @@
-"""The bridge as a process: a session and a socket for each entry, and its end.
+"""The bridge as a process: a session and a socket for each entry, start and stop.
 
-connect all -> open all -> run ... SIGTERM -> leave, nothing new -> what is in flight ends -> linger -> end all -> close all
+connect all -> open all -> run -> SIGTERM -> leave -> finish -> linger -> close all
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from relay.bridges.sp.topics import PubBridge, SubBridge, TopicPushBridge
 log = logging.getLogger(__name__)
 
 FINISH_S: Final = 2.0
-"""What is in flight may end within this."""
+"""Time for messages in flight to finish."""
 LINGER_S: Final = 0.1
-"""nng has no linger: what it was handed last is on its way by then."""
+"""nng does not linger: within this time it has sent the last messages."""
 CLOSE_S: Final = 2.0
-"""`nng_close` blocks; after this the process ends without it."""
+"""`nng_close` blocks. If it takes longer than this, the process ends without it."""
 DRAIN_S: Final = FINISH_S
 RECEIVES_WITHOUT_CONTEXT: Final = ("respondent", "sub", "pull", "bus", "pair")
-"""Whose sockets hold messages that were received for nobody in particular, and that their peers will not send again."""
+"""Entries whose sockets hold received messages that belong to no context. Their peers do not send them again."""
 MIN_LIMIT_BYTES: Final = 64 << 10
 LIMIT_BYTES: Final = 64 << 20
 
@@ -60,18 +60,18 @@ class SpBridge:
         self.entries = entries
         self.bridges: list[Bridge] = []
         self.stuck = False
-        """nng did not close in time: the process has to be ended."""
+        """Set if nng did not close in time: the process must be ended."""
         self._relay = relay
         self._clients: list[iris.Client] = []
         self._running: list[asyncio.Task[None]] = []
         self._reloads: set[asyncio.Task[None]] = set()
 
     async def open(self) -> None:
-        """Connect every entry with the relay and open its socket.
+        """Connect every entry to the relay and open its socket.
 
         Raises:
-            RelayUnavailable: there is no relay.
-            ConfigError: keys, or an address, file or setting that nng refused; what was opened is closed.
+            RelayUnavailable: no relay answers.
+            ConfigError: a key, address, file or setting was refused. Everything opened so far is closed.
         """
         try:
             for entry in self.entries:
@@ -95,7 +95,7 @@ class SpBridge:
             raise
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Bridge until `stop` is set; raises what a bridge fails with."""
+        """Run all entries until `stop` is set; raises the error of an entry that fails."""
         loop = asyncio.get_running_loop()
         self._running = [
             loop.create_task(bridge.run(), name=bridge.config.label) for bridge in self.bridges
@@ -113,7 +113,7 @@ class SpBridge:
                 raise RuntimeError(f"socket {task.get_name()!r} ended unexpectedly")
 
     async def close(self) -> None:
-        """End all, within about 2 * FINISH_S + 2 * CLOSE_S, and what a frozen relay costs."""
+        """End all entries within about 2 * FINISH_S + 2 * CLOSE_S, and longer if the relay is frozen."""
         for bridge in self.bridges:
             bridge.stop()
         for reload in self._reloads:
@@ -123,7 +123,7 @@ class SpBridge:
                 if self._running:
                     await asyncio.gather(*(bridge.finished() for bridge in self.bridges))
                     await asyncio.sleep(LINGER_S)
-        # Before their sockets close: a closed descriptor may be another's by the time that somebody waits for it.
+        # Before the sockets close: a closed descriptor may be reused while a task still waits for it.
         for task in self._running:
             task.cancel()
         for bridge in self.bridges:
@@ -142,7 +142,7 @@ class SpBridge:
         self.report()
 
     def reload_keys(self) -> None:
-        """Have every session take up a changed keyring; one that cannot keeps the old one, and the log says why."""
+        """Have every session reload the keyring. A session that cannot keeps the old keys, and the log says why."""
         task = asyncio.get_running_loop().create_task(self._reload_keys(), name="sp reload")
         self._reloads.add(task)
         task.add_done_callback(self._reloads.discard)
@@ -158,7 +158,7 @@ class SpBridge:
                 log.info("bridge.keys_reloaded", extra={"fields": fields})
 
     def report(self) -> None:
-        """Log the account of every entry."""
+        """Log the counts of every entry."""
         for bridge in self.bridges:
             fields = {**bridge.report(), "peers": len(bridge.socket.peers)}
             if bridge.serving is not None:
@@ -173,14 +173,14 @@ class SpBridge:
         log.info("bridge.ready", extra={"fields": {"sockets": len(self.bridges), "pid": os.getpid()}})  # fmt: skip
 
     async def _close_sockets(self) -> None:
-        """Close in a daemon thread, which no exit waits for."""
+        """Close the sockets in a daemon thread, which does not delay the exit of the process."""
         loop = asyncio.get_running_loop()
         closed = loop.create_future()
 
         def work() -> None:
             for bridge in self.bridges:
                 bridge.socket.close()
-            with contextlib.suppress(RuntimeError):  # it took too long: nobody waits
+            with contextlib.suppress(RuntimeError):  # it took too long, and the loop is closed
                 loop.call_soon_threadsafe(closed.set_result, None)
 
         threading.Thread(target=work, name="sp-close", daemon=True).start()
@@ -201,7 +201,7 @@ class SpBridge:
 async def serve(
     entries: Sequence[SocketConfig], relay: Path | str | None, stop: asyncio.Event
 ) -> None:
-    """Bridge until `stop` is set; SIGUSR1 logs the account, SIGHUP takes up a changed keyring."""
+    """Run the bridge until `stop` is set. SIGUSR1 logs the counts, SIGHUP reloads the keyring."""
     loop = asyncio.get_running_loop()
     bridge = SpBridge(entries, relay)
     loop.add_signal_handler(signal.SIGUSR1, bridge.report)
@@ -214,7 +214,7 @@ async def serve(
         opening.cancel()
         await asyncio.wait((opening,))
     if opening.cancelled():
-        return  # told to stop before there was a relay
+        return  # stopped before there was a relay
     opening.result()
     try:
         await bridge.run(stop)

@@ -11,11 +11,12 @@ from relay.bridges.sp.sockets import Closed, SpContext, SpError, SpTimeout
 
 
 class RepBridge(Bridge):
-    """Their REQ asks, a member of the cluster answers.
+    """A REQ peer asks, and a member of the cluster answers.
 
-    `concurrency` contexts, each with one request: when all are taken no more is read, and the peers wait. SP has no errors: a
-    request that failed is not answered, or with `error_reply`. A peer that reads no reply for `timeout_s` is disconnected, which
-    frees all contexts that have one for it.
+    Each of `concurrency` contexts handles one request. When all are busy, nothing more is read and the
+    peers wait. SP has no errors: a failed request gets no answer, or `error_reply`. A peer that does
+    not read its reply for `timeout_s` is disconnected, which frees all contexts that have a reply for
+    it.
     """
 
     async def run(self) -> None:
@@ -43,7 +44,7 @@ class RepBridge(Bridge):
                 if answer is None:
                     continue
                 if not self.socket.is_connected(context.peer):
-                    self.tally.count_lost("peer gone")  # nng would drop it, and not tell
+                    self.tally.count_lost("peer gone")  # nng would drop it without reporting it
                     continue
                 await context.send(answer)
             except Closed:
@@ -76,10 +77,10 @@ class RepBridge(Bridge):
 
 
 class ReqBridge(Bridge):
-    """A member asks the cluster, their REP answers: nng gives each request to one of them, and never twice."""
+    """A member asks the cluster, and a REP peer answers. nng gives each request to one peer and never repeats it."""
 
     async def run(self) -> None:
-        """Serve the cluster while a peer is there."""
+        """Serve the cluster while a peer is connected."""
         config = self.config
         limits = iris.Limits(concurrency=config.concurrency, queue_bytes=config.queue_bytes)
         service = iris.Service(config.cluster, limits=limits)

@@ -1,4 +1,4 @@
-"""SURVEYOR and RESPONDENT: surveys of SP programs among a cluster's members, and of a cluster among SP programs."""
+"""SURVEYOR and RESPONDENT: surveys by SP programs of a cluster, and surveys by a cluster of SP programs."""
 
 from __future__ import annotations
 
@@ -15,33 +15,35 @@ from relay.bridges.sp.config import SocketConfig
 from relay.bridges.sp.sockets import Received, SpContext, SpError, SpTimeout
 
 WINDOW: Final = 2
-"""Responses to one peer that nng has not written yet: its queue for a peer is no longer, and drops in silence."""
+"""Responses to one peer that nng has not written yet. nng queues no more for a peer, and drops others
+without a report.
+"""
 SURVEY_WINDOW: Final = 8
-"""As `WINDOW`, of surveys."""
+"""The same limit for surveys."""
 UNCOUNTED_PAUSE_S: Final = 0.005
-"""Between messages over ws, where nng does not tell what it has written."""
+"""Pause between messages over ws, where nng does not report what it has written."""
 MAX_SLOW_S: Final = 0.1
 MESSAGEPACK_BYTES: Final = 5
-"""At most what a list, and what each of its items, costs besides."""
+"""Upper bound of the bytes that MessagePack adds for a list and for each of its items."""
 PAUSE_MIN_S: Final = 0.0005
 PAUSE_MAX_S: Final = 0.02
 
 
 class RespondentBridge(Bridge):
-    """Their SURVEYOR asks, all members answer: each answer is a response of its own.
+    """A SURVEYOR peer asks, and all members answer. Each answer is a response of its own.
 
-    Members that do not answer, or with an error, are counted: SP knows neither. A peer that reads no response for `timeout_s` is
-    disconnected, which frees what it has in flight.
+    Members that fail or do not answer are counted, because SP cannot report them. A peer that reads no
+    response for `timeout_s` is disconnected, which frees what it has in flight.
     """
 
     def __init__(self, config: SocketConfig, client: iris.Client) -> None:
         super().__init__(config, client)
         self._answered: dict[int, int] = {}
-        """Responses handed to nng for each peer that is there."""
+        """Responses passed to nng for each connected peer: pipe number -> count."""
         self._turn = asyncio.Lock()
 
     async def run(self) -> None:
-        """Read surveys, `concurrency` in flight; more wait in nng's queue."""
+        """Read surveys while fewer than `concurrency` are in flight. More wait in nng's queue."""
         while not self.stopping:
             await self.room()
             question = self.socket.receive_message()
@@ -68,7 +70,7 @@ class RespondentBridge(Bridge):
             self.tally.count_lost("members that failed", detail, len(survey.failed))
 
     async def _answer(self, question: Received, data: bytes) -> None:
-        """Send a response, or count why not."""
+        """Send a response, or count why it was not sent."""
         peer = question.peer
         if not self.config.counts_written:
             async with self._turn:
@@ -86,7 +88,10 @@ class RespondentBridge(Bridge):
             self.tally.count_lost("slow peer")
 
     async def _room_at(self, peer: int) -> bool:
-        """Return when nng has room for a response: no more than WINDOW are on their way to one peer. False: it reads none."""
+        """Return True when nng has room for a response: fewer than WINDOW are not written yet.
+
+        Return False if the peer reads none.
+        """
         began, end_s = self.socket.written().get(peer, 0), time.monotonic() + self.config.timeout_s
         backoff = Backoff(PAUSE_MIN_S, PAUSE_MAX_S, random.random)
         while self.socket.is_connected(peer):
@@ -103,17 +108,17 @@ class RespondentBridge(Bridge):
 
 
 class SurveyorBridge(Bridge):
-    """A member surveys the cluster, their RESPONDENTs answer: the first response, or the list of all."""
+    """A member surveys the cluster, and RESPONDENT peers answer with the first response or a list of all."""
 
     async def run(self) -> None:
-        """Serve surveys while a peer is there."""
+        """Serve surveys while a peer is connected."""
         config = self.config
         limits = iris.Limits(concurrency=config.concurrency, queue_bytes=config.queue_bytes)
         service = iris.Service(config.cluster, limits=limits)
         free: list[SpContext] = []
         turn = asyncio.Lock()
         self._stalled: dict[int, int] = {}
-        """Peers that nobody waits for until nng has written more than this to them."""
+        """Slow peers that no survey waits for until nng has written more to them: pipe number -> messages written."""
 
         @service.on_survey
         async def forward(question: bytes) -> bytes | list[bytes]:
@@ -141,7 +146,10 @@ class SurveyorBridge(Bridge):
         await self.serve(service)
 
     async def _room_at_peers(self) -> None:
-        """Return when nng has room for a survey to every peer, or they have been slow for SLOW_S: once, until they read again."""
+        """Return when nng has room for a survey to every peer.
+
+        Wait for slow peers once, for up to MAX_SLOW_S, until they read again.
+        """
         if not self.config.counts_written:
             await asyncio.sleep(UNCOUNTED_PAUSE_S)
             return
@@ -155,12 +163,12 @@ class SurveyorBridge(Bridge):
             self.tally.count_lost("slow peer", "", len(self._stalled))
 
     def _slow(self) -> dict[int, int]:
-        """Return the peers whose queue is full, and what nng has written to each."""
+        """Return the peers whose queue is full: pipe number -> messages written."""
         written, since, sent = self.socket.written(), self.socket.peers.since, self.tally.to_sp
         for peer, before in list(self._stalled.items()):
             if written.get(peer) != before:
                 del self._stalled[peer]
-                if peer in written:  # it has read one more at least
+                if peer in written:  # the peer has read at least one more
                     since[peer] = sent - written[peer] - (SURVEY_WINDOW - 1)
         return {
             peer: count
@@ -169,7 +177,10 @@ class SurveyorBridge(Bridge):
         }
 
     async def _all(self, context: SpContext) -> list[bytes]:
-        """Return the responses until the survey's time is over; what does not fit into one answer is counted."""
+        """Return the responses until the survey's time is over.
+
+        Those that do not fit into one answer are counted as lost.
+        """
         answers: list[bytes] = []
         room = min(self.config.max_message_bytes, self.client.message_limit) - MESSAGEPACK_BYTES
         while True:

@@ -1,4 +1,4 @@
-"""What an entry has done: messages in and out, and what was lost, by cause."""
+"""Counts of one entry: messages in and out, and lost messages by cause."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _quiet: Final = Quiet()
 
 
 class Tally:
-    """The account of one entry."""
+    """The counts of one entry."""
 
     def __init__(self, label: str) -> None:
         self.label = label
         self.from_sp = 0
         """Messages received from SP peers."""
         self.to_sp = 0
-        """Messages handed to nng for SP peers. What its sockets drop for a slow SUB or BUS peer is not told to us."""
+        """Messages passed to nng for SP peers. nng does not report what it drops for a slow SUB or BUS peer."""
         self.causes: Counter[str] = Counter()
-        """Messages that went no further, by cause."""
+        """Lost messages: cause -> count."""
 
     def count_lost(self, cause: str, detail: object = "", count: int = 1) -> None:
-        """Count messages that go no further; the log has a line for each cause at most once in 10 s."""
+        """Count lost messages. Each cause is logged at most once in 10 s."""
         self.causes[cause] += count
         _quiet.warning(
             log,
@@ -38,7 +38,10 @@ class Tally:
         )
 
     def report(self, *, expired: int = 0) -> dict[str, object]:
-        """Return the account as a log line shows it; `expired` were never ours to send."""
+        """Return the counts for a log line.
+
+        `expired` messages expired in the member's queue, before the bridge could send them.
+        """
         lost = {**self.causes, **({"expired": expired} if expired else {})}
         return {
             "socket": self.label,

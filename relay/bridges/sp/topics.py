@@ -1,4 +1,4 @@
-"""PUB and SUB: a message of SP is `topic`, separator, payload, so that SP's prefixes select topics."""
+"""PUB and SUB: an SP message is topic, separator and payload, so that SP's prefixes select topics."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from relay.bridges.sp.config import SocketConfig
 
 MAX_TOPIC_BYTES: Final = 255
 POLL_S: Final = 0.005
-"""How often it is looked whether the slowest peer has caught up."""
+"""Time between two checks whether the slowest peer has caught up."""
 Handler = Callable[[iris.Message], Coroutine[Any, Any, None] | None]
 
 
 def selects(pattern: str, topic: str) -> bool:
-    """Whether a filter selects a topic; both are valid."""
+    """Whether a filter selects a topic. Both must be valid."""
     parts, tokens = pattern.split("."), topic.split(".")
     if parts[-1] == ">" and len(tokens) >= len(parts):
         tokens[len(parts) - 1 :] = [">"]
@@ -26,7 +26,7 @@ def selects(pattern: str, topic: str) -> bool:
 
 
 class Mapping:
-    """Between Iris's (topic, payload) and the one message of SP."""
+    """Converts between Iris's (topic, payload) and one SP message."""
 
     def __init__(self, config: SocketConfig) -> None:
         self._topic = config.topic
@@ -36,7 +36,7 @@ class Mapping:
         self._heads: dict[str, bytes] = {}
 
     def split(self, data: bytes) -> tuple[str, bytes]:
-        """Return the topic and payload of an SP message; raises InvalidName if it has no topic in front."""
+        """Return the topic and payload of an SP message; raises InvalidName if it does not begin with a topic."""
         if self._topic:
             return self._topic, data
         end_limit = MAX_TOPIC_BYTES + len(self._separator)
@@ -50,7 +50,7 @@ class Mapping:
         return self._under + name, data[end + len(self._separator) :]
 
     def join(self, topic: str, payload: bytes) -> bytes:
-        """Return the SP message; raises InvalidName for a topic that would be read as another."""
+        """Return the SP message; raises InvalidName for a topic that a receiver would read as another."""
         if self._bare:
             return payload
         head = self._heads.get(topic)
@@ -69,7 +69,10 @@ def _fits(part: str, token: str) -> bool:
 
 
 class SubBridge(Bridge):
-    """Their PUB becomes publications. What Iris does not take at once waits within `queue_bytes`, then it is dropped."""
+    """Messages of PUB peers become publications.
+
+    Messages that Iris does not accept at once are queued within `queue_bytes`, then dropped.
+    """
 
     async def run(self) -> None:
         """Publish until cancelled."""
@@ -93,15 +96,18 @@ class SubBridge(Bridge):
 
 
 class SubscribingBridge(Bridge):
-    """What its topics are published to goes to SP peers."""
+    """Sends the publications of its topics to SP peers."""
 
     async def deliver_topics(self, topics: tuple[str, ...], take: Handler) -> None:
-        """Give `take` each publication once, until told to stop; a coroutine function is waited for by publishers that wait."""
+        """Pass each publication to `take` once, until `stop`.
+
+        Publishers that wait for subscribers wait for a coroutine function.
+        """
         waits, group = self.config.waits, self.config.group
 
         def once(before: tuple[str, ...]) -> Handler:
             if group or not before:
-                return take  # of the filters of a group one gets each message, of others all that match
+                return take  # in a group, one filter gets each message; otherwise every matching filter does
 
             async def waiting(message: iris.Message) -> None:
                 if not any(selects(pattern, message.name) for pattern in before):
@@ -128,7 +134,7 @@ class SubscribingBridge(Bridge):
                 try:
                     await subscription.ready()
                     break
-                except (RequestError, RelayUnavailable):  # it went away as we asked
+                except (RequestError, RelayUnavailable):  # the relay was lost while subscribing
                     await asyncio.sleep(JOIN_AGAIN_S)
         self.ready.set()
         await self.stopped.wait()
@@ -137,14 +143,16 @@ class SubscribingBridge(Bridge):
 
 
 class PubBridge(SubscribingBridge):
-    """Publications reach their SUB. nng drops the oldest for a peer that is behind, and does not tell: see `when_full`."""
+    """Publications reach SUB peers. nng drops the oldest for a peer that is behind and does not report
+    it: see `when_full`.
+    """
 
     async def run(self) -> None:
-        """Send until told to stop."""
+        """Send until `stop`."""
         mapping = Mapping(self.config)
         most = max(1, self.config.queue_messages // 2)
         room = most
-        """Messages that may be sent before it is looked again how far the slowest peer is behind."""
+        """Messages that may be sent before the bridge checks again how far the slowest peer is behind."""
 
         def deliver(message: iris.Message) -> None:
             try:
@@ -168,10 +176,13 @@ class PubBridge(SubscribingBridge):
 
 
 class TopicPushBridge(SubscribingBridge):
-    """Publications reach their PULL, each one peer: a message is handled when nng has it, so slow peers hold publishers that wait."""
+    """Publications reach PULL peers, each one peer.
+
+    A message is handled when nng has it, so slow peers make waiting publishers wait.
+    """
 
     async def run(self) -> None:
-        """Send until told to stop."""
+        """Send until `stop`."""
         turn = asyncio.Lock()
 
         async def forward(message: iris.Message) -> None:
