@@ -60,7 +60,7 @@ class Ending(Enum):
 
 
 class BridgePort(Protocol):
-    """What a connection needs of its bridge; implemented by `relay.bridges.iris1.bridge.Bridge`."""
+    """The parts of the bridge that a connection uses; implemented by `relay.bridges.iris1.bridge.Bridge`."""
 
     config: Iris1Config
     counters: Counter[str]

@@ -1,4 +1,4 @@
-"""What all kinds of entries share: socket, session, counts, limits, start and stop."""
+"""Base class of all entries: socket, session, counts, limits, start and stop."""
 
 from __future__ import annotations
 
