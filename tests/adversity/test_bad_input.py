@@ -21,7 +21,9 @@ def relay(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("name", OFFENCES)
-async def test_an_offender_hears_the_rule_and_nobody_else_notices(name: str, relay: Path) -> None:
+async def test_the_error_names_the_broken_rule_and_nobody_else_notices(
+    name: str, relay: Path
+) -> None:
     offend, rule = OFFENCES[name]
     async with neighbours(relay) as others:
         await others.check()

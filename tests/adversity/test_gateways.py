@@ -239,7 +239,7 @@ async def test_handshakes_that_begin_damaged_cost_their_connection_alone(
         ("protocol error", "both sides dialled, or neither", {"dial_us": 0}),
     ],
 )
-async def test_a_hello_that_does_not_hold_is_refused_and_told(
+async def test_an_invalid_hello_is_refused_with_its_reason(
     reason: str, told: str, hello: dict[str, object], world: World, eu: Relay
 ) -> None:
     async with Impostor(world, eu) as impostor:

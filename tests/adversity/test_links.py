@@ -222,7 +222,7 @@ async def test_of_too_many_half_open_connections_the_oldest_is_dropped(
         ("protocol error", "both sides dialled, or neither", {"dial_us": 0}),
     ],
 )
-async def test_a_hello_that_does_not_hold_is_refused_and_told(
+async def test_an_invalid_hello_is_refused_with_its_reason(
     reason: str, told: str, hello: dict[str, object], relay: Relay, tmp_path: Path
 ) -> None:
     async with Impostor(relay) as impostor:
@@ -280,7 +280,7 @@ OFFENCES: dict[str, Callable[[Impostor], list[Control | bytes]]] = {
 
 
 @pytest.mark.parametrize("offence", OFFENCES)
-async def test_a_relay_that_breaks_a_rule_is_told_and_its_link_ends(
+async def test_a_relay_that_breaks_a_rule_gets_the_reason_and_its_link_ends(
     offence: str, relay: Relay, tmp_path: Path
 ) -> None:
     async with Impostor(relay) as impostor:
@@ -335,7 +335,7 @@ async def test_a_relay_that_drops_a_link_as_one_too_many_does_not_thereby_say_go
     assert relay.router.mesh.copies[impostor.relay_id].link is None
 
 
-async def test_a_relay_that_refuses_our_certificate_after_the_handshake_is_no_fault_of_ours(
+async def test_a_relay_that_refuses_our_certificate_after_the_handshake_is_not_a_fault_of_ours(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """In TLS 1.3 the dialler is done before the other side has looked at its certificate."""
@@ -380,7 +380,7 @@ async def test_a_relay_that_falls_silent_is_given_up(relay: Relay) -> None:
     assert not relay.router.links
 
 
-async def test_what_a_peer_tells_of_others_is_taken_as_addresses_only(relay: Relay) -> None:
+async def test_what_a_peer_reports_of_others_is_used_as_addresses_only(relay: Relay) -> None:
     async with Impostor(relay) as impostor:
         await impostor.link()
         entry = frames.PeerEntry(

@@ -214,7 +214,7 @@ async def test_an_answer_of_another_type_ends_the_session(answer: str, tmp_path:
 
 
 @pytest.mark.parametrize("document", ["", "[]", "{", "null"])
-async def test_a_status_that_is_no_document_is_a_decode_error(
+async def test_a_status_that_is_not_a_document_is_a_decode_error(
     document: str, tmp_path: Path
 ) -> None:
     def script(peer: Peer, body: Control | bytes) -> None:

@@ -118,7 +118,7 @@ async def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
                 await tunnel.recv()
 
 
-async def test_what_the_grace_cuts_is_told_to_both_ends_and_in_the_log(tmp_path: Path) -> None:
+async def test_what_the_grace_cuts_is_reported_to_both_ends_and_in_the_log(tmp_path: Path) -> None:
     service = iris.Service("never")
     told = asyncio.Event()
 

@@ -45,7 +45,9 @@ def descriptors(pid: int) -> int:
     return len(list(Path(f"/proc/{pid}/fd").iterdir()))
 
 
-async def test_a_client_that_connects_and_says_nothing_is_told_and_cut(relay: Path) -> None:
+async def test_a_client_that_connects_and_sends_nothing_gets_an_error_and_is_cut(
+    relay: Path,
+) -> None:
     async with neighbours(relay) as others, Wire(relay) as wire:
         await others.check()
         assert await wire.error() == "HELLO did not come within 1 s"
@@ -166,7 +168,9 @@ async def test_who_breaks_a_rule_and_never_reads_why_is_forgotten_all_the_same(
         await others.check()
 
 
-async def test_a_reader_that_stalls_loses_its_own_messages_and_hears_of_it(relay: Path) -> None:
+async def test_a_reader_that_stalls_loses_only_its_own_messages_and_is_told_how_many(
+    relay: Path,
+) -> None:
     """It is not cut, nobody waits for it, and the account names what it missed."""
     async with neighbours(relay) as others:
         before = await others.status()

@@ -265,7 +265,7 @@ def test_a_way_that_goes_dead_is_given_up_and_linked_again_when_it_works(way: Wa
         assert caller.request("echo", "hello") == "b: hello"
 
 
-def test_while_a_link_flaps_nobody_is_told_that_there_are_no_members(way: Way) -> None:
+def test_while_a_link_flaps_no_caller_gets_no_members(way: Way) -> None:
     with way.open() as proxy:
         caller = way.a.program("caller")
         way.b.member()
@@ -281,7 +281,9 @@ def test_while_a_link_flaps_nobody_is_told_that_there_are_no_members(way: Way) -
         assert way.a.settled()["accounts"]["dropped"] == {}
 
 
-def test_through_flaps_nothing_is_heard_twice_or_out_of_order_and_gaps_are_told(way: Way) -> None:
+def test_through_flaps_nothing_is_received_twice_or_out_of_order_and_gaps_are_reported(
+    way: Way,
+) -> None:
     with way.open() as proxy:
         caller, hearer = way.a.program("caller"), way.b.member()
         caller.sees_members(1)
@@ -314,7 +316,7 @@ def test_through_flaps_nothing_is_heard_twice_or_out_of_order_and_gaps_are_told(
             assert sum(filter(None, told)) == lost or (None in told and lost), (what, told, lost)
 
 
-def test_what_a_relay_routed_before_its_links_were_back_is_told_to_those_behind_them(
+def test_what_a_relay_routed_before_its_links_were_back_is_reported_to_those_behind_them(
     network: Network,
 ) -> None:
     a, b = network.hosts("ab")

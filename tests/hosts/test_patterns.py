@@ -57,7 +57,7 @@ def test_a_request_is_answered_on_another_host(mesh: Mesh) -> None:
     assert mesh.c.request("far", "hello") == "b: hello"
 
 
-def test_a_handler_that_fails_on_another_host_is_told_to_the_caller(mesh: Mesh) -> None:
+def test_a_handler_that_fails_on_another_host_is_reported_to_the_caller(mesh: Mesh) -> None:
     mesh.only(mesh.b, "failing")
     with pytest.raises(Failed, match="on purpose") as failed:
         mesh.caller.request("failing", "fail")

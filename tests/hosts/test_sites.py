@@ -283,7 +283,7 @@ def test_the_ring_of_three_gives_exactly_one_copy_at_a_rate(world: World) -> Non
     sites.ring(world.federation, 15_000)
 
 
-def test_wan_connections_that_break_lose_only_what_is_told(world: World) -> None:
+def test_wan_connections_that_break_lose_only_what_is_reported(world: World) -> None:
     sites.cuts(world.federation, 4, SEED)
 
 

@@ -71,7 +71,7 @@ async def test_what_another_relay_publishes_after_subscribe_returned_is_received
                     assert (await anext(aiter(messages))).payload == b"first"
 
 
-async def test_a_callback_too_hears_the_first_message(relays: tuple[Relay, Relay]) -> None:
+async def test_a_callback_too_receives_the_first_message(relays: tuple[Relay, Relay]) -> None:
     got = Collector()
     async with client(relays[0]) as publisher, client(relays[1]) as party:
         subscription = party.subscribe("t", got)
@@ -259,7 +259,7 @@ async def test_one_message_that_takes_long_holds_up_its_own_publisher_and_topic_
             await until(lambda: seen == [b"beside", b"slow", b"behind"])
 
 
-async def test_a_full_queue_of_lanes_drops_what_its_policy_says_and_tells() -> None:
+async def test_a_full_queue_of_lanes_drops_what_its_policy_says_and_reports_it() -> None:
     go_on = asyncio.Event()
     seen: list[bytes] = []
 
@@ -286,7 +286,7 @@ async def test_a_full_queue_of_lanes_drops_what_its_policy_says_and_tells() -> N
             await subscription.close()
 
 
-async def test_a_subscription_that_ends_tells_of_what_its_lanes_held() -> None:
+async def test_a_subscription_that_ends_reports_what_its_lanes_held() -> None:
     begun = asyncio.Event()
 
     async def handle(message: iris.Message) -> None:

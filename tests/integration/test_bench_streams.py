@@ -58,7 +58,7 @@ def test_appends_are_all_stored_and_overwritten_three_times(runs: dict[str, Any]
     assert figures["disk_ratio"] == pytest.approx(figures["mb_s"] / figures["disk_mb_s"])
 
 
-def test_a_single_append_is_told_beside_the_least_it_could_cost(runs: dict[str, Any]) -> None:
+def test_a_single_append_is_reported_beside_the_least_it_could_cost(runs: dict[str, Any]) -> None:
     run = runs["single"]
     assert run["figures"]["written"] == run["figures"]["sent"] > 0
     counts = {
@@ -105,7 +105,7 @@ def test_the_tables_show_every_load(results: Path, runs: dict[str, Any]) -> None
     assert "failed" not in said.split("## Processes")[0]
 
 
-def test_what_could_not_run_is_told_with_its_reason(tmp_path: Path) -> None:
+def test_what_could_not_run_is_reported_with_its_reason(tmp_path: Path) -> None:
     # Nothing of NATS or Redis is found here, whatever is installed.
     (tmp_path / "nats.py").write_text("raise ImportError('nats is not here')")
     (tmp_path / "redis.py").write_text("raise ImportError('redis is not here')")

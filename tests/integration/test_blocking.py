@@ -178,7 +178,7 @@ def test_any_thread_may_call(served: blocking.Client) -> None:
     assert sorted(replies) == sorted(b"%d" % n for n in range(4) for _ in range(50))
 
 
-def test_a_handler_that_calls_its_own_client_is_told_so_instead_of_waiting_for_itself(
+def test_a_handler_that_calls_its_own_client_gets_an_error_instead_of_waiting_for_itself(
     client: blocking.Client,
 ) -> None:
     service = iris.Service("self")

@@ -64,7 +64,7 @@ async def test_every_member_gets_every_broadcast_in_the_order_of_each_sender(
             assert not collector.gaps
 
 
-async def test_a_sender_that_is_a_member_hears_itself() -> None:
+async def test_a_sender_that_is_a_member_receives_its_own_broadcasts() -> None:
     got = Collector()
     async with LocalCluster() as cluster, cluster.client() as client, client.serve(listening(got)):
         await client.broadcast("all", b"me")
@@ -72,7 +72,7 @@ async def test_a_sender_that_is_a_member_hears_itself() -> None:
         assert got.payloads == [b"me"]
 
 
-async def test_a_broadcast_to_nobody_is_no_error() -> None:
+async def test_a_broadcast_to_nobody_is_not_an_error() -> None:
     async with LocalCluster() as cluster, cluster.client() as client:
         await client.broadcast("all", b"x")
         await client.flush()
@@ -95,7 +95,7 @@ async def test_a_handler_that_fails_does_not_stop_the_next_broadcast() -> None:
         assert client.counters["failed handlers"] == 1
 
 
-async def test_a_slow_coroutine_handlers_overflow_is_told_as_a_gap_of_the_exact_count() -> None:
+async def test_a_slow_coroutine_handlers_overflow_is_reported_as_a_gap_of_the_exact_count() -> None:
     slow, fast = Collector(), Collector()
     release = asyncio.Event()
     service = iris.Service("all", limits=iris.Limits(queue_bytes=2000))

@@ -102,7 +102,7 @@ async def test_the_longest_queue_is_dropped_from_first_newest_first() -> None:
             assert sum(gap.count or 0 for gap in first.gaps if gap.name == topic) == 75 - came
 
 
-async def test_of_several_losses_in_one_queue_each_is_told_once() -> None:
+async def test_of_several_losses_in_one_queue_each_is_reported_once() -> None:
     """Dropped as they came, dropped from the queue, taken again: whatever happened in turn, the sums are exact."""
     got, group, other = Collector(), Collector(), Collector()
     async with (

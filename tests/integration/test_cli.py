@@ -342,7 +342,7 @@ def test_push_and_broadcast_arrive_whole_or_line_by_line(shell: Shell, member: s
     assert noted == b"push:1 push:2 push:3 push: push:4 cast:5\n6 cast:7 cast:8"
 
 
-def test_a_push_that_fails_is_told(shell: Shell, relay: Path) -> None:
+def test_a_push_that_fails_is_reported(shell: Shell, relay: Path) -> None:
     said = shell.process("push", "nobody", "--lines", "--json", stdin=b"1\n2\n", code=3)
     assert b'{"sent":2,"lost":2}' in said
     assert said.count(b"push to nobody failed") == 2
@@ -438,7 +438,7 @@ def test_subscribe_ends_quietly_when_its_reader_has_enough(
     assert end(process)[1] == b""
 
 
-def test_subscribe_tells_of_a_lost_relay_in_one_line() -> None:
+def test_subscribe_reports_a_lost_relay_in_one_line() -> None:
     root = Path(tempfile.mkdtemp(prefix="iris-lost-"))
     alone = Shell(root)
     relay = alone.start("relay", "--dev")
@@ -542,7 +542,7 @@ def test_a_verb_that_no_member_takes_names_those_that_they_take(
     end(process)
 
 
-def test_members_watch_tells_who_comes_and_goes(
+def test_members_watch_shows_who_joins_and_leaves(
     shell: Shell, observer: iris.blocking.Client, member: str
 ) -> None:
     wait_until(lambda: not observer.members("narrow"))

@@ -289,7 +289,7 @@ def test_a_message_that_leaves_late_has_waited_since_it_was_due(
     )
 
 
-def test_more_outstanding_than_allowed_are_not_sent_and_told(
+def test_more_outstanding_than_allowed_are_not_sent_and_reported(
     shell: Shell, others: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(load, "MAX_OUTSTANDING", 5)
@@ -376,13 +376,15 @@ def test_messages_of_a_tunnel_are_all_acknowledged(shell: Shell, servers: dict[s
     assert "MB/s" in said
 
 
-def test_a_member_that_acknowledges_nothing_is_no_bench_member(shell: Shell, others: None) -> None:
+def test_a_member_that_acknowledges_nothing_is_not_a_bench_member(
+    shell: Shell, others: None
+) -> None:
     assert b"is it `iris bench serve`?" in shell(
         "bench", "tunnel", "flaky", "--timeout", "0.2", code=5
     )
 
 
-def test_a_tunnel_that_breaks_ends_the_load_and_is_told(shell: Shell, others: None) -> None:
+def test_a_tunnel_that_breaks_ends_the_load_and_is_reported(shell: Shell, others: None) -> None:
     found = bench(shell, "tunnel", "fragile", "--rate", "50", "--seconds", "0.4", "--size", "64")
     assert 1 <= found["answered"] <= 5
     assert found["errors"].keys() <= {"TunnelBroken"}
@@ -577,7 +579,7 @@ def test_samples_are_what_the_histogram_would_have_recorded() -> None:
     assert samples.merge([ours.encode(), ours.encode()]).get_total_count() == 4000
 
 
-def test_what_is_no_histogram_of_ours_is_refused() -> None:
+def test_what_is_not_a_histogram_of_ours_is_refused() -> None:
     other = HdrHistogram(1, 1 << 40, 4)
     other.record_value(5)
     for text in ("", "HISTF", "garbage!", "é", other.encode().decode()):
@@ -589,7 +591,7 @@ def test_what_is_no_histogram_of_ours_is_refused() -> None:
     ("count", "last"),
     [(19, None), (20, "p50"), (99, "p50"), (100, "p90"), (999, "p90"), (1000, "p99"), (10_000_000, "p99.9999")],
 )  # fmt: skip
-def test_a_percentile_is_told_only_if_ten_samples_lie_beyond_it(
+def test_a_percentile_is_reported_only_if_ten_samples_lie_beyond_it(
     count: int, last: str | None
 ) -> None:
     histogram = samples.new()
@@ -603,7 +605,7 @@ def test_a_percentile_is_told_only_if_ten_samples_lie_beyond_it(
     assert msgspec.json.encode(told)
 
 
-def test_the_text_names_what_failed_and_tells_no_percentile_of_few_samples(
+def test_the_text_names_what_failed_and_gives_no_percentile_of_few_samples(
     capfdbinary: pytest.CaptureFixture[bytes],
 ) -> None:
     ours = samples.Samples()

@@ -53,7 +53,7 @@ def test_a_key_is_made_once_in_a_private_file_and_its_fingerprint_alone_is_print
     assert as_json == {"file": str(path), "fingerprint": key.fingerprint, "new": False}
 
 
-def test_what_is_no_key_file_is_left_alone_and_named(tmp_path: Path) -> None:
+def test_what_is_not_a_key_file_is_left_alone_and_named(tmp_path: Path) -> None:
     path, link, target = tmp_path / "mine", tmp_path / "link", tmp_path / "target"
     path.write_text("mine")
     path.chmod(0o600)

@@ -153,7 +153,7 @@ def test_a_time_without_a_zone_is_of_this_host() -> None:
     assert texts.time_text(2**63 - 1) is None
 
 
-def test_a_gap_is_told_in_one_line_without_control_characters() -> None:
+def test_a_gap_is_reported_in_one_line_without_control_characters() -> None:
     assert texts.gap_text(StreamGap(3, 9, 0, "retention")) == "nothing at offsets 3 to 8: retention"
     told = texts.gap_text(StreamGap(4, 5, None, "two\nlines"))
     assert told.startswith("missing at offset 4: an unknown number of messages: two")
@@ -266,7 +266,7 @@ def test_a_stream_of_a_topic_records_what_is_published(shell: Shell) -> None:
     shell("stream", "delete", "flights", "--yes")
 
 
-def test_a_paused_stream_takes_nothing_and_tells_what_it_missed(shell: Shell) -> None:
+def test_a_paused_stream_records_nothing_and_reports_what_it_missed(shell: Shell) -> None:
     shell("stream", "create", "ticks", "--topic", "ticks")
     shell("stream", "pause", "ticks")
     assert facts(shell, "ticks")["paused"] is True

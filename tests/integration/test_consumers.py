@@ -257,7 +257,7 @@ async def test_a_consumer_that_is_there_with_other_settings_is_not_taken(setting
                 await anext(another)
 
 
-async def test_a_deleted_consumer_starts_anew(setting: Any) -> None:
+async def test_a_deleted_consumer_starts_again(setting: Any) -> None:
     _, client, other = setting
     await client.streams.create("orders")
     await client.streams.append_many("orders", [b"%d" % n for n in range(3)])

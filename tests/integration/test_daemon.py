@@ -46,7 +46,7 @@ async def ask(path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("abstract", [False, True])
-def test_the_service_manager_hears_when_it_serves_and_when_it_stops(
+def test_the_service_manager_is_notified_when_it_serves_and_when_it_stops(
     abstract: bool, tmp_path: Path
 ) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:

@@ -336,7 +336,7 @@ async def test_a_full_table_refuses_further_relays_and_counts_them(
     await first.sees_relay(late.relay_id)
 
 
-async def test_an_address_that_moved_to_another_interface_is_joined_anew(lan: Lan) -> None:
+async def test_an_address_that_moved_to_another_interface_is_joined_again(lan: Lan) -> None:
     network = os.urandom(16)
     present = {Address("old", 7, HERE, 8)}
     moving = lan.relay(network, look=lambda: frozenset(present), poll_s=0.05, confirm_s=0.05)

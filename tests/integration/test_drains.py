@@ -97,7 +97,7 @@ async def test_what_runs_at_a_relay_that_stops_is_finished_and_new_calls_wait_fo
 
 
 @pytest.mark.parametrize("kind", ["publish", "broadcast"])
-async def test_what_was_accepted_before_and_during_a_drain_is_received_or_told(
+async def test_what_was_accepted_before_and_during_a_drain_is_received_or_reported(
     host: Host, kind: str
 ) -> None:
     got, lost = Collector(), Collector()

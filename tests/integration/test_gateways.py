@@ -9,7 +9,7 @@ import ssl
 from pathlib import Path
 
 import pytest
-from adversity import foul
+from adversity import misbehaving
 from adversity.kit import Wire
 from support.gateways import (
     RELAY,
@@ -197,11 +197,11 @@ async def test_a_session_cannot_cut_two_sites_apart_with_flags(kind: int, world:
     await eventually(lambda: joined((eu, us)))
     up = port(eu, us), port(us, eu)
     async with (
-        foul.vault(eu.config.socket_path, us.config.socket_path) as vault,
-        foul.wanting(us.config.socket_path),
+        misbehaving.vault(eu.config.socket_path, us.config.socket_path) as vault,
+        misbehaving.wanting(us.config.socket_path),
     ):
         await eventually(lambda: eu.router.status()["sites"][0]["topics"])  # type: ignore[index]  # JSON
-        assert "flags 0x01" in await foul.say_more(eu.config.socket_path, kind)
+        assert "flags 0x01" in await misbehaving.say_more(eu.config.socket_path, kind)
         await vault.check()
         assert (port(eu, us), port(us, eu)) == up
     assert hub(eu).protocol_errors == hub(us).protocol_errors == 0
@@ -214,16 +214,16 @@ async def test_a_site_that_answers_under_another_key_ends_that_call_alone(world:
     us = await world.start("us", world.peer("eu", eu))
     await eventually(lambda: joined((eu, us)))
     up = port(eu, us)
-    async with foul.vault(eu.config.socket_path, us.config.socket_path) as vault:
-        async with foul.liar(us.config.socket_path) as told:
+    async with misbehaving.vault(eu.config.socket_path, us.config.socket_path) as vault:
+        async with misbehaving.liar(us.config.socket_path) as told:
             await vault.ask_a_liar()
             assert "REPLY for echo" in await told
         wan = us.router.wans[eu.router.relay_id]
         assert "misdirected answer" not in eu.router.accounts.dropped
         strange = frames.Declare(
-            900, Kind.REPLY, "echo", foul.STRANGE_KEY.key_id, RELAY, True, [], 0, 2, "eu"
+            900, Kind.REPLY, "echo", misbehaving.STRANGE_KEY.key_id, RELAY, True, [], 0, 2, "eu"
         )
-        async with foul.silent(us.config.socket_path) as asked:
+        async with misbehaving.silent(us.config.socket_path) as asked:
             lying = asyncio.create_task(vault.ask_a_liar())
             await asked.data(Kind.REQUEST)
             wan.control(strange)
@@ -233,7 +233,7 @@ async def test_a_site_that_answers_under_another_key_ends_that_call_alone(world:
                 for h in s.in_flight.values()
                 if h.route.name == "echo"
             )
-            wan.port.control(foul.data_frame(Kind.REPLY, bytes(40), alias=900, hop=hop))
+            wan.port.control(misbehaving.data_frame(Kind.REPLY, bytes(40), alias=900, hop=hop))
             wan.port.flush()
             await lying
         assert eu.router.accounts.dropped["misdirected answer"] == 1
@@ -260,7 +260,7 @@ async def test_a_gateway_that_comes_back_at_its_address_is_met_again(world: Worl
     await eventually(lambda: joined((again, us)))
 
 
-async def test_a_gateway_that_dialled_and_is_gone_is_waited_for(world: World) -> None:
+async def test_a_gateway_that_dialled_and_was_lost_is_waited_for(world: World) -> None:
     eu = await world.start("eu", world.peer("us"))
     us = await world.start("us", world.peer("eu", eu))
     await eventually(lambda: joined((eu, us)))
@@ -318,7 +318,7 @@ async def test_while_a_site_changes_its_key_its_old_and_new_gateways_are_met(wor
     assert pins == {world.key("us").fingerprint, new.fingerprint}
 
 
-async def test_a_relay_of_the_network_is_no_gateway_and_a_gateway_no_relay_of_it(
+async def test_a_relay_of_the_network_is_not_accepted_as_a_gateway_nor_a_gateway_as_a_relay_of_it(
     world: World,
 ) -> None:
     eu = await world.start("eu", world.peer("us"))

@@ -108,7 +108,9 @@ async def test_the_first_words_on_very_many_topics_arrive_in_their_order(site: S
 
 
 @pytest.mark.parametrize("side", [0, 1], ids=["heard", "hears"])
-async def test_a_link_that_is_cut_while_a_burst_is_heard_comes_back(site: Site, side: int) -> None:
+async def test_a_link_that_is_cut_while_a_burst_is_handled_comes_back(
+    site: Site, side: int
+) -> None:
     one = await site.start()
     two = await site.start(one)
     await eventually(lambda: linked(one, two))

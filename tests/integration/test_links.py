@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from adversity import foul
+from adversity import misbehaving
 from support.links import NETWORK, OTHER, Host, Site, address, hub, link, linked, seen
 from support.relays import Daemon, client
 from support.waiting import PATIENCE_S, eventually, wait_until
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.timeout(60)
 # -- linking -----------------------------------------------------------------------------------------------------
 
 
-async def test_two_relays_link_when_one_is_told_of_the_other(site: Site) -> None:
+async def test_two_relays_link_when_one_is_given_the_address_of_the_other(site: Site) -> None:
     one = await site.start()
     two = await site.start(one)
     await eventually(lambda: linked(one, two))
@@ -45,7 +45,7 @@ async def test_two_relays_link_when_one_is_told_of_the_other(site: Site) -> None
     assert two.router.status()["links_refused"] == {}
 
 
-async def test_a_relay_that_is_told_of_one_gets_to_know_the_others(site: Site) -> None:
+async def test_a_relay_that_is_given_one_address_gets_to_know_the_others(site: Site) -> None:
     seed = await site.start()
     first = await site.start(seed)
     await eventually(lambda: linked(seed, first))
@@ -60,7 +60,7 @@ async def test_relays_serve_and_link_over_ipv6(site: Site) -> None:
     assert address(one).startswith("[::1]:")
 
 
-async def test_a_relay_that_is_told_of_itself_does_not_mind(site: Site) -> None:
+async def test_a_relay_that_is_given_its_own_address_ignores_it(site: Site) -> None:
     one = await site.start()
     hub(one).sighted(seen(one))
     await eventually(lambda: "ourselves" in str(hub(one).status()["dialling"]))
@@ -129,7 +129,7 @@ async def test_a_link_that_breaks_is_dialled_again(site: Site) -> None:
         await eventually(lambda broken=broken: broken not in hub(two).ports)  # type: ignore[misc]
 
 
-async def test_what_is_gone_is_not_dialled_and_its_link_stays(site: Site) -> None:
+async def test_a_relay_that_said_goodbye_is_not_dialled_and_its_link_stays(site: Site) -> None:
     one, two = await site.start(), await site.start()
     hub(one).sighted(seen(two, named=True))
     await eventually(lambda: linked(one, two))
@@ -403,12 +403,12 @@ async def test_a_session_cannot_cut_a_link_with_flags(kind: int, site: Site) -> 
     await eventually(lambda: linked(one, two))
     up = link(one, two), link(two, one)
     async with (
-        foul.vault(one.config.socket_path, two.config.socket_path) as vault,
-        foul.wanting(two.config.socket_path),
+        misbehaving.vault(one.config.socket_path, two.config.socket_path) as vault,
+        misbehaving.wanting(two.config.socket_path),
     ):
         there = one.router.links[two.router.relay_id]
-        await eventually(lambda: any(topic == foul.PLACE for topic, _, _ in there.topics))
-        assert "flags 0x01" in await foul.say_more(one.config.socket_path, kind)
+        await eventually(lambda: any(topic == misbehaving.PLACE for topic, _, _ in there.topics))
+        assert "flags 0x01" in await misbehaving.say_more(one.config.socket_path, kind)
         await vault.check()
         assert (link(one, two), link(two, one)) == up
     assert hub(one).protocol_errors == hub(two).protocol_errors == 0
@@ -422,8 +422,8 @@ async def test_an_answer_under_another_key_ends_the_answerer_at_its_own_relay(si
     up = link(one, two), link(two, one)
     for path in (one.config.socket_path, two.config.socket_path):
         async with (
-            foul.vault(one.config.socket_path, two.config.socket_path) as vault,
-            foul.liar(path) as told,
+            misbehaving.vault(one.config.socket_path, two.config.socket_path) as vault,
+            misbehaving.liar(path) as told,
         ):
             await vault.ask_a_liar()
             assert "REPLY for echo under key" in await told

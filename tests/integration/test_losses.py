@@ -32,7 +32,7 @@ async def flood(client: iris.Client, topic: str, bodies: int) -> None:
         await client.flush()
 
 
-async def test_a_subscriber_that_is_slow_in_its_own_process_hears_of_every_loss(
+async def test_every_loss_of_a_subscriber_that_is_slow_in_its_own_process_is_reported_to_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -59,7 +59,7 @@ async def test_a_subscriber_that_is_slow_in_its_own_process_hears_of_every_loss(
     }
 
 
-async def test_losses_of_a_subscription_that_listens_are_no_warnings(
+async def test_losses_of_a_subscription_that_handles_gaps_are_not_warnings(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -72,7 +72,7 @@ async def test_losses_of_a_subscription_that_listens_are_no_warnings(
     assert {r.levelname for r in caplog.records if r.getMessage() == "client.lost"} == {"INFO"}
 
 
-async def test_a_broadcast_handler_that_is_slow_hears_of_every_loss(
+async def test_every_loss_of_a_slow_broadcast_handler_is_reported_to_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -115,7 +115,7 @@ async def test_a_relay_that_goes_is_a_loss_of_unknown_count_for_each_subscriptio
     assert (line["subscription"], line["messages"], line["unknown"]) == ("t.*", 0, 1)
 
 
-async def test_what_a_relay_drops_for_a_slow_subscriber_is_told_in_the_same_way(
+async def test_what_a_relay_drops_for_a_slow_subscriber_is_reported_in_the_same_way(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     got = Collector()
@@ -160,7 +160,7 @@ async def test_the_relay_names_a_slow_session_in_its_log_and_status(
         assert 0 <= slow["last_s"] <= slow["since_s"]
 
 
-async def test_what_a_coroutine_subscription_cannot_finish_in_time_is_told_as_lost() -> None:
+async def test_what_a_coroutine_subscription_cannot_finish_in_time_is_reported_as_lost() -> None:
     first = asyncio.Event()
 
     async def stay(message: iris.Message) -> None:
@@ -181,7 +181,7 @@ async def test_what_a_coroutine_subscription_cannot_finish_in_time_is_told_as_lo
         assert not reader._runtime.working, "and its task has ended"
 
 
-async def test_casts_kept_offline_are_told_by_their_kind_when_the_client_is_closed() -> None:
+async def test_casts_kept_offline_are_reported_by_their_kind_when_the_client_is_closed() -> None:
     async with LocalCluster() as cluster:
         async with named(cluster, "sender") as sender:
             await cluster.stop_relay()
@@ -194,7 +194,7 @@ async def test_casts_kept_offline_are_told_by_their_kind_when_the_client_is_clos
         ]
 
 
-async def test_an_offline_cast_that_cannot_be_sent_is_told_and_the_rest_goes_on() -> None:
+async def test_an_offline_cast_that_cannot_be_sent_is_reported_and_the_rest_goes_on() -> None:
     collector = Collector()
     async with (
         LocalCluster() as cluster,
@@ -214,7 +214,7 @@ async def test_an_offline_cast_that_cannot_be_sent_is_told_and_the_rest_goes_on(
         await until(lambda: b"z" in collector.payloads)
 
 
-async def test_who_watches_losses_hears_of_what_was_sent_meanwhile_and_of_a_relay_that_was_lost(
+async def test_watched_losses_include_what_was_sent_meanwhile_and_a_relay_that_was_lost(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with LocalCluster() as cluster, cluster.client() as sender:

@@ -103,7 +103,7 @@ async def test_a_watch_follows_to_the_next_relay_and_ends_with_the_client() -> N
         await asyncio.wait_for(task, 5)
 
 
-async def test_a_service_without_handlers_is_no_member() -> None:
+async def test_a_service_without_handlers_is_not_a_member() -> None:
     service = iris.Service("quiet")
     service.on_publish("t")(lambda payload: None)
     async with LocalCluster() as cluster, cluster.client() as client, client.serve(service):

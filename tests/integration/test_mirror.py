@@ -96,7 +96,7 @@ async def test_what_is_due_later_waits_for_consumers_of_the_copy_too(setting: An
     assert log.due(1 << 62) == [(int(due.timestamp() * 1e6), 0)]
 
 
-async def test_gaps_are_copied_and_told_as_in_the_source(setting: Any) -> None:
+async def test_gaps_are_copied_and_reported_as_in_the_source(setting: Any) -> None:
     cluster, client, other = setting
     await client.streams.create("orders", topic="orders")
     await client.streams.append("orders", b"before")
@@ -236,7 +236,7 @@ async def test_a_copy_takes_nothing_but_copies(setting: Any) -> None:
     assert (await client.streams.describe("orders")).next == 1
 
 
-async def test_a_stream_that_is_no_copy_takes_no_copies(setting: Any) -> None:
+async def test_a_stream_that_is_not_a_copy_takes_no_copies(setting: Any) -> None:
     _, client, _ = setting
     made = await client.streams.create("orders")
     await client.streams.create("mine")

@@ -199,7 +199,7 @@ async def test_iteration_ends_when_the_client_is_closed() -> None:
 
 
 @pytest.mark.parametrize("policy", ["drop-new", "drop-old", "cut"])
-async def test_a_full_subscription_keeps_to_its_policy_and_tells_the_exact_gap(
+async def test_a_full_subscription_keeps_to_its_policy_and_reports_the_exact_gap(
     policy: Policy,
 ) -> None:
     gaps = Collector()
@@ -269,7 +269,7 @@ async def test_a_slow_coroutine_handler_is_bounded_by_the_same_policy() -> None:
             assert got.lost > 50
 
 
-async def test_what_the_relay_drops_for_a_slow_receiver_is_told_exactly() -> None:
+async def test_what_the_relay_drops_for_a_slow_receiver_is_reported_exactly() -> None:
     got, witness = Collector(), Collector()
     async with (
         LocalCluster() as cluster,

@@ -101,7 +101,7 @@ async def test_thousands_of_pushes_exhaust_nothing(coroutine: bool) -> None:
         assert all((k.messages, k.bytes) == (0, 0) for k in load.loads.values())
 
 
-async def test_a_push_to_nobody_is_told_by_the_time_flush_returns() -> None:
+async def test_a_push_to_nobody_is_reported_by_the_time_flush_returns() -> None:
     told: list[iris.Lost] = []
     async with LocalCluster() as cluster, cluster.client() as sender:
         sender.on_loss = told.append
@@ -112,7 +112,7 @@ async def test_a_push_to_nobody_is_told_by_the_time_flush_returns() -> None:
         assert list(sender.losses) == told
 
 
-async def test_a_push_to_full_members_is_told_one_by_one() -> None:
+async def test_a_push_to_full_members_is_reported_one_by_one() -> None:
     service = iris.Service("busy", limits=iris.Limits(concurrency=1, queue_bytes=1))
     release, ran = asyncio.Event(), []
 
@@ -133,7 +133,7 @@ async def test_a_push_to_full_members_is_told_one_by_one() -> None:
             assert sum(lost.count or 0 for lost in sender.losses) == 3
 
 
-async def test_pushes_that_a_lost_member_had_not_finished_are_told() -> None:
+async def test_pushes_that_a_lost_member_had_not_finished_are_reported() -> None:
     service = iris.Service("doomed", limits=iris.Limits(concurrency=3))
     ran: list[bytes] = []
 
@@ -159,7 +159,7 @@ async def test_pushes_that_a_lost_member_had_not_finished_are_told() -> None:
         await serving.__aexit__(None, None, None)
 
 
-async def test_pushes_whose_time_passes_in_the_members_queue_are_told_and_counted() -> None:
+async def test_pushes_whose_time_passes_in_the_members_queue_are_reported_and_counted() -> None:
     service = iris.Service("work", limits=iris.Limits(concurrency=1))
     go, ran = asyncio.Event(), []
 

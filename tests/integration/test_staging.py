@@ -295,7 +295,7 @@ async def test_limits_of_the_stream_hold_after_a_commit(setting: Any) -> None:
     assert await payloads(other) == [b"2", b"3", b"4"]
 
 
-async def test_what_expires_is_told_once_in_the_log(
+async def test_what_expires_is_reported_once_in_the_log(
     setting: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster, client, _ = setting

@@ -326,7 +326,7 @@ async def test_a_time_that_no_clock_shows_is_refused_and_holds_up_nothing(settin
     assert await client.streams.append("log", b"0") == 0
 
 
-async def test_a_damaged_log_is_told_and_costs_no_other_stream(tmp_path: Path) -> None:
+async def test_a_damaged_log_is_reported_and_costs_no_other_stream(tmp_path: Path) -> None:
     async with LocalCluster(data=tmp_path) as cluster:
         async with cluster.client() as client:
             bad = await client.streams.create("bad", topic="t")

@@ -138,7 +138,7 @@ async def test_a_fetch_goes_on_when_the_store_is_back_and_raises_when_it_is_not(
         await client.streams.fetch("nothing", 0)
 
 
-async def test_find_tells_the_offset_of_a_place_or_a_time(setting: Any) -> None:
+async def test_find_returns_the_offset_of_a_location_or_a_time(setting: Any) -> None:
     _, client, other = setting
     await client.streams.create("log")
     await client.streams.append_many("log", [b"x"] * 10)

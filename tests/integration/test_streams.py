@@ -88,7 +88,7 @@ async def test_a_bad_definition_is_refused_before_anything_is_sent(
     assert await client.streams.list() == []
 
 
-async def test_a_stream_is_no_member_of_a_cluster_of_its_name(setting: Any) -> None:
+async def test_a_stream_is_not_a_member_of_a_cluster_of_its_name(setting: Any) -> None:
     _, client, _ = setting
     await client.streams.create("orders")
     assert len(await client.members("orders")) == 0
@@ -282,7 +282,7 @@ async def test_a_cancelled_read_misses_nothing(setting: Any) -> None:
     assert found == [b"%d" % number for number in range(50)]
 
 
-async def test_what_retention_took_is_told(setting: Any) -> None:
+async def test_what_retention_removed_is_reported(setting: Any) -> None:
     _, client, other = setting
     await client.streams.create("log", max_messages=10)
     for number in range(30):

@@ -163,7 +163,7 @@ async def test_a_survey_of_a_cluster_that_is_all_full_ends_at_once_with_all_miss
             assert await first == "done"
 
 
-async def test_a_survey_of_nobody_is_no_members() -> None:
+async def test_a_survey_without_members_raises_no_members() -> None:
     async with LocalCluster() as cluster, cluster.client() as caller:
         with pytest.raises(iris.NoMembers):
             await fill([], caller.survey("db", "q", timeout=5))

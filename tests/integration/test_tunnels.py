@@ -392,7 +392,7 @@ async def test_five_hundred_idle_tunnels_stay_open_and_leave_nothing_behind() ->
                     assert (session.tunnels, session.in_flight, session.pending) == ({}, {}, 0)
 
 
-async def test_a_tunnel_to_nobody_is_no_members_and_one_beyond_the_limit_is_overloaded() -> None:
+async def test_a_tunnel_to_nobody_raises_no_members_and_one_beyond_the_limit_overloaded() -> None:
     service, release = iris.Service("one", limits=iris.Limits(tunnels=1)), asyncio.Event()
 
     @service.on_tunnel

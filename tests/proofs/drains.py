@@ -22,7 +22,7 @@ from harness import Result
 
 import iris
 from proofs.common import TIMEOUT_S, Cues, Proof, Run, start, total
-from proofs.restarted import Restarted
+from proofs.restartable import RestartableRelay
 
 PUBLISHERS = 2
 RATE = 20_000
@@ -220,7 +220,7 @@ def drain(count: int, rng: random.Random, *, linked: bool) -> Result:
         arguments = ["--data", str(roles.directory / "data")]
         other = None
         if linked:
-            other = Restarted(roles, OTHERS, name="other")
+            other = RestartableRelay(roles, OTHERS, name="other")
             other.start()
             other.logged("links.listening")
             (listening,) = [
@@ -231,7 +231,7 @@ def drain(count: int, rng: random.Random, *, linked: bool) -> Result:
             arguments += [*OTHERS, "--join", listening["addresses"][0]]
         else:
             arguments += ["--no-mdns", "--port=0", "--bind=127.0.0.1"]
-        relay = Restarted(roles, arguments)
+        relay = RestartableRelay(roles, arguments)
         relay.start()
         if linked:
             relay.logged("link.up")

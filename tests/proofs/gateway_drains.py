@@ -20,7 +20,7 @@ from harness import Result
 import iris
 from iris.keyfiles import create_site_key
 from proofs.common import TIMEOUT_S, Cues, Proof, Run, cue_and_wait, start
-from proofs.restarted import Restarted
+from proofs.restartable import RestartableRelay
 
 CLUSTER = "proof-gateways"
 WORKERS = 12
@@ -168,8 +168,8 @@ class Sites:
         eu_ports = [next(ports), next(ports)]
         dialled = ",".join(f"tls://127.0.0.1:{port}" for port in eu_ports)
         settings = {"IRIS_RELAY_DRAIN_TIMEOUT_S": str(GRACE_S)}
-        self.gateways: list[Restarted] = []
-        self.plain: dict[str, Restarted] = {}
+        self.gateways: list[RestartableRelay] = []
+        self.plain: dict[str, RestartableRelay] = {}
         for site in ("eu", "us"):
             mesh = [next(ports) for _ in range(3)]
             for number, port in enumerate(mesh):
@@ -183,7 +183,7 @@ class Sites:
                         arguments += ["--gateway", f"tls://127.0.0.1:{eu_ports[number]}", "--peer-site", f"us=#{pins['us']}"]  # fmt: skip
                     else:
                         arguments += ["--peer-site", f"eu={dialled}#{pins['eu']}"]
-                relay = Restarted(
+                relay = RestartableRelay(
                     roles, arguments, name=f"{site}{number}", network=site, keyring="" if site == "eu" else "eu",
                     **settings,
                 )  # fmt: skip
@@ -196,7 +196,7 @@ class Sites:
         for gateway in self.gateways:
             self.joined(gateway)
 
-    def joined(self, gateway: Restarted) -> None:
+    def joined(self, gateway: RestartableRelay) -> None:
         """Return when a gateway has both its links, and is connected to both gateways of the other site."""
         gateway.logged("link.up", 2)
         gateway.logged("gateway.up", 2)
@@ -226,7 +226,7 @@ def run(count: int, seed: int) -> Proof:
         holding = start(roles, "gateway-drains.holder", sites.plain["us"].env, {})
         cue_and_wait(asking)
 
-        def drain(gateway: Restarted) -> float:
+        def drain(gateway: RestartableRelay) -> float:
             cue_and_wait(asking)
             spent_s = gateway.end(signal.SIGTERM)
             if gateway.role.process.returncode:

@@ -19,7 +19,7 @@ from harness import Result
 
 import iris
 from proofs.common import TIMEOUT_S, Cues, Proof, Run, cue_and_wait, start
-from proofs.restarted import Restarted
+from proofs.restartable import RestartableRelay
 
 CLUSTERS = 6
 PROCESSES = 3
@@ -101,7 +101,7 @@ async def caller(options: dict[str, Any]) -> Result:
 def restart(arguments: list[str], count: int, rng: random.Random) -> Result:
     """Restart one relay `count` times; return what its callers met."""
     with Run(60.0 + 15 * count) as roles:
-        relay = Restarted(roles, arguments)
+        relay = RestartableRelay(roles, arguments)
         relay.start()
         names = [f"restarts-{number}" for number in range(CLUSTERS)]
         members = [

@@ -39,7 +39,7 @@ def live(seed: int) -> tuple[int, str, Counter[str]]:
             "virtual ms": chaos.net.now_us // 1000,
             "copies": ledger.cast_copies,
             "audited": ledger.audited,
-            "told": ledger.told_lost,
+            "told": ledger.reported_lost,
             "over links": ledger.loops_checked,
             "garbled": chaos.garbled,
             "rests": chaos.rounds,

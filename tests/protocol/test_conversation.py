@@ -98,7 +98,7 @@ def test_a_lost_member_ends_its_requests_as_may_have_run(net: Network) -> None:
     assert answer.error.may_have_run
 
 
-def test_an_idempotent_request_is_sealed_anew_for_another_member(net: Network) -> None:
+def test_an_idempotent_request_is_sealed_again_for_another_member(net: Network) -> None:
     caller, first = net.host(), net.host()
     lost = first.serve("db")
     answer = caller.request("db", b"x", idempotent=True)
@@ -192,7 +192,7 @@ def test_pushes_give_their_credit_back_once_per_turn(net: Network) -> None:
     assert len(heard) < 10
 
 
-def test_more_pushes_than_a_member_queues_are_told_as_lost(net: Network) -> None:
+def test_more_pushes_than_a_member_queues_are_reported_as_lost(net: Network) -> None:
     caller, member = net.host(), net.host()
     service = member.serve("db", concurrency=2, limit_bytes=1)
     for _ in range(5):
@@ -205,7 +205,7 @@ def test_more_pushes_than_a_member_queues_are_told_as_lost(net: Network) -> None
     net.run()
 
 
-def test_pushes_with_a_lost_member_are_told_one_by_one(net: Network) -> None:
+def test_pushes_with_a_lost_member_are_reported_one_by_one(net: Network) -> None:
     caller, member = net.host(), net.host()
     member.serve("db")
     for _ in range(3):
@@ -216,7 +216,9 @@ def test_pushes_with_a_lost_member_are_told_one_by_one(net: Network) -> None:
     assert sum(loss.count or 0 for loss in caller.losses) == 3
 
 
-def test_pushes_that_a_member_gives_back_unstarted_are_told_with_the_reason(net: Network) -> None:
+def test_pushes_that_a_member_gives_back_unstarted_are_reported_with_the_reason(
+    net: Network,
+) -> None:
     caller, member = net.host(), net.host()
     service = member.serve("db")
     for timeout_ms in (1000, 1000, 60_000, 60_000):
@@ -319,7 +321,7 @@ def test_a_survey_that_times_out_ends_without_an_error(net: Network) -> None:
     assert answers.payloads == []
 
 
-def test_a_survey_of_nobody_is_no_members(net: Network) -> None:
+def test_a_survey_without_members_raises_no_members(net: Network) -> None:
     answers = net.host().survey("db")
     net.run()
     assert answers.end is not None
@@ -406,7 +408,7 @@ def test_a_message_that_matches_several_filters_of_a_group_reaches_it_once(net: 
     assert sum(len(inbox.payloads) for inbox in inboxes) >= 1
 
 
-def test_a_dropped_bundle_is_told_exactly_when_there_is_room_again(net: Network) -> None:
+def test_a_dropped_bundle_is_reported_exactly_when_there_is_room_again(net: Network) -> None:
     sender, receiver = net.host(), net.host()
     inbox = receiver.subscribe("a")
     sender.publish("a", b"0")
@@ -427,7 +429,7 @@ def test_a_dropped_bundle_is_told_exactly_when_there_is_room_again(net: Network)
 
 
 @pytest.mark.parametrize("first_known", [True, False])
-def test_gaps_around_what_arrived_are_told_exactly(net: Network, first_known: bool) -> None:
+def test_gaps_around_what_arrived_are_reported_exactly(net: Network, first_known: bool) -> None:
     sender, receiver = net.host(), net.host()
     inbox = receiver.subscribe("a")
     sent = 0

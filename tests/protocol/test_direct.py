@@ -371,7 +371,7 @@ def test_a_session_that_never_had_a_pair_reports_nothing(net: Network) -> None:
     assert "never had a socket pair" in host.ended_because
 
 
-def test_a_descriptor_is_no_frame_of_a_session(net: Network) -> None:
+def test_a_descriptor_is_not_a_frame_of_a_session(net: Network) -> None:
     host = net.host("confused")
     host.say(encode_control(frames.Fetch(bytes(16))))
     assert "unexpected Fetch frame" in host.ended_because

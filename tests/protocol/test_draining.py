@@ -30,7 +30,9 @@ def leave(host: Host, member: int) -> Result:
     return ack
 
 
-def test_a_call_that_was_sent_before_its_caller_heard_finds_the_member_that_leaves() -> None:
+def test_a_call_that_was_sent_before_its_caller_was_notified_reaches_the_member_that_leaves() -> (
+    None
+):
     net = Network()
     alice, bob = net.host("alice"), net.host("bob")
     service = bob.serve("db", pong)
@@ -95,7 +97,7 @@ def test_of_a_short_grace_a_quarter_is_waited_for_who_says_nothing() -> None:
     assert left.message.error == ""
 
 
-def test_who_goes_has_heard() -> None:
+def test_a_leaving_session_has_received_what_was_sent_to_it() -> None:
     net = Network()
     silent, bob = net.host("silent"), net.host("bob")
     service = bob.serve("db", pong)
@@ -124,7 +126,7 @@ def test_a_leave_that_is_repeated_is_not_kept_twice() -> None:
     assert "does not have member 1" in first.message.error
 
 
-def test_a_session_of_an_older_minor_version_is_told_and_not_asked() -> None:
+def test_a_session_of_an_older_minor_version_is_notified_and_not_asked() -> None:
     net = Network()
     old = net.host("old")
     net.run()
@@ -154,7 +156,7 @@ def test_a_relay_of_an_older_minor_version_is_not_asked_and_its_round_trip_is_wa
     assert not here.link.closed
 
 
-def test_a_relay_without_anybody_has_been_heard_at_once() -> None:
+def test_a_relay_without_sessions_has_been_acknowledged_at_once() -> None:
     net = Network()
     net.router.drain(GRACE_MS)
     assert net.router.drains.acknowledged

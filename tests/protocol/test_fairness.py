@@ -27,7 +27,7 @@ def test_sequential_requests_take_turns_among_equals(net: Network) -> None:
     assert ran == {"a": 50, "b": 50}
 
 
-def test_the_sender_whose_push_died_hears_of_it_and_the_other_does_not(net: Network) -> None:
+def test_a_lost_push_is_reported_to_its_sender_and_to_no_other(net: Network) -> None:
     member, slow, quick = net.host(), net.host(), net.host()
     taken: list[Delivery] = []
     member.serve("db", taken.append)

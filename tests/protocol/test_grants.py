@@ -220,7 +220,7 @@ def test_calls_of_stores_need_no_key_and_calls_of_streams_do() -> None:
         caller.say(frames.Declare(1, Kind.REQUEST, STORES, NO_KEY, bytes(16)))
 
 
-def test_who_holds_a_stream_is_told_apart_from_who_is_a_member() -> None:
+def test_holders_of_a_stream_are_told_apart_from_members() -> None:
     store = party()
     assert store.grant(order()) == ""
     assert store.ask(frames.Join(1, "orders", [KEY.key_id], STREAM, UUID.hex())) == ""
@@ -241,6 +241,6 @@ def test_who_holds_a_stream_is_told_apart_from_who_is_a_member() -> None:
     assert [info.tag for info in holders.joined] == [UUID.hex()]
 
 
-def test_who_lacks_the_key_is_not_told_who_holds_a_stream() -> None:
+def test_a_session_without_the_key_does_not_learn_who_holds_a_stream() -> None:
     with pytest.raises(PeerProtocolError, match="not proven"):
         party().say(frames.Members(4, "orders", [KEY.key_id], streams=True))

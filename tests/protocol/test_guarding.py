@@ -159,7 +159,7 @@ def test_publications_and_broadcasts_late_or_repeated_are_dropped(net: Network) 
     assert not inbox.gaps
 
 
-def test_what_a_relay_leaves_out_is_told_when_the_next_arrives(net: Network) -> None:
+def test_what_a_relay_leaves_out_is_reported_when_the_next_arrives(net: Network) -> None:
     sender, receiver = net.host(), net.host()
     inbox = receiver.subscribe("a")
     sender.publish("a", b"0")
@@ -295,7 +295,7 @@ def test_a_clock_just_within_the_limit_is_accepted(net: Network) -> None:
     assert answer.value == b"x"
 
 
-def test_publications_from_a_clock_too_far_off_are_told_as_lost_with_the_difference(
+def test_publications_from_a_clock_too_far_off_are_reported_as_lost_with_the_difference(
     net: Network,
 ) -> None:
     sender, receiver = net.host(), net.host()
@@ -308,7 +308,7 @@ def test_publications_from_a_clock_too_far_off_are_told_as_lost_with_the_differe
     assert [(gap.count, gap.cause) for gap in inbox.gaps] == [(2, "sent +700 s from our clock")]
 
 
-def test_a_push_from_a_clock_too_far_off_is_told_to_its_sender(net: Network) -> None:
+def test_a_push_from_a_clock_too_far_off_is_reported_to_its_sender(net: Network) -> None:
     caller, member = net.host(), net.host()
     service = member.serve("db", lambda delivery: delivery.finish())
     caller.clock_us = 700 * 1_000_000

@@ -135,7 +135,7 @@ def test_watches_of_a_name_under_other_keys_are_not_looked_at() -> None:
     assert not router.interest._watches
 
 
-def test_a_watch_under_two_keys_hears_once_of_a_member_under_both() -> None:
+def test_a_watch_under_two_keys_is_notified_once_of_a_member_under_both() -> None:
     router = Network().router
     keys = (KEY_ID, OTHER_KEY.key_id)
     watcher, member = Party(router, keys=keys), Party(router, keys=keys)
@@ -267,7 +267,7 @@ def test_groups_that_a_relay_names_to_a_client_are_kept_within_a_bound(
 # -- what STATUS tells ----------------------------------------------------------------------------------------------
 
 
-def test_status_tells_a_session_of_another_user_numbers_alone_whoever_asks_at_the_same_time() -> (
+def test_status_gives_a_session_of_another_user_numbers_alone_whoever_asks_at_the_same_time() -> (
     None
 ):
     net = Network()

@@ -21,7 +21,7 @@ def told(net: Network) -> list[int]:
 
 @pytest.mark.parametrize("relays", [1, 2])
 @pytest.mark.parametrize("kind", [Kind.REQUEST, Kind.SURVEY])
-def test_a_member_is_told_once_and_runs_to_its_end(relays: int, kind: Kind) -> None:
+def test_a_member_is_notified_once_and_runs_to_its_end(relays: int, kind: Kind) -> None:
     net = Network(relays=relays)
     if relays == 2:
         net.link(0, 1)
@@ -63,7 +63,7 @@ def test_a_link_that_is_cut_takes_its_callers_with_it() -> None:
     assert told(net) == [0, 1]
 
 
-def test_what_was_answered_and_what_nobody_waits_for_is_not_told() -> None:
+def test_calls_that_were_answered_or_that_nobody_waits_for_are_not_notified() -> None:
     net = Network()
     caller, member = net.host("caller"), net.host("member")
     member.serve("db", lambda delivery: delivery.reply(b"", None, False))
@@ -78,7 +78,7 @@ def test_what_was_answered_and_what_nobody_waits_for_is_not_told() -> None:
 
 
 @pytest.mark.parametrize("minor", [0, 1])
-def test_older_sides_are_not_told(minor: int) -> None:
+def test_older_sides_are_not_notified(minor: int) -> None:
     net = Network(relays=2)
     ends = net.link(0, 1)
     caller, member, far = net.host(), net.host("member"), net.host("far", relay=1)

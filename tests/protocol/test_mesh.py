@@ -110,7 +110,7 @@ def test_deadlines_are_mapped_between_clocks() -> None:
         _ = answer.value
 
 
-def test_a_member_that_dies_in_the_middle_of_a_request_is_told_at_once() -> None:
+def test_a_member_that_dies_in_the_middle_of_a_request_is_reported_at_once() -> None:
     net = linked()
     alice, bob = net.host("alice"), net.host("bob", relay=1)
     bob.serve("db")
@@ -322,7 +322,7 @@ def test_pushes_are_credited_over_a_link() -> None:
     net.check()
 
 
-def test_pushes_that_did_not_run_behind_a_link_are_told() -> None:
+def test_pushes_that_did_not_run_behind_a_link_are_reported() -> None:
     net = Network(relays=2)
     here, _ = net.link(0, 1)
     alice, bob = net.host("alice"), net.host("bob", relay=1)
@@ -384,7 +384,7 @@ def test_a_tunnel_breaks_on_both_ends_when_the_link_is_lost() -> None:
     net.check()
 
 
-def test_a_lost_link_is_told_as_a_gap_of_unknown_length() -> None:
+def test_a_lost_link_is_reported_as_a_gap_of_unknown_length() -> None:
     net = Network(relays=2)
     ends = net.link(0, 1)
     alice, bob = net.host("alice"), net.host("bob", relay=1)
@@ -402,7 +402,7 @@ def test_a_lost_link_is_told_as_a_gap_of_unknown_length() -> None:
     assert [gap.count for gap in inbox.gaps] == [None, 1]
 
 
-def test_what_a_full_link_drops_is_told_to_the_subscriber() -> None:
+def test_what_a_full_link_drops_is_reported_to_the_subscriber() -> None:
     net = Network(relays=2)
     here, _ = net.link(0, 1)
     alice, bob = net.host("alice"), net.host("bob", relay=1)
@@ -598,7 +598,7 @@ def test_a_snapshot_of_many_members_takes_several_frames() -> None:
     assert len(net.router.links[net.routers[1].relay_id].topics) == 300
 
 
-def test_the_aliases_of_a_session_that_is_gone_are_used_again() -> None:
+def test_the_aliases_of_a_session_that_left_are_used_again() -> None:
     net = Network(relays=2)
     here, there = net.link(0, 1)
     net.host("bob", relay=1).subscribe(">")
@@ -757,7 +757,7 @@ def test_labels_of_other_relays_are_cleaned_for_terminals() -> None:
     assert info.label == "?]0;gotcha?"
 
 
-def test_a_change_gathered_when_a_link_comes_up_is_told_once() -> None:
+def test_a_change_gathered_when_a_link_comes_up_is_advertised_once() -> None:
     net = Network(relays=3)
     net.link(0, 1)
     bob = net.host("bob")

@@ -465,7 +465,7 @@ def test_a_record_for_a_stream_that_was_made_again_under_another_key_is_sealed_a
     assert [sent.key for sent in world.calls] == [OLD, NEW]
 
 
-def test_an_older_self_of_a_producer_stores_nothing_and_is_told() -> None:
+def test_an_older_self_of_a_producer_stores_nothing_and_gets_an_error() -> None:
     world = World()
     world.add(b"0")
     world.run()
@@ -485,7 +485,7 @@ def test_an_older_self_of_a_producer_stores_nothing_and_is_told() -> None:
     assert [sent.call.epoch for sent in world.calls] == [0, 0, 1]
 
 
-def test_who_waits_at_the_end_hears_what_may_be_stored() -> None:
+def test_callers_that_wait_at_the_end_learn_what_may_be_stored() -> None:
     world = World()
     world.way = lambda sent: None
     (on_the_way,) = world.add(b"on the way")

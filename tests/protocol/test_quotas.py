@@ -291,7 +291,7 @@ def test_an_entry_that_was_held_back_is_announced_when_another_ends(
     assert net.router.status()["sites_untold"] == 2
 
 
-def test_as_many_queue_groups_of_a_site_are_told_as_an_alias_can_name() -> None:
+def test_as_many_queue_groups_of_a_site_are_reported_as_an_alias_can_name() -> None:
     net = Sites("ams", "ams", "ams", "ber")
     net.connect(0, 3)
     for relay in range(3):
@@ -579,7 +579,7 @@ def test_a_watch_too_many_is_refused_and_its_session_goes_on(
     assert (router.quotas.watches.total, router.quotas.watches.held) == (0, {})
 
 
-def test_who_asks_for_a_watch_too_many_hears_so_and_no_other_watch_ends(
+def test_a_watch_too_many_is_refused_and_no_other_watch_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(control_module, "MAX_WATCHES", 1)

@@ -304,7 +304,7 @@ def test_pushes_of_one_turn_are_a_run_whose_credit_comes_back(net: Network) -> N
     assert caller.peer.pending == 0
 
 
-def test_a_push_of_a_run_that_did_not_start_is_told_to_its_sender(net: Network) -> None:
+def test_a_push_of_a_run_that_did_not_start_is_reported_to_its_sender(net: Network) -> None:
     caller, member = net.host("caller"), net.host("member")
     service = member.serve("db")
     for n in range(3):

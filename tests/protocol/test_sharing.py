@@ -93,7 +93,7 @@ def test_members_behind_another_relay_have_their_part() -> None:
     check(inboxes, 30, 70)
 
 
-def test_a_publisher_hears_when_a_group_comes_grows_and_goes(net: Network) -> None:
+def test_a_publisher_is_notified_when_a_group_comes_grows_and_goes(net: Network) -> None:
     publisher, plain = net.host("publisher"), net.host("plain")
     inbox = plain.subscribe("t")
     flow = publisher.session.out.flow(0x47, "t", publisher.key)
@@ -118,7 +118,7 @@ def test_a_publisher_hears_when_a_group_comes_grows_and_goes(net: Network) -> No
     assert len(inbox.messages) == 5
 
 
-def test_who_publishes_through_an_older_session_is_told_nothing(net: Network) -> None:
+def test_a_publisher_through_an_older_session_is_not_notified(net: Network) -> None:
     inboxes = group(net, 2)
     publisher = net.host("publisher")
     publisher.peer.minor = 2

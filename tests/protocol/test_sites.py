@@ -101,7 +101,7 @@ def reply(text: bytes) -> Callable[[Any], None]:
 # -- what passes -------------------------------------------------------------------------------------------------
 
 
-def test_a_site_is_told_as_a_whole_and_its_members_are_called() -> None:
+def test_a_site_is_advertised_as_a_whole_and_its_members_are_called() -> None:
     net = Sites("ams", "ber", "ber")
     alice, bob = net.host("alice"), net.host("bob", relay=2)
     ours, theirs = net.connect(0, 1)
@@ -699,7 +699,7 @@ def test_another_sites_text_about_a_call_cannot_move_a_cursor_here() -> None:
     assert not any("\x1b" in text for text in shown)
 
 
-def test_a_gateway_that_is_about_to_stop_takes_back_what_it_told(net: Sites) -> None:
+def test_a_gateway_that_is_about_to_stop_withdraws_what_it_advertised(net: Sites) -> None:
     net.connect(0, 2)
     net.connect(1, 2)
     alice, bob = net.host("alice", relay=1), net.host("bob", relay=2)
@@ -723,7 +723,7 @@ def test_a_gateway_that_is_about_to_stop_takes_back_what_it_told(net: Sites) -> 
 
 
 @pytest.mark.parametrize("heard", [False, True])
-def test_a_connection_that_is_lost_in_a_drain_tells_of_what_was_on_its_way(heard: bool) -> None:
+def test_a_connection_that_is_lost_in_a_drain_reports_what_was_on_its_way(heard: bool) -> None:
     net = Sites("ams", "ber", "ber")
     alice, bob = net.host("alice"), net.host("bob", relay=2)
     ends = net.connect(0, 1)
@@ -742,7 +742,7 @@ def test_a_connection_that_is_lost_in_a_drain_tells_of_what_was_on_its_way(heard
 
 
 @pytest.mark.parametrize("heard", [False, True])
-def test_a_link_that_is_lost_in_a_drain_tells_the_site_behind_of_what_was_on_its_way(
+def test_a_link_that_is_lost_in_a_drain_reports_to_the_site_behind_it_what_was_on_its_way(
     heard: bool,
 ) -> None:
     net = Sites("ams", "ams", "ber")
@@ -764,7 +764,7 @@ def test_a_link_that_is_lost_in_a_drain_tells_the_site_behind_of_what_was_on_its
     assert len(inbox.gaps) == (not heard)
 
 
-def test_a_lost_connection_tells_the_relays_behind_it_of_the_loss(net: Sites) -> None:
+def test_a_lost_connection_reports_the_loss_to_the_relays_behind_it(net: Sites) -> None:
     ends = net.connect(0, 2)
     alice, bob = net.host("alice", relay=2), net.host("bob", relay=1)
     inbox, other = bob.subscribe("news"), bob.subscribe("jobs", group="workers")
@@ -858,7 +858,7 @@ def test_a_beat_looks_only_at_the_losses_whose_second_is_over(net: Sites) -> Non
     assert wan.reported_us is told
 
 
-def test_a_group_that_is_gone_here_and_there_is_in_another_site_breaks_nothing(
+def test_a_group_that_left_here_and_still_is_in_another_site_breaks_nothing(
     net: Sites,
 ) -> None:
     end, _ = net.connect(0, 2)
@@ -876,7 +876,9 @@ def test_a_group_that_is_gone_here_and_there_is_in_another_site_breaks_nothing(
     assert net.router.accounts.balance() == 0
 
 
-def test_a_loss_whose_number_nobody_knows_is_told_in_the_site_it_was_sent_to(net: Sites) -> None:
+def test_a_loss_whose_number_nobody_knows_is_reported_in_the_site_it_was_sent_to(
+    net: Sites,
+) -> None:
     # A link between a publisher's relay and its gateway goes: the other site hears of it.
     ends = net.connect(1, 2)
     alice, bob = net.host("alice"), net.host("bob", relay=2)

@@ -377,7 +377,7 @@ def test_when_the_tunnels_share_of_a_port_is_full_the_tunnel_breaks_on_both_ends
     assert net.router.accounts.dropped == {"tunnel share full": 1}
 
 
-def test_giving_up_before_it_is_open_tells_the_member(net: Network) -> None:
+def test_giving_up_before_it_is_open_notifies_the_member(net: Network) -> None:
     opener, member = net.host(), net.host()
     service = member.serve("db")
     left = opener.open_tunnel("db")

@@ -262,7 +262,9 @@ def test_one_that_stalls_is_dropped_for_until_it_has_room_and_the_others_get_eve
     linked.check()
 
 
-def test_a_stalled_subscriber_hears_what_it_missed_though_nothing_follows(linked: Network) -> None:
+def test_what_a_stalled_subscriber_missed_is_reported_to_it_though_nothing_follows(
+    linked: Network,
+) -> None:
     publisher = linked.host("alice")
     bob, inbox = subscriber(linked, group="g")  # of a group nobody sees a gap in what comes
     fill(linked, publisher)
@@ -273,7 +275,7 @@ def test_a_stalled_subscriber_hears_what_it_missed_though_nothing_follows(linked
     assert [lost.count for lost in inbox.gaps] == [1]
 
 
-def test_a_stalled_subscriber_hears_what_it_missed_though_its_publisher_is_gone(
+def test_what_a_stalled_subscriber_missed_is_reported_to_it_though_its_publisher_left(
     linked: Network,
 ) -> None:
     publisher = linked.host("alice")
@@ -331,7 +333,7 @@ class _Ignored:
     def set_exception(self, exception: BaseException, /) -> None: ...
 
 
-def test_a_lost_link_holds_nobody_back_and_one_that_is_back_starts_anew() -> None:
+def test_a_lost_link_holds_nobody_back_and_one_that_is_back_starts_again() -> None:
     net = Network(relays=2)
     ends = net.link(0, 1)
     publisher = net.host("alice")
@@ -443,7 +445,7 @@ def asked(net: Network, bob: Host) -> list[int]:
     return seen
 
 
-def test_what_a_full_queue_takes_nothing_of_is_no_reason_to_wait(net: Network) -> None:
+def test_what_a_full_queue_refuses_whole_is_not_a_reason_to_wait(net: Network) -> None:
     publisher = net.host("alice")
     bob, _ = subscriber(net)
     bob.port.takes = False

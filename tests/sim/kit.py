@@ -41,9 +41,9 @@ def wans(net: SimNetwork, one: str, other: str) -> list[tuple[int, int]]:
     ]  # fmt: skip
 
 
-def through(net: SimNetwork, place: int) -> list[tuple[int, int]]:
+def through(net: SimNetwork, host: int) -> list[tuple[int, int]]:
     """Return the WAN wires of a gateway."""
-    return [pair for pair, wire in net.wires.items() if wire.wan and place in pair]
+    return [pair for pair, wire in net.wires.items() if wire.wan and host in pair]
 
 
 def got(session: SimSession, tag: int) -> int:

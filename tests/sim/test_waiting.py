@@ -28,8 +28,8 @@ def network(relays: int = 2, seed: int = 1, **shape: Any) -> SimNetwork:
     return SimNetwork(seed, relays=relays, **shape)
 
 
-def session(net: SimNetwork, label: str, place: int = 0) -> SimSession:
-    return net.relays[place].session(label, minor=WAIT_MINOR)
+def session(net: SimNetwork, label: str, host: int = 0) -> SimSession:
+    return net.relays[host].session(label, minor=WAIT_MINOR)
 
 
 def publish(publisher: SimSession, count: int = MANY, topic: str = "t") -> SimPublisher:
@@ -85,10 +85,10 @@ def test_subscribers_of_every_pace_at_every_relay_get_everything_of_every_publis
     seed: int,
 ) -> None:
     net = network(3, seed)
-    publishers = [session(net, f"p{place}", place) for place in range(3)]
+    publishers = [session(net, f"p{host}", host) for host in range(3)]
     sinks = [
-        session(net, f"s{place}", place).subscribe_waiting("t", pace_us=pace)
-        for place in range(3)
+        session(net, f"s{host}", host).subscribe_waiting("t", pace_us=pace)
+        for host in range(3)
         for pace in (0, 500, 4_000)
     ]
     net.run(0.5)
@@ -191,7 +191,9 @@ def test_a_ring_whose_members_handle_only_once_they_have_published_goes_on(relay
 
 
 @pytest.mark.parametrize("relays", [1, 2])
-def test_one_that_handles_nothing_is_dropped_for_and_told_until_it_goes_on(relays: int) -> None:
+def test_messages_for_a_subscriber_that_stalls_are_dropped_and_reported_until_it_goes_on(
+    relays: int,
+) -> None:
     net = network(relays)
     alice = session(net, "alice")
     bob, carol = session(net, "bob", relays - 1), session(net, "carol", relays - 1)
@@ -236,7 +238,7 @@ def test_one_that_was_left_out_and_goes_is_forgotten(relays: int, end: str) -> N
 def test_a_group_is_served_by_whoever_goes_on_and_waited_for_while_nobody_does() -> None:
     net = network(3)
     alice = session(net, "alice")
-    ones = [session(net, f"w{place}", place) for place in range(3)]
+    ones = [session(net, f"w{host}", host) for host in range(3)]
     sinks = [one.subscribe_waiting("t", group="g", pace_us=2_000) for one in ones]
     held_back(*sinks[1:])
     net.run(0.5)
@@ -286,7 +288,7 @@ def test_credit_that_a_link_lost_is_given_again() -> None:
     net.run(0.5)
     lost = 0
 
-    def lose(at: SimRelay, from_place: int, frame: bytes) -> int:
+    def lose(at: SimRelay, from_host: int, frame: bytes) -> int:
         nonlocal lost
         if frame[KIND_AT] != Kind.WINDOW or lost >= 2:
             return 1
@@ -309,7 +311,7 @@ def test_faults_on_the_way_hold_nobody_back_for_longer_than_a_stall(fault: str, 
     net = network(3, seed)
     alice = session(net, "alice")
     sinks = [
-        session(net, f"s{place}", place).subscribe_waiting("t", pace_us=5_000) for place in range(3)
+        session(net, f"s{host}", host).subscribe_waiting("t", pace_us=5_000) for host in range(3)
     ]
     net.run(0.5)
     flow = publish(alice, 3 * MANY)

@@ -97,7 +97,7 @@ def failure(frame: DataFrame) -> str:
 # -- what retention took -------------------------------------------------------------------------------------
 
 
-def test_rows_that_retention_took_fail_a_read_unless_it_was_told_to_go_on(
+def test_rows_that_retention_removed_fail_a_read_unless_configured_to_go_on(
     spark: SparkSession, stage: Relay, client: iris.blocking.Client, name: str, tmp_path: Path
 ) -> None:
     make_stream(client, name)
@@ -123,7 +123,7 @@ def test_rows_that_retention_took_fail_a_read_unless_it_was_told_to_go_on(
     assert values(source(spark, stage, stream=name)) == rows[first:]
 
 
-def test_a_query_that_comes_back_too_late_fails_unless_it_was_told_to_go_on(
+def test_a_query_that_comes_back_too_late_fails_unless_configured_to_go_on(
     spark: SparkSession, stage: Relay, client: iris.blocking.Client, name: str, checkpoint: Path
 ) -> None:
     make_stream(client, name)
@@ -171,7 +171,7 @@ def test_a_stream_that_was_made_again_is_never_taken_for_the_first(
     assert len(values(source(spark, stage, stream=name))) == 200
 
 
-def test_what_the_store_could_not_record_fails_a_read_unless_it_was_told_to_go_on(
+def test_what_the_store_could_not_record_fails_a_read_unless_configured_to_go_on(
     spark: SparkSession, relay: Relay, name: str, checkpoint: Path
 ) -> None:
     client = relay.client()
@@ -286,7 +286,7 @@ def test_a_stream_that_nobody_holds_is_an_error(
     expect_code(run(stream_source(spark, stage, **options), checkpoint), "IRIS_NO_STREAM: ")
 
 
-def test_a_relay_that_is_gone_is_an_error_in_time_for_whoever_reads(
+def test_a_relay_that_is_gone_is_an_error_in_time_for_every_reader(
     spark: SparkSession, relay: Relay, name: str, checkpoint: Path, tmp_path: Path
 ) -> None:
     client = relay.client()

@@ -153,7 +153,7 @@ def test_a_wrong_setting_is_refused_at_once(
     assert failure.value.code == "IRIS_CONFIG"
 
 
-def test_a_value_of_null_is_no_dead_letter(spark: SparkSession) -> None:
+def test_a_value_of_null_is_not_a_dead_letter(spark: SparkSession) -> None:
     from iris.spark.dead_letters import with_dead_letter
 
     frame = spark.createDataFrame([(None, 1), (b'{"id": 2}', 2)], "value BINARY, n INT")

@@ -106,7 +106,7 @@ def test_a_query_that_ended_is_forgotten_and_one_that_runs_again_is_not() -> Non
     assert told.prometheus() == ""
 
 
-def test_queries_whose_end_nobody_tells_are_bounded() -> None:
+def test_queries_whose_end_is_never_reported_are_bounded() -> None:
     from iris.spark.listener import MAX_QUERIES
 
     told = listener()
@@ -124,7 +124,7 @@ def test_a_query_that_reads_something_else_is_not_ours(caplog: pytest.LogCapture
     assert caplog.records == []
 
 
-def test_a_lag_that_nobody_knows_is_no_number() -> None:
+def test_a_lag_that_nobody_knows_is_not_a_number() -> None:
     ours = {"orders": {"0": 20, "log": LOG}}
     for latest in (None, {}, {"orders": {"0": 5, "log": "another"}}):
         told = listener()
@@ -143,7 +143,7 @@ def test_the_file_is_replaced_whole(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_what_fails_is_told_once_until_it_goes_well_again(
+def test_what_fails_is_reported_once_until_it_goes_well_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "later"
@@ -159,7 +159,7 @@ def test_what_fails_is_told_once_until_it_goes_well_again(
     assert [record.message for record in caplog.records] == ["spark.listener_failed"] * 2
 
 
-def test_a_relay_that_is_away_is_told_once_and_not_asked_with_every_batch(
+def test_a_relay_that_is_away_is_reported_once_and_not_asked_with_every_batch(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     told = listener(topic="metrics.spark", relay=str(tmp_path / "none.sock"))
@@ -179,7 +179,7 @@ def test_a_wrong_setting_is_refused_at_once(settings: dict[str, str], error: Any
         listener(**settings)
 
 
-def test_a_query_tells_its_lag_to_the_log_a_topic_and_a_file(
+def test_a_query_reports_its_lag_to_the_log_a_topic_and_a_file(
     spark: SparkSession, stage: Relay, client: iris.blocking.Client, name: str, checkpoint: Path, tmp_path: Path,
 ) -> None:  # fmt: skip
     make_stream(client, name)

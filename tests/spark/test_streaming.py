@@ -184,7 +184,7 @@ def test_a_limit_in_bytes_makes_several_batches(
 
 
 @pytest.mark.usefixtures("_idle_is_told")
-def test_a_late_query_begins_at_the_first_row_or_at_the_next_as_it_was_told(
+def test_a_late_query_begins_at_the_first_row_or_at_the_next_as_configured(
     spark: SparkSession, stage: Relay, client: iris.blocking.Client, name: str, checkpoint: Path
 ) -> None:
     """The place is that of its start, not of its first batch."""

@@ -294,7 +294,7 @@ async def test_a_name_that_is_too_long_for_a_socket_is_an_error_with_the_name(
 
 
 @pytest.mark.parametrize("what", ["file", "directory", "nothing", "fifo"])
-async def test_what_is_no_socket_is_no_relay(tmp_path: Path, what: str) -> None:
+async def test_what_is_not_a_socket_is_not_a_relay(tmp_path: Path, what: str) -> None:
     path = tmp_path / "named.sock"
     if what == "file":
         path.touch()
@@ -308,7 +308,7 @@ async def test_what_is_no_socket_is_no_relay(tmp_path: Path, what: str) -> None:
 
 @pytest.mark.parametrize("name", ["\0iris-relay", "/tmp/a\0b", "@iris-relay"])
 @pytest.mark.parametrize("how", ["environment", "configuration"])
-async def test_an_abstract_socket_is_never_gone_to(
+async def test_an_abstract_socket_is_never_connected_to(
     name: str, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It lies in no directory, and whoever comes first has it."""

@@ -172,7 +172,7 @@ async def test_a_relay_without_a_store_says_that_it_was_there_to_who_had_one(
 @pytest.mark.parametrize(
     "text", ["", "2\n", "[]", "{}", '{"links": -1, "relay": ""}', '{"links": "2", "relay": 3}', "\x00" * 999],
 )  # fmt: skip
-async def test_a_file_that_says_nothing_is_no_reason_to_wait(tmp_path: Path, text: str) -> None:
+async def test_a_file_that_says_nothing_is_not_a_reason_to_wait(tmp_path: Path, text: str) -> None:
     (tmp_path / FILE).write_text(text)
     place = Place(tmp_path)
     place.gate.start(linked=True)

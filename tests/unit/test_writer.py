@@ -26,7 +26,7 @@ class Told(asyncio.Protocol):
 
 @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
 @pytest.mark.parametrize("pieces", [1, 4])
-def test_who_writes_more_than_the_other_end_reads_is_told_to_pause_and_to_go_on(
+def test_a_writer_faster_than_its_reader_is_told_to_pause_and_to_resume(
     new_loop: object, pieces: int
 ) -> None:
     async def play() -> None:

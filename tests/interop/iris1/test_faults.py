@@ -261,7 +261,7 @@ async def test_a_frame_of_one_byte_at_a_time_is_a_frame() -> None:
 
 
 @pytest.mark.parametrize("name", ["", "x" * 300])
-async def test_a_name_that_cannot_be_is_told_by_the_frames_own_answer(name: str) -> None:
+async def test_an_invalid_name_is_reported_by_the_frames_own_answer(name: str) -> None:
     async with bridged() as side:
         client = await side.connect()
         with pytest.raises(binding.Remote, match="cluster name"):
@@ -433,7 +433,7 @@ async def test_requests_over_the_bound_are_answered_as_timeouts() -> None:
         await asyncio.gather(*asked, return_exceptions=True)
 
 
-async def test_requests_for_a_service_over_the_bound_are_told_and_counted() -> None:
+async def test_requests_for_a_service_over_the_bound_are_reported_and_counted() -> None:
     async with bridged(max_calls=1) as side, side.cluster.client() as native:
         mute = Mute()
         service = await side.register("mute", mute)

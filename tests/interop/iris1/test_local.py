@@ -156,7 +156,7 @@ async def test_events_arrive_once_while_sessions_change() -> None:
         assert not side.counters["lost on the way: missing on the way"]
 
 
-async def test_losses_of_copies_that_were_delivered_here_are_not_told() -> None:
+async def test_losses_of_copies_that_were_delivered_here_are_not_reported() -> None:
     async with bridged() as side:
         client = await side.connect()
         client.subscribe("topic", hearing([]))
@@ -177,7 +177,7 @@ async def test_losses_of_copies_that_were_delivered_here_are_not_told() -> None:
         await client.close()
 
 
-def test_a_company_forgets_who_has_left_but_not_who_is_there() -> None:
+def test_a_company_forgets_members_that_left_but_not_those_that_stay() -> None:
     local_senders = LocalSenders()
     local_senders.add(b"here")
     for turn in range(MAX_RETIRED + 10):

@@ -101,7 +101,7 @@ async def test_a_peer_that_does_not_read_its_replies_is_disconnected_and_holds_n
     await still_answers(world, bridge)
 
 
-async def test_a_reply_for_a_peer_that_has_gone_is_counted(world: World, bridge: Bridge) -> None:
+async def test_a_reply_for_a_peer_that_left_is_counted(world: World, bridge: Bridge) -> None:
     service = iris.Service("answers")
     asked, left = asyncio.Event(), asyncio.Event()
 

@@ -40,7 +40,9 @@ async def test_the_bus_and_the_broadcasts_of_a_cluster_are_one(
     assert heard == [b"from the bus", b"from the cluster"]
 
 
-async def test_a_bus_program_hears_broadcasts_and_is_heard(world: World, bridge: Bridge) -> None:
+async def test_a_bus_program_receives_broadcasts_and_its_own_are_received(
+    world: World, bridge: Bridge
+) -> None:
     heard: asyncio.Queue[bytes] = asyncio.Queue()
     service = iris.Service("bus")
     service.on_broadcast(heard.put_nowait)

@@ -200,7 +200,7 @@ async def test_a_changed_keyring_is_taken_up_at_a_sighup(own_world: World) -> No
     assert bridge.end() == 0
 
 
-def test_a_file_that_is_no_socket_is_left_alone(world: World) -> None:
+def test_a_file_that_is_not_a_socket_is_left_alone(world: World) -> None:
     path = world.root / "precious"
     path.write_text("precious")
     second = Bridge(world, REP.format(url=f"ipc://{path}"), ready=False)
@@ -209,7 +209,7 @@ def test_a_file_that_is_no_socket_is_left_alone(world: World) -> None:
     assert path.read_text() == "precious"
 
 
-def test_it_ends_with_success_when_told_before_its_relay_answers(own_world: World) -> None:
+def test_it_ends_with_success_when_stopped_before_its_relay_answers(own_world: World) -> None:
     own_world.relay.process.send_signal(signal.SIGSTOP)
     try:
         bridge = Bridge(own_world, REP.format(url=own_world.ipc("frozen")), ready=False)

@@ -83,7 +83,7 @@ async def test_a_pull_program_that_is_slow_loses_nothing_that_was_taken(world: W
     assert await asyncio.to_thread(bridge.end) == 0
 
 
-async def test_work_that_waits_too_long_for_a_slow_pull_program_is_told_and_counted(
+async def test_work_that_waits_too_long_for_a_slow_pull_program_is_reported_and_counted(
     world: World,
 ) -> None:
     entry = f'[[socket]]\nprotocol = "push"\nname = "push"\ncluster = "late"\nlisten = "{world.ipc("late")}"\n'

@@ -185,7 +185,7 @@ SABOTAGES = (
         "GatewayPort._checked_hello",
         "hello.site != self.site",
         "False",
-        ("tests/adversity/test_gateways.py::test_a_hello_that_does_not_hold_is_refused_and_told",),
+        ("tests/adversity/test_gateways.py::test_an_invalid_hello_is_refused_with_its_reason",),
         "a gateway greets in another site's name",
     ),
     Sabotage(

@@ -452,7 +452,7 @@ SABOTAGES = (
         "Sequence.note_lost",
         "self.reported, self.known = end, True",
         "self.next, self.known = end, True",
-        ("tests/protocol/test_passing_on.py",),
+        ("tests/protocol/test_forwarding.py",),
         "a loss that a relay announces hides messages that arrive",
     ),
     Sabotage(

@@ -11,11 +11,11 @@ BALANCE = ("tests/unit/relay/test_balance.py", "tests/sim/scenarios")
 TUNNELS = ("tests/protocol/test_tunnels.py", "tests/sim/scenarios")
 FRAGMENTS = ("tests/unit/relay/net/test_fragments.py",)
 HELLO = (
-    "tests/adversity/test_silence_and_floods.py::test_a_client_that_connects_and_says_nothing_is_told_and_cut",
+    "tests/adversity/test_silence_and_floods.py::test_a_client_that_connects_and_sends_nothing_gets_an_error_and_is_cut",
 )
 LINK_PORT = ("tests/unit/relay/net/test_linkport.py",)
 RULES = (
-    "tests/adversity/test_bad_input.py::test_an_offender_hears_the_rule_and_nobody_else_notices",
+    "tests/adversity/test_bad_input.py::test_the_error_names_the_broken_rule_and_nobody_else_notices",
 )
 GUARDING = (
     "tests/protocol/test_guarding.py",
@@ -408,7 +408,7 @@ SABOTAGES = (
         "Tunnels.frame",
         "not TUNNEL_BODY_AT <= end - start <= MAX_RECORD_FRAME",
         "end - start < TUNNEL_BODY_AT",
-        ("tests/protocol/test_passing_on.py",),
+        ("tests/protocol/test_forwarding.py",),
         "a session cuts a link with a record that is too long",
     ),
     Sabotage(

@@ -210,7 +210,7 @@ def test_a_tunnel_crosses_three_hops_in_order_and_ends_on_both_sides(net: SimNet
         other.send(3)
         net.run(0.01)
     net.run(REACH_S)
-    assert (other.heard, tunnel.heard) == (100, 60)
+    assert (other.received, tunnel.received) == (100, 60)
     tunnel.close()
     net.run(REACH_S)
     assert other.cause is Cause.CLOSED
@@ -345,7 +345,7 @@ def test_nobody_is_said_once_a_lost_site_has_not_come_back(net: SimNetwork) -> N
         rest(net)
 
 
-def test_nobody_is_not_said_before_a_site_that_is_back_has_told_what_it_has() -> None:
+def test_no_members_is_not_reported_before_a_site_that_is_back_has_advertised_its_own() -> None:
     net = federation(sites={"ams": 2, "ber": 2}, gateways=1)
     caller, server = net.at("ams").session("c"), net.at("ber", 1).session("s")
     server.serve("db")

@@ -115,7 +115,7 @@ def test_a_site_is_not_spoken_for_by_another(net: SimNetwork) -> None:
         net.stop(*pair)
     net.run(7.0)
     # Ams and Cph, and Cph and Ber, are connected: that is no way from Ams to Ber.
-    for relay in (net.relays[place] for place in net.places["ams"]):
+    for relay in (net.relays[host] for host in net.hosts["ams"]):
         assert set(relay.router.sites.site_routes) == {"cph"}
     tag, call = publisher.publish("news"), publisher.request("db")
     net.run(REACH_S)
@@ -167,7 +167,7 @@ def test_interest_that_changes_at_any_moment_of_a_connection_is_known_afterwards
         assert call.outcome == "reply", step
 
 
-def test_a_caller_without_members_hears_of_those_of_other_sites_under_another_key(
+def test_a_caller_without_members_learns_of_those_of_other_sites_under_another_key(
     net: SimNetwork,
 ) -> None:
     caller = net.at("ams", 2).session("caller")
@@ -259,7 +259,7 @@ def test_a_gateway_sends_what_its_own_sessions_say_over_its_own_connection(
     for publisher in publishers:
         tag = publisher.publish("news")
         net.run(REACH_S)
-        assert net.ledger.wan_via[(tag, "ber")][0] == publisher.relay.place
+        assert net.ledger.wan_via[(tag, "ber")][0] == publisher.relay.host
         assert got(subscriber, tag) == 1
 
 
@@ -294,7 +294,7 @@ def test_a_cluster_is_called_where_it_is_exported_and_imported() -> None:
     rest(net)
 
 
-def test_a_topic_is_heard_where_it_is_exported_and_imported() -> None:
+def test_a_topic_is_received_where_it_is_exported_and_imported() -> None:
     net = federation(
         policies={"ams": (("news.>", "!news.secret"), ()), "ber": ((), (">", "!news.local.>"))}
     )
@@ -304,16 +304,16 @@ def test_a_topic_is_heard_where_it_is_exported_and_imported() -> None:
         subscriber.subscribe(">")
     settle(net)
 
-    def heard(topic: str, by: SimSession = publisher) -> set[str]:
+    def reached(topic: str, by: SimSession = publisher) -> set[str]:
         tag = by.publish(topic)
         net.run(REACH_S)
         return {site for site, subscriber in subscribers.items() if got(subscriber, tag)}
 
-    assert heard("news.today") == {"ams", "ber", "cph"}
-    assert heard("news.local.today") == {"ams", "cph"}  # Ber does not import it
-    assert heard("news.secret") == {"ams"}
-    assert heard("other") == {"ams"}
-    assert heard("other", own) == {"ams"}
+    assert reached("news.today") == {"ams", "ber", "cph"}
+    assert reached("news.local.today") == {"ams", "cph"}  # Ber does not import it
+    assert reached("news.secret") == {"ams"}
+    assert reached("other") == {"ams"}
+    assert reached("other", own) == {"ams"}
     for relay in net.relays:
         assert relay.router.accounts.balance() == 0
     ours = {rule for index in (0, 1) for rule in net.at("ams", index).router.sites.policy.refused}
@@ -335,8 +335,8 @@ def test_a_lost_or_repeated_change_is_made_good_by_a_snapshot(net: SimNetwork) -
         gateway = net.at("ams")
         before = gateway.router.federation.resyncs
 
-        def once(at: SimRelay, from_place: int, frame: bytes, copies: int = copies) -> int:
-            if at is not net.at("ams") or net.site_of(from_place) != "ber":
+        def once(at: SimRelay, from_host: int, frame: bytes, copies: int = copies) -> int:
+            if at is not net.at("ams") or net.site_of(from_host) != "ber":
                 return 1
             if frame[KIND_AT] != Kind.INTEREST or frame[KIND_AT] >= FIRST_DATA_KIND:
                 return 1

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.timeout(120)
 
 @pytest.mark.parametrize("side", ["ams", "ber"])
 @pytest.mark.parametrize("how", ["killed", "without power", "frozen"])
-def test_a_gateway_that_goes_away_costs_a_gap_that_is_told_and_no_duplicate_or_inversion(
+def test_a_gateway_that_goes_away_costs_a_reported_gap_and_no_duplicate_or_inversion(
     side: str, how: str
 ) -> None:
     net = federation(2)
@@ -45,9 +45,9 @@ def test_a_gateway_that_goes_away_costs_a_gap_that_is_told_and_no_duplicate_or_i
     ]
     for publisher, subscriber in lost:
         gaps = [gap for gap in subscriber.gaps if gap.sender_id == publisher.sender_id]
-        heard = [h for flow, h in net.ledger._heard.items() if flow[0] == subscriber.uid and flow[-1] == publisher.sender_id]  # fmt: skip
+        known = [h for flow, h in net.ledger._known.items() if flow[0] == subscriber.uid and flow[-1] == publisher.sender_id]  # fmt: skip
         # Either it was told, or it saw the sequence go on.
-        assert gaps or (heard[0].since, heard[0].until) == (0, 120)
+        assert gaps or (known[0].since, known[0].until) == (0, 120)
     for subscriber in subscribers:
         if subscriber.relay is not victim:
             assert len(subscriber.casts) > 70 * len(publishers)  # others carried on
@@ -81,7 +81,7 @@ def test_a_gateway_that_stops_in_order_costs_at_most_what_is_overtaken_by_the_ne
 
 
 @pytest.mark.parametrize("stalled_s", [1.0, 5.0])
-def test_a_wan_that_stalls_and_heals_tells_what_it_cost(stalled_s: float) -> None:
+def test_what_a_wan_loses_while_it_stalls_is_reported_when_it_heals(stalled_s: float) -> None:
     net = federation(3)
     publisher, subscriber = net.at("ams", 2).session("p"), net.at("ber", 2).session("s")
     subscriber.subscribe("news")
@@ -104,8 +104,8 @@ def test_a_wan_that_stalls_and_heals_tells_what_it_cost(stalled_s: float) -> Non
         assert any(gap.count == UNKNOWN_COUNT for gap in subscriber.gaps)
 
 
-@pytest.mark.parametrize("place", [0, 2])
-def test_what_was_sent_while_a_site_was_away_is_told_there_when_it_is_back(place: int) -> None:
+@pytest.mark.parametrize("host", [0, 2])
+def test_what_was_sent_while_a_site_was_away_is_reported_there_when_it_is_back(host: int) -> None:
     net = federation(5)
     subscriber, member = net.at("ber", 2).session("s"), net.at("ber", 1).session("m")
     subscriber.subscribe("news")
@@ -115,7 +115,7 @@ def test_what_was_sent_while_a_site_was_away_is_told_there_when_it_is_back(place
         net.stop(*pair)
     net.run(8.0)
     told = len(subscriber.gaps), len(member.gaps)
-    publisher, gone = net.at("ams", place).session("p"), net.at("ams", place).session("q")
+    publisher, gone = net.at("ams", host).session("p"), net.at("ams", host).session("q")
     publisher.publish("news")
     publisher.broadcast("db")
     gone.publish("news")
@@ -135,28 +135,28 @@ def test_what_was_sent_while_a_site_was_away_is_told_there_when_it_is_back(place
     rest(net)
 
 
-@pytest.mark.parametrize("place", [0, 2])
-def test_what_went_a_way_that_was_dead_already_is_told_another_way(place: int) -> None:
+@pytest.mark.parametrize("host", [0, 2])
+def test_what_was_sent_over_a_dead_route_is_reported_over_another(host: int) -> None:
     net = federation(6)
     subscriber = net.at("ber", 2).session("s")
     subscriber.subscribe("news")
     settle(net)
-    for pair in through(net, net.places["ams"][0]):
+    for pair in through(net, net.hosts["ams"][0]):
         net.stop(*pair)
-    publishers = [net.at("ams", place).session(f"p{number}") for number in range(8)]
+    publishers = [net.at("ams", host).session(f"p{number}") for number in range(8)]
     tags = [publisher.publish("news") for publisher in publishers]
     net.run(6.0)
     lost = {
         p.sender_id for p, tag in zip(publishers, tags, strict=True) if not got(subscriber, tag)
     }
     assert lost
-    assert place == 0 or len(lost) < 8
+    assert host == 0 or len(lost) < 8
     assert {gap.sender_id for gap in subscriber.gaps} >= lost
     rest(net)
 
 
 @pytest.mark.parametrize("wire", [(0, 1), (0, 2), (2, 3)])
-def test_a_full_queue_anywhere_on_the_way_to_another_site_is_told(
+def test_a_full_queue_anywhere_on_the_way_to_another_site_is_reported(
     wire: tuple[int, int],
 ) -> None:
     net = SimNetwork(seed=4, sites={"ams": 2, "ber": 2}, gateways=1, port_bytes=40_000)
@@ -186,22 +186,22 @@ def test_a_full_queue_anywhere_on_the_way_to_another_site_is_told(
 
 def test_the_loss_of_a_whole_site_and_its_return(net: SimNetwork) -> None:
     caller = net.at("ams", 2).session("caller")
-    for relay in (net.relays[place] for place in net.places["ber"]):
+    for relay in (net.relays[host] for host in net.hosts["ber"]):
         server = relay.session("server")
         server.serve("db").service_us = FOREVER_US
         server.subscribe("news")
     settle(net)
     call = caller.request("db", timeout_ms=60_000)
     net.run(REACH_S)
-    for place in net.places["ber"]:
-        net.relays[place].crash(silent=True)
+    for host in net.hosts["ber"]:
+        net.relays[host].crash(silent=True)
     died_us = net.now_us
     net.run(8.0)
     assert call.outcome == "lost"
     assert call.may_have_run
     assert told_ms(call, died_us) < DEAD_US / 1000 + 500
-    for place in (*net.places["ams"], *net.places["cph"]):
-        assert "ber" not in net.relays[place].router.sites.site_routes
+    for host in (*net.hosts["ams"], *net.hosts["cph"]):
+        assert "ber" not in net.relays[host].router.sites.site_routes
     assert caller.request("db").outcome == ""
     net.run(0.1)
     assert net.ledger.outcomes["request no_members"] == 1
@@ -217,7 +217,7 @@ def test_the_loss_of_a_whole_site_and_its_return(net: SimNetwork) -> None:
     rest(net)
 
 
-def test_a_site_whose_relays_lose_each_other_is_told_as_it_is_again_afterwards(
+def test_a_site_whose_relays_lose_each_other_is_advertised_as_it_is_again_afterwards(
     net: SimNetwork,
 ) -> None:
     for relay in net.relays:

@@ -30,7 +30,9 @@ def test_a_request_is_answered_by_a_member_of_another_relay(net: SimNetwork) -> 
     assert call.done_us - call.sent_us < 50_000
 
 
-def test_a_request_under_another_key_finds_nobody_and_is_told_who_is_there(net: SimNetwork) -> None:
+def test_a_request_under_another_key_finds_nobody_and_its_error_names_the_other_key(
+    net: SimNetwork,
+) -> None:
     caller, server = net.relays[0].session("caller"), net.relays[1].session("server")
     server.serve("echo", key=OTHER_KEY)
     net.run(0.1)
@@ -111,7 +113,7 @@ def test_after_a_relay_was_noticed_dead_nothing_fails_that_another_serves(net: S
     assert {call.outcome for call in calls} == {"reply"}
 
 
-def test_while_a_link_flaps_a_request_waits_for_it_and_is_not_told_that_nobody_is_there(
+def test_while_a_link_flaps_a_request_waits_for_it_instead_of_finding_no_members(
     net: SimNetwork,
 ) -> None:
     caller, server = net.relays[0].session("caller"), net.relays[1].session("server")
@@ -189,7 +191,7 @@ def test_a_refusal_is_tried_elsewhere_by_the_callers_relay_and_runs_once(net: Si
     assert sorted(free.executed) == [call.tag for call in calls]
 
 
-def test_when_all_refuse_the_caller_hears_that_they_are_overloaded_and_nothing_ran(
+def test_when_all_refuse_the_caller_gets_overloaded_and_nothing_ran(
     net: SimNetwork,
 ) -> None:
     caller = net.relays[0].session("caller")
@@ -259,7 +261,7 @@ def test_pushes_are_credited_over_links(net: SimNetwork) -> None:
     net.check_idle()
 
 
-def test_a_reply_that_finds_no_room_at_its_callers_relay_is_told() -> None:
+def test_a_reply_that_finds_no_room_at_its_callers_relay_is_reported() -> None:
     net = SimNetwork(seed=4, relays=2, port_bytes=2_000)
     caller, server = net.relays[0].session("caller"), net.relays[1].session("server")
     server.serve("echo", concurrency=4096)
@@ -283,7 +285,7 @@ def test_a_reply_that_finds_no_room_at_its_callers_relay_is_told() -> None:
 
 
 def closed_loop(net: SimNetwork, callers: dict[int, int], count: int) -> list[SimCall]:
-    """Let `callers` (place -> how many) request one after the other until `count` are answered; return all calls."""
+    """Let `callers` (host -> how many) request one after the other until `count` are answered; return all calls."""
     calls: list[SimCall] = []
     ended: list[SimCall] = []
 
@@ -300,9 +302,9 @@ def closed_loop(net: SimNetwork, callers: dict[int, int], count: int) -> list[Si
         else:
             net.clock.after(50, watch, call, session_call)
 
-    for place, number in callers.items():
+    for host, number in callers.items():
         for index in range(number):
-            session = net.relays[place].session(f"caller{index}")
+            session = net.relays[host].session(f"caller{index}")
             again(lambda session=session: session.request("work", timeout_ms=5_000))  # type: ignore[misc]
     net.until(lambda: len(ended) == len(calls), 600)
     return calls
@@ -315,8 +317,8 @@ def shares(calls: list[SimCall]) -> list[float]:
 
 def test_four_equal_members_on_two_hosts_get_equal_shares() -> None:
     net = SimNetwork(seed=5, relays=2, delays_us=(100, 200))
-    for place in (0, 0, 0, 1):
-        net.relays[place].session("server").serve("work", concurrency=4).service_us = 2_000
+    for host in (0, 0, 0, 1):
+        net.relays[host].session("server").serve("work", concurrency=4).service_us = 2_000
     net.run(0.1)
     calls = closed_loop(net, {0: 16, 1: 16}, 3_000)
     assert {call.outcome for call in calls} == {"reply"}
@@ -327,8 +329,8 @@ def test_four_equal_members_on_two_hosts_get_equal_shares() -> None:
 
 def test_all_callers_on_the_host_of_one_member_use_the_three_of_the_other_too() -> None:
     net = SimNetwork(seed=6, relays=2, delays_us=(100, 200))
-    for place in (0, 0, 0, 1):
-        net.relays[place].session("server").serve("work", concurrency=4).service_us = 2_000
+    for host in (0, 0, 0, 1):
+        net.relays[host].session("server").serve("work", concurrency=4).service_us = 2_000
     net.run(0.1)
     calls = closed_loop(net, {1: 32}, 3_000)
     assert {call.outcome for call in calls} == {"reply"}

@@ -17,15 +17,15 @@ pytestmark = pytest.mark.timeout(120)
 def test_one_copy_goes_to_each_relay_that_wants_a_publication_and_none_to_the_others() -> None:
     net = SimNetwork(seed=8, relays=4)
     publisher = net.relays[0].session("publisher")
-    wanting = [net.relays[place].session(f"s{n}") for place in (0, 1, 1, 1, 2) for n in range(2)]
+    wanting = [net.relays[host].session(f"s{n}") for host in (0, 1, 1, 1, 2) for n in range(2)]
     for session in wanting:
         session.subscribe("a.*")
     net.run(0.1)
-    before = {place: net.relays[place].router.accounts.in_ for place in range(4)}
+    before = {host: net.relays[host].router.accounts.in_ for host in range(4)}
     tag = publisher.publish("a.b")
     net.run(0.1)
     assert all(session.casts == [tag] for session in wanting)
-    came = [net.relays[place].router.accounts.in_ - before[place] for place in range(4)]
+    came = [net.relays[host].router.accounts.in_ - before[host] for host in range(4)]
     assert came == [1, 1, 1, 0]
 
 
@@ -43,7 +43,7 @@ def test_a_queue_group_gets_each_publication_exactly_once_across_relays(
     net: SimNetwork, spread: tuple[int, ...]
 ) -> None:
     publisher = net.relays[0].session("publisher")
-    workers = [net.relays[place].session(f"w{n}") for place in spread for n in range(2)]
+    workers = [net.relays[host].session(f"w{n}") for host in spread for n in range(2)]
     for worker in workers:
         worker.subscribe("jobs.*", group="workers")
     everybody = net.relays[2].session("plain")
@@ -78,7 +78,7 @@ def test_order_holds_and_nothing_comes_twice_while_links_flap(net: SimNetwork) -
     assert any(gap.count == UNKNOWN_COUNT for gap in listener.gaps)
 
 
-def test_what_was_sent_while_a_link_was_down_is_told_behind_it_when_it_is_back(
+def test_what_was_sent_while_a_link_was_down_is_reported_behind_it_when_it_is_back(
     net: SimNetwork,
 ) -> None:
     listener, member = net.relays[1].session("listener"), net.relays[1].session("member")
@@ -113,7 +113,7 @@ def test_what_was_sent_while_a_link_was_down_is_told_behind_it_when_it_is_back(
     assert net.relays[0].router.status()["away"] == 0
 
 
-def test_a_subscriber_hears_at_once_that_a_link_on_the_way_was_lost(net: SimNetwork) -> None:
+def test_the_loss_of_a_link_on_the_way_is_reported_to_a_subscriber_at_once(net: SimNetwork) -> None:
     publisher, listener = net.relays[0].session("publisher"), net.relays[1].session("listener")
     listener.subscribe("a.b")
     net.run(0.1)
@@ -126,7 +126,7 @@ def test_a_subscriber_hears_at_once_that_a_link_on_the_way_was_lost(net: SimNetw
     ]
 
 
-def test_what_a_full_link_drops_is_told_to_the_subscriber_behind_it() -> None:
+def test_what_a_full_link_drops_is_reported_to_the_subscriber_behind_it() -> None:
     net = SimNetwork(seed=9, relays=2, port_bytes=20_000)
     publisher, listener = net.relays[0].session("publisher"), net.relays[1].session("listener")
     listener.subscribe("a.b")
@@ -157,7 +157,7 @@ def test_one_stalled_subscriber_does_not_hold_up_another_behind_the_same_link() 
     assert len(stalled.casts) + sum(gap.count for gap in stalled.gaps) == 200
 
 
-def test_many_stalled_subscribers_share_one_budget_and_each_hears_what_it_lost() -> None:
+def test_many_stalled_subscribers_share_one_budget_and_each_loss_is_reported() -> None:
     net = SimNetwork(seed=11, relays=2, port_bytes=200_000, queue_bytes=100_000)
     publisher, theirs = net.relays[0].session("publisher"), net.relays[1].session("theirs")
     stalled = [net.relays[1].session(f"stalled {n}") for n in range(4)]
@@ -225,7 +225,7 @@ def test_a_survey_is_answered_by_all_members_of_all_relays(net: SimNetwork) -> N
     assert survey.lost == []
 
 
-def test_the_members_of_a_lost_relay_are_told_as_missing_from_a_survey(net: SimNetwork) -> None:
+def test_the_members_of_a_lost_relay_are_reported_as_missing_from_a_survey(net: SimNetwork) -> None:
     caller = net.relays[0].session("caller")
     here = net.relays[0].session("server").serve("poll")
     there = [net.relays[1].session("server").serve("poll") for _ in range(3)]
@@ -241,7 +241,7 @@ def test_the_members_of_a_lost_relay_are_told_as_missing_from_a_survey(net: SimN
     assert sorted(survey.lost) == sorted(member.member_id for member in there)
 
 
-def test_of_a_lost_relay_whose_members_answered_in_part_all_others_are_told_as_missing(
+def test_of_a_lost_relay_whose_members_answered_in_part_all_others_are_reported_as_missing(
     net: SimNetwork,
 ) -> None:
     caller = net.relays[0].session("caller")
@@ -259,7 +259,7 @@ def test_of_a_lost_relay_whose_members_answered_in_part_all_others_are_told_as_m
     assert set(survey.lost) - set(survey.answers) == {member.member_id for member in there[1:]}
 
 
-def test_a_member_that_refuses_a_survey_elsewhere_is_told_as_missing(net: SimNetwork) -> None:
+def test_a_member_that_refuses_a_survey_elsewhere_is_reported_as_missing(net: SimNetwork) -> None:
     caller = net.relays[0].session("caller")
     member = net.relays[1].session("server").serve("poll")
     member.refuse = Refusal.FULL
@@ -282,7 +282,7 @@ def test_a_tunnel_over_a_link_carries_both_ways_in_order_and_ends_on_both_sides(
     tunnel.send(500)
     other.send(300)
     net.run(0.5)
-    assert (other.heard, tunnel.heard) == (500, 300)
+    assert (other.received, tunnel.received) == (500, 300)
     tunnel.close()
     net.run(0.1)
     assert (tunnel.state, other.state) == ("ended", "ended")
@@ -311,7 +311,7 @@ def test_a_tunnel_breaks_loudly_at_the_end_that_is_left(net: SimNetwork, fault: 
     assert tunnel.cause == other.cause == Cause.LOST
 
 
-def test_a_watch_hears_of_members_on_every_relay_and_a_flap_makes_nobody_leave(
+def test_a_watch_shows_members_on_every_relay_and_a_flap_makes_nobody_leave(
     net: SimNetwork,
 ) -> None:
     watcher = net.relays[0].session("watcher")

@@ -25,8 +25,8 @@ def test_a_change_that_is_lost_or_comes_twice_is_noticed_and_made_good(
     net.run(0.1)
     garbled: list[bytes] = []
 
-    def once(relay: SimRelay, place: int, frame: bytes) -> int:
-        if relay is net.relays[0] and place == 1 and is_change(frame) and not garbled:
+    def once(relay: SimRelay, host: int, frame: bytes) -> int:
+        if relay is net.relays[0] and host == 1 and is_change(frame) and not garbled:
             garbled.append(frame)
             return copies
         return 1
@@ -111,7 +111,7 @@ def test_tables_are_as_small_as_before_when_thousands_of_addresses_have_come_and
 def test_control_frames_over_an_idle_link_are_beats_alone(net: SimNetwork) -> None:
     kinds: Counter[int] = Counter()
 
-    def count(relay: SimRelay, place: int, frame: bytes) -> int:
+    def count(relay: SimRelay, host: int, frame: bytes) -> int:
         kinds[frame[KIND_AT]] += 1
         return 1
 
@@ -122,11 +122,11 @@ def test_control_frames_over_an_idle_link_are_beats_alone(net: SimNetwork) -> No
     assert set(kinds) <= {Kind.ASK_PEERS, Kind.PEERS}
 
 
-@pytest.mark.parametrize("place", [0, 1])
-def test_an_answer_that_finds_no_room_makes_its_member_missing(place: int) -> None:
+@pytest.mark.parametrize("host", [0, 1])
+def test_an_answer_that_finds_no_room_makes_its_member_missing(host: int) -> None:
     net = SimNetwork(seed=12, relays=2, port_bytes=2_000)
     caller, publisher = net.relays[0].session("caller"), net.relays[0].session("publisher")
-    members = [net.relays[place].session("server").serve("poll") for _ in range(6)]
+    members = [net.relays[host].session("server").serve("poll") for _ in range(6)]
     caller.subscribe("noise")
     net.run(0.1)
     caller.stall()
@@ -141,7 +141,7 @@ def test_an_answer_that_finds_no_room_makes_its_member_missing(place: int) -> No
     assert {*survey.answers, *survey.lost} == {member.member_id for member in members}
 
 
-def test_a_relay_hears_how_busy_others_keep_the_members_elsewhere() -> None:
+def test_a_relay_learns_how_busy_others_keep_the_members_elsewhere() -> None:
     net = SimNetwork(seed=13, relays=4)
     first, second = net.relays[0].session("first"), net.relays[1].session("second")
     busy = net.relays[2].session("busy").serve("work", concurrency=8)
@@ -217,11 +217,11 @@ def test_a_link_keeps_nothing_of_processes_that_came_spoke_and_went(how: str) ->
             net.run(20.0)
             sizes.append(net.table_sizes())
     early, late = sizes
-    for place in (0, 1):
+    for host in (0, 1):
         grown = {
-            table: (early[place].get(table, 0), size)
-            for table, size in late[place].items()
-            if size > early[place].get(table, 0) + 4
+            table: (early[host].get(table, 0), size)
+            for table, size in late[host].items()
+            if size > early[host].get(table, 0) + 4
         }
         assert grown == {}
 
@@ -242,7 +242,7 @@ def test_a_tunnel_that_is_given_up_while_it_waits_for_a_link_is_never_opened(
     net.check_idle()
 
 
-def test_a_relay_that_is_stopped_takes_nothing_with_it_and_is_gone_at_once(
+def test_a_relay_that_is_stopped_loses_nothing_and_leaves_at_once(
     net: SimNetwork,
 ) -> None:
     caller = net.relays[0].session("caller")

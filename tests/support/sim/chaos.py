@@ -169,7 +169,7 @@ class Chaos:
 
     def _subscribe(self, session: SimSession) -> None:
         pattern, group, key = self.rng.choice(FILTERS), self.rng.choice(GROUPS), self.some_key()
-        if not any((pattern, group) == place[:2] for place in session.subscriptions):
+        if not any((pattern, group) == subscription[:2] for subscription in session.subscriptions):
             if session.minor >= WAIT_MINOR and self.waits_rng.random() < 0.7:
                 pace_us = self.waits_rng.choice((0, 200, 5_000, 50_000))
                 session.subscribe_waiting(pattern, group=group, key=key, pace_us=pace_us)
@@ -345,13 +345,13 @@ class Chaos:
 
     def garble(self) -> None:
         """The next change of some relay's interest is lost on its way to another, or arrives twice."""
-        relay, place = self._pair()
+        relay, host = self._pair()
         twice = self.rng.random() < 0.5
 
-        def swallow(at: SimRelay, from_place: int, frame: bytes) -> int:
-            if (at.place, from_place) != (relay, place) or not is_change(frame):
+        def swallow(at: SimRelay, from_host: int, frame: bytes) -> int:
+            if (at.host, from_host) != (relay, host) or not is_change(frame):
                 return 1
-            self.net.note(f"{at} gets a change from {place} {'twice' if twice else 'not at all'}")
+            self.net.note(f"{at} gets a change from {host} {'twice' if twice else 'not at all'}")
             self.net.copies_of_control = None
             self.garbled += 1
             return 2 if twice else 0
@@ -376,7 +376,7 @@ class Chaos:
 
     def come_back(self) -> None:
         if (relay := self.some_relay(alive=False)) is not None:
-            self.net.come_back(relay.place)
+            self.net.come_back(relay.host)
 
     def freeze(self) -> None:
         if (relay := self.some_relay()) is not None:
@@ -444,8 +444,8 @@ class Chaos:
     def probe(self) -> None:
         """In a network at peace everything arrives everywhere: publications, broadcasts, surveys, requests."""
         net, rng = self.net, self.rng
-        for place in rng.sample(range(len(net.relays)), 2):
-            caller = net.relays[place].session("probe")
+        for host in rng.sample(range(len(net.relays)), 2):
+            caller = net.relays[host].session("probe")
             net.run(0.1)
             for topic in TOPICS:
                 before = {session.uid: len(session.casts) for session in net.sessions}
@@ -549,8 +549,8 @@ class Chaos:
             for table, size in sorted(sizes.items()):
                 if self.net.federated and table in PASSED_ON:
                     continue
-                if size > self.fresh[relay.place].get(table, 0) and table not in BY_DESIGN:
-                    was = self.fresh[relay.place].get(table, 0)
+                if size > self.fresh[relay.host].get(table, 0) and table not in BY_DESIGN:
+                    was = self.fresh[relay.host].get(table, 0)
                     self.net.violate(
                         f"{relay}: {table} has {size} entries after everybody left, {was} before"
                     )

@@ -89,7 +89,7 @@ class Cast:
         """(session, member or 0)"""
 
 
-class Heard:
+class KnownSequence:
     """What one receiver knows of one sender's sequence for one address: `since` .. `until`, without what it was told is lost."""
 
     __slots__ = ("last", "since", "unknown", "until")
@@ -135,11 +135,11 @@ class Ledger:
         self._surveyed: set[tuple[int, str]] = set()
         self._casts: set[tuple[int, int, int]] = set()
         self._grouped: set[tuple[int, str]] = set()
-        self._heard: dict[tuple[int, int, int, str, bytes, bytes], Heard] = {}
+        self._known: dict[tuple[int, int, int, str, bytes, bytes], KnownSequence] = {}
         """By session, member, kind, name, key, sender."""
         self._sent: list[Cast] = []
         self.audited = 0
-        self.told_lost = 0
+        self.reported_lost = 0
         self.late = 0
         """Bundles that came out after a later one: dropped, as a session does."""
         self.over_wan = 0
@@ -147,12 +147,12 @@ class Ledger:
         self.wan_casts: Counter[tuple[int, str]] = Counter()
         """Tag of a bundle and site -> how often it was sent there."""
         self.wan_via: dict[tuple[int, str], tuple[int, int]] = {}
-        """The same -> from which place to which."""
+        """The same -> from which host to which."""
         self._origins: dict[int, str] = {}
         """Tag -> the site that it comes from."""
         self._to_wan: set[tuple[bytes, int, str]] = set()
         self._crossed: dict[tuple[bytes, int, int], tuple[int, bool, int]] = {}
-        """Relay, kind, tag -> from which place it came, whether over the WAN, and its hop class."""
+        """Relay, kind, tag -> from which host it came, whether over the WAN, and its hop class."""
 
     def new_tag(self) -> int:
         self._tag += 1
@@ -222,8 +222,8 @@ class Ledger:
         self.outcomes[f"{Kind(call.kind).name.lower()} {call.outcome}"] += 1
         if call.outcome == "reply" and self.runs[call.tag] != 1:
             self.net.violate(f"{call} has a reply, and ran {self.runs[call.tag]} times")
-        told = call.outcome not in ("closed", "timeout", "handed")
-        if told and not call.may_have_run and self.runs[call.tag]:
+        failed = call.outcome not in ("closed", "timeout", "handed")
+        if failed and not call.may_have_run and self.runs[call.tag]:
             self.net.violate(
                 f"{call} ran, and its caller was told that it cannot have: {call.outcome}"
             )
@@ -270,31 +270,31 @@ class Ledger:
             if (tag, group) in self._grouped:
                 net.violate(f"{what} reached queue group {group!r} twice")
             self._grouped.add((tag, group))
-        heard = self._flow(session, route)
-        if first <= heard.last:
+        known = self._flow(session, route)
+        if first <= known.last:
             if self._origins.get(tag, session.relay.site) != session.relay.site:
                 self.late += 1
                 net.note(f"{what} comes too late to {session}")
                 return False
             net.violate(
-                f"{what}, messages {first} to {first + count - 1}, reached {session} after {heard.last}"
+                f"{what}, messages {first} to {first + count - 1}, reached {session} after {known.last}"
             )
-        heard.last = first + count - 1
-        heard.know(first, count)
+        known.last = first + count - 1
+        known.know(first, count)
         return True
 
-    def _flow(self, session: SimSession, of: frames.Declare | frames.Gap) -> Heard:
+    def _flow(self, session: SimSession, of: frames.Declare | frames.Gap) -> KnownSequence:
         flow = (session.uid, of.member, of.kind, of.name, of.key_id, of.sender_id)
-        return self._heard.setdefault(flow, Heard())
+        return self._known.setdefault(flow, KnownSequence())
 
-    def gap_told(self, session: SimSession, gap: frames.Gap) -> None:
+    def gap_received(self, session: SimSession, gap: frames.Gap) -> None:
         """A receiver was told of a loss; without a count, that one begins."""
         self.gaps += 1
-        heard = self._flow(session, gap)
+        known = self._flow(session, gap)
         if gap.count == UNKNOWN_COUNT:
-            heard.unknown = True
+            known.unknown = True
         else:
-            heard.know(gap.first, gap.count)
+            known.know(gap.first, gap.count)
 
     def cast_sent(self, cast: Cast) -> None:
         """A bundle sets out: note who has wanted it for so long that everybody knows."""
@@ -341,15 +341,15 @@ class Ledger:
                 if (session.uid, serial, cast.tag) in self._casts:
                     continue
                 flow = (session.uid, serial, kind, name, key, cast.sender.sender_id)
-                heard = self._heard.get(flow, Heard())
-                self.told_lost += 1
+                known = self._known.get(flow, KnownSequence())
+                self.reported_lost += 1
                 if (
-                    not heard.unknown
-                    and not heard.since <= cast.first < cast.first + cast.count <= heard.until
+                    not known.unknown
+                    and not known.since <= cast.first < cast.first + cast.count <= known.until
                 ):
                     self.net.violate(
                         f"{Kind(kind).name} {cast.tag} of {cast.sender} to {name!r}, {cast.first} + {cast.count}, is lost "
-                        f"on its way to {session}, which was not told: it knows {heard.since} to {heard.until}"
+                        f"on its way to {session}, which was not told: it knows {known.since} to {known.until}"
                     )
         self._sent.clear()
 
@@ -361,10 +361,10 @@ class Ledger:
         on_the_way = [here, there]
         if here.site != there.site:
             gateways = (*self.net.gateways[here.site], *self.net.gateways[there.site])
-            on_the_way += [self.net.relays[place] for place in gateways]
+            on_the_way += [self.net.relays[host] for host in gateways]
         if any(relay.awake_us > before_us for relay in on_the_way):
             return False  # what was said meanwhile may not be known
-        paths = self.net.paths(here.place, there.place)
+        paths = self.net.paths(here.host, there.host)
         return all(wire.changed_us < before_us for path in paths for wire in path)
 
     def groups_reached(self, tag: int) -> set[str]:
@@ -394,7 +394,7 @@ class Ledger:
         came = self._crossed.get((relay.relay_id, kind, tag))
         if came is not None and not refused and came[1] is end.wan:
             self.net.violate(
-                f"{Kind(kind).name} {tag} came to relay {relay.place} from {came[0]}, and goes on to {end.place}"
+                f"{Kind(kind).name} {tag} came to relay {relay.host} from {came[0]}, and goes on to {end.host}"
             )
         if self.net.federated and not refused:
             self._check_class(end, kind, tag, frame, came)
@@ -402,7 +402,7 @@ class Ledger:
             copy = (tag, *end.said.get(_alias(frame), (0, "")))
             if copy in end.casts:
                 self.net.violate(
-                    f"two copies of {Kind(kind).name} {tag} go from {relay.place} to {end.place}"
+                    f"two copies of {Kind(kind).name} {tag} go from {relay.host} to {end.host}"
                 )
             end.casts.add(copy)
 
@@ -411,7 +411,7 @@ class Ledger:
     ) -> None:
         """What its alias says of a frame is true, and it goes nowhere that it is not wanted."""
         relay, origin = end.relay, self._origins.get(tag)
-        what = f"{Kind(kind).name} {tag} of {origin}, from {relay} to {end.place}:"
+        what = f"{Kind(kind).name} {tag} of {origin}, from {relay} to {end.host}:"
         hop_class, site = end.said.get(_alias(frame), (0, ""))
         if kind not in FORWARD:
             if end.wan and kind not in TUNNEL_KINDS and origin != end.site:
@@ -434,7 +434,7 @@ class Ledger:
         if hop_class == HopClass.TO_WAN and kind in CASTS:
             if end.wan:
                 self.wan_casts[(tag, site)] += 1
-                self.wan_via[(tag, site)] = (relay.place, end.place)
+                self.wan_via[(tag, site)] = (relay.host, end.host)
                 if self.wan_casts[(tag, site)] > 1:
                     self.net.violate(f"{what} the second copy for {site}")
             elif (relay.relay_id, tag, site) in self._to_wan:
@@ -447,9 +447,9 @@ class Ledger:
         run = frame[KIND_AT] == Kind.CALLS
         for one in singles(frame, Kind.REQUEST):
             if not one[FLAGS_AT] & FLAG_REFUSED and (tag := tag_of(one)):
-                hop_class = end.heard.get(_alias(one), (0, ""))[0]
+                hop_class = end.received.get(_alias(one), (0, ""))[0]
                 kind = self.calls[tag].kind if run and tag in self.calls else one[KIND_AT]
-                self._crossed[(end.relay.relay_id, kind, tag)] = (end.place, end.wan, hop_class)
+                self._crossed[(end.relay.relay_id, kind, tag)] = (end.host, end.wan, hop_class)
 
     # -- at rest ---------------------------------------------------------------------------------------------
 
@@ -514,10 +514,8 @@ def table_sizes(router: Any) -> Counter[str]:
             continue
         names = {name for base in cls.__mro__ for name in getattr(base, "__slots__", ())}
         names |= set(getattr(thing, "__dict__", ()))
-        places = {name: f"{cls.__name__}.{name}" for name in sorted(names)}
+        slots = {name: f"{cls.__name__}.{name}" for name in sorted(names)}
         todo += [
-            (place, getattr(thing, name, None))
-            for name, place in places.items()
-            if place not in CACHES
+            (slot, getattr(thing, name, None)) for name, slot in slots.items() if slot not in CACHES
         ]
     return sizes

@@ -189,7 +189,7 @@ class SimTunnel:
         self.state = "opening" if opener else "open"
         self.cause: Cause | None = None
         self.sent = 0
-        self.heard = 0
+        self.received = 0
 
     def send(self, count: int = 1) -> None:
         """Send `count` messages."""
@@ -215,11 +215,11 @@ class SimTunnel:
             self.session.net.violate(
                 f"tunnel {self.pair} of {self.session} got a frame of tunnel {pair}"
             )
-        if number != self.heard:
+        if number != self.received:
             self.session.net.violate(
-                f"tunnel {pair}: {self.session} got message {number} where {self.heard} was due"
+                f"tunnel {pair}: {self.session} got message {number} where {self.received} was due"
             )
-        self.heard += 1
+        self.received += 1
 
     def ended(self, cause: Cause) -> None:
         """It is over."""
@@ -239,7 +239,7 @@ class SimWatch:
         self.changes = 0
         """How often it was told of one."""
 
-    def told(self, change: frames.Membership, net: SimNetwork) -> None:
+    def on_change(self, change: frames.Membership, net: SimNetwork) -> None:
         self.changes += bool(change.joined or change.left)
         for info in change.joined:
             if info.member in self.members:
@@ -299,7 +299,7 @@ class SimSession:
         self.say(encode_control(frames.Hello(PROTOCOL_VERSION, minor, label, self.uid)))
 
     def __repr__(self) -> str:
-        return f"{self.label}@{self.relay.place}"
+        return f"{self.label}@{self.relay.host}"
 
     @property
     def mono_us(self) -> int:
@@ -359,12 +359,12 @@ class SimSession:
 
     def subscribe(self, pattern: str, *, group: str = "", key: bytes = KEY) -> None:
         """Subscribe; `subscriptions` shows when the relay knows."""
-        place = (pattern, group, key)
-        self.subscriptions[place] = _NEVER_US
+        subscription = (pattern, group, key)
+        self.subscriptions[subscription] = _NEVER_US
 
         def subscribed(ack: frames.Ack) -> None:
-            if place in self.subscriptions:
-                self.subscriptions[place] = self.net.now_us
+            if subscription in self.subscriptions:
+                self.subscriptions[subscription] = self.net.now_us
 
         self._ask(lambda number: frames.Subscribe(number, pattern, [key], group), subscribed)
 
@@ -391,10 +391,10 @@ class SimSession:
         """Return the alias that stands for this address, declared before its first use."""
         # What goes to some sites alone has a sequence of its own, so a sender of its own.
         sender_id = hashlib.blake2b(self.sender_id + site.encode(), digest_size=16).digest() if site else self.sender_id  # fmt: skip
-        place = (kind, name, key, sender_id, site)
-        alias = self._aliases.get(place)
+        route = (kind, name, key, sender_id, site)
+        alias = self._aliases.get(route)
         if alias is None:
-            alias = self._aliases[place] = len(self._aliases)
+            alias = self._aliases[route] = len(self._aliases)
             self.say(encode_control(frames.Declare(alias, kind, name, key, sender_id, site=site)))
         return alias
 
@@ -404,9 +404,9 @@ class SimSession:
         """Publish or broadcast a bundle of `count` messages; return its tag."""
         tag = self.net.ledger.new_tag()
         self.net.ledger.comes_from(tag, self.relay.site)
-        place = (kind, name, key, site)
-        first = self._sequences.get(place, 0)
-        self._sequences[place] = first + count
+        route = (kind, name, key, site)
+        first = self._sequences.get(route, 0)
+        self._sequences[route] = first + count
         body = TAG.pack(MAGIC, tag).ljust(max(size, 4 * count + 1), b".")
         alias = self.alias(kind, name, key, site)
         if not site:
@@ -775,10 +775,10 @@ class SimSession:
                 call.end("done")
         elif isinstance(body, frames.Membership):
             if body.id in self.watches:
-                self.watches[body.id].told(body, self.net)
+                self.watches[body.id].on_change(body, self.net)
         elif isinstance(body, frames.Gap):
             self.gaps.append(body)
-            self.net.ledger.gap_told(self, body)
+            self.net.ledger.gap_received(self, body)
         elif isinstance(body, frames.Wait):
             self.waiting.asked(body)
         elif isinstance(body, frames.Window):

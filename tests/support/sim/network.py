@@ -149,20 +149,20 @@ class LinkEnd(End):
     """A relay's end of a link, or of a WAN connection: up once both have said HELLO."""
 
     def __init__(
-        self, relay: SimRelay, place: int, inbound: Pipe, port: SimPort, dialled: bool
+        self, relay: SimRelay, host: int, inbound: Pipe, port: SimPort, dialled: bool
     ) -> None:
         super().__init__(relay, inbound, port)
-        self.place = place
+        self.host = host
         """Where the other end is."""
         self.link: Any = None
         self.dialled = dialled
-        self.site = relay.net.site_of(place)
+        self.site = relay.net.site_of(host)
         self.wan = self.site != relay.site
         self.casts: set[tuple[int, int, str]] = set()
         """Of the bundles that were put on it: tag, hop class and site."""
         self.said: dict[int, tuple[int, str]] = {}
         """In a federation, alias -> hop class and site, ..."""
-        self.heard: dict[int, tuple[int, str]] = {}
+        self.received: dict[int, tuple[int, str]] = {}
         """... in either direction."""
         self._entry: Callable[[memoryview, int, int], None]
         port.sent = self._sent
@@ -195,14 +195,14 @@ class LinkEnd(End):
             if frame[KIND_AT] >= FIRST_DATA_KIND:
                 relay.net.ledger.from_link(self, frame)
             elif frame[KIND_AT] == Kind.DECLARE and relay.net.federated:
-                note_alias(self.heard, frame)
+                note_alias(self.received, frame)
             elif (copies := relay.net.copies_of_control) is not None:
-                for _ in range(copies(relay, self.place, frame)):
+                for _ in range(copies(relay, self.host, frame)):
                     relay.give(self._entry, frame)
                 return
             relay.give(self._entry, frame)
             if self.link.closed and not self.closed:
-                self._over(f"{relay} hears that {self.place} leaves")
+                self._over(f"{relay} hears that {self.host} leaves")
             return
         hello = decode_control(memoryview(frame), 0, len(frame))
         assert isinstance(hello, LinkHello)
@@ -214,19 +214,19 @@ class LinkEnd(End):
                 and other.link is not None
                 and other.link.relay_id == hello.relay_id
             ):
-                relay.net.note(f"{relay} replaces its link to {self.place}")
+                relay.net.note(f"{relay} replaces its link to {self.host}")
                 other.lost()
         relay.tick()
         if self.wan:
-            # As its certificate would say: the site of the place.
+            # As its certificate would say: the site of the host.
             cost_ms = relay.net.costs_ms.get(self.site, 0)
             self.link = relay.router.wan_up(self.port, hello, self.site, cost_ms)
         else:
             self.link = relay.router.link_up(self.port, hello)
         self._entry = relay.router.entry(self.link)
-        relay.net.note(f"{relay} has a link to {self.place}")
+        relay.net.note(f"{relay} has a link to {self.host}")
         relay.net.ledger.fault_for(NOTICE_US)
-        relay.net.wire(relay.place, self.place).changed_us = relay.net.now_us
+        relay.net.wire(relay.host, self.host).changed_us = relay.net.now_us
         relay.acted()
 
     def leave(self) -> None:
@@ -238,7 +238,7 @@ class LinkEnd(End):
         self.port.control(encode_control(Bye()))
         self.port.finish()
         self._down()
-        self._over(f"{self.relay} leaves {self.place}")
+        self._over(f"{self.relay} leaves {self.host}")
         self.relay.acted()
 
     def _down(self) -> None:
@@ -251,7 +251,7 @@ class LinkEnd(End):
         self.inbound.close()
         self.relay.net.note(text)
         self.relay.net.ledger.fault_for(DEAD_US)
-        self.relay.net.link_lost(self.relay, self.place)
+        self.relay.net.link_lost(self.relay, self.host)
 
     def _writable(self) -> None:
         if self.link is not None:
@@ -260,10 +260,10 @@ class LinkEnd(End):
 
     def down(self) -> None:
         if self.link is not None:
-            self.relay.net.note(f"{self.relay} lost its link to {self.place} {self.port.aborted}")
+            self.relay.net.note(f"{self.relay} lost its link to {self.host} {self.port.aborted}")
             self.relay.net.ledger.fault_for(DEAD_US)
             self._down()
-        self.relay.net.link_lost(self.relay, self.place)
+        self.relay.net.link_lost(self.relay, self.host)
 
 
 def note_alias(aliases: dict[int, tuple[int, str]], frame: bytes) -> None:
@@ -274,14 +274,14 @@ def note_alias(aliases: dict[int, tuple[int, str]], frame: bytes) -> None:
 
 
 class SimRelay:
-    """One start of a relay at a place. Its host's clock shows `net.now_us + offset_us`."""
+    """One start of a relay at a host. Its host's clock shows `net.now_us + offset_us`."""
 
-    def __init__(self, net: SimNetwork, place: int, offset_us: int, generation: int) -> None:
+    def __init__(self, net: SimNetwork, host: int, offset_us: int, generation: int) -> None:
         self.net = net
-        self.place = place
+        self.host = host
         self.offset_us = offset_us
         self.generation = generation
-        self.site = net.site_of(place)
+        self.site = net.site_of(host)
         self.relay_id = net.rng.randbytes(16)
         self.alive = True
         self.frozen = False
@@ -293,7 +293,7 @@ class SimRelay:
         self.budget = Budget(net.queue_bytes)
         self.router = Router(
             self.relay_id, entropy=net.rng.randbytes, message_limit=LIMIT, limits=net.limits, site=self.site,
-            policy=Policy(*(net.policies.get(self.site, ()) if place in net.gateways[self.site] else ())),
+            policy=Policy(*(net.policies.get(self.site, ()) if host in net.gateways[self.site] else ())),
         )  # fmt: skip
         self.tick()
         # Until it has settled, what nobody serves waits.
@@ -301,7 +301,7 @@ class SimRelay:
         self.router.mesh.settle_us = self.mono_us + net.settle_us if net.settle_us else 0
 
     def __repr__(self) -> str:
-        return f"relay {self.place}.{self.generation}"
+        return f"relay {self.host}.{self.generation}"
 
     @property
     def mono_us(self) -> int:
@@ -414,8 +414,8 @@ class SimRelay:
         if silent:
             for session in list(self.sessions.values()):
                 session.connection_lost()
-        for place in net.wired(self.place):
-            net.link_lost(self, place)
+        for host in net.wired(self.host):
+            net.link_lost(self, host)
 
     def retire(self, grace_us: int) -> None:
         """As SIGTERM: others send it nothing new, what runs has `grace_us` to finish, then it says goodbye and is gone."""
@@ -439,7 +439,7 @@ class SimRelay:
 
 
 class Wire:
-    """What lies between two places."""
+    """What lies between two hosts."""
 
     def __init__(self, delay_us: int, dialler: int, *, wan: bool = False) -> None:
         self.delay_us = delay_us
@@ -462,12 +462,12 @@ def slowest_us(wire: Wire) -> int:
 
 
 class SimNetwork:
-    """Relays at places, a wire between each two that are to be connected, and what happens to them.
+    """Relays at hosts, a wire between each two that are to be connected, and what happens to them.
 
     `sites` says how many relays each has, in place of `relays`; the first `gateways` of them are connected to those of every other
     site: each to each, or (`pairs`) the first to the first, the second to the second. `policies`: what a site exports and imports.
 
-    `limits`, `port_bytes` and `queue_bytes` bound each relay's sessions, each queue and all of them; `copies_of_control(relay, from place, frame)` says how often a
+    `limits`, `port_bytes` and `queue_bytes` bound each relay's sessions, each queue and all of them; `copies_of_control(relay, from host, frame)` says how often a
     control frame that came over a link arrives.
     """
 
@@ -494,32 +494,32 @@ class SimNetwork:
         self.costs_ms = costs_ms or {}
         self.policies = policies or {}
         self._sites = [site for site, count in sites.items() for _ in range(count)]
-        self.places = {
+        self.hosts = {
             site: [at for at, where in enumerate(self._sites) if where == site] for site in sites
         }
-        """Site -> places."""
-        self.gateways = {site: places[:gateways] for site, places in self.places.items()}
-        self._wired: dict[int, list[int]] = {place: [] for place in range(len(self._sites))}
-        for place, site in enumerate(self._sites):
-            self.relays.append(SimRelay(self, place, self.rng.randrange(1_000_000, 10**12), 0))
-            for other in range(place):
+        """Site -> hosts."""
+        self.gateways = {site: hosts[:gateways] for site, hosts in self.hosts.items()}
+        self._wired: dict[int, list[int]] = {host: [] for host in range(len(self._sites))}
+        for host, site in enumerate(self._sites):
+            self.relays.append(SimRelay(self, host, self.rng.randrange(1_000_000, 10**12), 0))
+            for other in range(host):
                 if self._sites[other] == site:
-                    self._lay(other, place, delays_us, wan=False)
-            if place not in self.gateways[site]:
+                    self._lay(other, host, delays_us, wan=False)
+            if host not in self.gateways[site]:
                 continue
-            mine = self.gateways[site].index(place)
+            mine = self.gateways[site].index(host)
             for there, theirs in self.gateways.items():
                 for index, other in enumerate(theirs):
-                    if there != site and other < place and (index == mine or not pairs):
-                        self._lay(other, place, WAN_DELAYS_US, wan=True)
+                    if there != site and other < host and (index == mine or not pairs):
+                        self._lay(other, host, WAN_DELAYS_US, wan=True)
         self.run(warm_s)
 
-    def _lay(self, other: int, place: int, delays_us: tuple[int, int], *, wan: bool) -> None:
-        dialler = self.rng.choice((place, other))
-        self.wires[(other, place)] = Wire(self.rng.randint(*delays_us), dialler, wan=wan)
-        self._wired[other].append(place)
-        self._wired[place].append(other)
-        self.dial(other, place)
+    def _lay(self, other: int, host: int, delays_us: tuple[int, int], *, wan: bool) -> None:
+        dialler = self.rng.choice((host, other))
+        self.wires[(other, host)] = Wire(self.rng.randint(*delays_us), dialler, wan=wan)
+        self._wired[other].append(host)
+        self._wired[host].append(other)
+        self.dial(other, host)
 
     @property
     def now_us(self) -> int:
@@ -571,21 +571,21 @@ class SimNetwork:
             if not session.closed
         ]
 
-    # -- places ----------------------------------------------------------------------------------------------
+    # -- hosts ----------------------------------------------------------------------------------------------
 
-    def site_of(self, place: int) -> str:
-        return self._sites[place]
+    def site_of(self, host: int) -> str:
+        return self._sites[host]
 
-    def wired(self, place: int) -> list[int]:
-        """Return the places to which there is a wire."""
-        return self._wired[place]
+    def wired(self, host: int) -> list[int]:
+        """Return the hosts to which there is a wire."""
+        return self._wired[host]
 
     def at(self, site: str, index: int = 0) -> SimRelay:
         """Return a relay of a site: its gateways come first."""
-        return self.relays[self.places[site][index]]
+        return self.relays[self.hosts[site][index]]
 
     def paths(self, a: int, b: int) -> Iterable[tuple[Wire, ...]]:
-        """Give the wires of every way that a message may take from one place to another."""
+        """Give the wires of every way that a message may take from one host to another."""
         here, there = self._sites[a], self._sites[b]
         if here == there:
             yield (self.wire(a, b),)
@@ -603,17 +603,17 @@ class SimNetwork:
 
     def known_by_us(self, a: SimRelay, b: SimRelay, before_us: int, known_us: int) -> int:
         """Return until when what was said at one relay is known at the other, if it is by `before_us` while all passes."""
-        wire = self.wires.get((min(a.place, b.place), max(a.place, b.place)))
+        wire = self.wires.get((min(a.host, b.host), max(a.host, b.host)))
         if wire is None or not (wire.stopped or wire.healed_us > self.now_us - known_us):
             return before_us
         return min(before_us, wire.stopped_us - known_us)
 
     def slowest_us(self, a: SimRelay, b: SimRelay) -> int:
         """Return the longest that anything took between two relays so far."""
-        return max(sum(map(slowest_us, path)) for path in self.paths(a.place, b.place))
+        return max(sum(map(slowest_us, path)) for path in self.paths(a.host, b.host))
 
     def dial(self, a: int, b: int) -> None:
-        """Have a link made between two places, as soon as that is possible."""
+        """Have a link made between two hosts, as soon as that is possible."""
         wire = self.wire(a, b)
         if not wire.dialling:
             wire.dialling = True
@@ -638,18 +638,18 @@ class SimNetwork:
         wire.pipes = [*(pipe for pipe in wire.pipes if not pipe.closed), there, back]
         ends = [
             LinkEnd(
-                other, dialler.place, there, SimPort(back, self.port_bytes, other.budget), False
+                other, dialler.host, there, SimPort(back, self.port_bytes, other.budget), False
             ),
             LinkEnd(
-                dialler, other.place, back, SimPort(there, self.port_bytes, dialler.budget), True
+                dialler, other.host, back, SimPort(there, self.port_bytes, dialler.budget), True
             ),
         ]
         wire.ends = [*(end for end in wire.ends if not end.closed), *ends]
 
-    def link_lost(self, relay: SimRelay, place: int) -> None:
+    def link_lost(self, relay: SimRelay, host: int) -> None:
         """An end of a link is gone: whoever dials there dials again."""
-        self.wire(relay.place, place).changed_us = self.now_us
-        self.dial(relay.place, place)
+        self.wire(relay.host, host).changed_us = self.now_us
+        self.dial(relay.host, host)
 
     def cut(self, a: int, b: int) -> None:
         """Break the connection: what is on the way is lost from some frame on, and both ends notice, each in its time."""
@@ -683,15 +683,15 @@ class SimNetwork:
             for pipe in wire.pipes:
                 pipe.go()
 
-    def come_back(self, place: int) -> SimRelay:
-        """Start the relay at a place again, under a new id."""
-        old = self.relays[place]
+    def come_back(self, host: int) -> SimRelay:
+        """Start the relay at a host again, under a new id."""
+        old = self.relays[host]
         assert not old.alive
-        relay = self.relays[place] = SimRelay(self, place, old.offset_us, old.generation + 1)
+        relay = self.relays[host] = SimRelay(self, host, old.offset_us, old.generation + 1)
         self.note(f"{relay} starts")
-        relay.router.wait_for_links(len(self.wired(place)), relay.mono_us)  # as the door does
-        for other in self.wired(place):
-            self.dial(place, other)
+        relay.router.wait_for_links(len(self.wired(host)), relay.mono_us)  # as the door does
+        for other in self.wired(host):
+            self.dial(host, other)
         return relay
 
     # -- at rest ---------------------------------------------------------------------------------------------
@@ -707,7 +707,7 @@ class SimNetwork:
             if relay.alive and relay.router.draining:
                 relay.stop_now()
             if not relay.alive:
-                self.come_back(relay.place)
+                self.come_back(relay.host)
         self.run(settle_s)
 
     def check_converged(self) -> None:
@@ -715,9 +715,9 @@ class SimNetwork:
         if self.federated:
             self._check_sites()
         for relay in self.relays:
-            for place in self.places[relay.site]:
-                if place != relay.place:
-                    self._check_copy(relay, self.relays[place])
+            for host in self.hosts[relay.site]:
+                if host != relay.host:
+                    self._check_copy(relay, self.relays[host])
             extra = set(relay.router.links) - {other.relay_id for other in self.relays}
             if extra:
                 self.violate(f"{relay} still has links to {len(extra)} relays that are gone")
@@ -768,27 +768,27 @@ class SimNetwork:
         topics: dict[tuple[str, bytes, str], int] = {}
         for session in other.sessions.values():
             for pattern, group, key in session.subscriptions:
-                place = (pattern, key, group)
-                topics[place] = topics.get(place, 0) + 1
+                subscription = (pattern, key, group)
+                topics[subscription] = topics.get(subscription, 0) + 1
         if link.topics != topics:
             wrong = sorted(link.topics.items() ^ topics.items())
             self.violate(f"{relay} has a wrong copy of the topics of {other}: {wrong}")
 
     def _check_sites(self) -> None:
         """Every way there should be is there, and its copy is what that site wants, as far as both policies let it through."""
-        truth = {site: self._wants(site) for site in self.places}
+        truth = {site: self._wants(site) for site in self.hosts}
         for relay in self.relays:
             router = relay.router
             ways = router.sites.site_routes
-            if wrong := set(ways) - set(self.places) | ({relay.site} & set(ways)):
+            if wrong := set(ways) - set(self.hosts) | ({relay.site} & set(ways)):
                 self.violate(f"{relay} has ways to {sorted(wrong)}")
-            for site in self.places:
+            for site in self.hosts:
                 if site == relay.site:
                     continue
-                own = [p for p in self.wired(relay.place) if self._sites[p] == site]
-                others = [g for g in self.gateways[relay.site] if g != relay.place]
+                own = [p for p in self.wired(relay.host) if self._sites[p] == site]
+                others = [g for g in self.gateways[relay.site] if g != relay.host]
                 behind = [g for g in others if site in map(self.site_of, self.wired(g))]
-                wanted = {self.relays[place].relay_id for place in (*own, *behind)}
+                wanted = {self.relays[host].relay_id for host in (*own, *behind)}
                 found = list(ways.get(site, {}).values())
                 if len(found) != len(wanted) or {way.relay_id for way in found} != wanted:
                     self.violate(f"{relay} has {len(found)} ways to {site}, not {len(wanted)}")
@@ -808,8 +808,8 @@ class SimNetwork:
         """Return what the members and subscribers of a site want, all together."""
         clusters: dict[Any, Any] = {}
         topics: dict[Any, int] = {}
-        for place in self.places[site]:
-            for session in self.relays[place].sessions.values():
+        for host in self.hosts[site]:
+            for session in self.relays[host].sessions.values():
                 for member in session.members.values():
                     kinds, count = clusters.get((member.name, member.key), ({}, 0))
                     for kind in map(int, member.kinds):

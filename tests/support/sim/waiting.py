@@ -32,8 +32,8 @@ class SimSink:
 
     waits = True
 
-    def __init__(self, owner: Waiting, place: tuple[str, str, bytes], pace_us: int) -> None:
-        self.pattern, self.group, self.key = place
+    def __init__(self, owner: Waiting, subscription: tuple[str, str, bytes], pace_us: int) -> None:
+        self.pattern, self.group, self.key = subscription
         self.pace_us = pace_us
         self.limit_bytes = QUEUE_BYTES
         self.paused = False
@@ -58,9 +58,9 @@ class SimSink:
 
     def take(self, name: str, source: bytes, size: int) -> None:
         """Hold a bundle until it is handled."""
-        place = (name, source)
-        self._queue.append((place, size))
-        self._held[place] = self._held.get(place, 0) + size
+        flow = (name, source)
+        self._queue.append((flow, size))
+        self._held[flow] = self._held.get(flow, 0) + size
         total = sum(self._held.values())
         self.most_bytes = max(self.most_bytes, total)
         if total > self.limit_bytes:
@@ -84,13 +84,13 @@ class SimSink:
         self._busy = False
         if self.paused:
             return
-        place, size = self._queue.popleft()
+        flow, size = self._queue.popleft()
         self.handled += 1
-        self._held[place] -= size
-        if not self._held[place]:
-            del self._held[place]
+        self._held[flow] -= size
+        if not self._held[flow]:
+            del self._held[flow]
         if not self._owner.session.closed:
-            self._owner.windows.freed(*place)
+            self._owner.windows.freed(*flow)
             self._go_on()
 
 
@@ -218,13 +218,13 @@ class Waiting:
 
     # -- subscribing -----------------------------------------------------------------------------------------
 
-    def subscribe(self, place: tuple[str, str, bytes], pace_us: int) -> SimSink:
-        sink = self.sinks[place] = SimSink(self, place, pace_us)
+    def subscribe(self, subscription: tuple[str, str, bytes], pace_us: int) -> SimSink:
+        sink = self.sinks[subscription] = SimSink(self, subscription, pace_us)
         self.windows.changed()
         return sink
 
-    def unsubscribe(self, place: tuple[str, str, bytes]) -> None:
-        if self.sinks.pop(place, None) is not None:
+    def unsubscribe(self, subscription: tuple[str, str, bytes]) -> None:
+        if self.sinks.pop(subscription, None) is not None:
             self.windows.changed()
 
     def declared(self, body: frames.Declare) -> None:
@@ -308,5 +308,7 @@ def check_credits(relay: SimRelay) -> None:
             net.violate(
                 f"{relay} keeps {len(gone)} credits of neighbors that are gone for {flow.route.name!r}"
             )
-        if len(flow.credits) != len({id(c) for place in flow.by_group.values() for c in place}):
-            net.violate(f"{relay} keeps places of credits that it has not for {flow.route.name!r}")
+        if len(flow.credits) != len({id(c) for members in flow.by_group.values() for c in members}):
+            net.violate(
+                f"{relay} keeps slots of credits that it does not have for {flow.route.name!r}"
+            )

@@ -33,13 +33,13 @@ class World:
 
     def __init__(self, seed: int, *, sites: int = 50, relays: int = 20) -> None:
         self.rng = random.Random(f"world {seed}")
-        places = {f"s{number:02}": relays for number in range(sites)}
-        self.net = SimNetwork(seed, sites=places, pairs=True, warm_s=0)
-        self.troubled = self.rng.sample(list(places), min(TROUBLED, sites))
+        hosts = {f"s{number:02}": relays for number in range(sites)}
+        self.net = SimNetwork(seed, sites=hosts, pairs=True, warm_s=0)
+        self.troubled = self.rng.sample(list(hosts), min(TROUBLED, sites))
         """Where faults happen, and half of the traffic comes from."""
         self.did: Counter[str] = Counter()
         self.stopped: list[tuple[int, int]] = []
-        for site in self.net.places:
+        for site in self.net.hosts:
             for _ in range(2):
                 self.attach(site)
         self.net.run(2.0)
@@ -48,10 +48,10 @@ class World:
     def attach(self, site: str = "") -> None:
         """Somebody comes who serves, and subscribes."""
         rng, net = self.rng, self.net
-        place = rng.choice(net.places[site or rng.choice(list(net.places))])
-        if not net.relays[place].alive:
+        host = rng.choice(net.hosts[site or rng.choice(list(net.hosts))])
+        if not net.relays[host].alive:
             return
-        session = net.relays[place].session(f"s{net.ledger.new_tag()}")
+        session = net.relays[host].session(f"s{net.ledger.new_tag()}")
         session.serve(rng.choice(CLUSTERS), concurrency=rng.choice((1, 8)))
         session.subscribe(rng.choice(FILTERS), group=rng.choice(GROUPS))
 
@@ -66,7 +66,7 @@ class World:
         return self.rng.choice(near if near and self.rng.random() < 0.5 else there)
 
     def some_gateway(self) -> SimRelay:
-        gateways = [place for site in self.troubled for place in self.net.gateways[site]]
+        gateways = [host for site in self.troubled for host in self.net.gateways[site]]
         return self.net.relays[self.rng.choice(gateways)]
 
     # -- faults ------------------------------------------------------------------------------------------------
@@ -74,13 +74,13 @@ class World:
     def cut(self) -> None:
         """A WAN connection breaks, or a link of a gateway."""
         gateway = self.some_gateway()
-        self.net.cut(gateway.place, self.rng.choice(self.net.wired(gateway.place)))
+        self.net.cut(gateway.host, self.rng.choice(self.net.wired(gateway.host)))
 
     def stop(self) -> None:
         """A WAN connection goes silent."""
         gateway = self.some_gateway()
-        far = [p for p in self.net.wired(gateway.place) if self.net.site_of(p) != gateway.site]
-        self._stop((gateway.place, self.rng.choice(far)))
+        far = [p for p in self.net.wired(gateway.host) if self.net.site_of(p) != gateway.site]
+        self._stop((gateway.host, self.rng.choice(far)))
 
     def _stop(self, pair: tuple[int, int]) -> None:
         self.net.stop(*pair)
@@ -89,10 +89,10 @@ class World:
     def isolate(self) -> None:
         """A site loses all its WAN connections, silently."""
         gateway = self.some_gateway()
-        for place in self.net.gateways[gateway.site]:
-            for other in self.net.wired(place):
+        for host in self.net.gateways[gateway.site]:
+            for other in self.net.wired(host):
                 if self.net.site_of(other) != gateway.site:
-                    self._stop((place, other))
+                    self._stop((host, other))
 
     def heal(self) -> None:
         for pair in self.stopped:
@@ -105,7 +105,7 @@ class World:
     def come_back(self) -> None:
         for relay in list(self.net.relays):
             if not relay.alive:
-                self.net.come_back(relay.place)
+                self.net.come_back(relay.host)
 
     def freeze(self) -> None:
         gateway = self.some_gateway()
@@ -170,8 +170,7 @@ class World:
         """At peace everything arrives everywhere: all at once, from relays of several sites."""
         net, rng = self.net, self.rng
         callers = [
-            net.relays[place].session("probe")
-            for place in rng.sample(range(len(net.relays)), PROBES)
+            net.relays[host].session("probe") for host in rng.sample(range(len(net.relays)), PROBES)
         ]
         net.run(0.2)
         there = net.sessions
@@ -224,7 +223,7 @@ class World:
                 "virtual ms": self.net.now_us // 1000,
                 "copies": ledger.cast_copies,
                 "audited": ledger.audited,
-                "told": ledger.told_lost,
+                "told": ledger.reported_lost,
                 "late": ledger.late,
                 "over links": ledger.loops_checked,
                 "over the WAN": ledger.over_wan,

@@ -237,7 +237,7 @@ def test_what_failed_or_was_not_run_says_so_and_why_once(
     assert "<fast>" not in page
 
 
-def test_a_round_that_failed_is_told_beside_the_figure_of_the_others(
+def test_a_round_that_failed_is_reported_beside_the_figure_of_the_others(
     report: ModuleType, document: dict[str, Any]
 ) -> None:
     run = next(r for r in document["runs"] if (r["peer"], r["cell"]) == ("iris", "w3-64"))

@@ -21,7 +21,7 @@ def test_numbers_are_given_out_from_zero_and_found_again() -> None:
     assert len(table) == 4
 
 
-def test_a_full_table_declares_the_least_recently_used_anew() -> None:
+def test_a_full_table_declares_the_least_recently_used_again() -> None:
     table, aliases = filled(8)
     aliases["k0"].used = 100
     fresh = table.add("new", 101)

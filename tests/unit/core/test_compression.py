@@ -72,7 +72,7 @@ def test_the_longest_is_refused_before_anything_is_allocated(
         expanded(_claiming(1 << 20, frame))
 
 
-def test_a_frame_inside_a_frame_is_no_bundle() -> None:
+def test_a_frame_inside_a_frame_is_not_a_bundle() -> None:
     plain = encode_bundle([b"x" * 1000], None, False)
     twice = bytearray(compressed(plain))
     inner = _claiming(len(twice) - 8, zstandard.ZstdCompressor().compress(bytes(twice[8:])))

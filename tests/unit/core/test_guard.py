@@ -60,7 +60,7 @@ def test_a_sequence_belongs_to_a_sender_an_address_a_kind_and_a_receiver() -> No
         assert guard.sequence(other, 0) is not base
 
 
-def test_a_topic_followed_anew_expects_no_sequence_but_repeats_nothing() -> None:
+def test_a_topic_followed_again_expects_no_sequence_but_repeats_nothing() -> None:
     guard = Guard(FRESH_US)
     places = [place(), place(name="b"), place(kind=Kind.BROADCAST)]
     for each in places:

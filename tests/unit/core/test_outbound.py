@@ -219,7 +219,7 @@ def test_a_poisoned_outbound_seals_nothing() -> None:
         out.flush()
 
 
-def test_the_shell_is_told_when_enough_is_framed() -> None:
+def test_the_shell_is_notified_when_enough_is_framed() -> None:
     told: list[int] = []
     out = Outbound(
         relay_id=RELAY, session_id=SESSION, challenge=CHALLENGE, entropy=bytes,

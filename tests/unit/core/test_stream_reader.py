@@ -44,7 +44,7 @@ def reader(*answers: tuple[Sequence[Item], int]) -> Reader:
     )  # fmt: skip
 
 
-async def test_gaps_and_holes_side_by_side_are_told_and_end_the_read() -> None:
+async def test_gaps_and_holes_side_by_side_are_reported_and_end_the_read() -> None:
     items = [Hole(0, 4, 1), Gap(4, 7, "slow receiver", 1), Hole(5, 9, 2)]
     async with reader((items, 9)) as messages:
         assert [message async for message in messages] == []

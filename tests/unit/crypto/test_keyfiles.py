@@ -181,7 +181,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         load_keyring(tmp_path / "absent.toml")
 
 
-def test_what_is_no_plain_file_is_refused_at_once(tmp_path: Path) -> None:
+def test_what_is_not_a_plain_file_is_refused_at_once(tmp_path: Path) -> None:
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo, 0o600)
     for path in (fifo, tmp_path):
@@ -272,7 +272,7 @@ def test_a_site_key_is_written_once_and_read_again(tmp_path: Path) -> None:
         "[site]\nkey = 1\n",
     ],
 )
-def test_what_is_no_site_key_file_is_refused_and_not_repeated(tmp_path: Path, text: str) -> None:
+def test_what_is_not_a_site_key_file_is_refused_and_not_repeated(tmp_path: Path, text: str) -> None:
     path = private_file(tmp_path / "eu.toml", text.encode())
     with pytest.raises(KeyringError) as raised:
         load_site_key(path)

@@ -73,7 +73,7 @@ def test_the_key_id_is_the_first_half_of_the_hash_of_the_public_key() -> None:
     assert ca_public != key.public_key
 
 
-def test_a_proof_tells_the_key_id_of_its_signer() -> None:
+def test_a_proof_gives_the_key_id_of_its_signer() -> None:
     key = ClusterKey(SECRET)
     proved = verify_proof(
         key.public_key, signature(key), relay_id=RELAY, session_id=SESSION, challenge=CHALLENGE
@@ -212,7 +212,7 @@ def test_a_revealed_key_parses_to_the_same_key(secret: bytes) -> None:
 
 
 @given(st.one_of(st.text(), st.integers(), st.none(), st.binary().map(base64.b64encode)))
-def test_text_that_is_no_key_is_refused_without_being_repeated(text: object) -> None:
+def test_text_that_is_not_a_key_is_refused_without_being_repeated(text: object) -> None:
     with pytest.raises(KeyringError) as caught:
         ClusterKey.parse(text)
     assert (
@@ -256,7 +256,7 @@ def test_a_sites_fingerprint_is_its_public_key_in_full_and_reads_as_it_was_writt
 @pytest.mark.parametrize(
     "text", ["", "A" * 42, "A" * 44, "A" * 43 + "==", "A" * 42 + "B", "+" * 43, "/" + "A" * 42, "Ä" * 43, " " + "A" * 42, "A" * 43 + "\n"]
 )  # fmt: skip
-def test_what_is_no_fingerprint_is_refused(text: str) -> None:
+def test_what_is_not_a_fingerprint_is_refused(text: str) -> None:
     with pytest.raises(KeyringError, match="fingerprint"):
         parse_fingerprint(text)
 

@@ -118,7 +118,7 @@ HOLE = {"what": "hole", "stream": "recorded", "count": None, "cause": "restart"}
         [[*accepted(0, 1), CLOSED], [read(0, "0", "recorded", "t.p"), FINISHED, HOLE]],
     ],
 )
-def test_what_keeps_the_promises_is_no_violation(histories: list[list[dict[str, Any]]]) -> None:
+def test_what_keeps_the_promises_is_not_a_violation(histories: list[list[dict[str, Any]]]) -> None:
     assert violations(*histories) == []
 
 

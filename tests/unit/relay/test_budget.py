@@ -194,7 +194,7 @@ def test_of_a_run_of_frames_calls_control_and_tunnels_stay_in_their_order() -> N
     assert lost == {PLAIN: 2, OTHER: 1}
 
 
-def test_what_was_dropped_apart_is_told_apart_and_of_a_group_as_one_sum() -> None:
+def test_what_was_dropped_apart_is_reported_apart_and_for_a_group_as_one_sum() -> None:
     queue: list[Entry] = [
         (cast(1, 0), 1, None),
         (cast(3, 1), 1, None),
@@ -206,7 +206,7 @@ def test_what_was_dropped_apart_is_told_apart_and_of_a_group_as_one_sum() -> Non
     assert lost == {PLAIN: 2, GROUP: 2}
 
 
-def test_what_an_alias_stood_for_before_it_was_declared_anew_is_not_guessed() -> None:
+def test_what_an_alias_stood_for_before_it_was_declared_again_is_not_guessed() -> None:
     declare = encode_control(Declare(1, int(Kind.PUBLISH), "a", bytes(16), bytes(16), True, [], 0))
     queue: list[Entry] = [(cast(1, 0), 1, None), (declare, 0, None), (cast(1, 1), 1, None)]
     after, lost = dropped(queue, 10_000)

@@ -46,7 +46,7 @@ def as_toml(value: object) -> str:
     return f'"{value}"' if isinstance(value, str | Path) else str(value)
 
 
-def test_a_relay_that_is_told_nothing_gets_the_defaults() -> None:
+def test_a_relay_without_settings_gets_the_defaults() -> None:
     assert load() == lan(Path("/tmp/iris-1000/relay.sock"))
 
 
@@ -194,7 +194,7 @@ def test_a_variable_that_is_wrong_is_named(variable: str, value: str) -> None:
         load(environ={variable: value})
 
 
-def test_a_flag_that_is_no_setting_is_named() -> None:
+def test_a_flag_that_is_not_a_setting_is_named() -> None:
     with pytest.raises(ConfigError, match=r"^max_sesions: is not a setting"):
         load({"max_sesions": 1})
 
@@ -293,7 +293,7 @@ def test_the_ends_of_the_ranges_are_allowed() -> None:
     assert {name: getattr(changed, name) for name in at_the_ends} == at_the_ends
 
 
-def test_a_development_relay_stops_at_once_unless_it_is_told_otherwise() -> None:
+def test_a_development_relay_stops_at_once_unless_configured_otherwise() -> None:
     assert dev(SOCKET).dev
     assert dev(SOCKET).drain_timeout_s < lan(SOCKET).drain_timeout_s
     assert load({"dev": True, "socket_path": SOCKET}) == dev(SOCKET)

@@ -194,7 +194,7 @@ def test_a_peer_that_varies_its_key_gets_a_bounded_number_of_lines(kept: Kept) -
     assert kept.lines[-1]["suppressed_others"] == 992
 
 
-def test_what_a_forgotten_key_kept_back_is_still_told(kept: Kept) -> None:
+def test_what_a_forgotten_key_kept_back_is_still_logged(kept: Kept) -> None:
     quiet = Quiet(limit=1)
     assert quiet.warning(log, "e", "first", 0.0, {})
     assert not quiet.warning(log, "e", "first", 5.0, {})

@@ -34,7 +34,7 @@ class Scene(MissedCasts):
         return began
 
 
-def test_each_hears_what_was_sent_since_it_left() -> None:
+def test_what_each_missed_since_it_left_is_reported_to_it() -> None:
     there = Scene()
     there.disconnected(ONE, final=True)
     first = there.one_sent()
@@ -59,7 +59,7 @@ def test_who_is_lost_may_have_missed_what_began_a_moment_before() -> None:
     assert there.reconnected(ONE) == [unsure]
 
 
-def test_a_process_that_stood_still_counts_from_when_it_last_heard_anybody() -> None:
+def test_a_process_that_stood_still_counts_from_when_it_last_received_anything() -> None:
     there = Scene()
     unsure = there.one_sent()
     there.silent_us = 60_000_000
@@ -134,7 +134,7 @@ def test_who_is_away_for_an_hour_is_forgotten_with_what_began() -> None:
     assert (there._sent, there._users) == ({}, {})
 
 
-def test_a_link_that_is_gone_takes_what_came_over_it_along() -> None:
+def test_a_link_that_is_lost_takes_what_came_over_it_along() -> None:
     there = Scene()
     there.disconnected(ONE, final=True)
     passed_on, own = there.one_sent(), there.one_sent()

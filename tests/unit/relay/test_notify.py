@@ -54,7 +54,7 @@ def test_a_service_manager_that_is_gone_is_logged_and_not_raised(
 
 
 @pytest.mark.parametrize("address", ["vsock:2:1234", "@" + "x" * 200, "/" + "x" * 200])
-def test_an_address_that_is_no_socket_is_logged_and_not_raised(
+def test_an_address_that_is_not_a_socket_is_logged_and_not_raised(
     address: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert not notify.ready({"NOTIFY_SOCKET": address})

@@ -30,14 +30,14 @@ def test_a_denied_name_wins_and_nothing_named_is_everything(
     assert [name for name in (*allowed, *refused) if made.allow(name)] == allowed
 
 
-def test_a_filter_is_told_if_any_topic_of_it_may_cross() -> None:
+def test_a_filter_is_advertised_if_any_topic_of_it_may_cross() -> None:
     made = Patterns(["news.>", "!news.secret.>"])
     assert [f for f in (">", "news.*", "news.secret.x", "*.secret.*", "other.>") if made.may_allow(f)] == [
         ">", "news.*", "*.secret.*",
     ]  # fmt: skip
 
 
-def test_clusters_are_exported_by_who_serves_and_topics_by_who_publishes() -> None:
+def test_clusters_are_exported_by_the_serving_site_and_topics_by_the_publishing_site() -> None:
     policy = Policy(exported=["billing", "news.>"], imported=["search", "prices.>"])
     assert policy.leaving(Kind.REQUEST, "search", KEY_ID) == ""
     assert policy.leaving(Kind.REQUEST, "billing", KEY_ID) == "billing is not imported"

@@ -106,7 +106,7 @@ def test_a_mistake_is_named_by_its_entry_and_field(text: str, error: str) -> Non
     assert str(caught.value).startswith(error)
 
 
-def test_what_is_no_list_of_sockets_is_refused(tmp_path: Path) -> None:
+def test_what_is_not_a_list_of_sockets_is_refused(tmp_path: Path) -> None:
     for text, error in (("", "socket: write"), ("[socket]\n", r"write \[\[socket\]\]"), ("[relay]\n", "relay: unknown"), ("x", "sp.toml")):  # fmt: skip
         (tmp_path / "sp.toml").write_text(text)
         with pytest.raises(ConfigError, match=error):

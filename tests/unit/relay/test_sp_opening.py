@@ -108,7 +108,7 @@ def listen_first(path: Path) -> None:
     path.unlink()
 
 
-def test_nobody_whom_its_mode_keeps_out_connects_while_an_ipc_socket_is_opened() -> None:
+def test_users_that_its_mode_keeps_out_cannot_connect_while_an_ipc_socket_is_opened() -> None:
     """Whoever tries all the time gets in where a socket listens before it has its mode, and never here."""
     with tempfile.TemporaryDirectory(prefix="iris-sp-") as name:
         Path(name).chmod(0o755)

@@ -138,7 +138,7 @@ def test_goodbyes_of_nobody_cost_a_look_up_each(discovery: MulticastDiscovery) -
     ],
 )
 @pytest.mark.parametrize("state", list(ServiceStateChange))
-def test_a_name_that_is_none_of_a_relay_is_counted_and_nothing_else(
+def test_a_name_that_is_not_of_a_relay_is_counted_and_nothing_else(
     discovery: MulticastDiscovery, name: str, state: ServiceStateChange
 ) -> None:
     discovery._on_change(Cache(), SERVICE_TYPE, name, state)  # type: ignore[arg-type]

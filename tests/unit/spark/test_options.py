@@ -183,7 +183,7 @@ def test_options_travel_to_executors() -> None:
     ("given", "meant"),
     [({}, "wait"), ({"whenFull": "drop"}, "drop"), ({"whenfull": "WAIT"}, "wait")],
 )
-def test_rows_that_are_published_wait_unless_they_are_told_not_to(
+def test_rows_that_are_published_wait_unless_configured_otherwise(
     given: dict[str, str], meant: str
 ) -> None:
     assert sink(topic="t", **given).when_full == meant

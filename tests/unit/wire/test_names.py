@@ -44,7 +44,7 @@ def test_a_name_of_plain_tokens_is_a_cluster_a_topic_a_group_and_a_filter(name: 
     "name",
     ["", ".", "a.", ".a", "a..b", "a b", " a", "a\n", "a\tb", "a\x00", "a\x7f", "a\u2028b", "a\u00a0b", "\ud800", "a.*", "*", ">"],
 )  # fmt: skip
-def test_what_is_outside_the_grammar_is_no_cluster_topic_or_group(name: str) -> None:
+def test_what_is_outside_the_grammar_is_not_a_cluster_topic_or_group(name: str) -> None:
     for check in (check_cluster, check_topic, check_group):
         with pytest.raises(InvalidName):
             check(name)
@@ -58,7 +58,7 @@ def test_wildcards_stand_for_whole_tokens_in_a_filter(name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["", "a*", "*a", "a.>.b", ">.a", "a>", "**", "a..>", "a b.>", ">>"]
 )
-def test_a_wildcard_anywhere_else_is_no_filter(name: str) -> None:
+def test_a_wildcard_anywhere_else_is_not_a_filter(name: str) -> None:
     with pytest.raises(InvalidName):
         check_filter(name)
 
@@ -72,7 +72,7 @@ def test_a_name_has_at_most_255_bytes_and_32_tokens() -> None:
 
 
 @pytest.mark.parametrize("name", [None, b"a", 7, ["a"]])
-def test_a_name_that_is_no_str_is_refused_by_its_type(name: object) -> None:
+def test_a_name_that_is_not_a_str_is_refused_by_its_type(name: object) -> None:
     with pytest.raises(InvalidName, match=f"must be a str, not {type(name).__name__}"):
         check_topic(name)  # type: ignore[arg-type]
 

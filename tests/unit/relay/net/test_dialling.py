@@ -272,7 +272,7 @@ async def test_a_relay_that_said_goodbye_is_given_up_when_it_stays_away(
     await until(lambda: X in net.up)
 
 
-async def test_a_relay_that_is_heard_again_after_a_goodbye_is_kept(net: Net) -> None:
+async def test_a_relay_that_is_sighted_again_after_a_goodbye_is_kept(net: Net) -> None:
     target = await linked(net, X, GOOD)
     advert(net, X, GOOD, gone=True)
     advert(net, X, GOOD)

@@ -166,7 +166,7 @@ def test_a_short_cast_stays_behind_a_long_one_of_its_flow_under_another_alias() 
     assert 2 not in lanes
 
 
-def test_an_alias_that_is_declared_anew_means_its_new_flow_only_after_the_old_is_through() -> None:
+def test_an_alias_that_is_declared_again_means_its_new_flow_only_after_the_old_is_through() -> None:
     lanes = Lanes()
     assert not lanes.control(declare(1, kind=Kind.PUBLISH))
     lanes.put(1, frame(1, bytes(300_000), kind=Kind.PUBLISH), 1)

@@ -220,7 +220,7 @@ def test_a_site_pinned_under_a_name_that_it_does_not_go_by_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["", "EU", "e u", "eu:us", "1eu", "-eu", "e" * 33, "eu\n", "ü"])
-def test_what_is_no_sites_name_gets_no_certificate(name: str) -> None:
+def test_what_is_not_a_sites_name_gets_no_certificate(name: str) -> None:
     with pytest.raises(InvalidName):
         gateway_leaf(EU, name, HERE, SEED)
     with pytest.raises(InvalidName):
@@ -283,7 +283,7 @@ def test_while_a_site_changes_its_key_both_are_pinned_and_either_serves_and_dial
 # Other kinds of certificates, other protocols
 
 
-def test_a_leaf_of_a_network_or_an_access_file_is_no_gateways_and_a_gateways_leaf_is_neither() -> (
+def test_leaves_of_a_network_and_of_an_access_file_are_refused_as_a_gateways_and_the_reverse() -> (
     None
 ):
     """Even where one secret was used for all of them."""
@@ -308,7 +308,7 @@ def test_a_leaf_of_a_network_or_an_access_file_is_no_gateways_and_a_gateways_lea
     assert verdict(met.client_error) == "CERTIFICATE_VERIFY_FAILED"
 
 
-def test_a_gateways_name_is_no_relays_and_a_relays_no_gateways() -> None:
+def test_a_gateways_name_is_refused_for_a_relay_and_a_relays_for_a_gateway() -> None:
     met = dial(OURS, THEIRS)
     for side in (met.client, met.server):
         with pytest.raises(PeerProtocolError, match="iris-relay"):

@@ -313,7 +313,7 @@ async def heard(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Hear
     rig.driver.close()
 
 
-async def test_a_burst_is_heard_in_portions_and_in_order(heard: Heard) -> None:
+async def test_a_burst_is_handled_in_portions_and_in_order(heard: Heard) -> None:
     heard.come(*range(100))
     first = len(heard.numbers)
     assert 0 < first * GAP_COST_BYTES < PORTION_BYTES + GAP_COST_BYTES
@@ -326,7 +326,7 @@ async def test_a_burst_is_heard_in_portions_and_in_order(heard: Heard) -> None:
     assert heard.numbers == list(range(102))
 
 
-async def test_a_long_burst_is_heard_in_ever_larger_portions(heard: Heard) -> None:
+async def test_a_long_burst_is_handled_in_ever_larger_portions(heard: Heard) -> None:
     portions = [0]
     hear = heard.port.buffer_updated
 
@@ -373,7 +373,7 @@ async def test_a_message_behind_a_portion_keeps_its_place(heard: Heard) -> None:
     assert heard.numbers == [*range(20), 100, 101, *range(20, 30)]
 
 
-async def test_while_a_burst_waits_another_connection_is_heard(heard: Heard) -> None:
+async def test_while_a_burst_waits_another_connection_is_served(heard: Heard) -> None:
     heard.come(*range(30))
     asyncio.get_running_loop().call_soon(heard.numbers.append, -1)
     await until(lambda: heard.rig.connection.reading)
@@ -382,7 +382,7 @@ async def test_while_a_burst_waits_another_connection_is_heard(heard: Heard) -> 
     assert heard.numbers == list(range(30))
 
 
-async def test_what_comes_although_reading_pauses_is_heard_behind_what_waits(heard: Heard) -> None:
+async def test_what_comes_although_reading_pauses_is_handled_after_what_waits(heard: Heard) -> None:
     heard.come(*range(30))
     first = list(heard.numbers)
     heard.come(*range(30, 60))
@@ -392,7 +392,7 @@ async def test_what_comes_although_reading_pauses_is_heard_behind_what_waits(hea
 
 
 @pytest.mark.parametrize("at", [0, 20], ids=["in the first portion", "in a later one"])
-async def test_a_connection_that_ends_while_frames_wait_hears_none_of_them(
+async def test_frames_that_wait_when_a_connection_ends_are_not_handled(
     heard: Heard, at: int
 ) -> None:
     heard.then[at] = lambda: heard.port.abort("cut")
@@ -404,7 +404,7 @@ async def test_a_connection_that_ends_while_frames_wait_hears_none_of_them(
     heard.port.connection_lost(None)
 
 
-async def test_a_connection_cut_by_the_other_side_while_frames_wait_hears_none_of_them(
+async def test_frames_that_wait_when_the_other_side_cuts_a_connection_are_not_handled(
     heard: Heard,
 ) -> None:
     heard.come(*range(30))
@@ -415,7 +415,7 @@ async def test_a_connection_cut_by_the_other_side_while_frames_wait_hears_none_o
     assert not heard.port._deferred
 
 
-async def test_a_broken_rule_among_frames_that_waited_ends_the_link_and_is_told(
+async def test_a_broken_rule_among_frames_that_waited_ends_the_link_and_is_reported(
     heard: Heard,
 ) -> None:
     def broken() -> None:

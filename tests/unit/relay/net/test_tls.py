@@ -524,7 +524,7 @@ def test_an_access_file_that_others_can_read_is_refused(tmp_path: Path, mode: in
         load_access(path)
 
 
-def test_what_is_no_access_file_is_refused_by_name(tmp_path: Path) -> None:
+def test_what_is_not_an_access_file_is_refused_by_name(tmp_path: Path) -> None:
     cases = {
         tmp_path / "missing.pem": "cannot be read",
         tmp_path: "not a regular file",
@@ -546,7 +546,7 @@ def test_a_loaded_access_file_shows_no_secret(access: RemoteAccess) -> None:
 # Server names that are no text
 
 
-def test_a_garbled_server_name_is_refused_and_told_once_without_a_traceback(
+def test_a_garbled_server_name_is_refused_and_logged_once_without_a_traceback(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     told: list[None] = []

@@ -80,7 +80,7 @@ def test_a_step_is_noticed_once_and_moves_only_the_wall_clock(hours: int) -> Non
 
 
 @pytest.mark.parametrize("drift", [0.0005, -0.0005, 0.1, -0.1])
-def test_drift_is_followed_and_is_no_step(drift: float) -> None:
+def test_drift_is_followed_and_is_not_a_step(drift: float) -> None:
     host = Host()
     host.run(600, drift=drift)
     clock = host.clock

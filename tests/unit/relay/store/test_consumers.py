@@ -105,7 +105,7 @@ def test_what_is_not_acked_in_time_is_delivered_again_and_counted(log: Log) -> N
     assert one.info().pending == 0
 
 
-def test_a_touch_starts_the_ack_timeout_anew_for_these_messages_only(log: Log) -> None:
+def test_a_touch_restarts_the_ack_timeout_for_these_messages_only(log: Log) -> None:
     log.append([entry(count=2)], 1)
     one = consumer(log)
     all_of(one, 1)
@@ -186,7 +186,7 @@ def test_dead_letters_over_the_bound_are_listed_when_others_are_confirmed(log: L
     assert one.info().lag == 0
 
 
-def test_the_messages_of_a_worker_that_is_gone_are_due_at_once(log: Log) -> None:
+def test_the_messages_of_a_worker_that_was_lost_are_due_at_once(log: Log) -> None:
     log.append([entry()] * 3, 1)
     one = consumer(log, group=True, max_deliver=2)
     one.take(ANN, MANY, 2, 1)
@@ -240,7 +240,9 @@ def test_without_dead_letters_or_with_a_higher_limit_ten_workers_are_not_enough(
         assert places(one.take(ANN, MANY, MANY, 1 + turn * SECOND)) == [(0, 1, 1)]
 
 
-def test_what_is_known_not_to_have_come_is_no_try_and_what_was_confirmed_stays(log: Log) -> None:
+def test_a_delivery_known_not_to_have_arrived_is_not_counted_and_confirmations_stay(
+    log: Log,
+) -> None:
     log.append([entry()] * 2, 1)
     one = consumer(log, group=True, max_deliver=2)
     one.take(ANN, MANY, 1, 1)
@@ -353,7 +355,7 @@ def test_an_ephemeral_consumer_is_never_written(log: Log) -> None:
         Consumer.load(log, "c")
 
 
-def test_a_damaged_cursor_is_told(log: Log) -> None:
+def test_a_damaged_cursor_is_reported(log: Log) -> None:
     log.append([entry()], 1)
     one = consumer(log)
     all_of(one)

@@ -152,7 +152,7 @@ def test_a_copy_that_the_disk_does_not_take_is_not_there(
     assert (copy.next, items(copy)) == (0, [])
 
 
-def test_producers_of_the_source_are_none_of_the_copy(logs: tuple[Log, Log]) -> None:
+def test_producers_of_the_source_are_not_producers_of_the_copy(logs: tuple[Log, Log]) -> None:
     source, copy = logs
     stamp = Stamp(b"p" * 16, 0, 0)
     source.append([entry(b"one", stamp=stamp)], 100)

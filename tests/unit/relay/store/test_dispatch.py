@@ -202,7 +202,7 @@ def test_a_worker_gets_no_more_than_it_may_hold(log: Log) -> None:
     assert one.info().workers == 2
 
 
-def test_gaps_are_told_once_and_settle_themselves(log: Log) -> None:
+def test_gaps_are_reported_once_and_settle_themselves(log: Log) -> None:
     log.append([entry()], 1)
     log.append([NewGap(7, "slow")], 1)
     log.append([entry()], 1)
@@ -234,7 +234,7 @@ def test_what_expires_or_is_compacted_before_its_redelivery_settles_itself(log: 
     assert (one.counts.skipped, one.info().floor) == (4, 5)
 
 
-def test_what_retention_removed_is_told_once_and_counted(log: Log) -> None:
+def test_what_retention_removed_is_reported_once_and_counted(log: Log) -> None:
     log.append([entry()] * 6, 1)
     one = consumer(log)
     one.take(ANN, MANY, 3, 1)
@@ -279,14 +279,16 @@ def test_a_deferred_record_ahead_of_the_reader_is_settled_once(log: Log) -> None
     assert firsts(all_of(one, 30)) == [0, 4]
 
 
-def test_a_deferred_record_that_waits_for_a_worker_is_no_reason_to_wake_up_again(log: Log) -> None:
+def test_a_deferred_record_that_waits_for_a_worker_is_not_a_reason_to_wake_up_again(
+    log: Log,
+) -> None:
     log.append([entry(due_us=20), entry(due_us=40)], 10)
     one = consumer(log)
     one.expire(25)
     assert one.deadline_us == 40
 
 
-def test_a_record_that_claims_too_many_messages_is_told_as_a_gap(log: Log) -> None:
+def test_a_record_that_claims_too_many_messages_is_reported_as_a_gap(log: Log) -> None:
     log.append([entry(count=1 << 31), entry()], 1)
     one = consumer(log)
     taken = all_of(one)

@@ -15,7 +15,7 @@ def uuid(number: int) -> bytes:
     return number.to_bytes(16)
 
 
-def test_marks_outlive_the_store_and_other_files_are_no_marks(tmp_path: Path) -> None:
+def test_marks_outlive_the_store_and_other_files_are_not_marks(tmp_path: Path) -> None:
     for name in ("notes.ended", f"{'0' * 31}g.ended", uuid(3).hex()):
         (tmp_path / name).write_bytes(b"")
     Ended(tmp_path).add(uuid(1), 1)

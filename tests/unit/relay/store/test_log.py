@@ -242,7 +242,7 @@ def stamped(log: Log, *stamps: Stamp) -> list[Outcome]:
     return log.append([entry(stamp=stamp) for stamp in stamps], 1)
 
 
-def test_a_retried_append_is_stored_once_and_told_its_offsets(log: Log) -> None:
+def test_a_retried_append_is_stored_once_and_gets_its_offsets(log: Log) -> None:
     first = log.append([entry(b"one", count=4, stamp=Stamp(A, 1, 0))], 1)
     assert first == [Stored(0, 4)]
     again = log.append([entry(b"one", count=4, stamp=Stamp(A, 1, 0))], 2)

@@ -226,7 +226,7 @@ def test_one_damaged_block_costs_what_is_in_it_and_nothing_else(
         assert log.commit("etl", 2, [(b"b" * 16, 1)], 900).first == end
 
 
-def test_a_consumer_is_told_of_what_was_damaged_and_goes_on(
+def test_damage_is_reported_to_a_consumer_which_goes_on(
     logs: dict[str, Path], tmp_path: Path
 ) -> None:
     streams = damaged(tmp_path, logs["tables"])
@@ -242,7 +242,7 @@ def test_a_consumer_is_told_of_what_was_damaged_and_goes_on(
         assert consumer.counts.missed >= after - first
 
 
-def test_a_consumer_that_has_passed_a_deferred_record_is_told_that_it_is_lost(
+def test_the_loss_of_a_deferred_record_is_reported_to_a_consumer_that_has_passed_it(
     tmp_path: Path,
 ) -> None:
     path = str(tmp_path / "log")

@@ -163,7 +163,9 @@ def test_a_record_that_is_staged_again_changes_nothing(log: Log) -> None:
     assert bodies(log) == [b"a0", b"a1", b"a2"]
 
 
-def test_what_lost_is_gone_with_the_batch_and_so_is_what_is_of_earlier_ones(log: Log) -> None:
+def test_attempts_that_were_not_committed_are_deleted_with_the_batch_and_with_earlier_ones(
+    log: Log,
+) -> None:
     stage(log, A, b"won", batch=5)
     stage(log, B, b"lost", batch=5)
     stage(log, B, b"never", batch=4)
@@ -235,7 +237,7 @@ def test_what_expired_while_the_log_was_closed_goes_at_the_first_look(path: str,
         assert (rows(again), again.staged.bytes) == (0, 0)
 
 
-def test_a_stream_stages_no_more_than_its_bound_and_takes_more_when_some_is_gone(
+def test_a_stream_stages_no_more_than_its_bound_and_accepts_more_when_some_is_deleted(
     log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(staged_rows, "STAGED_BYTES", 6000)

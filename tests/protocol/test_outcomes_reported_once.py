@@ -59,7 +59,7 @@ def test_a_request_that_was_tried_once_and_found_nobody_did_not_run() -> None:
 
 
 @pytest.mark.parametrize("relays", [1, 2])
-def test_a_push_from_a_clock_too_far_off_is_told_as_one(relays: int) -> None:
+def test_a_push_from_a_clock_too_far_off_is_reported_as_clock_skew(relays: int) -> None:
     net = Network(relays=relays)
     if relays == 2:
         net.link(0, 1)
@@ -88,7 +88,7 @@ def test_to_a_relay_of_an_older_version_a_push_from_another_clock_is_unreadable(
     assert "clock" not in str(loss.error)
 
 
-def test_publications_from_a_clock_too_far_off_are_told_once() -> None:
+def test_publications_from_a_clock_too_far_off_are_reported_once() -> None:
     net = Network()
     sender, receiver = net.host(), net.host()
     inbox = receiver.subscribe("a")
@@ -109,7 +109,7 @@ def test_publications_from_a_clock_too_far_off_are_told_once() -> None:
     assert sum(gap.count or 0 for gap in inbox.gaps) == 3
 
 
-def test_a_bundle_that_was_changed_on_the_way_and_comes_again_is_told_once() -> None:
+def test_a_bundle_that_was_changed_on_the_way_and_comes_again_is_reported_once() -> None:
     net = Network()
     sender, receiver = net.host(), net.host()
     inbox = receiver.subscribe("a")
@@ -120,7 +120,7 @@ def test_a_bundle_that_was_changed_on_the_way_and_comes_again_is_told_once() -> 
     assert receiver.session.dropped["late or repeated"] == 2
 
 
-def test_what_both_ends_of_a_link_tell_of_one_loss_is_told_once() -> None:
+def test_a_loss_that_both_ends_of_a_link_report_is_reported_once() -> None:
     net = Network(relays=2)
     ends = net.link(0, 1)
     listener, sender = net.host(), net.host(relay=1)
@@ -144,7 +144,7 @@ def test_what_both_ends_of_a_link_tell_of_one_loss_is_told_once() -> None:
     net.check()
 
 
-def test_what_a_relay_sent_before_it_stood_still_is_told_when_it_is_back() -> None:
+def test_what_a_relay_sent_before_it_stood_still_is_reported_when_it_is_back() -> None:
     """A stopped process hears nothing and sends nothing: however long that is, its last words may not have arrived."""
     net = Network(relays=2)
     ends = net.link(0, 1)

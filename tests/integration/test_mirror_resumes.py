@@ -32,7 +32,7 @@ from iris.streams import mirroring
 from iris.wire.streams import Copied, Copy, Hole
 
 
-async def test_a_mirror_follows_its_source_and_tells_its_lag(setting: Any) -> None:
+async def test_a_mirror_follows_its_source_and_reports_its_lag(setting: Any) -> None:
     _, client, other = setting
     await client.streams.create("log")
     async with other.streams.mirror("log", "copy") as mirror:
@@ -241,7 +241,7 @@ async def test_a_source_that_was_created_again_is_never_mixed_in(setting: Any) -
     assert [m.payload for m in (await whole(client, "copy"))[0]] == [b"old"]
 
 
-async def test_a_source_that_lost_its_end_is_told(setting: Any) -> None:
+async def test_a_source_that_lost_its_end_is_reported(setting: Any) -> None:
     _, client, _ = setting
     made = await client.streams.create("log")
     await copy_all(client, "log", "copy")

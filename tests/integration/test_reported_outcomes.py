@@ -46,7 +46,7 @@ async def test_a_request_that_is_asked_again_after_its_session_was_lost_may_have
         assert caught.value.may_have_run
 
 
-async def test_a_gap_is_told_after_the_messages_in_front_of_it(setting: Any) -> None:
+async def test_a_gap_is_reported_after_the_messages_in_front_of_it(setting: Any) -> None:
     _, client, other = setting
     told: list[object] = []
     await client.streams.create("orders", topic="orders.>")
@@ -66,7 +66,9 @@ async def test_a_gap_is_told_after_the_messages_in_front_of_it(setting: Any) -> 
     assert gaps == [3, 7]
 
 
-async def test_what_a_reader_was_not_told_yet_it_is_told_when_it_goes_on(setting: Any) -> None:
+async def test_a_gap_that_a_reader_has_not_reported_yet_is_reported_when_it_goes_on(
+    setting: Any,
+) -> None:
     _, client, other = setting
     gaps: list[StreamGap] = []
     await client.streams.create("orders", topic="orders.>")

@@ -38,7 +38,7 @@ def open_to_others(data: Path) -> str:
 
 
 @pytest.mark.parametrize("hurt", [missing, cut_short, open_to_others])
-async def test_a_key_or_directory_that_cannot_be_used_is_told_and_the_store_goes_on_when_it_is_mended(
+async def test_a_key_or_directory_that_cannot_be_used_is_reported_and_the_store_goes_on_when_it_is_mended(
     hurt: object, tmp_path: Path
 ) -> None:
     data = tmp_path / "data"
@@ -88,7 +88,7 @@ async def test_a_key_or_directory_that_cannot_be_used_is_told_and_the_store_goes
             assert len(said_so) == 1
 
 
-async def test_it_is_told_to_members_of_other_relays_and_a_store_that_waits_for_another_is_waited_for(
+async def test_it_is_reported_to_members_of_other_relays_and_a_store_that_waits_for_another_is_waited_for(
     tmp_path: Path,
 ) -> None:
     data = tmp_path / "data"

@@ -17,7 +17,7 @@ START_S = 30.0
 """Longest that a relay takes to serve, or to log what is waited for, on a busy machine."""
 
 
-class Restarted:
+class RestartableRelay:
     """One relay, everything of it in a directory of its own inside that of `roles`; those of one `network` share their keys."""
 
     def __init__(
