@@ -262,7 +262,7 @@ def _taken(hostile: Hostile, relay: Relay) -> tuple[int, int]:
     """Return how many of its members and topics a relay keeps."""
     neighbor: Any = hostile.neighbor(relay)
     if hostile.own:
-        return len(neighbor.way.clusters), len(neighbor.way.topics)
+        return len(neighbor.site_route.clusters), len(neighbor.site_route.topics)
     return neighbor.copy.keyed, len(neighbor.topics)
 
 
@@ -334,7 +334,12 @@ async def test_an_honest_pair_goes_on(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for bound in ("link.MAX_COPY", "hearing.MAX_COPY", "ways.MAX_WANTED", "federation.MAX_WANTED"):
+    for bound in (
+        "link.MAX_COPY",
+        "peer_interest.MAX_COPY",
+        "site_routes.MAX_WANTED",
+        "federation.MAX_WANTED",
+    ):
         monkeypatch.setattr(f"relay.core.{bound}", BOUND)
     async with adversary(tmp_path) as hostile:
         one, two = hostile.relays

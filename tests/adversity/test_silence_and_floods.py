@@ -50,7 +50,7 @@ async def test_a_client_that_connects_and_sends_nothing_gets_an_error_and_is_cut
 ) -> None:
     async with neighbours(relay) as others, Wire(relay) as wire:
         await others.check()
-        assert await wire.error() == "HELLO did not come within 1 s"
+        assert await wire.error() == "HELLO was not received within 1 s"
         await others.check()
         assert unaccounted(await others.settled(2)) == 0
 
@@ -89,8 +89,8 @@ async def test_half_a_frame_and_silence_is_cut(relay: Path) -> None:
             *map(greeting, (1, 4, 9)), *map(publishing, (3, 60, 100_000)), dripping()
         )
         await others.check()
-        greeted = ["the rest of a frame did not come within 1 s"] * 4
-        assert await errors == ["HELLO did not come within 1 s"] * 3 + greeted
+        greeted = ["the rest of a frame was not received within 1 s"] * 4
+        assert await errors == ["HELLO was not received within 1 s"] * 3 + greeted
         await others.check()
         after = await others.settled(2)
         assert tables(after) == tables(before)
