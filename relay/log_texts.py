@@ -164,7 +164,7 @@ SENTENCES: Final[dict[str, str | tuple[str, ...]]] = {
         "Service {service} missed {messages} messages in {losses} losses, the last one on {topic}: {cause}.",
     ),
     "client.publish_stalled": "A subscriber of {topic} made no room for {stall_s} s. Messages to it are dropped until it does.",
-    "client.handler_failed": "The handler {handler} raised an exception. The client continues; correct the handler.",
+    "client.handler_failed": "The {handler} raised an exception. The client continues; correct the handler.",
     "client.fault": f"The client's connection was closed because of an internal error; it connects again. {_BUG}",
     "relay.socket_skipped": "The relay's socket {socket} was not used because it cannot be trusted: {reason}.",
     "tunnel.not_direct": "A tunnel stays with the relay because its socket pair could not be fetched: {error}.",

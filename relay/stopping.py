@@ -71,7 +71,7 @@ class Stopping:
         return [port for port in ports if port.session.greeted and not _is_store_only(port)]
 
     def _must_be_read(self, port: SessionPort) -> bool:
-        """Return whether a session must be read to its end: it sends BYE, or the loss of its casts would go unnoticed."""
+        """Return whether to read a session to its end: it sends BYE, or a loss of its casts would go unnoticed."""
         session = port.session
         return not session.closed and (session.minor >= PING_MINOR or session.casts)
 

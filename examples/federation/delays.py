@@ -1,4 +1,7 @@
-"""How late a carrier leaves the airports of one site: `DELAYS_SITE=lga-ewr iris run delays:delays` answers for LaGuardia and Newark alone."""
+"""A service that answers how late a carrier leaves the airports of one site.
+
+`DELAYS_SITE=lga-ewr iris run delays:delays` answers for LaGuardia and Newark alone.
+"""
 
 import os
 from typing import Any

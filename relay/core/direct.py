@@ -1,6 +1,7 @@
 """Socket pairs for tunnels between two local sessions: who gets one, their limit, and the traffic over them.
 
-the opener sends DIRECT ──► both sessions can receive descriptors, and there is room: a pair, and a token of its end to each session
+the opener sends DIRECT ──► both sessions can receive descriptors, and there is room:
+                            a pair, and for each session a token of its end
 the tunnel or a session ends ──► the pair is shut down for both, whatever they do with their descriptors
 
 The relay does not see what passes over a pair, so this traffic is in no account of messages.

@@ -3,7 +3,8 @@
 A receiver that knows a sender counts missing casts by their sequences. A receiver that does not know the
 sender cannot.
 
-    link or site lost ──► disconnected ── each cast sent or declared ──► record ── up, interest known ──► reconnected ──► GAP
+    link or site lost ──► disconnected ── each cast sent or declared ──► record
+        ── up, interest known ──► reconnected ──► GAP
 
 A relay that was restarted has another id. So an unknown relay may be any of those that disconnected: it
 gets the gaps that any of them may have missed, and takes the slot of one.

@@ -1,7 +1,8 @@
 """Replicated interest: the journal of the side that advertises it, and the state of the side that receives it.
 
     Journal   a snapshot for a new peer, then changes, each from one version to the next
-    Replica   FRESH ── reset ──► SNAPSHOT ── its last part ──► LIVE ── a change is missing ──► RESYNC ── reset ──► SNAPSHOT
+    Replica   FRESH ── reset ──► SNAPSHOT ── its last part ──► LIVE
+              LIVE ── a change is missing ──► RESYNC ── reset ──► SNAPSHOT
 
 Links replicate the members of relays in this way, and the sites that gateways reach. WAN connections
 replicate whole sites.

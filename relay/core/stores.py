@@ -2,7 +2,7 @@
 
     the relay starts a store, or one was lost ── starting ──► it has joined for every stream: up
                                               ──► nobody starts it, and `BACK_US` has passed: there is none
-                                              ──► its directory or key cannot be used: there is none, and the reason is advertised
+                                              ──► its directory or key cannot be used: none, and why is advertised
 
 A store joins for the stores first, then for each stream, in one go. So the relay sends it PING at its first
 JOIN: its PONG follows the rest.

@@ -5,7 +5,7 @@ A frame of more than `WHOLE_BYTES` is sent as several frames of the same alias. 
 
     casts of a flow, DECLARE, GAP   stay behind a long cast of that flow, whatever their aliases
     other frames and DECLARE        stay behind a long frame of their alias
-    DECLARE of an alias in use      stays behind frames of the alias's old meaning; those of its new meaning stay behind it
+    DECLARE of an alias in use      stays behind frames of the alias's old meaning, and before those of its new one
     DONE                            stays behind long answers of any alias
     BYE, PING, PONG                 stay behind everything
     all others                      overtake: other flows, other aliases, other control frames, tunnels

@@ -189,8 +189,9 @@ class Hub:
     def greeted(self, port: LinkPort, hello: frames.LinkHello) -> Neighbor:
         """Bring a connection up after both HELLOs, and return the router's object.
 
-        Raises Refused if an older connection to the same relay stays.         If the same side dialled both connections, the newer one stays. If each side dialled one, the one dialled by the
-        relay with the lower id stays. The other is taken down.
+        Raises Refused if an older connection to the same relay stays. If the same side dialled both connections,
+        the newer one stays. If each side dialled one, the one dialled by the relay with the lower id stays. The
+        other is taken down.
         """
         self._check_hello(port, hello)
         older = self._port_of(hello.relay_id)

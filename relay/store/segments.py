@@ -28,7 +28,7 @@ _LINE: Final = struct.Struct("<QIIq")
 
 
 class Limits(Struct, frozen=True):
-    """The limits of a log; None is no limit. The oldest entries are removed until all limits hold."""
+    """The limits of a log; None means without limit. The oldest entries are removed until all limits hold."""
 
     max_bytes: int | None = None
     """Sum of the stored keys and values. Use of the disk is higher: see docs/decisions/0015."""
