@@ -45,7 +45,7 @@ HELP = """Send messages to clusters by name, and run relays and services.
     Start here:
       iris demo                     see everything at work, on real data
       iris relay --dev              start a relay with throw-away keys
-      iris run greetings:greeter    serve a cluster (README.md has greetings.py)
+      iris run greetings            serve a cluster (README.md has greetings.py)
       iris request greeter world    send that cluster a request
 
     \b
