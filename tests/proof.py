@@ -21,9 +21,10 @@
     python tests/proof.py gateway-drains 100    # N drains of the gateways of two sites under load
     python tests/proof.py direct 200            # N direct tunnels broken under load: either end killed, the relay, the pair
 
-Exits 1 if the promise does not hold. The figures go to docs/proof.md (`--record` names another file), one section per area
-and count, in place of the former one. The areas sim, scale, federation and mutations, and the steps of hostile, run in this
-process or in memory. All others run real processes, with a relay, keys and sockets of their own.
+Exits 1 if the promise does not hold. The figures go to docs/proof.md (`--record` names another file), one section
+per area and count, in place of the former one. The areas sim, scale, federation and mutations, and the steps of
+hostile, run in this process or in memory. All others run real processes, with a relay, keys and sockets of their
+own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""A relay answers every call of a channel itself, with a refusal: callers hear of it in time, at small cost, and nothing is done twice."""
+"""A relay answers every call of a channel itself, with a refusal: callers hear of it in time, at small cost, and
+nothing is done twice.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Strangers, impostors and floods at the door of a gateway: refused, counted, said once, and no connection is worse for it."""
+"""Strangers, impostors and floods at the door of a gateway: refused, counted, said once, and no connection is worse
+for it.
+"""
 
 from __future__ import annotations
 

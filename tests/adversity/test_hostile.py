@@ -1,6 +1,7 @@
 """A hostile relay and a hostile site among honest ones: whatever they send, sessions that do not talk to them go on.
 
-`support.hostile` plays them, on real routers and sessions joined by memory. `make proof AREA=hostile N=100000` takes more steps.
+`support.hostile` plays them, on real routers and sessions joined by memory. `make proof AREA=hostile N=100000`
+takes more steps.
 """
 
 from __future__ import annotations

@@ -300,7 +300,9 @@ class Heard:
 async def test_a_message_that_a_relay_gives_only_to_a_group_is_reported_to_all_other_subscribers(
     member_here: bool, tmp_path: Path
 ) -> None:
-    """The message opens, so it is not forged. It reaches none of its subscribers, so it is lost, even if nothing follows."""
+    """The message opens, so it is not forged. It reaches none of its subscribers, so it is lost, even if nothing
+    follows.
+    """
     every, shared = Heard(), Heard()
     async with (
         Liar(tmp_path, acknowledging) as liar,

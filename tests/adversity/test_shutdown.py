@@ -30,7 +30,9 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
 
 
 def left_behind(daemon: Daemon) -> list[str]:
-    """Return the names in the relay's directory. The lock stays: a deleted lock could be held twice. The count of members stays while there are some."""
+    """Return the names in the relay's directory. The lock stays: a deleted lock could be held twice. The count of
+    members stays while there are some.
+    """
     return sorted(path.name for path in daemon.socket.parent.iterdir() if path.name != "dev")
 
 

@@ -1,4 +1,5 @@
-"""What faces bytes that others chose. Each target takes any bytes: they are accepted, or raise the one documented error.
+"""What faces bytes that others chose. Each target takes any bytes: they are accepted, or raise the one documented
+error.
 
 `TARGETS` maps a name to a function of bytes, so that a fuzzer of another make can drive the same code, and so that the
 inputs kept in `corpus/<name>/` are run again by every test run.
@@ -269,7 +270,9 @@ def router(data: bytes) -> None:
 
 
 def link(data: bytes) -> None:
-    """Frames of a relay that holds the network key, beside a well-behaved member and caller: the link ends, or all goes on."""
+    """Frames of a relay that holds the network key, beside a well-behaved member and caller: the link ends, or all
+    goes on.
+    """
     full, data = (data[0] % 7, data[1:]) if data else (0, b"")
     relay = Router(bytes(16), entropy=bytes, message_limit=1 << 20)
     relay.now_us = NOW_US
@@ -609,7 +612,9 @@ class _OldTunnel:
 
 
 def iris1(data: bytes) -> None:
-    """A client of the first Iris, in reads whose size the first byte chooses: its frames are taken, or one is a Violation."""
+    """A client of the first Iris, in reads whose size the first byte chooses: its frames are taken, or one is a
+    Violation.
+    """
     step, data = (data[0] + 1, data[1:]) if data else (1, b"")
     host = _OldHost()
     said: list[bytes] = []

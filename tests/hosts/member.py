@@ -1,11 +1,11 @@
 """A program on a host: it serves, listens and calls as it is told. Uses nothing but the public names of Iris.
 
-Reads a JSON object a line, {"id": 1, "do": "request", …}, and does each as a task of its own. Writes a JSON object a line:
-{"id": 1, "value": …}, {"id": 1, "error": "NoMembers", "detail": …, "may_have_run": false}, or {"event": "holding", …} by
-itself. Ends, leaving gracefully, at the end of its input.
+Reads a JSON object a line, {"id": 1, "do": "request", …}, and does each as a task of its own. Writes a JSON object
+a line: {"id": 1, "value": …}, {"id": 1, "error": "NoMembers", "detail": …, "may_have_run": false}, or {"event":
+"holding", …} by itself. Ends, leaving gracefully, at the end of its input.
 
-The service answers with its own name and what it got, "b: hello". A request, or a tunnel's message, that begins with "hold"
-is kept until "release" is done.
+The service answers with its own name and what it got, "b: hello". A request, or a tunnel's message, that begins
+with "hold" is kept until "release" is done.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Heard:
 
 
 class Tally:
-    """Of the numbers that were published under one name: how many came, and whether in their order."""
+    """The numbers received under one name: how many, and whether in order."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -270,7 +270,9 @@ class Program:
     async def do_requests(
         self, cluster: str, count: int, in_flight: int, timeout: float, first: int = 0
     ) -> Value:
-        """Send requests numbered from `first`, some at once; return how many ended how: by the answering member, or error."""
+        """Send requests numbered from `first`, some at once; return how many ended how: by the answering member, or
+        error.
+        """
         ended: dict[str, int] = {}
         numbers = iter(range(first, first + count))
 

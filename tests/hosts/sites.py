@@ -1,4 +1,5 @@
-"""Sites for tests: each a switch with relays that are gateways, and a router between them whose proxies delay, lose, stall and cut.
+"""Sites for tests: each a switch with relays that are gateways, and a router between them whose proxies delay,
+lose, stall and cut.
 
     eu: a, b ── switch eu ──┐            ┌── switch us ── us: c, d
                              └─ router ──┘
@@ -69,7 +70,9 @@ class Site:
 
 
 class Federation:
-    """Sites and the router between them. A context manager: at its end the proxies are gone; relays go with their `Lan`."""
+    """Sites and the router between them. A context manager: at its end the proxies are gone; relays go with their
+    `Lan`.
+    """
 
     def __init__(
         self, lan: Lan, directory: Path, names: Sequence[str] = ("eu", "us", "ap"), *, gateways: int = 2, plain: int = 0, delay_s: float = 0.0,

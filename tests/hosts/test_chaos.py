@@ -1,4 +1,6 @@
-"""Four hosts, hurt at random while all of them work: what is promised always holds always, and quiet restores everything."""
+"""Four hosts, hurt at random while all of them work: what is promised always holds always, and quiet restores
+everything.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Cables are pulled, relays are killed and frozen: what was under way ends, what others can serve goes on, nothing runs twice."""
+"""Cables are pulled, relays are killed and frozen: what was under way ends, what others can serve goes on, nothing
+runs twice.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Three sites of two gateways and one more relay each, joined through proxies: what one cloud sees of another, and what it stands.
+"""Three sites of two gateways and one more relay each, joined through proxies: what one cloud sees of another, and
+what it stands.
 
 `make proof AREA=federation` runs the tests under load at size.
 """

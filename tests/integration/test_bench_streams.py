@@ -1,4 +1,6 @@
-"""The bench of durable streams, as far as Iris goes: every load on real processes, briefly. What is asserted are counts, never speed."""
+"""The bench of durable streams, as far as Iris goes: every load on real processes, briefly. What is asserted are
+counts, never speed.
+"""
 
 from __future__ import annotations
 

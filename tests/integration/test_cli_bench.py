@@ -552,7 +552,8 @@ async def test_a_worker_that_nobody_polls_gives_up(monkeypatch: pytest.MonkeyPat
         await worker.close()
 
 
-# -- times and histograms ------------------------------------------------------------------------------------------------
+# -- times and histograms
+# ------------------------------------------------------------------------------------------------
 
 
 async def test_no_message_leaves_before_it_is_due() -> None:

@@ -1,4 +1,6 @@
-"""`iris federation`, and gateways as an operator starts them: keys, fingerprints, two relays as processes, what is seen of sites."""
+"""`iris federation`, and gateways as an operator starts them: keys, fingerprints, two relays as processes, what is
+seen of sites.
+"""
 
 from __future__ import annotations
 

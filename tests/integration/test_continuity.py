@@ -1,4 +1,6 @@
-"""A recorded stream goes on without a gap where nothing can be missing, and has one wherever something may be: real relays and stores."""
+"""A recorded stream goes on without a gap where nothing can be missing, and has one wherever something may be: real
+relays and stores.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ class Stage:
             self.sent += 1
 
     async def recorded(self, count: int | None = None) -> list[str]:
-        """Return the causes of the gaps once `count`, or all, messages are there; they are in order, and there is nothing else."""
+        """Return the causes of the gaps once `count`, or all, messages are there; they are in order, and there is
+        nothing else.
+        """
         count = self.sent if count is None else count
         numbers: list[int] = []
         gaps: list[iris.StreamGap] = []

@@ -60,7 +60,7 @@ EXPECTED = {
 }  # fmt: skip
 
 ARGUMENTS = {"recorded_flights": ["--january"]}
-"""Of examples that are long otherwise."""
+"""Arguments that make long examples short: name -> arguments."""
 ANY_ORDER = {"errors", "survey", "members"}
 """Where several tasks print."""
 

@@ -1,4 +1,6 @@
-"""Ids of appended messages: whoever appends a message again under its id, it is stored once, for as long as the stream says."""
+"""Ids of appended messages: whoever appends a message again under its id, it is stored once, for as long as the
+stream says.
+"""
 
 from __future__ import annotations
 

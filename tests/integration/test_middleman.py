@@ -1,4 +1,6 @@
-"""A relay in the middle of a session over TLS. It has the network key, so it can make any certificate, but no cluster key."""
+"""A relay in the middle of a session over TLS. It has the network key, so it can make any certificate, but no
+cluster key.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A relay tells its store that nothing is missing: from then on nobody's publication is taken, whenever who sent it was accepted."""
+"""A relay tells its store that nothing is missing: from then on nobody's publication is taken, whenever who sent it
+was accepted.
+"""
 
 from __future__ import annotations
 

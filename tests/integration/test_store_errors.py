@@ -1,4 +1,6 @@
-"""A store whose key or directory cannot be used says so to whoever asks for a stream: nothing is replaced, nothing is started in a loop."""
+"""A store whose key or directory cannot be used says so to whoever asks for a stream: nothing is replaced, nothing
+is started in a loop.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Streams and their keys: who lacks one finds nothing, and what was sealed under a retired key is never mixed with the new."""
+"""Streams and their keys: who lacks one finds nothing, and what was sealed under a retired key is never mixed with
+the new.
+"""
 
 from __future__ import annotations
 

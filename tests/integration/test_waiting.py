@@ -21,7 +21,7 @@ from iris.testing import LocalCluster
 
 BODY = b" " * 4000
 MANY = 1000
-"""Of these: several times what a window holds."""
+"""Messages of this size to publish: several times what a window holds."""
 
 
 async def publish(client: iris.Client, topic: str, first: int = 0, after: int = MANY) -> None:

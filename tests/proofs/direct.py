@@ -1,6 +1,7 @@
 """N times a direct tunnel is broken under load: by a kill of its opener, its member or the relay, or by its pair.
 
-Whoever is left hears of it within a second, has got every message before it whole and in order, and the relay has its descriptors back.
+Whoever is left hears of it within a second, has got every message before it whole and in order, and the relay has
+its descriptors back.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ KINDS = ("opener", "member", "pair", "relay")
 """What is killed in turn; of the pair, one end shuts it down."""
 WITHIN_S = 1.0
 MOST_AFTER_S = 0.05
-"""Of load after both directions have moved."""
+"""Seconds of load after both directions have moved."""
 SIZES = (1, 100, 5_000, 65_536, 70_000, 300_000)
 SETTLE_S = 0.2
 LOOKS = 500
@@ -64,7 +65,9 @@ class Side:
         return self.tunnel._end.pair is not None and direct is not None and direct.moved
 
     async def run(self, cues: Cues) -> Result:
-        """Send and receive, say "ready" when both directions have moved, shut the pair down at a cue; return what happened."""
+        """Send and receive, say "ready" when both directions have moved, shut the pair down at a cue; return what
+        happened.
+        """
         both = asyncio.gather(self.send(), self.receive())
         both.add_done_callback(self._ended)
         while not self.moved and not both.done():  # noqa: ASYNC110 - it has no event

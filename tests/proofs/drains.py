@@ -1,8 +1,10 @@
-"""A relay is told to stop (SIGTERM) under load and started again, N times linked to another and N times alone with a store: nothing is lost in silence.
+"""A relay is told to stop (SIGTERM) under load and started again, N times linked to another and N times alone with
+a store: nothing is lost in silence.
 
-Two publishers send 20,000 messages a second to a topic, every tenth as a broadcast, numbered by what `publish` and `broadcast` accepted.
-Who listens at the other relay, who moves with the drained one, and who reads the recorded stream has every number in order, or was told
-of a loss between the two on either side of it; a publisher may tell of it instead.
+Two publishers send 20,000 messages a second to a topic, every tenth as a broadcast, numbered by what `publish` and
+`broadcast` accepted. Who listens at the other relay, who moves with the drained one, and who reads the recorded
+stream has every number in order, or was told of a loss between the two on either side of it; a publisher may tell
+of it instead.
 """
 
 from __future__ import annotations

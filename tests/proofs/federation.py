@@ -1,8 +1,10 @@
-"""N lives of a simulated federation at size, a seed each: 50 sites of 20 relays, two gateways each, every site connected to every other.
+"""N lives of a simulated federation at size, a seed each: 50 sites of 20 relays, two gateways each, every site
+connected to every other.
 
-The code is that of `tests/support/sim/world.py`, which `make test` runs at a small size. Gateways are killed, frozen, retired and cut,
-sites are isolated and come back; then every copy of every site's interest at every relay has to be the truth, every bundle has
-to have crossed once to each site, and everything has to arrive everywhere. `replay(seed)` plays one seed again.
+The code is that of `tests/support/sim/world.py`, which `make test` runs at a small size. Gateways are killed,
+frozen, retired and cut, sites are isolated and come back; then every copy of every site's interest at every relay
+has to be the truth, every bundle has to have crossed once to each site, and everything has to arrive everywhere.
+`replay(seed)` plays one seed again.
 """
 
 from __future__ import annotations
@@ -22,9 +24,9 @@ from proofs.common import Proof
 
 SITES = 50
 RELAYS = 20
-"""Of each site."""
+"""Relays of each site."""
 STEPS = 40
-"""Of a life, before it is checked."""
+"""Events of a life before it is checked."""
 SHOWN = 5
 """Broken seeds that are written down."""
 
@@ -47,7 +49,9 @@ def live(
 
 
 def replay(seed: int) -> None:
-    """Play one seed again and say what it breaks: python -c "from proofs.federation import replay; replay(1)" in bench/."""
+    """Play one seed again and say what it breaks: python -c "from proofs.federation import replay; replay(1)" in
+    bench/.
+    """
     _, broken, took_s, counted = live(seed)
     sys.stdout.write(f"{broken or dict(counted)}\n{took_s:.0f} s\n")
 

@@ -1,12 +1,13 @@
-"""How much a flood by a hostile neighbor slows the others down: p99 of honest requests with and without it, in real processes.
+"""How much a flood by a hostile neighbor slows the others down: p99 of honest requests with and without it, in real
+processes.
 
     caller ── A ── link or WAN, TLS on loopback ── B ── member
               │                                    │
               └── the hostile relay or site ───────┘
 
-The hostile neighbor sends only frames that do not end its connection: INTEREST that keeps changing and is sent again in full,
-DECLAREs, GAPs of made-up senders, requests that nobody serves, answers to calls that nobody made, and beats. All processes share
-the processors, so the flood's pace is bounded.
+The hostile neighbor sends only frames that do not end its connection: INTEREST that keeps changing and is sent
+again in full, DECLAREs, GAPs of made-up senders, requests that nobody serves, answers to calls that nobody made,
+and beats. All processes share the processors, so the flood's pace is bounded.
 """
 
 from __future__ import annotations
@@ -141,7 +142,9 @@ async def hostile(options: dict[str, Any]) -> Result:
 
 
 def _credentials(keys: Path, own: str, site: str) -> tuple[ssl.SSLContext, str]:
-    """Return credentials to dial a relay of its network, or, as the site `own`, a gateway of `site`. `keys`: the key files."""
+    """Return credentials to dial a relay of its network, or, as the site `own`, a gateway of `site`. `keys`: the
+    key files.
+    """
     from iris.crypto.certificates import gateway_leaf, site_authority
     from iris.crypto.keys import public_id
     from iris.remote import mutual_context

@@ -1,7 +1,9 @@
-"""Two sites of two gateways and one more relay each; N times one of the four gateways is stopped (SIGTERM) under load and started again.
+"""Two sites of two gateways and one more relay each; N times one of the four gateways is stopped (SIGTERM) under
+load and started again.
 
-What is in flight through it ends well, new calls go over the other gateway, and short tunnels go on to their end. Once in `LONG` drains
-a tunnel stays open: it gets the whole grace, then both its ends hear that it is broken. Callers and members are at relays that stay.
+What is in flight through it ends well, new calls go over the other gateway, and short tunnels go on to their end.
+Once in `LONG` drains a tunnel stays open: it gets the whole grace, then both its ends hear that it is broken.
+Callers and members are at relays that stay.
 """
 
 from __future__ import annotations

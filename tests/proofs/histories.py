@@ -1,8 +1,9 @@
 """N seconds of random faults among real processes; what each wrote down is judged afterwards by `history/checker.py`.
 
-Two sites of two gateways and one more relay each, on hosts of their own (network namespaces); a store in the first. Members of all
-kinds (`history/member.py`) in both. Faults, drawn from the seed: SIGKILL, SIGTERM and SIGSTOP of relays, gateways, the store and
-members; cables and the WAN cut; clocks set an hour on and back, where libfaketime is installed. Needs root.
+Two sites of two gateways and one more relay each, on hosts of their own (network namespaces); a store in the first.
+Members of all kinds (`history/member.py`) in both. Faults, drawn from the seed: SIGKILL, SIGTERM and SIGSTOP of
+relays, gateways, the store and members; cables and the WAN cut; clocks set an hour on and back, where libfaketime
+is installed. Needs root.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ FAKETIME: Final = "/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1"
 SETTING: Final = "clock"
 MAX_SHOWN: Final = 5
 KEEP: Final = "IRIS_PROOF_KEEP"
-"""The environment's name of a folder that is not there yet: histories that break a promise are copied to it, with the faults."""
+"""The environment's name of a folder that is not there yet: histories that break a promise are copied to it, with
+the faults.
+"""
 
 
 class Process:

@@ -1,8 +1,9 @@
 """N steps of a hostile relay and a hostile site among honest relays and sessions. They send whatever is well framed.
 
-The hostile relay holds the network key, and the hostile site is pinned. The adversaries are those of `tests/support/hostile`,
-which `make test` runs for some seconds. If a life breaks a promise, its seed and step are named. That part runs in memory and
-in virtual time. `proofs/flood.py` measures in real processes how much a flood slows the others down.
+The hostile relay holds the network key, and the hostile site is pinned. The adversaries are those of
+`tests/support/hostile`, which `make test` runs for some seconds. If a life breaks a promise, its seed and step are
+named. That part runs in memory and in virtual time. `proofs/flood.py` measures in real processes how much a flood
+slows the others down.
 """
 
 from __future__ import annotations

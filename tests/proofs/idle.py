@@ -12,7 +12,7 @@ from proofs.common import Proof, Run, memory_mb, show_mb
 SETTLE_S = 1.0
 LIMIT_MB = 50.0
 LIMIT_SHARE = 0.001
-"""Of one processor: what counts as no measurable use."""
+"""Share of one processor that counts as no measurable use."""
 MEASURED_S = 10
 """A shorter run is no measurement: it shows the figure and promises nothing of it."""
 START_S = 30.0

@@ -1,8 +1,10 @@
-"""Remove one of our checks at a time and run the tests named for it: each of the first N sabotages must make a test fail.
+"""Remove one of our checks at a time and run the tests named for it: each of the first N sabotages must make a test
+fail.
 
-`proofs.sabotages` lists them. Each is put into a copy of the tree that has an environment of its own, so that processes which the
-tests start import the copy, too. If the source does not contain a sabotage's expression exactly once, the run fails before it
-begins. First all tests must pass in an unchanged copy. A hang counts as a failure; whatever a test run started ends with it.
+`proofs.sabotages` lists them. Each is put into a copy of the tree that has an environment of its own, so that
+processes which the tests start import the copy, too. If the source does not contain a sabotage's expression exactly
+once, the run fails before it begins. First all tests must pass in an unchanged copy. A hang counts as a failure;
+whatever a test run started ends with it.
 """
 
 from __future__ import annotations
@@ -67,7 +69,9 @@ class Outcome(NamedTuple):
 
 
 def sabotaged(sabotage: Sabotage, source: str) -> str:
-    """Return the module's source with the sabotage in it. Raises BenchError if its expression is not there exactly once."""
+    """Return the module's source with the sabotage in it. Raises BenchError if its expression is not there exactly
+    once.
+    """
     start, end = _span(sabotage, source)
     # The formatter may break a line elsewhere.
     pattern = r"\s+".join(re.escape(word) for word in sabotage.find.split())

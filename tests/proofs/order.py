@@ -39,7 +39,9 @@ FILLER = bytes(1024 - NUMBER.size)
 TURN_MESSAGES = 64
 STALL_MESSAGES, STALL_S = 500, 0.1
 MIN_QUEUE_BYTES, MAX_QUEUE_BYTES = 1 << 20, 64 << 20
-"""Between the least and the default of a relay: an eighth of all that is sent, so that at any count it has to drop some."""
+"""Between the least and the default of a relay: an eighth of all that is sent, so that at any count it has to drop
+some.
+"""
 QUIET_S = 10.0
 """A subscriber that hears nothing for so long gives up on what is missing."""
 STRAY_S = 0.2

@@ -18,7 +18,9 @@ START_S = 30.0
 
 
 class RestartableRelay:
-    """One relay, everything of it in a directory of its own inside that of `roles`; those of one `network` share their keys."""
+    """One relay, everything of it in a directory of its own inside that of `roles`; those of one `network` share
+    their keys.
+    """
 
     def __init__(
         self, roles: Run, arguments: list[str], *, name: str = "relay", network: str = "keys", keyring: str = "", **settings: str

@@ -1,7 +1,8 @@
-"""A relay is killed and stopped under load, N times alone and N times while it looks for others: no call is refused for want of a member.
+"""A relay is killed and stopped under load, N times alone and N times while it looks for others: no call is refused
+for want of a member.
 
-Every cluster has one member, so whoever is not back yet is missed. A relay is away for up to `AWAY_S`, which used to send clients into
-pauses of up to 2 s; half of the restarts are SIGKILL, half SIGTERM.
+Every cluster has one member, so whoever is not back yet is missed. A relay is away for up to `AWAY_S`, which used
+to send clients into pauses of up to 2 s; half of the restarts are SIGKILL, half SIGTERM.
 """
 
 from __future__ import annotations

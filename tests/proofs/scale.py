@@ -1,10 +1,10 @@
 """N relays in full mesh, 100 cluster memberships each: how soon they agree, what a link carries, what a relay keeps.
 
-Real Routers in virtual time, with ports of memory. What passes between two relays of a mesh depends on these two alone
-(nobody speaks for a third), so above `WHOLE` relays only the links of `WATCHED` relays are made, whole at both ends, and
-each waits for its turn among the links that the other relay would be making meanwhile. The processor's time is a model:
-so many µs for a handshake, a frame, an entry; the last two are measured here, and the model's figures are rounded up.
-Handshakes are paced, so that beats go out between them.
+Real Routers in virtual time, with ports of memory. What passes between two relays of a mesh depends on these two
+alone (nobody speaks for a third), so above `WHOLE` relays only the links of `WATCHED` relays are made, whole at
+both ends, and each waits for its turn among the links that the other relay would be making meanwhile. The
+processor's time is a model: so many µs for a handshake, a frame, an entry; the last two are measured here, and the
+model's figures are rounded up. Handshakes are paced, so that beats go out between them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from relay.core.ports import Held
 from relay.core.router import Router
 
 MEMBERSHIPS = 100
-"""Of each relay, by `SESSIONS` processes."""
+"""Cluster memberships of each relay, spread over `SESSIONS` processes."""
 SESSIONS = 10
 CLUSTERS = 1_000
 WHOLE = 120

@@ -1,7 +1,8 @@
-"""N lives of simulated networks, a seed each: 5 to 8 relays, members that come and go, links that flap, relays that crash.
+"""N lives of simulated networks, a seed each: 5 to 8 relays, members that come and go, links that flap, relays that
+crash.
 
-The code is that of `tests/support/sim`, which `make test` runs with ten fixed seeds. A seed whose life breaks a promise is
-named, with what happened last; `python -m support.sim SEED STEPS` in tests/ replays it.
+The code is that of `tests/support/sim`, which `make test` runs with ten fixed seeds. A seed whose life breaks a
+promise is named, with what happened last; `python -m support.sim SEED STEPS` in tests/ replays it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Three sites of two gateways and one more relay each, on hosts of their own: N cuts of the WAN, N dead gateways, 20,000 N messages.
+"""Three sites of two gateways and one more relay each, on hosts of their own: N cuts of the WAN, N dead gateways,
+20,000 N messages.
 
 Needs root. The code is that of `proofs/scenarios/sites.py`, which `make test` runs small. 20 ms each way between sites.
 """

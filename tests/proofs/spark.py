@@ -1,6 +1,8 @@
-"""Spark's processes killed: drivers at three places, tasks, Python workers and a whole executor, N times each. Needs Java 17.
+"""Spark's processes killed: drivers at three places, tasks, Python workers and a whole executor, N times each.
+Needs Java 17.
 
-The tests are those of tests/spark marked `slow`; they check that every row of every stream is there once, in whole batches.
+The tests are those of tests/spark marked `slow`; they check that every row of every stream is there once, in whole
+batches.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Durable streams through N kills of their store, and as much else: power cuts, damaged files, a full disk, restarts.
 
-The scenarios are those of `proofs/scenarios`, which `make test` runs at small counts. For N kills under load, and N more while batches are committed: N/4
-power cuts (and one on a disk that forgets what was synced, which has to be noticed), 3N/2 damaged logs, N/10 ends of relay
-or store while the other runs, one full disk, a read of 50,000 N messages, N/4 kills of workers that share 50 N, and N/5 steps of the store's clock.
-What is broken is told with the seed of its scenario.
+The scenarios are those of `proofs/scenarios`, which `make test` runs at small counts. For N kills under load, and N
+more while batches are committed: N/4 power cuts (and one on a disk that forgets what was synced, which has to be
+noticed), 3N/2 damaged logs, N/10 ends of relay or store while the other runs, one full disk, a read of 50,000 N
+messages, N/4 kills of workers that share 50 N, and N/5 steps of the store's clock. What is broken is told with the
+seed of its scenario.
 """
 
 from __future__ import annotations

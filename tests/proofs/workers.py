@@ -1,7 +1,7 @@
 """N runs, a seed each: three workers share 10,000 messages of a stream while 50 of them are killed.
 
-The scenario is that of `proofs/scenarios/consuming.py`. Every message is handled or a dead letter, each poison is one, and no good
-message is. What is broken is told with the seed of its run.
+The scenario is that of `proofs/scenarios/consuming.py`. Every message is handled or a dead letter, each poison is
+one, and no good message is. What is broken is told with the seed of its run.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@
     net.run()
     answer.value == b"pong"
 
-Nothing waits and nothing is random: `run` moves bytes until nobody has anything to say. `net.tamper` sees each frame that
-the relay sends, as a hostile relay would, and gives back what to send instead.
+Nothing waits and nothing is random: `run` moves bytes until nobody has anything to say. `net.tamper` sees each
+frame that the relay sends, as a hostile relay would, and gives back what to send instead.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""Writes the examples of docs/protocol.md: `python tests/protocol/make_examples.py` fills each ```hex and ```json block by its name.
+"""Writes the examples of docs/protocol.md: `python tests/protocol/make_examples.py` fills each ```hex and ```json
+block by its name.
 
-Everything follows from fixed keys, ids, clocks and counters, so that a run changes the file only after a change of the wire.
+Everything follows from fixed keys, ids, clocks and counters, so that a run changes the file only after a change of
+the wire.
 """
 
 from __future__ import annotations
@@ -417,7 +419,9 @@ class Opening:
         self.caller = offer.opened(STREAM_CHANNEL, answer, signed_back)
 
     def keys(self) -> dict[str, str]:
-        """Return the secrets of the opening and the keys of the channel, from the primitives rather than from `Channel`."""
+        """Return the secrets of the opening and the keys of the channel, from the primitives rather than from
+        `Channel`.
+        """
         said = b"".join(
             (STORE_KEY.public_key, STREAM_UUID, KEY.key_id, KNOCK_NONCE, DOOR_NONCE, self.open.share, self.opened.share)
         ) + STREAM_CHANNEL.to_bytes(8, "little")  # fmt: skip

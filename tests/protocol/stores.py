@@ -1,4 +1,6 @@
-"""A caller's session and a store's, whole frames between them, and in the middle a relay that says whatever a test wants."""
+"""A caller's session and a store's, whole frames between them, and in the middle a relay that says whatever a test
+wants.
+"""
 
 from __future__ import annotations
 

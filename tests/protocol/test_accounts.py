@@ -1,8 +1,9 @@
-"""Everything that is counted for somebody, over thousands of random steps: whichever way it ends, it is counted no more.
+"""Everything that is counted for somebody, over thousands of random steps: whichever way it ends, it is counted no
+more.
 
-Sessions of several users at three relays in two sites join, watch, subscribe, call, answer, refuse, credit, open tunnels, leave, and go;
-links and WAN connections are cut and come back; ports are full; relays drain; time passes. After each step what is counted is
-what is there, and in the end it is nothing.
+Sessions of several users at three relays in two sites join, watch, subscribe, call, answer, refuse, credit, open
+tunnels, leave, and go; links and WAN connections are cut and come back; ports are full; relays drain; time passes.
+After each step what is counted is what is there, and in the end it is nothing.
 """
 
 from __future__ import annotations

@@ -346,7 +346,7 @@ class _Nobody:
 
 @pytest.mark.parametrize("how", ["refused", "lost"])
 def test_an_opening_that_comes_to_nothing_gives_the_pair_back(net: Network, how: str) -> None:
-    """Of a session that asks before its tunnel is open."""
+    """The session asks for the pair before its tunnel is open."""
     opener, member = net.host("opener"), net.host("member")
     pairs = MemoryPairs(net, opener, member)
     service = member.serve("db")
@@ -478,7 +478,9 @@ class Talk:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_a_tunnel_at_random_loses_nothing_and_ends_as_it_was_ended(seed: int) -> None:
-    """Descriptors come at any time, or never; the relay and the pair overtake each other; either side finishes, closes or goes."""
+    """Descriptors come at any time, or never; the relay and the pair overtake each other; either side finishes,
+    closes or goes.
+    """
     rng = random.Random(seed)
     net = Network(relay_seed=seed)
     pairs, opener, member, left, right = opened(net)

@@ -1,4 +1,6 @@
-"""A relay that stops: what was sent before its sender heard of it still finds whom it is for, and nobody holds the relay up for long."""
+"""A relay that stops: what was sent before its sender heard of it still finds whom it is for, and nobody holds the
+relay up for long.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A relay that sends each frame in each state of a client's session: that session ends with a named error, or nothing happens at all.
+"""A relay that sends each frame in each state of a client's session: that session ends with a named error, or
+nothing happens at all.
 
 And each table that what a relay says, or passes on, can make grow has a bound, and an answer when it is full.
 """
@@ -355,7 +356,9 @@ def test_the_tables_of_a_process_have_the_size_that_the_text_says(table: str, mo
 
 
 def test_aliases_and_what_is_kept_for_them_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`_flows`, `_strange`, `replies`, `_group_bytes`: one for each of 65,536 aliases; `_openers`: 16,384, made again when they are declared again."""
+    """`_flows`, `_strange`, `replies`, `_group_bytes`: one for each of 65,536 aliases; `_openers`: 16,384, made
+    again when they are declared again.
+    """
     assert (MAX_ALIASES, inbound_module.MAX_OPENERS) == (65_536, 16_384)
     monkeypatch.setattr(inbound_module, "MAX_OPENERS", 50)
     keys = {KEY.key_id: KEY}

@@ -1,7 +1,8 @@
-"""A producer and a store back to back: whatever happens to calls and answers on the way, each message is stored once, in order.
+"""A producer and a store back to back: whatever happens to calls and answers on the way, each message is stored
+once, in order.
 
-The one machine is `iris.core.producer`, the other `relay.store.producers` over a log that is a list. Between them is a way that
-loses, repeats, delays and refuses, in virtual time, by a seed or as a test says.
+The one machine is `iris.core.producer`, the other `relay.store.producers` over a log that is a list. Between them
+is a way that loses, repeats, delays and refuses, in virtual time, by a seed or as a test says.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ LOG, PRODUCER = b"l" * 16, b"p" * 16
 CALL_BYTES = 1 << 16
 ANSWER_US = 300
 MAX_CALLS = 10_000
-"""Of a test: more are for ever."""
+"""Most calls of one test; a test that needs more would never end."""
 
 
 class Waiter:
@@ -90,7 +91,9 @@ def _opened(key: ClusterKey, sender_id: bytes, end: bytes, body: bytes) -> list[
 
 
 class World:
-    """A producer, a store, and the way between them. `way` is given each call, and has `take`, `tell` and `lose` for it."""
+    """A producer, a store, and the way between them. `way` is given each call, and has `take`, `tell` and `lose`
+    for it.
+    """
 
     def __init__(self, seed: int = 0) -> None:
         self.rng = random.Random(seed)

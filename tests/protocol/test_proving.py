@@ -1,4 +1,6 @@
-"""Proofs of keys hold in their own session, at their own relay, under their own key; and nobody speaks for another sender."""
+"""Proofs of keys hold in their own session, at their own relay, under their own key; and nobody speaks for another
+sender.
+"""
 
 from __future__ import annotations
 

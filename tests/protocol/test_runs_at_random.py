@@ -1,4 +1,6 @@
-"""Runs drawn from a seed: cut, refused in part, answered late, twice, apart or never, through members and links that go."""
+"""Runs drawn from a seed: cut, refused in part, answered late, twice, apart or never, through members and links
+that go.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Gateways back to back: real sessions and routers, links and WAN connections of memory. What a gateway may not say, and what it costs."""
+"""Gateways back to back: real sessions and routers, links and WAN connections of memory. What a gateway may not
+say, and what it costs.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ class WanEnd(LinkEnd):
 
 
 class Sites(Network):
-    """Relays of several sites: `Sites("ams", "ams", "ber")`. Links within a site are made, WAN connections by `connect`."""
+    """Relays of several sites: `Sites("ams", "ams", "ber")`. Links within a site are made, WAN connections by
+    `connect`.
+    """
 
     def __init__(self, *sites: str, policies: dict[str, Policy] | None = None) -> None:
         super().__init__(relays=len(sites), limits=Limits(aliases=1024))

@@ -1,4 +1,6 @@
-"""Whole lives of networks, each drawn from a seed. A failure shows its seed: `python -m support.sim SEED STEPS [sites]` replays it."""
+"""Whole lives of networks, each drawn from a seed. A failure shows its seed: `python -m support.sim SEED STEPS
+[sites]` replays it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Publishers that wait and subscribers that are waited for: nobody waits for good, and between those that go on nothing is lost."""
+"""Publishers that wait and subscribers that are waited for: nobody waits for good, and between those that go on
+nothing is lost.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def drained(*publishers: SimSession) -> Callable[[], bool]:
 
 
 def rest(net: SimNetwork) -> None:
-    """Let everybody handle what there is; nobody waits then, all losses were told, and the relays keep nothing of who has gone."""
+    """Let everybody handle what there is; nobody waits then, all losses were told, and the relays keep nothing of
+    who has gone.
+    """
     for one in net.sessions:
         for sink in one.waiting.sinks.values():
             sink.resume()

@@ -1,4 +1,6 @@
-"""A JVM for this folder, relays with stores, and clients of them. One Spark session serves all tests: starting one takes seconds."""
+"""A JVM for this folder, relays with stores, and clients of them. One Spark session serves all tests: starting one
+takes seconds.
+"""
 
 from __future__ import annotations
 
@@ -152,7 +154,9 @@ def flights(
     tmp_path_factory: pytest.TempPathFactory,
     request: pytest.FixtureRequest,
 ) -> Iterator[Example | None]:
-    """The example, begun with the first test if it is wanted at all: it has a JVM of its own, and the tests before it do not wait for it."""
+    """The example, begun with the first test if it is wanted at all: it has a JVM of its own, and the tests before
+    it do not wait for it.
+    """
     if not any(item.path.stem == "test_flights" for item in request.session.items):
         yield None
         return

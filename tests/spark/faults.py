@@ -1,4 +1,5 @@
-"""Ways to halt or end what Spark runs at a chosen place in the middle of a batch, and drivers as processes of their own.
+"""Ways to halt or end what Spark runs at a chosen place in the middle of a batch, and drivers as processes of their
+own.
 
     fault = Fault(tmp_path, place="read", action="halt", at=3)
     query = spark.readStream.format(FORMAT).options(**relay.options).options(**fault.options)...
@@ -30,7 +31,8 @@ PATIENCE_S: Final = 60.0
 FORMAT: Final = "iris-faults"
 OPTION: Final = "fault"
 PLACES: Final = ("task", "read", "write", "staged", "commit", "committed")
-"""Before a task reads; in its range; in the rows that a task stages; after it staged them; before and after the driver's commit to
+"""Before a task reads; in its range; in the rows that a task stages; after it staged them; before and after the
+driver's commit to
 the store."""
 
 
@@ -58,7 +60,8 @@ class Fault:
 
     @contextlib.contextmanager
     def meanwhile(self, work: Callable[[], None]) -> Iterator[None]:
-        """Do `work` in another thread once it has happened, while this one runs what makes it happen. Raises what `work` does.
+        """Do `work` in another thread once it has happened, while this one runs what makes it happen. Raises what
+        `work` does.
 
         Spark knows a session's formats in the threads in which it is active: ours.
         """
@@ -113,7 +116,8 @@ def secrets(keyring: Path) -> list[bytes]:
 class Driver:
     """A Spark driver as a process: `Driver(directory, relay.env(), master="local[2,4]").run([phase, …])`.
 
-    A phase is a dictionary with the name of a function of `spark.faulty`, `do`, and its arguments. Returns the exit code.
+    A phase is a dictionary with the name of a function of `spark.faulty`, `do`, and its arguments. Returns the exit
+    code.
     """
 
     def __init__(

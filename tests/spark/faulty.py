@@ -1,6 +1,7 @@
 """The format "iris-faults": the source and sink of Iris, with the faults that `spark.faults` asks for.
 
-The product's classes do the work, and call nothing here. Run as a program this is a driver: see `spark.faults.Driver`. Needs pyspark.
+The product's classes do the work, and call nothing here. Run as a program this is a driver: see
+`spark.faults.Driver`. Needs pyspark.
 """
 
 from __future__ import annotations

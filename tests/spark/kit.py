@@ -49,7 +49,8 @@ class Example(NamedTuple):
 
 
 class Relay:
-    """A relay with a store beside it, two processes on a directory of their own; a test may end either and start it again.
+    """A relay with a store beside it, two processes on a directory of their own; a test may end either and start it
+    again.
 
     relay.kill_store()
     relay.start_store()

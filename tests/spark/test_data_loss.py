@@ -1,4 +1,6 @@
-"""Rows that are gone, or that our keys do not open: the query says so under a stable code, and never gives fewer rows instead."""
+"""Rows that are gone, or that our keys do not open: the query says so under a stable code, and never gives fewer
+rows instead.
+"""
 
 from __future__ import annotations
 

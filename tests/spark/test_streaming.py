@@ -61,7 +61,7 @@ class Kept:
 
     @property
     def sizes(self) -> list[int]:
-        """Of the batches, as Spark counted what was read."""
+        """Rows read by the batches, as Spark counted them."""
         sizes = [p.numInputRows for p in self.query.recentProgress if p.numInputRows]
         assert sizes == [len(batch) for batch in self.batches if batch]
         return sizes

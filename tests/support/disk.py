@@ -19,7 +19,9 @@ def table_bytes(path: str) -> int:
 
 
 def shrunk_to(path: str, most: int) -> bool:
-    """Return whether they get as small as `most` bytes: RocksDB deletes files in the background, after a compaction has returned."""
+    """Return whether they get as small as `most` bytes: RocksDB deletes files in the background, after a compaction
+    has returned.
+    """
     end_s = time.monotonic() + WAIT_S
     while table_bytes(path) > most:
         if time.monotonic() > end_s:

@@ -5,9 +5,9 @@
         scene.step()        # something whose framing is right, from one of them
     scene.probe()           # the honest sessions talk to each other: nothing is lost, altered or ended
 
-Relays A and B are one site, "ams"; C is the gateway of "ber", a friend of A. The hostile relay has links to A and B, the hostile
-site a WAN connection to A. They may lose their own connections, and get new ones. They may claim any cluster but "quiet" and
-"far": what they claim they get, and need not answer.
+Relays A and B are one site, "ams"; C is the gateway of "ber", a friend of A. The hostile relay has links to A and
+B, the hostile site a WAN connection to A. They may lose their own connections, and get new ones. They may claim any
+cluster but "quiet" and "far": what they claim they get, and need not answer.
 """
 
 from __future__ import annotations

@@ -6,9 +6,10 @@
         process = a.start(["iris", "relay"], env=…)
         b.nics["eth0"].cut()
 
-The bridges lie in a namespace of their own, so the machine's own interfaces are never touched. Files are shared: two hosts
-meet at one path, also at that of a Unix socket. When the block ends, whatever the reason, no process and no namespace of it
-is left; when this process itself is killed, its processes die with it and the next `Lan` removes the namespaces.
+The bridges lie in a namespace of their own, so the machine's own interfaces are never touched. Files are shared:
+two hosts meet at one path, also at that of a Unix socket. When the block ends, whatever the reason, no process and
+no namespace of it is left; when this process itself is killed, its processes die with it and the next `Lan` removes
+the namespaces.
 """
 
 from __future__ import annotations
@@ -187,8 +188,8 @@ class Host:
     ) -> subprocess.Popen[bytes]:
         """Start a process on this host; `streams` are those of `subprocess.Popen`.
 
-        Its id is the command's own: both wrappers become the next in line. It dies with the thread that started it; killed
-        in the first instant, before it could ask for that, it is left to the next `Lan`.
+        Its id is the command's own: both wrappers become the next in line. It dies with the thread that started it;
+        killed in the first instant, before it could ask for that, it is left to the next `Lan`.
         """
         wrapped = [
             "setpriv",
@@ -205,7 +206,8 @@ class Host:
         return process
 
     def names(self, addresses: Mapping[str, Sequence[str]]) -> None:
-        """Let processes that are started here from now on resolve these names, and no others, from a hosts file of their own.
+        """Let processes that are started here from now on resolve these names, and no others, from a hosts file of
+        their own.
 
         A later call changes what they resolve.
         """

@@ -4,9 +4,9 @@
         proxy.delay_s = 0.1
         proxy.cut()
 
-TCP repairs what the network loses, so loss shows in a connection as a pause of one retransmission timeout, after which the
-bytes arrive whole and in order: that is what `loss` makes. Sockets belong to the network namespace they were made in, so a
-proxy may stand between two hosts, although its thread is this process's.
+TCP repairs what the network loses, so loss shows in a connection as a pause of one retransmission timeout, after
+which the bytes arrive whole and in order: that is what `loss` makes. Sockets belong to the network namespace they
+were made in, so a proxy may stand between two hosts, although its thread is this process's.
 """
 
 from __future__ import annotations

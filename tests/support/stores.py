@@ -1,4 +1,5 @@
-"""A relay and a store as processes on a directory of their own, ways to end them, loads for them, and an audit of what they kept.
+"""A relay and a store as processes on a directory of their own, ways to end them, loads for them, and an audit of
+what they kept.
 
     with Rig(directory) as rig:
         rig.start_relay()
@@ -6,8 +7,8 @@
         async with rig.client() as client: ...
         rig.end_store(signal.SIGKILL)
 
-Every message says who wrote it, its number, and its checksum, so that a reader needs nothing else to find wrong data. Used by the
-tests and by `make proof AREA=streams`; it imports neither pytest nor a test.
+Every message says who wrote it, its number, and its checksum, so that a reader needs nothing else to find wrong
+data. Used by the tests and by `make proof AREA=streams`; it imports neither pytest nor a test.
 """
 
 from __future__ import annotations
@@ -427,7 +428,7 @@ class Audit:
         """(writer, number) -> offset."""
         self.gaps: list[StreamGap] = []
         self.missing = self.told = 0
-        """Of numbered publications: how many are not there, how many of these a count told."""
+        """Numbered publications that are not stored, and how many of them a gap with a count reported."""
         self._wrong = wrong
         self._latest: dict[int, int] = {}
         self._open: list[StreamGap] = []

@@ -51,7 +51,8 @@ def test_without_the_call_a_freed_buffer_goes_back_to_the_kernel() -> None:
     assert shrinks_mib("default") >= 22
 
 
-# Fills and frees what a burst would, then idles; says by how many MiB the process shrinks, and whether it did meanwhile.
+# Fills and frees what a burst would, then idles; says by how many MiB the process shrinks, and whether it did
+# meanwhile.
 GIVES_BACK = """
 import asyncio
 from iris.memory import give_back_when_idle, keep_freed_memory, resident_bytes

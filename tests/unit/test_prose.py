@@ -1,4 +1,4 @@
-"""What people read stays readable: short lines, docstrings that are sentences, plain words, links that lead somewhere."""
+"""What people read stays readable: short lines, docstrings that are sentences, plain words, working links."""
 
 from __future__ import annotations
 

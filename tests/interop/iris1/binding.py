@@ -1,8 +1,9 @@
-"""A client of the first Iris's relay protocol, v1.0-draft2, written from its description and after the manner of its Go binding.
+"""A client of the first Iris's relay protocol, v1.0-draft2, written from its description and after the manner of
+its Go binding.
 
-It has no timers: whatever a relay owes it, it waits for. What would wedge or crash the binding (a reply for no request, a
-confirmation of no tunnel, an end without CLOSE) is kept in `broken`, and `close` raises it. Limits of threads, memory and expiry
-are the binding's own: they are applied here, behind the wire.
+It has no timers: whatever a relay owes it, it waits for. What would wedge or crash the binding (a reply for no
+request, a confirmation of no tunnel, an end without CLOSE) is kept in `broken`, and `close` raises it. Limits of
+threads, memory and expiry are the binding's own: they are applied here, behind the wire.
 """
 
 from __future__ import annotations

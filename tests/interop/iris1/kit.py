@@ -95,7 +95,9 @@ class Raw:
 
 @asynccontextmanager
 async def bridged(**settings: Any) -> AsyncIterator[Side]:
-    """A relay and a bridge; at the end everything has left, and the relay's account balances. `session`: settings of each client's."""
+    """A relay and a bridge; at the end everything has left, and the relay's account balances. `session`: settings
+    of each client's.
+    """
     session: dict[str, Any] = settings.pop("session", {})
     settings = {"drain_s": 1.0, "listen": (("127.0.0.1", 0),), **settings}
     async with LocalCluster() as cluster:

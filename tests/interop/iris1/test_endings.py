@@ -18,7 +18,7 @@ from relay.bridges.iris1.connection import ClientConnection
 pytestmark = pytest.mark.timeout(60)
 
 HASTY = iris.ClientConfig(drain_timeout_s=0.2)
-"""Of clients whose handlers never end: nothing is gained by waiting for them."""
+"""For clients whose handlers never end: a longer wait would change nothing."""
 
 
 async def test_a_lost_relay_ends_calls_as_timeouts_and_comes_back_unnoticed() -> None:

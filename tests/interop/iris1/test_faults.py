@@ -1,4 +1,6 @@
-"""What a client may do wrong in its handshake, its frames and its going: a clear end for it, nothing for anybody else, bounded and counted."""
+"""What a client may do wrong in its handshake, its frames and its going: a clear end for it, nothing for anybody
+else, bounded and counted.
+"""
 
 from __future__ import annotations
 

@@ -90,7 +90,9 @@ def _ws_bridges(world: World) -> list[Bridge]:
 
 @pytest.fixture
 def ws_bridge(world: World, _ws_bridges: list[Bridge]) -> Bridge:
-    """A separate bridge for ws and wss: nng 1.11 may crash when such a connection ends, and the next test gets a new one."""
+    """A separate bridge for ws and wss: nng 1.11 may crash when such a connection ends, and the next test gets a
+    new one.
+    """
     if not _ws_bridges or _ws_bridges[-1].hit_by_nng:
         _ws_bridges.append(make_ws_bridge(world))
     return _ws_bridges[-1]

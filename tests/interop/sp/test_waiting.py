@@ -12,7 +12,7 @@ import iris
 
 MANY = 3000
 BODY = bytes(4000)
-"""Of these: more than nng, the bridge's queue and what a publisher may send ahead hold together."""
+"""A payload. `MANY` of them are more than nng, the bridge's queue and a publisher's window hold together."""
 
 
 def entry(world: World, protocol: str, more: str) -> str:

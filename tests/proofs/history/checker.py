@@ -1,7 +1,7 @@
 """Judges the histories of a run. It knows what Iris promises, and shares no code with it.
 
-A history is the list of events of one process, in its order; one that was killed has no "closed" at its end. Each function
-below judges one promise and returns what breaks it, in words.
+A history is the list of events of one process, in its order; one that was killed has no "closed" at its end. Each
+function below judges one promise and returns what breaks it, in words.
 """
 
 from __future__ import annotations
@@ -129,13 +129,13 @@ class Published:
 
     def __init__(self, histories: list[Told]) -> None:
         self.count: dict[str, int] = {}
-        """Of each flow: how many were accepted."""
+        """Accepted messages: flow -> count."""
         self.whole: set[str] = set()
         """The flows whose publisher ended by itself: nothing follows what it wrote."""
         self.last: set[str] = set()
         """Those of them whose latest messages came when all was well again."""
         self.lost: dict[str, float] = defaultdict(float)
-        """Of each flow: how many its publisher was told of; endless if nobody knew."""
+        """Losses reported to the publisher: flow -> count, infinite if the number was unknown."""
         for history in histories:
             own = set()
             for event in history.all("accepted"):
@@ -151,7 +151,9 @@ class Published:
                     self.lost[flow] += float("inf") if event["count"] is None else event["count"]
 
     def never(self, flow: str, number: int) -> bool:
-        """Return whether nobody published this. What is written follows the call: a killed publisher may have sent one more."""
+        """Return whether nobody published this. What is written follows the call: a killed publisher may have sent
+        one more.
+        """
         count = self.count.get(flow, 0)
         return number >= count + (flow not in self.whole)
 
@@ -163,7 +165,7 @@ class Account:
         self._lost = published.lost
         self._gaps: list[tuple[str, int | None]] = []
         self._at: dict[str, tuple[int, int]] = {}
-        """Of a flow: the number that is due, and how many gaps had been told when its latest message came."""
+        """The next expected number of a flow, and how many gaps were reported before its latest message."""
         self._silent: Counter[str] = Counter()
 
     def gap(self, name: str, count: int | None) -> None:

@@ -2,8 +2,9 @@
 
     python member.py ROLE '{"name": …, "history": …}'
 
-A line of its history is one JSON object, written with one write(2), so that SIGKILL loses none that was written. What it is about
-to do stands there before it is done: the last line may be of something that never happened. SIGTERM: it finishes and says "closed".
+A line of its history is one JSON object, written with one write(2), so that SIGKILL loses none that was written.
+What it is about to do stands there before it is done: the last line may be of something that never happened.
+SIGTERM: it finishes and says "closed".
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""A writer of batches while the store is killed: every batch is whole and there once, and nothing of attempts that lost is seen."""
+"""A writer of batches while the store is killed: every batch is whole and there once, and nothing of attempts that
+lost is seen.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ LOSER = 4
 
 
 class Batches:
-    """A writer of batches: their parts are staged by several clients, some in vain, and one commits, now and then twice."""
+    """A writer of batches: their parts are staged by several clients, some in vain, and one commits, now and then
+    twice.
+    """
 
     def __init__(self, clients: Sequence[iris.Client], rng: random.Random, outcome: Outcome) -> None:  # fmt: skip
         self.committed = 0

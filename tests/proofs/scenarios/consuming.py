@@ -1,4 +1,5 @@
-"""What readers and consumers of a stream promise: memory that does not grow with the log, and workers that may be killed.
+"""What readers and consumers of a stream promise: memory that does not grow with the log, and workers that may be
+killed.
 
 As `streams`: scenarios, each with a count and a seed, that return an `Outcome`.
 """
@@ -82,7 +83,9 @@ async def long_read(rig: Rig, count: int, seed: int) -> Outcome:
 
 
 async def workers(rig: Rig, count: int, kills: int, seed: int) -> Outcome:
-    """Have workers handle `count` messages while `kills` of them are killed; what cannot be handled becomes a dead letter."""
+    """Have workers handle `count` messages while `kills` of them are killed; what cannot be handled becomes a dead
+    letter.
+    """
     outcome = Outcome(seed)
     rng = random.Random(seed)
     rig.start_relay()
@@ -187,7 +190,9 @@ async def workers(rig: Rig, count: int, kills: int, seed: int) -> Outcome:
 
 
 async def clock_steps(rig: Rig, count: int, seed: int, shim: Path) -> Outcome:
-    """Set the store's clock `count` times, an hour and more forward or back, while workers hold, refuse and await messages."""
+    """Set the store's clock `count` times, an hour and more forward or back, while workers hold, refuse and await
+    messages.
+    """
     outcome = Outcome(seed)
     rng = random.Random(seed)
     clock = WallClock(shim, rig.directory)

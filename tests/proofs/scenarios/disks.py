@@ -1,4 +1,6 @@
-"""What durable streams promise when their disk harms them: a bit of a file is flipped, a file is cut, there is no room left."""
+"""What durable streams promise when their disk harms them: a bit of a file is flipped, a file is cut, there is no
+room left.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""What three sites of two gateways and one more relay each have to stand: load while WAN connections, gateways and a site go.
+"""What three sites of two gateways and one more relay each have to stand: load while WAN connections, gateways and
+a site go.
 
-Every function runs at whatever count it is told, small in tests and large in proofs, and returns figures. A failed promise
-raises AssertionError.
+Every function runs at whatever count it is told, small in tests and large in proofs, and returns figures. A failed
+promise raises AssertionError.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ SETTLE_S = 0.5
 
 
 class Load:
-    """A flow of numbers out of every site, from its plain relay, and at each plain relay a subscriber and a worker that tally them."""
+    """A flow of numbers out of every site, from its plain relay, and at each plain relay a subscriber and a worker
+    that tally them.
+    """
 
     def __init__(
         self, federation: Federation, topic: str, *, limit: int = 0, pause_s: float = PAUSE_S
@@ -95,7 +98,9 @@ class Load:
         return all(tallies[f"{self.topic}.{s}"]["last"] == n - 1 for s, n in self.sent.items())
 
     def check(self, *, lossless: bool) -> dict[str, Any]:
-        """Check that nothing came twice or out of order, that losses were told to the message, and that of a group one got it."""
+        """Check that nothing came twice or out of order, that losses were told to the message, and that of a group
+        one got it.
+        """
         lost = 0
         for site, subscriber in self.subscribers.items():
             tallies = subscriber.do("tallies")
@@ -244,7 +249,9 @@ def site_lost(federation: Federation) -> dict[str, Any]:
 
 
 def failover(federation: Federation, rounds: int) -> dict[str, Any]:
-    """The last home member is killed, its relay is killed, its relay freezes: another site answers; it comes back: home again."""
+    """The last home member is killed, its relay is killed, its relay freezes: another site answers; it comes back:
+    home again.
+    """
     site = federation.sites["eu"]
     number = len(site.hosts)
     away = federation.program("us", number, "away")

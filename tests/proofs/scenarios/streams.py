@@ -6,8 +6,8 @@
 
 `disks.py` has damage and a full disk, `batches.py` kills while batches are staged and committed.
 
-`make proof AREA=streams N=…` runs them at large counts, `tests/adversity/test_store_crashes.py` at small ones. Each returns an `Outcome`:
-what it counted, and what was broken.
+`make proof AREA=streams N=…` runs them at large counts, `tests/adversity/test_store_crashes.py` at small ones. Each
+returns an `Outcome`: what it counted, and what was broken.
 """
 
 from __future__ import annotations

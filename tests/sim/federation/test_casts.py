@@ -1,4 +1,6 @@
-"""What is published and broadcast in a federation, one scenario each: one copy for a site, none for who wants none, and what sites let through."""
+"""What is published and broadcast in a federation, one scenario each: one copy for a site, none for who wants none,
+and what sites let through.
+"""
 
 from __future__ import annotations
 

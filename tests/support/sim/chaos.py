@@ -58,7 +58,7 @@ class Chaos:
     def __init__(self, seed: int, *, relays: int = 0, sites: bool = False) -> None:
         self.rng = random.Random(f"chaos {seed}")
         self.waits_rng = random.Random(f"waits {seed}")
-        """Of who waits, apart: the rest of a life does not depend on it."""
+        """Random choices of who waits. They are separate, so that the rest of a life does not depend on them."""
         shape: dict[str, Any] = {}
         if sites:
             shape["sites"] = {site: self.rng.randint(2, 3) for site in SITES}

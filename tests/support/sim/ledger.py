@@ -90,7 +90,9 @@ class Cast:
 
 
 class KnownSequence:
-    """What one receiver knows of one sender's sequence for one address: `since` .. `until`, without what it was told is lost."""
+    """What one receiver knows of one sender's sequence for one address: `since` .. `until`, without what it was
+    told is lost.
+    """
 
     __slots__ = ("last", "since", "unknown", "until")
 
@@ -136,7 +138,7 @@ class Ledger:
         self._casts: set[tuple[int, int, int]] = set()
         self._grouped: set[tuple[int, str]] = set()
         self._known: dict[tuple[int, int, int, str, bytes, bytes], KnownSequence] = {}
-        """By session, member, kind, name, key, sender."""
+        """Keyed by (session, member, kind, name, key, sender)."""
         self._sent: list[Cast] = []
         self.audited = 0
         self.reported_lost = 0
@@ -258,7 +260,8 @@ class Ledger:
     ) -> bool:
         """A bundle came out at a session: never twice, never out of its sender's order.
 
-        On its way through other gateways a bundle may be overtaken: then the session drops it. Return whether it takes it.
+        On its way through other gateways a bundle may be overtaken: then the session drops it. Return whether it
+        takes it.
         """
         net = self.net
         self.cast_copies += 1
@@ -322,7 +325,9 @@ class Ledger:
             self._sent.append(cast)
 
     def audit(self) -> None:
-        """At rest: what was sent within a site, or to another by an unbroken way, arrived, or its receiver was told of the loss."""
+        """At rest: what was sent within a site, or to another by an unbroken way, arrived, or its receiver was told
+        of the loss.
+        """
         for cast in self._sent:
             kind, name, key = cast.address
             if not cast.sender.relay.alive:
@@ -374,7 +379,8 @@ class Ledger:
     # -- links -----------------------------------------------------------------------------------------------
 
     def over_link(self, end: LinkEnd, frame: bytes) -> None:
-        """A relay puts a data frame on a link or WAN connection: it never goes on over another of the same sort, and of a bundle one copy.
+        """A relay puts a data frame on a link or WAN connection: it never goes on over another of the same sort,
+        and of a bundle one copy.
 
         So nothing crosses more than one link, one WAN connection and one link.
         """
@@ -487,7 +493,9 @@ CACHES: Final = frozenset(
         "taken_routes",
     )
 ) | {"PeerInterest._key_ids", "PeerInterest._kinds"}
-"""What a route keeps while nobody uses it (replaced at its next use, and gone with its alias; what it declared: pruned when it has doubled), and values that copies share (bounded)."""
+"""What a route keeps while nobody uses it (replaced at its next use, and gone with its alias; what it declared:
+pruned when it has doubled), and values that copies share (bounded).
+"""
 
 
 def table_sizes(router: Any) -> Counter[str]:

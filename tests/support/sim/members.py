@@ -77,7 +77,9 @@ class SimCall:
         """In the network's time."""
         self.done_us = 0
         self.outcome = ""
-        """ "reply", "fault", "done" (a survey), "accepted" (a tunnel), "handed" (a push that did not fail), a cause in lower case, "timeout", or "closed" with its session."""
+        """ "reply", "fault", "done" (a survey), "accepted" (a tunnel), "handed" (a push that did not fail), a cause
+        in lower case, "timeout", or "closed" with its session.
+        """
         self.may_have_run = True
         self.detail = ""
         self.by = ""
@@ -130,7 +132,7 @@ class SimMember:
         self.leaving = False
         self.faults = False
         self.running: dict[int, Work] = {}
-        """By hop id."""
+        """Keyed by hop id."""
         self.waiting: deque[Work] = deque()
         self.executed: list[int] = []
         """Tags of what it ran."""

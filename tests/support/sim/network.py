@@ -1,7 +1,8 @@
-"""Relays in one process and in virtual time: each a real Router behind simulated ports, on a host with a clock of its own.
+"""Relays in one process and in virtual time: each a real Router behind simulated ports, on a host with a clock of
+its own.
 
-Places belong to sites. Two of one site are joined by a wire for a link, gateways of two sites by one for a WAN connection, and
-others not at all.
+Places belong to sites. Two of one site are joined by a wire for a link, gateways of two sites by one for a WAN
+connection, and others not at all.
 
     net = SimNetwork(seed=1, relays=2)
     alice, bob = net.relays[0].session("alice"), net.relays[1].session("bob")
@@ -11,8 +12,8 @@ others not at all.
     net.run(1.0)
     call.outcome == "reply"
 
-Everything is drawn from the seed. After every event the accounts balance and the promises of the `Ledger` hold, or the run
-ends with a `Violation` that shows the seed and what happened last.
+Everything is drawn from the seed. After every event the accounts balance and the promises of the `Ledger` hold, or
+the run ends with a `Violation` that shows the seed and what happened last.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ DEAD_US: Final = 3_000_000
 HELLO_US: Final = 1_500_000
 """A connection over which no HELLO came by then is given up."""
 SETTLE_S: Final = 8.0
-"""Virtual seconds after which a network that is left alone has converged: silence noticed, redialled, suspensions over."""
+"""Virtual seconds after which a network that is left alone has converged: silence noticed, redialled, suspensions over.
+"""
 TRACE: Final = 60
 
 
@@ -159,7 +161,7 @@ class LinkEnd(End):
         self.site = relay.net.site_of(host)
         self.wan = self.site != relay.site
         self.casts: set[tuple[int, int, str]] = set()
-        """Of the bundles that were put on it: tag, hop class and site."""
+        """The bundles that were put on it: (tag, hop class, site)."""
         self.said: dict[int, tuple[int, str]] = {}
         """In a federation, alias -> hop class and site, ..."""
         self.received: dict[int, tuple[int, str]] = {}
@@ -464,11 +466,12 @@ def slowest_us(wire: Wire) -> int:
 class SimNetwork:
     """Relays at hosts, a wire between each two that are to be connected, and what happens to them.
 
-    `sites` says how many relays each has, in place of `relays`; the first `gateways` of them are connected to those of every other
-    site: each to each, or (`pairs`) the first to the first, the second to the second. `policies`: what a site exports and imports.
+    `sites` says how many relays each has, in place of `relays`; the first `gateways` of them are connected to those
+    of every other site: each to each, or (`pairs`) the first to the first, the second to the second. `policies`:
+    what a site exports and imports.
 
-    `limits`, `port_bytes` and `queue_bytes` bound each relay's sessions, each queue and all of them; `copies_of_control(relay, from host, frame)` says how often a
-    control frame that came over a link arrives.
+    `limits`, `port_bytes` and `queue_bytes` bound each relay's sessions, each queue and all of them;
+    `copies_of_control(relay, from host, frame)` says how often a control frame that came over a link arrives.
     """
 
     def __init__(
@@ -530,7 +533,7 @@ class SimNetwork:
 
     @property
     def digest(self) -> int:
-        """Of every byte that was sent: two runs of one seed agree."""
+        """Hash of every byte that was sent; two runs of one seed agree."""
         return self.clock.digest
 
     def note(self, text: str) -> None:
@@ -775,7 +778,9 @@ class SimNetwork:
             self.violate(f"{relay} has a wrong copy of the topics of {other}: {wrong}")
 
     def _check_sites(self) -> None:
-        """Every way there should be is there, and its copy is what that site wants, as far as both policies let it through."""
+        """Every way there should be is there, and its copy is what that site wants, as far as both policies let it
+        through.
+        """
         truth = {site: self._wants(site) for site in self.hosts}
         for relay in self.relays:
             router = relay.router

@@ -1,4 +1,6 @@
-"""Publishing that waits, in a simulated session: `iris.core.credit` itself, with queues and handlers of virtual time on either side."""
+"""Publishing that waits, in a simulated session: `iris.core.credit` itself, with queues and handlers of virtual
+time on either side.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ STALL_US: Final = 1_000_000
 LATE_US: Final = 1_000
 """It has sent one so soon after that."""
 QUEUE_BYTES: Final = 4 << 20
-"""Of a subscription, unless it says something else."""
+"""Default queue limit of a subscription, in bytes."""
 
 
 class SimSink:

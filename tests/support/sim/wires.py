@@ -26,7 +26,7 @@ class Clock:
         self.events = 0
         """How many happened."""
         self.digest = 0
-        """Of every frame that was sent, in order."""
+        """Hash of every frame that was sent, in order."""
         self._heap: list[tuple[int, int, Callable[..., None], tuple[Any, ...]]] = []
         self._serial = 0
 
@@ -71,7 +71,8 @@ class Pipe:
         """(due, frame or None for the end, when it was made)"""
         self.bytes = 0
         self.stops = 0
-        """How many reasons there are that nothing comes out: a wire that is dead, a reader that is frozen or stalled."""
+        """How many reasons there are that nothing comes out: a wire that is dead, a reader that is frozen or stalled.
+        """
         self.closed = False
         self.slowest_us = 0
         """Longest that a frame took so far."""

@@ -1,7 +1,8 @@
-"""A federation at size: many sites, each a full mesh, everybody subscribed to something; gateways that are killed, frozen and cut.
+"""A federation at size: many sites, each a full mesh, everybody subscribed to something; gateways that are killed,
+frozen and cut.
 
-What a life costs goes by the square of the sites: every change of one is told to the gateways of all others, and by them to
-their relays. So at size it is the traffic that is small, and everything is checked at the end.
+What a life costs goes by the square of the sites: every change of one is told to the gateways of all others, and by
+them to their relays. So at size it is the traffic that is small, and everything is checked at the end.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from iris.lanes import Lanes
 
 
 class Bundle(list[Message]):
-    """Of which can be told whether somebody still has it."""
+    """A bundle that can be weakly referenced, so that a test sees whether it is still held."""
 
 
 def bundle(name: str, payload: bytes) -> Bundle:

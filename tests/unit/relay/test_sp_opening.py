@@ -68,7 +68,9 @@ while True:
     except BlockingIOError:
         pass
 """
-"""Tries all the time to connect, as a user whom the mode 000 keeps out; says how often it could since it was asked last."""
+"""Tries all the time to connect, as a user whom the mode 000 keeps out; says how often it could since it was asked
+last.
+"""
 
 
 class Watcher:

@@ -1,4 +1,6 @@
-"""Bodies of calls and orders: what an older side wrote is read, what it reads of ours is what it knows, and bad ones are refused."""
+"""Bodies of calls and orders: what an older side wrote is read, what it reads of ours is what it knows, and bad
+ones are refused.
+"""
 
 from __future__ import annotations
 

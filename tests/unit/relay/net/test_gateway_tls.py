@@ -1,4 +1,6 @@
-"""What TLS promises between sites: gateways meet under the keys that were pinned, each under its own site's name, and nobody else does."""
+"""What TLS promises between sites: gateways meet under the keys that were pinned, each under its own site's name,
+and nobody else does.
+"""
 
 from __future__ import annotations
 

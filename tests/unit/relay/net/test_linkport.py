@@ -1,4 +1,6 @@
-"""A link's port, between the router and a connection: what goes first, what is refused, and what is counted when it ends."""
+"""A link's port, between the router and a connection: what goes first, what is refused, and what is counted when it
+ends.
+"""
 
 from __future__ import annotations
 

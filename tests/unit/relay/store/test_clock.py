@@ -1,4 +1,6 @@
-"""What a store makes of clocks: one that may be set, one that passes while the host sleeps, and a process that is stopped."""
+"""What a store makes of clocks: one that may be set, one that passes while the host sleeps, and a process that is
+stopped.
+"""
 
 from __future__ import annotations
 

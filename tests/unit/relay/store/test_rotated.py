@@ -100,7 +100,9 @@ def test_without_the_order_that_let_a_key_in_the_stream_is_not_served(keeper: Ke
 
 
 def test_a_definition_without_its_first_keys_counts_all_of_its_keys_as_such(keeper: Keeper) -> None:
-    """As one of before there were revisions. Who writes the disk can do it (SECURITY.md); nobody else can, and no key is lost by it."""
+    """As one of before there were revisions. Who writes the disk can do it (SECURITY.md); nobody else can, and no
+    key is lost by it.
+    """
     rewrite(keeper, roots=[], admitted=[])
     stream = keeper.store.streams[UUID]
     assert set(stream.charter.roots) == {OWNER.key_id, SECOND.key_id, THIRD.key_id}
