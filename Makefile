@@ -42,6 +42,8 @@ lint: $(STAMP)
 
 types: $(SPARK_STAMP)
 	$(BIN)/mypy
+	$(BIN)/mypy --explicit-package-bases examples tests/typing
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 unit: $(SPARK_STAMP)
 	@tests/spark/java install

@@ -14,7 +14,7 @@ import contextlib
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, overload
 
 from iris import client as _client
 from iris.audience import Audience
@@ -78,6 +78,16 @@ class Client:
             finally:
                 self._stop()
 
+    @overload
+    def request(
+        self, cluster: str, payload: object, *, timeout: float, headers: Headers | None = None, idempotent: bool = False,
+        type: type[T],
+    ) -> T: ...  # fmt: skip
+    @overload
+    def request(
+        self, cluster: str, payload: object, *, timeout: float, headers: Headers | None = None, idempotent: bool = False,
+        type: Any = None,
+    ) -> Any: ...  # fmt: skip
     def request(
         self, cluster: str, payload: object, *, timeout: float, headers: Headers | None = None, idempotent: bool = False,
         type: Any = None,
@@ -150,13 +160,23 @@ class Client:
         """See `iris.Client.flush`."""
         self._run(self._client.flush(timeout=timeout))
 
+    @overload
+    def request_many(
+        self, cluster: str, payloads: Iterable[object], *, timeout: float, headers: Headers | None = None, idempotent: bool = False,
+        type: type[T], in_flight: int = IN_FLIGHT,
+    ) -> list[Outcome[T]]: ...  # fmt: skip
+    @overload
     def request_many(
         self, cluster: str, payloads: Iterable[object], *, timeout: float, headers: Headers | None = None, idempotent: bool = False,
         type: Any = None, in_flight: int = IN_FLIGHT,
-    ) -> list[Outcome]:  # fmt: skip
+    ) -> list[Outcome[Any]]: ...  # fmt: skip
+    def request_many(
+        self, cluster: str, payloads: Iterable[object], *, timeout: float, headers: Headers | None = None, idempotent: bool = False,
+        type: Any = None, in_flight: int = IN_FLIGHT,
+    ) -> list[Outcome[Any]]:  # fmt: skip
         """Return one `Outcome` for each payload, in the order of the payloads; see `iris.Client.request_many`."""
 
-        async def collect() -> list[Outcome]:
+        async def collect() -> list[Outcome[Any]]:
             asking = self._client.request_many(
                 cluster, payloads, timeout=timeout, headers=headers, idempotent=idempotent, type=type, in_flight=in_flight
             )  # fmt: skip
@@ -164,6 +184,21 @@ class Client:
 
         return self._run(collect())
 
+    @overload
+    def survey(
+        self, cluster: str, payload: object, *, timeout: float, headers: Headers | None = None,
+        type: None = None,
+    ) -> list[Message]: ...  # fmt: skip
+    @overload
+    def survey(
+        self, cluster: str, payload: object, *, timeout: float, headers: Headers | None = None,
+        type: type[T],
+    ) -> list[T]: ...  # fmt: skip
+    @overload
+    def survey(
+        self, cluster: str, payload: object, *, timeout: float, headers: Headers | None = None,
+        type: Any,
+    ) -> list[Any]: ...  # fmt: skip
     def survey(
         self,
         cluster: str,

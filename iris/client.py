@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AbstractAsyncContextManager
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, overload
 
 import msgspec
 
@@ -60,6 +60,7 @@ from iris.wire.names import check_address
 if TYPE_CHECKING:
     from relay.embedded import EmbeddedRelay
 
+T = TypeVar("T")
 Scope = Literal["site", "federation"]
 """Range of a survey or broadcast: the members of this site, or of all sites."""
 
@@ -238,6 +239,16 @@ class Client:
 
     # -- requests --------------------------------------------------------------------------------------------
 
+    @overload
+    async def request(
+        self, cluster: str, payload: object, *, timeout: float, headers: Headers | None = None, idempotent: bool = False,
+        type: type[T],
+    ) -> T: ...  # fmt: skip
+    @overload
+    async def request(
+        self, cluster: str, payload: object, *, timeout: float, headers: Headers | None = None, idempotent: bool = False,
+        type: Any = None,
+    ) -> Any: ...  # fmt: skip
     async def request(
         self, cluster: str, payload: object, *, timeout: float, headers: Headers | None = None, idempotent: bool = False,
         type: Any = None,
@@ -305,10 +316,20 @@ class Client:
             return message
         return decode_payload(message.payload, message.packed, type)
 
+    @overload
+    def request_many(
+        self, cluster: str, payloads: Iterable[object], *, timeout: float, headers: Headers | None = None, idempotent: bool = False,
+        type: type[T], in_flight: int = IN_FLIGHT,
+    ) -> AsyncIterator[Outcome[T]]: ...  # fmt: skip
+    @overload
     def request_many(
         self, cluster: str, payloads: Iterable[object], *, timeout: float, headers: Headers | None = None, idempotent: bool = False,
         type: Any = None, in_flight: int = IN_FLIGHT,
-    ) -> AsyncIterator[Outcome]:  # fmt: skip
+    ) -> AsyncIterator[Outcome[Any]]: ...  # fmt: skip
+    def request_many(
+        self, cluster: str, payloads: Iterable[object], *, timeout: float, headers: Headers | None = None, idempotent: bool = False,
+        type: Any = None, in_flight: int = IN_FLIGHT,
+    ) -> AsyncIterator[Outcome[Any]]:  # fmt: skip
         """Send one request for each payload; yield an `Outcome` for each, in the order in which they end.
 
             async for outcome in client.request_many("thumbnails", photos, timeout=5.0): ...
@@ -355,10 +376,25 @@ class Client:
         if (attachment := self._attached()).blocked:
             await attachment.wait_writable()
 
+    @overload
+    def survey(
+        self, cluster: str, payload: object, *, timeout: float, headers: Headers | None = None,
+        type: None = None, scope: Scope = "federation",
+    ) -> Survey[Message]: ...  # fmt: skip
+    @overload
+    def survey(
+        self, cluster: str, payload: object, *, timeout: float, headers: Headers | None = None,
+        type: type[T], scope: Scope = "federation",
+    ) -> Survey[T]: ...  # fmt: skip
+    @overload
+    def survey(
+        self, cluster: str, payload: object, *, timeout: float, headers: Headers | None = None,
+        type: Any, scope: Scope = "federation",
+    ) -> Survey[Any]: ...  # fmt: skip
     def survey(
         self, cluster: str, payload: object, *, timeout: float, headers: Headers | None = None, type: Any = None,
         scope: Scope = "federation",
-    ) -> Survey:  # fmt: skip
+    ) -> Survey[Any]:  # fmt: skip
         """Ask all members and iterate over their answers: `async for answer in client.survey(...)`.
 
         It asks the members of all sites, or with `scope="site"` only those of this site. The iteration ends when all
@@ -367,7 +403,7 @@ class Client:
         address = _scoped(cluster, scope)
         data, packed = self._encode(payload, headers)
 
-        async def start(survey: Survey) -> Callable[[], None]:
+        async def start(survey: Survey[Any]) -> Callable[[], None]:
             until_s = deadline(timeout)
             pump, session = await self._ready(cluster, timeout)
             pending = session.requests.send(

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Iterator
-from typing import Any, Final
+from typing import Any, Final, Generic, TypeVar, cast
 
 from iris.core.bundle import Headers
 from iris.core.message import Message, decode_payload
@@ -22,12 +22,15 @@ SESSIONS_TRIED: Final = 3
 """Sessions over which an idempotent request may be sent, one after the other."""
 
 
-class Outcome:
+T = TypeVar("T")
+
+
+class Outcome(Generic[T]):
     """The outcome of one request of `Client.request_many`: a reply or an error."""
 
     __slots__ = ("error", "number", "reply")
 
-    def __init__(self, number: int, reply: Any, error: IrisError | None) -> None:
+    def __init__(self, number: int, reply: T | None, error: IrisError | None) -> None:
         self.number = number
         """Position of the payload, from 0."""
         self.reply = reply
@@ -38,11 +41,11 @@ class Outcome:
     def __repr__(self) -> str:
         return f"Outcome({self.number}: {self.error or 'replied'})"
 
-    def result(self) -> Any:
+    def result(self) -> T:
         """Return the reply, or raise the error."""
         if self.error is not None:
             raise self.error
-        return self.reply
+        return cast("T", self.reply)
 
 
 class _Request:
@@ -106,10 +109,10 @@ class Many:
         self._sessions = SESSIONS_TRIED if idempotent else 1
         self._waiting: set[_Request] = set()
         self._again: deque[_Request] = deque()
-        self._ended: deque[Outcome] = deque()
+        self._ended: deque[Outcome[Any]] = deque()
         self._waiter: asyncio.Future[None] | None = None
 
-    async def outcomes(self) -> AsyncIterator[Outcome]:
+    async def outcomes(self) -> AsyncIterator[Outcome[Any]]:
         """Yield the outcome of each request, in the order in which they end."""
         # Raise at once for a wrong name or a missing key, which would fail every request.
         self._runtime.registry.cluster_keys(self._cluster)

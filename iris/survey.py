@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from iris.core.message import MEMBER_HEADER, Message, decode_payload
 from iris.errors import IrisError
 
+T = TypeVar("T")
 
-class Survey:
+
+class Survey(Generic[T]):
     """A survey, made by `Client.survey`. It is sent when the iteration begins.
 
     After the iteration:
@@ -22,7 +24,10 @@ class Survey:
     """
 
     def __init__(
-        self, cluster: str, start: Callable[[Survey], Awaitable[Callable[[], None]]], wanted: Any
+        self,
+        cluster: str,
+        start: Callable[[Survey[Any]], Awaitable[Callable[[], None]]],
+        wanted: Any,
     ) -> None:
         self.cluster = cluster
         self.answered: list[str] = []
@@ -38,18 +43,13 @@ class Survey:
         self._ended = False
         self._error: IrisError | None = None
 
-    async def __aiter__(self) -> AsyncIterator[Any]:
+    async def __aiter__(self) -> AsyncIterator[T]:
         forget = await self._start(self)
         try:
             while True:
                 while self._queue:
                     message = self._queue.popleft()
-                    wanted = self._wanted
-                    yield (
-                        message
-                        if wanted in (None, Message)
-                        else decode_payload(message.payload, message.packed, wanted)
-                    )
+                    yield self._decode(message)
                 if self._ended:
                     break
                 self._waiter = asyncio.get_running_loop().create_future()
@@ -60,6 +60,12 @@ class Survey:
             forget()
             answered = {*self.answered, *self.failed}
             self.missing = [member for member in self._asked if member not in answered]
+
+    def _decode(self, message: Message) -> Any:
+        wanted = self._wanted
+        if wanted in (None, Message):
+            return message
+        return decode_payload(message.payload, message.packed, wanted)
 
     # -- the session's side ----------------------------------------------------------------------------------
 

@@ -183,7 +183,7 @@ async def demo(jfk: Site, others: Site, truth: Departures) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--quick", action="store_true", help="January alone")
     quick = parser.parse_args().quick
     # asyncio.run turns SIGINT into a cancellation, unless it is ignored, as in the background of a script.

@@ -31,6 +31,7 @@ import zipfile
 from collections import Counter
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -365,7 +366,7 @@ def run(
                 parts[flight.origin].append(flight)
             # All airports publish at once, and none starts the next day before the others are done.
             under_way = [
-                airports[airport].start(lambda client, part=part: publish_day(client, part))
+                airports[airport].start(partial(publish_day, flights=part))
                 for airport, part in parts.items()
             ]
             for future in under_way:
@@ -455,7 +456,7 @@ def compare(what: str, found: Totals, truth: Totals) -> bool:
 
 def main() -> int:
     """Run the demo and return the exit code."""
-    arguments = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    arguments = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     arguments.add_argument(
         "--rows",
         type=int,

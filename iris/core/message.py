@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, TypeVar, overload
 
 import msgpack  # type: ignore[import-untyped]  # it ships no types
 import msgspec
@@ -13,6 +13,7 @@ from iris.errors import DecodeError
 MEMBER_HEADER: Final = "iris-member"
 """Header of a survey's answer: the id of the member that sent it, sealed with it."""
 
+T = TypeVar("T")
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decoders: Final[dict[Any, msgspec.msgpack.Decoder[Any]]] = {}
 _MAX_DECODERS: Final = 256
@@ -36,6 +37,10 @@ class Message(msgspec.Struct, gc=False):
         """The payload: bytes if it was sent raw, else the decoded object."""
         return decode_payload(self.payload, self.packed, None)
 
+    @overload
+    def decode(self, type: type[T]) -> T: ...
+    @overload
+    def decode(self, type: Any) -> Any: ...
     def decode(self, type: Any) -> Any:
         """Return the payload as `type`: bytes, str, or any type that msgspec supports.
 

@@ -1,0 +1,50 @@
+"""What type checkers know about the results of calls. mypy and pyright check this file; it never runs.
+
+`assert_type` fails if a checker infers another type. A comment `type: ignore[…]` marks a mistake that both checkers
+must find; where they do not, they report the comment as unnecessary.
+"""
+
+from typing import Any, assert_type
+
+import msgspec
+
+import iris
+from iris import blocking
+
+
+class Receipt(msgspec.Struct):
+    number: int
+
+
+async def requests(client: iris.Client) -> None:
+    assert_type(await client.request("orders", b"", timeout=1.0, type=Receipt), Receipt)
+    assert_type(await client.request("orders", b"", timeout=1.0, type=list[Receipt]), list[Receipt])
+    assert_type(await client.request("orders", b"", timeout=1.0, type=iris.Message), iris.Message)
+    assert_type(await client.request("orders", b"", timeout=1.0), Any)
+    number: str = (await client.request("orders", b"", timeout=1.0, type=Receipt)).number  # type: ignore[assignment]
+    del number
+
+
+async def many(client: iris.Client) -> None:
+    async for outcome in client.request_many("orders", [b""], timeout=1.0, type=Receipt):
+        assert_type(outcome.result(), Receipt)
+        assert_type(outcome.reply, Receipt | None)
+
+
+async def surveys(client: iris.Client) -> None:
+    async for answer in client.survey("orders", b"", timeout=1.0, type=Receipt):
+        assert_type(answer, Receipt)
+    async for message in client.survey("orders", b"", timeout=1.0):
+        assert_type(message, iris.Message)
+
+
+def decoding(message: iris.Message) -> None:
+    assert_type(message.decode(Receipt), Receipt)
+    assert_type(message.decode(dict[str, int]), dict[str, int])
+
+
+def threads(client: blocking.Client) -> None:
+    assert_type(client.request("orders", b"", timeout=1.0, type=Receipt), Receipt)
+    assert_type(client.survey("orders", b"", timeout=1.0, type=Receipt), list[Receipt])
+    for outcome in client.request_many("orders", [b""], timeout=1.0, type=Receipt):
+        assert_type(outcome.result(), Receipt)
