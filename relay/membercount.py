@@ -11,13 +11,12 @@ host wrote is ignored.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
 import logging
-import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
+
+from relay import statefile
 
 if TYPE_CHECKING:
     from relay.core.router import Router
@@ -28,7 +27,6 @@ RETURN_S: Final = 3.0
 """How long a relay waits for members to return."""
 WRITE_S: Final = 0.05
 """Changes within this time are written at once."""
-FILE_BYTES: Final = 1024
 _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -111,9 +109,7 @@ class MemberCount:
     def _read(self) -> tuple[int, int]:
         """Return the previous relay's sessions and members; zeros if they are unknown."""
         try:
-            descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-            with open(descriptor, "rb") as file:
-                found = json.loads(file.read(FILE_BYTES + 1)[:FILE_BYTES])
+            found = statefile.read(self._path)
             sessions, members = found["sessions"], found["members"]
         except (OSError, ValueError, TypeError, KeyError):
             return 0, 0
@@ -127,19 +123,10 @@ class MemberCount:
         count = (len(self._router.sessions), self._router.interest.joined)
         if count == self._written:
             return
-        beside = self._path.with_name(self._path.name + "~")
+        numbers = {"boot": self._boot, "sessions": count[0], "members": count[1]}
         try:
-            if count[1]:
-                text = json.dumps({"boot": self._boot, "sessions": count[0], "members": count[1]})
-                flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-                with open(os.open(beside, flags, 0o600), "w") as file:
-                    file.write(text + "\n")
-                beside.rename(self._path)
-            else:
-                self._path.unlink(missing_ok=True)
+            statefile.replace(self._path, numbers if count[1] else None)
         except OSError as err:
-            with contextlib.suppress(OSError):
-                beside.unlink()
             if not self._faulty:
                 self._faulty = True
                 fields = {"path": str(self._path), "error": str(err)}

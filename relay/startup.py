@@ -15,16 +15,14 @@ writes its own id into the file here.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
 import logging
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
 from iris.errors import ConfigError
+from relay import statefile
 from relay.core.router import Router
 from relay.net.sessions import SessionHub
 from relay.supervisor import StoreSupervisor
@@ -35,7 +33,6 @@ BACK_S: Final = 3.0
 WORD_S: Final = 10.0
 """Limit for a store that was closed well, whose streams can continue without a gap. Only a busy host takes so long."""
 LOOK_S: Final = 0.01
-FILE_BYTES: Final = 256
 UNKNOWN: Final = "unknown"
 
 
@@ -140,9 +137,7 @@ class StartupGate:
     def _read(self) -> tuple[int, str]:
         """Return the previous relay's number of links and its id ("" without a file, `UNKNOWN` if it is not valid)."""
         try:
-            descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-            with open(descriptor, "rb") as file:
-                found = json.loads(file.read(FILE_BYTES))
+            found = statefile.read(self._path)
             links, relay = found["links"], found["relay"]
         except FileNotFoundError:
             return 0, ""
@@ -159,18 +154,9 @@ class StartupGate:
         now = (links, self._router.relay_id.hex() if kept else "")
         if now == self._written:
             return
-        beside = self._path.with_name(self._path.name + "~")
         try:
-            if any(now):
-                flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-                with open(os.open(beside, flags, 0o600), "w") as file:
-                    file.write(json.dumps({"links": now[0], "relay": now[1]}) + "\n")
-                beside.rename(self._path)
-            else:
-                self._path.unlink(missing_ok=True)
+            statefile.replace(self._path, {"links": now[0], "relay": now[1]} if any(now) else None)
         except OSError as err:
-            with contextlib.suppress(OSError):
-                beside.unlink()
             if not self._faulty:
                 self._faulty = True
                 fields = {"path": str(self._path), "error": str(err)}

@@ -1,30 +1,35 @@
-"""Prove a promise at the count that somebody names, and write the figures down.
+"""Test a promise of Iris at a given scale, and write the measured figures down: `python tests/proof.py AREA N`.
 
-    python tests/proof.py tunnels 10000         # N idle tunnels, one relay, one member
-    python tests/proof.py connections 1000      # N sessions at once at one relay
-    python tests/proof.py order 200000          # N publications: order, duplicates, losses told
-    python tests/proof.py rotation 2000         # N requests and broadcasts while the key changes
-    python tests/proof.py idle 10               # a relay that nobody uses, for N seconds
-    python tests/proof.py sim 2000              # N lives of simulated networks, a seed each
-    python tests/proof.py scale 1000            # N relays in full mesh, 100 memberships each, simulated
-    python tests/proof.py discovery 20          # N starts of a relay, alone and beside another host's (needs root)
-    python tests/proof.py streams 200           # N kills of a store under load, power cuts, damage, a full disk (needs root and cc)
-    python tests/proof.py workers 8             # N runs in which 50 workers of a stream are killed
-    python tests/proof.py spark 3               # N rounds of Spark's drivers, workers and executors killed (needs Java 17)
-    python tests/proof.py sites 50              # N cuts of the WAN between three sites, N dead gateways, 20,000 N messages (needs root)
-    python tests/proof.py federation 20         # N lives of a federation of 50 sites of 20 relays, simulated
-    python tests/proof.py mutations all         # N of our checks removed, one at a time: a test must fail for each (N or all)
-    python tests/proof.py hostile 100000        # N steps of a hostile relay and a hostile site among honest ones
-    python tests/proof.py drains 200            # N stops of a relay under load, linked and alone with a store: every loss is told
-    python tests/proof.py restarts 100          # N restarts of a relay under load, alone and looking for others
-    python tests/proof.py histories 1800        # N seconds of random faults among processes of two sites; their histories are judged (needs root)
-    python tests/proof.py gateway-drains 100    # N drains of the gateways of two sites under load
-    python tests/proof.py direct 200            # N direct tunnels broken under load: either end killed, the relay, the pair
 
-Exits 1 if the promise does not hold. The figures go to docs/proof.md (`--record` names another file), one section
-per area and count, in place of the former one. The areas sim, scale, federation and mutations, and the steps of
-hostile, run in this process or in memory. All others run real processes, with a relay, keys and sockets of their
-own.
+    AREA            example N  what N counts
+    tunnels         10000      idle tunnels between one relay and one member
+    connections     1000       sessions at once at one relay
+    order           200000     publications; checks order, duplicates and reports of losses
+    rotation        2000       requests and broadcasts while the key changes
+    idle            10         seconds of a relay that nobody uses
+    sim             2000       lives of simulated networks, each with its seed
+    scale           1000       simulated relays in full mesh, with 100 memberships each
+    discovery       20         starts of a relay, alone and beside another host's (needs root)
+    streams         200        kills of a store under load, with power cuts, damage and a full disk (root, cc)
+    workers         8          runs in which 50 workers of a stream are killed
+    spark           3          rounds in which Spark's drivers, workers and executors are killed (Java 17)
+    sites           50         cuts of the WAN between three sites, and as many dead gateways, with 20,000
+                               messages for each (root)
+    federation      20         lives of a simulated federation of 50 sites with 20 relays each
+    mutations       all        checks in our code that are removed one at a time; a test must fail for each
+    hostile         100000     steps of a hostile relay and a hostile site among honest ones
+    drains          200        drains of a relay under load, linked, and alone with a store; checks that every
+                               loss is reported
+    restarts        100        restarts of a relay under load, alone and while it looks for others
+    histories       1800       seconds of random faults among processes of two sites, whose histories are
+                               checked (root)
+    gateway-drains  100        drains of the gateways of two sites under load
+    direct          200        direct tunnels broken under load by the end of a process, the relay or the pair
+
+Exits 1 if the promise does not hold. The figures go to docs/proof.md, or to the file that `--record` names: one
+section per area and N, which replaces the previous one. The areas sim, scale, federation and mutations, and the
+steps of hostile, run in this process or in memory. All others run real processes, with their own relay, keys and
+sockets.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ class Wire:
         return frames.Prove(0, key.public_key, signature)
 
     async def send(self, *parts: Control | bytes) -> None:
-        """Send control frames and bytes in order; a relay that cut us meanwhile is no error here."""
+        """Send control frames and bytes in order; ignore that the relay has closed the connection meanwhile."""
         try:
             for part in parts:
                 self.writer.write(part if isinstance(part, bytes) else encode_control(part))

@@ -211,7 +211,7 @@ async def test_handshakes_that_begin_damaged_cost_their_connection_alone(
     seed: int, world: World, eu: Relay, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     garbled: list[object] = []
-    # What `ssl` says of server names that are no text; the daemon counts them.
+    # `ssl` reports server names that are not text through this hook; the daemon counts them.
     monkeypatch.setattr("sys.unraisablehook", garbled.append)
     rng = random.Random(seed)
     impostor = Impostor(world, eu)

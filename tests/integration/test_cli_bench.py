@@ -143,7 +143,7 @@ def servers(serving: list[Serving]) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def others(place: Path, relay: Path) -> Iterator[None]:
-    """Members of slow, mute, fragile and flaky, which are no bench members."""
+    """Members of slow, mute, fragile and flaky that were not started by `iris bench`."""
     shell = Shell(place)
     process = shell.start("run", "others:slow", "others:mute", "others:fragile", "others:flaky")
     try:

@@ -1,4 +1,4 @@
-"""A relay that is told to stop, and its clients, which move on by themselves: real relays on sockets of this process."""
+"""A relay drains, and its clients reconnect to another one by themselves: real relays on sockets of this process."""
 
 # ruff: noqa: SIM117 - one `async with` per party shows who is inside whom
 

@@ -71,7 +71,7 @@ async def test_what_is_published_across_a_link_keeps_its_order_whatever_its_size
 
 
 async def test_the_first_words_on_very_many_topics_arrive_in_their_order(site: Site) -> None:
-    """Each topic is made known before its message: the other relay hears such a burst in portions, and loses nothing."""
+    """Each topic is declared before its message; the other relay receives this burst in parts, and loses nothing."""
     one = await site.start()
     two = await site.start(one)
     await eventually(lambda: linked(one, two))

@@ -1,4 +1,4 @@
-"""Workers that are killed while they wait: nothing is handed to them, and nothing counts as delivered that nobody had."""
+"""Workers are killed while they wait: nothing is dispatched to them, nor counted as delivered without a receiver."""
 
 from __future__ import annotations
 

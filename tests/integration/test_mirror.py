@@ -59,7 +59,9 @@ async def test_a_copy_of_a_cluster_has_its_pushes_and_broadcasts(setting: Any) -
     await other.push("billing", b"three")
     await other.flush()
     await cluster.settle()
-    assert (await client.streams.describe("copy")).next == 2  # it is no member
+    assert (
+        await client.streams.describe("copy")
+    ).next == 2  # a mirror is not a member of the cluster
     assert (await client.streams.describe("bills")).next == 3
 
 

@@ -1,4 +1,4 @@
-"""A mirror goes on over every end of a process, a relay or a store, and over everything that its source does meanwhile."""
+"""A mirror continues after the end of any process, relay or store, whatever its source did meanwhile."""
 
 from __future__ import annotations
 

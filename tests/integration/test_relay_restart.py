@@ -15,7 +15,7 @@ from support.relays import KEY, Daemon, client
 from support.waiting import PATIENCE_S, eventually
 
 import iris
-from relay.membercount import FILE_BYTES
+from relay.statefile import FILE_BYTES
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -112,7 +112,7 @@ async def test_only_the_owner_reads_what_is_kept_and_nothing_is_kept_of_nobody(
 
 @pytest.mark.parametrize(
     "text",
-    [b"", b"not JSON", b"[]", b'{"members": -1}', b'{"members": true}', b'{"boot": "another", "sessions": 1, "members": 1}', b" " * 2 * FILE_BYTES],
+    [b"", b"not JSON", b"[]", b'{"members": -1}', b'{"members": true}', b'{"boot": "another", "sessions": 1, "members": 1}', b" " * 2 * FILE_BYTES, b"[" * 2 * FILE_BYTES],
 )  # fmt: skip
 async def test_a_file_that_says_nothing_of_use_is_as_none(text: bytes, tmp_path: Path) -> None:
     daemon = Daemon(tmp_path)

@@ -1,4 +1,4 @@
-"""A site without a key of a stream, behind a gateway whose relay claims that it has one: real stores, relays, gateways."""
+"""A site without a stream's key, behind a gateway that claims to have it: real stores, relays and gateways."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may change and end a stream: a site without a key may not, and holders of a key do not undo each other's changes."""
+"""Only holders of a stream's key may change and end it, and they do not undo each other's changes."""
 
 from __future__ import annotations
 

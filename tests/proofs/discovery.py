@@ -22,9 +22,9 @@ from proofs.common import Proof
 ALONE_S, LINKED_S = 1.0, 2.0
 """Limits of the medians: serving, and linked to the relay of the other host."""
 MEASURED_STARTS = 20
-"""Fewer are no measurement: the figures are shown, and nothing is promised of them."""
+"""With fewer starts the figures are shown, but not compared with the limits."""
 SETTLE_S, IDLE_S = 5.0, 30.0
-"""Before idleness is measured, and while it is; with fewer starts, in proportion."""
+"""Time before idleness is measured, and length of the measurement. Shorter in proportion with fewer starts."""
 IDLE_LIMIT = 1000.0
 """Bytes a second that a relay without links may send."""
 

@@ -1,5 +1,4 @@
-"""How much a flood by a hostile neighbor slows the others down: p99 of honest requests with and without it, in real
-processes.
+"""Measures how much a flood by a hostile neighbor slows honest requests: p99 with and without it, in real processes.
 
     caller ── A ── link or WAN, TLS on loopback ── B ── member
               │                                    │
@@ -53,7 +52,7 @@ OWN_HOP: Final = 1 << 62
 
 
 async def member(options: dict[str, Any]) -> Result:
-    """Echo until told to stop."""
+    """Echo requests until the cue to stop."""
     cues = Cues()
     service = iris.Service(CLUSTER)
     service.on_request(lambda payload: payload)
@@ -64,7 +63,7 @@ async def member(options: dict[str, Any]) -> Result:
 
 
 async def caller(options: dict[str, Any]) -> Result:
-    """At each cue, send one request after the other for a given number of seconds."""
+    """At each cue, send requests one after the other for `seconds`; return percentiles and failures."""
     cues = Cues()
     phases: list[Result] = []
     failed: list[str] = []
@@ -95,7 +94,7 @@ async def caller(options: dict[str, Any]) -> Result:
 
 
 async def hostile(options: dict[str, Any]) -> Result:
-    """Flood the relays from one cue to the next; report how much was sent, and which of the connections ended."""
+    """Flood the relays from one cue to the next; return how much was sent, and which connections ended."""
     cues = Cues()
     flooding = asyncio.Event()
     ended: list[str] = []
@@ -108,20 +107,20 @@ async def hostile(options: dict[str, Any]) -> Result:
 
     async def flood(port: int, site: str, keys: str) -> None:
         nonlocal frames_sent, bytes_sent
-        said = Said(options["site"], site)
+        source = FrameSource(options["site"], site)
         async with Connection(port, *_credentials(Path(keys), options["site"], site)) as wire:
             draining = asyncio.create_task(drain(wire, site))
-            await wire.say(said.hello(), *said.snapshot(0))
+            await wire.say(source.hello(), *source.snapshot(0))
             due_s = time.monotonic()
             while not cues.stop.is_set():
                 if flooding.is_set():
-                    burst = said.burst()
+                    burst = source.burst()
                     frames_sent += len(burst)
                     bytes_sent += sum(map(len, burst))
                     await wire.say(b"".join(burst))
                     due_s = max(due_s + 1 / PACE_HZ, time.monotonic())
                 else:
-                    await wire.say(said.beat())
+                    await wire.say(source.beat())
                     due_s = time.monotonic() + 0.05
                 await asyncio.sleep(due_s - time.monotonic())
             draining.cancel()
@@ -142,8 +141,9 @@ async def hostile(options: dict[str, Any]) -> Result:
 
 
 def _credentials(keys: Path, own: str, site: str) -> tuple[ssl.SSLContext, str]:
-    """Return credentials to dial a relay of its network, or, as the site `own`, a gateway of `site`. `keys`: the
-    key files.
+    """Return a TLS context and server name: to dial a relay of the network, or, as site `own`, a gateway of `site`.
+
+    `keys`: the directory of the key files.
     """
     from iris.crypto.certificates import gateway_leaf, site_authority
     from iris.crypto.keys import public_id
@@ -166,14 +166,15 @@ def data_frame(kind: int, body: bytes, *, alias: int, hop: int = 0) -> bytes:
     return HOP.pack(22 + len(end) + len(body), kind, 0, alias, hop, 0) + end + body
 
 
-class Said:
-    """The frames that it sends to one relay: as a relay of the network (`own` is empty), or as a gateway of site `own`."""
+class FrameSource:
+    """Makes the frames for one relay, as a relay of its site (`own` is empty) or as a gateway of site `own`."""
 
     def __init__(self, own: str, site: str) -> None:
         self.own = own
-        self.place: dict[str, Any] = (
+        self.declared: dict[str, Any] = (
             {"hop_class": int(HopClass.TO_WAN), "site": site} if own else {"hop_class": int(HopClass.MESH)}
         )  # fmt: skip
+        """Fields of each DECLARE."""
         self.site = site
         self.version = 1
         self.bursts = 0
@@ -181,7 +182,7 @@ class Said:
         self.calls = 0
 
     def hello(self) -> bytes:
-        """Return its greeting, as the side that dials."""
+        """Return a LINK_HELLO, as the side that dials."""
         version = PROTOCOL_VERSION, PROTOCOL_MINOR
         now_us = time.monotonic_ns() // 1000
         return encode_control(
@@ -189,7 +190,7 @@ class Said:
         )
 
     def entries(self, first: int, count: int, *, there: bool = True) -> dict[str, Any]:
-        """Return members and subscriptions that begin, or end."""
+        """Return `count` members and subscriptions that begin (`there`) or end."""
         numbers = range(first, first + count)
         kinds = {int(Kind.REQUEST): 8, int(Kind.BROADCAST): 1}
         if self.own:
@@ -222,9 +223,11 @@ class Said:
         return encode_control(frames.Beat(time.monotonic_ns() // 1000, 0, 0, self.version))
 
     def declare(self, alias: int, kind: int, name: str) -> bytes:
-        """Return a DECLARE for a sender that it made up."""
+        """Return a DECLARE for a random sender."""
         sender = os.urandom(16)
-        return encode_control(frames.Declare(alias, kind, name, self.key_id, sender, **self.place))
+        return encode_control(
+            frames.Declare(alias, kind, name, self.key_id, sender, **self.declared)
+        )
 
     def burst(self) -> list[bytes]:
         """Return the frames of one burst."""
@@ -293,12 +296,10 @@ def scene(roles: Run, site: bool, seconds: float, rounds: int) -> Result:
 
 
 def _kept(relay: IrisRelay) -> bool:
-    """Whether only the hostile connection ended, and nothing failed inside the relay."""
-    said = relay.role.written()
-    ended = [
-        line for line in said.splitlines() if '"link.down"' in line or '"gateway.down"' in line
-    ]
-    return "Traceback" not in said and all(EVIL_ID.hex() in line for line in ended)
+    """Return whether the relay logged no traceback, and the end of the hostile connection at most."""
+    log = relay.role.written()
+    ended = [line for line in log.splitlines() if '"link.down"' in line or '"gateway.down"' in line]
+    return "Traceback" not in log and all(EVIL_ID.hex() in line for line in ended)
 
 
 def prove(proof: Proof, seconds: float, rounds: int) -> None:

@@ -29,7 +29,10 @@ KINDS = (("relay",), ("site",), ("relay", "site"))
 
 
 def live(task: tuple[int, int]) -> tuple[int, str, Counter[str], Counter[str]]:
-    """Play one life of (seed, steps); return its seed, what it broke or "", what happened, and which rules were broken."""
+    """Play one life, given as (seed, steps).
+
+    Return the seed, the violated promise or "", and how often each event and each broken rule occurred.
+    """
     seed, steps = task
     broken = ""
     scene = Scene(seed, KINDS[seed % len(KINDS)])

@@ -14,7 +14,7 @@ LIMIT_MB = 50.0
 LIMIT_SHARE = 0.001
 """Share of one processor that counts as no measurable use."""
 MEASURED_S = 10
-"""A shorter run is no measurement: it shows the figure and promises nothing of it."""
+"""A shorter run shows the figures, but does not compare them with the limits."""
 START_S = 30.0
 
 

@@ -48,7 +48,7 @@ STRAY_S = 0.2
 
 
 def matches(pattern: str, topic: str) -> bool:
-    """Whether a filter matches: '*' is one token, a final '>' the rest. Written anew, to check Iris by."""
+    """Return whether a filter matches: '*' is one token, a final '>' the rest. Independent of Iris, to check it."""
     tokens = topic.split(".")
     wanted = pattern.split(".")
     if wanted[-1] == ">":

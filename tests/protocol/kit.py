@@ -171,7 +171,7 @@ class Service:
 
 
 class Port:
-    """The relay's side of one host's connection. `room` messages fit before it refuses; None is no limit."""
+    """The relay's side of one host's connection. `room` messages fit before it refuses; None means unlimited."""
 
     def __init__(self) -> None:
         self.out: deque[bytes] = deque()

@@ -613,7 +613,7 @@ def fill(document: str, found: dict[tuple[str, str], str]) -> str:
 
 
 def main(write: Callable[[str], object] = DOCUMENT.write_text) -> None:
-    """Write the blocks anew."""
+    """Replace the blocks of the document by those of the present code."""
     write(fill(DOCUMENT.read_text(), blocks()))
 
 

@@ -233,7 +233,7 @@ class World:
             actor.listen()
 
     def connections(self) -> None:
-        """Cut a link or WAN connection, or make it anew, or fill it for a while."""
+        """Cut a link or WAN connection, connect it again, or let it refuse frames for a while."""
         roll = self.rng.random()
         if roll < 0.5:
             end = self.rng.choice(self.net.ends) if self.net.ends else None

@@ -1,4 +1,4 @@
-"""Tunnels that pass the relay by: when they move, what passes, and that no end of either way is taken for the other's."""
+"""Direct tunnels: when they leave the relay, what passes, and that the end of one path is not the other's end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every flag of every data frame in every direction: who may set it, what a relay forwards, and which connection ends."""
+"""Every flag of every data frame in every direction: its allowed senders, what a relay forwards, what it closes."""
 
 from __future__ import annotations
 

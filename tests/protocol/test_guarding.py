@@ -50,7 +50,7 @@ class Recorder:
 
 
 def with_hop(frame: bytes, hop: int) -> bytes:
-    """The same frame as the relay would hand it over anew."""
+    """Return the frame with the hop id that the relay would give it if it delivered the frame again."""
     changed = bytearray(frame)
     REWRITE.pack_into(changed, ALIAS_AT, HOP.unpack_from(frame)[3], hop)
     return bytes(changed)

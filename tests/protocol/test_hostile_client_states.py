@@ -221,7 +221,7 @@ def test_each_control_frame_is_tried() -> None:
 
 @pytest.mark.parametrize("state", STATES)
 def test_a_frame_in_whatever_state_ends_the_session_by_name_or_nothing(state: str) -> None:
-    """Whatever is raised that is no error of ours would be an "internal error", and is a fault."""
+    """An exception of another type than our protocol errors would be an "internal error", and fails the test."""
     rng = random.Random(state)
     frames_to_try = [encode_control(body) for several in BODIES.values() for body in several]
     frames_to_try += [data(rng, kind) for kind in DATA for _ in range(12)]

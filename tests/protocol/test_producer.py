@@ -162,7 +162,7 @@ class World:
     # -- what the way does -----------------------------------------------------------------------------------
 
     def take(self, sent: Sent[Waiter]) -> list[Outcome]:
-        """The store takes a call; a channel accepts each once, so a repeated one does nothing and nobody hears of it."""
+        """Let the store accept a call. A channel accepts each call once, and ignores a repeated one."""
         if sent in self.taken:
             return []
         self.taken.add(sent)

@@ -343,7 +343,7 @@ def test_a_recorded_conversation_does_nothing_again_here_or_on_another_connectio
     recorded = relay.recorded
     assert isinstance(relay.ask(Caller(KEY), ATTACKS["consume"]), streams.Delivered)
     before, opened = state(relay.store), len(relay.store.calls.channels)
-    for again in (relay, Relay(relay.store)):  # the store attaches anew to the second
+    for again in (relay, Relay(relay.store)):  # the store attaches to the second one
         for declared, frame in list(recorded[:5]):
             again.hand(declared, frame, Caller())
         relay.store.commit()

@@ -1,4 +1,4 @@
-"""A relay says where a store is on its way, and calls of streams wait there and here until it has said what it holds."""
+"""A relay advertises a store that is starting; calls of streams wait, at both relays, until it lists its streams."""
 
 from __future__ import annotations
 

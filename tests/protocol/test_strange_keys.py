@@ -1,4 +1,4 @@
-"""A relay that declares keys and addresses that are not ours: their frames are dropped and counted; the rest goes on."""
+"""A relay declares keys and addresses that are not ours: their frames are dropped and counted, others delivered."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def _do_without(reason: str) -> None:
 
 @pytest.fixture(scope="session")
 def spark_home(java: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A home of Spark in which the zipped copy of pyspark is missing: workers find it first, and each compiles it anew."""
+    """A home of Spark without the zipped pyspark: each worker would find that first, and compile it again."""
     found = importlib.util.find_spec("pyspark")
     assert found is not None
     assert found.origin is not None

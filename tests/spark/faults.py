@@ -89,7 +89,7 @@ class Fault:
 
 
 def register(spark: Any) -> None:
-    """Make the format known to a session of this process, whose workers cannot import our modules. Again does no harm."""
+    """Register the format in a session of this process, whose workers cannot import our modules. Idempotent."""
     from pyspark import cloudpickle
 
     from spark import faulty

@@ -39,7 +39,7 @@ FLIGHTS: Final = Path(__file__).parents[2] / "examples" / "spark" / "flights.py"
 
 
 class Example(NamedTuple):
-    """The example, under way: its directory for temporary files, that for its results, and the files with what it says."""
+    """The running example: its directories for temporary files and results, and the files of its output and errors."""
 
     process: subprocess.Popen[bytes]
     inside: Path

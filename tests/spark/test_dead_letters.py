@@ -1,4 +1,4 @@
-"""Rows that do not parse go to a topic or stream, with the reason; the others go on, and none is lost between the two."""
+"""Rows that do not parse go to a topic or stream, with the reason; the others are processed, and none is lost."""
 
 from __future__ import annotations
 

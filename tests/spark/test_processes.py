@@ -89,7 +89,7 @@ def test_a_killed_driver_goes_on_from_its_checkpoint(
 def test_tasks_that_fail_or_are_killed_leave_no_row_twice(
     stage: Relay, client: iris.blocking.Client, name: str, tmp_path: Path
 ) -> None:
-    """A task that fails after it has staged its rows, and Python workers killed while they read, and while they write."""
+    """A task fails after it has staged its rows; Python workers are killed while they read and while they write."""
     jobs, phases, checks = [], [], []
     failing = Job(stage, client, f"{name}a", tmp_path / "a")
     phases.append(failing.phase("copy_batch", fail=str(tmp_path / "failed")))

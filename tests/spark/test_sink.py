@@ -22,6 +22,7 @@ from spark.kit import (
     source,
     stream_source,
     streams_of,
+    until,
 )
 
 if TYPE_CHECKING:
@@ -43,7 +44,12 @@ def save(frame: DataFrame, relay: Relay, *, format: str = "iris", **options: Any
     frame.write.format(format).options(**relay.options).options(**options).mode("append").save()
 
 
-def messages_of(client: iris.blocking.Client, stream: str) -> list[iris.StreamMessage]:
+def messages_of(
+    client: iris.blocking.Client, stream: str, count: int = 0
+) -> list[iris.StreamMessage]:
+    """Return what a stream holds, once that is `count` messages: a store records casts and pushes after they are sent."""
+    until(lambda: client.call(lambda c: c.streams.describe(stream)).next >= count)
+
     async def read(c: iris.Client) -> list[iris.StreamMessage]:
         async with c.streams.read(stream, follow=False) as reader:
             return [message async for message in reader]
@@ -52,7 +58,7 @@ def messages_of(client: iris.blocking.Client, stream: str) -> list[iris.StreamMe
 
 
 def own_headers(message: iris.StreamMessage) -> tuple[str, str, int, int]:
-    """Return what a live row says of where it comes from: query, batch, partition, row."""
+    """Return the headers that identify a live row: query, batch, partition, row."""
     headers = message.headers or {}
     assert sorted(name for name in headers if name.startswith("spark-")) == OWN
     query, batch, part, row = (headers[name] for name in ("spark-query", *OWN[:2], "spark-row"))
@@ -229,7 +235,7 @@ def test_rows_are_published_to_the_topic_that_they_or_the_option_name(
     save(frame_of(spark, 100), stage, topic=f"{name}.all")
     frame = frame_of(spark, 100, f"if(id < 50, concat('{name}.', id % 2), null) topic")
     save(frame, stage, topic=f"{name}.rest")
-    found = messages_of(client, name)
+    found = messages_of(client, name, 200)
     everything, named = found[:100], found[100:]
     expected = sorted(make_row("a", number) for number in range(100))
     assert sorted(message.payload for message in everything) == expected
@@ -238,11 +244,11 @@ def test_rows_are_published_to_the_topic_that_they_or_the_option_name(
     for message in named:
         number = int(message.payload.split(b":")[1])
         assert message.name == f"{name}.{number % 2 if number < 50 else 'rest'}"
-    # Each row says which it is, so that whoever receives it twice can tell.
-    told = [own_headers(message) for message in found]
-    assert len(set(told)) == 200
-    assert len({query for query, *_ in told}) == 2
-    assert {part for _, _, part, _ in told} == {0, 1}
+    # Each row has an id, by which its receivers recognize a repetition.
+    ids = [own_headers(message) for message in found]
+    assert len(set(ids)) == 200
+    assert len({query for query, *_ in ids}) == 2
+    assert {part for _, _, part, _ in ids} == {0, 1}
 
 
 @pytest.mark.parametrize("mode", ["push", "broadcast"])
@@ -254,7 +260,8 @@ def test_rows_are_sent_to_the_cluster_that_they_or_the_option_name(
         make_stream(client, cluster, cluster=cluster)
     frame = frame_of(spark, 100, f"if(id < 30, '{clusters[1]}', null) cluster")
     save(frame, stage, cluster=clusters[0], sendMode=mode)
-    first, second = (messages_of(client, cluster) for cluster in clusters)
+    counts = (70, 30)
+    first, second = (messages_of(client, *each) for each in zip(clusters, counts, strict=True))
     numbers = [
         sorted(int(message.payload.split(b":")[1]) for message in found)
         for found in (first, second)
@@ -289,13 +296,12 @@ def test_a_query_publishes_with_its_own_id_and_batch_numbers(
         .start()
     )
     finish(query)
-    found = messages_of(client, target)
+    found = messages_of(client, target, 150)
     assert [message.payload for message in found] == rows
-    told = [own_headers(message) for message in found]
-    # Batch 0 holds nothing but the place where the query begins.
-    assert told == [(query.id, "1", 0, row) for row in range(100)] + [
-        (query.id, "2", 0, row) for row in range(50)
-    ]
+    # Batch 0 holds nothing but the offset at which the query begins.
+    assert [own_headers(message) for message in found] == [
+        (query.id, "1", 0, row) for row in range(100)
+    ] + [(query.id, "2", 0, row) for row in range(50)]
 
 
 def test_at_least_once_into_a_stream_names_its_rows(
@@ -312,7 +318,7 @@ def test_at_least_once_into_a_stream_names_its_rows(
 
 
 def wrong(name: str) -> Iterator[tuple[list[str], dict[str, str], str]]:
-    """Yield columns beside `value`, options, and what is said of them."""
+    """Yield columns besides `value`, options, and the error that they must raise."""
     yield ["1 n"], {"stream": name}, "sendMode=append does not use column 'n'"
     yield ["'t' topic"], {"stream": name}, "sendMode=append does not use column 'topic'"
     yield ["1 key"], {"stream": name}, "column 'key' is int, not string or binary"

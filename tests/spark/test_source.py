@@ -238,7 +238,7 @@ def test_values_are_decoded_to_columns_and_what_does_not_fit_is_kept(
 
     with pytest.raises(Exception, match="IRIS_MALFORMED: "):
         source(spark, stage, **options, valueMode="failfast").collect()
-    # What failed is no reason to fail again.
+    # A read that failed does not make the next one fail.
     fitting = json.dumps({name: {"0": 1}})
     ok = source(spark, stage, **options, valueMode="failfast", endingOffsets=fitting).collect()
     assert [row.id for row in ok] == [7]

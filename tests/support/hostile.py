@@ -658,7 +658,7 @@ class Scene:
     # -- a step ----------------------------------------------------------------------------------------------
 
     def step(self, who: int = -1, deed: str = "") -> None:
-        """Let one adversary act. From time to time deliver pending frames, and let honest sessions call what it claims."""
+        """Let one adversary act. Now and then deliver pending frames, and let honest sessions call what it claims."""
         self.steps += 1
         rng = self.rng
         number = rng.randrange(len(self.adversaries)) if who < 0 else who % len(self.adversaries)

@@ -169,7 +169,7 @@ class FaultProxy:
                 group.create_task(_Direction(self, inner, outer).run())
                 group.create_task(_Direction(self, outer, inner).run())
         except* OSError:
-            # A side that resets, or cannot be reached, resets the other; that is no failure of the proxy.
+            # When one side resets or cannot be reached, reset the other; the proxy itself goes on.
             for end in (inner, outer):
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
 

@@ -71,7 +71,7 @@ class Daemon:
         return said
 
     def lines(self) -> list[dict[str, Any]]:
-        """Return its log so far; what is no JSON line raises."""
+        """Return the events of its log so far. Raises ValueError for a line that is not JSON."""
         text = self.log.read_text()
         whole = text[: text.rfind("\n") + 1].splitlines()
         return [json.loads(line) for line in whole if not line.startswith("iris relay: ")]

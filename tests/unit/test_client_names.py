@@ -24,7 +24,7 @@ def test_a_client_shows_its_verbs_and_documented_attributes_alone() -> None:
 
 
 def test_every_public_name_of_a_client_says_what_it_is() -> None:
-    for name in VERBS | ATTRIBUTES - {"config", "counters", "losses"}:  # those are no properties
+    for name in VERBS | ATTRIBUTES - {"config", "counters", "losses"}:  # those are plain attributes
         assert inspect.getdoc(inspect.getattr_static(iris.Client, name)), name
 
 

@@ -248,7 +248,7 @@ async def test_links_in_a_circle_do_not_hide_the_host_s(runtime: Path, host: Rel
 async def test_a_socket_that_is_replaced_after_the_look_is_judged_by_who_listens_then(
     runtime: Path, own: Relay, host: Relay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The look at the directory is for those who hide a relay; who is there is what the kernel says of the connection."""
+    """The directory's owner is only a first check; the kernel names the user at the other end of the connection."""
     replaced: list[Relay] = []
     look = dialling.find_relay
 

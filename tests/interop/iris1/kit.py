@@ -46,7 +46,7 @@ class Side:
 
     async def _leave(self, binding: Binding) -> None:
         await binding.hang_up()
-        # Without CLOSE it ends where a test means it to; what else breaks a binding is no test's wish.
+        # Some tests end a connection without CLOSE; no test breaks a binding in another way.
         assert not set(binding.broken) - {WITHOUT_CLOSE}, binding.broken
 
     async def raw(self) -> Raw:

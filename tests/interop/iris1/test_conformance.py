@@ -173,7 +173,7 @@ async def test_publish_memory_limit() -> None:
 
 
 async def test_local_delivery_within_a_millisecond() -> None:
-    """The memory limit tests of the binding sleep 1 ms between send and check: broadcasts and events are back by then."""
+    """The binding's tests of memory limits sleep 1 ms between send and check, so casts must be back within that."""
     async with bridged() as side:
         handler = Echo()
         service = await side.register("bc", handler)
@@ -241,7 +241,7 @@ async def test_request_timeout() -> None:
 
 
 async def test_request_thread_limit() -> None:
-    """TestRequestThreadLimit: 1 thread, 25 ms handler, 4 at once: after 62.5 ms exactly 2 are done, after 125 ms all 4."""
+    """TestRequestThreadLimit: 4 requests of 25 ms to 1 thread. After 62.5 ms exactly 2 are done, after 125 ms all."""
     async with bridged() as side:
         handler = Paced(25)
         service = await side.register("rq", handler, requests=Limits(threads=1))
@@ -349,7 +349,7 @@ async def test_tunnel_overload() -> None:
 
 @pytest.mark.parametrize("closer", ["initiator", "acceptor"])
 async def test_tunnel_interrupt(closer: str) -> None:
-    """Java's TunnelInterruptTest: closing either end releases the other's blocked receive and send with a closed error."""
+    """Java's TunnelInterruptTest: when one end closes, the other's blocked receive and send raise a closed error."""
     accepted: asyncio.Queue[Tunnel] = asyncio.Queue()
 
     class Accepting(Echo):

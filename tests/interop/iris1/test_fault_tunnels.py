@@ -1,4 +1,4 @@
-"""What may go wrong in a client's tunnels: an end for the tunnel, bounded and counted, and nothing for the connection."""
+"""Faults in a client's tunnels end the tunnel and are counted, with bounded memory; the connection continues."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ async def test_more_than_was_granted_ends_the_tunnel_and_not_the_connection() ->
         raw = await greeted(side)
         await opened(raw, 5, b"ours")
         whole = number(1 << 16) + blob(bytes(1 << 16))
-        for _ in range(65):  # the first waits to go on, so nothing is granted anew
+        for _ in range(65):  # the first is still waiting, so no further credit is granted
             raw.send(b"\x0c\x05" + whole)
         reason = b"the client sent 65536 bytes more than it was granted"
         assert await raw.read(3 + len(reason)) == b"\x0d\x05" + blob(reason)

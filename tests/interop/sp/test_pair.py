@@ -60,7 +60,7 @@ async def test_the_connection_ends_with_the_tunnel_and_the_next_is_another(
             async with asyncio.timeout(WAIT_S):
                 assert await ended.get() == "closed here"
                 await gone.wait()
-            await socket.asend(b"again")  # nng connects anew by itself
+            await socket.asend(b"again")  # nng connects again by itself
             assert await socket.arecv() == b"AGAIN"
         async with asyncio.timeout(WAIT_S):
             assert await ended.get() == "finished there"

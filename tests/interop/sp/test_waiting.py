@@ -45,7 +45,7 @@ async def numbers(socket: pynng.Socket, head: bytes, heard: list[int]) -> None:
 async def test_a_sub_program_gets_everything_that_is_published_faster_than_nng_writes(
     world: World,
 ) -> None:
-    """nng reads for a SUB whatever its program does, and drops beyond its receive buffer there, so that is large here."""
+    """nng reads for a SUB even if its program does not, and drops what exceeds its receive buffer: make that large."""
     bridge = Bridge(world, entry(world, "pub", 'when_full = "wait"'))
     heard: list[int] = []
     async with waiting(world) as client:

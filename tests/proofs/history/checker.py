@@ -202,7 +202,7 @@ class Account:
 
 
 def _names(name: str, flow: str) -> bool:
-    """Return whether a gap of this name can be of the flow. One of broadcasts has the cluster's name, not the sender's."""
+    """Return whether a gap of this name can concern the flow. Gaps of broadcasts name the cluster, not the sender."""
     return not name or name == flow or "*" in name or ">" in name or flow.startswith("broadcast ")
 
 
@@ -338,7 +338,7 @@ def recorded(histories: list[Told], counts: Counter[str]) -> Iterator[str]:
 
 
 def worked(histories: list[Told], counts: Counter[str]) -> Iterator[str]:
-    """Every message of the stream was worked on, or is a dead letter; good ones are no dead letters."""
+    """Every message of the stream was worked on, or is a dead letter; good ones were worked on."""
     done: Counter[int] = Counter()
     named: set[tuple[int, str]] = set()
     there: dict[int, str] = {}

@@ -116,7 +116,7 @@ def test_a_site_is_not_spoken_for_by_another(net: SimNetwork) -> None:
     for pair in wans(net, "ams", "ber"):
         net.stop(*pair)
     net.run(7.0)
-    # Ams and Cph, and Cph and Ber, are connected: that is no way from Ams to Ber.
+    # Ams and Cph, and Cph and Ber, are connected, but messages do not pass through a third site.
     for relay in (net.relays[host] for host in net.hosts["ams"]):
         assert set(relay.router.sites.site_routes) == {"cph"}
     tag, call = publisher.publish("news"), publisher.request("db")

@@ -395,7 +395,7 @@ class Chaos:
     # -- a life ------------------------------------------------------------------------------------------------
 
     def run(self, steps: int) -> None:
-        """Live `steps` steps, with a check of everything after each `ROUND_STEPS` and at the end, when all have left."""
+        """Run `steps` steps. Check everything after each `ROUND_STEPS`, and at the end, when all have left."""
         try:
             self._run(steps)
         except Violation:

@@ -575,7 +575,7 @@ class SimSession:
 
     @staticmethod
     def matches(pattern: str, topic: str) -> bool:
-        """Whether a filter matches. Written anew, to check the relay's tree by."""
+        """Return whether a filter matches. Independent of the relay's topic tree, to check it."""
         wanted, tokens = pattern.split("."), topic.split(".")
         if wanted[-1] == ">":
             wanted = wanted[:-1]

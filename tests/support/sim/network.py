@@ -38,7 +38,7 @@ from support.sim.wires import WINDOW_BYTES, Clock, Pipe, SimPort
 
 LIMIT: Final = 1 << 20
 SITE: Final = "sim"
-"""The name of the only site of a network that is no federation."""
+"""The name of the only site, in a network without a federation."""
 WAN_DELAYS_US: Final = (20_000, 80_000)
 WAN_WINDOW_BYTES: Final = 256 << 10
 SESSION_DELAY_US: Final = 20
@@ -420,7 +420,7 @@ class SimRelay:
             net.link_lost(self, host)
 
     def retire(self, grace_us: int) -> None:
-        """As SIGTERM: others send it nothing new, what runs has `grace_us` to finish, then it says goodbye and is gone."""
+        """Drain the relay as SIGTERM does: no new calls, `grace_us` for those in flight; then close its connections."""
         if self.alive and not self.router.draining:
             self.net.note(f"{self} is about to stop")
             self.net.ledger.fault_for(grace_us + DEAD_US)
@@ -605,7 +605,7 @@ class SimNetwork:
         return self.wires[(min(a, b), max(a, b))]
 
     def known_by_us(self, a: SimRelay, b: SimRelay, before_us: int, known_us: int) -> int:
-        """Return until when what was said at one relay is known at the other, if it is by `before_us` while all passes."""
+        """Return until when changes at one relay are known at the other: `before_us`, unless the wire was cut."""
         wire = self.wires.get((min(a.host, b.host), max(a.host, b.host)))
         if wire is None or not (wire.stopped or wire.healed_us > self.now_us - known_us):
             return before_us
@@ -655,7 +655,7 @@ class SimNetwork:
         self.dial(relay.host, host)
 
     def cut(self, a: int, b: int) -> None:
-        """Break the connection: what is on the way is lost from some frame on, and both ends notice, each in its time."""
+        """Cut the connection: frames in transit are lost from some frame on; each end notices after its own delay."""
         wire = self.wire(a, b)
         self.note(f"the link between {a} and {b} is cut")
         self.ledger.fault_for(NOTICE_US + DEAD_US)

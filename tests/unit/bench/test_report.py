@@ -546,6 +546,6 @@ def test_rounds_beside_which_something_else_ran_are_left_out_while_two_others_re
     runs[0]["others_s"] = 1.1
     assert counted() == 2
     assert "is left out" in report.markdown(document)
-    # One round alone is no median: then all count, whatever ran beside them.
+    # A median needs more than one round: with one undisturbed round left, all count, whatever ran beside them.
     runs[1]["others_s"] = 1.1
     assert counted() == 3

@@ -153,7 +153,7 @@ def test_what_keeps_the_promises_is_not_a_violation(histories: list[list[dict[st
         ([[read(0, "1", "recorded", "t.p"), read(1, "0", "recorded", "t.p")]], "stands after"),
         ([[read(0, "c/1")]], "never handed"),
         ([[worked(0)], [read(0, "c/1"), read(0, "", "orders.dead")]], "dead letters"),
-        # What another was told is no excuse, nor what was told of another topic, nor more than was told of.
+        # A report to another receiver, of another topic, or of fewer messages does not excuse a loss.
         ([[*accepted(0, 2), CLOSED], [loss(1), heard(0), heard(2)]], "nobody told"),
         (
             [[*accepted(0, 2), CLOSED], [loss(1), heard(0), heard(2)], [heard(0), heard(2)]],

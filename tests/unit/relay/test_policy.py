@@ -53,7 +53,7 @@ def test_a_log_is_judged_by_its_streams_name() -> None:
     policy = Policy(exported=["orders"])
     kinds = {int(Kind.STREAM): 1, int(Kind.REQUEST): 8}
     assert policy.exports(kinds, "orders", KEY_ID, LOG) == kinds
-    # A cluster is no log, whatever it is called.
+    # The name of a cluster is not taken for that of a log.
     assert policy.exports(kinds, LOG, KEY_ID, "orders") == {Kind.STREAM: 1}
     assert policy.exports(kinds, LOG, KEY_ID, "audit") == {}
     assert policy.exports(kinds, LOG, KEY_ID, "") == {}

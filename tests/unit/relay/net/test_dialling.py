@@ -144,7 +144,7 @@ async def test_a_seed_stands_for_whoever_answers(net: Net) -> None:
     net.at = {SHARED: Outcome(OURSELVES, OWN), GOOD: Outcome(LINKED, X)}
     target = net.see(DEAD, SHARED, GOOD)
     await until(lambda: target.relay_id == X)
-    net.at[GOOD] = Outcome(UP, Y)  # started anew, with another id
+    net.at[GOOD] = Outcome(UP, Y)  # restarted, with another id
     net.up.discard(X)
     net.dialler.lost(X, 100.0, True)
     await until(lambda: target.relay_id == Y)

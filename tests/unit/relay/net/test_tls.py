@@ -543,7 +543,7 @@ def test_a_loaded_access_file_shows_no_secret(access: RemoteAccess) -> None:
     assert "context" not in shown
 
 
-# Server names that are no text
+# Server names that are not text
 
 
 def test_a_garbled_server_name_is_refused_and_logged_once_without_a_traceback(

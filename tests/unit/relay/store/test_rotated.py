@@ -1,4 +1,4 @@
-"""A stream whose keys changed twice: who can go on with it, and what a holder of a key that is long retired still can."""
+"""A stream whose keys changed twice: which holders can go on with it, and what a long retired key still allows."""
 
 from __future__ import annotations
 

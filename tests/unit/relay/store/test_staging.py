@@ -322,7 +322,7 @@ def test_a_writer_of_a_single_batch_makes_room_after_an_hour_and_before_all_othe
     log.commit("query", 2, [], 11)
     log.commit("job z", 1, [], 20)  # the older one, though its name is the later one
     log.commit("job a", 1, [], 30)
-    log.commit("job a", 1, [], 40)  # a replay is no second batch
+    log.commit("job a", 1, [], 40)  # a replay does not count as another batch
     with pytest.raises(StagingRefused, match="3 writers") as refused:
         log.commit("job b", 1, [], HOUR_US + 20)
     assert refused.value.code == "full"
