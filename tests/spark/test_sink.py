@@ -47,7 +47,7 @@ def save(frame: DataFrame, relay: Relay, *, format: str = "iris", **options: Any
 def messages_of(
     client: iris.blocking.Client, stream: str, count: int = 0
 ) -> list[iris.StreamMessage]:
-    """Return what a stream holds, once that is `count` messages: a store records casts and pushes after they are sent."""
+    """Return the messages of a stream once it has `count`: a store records casts and pushes after they are sent."""
     until(lambda: client.call(lambda c: c.streams.describe(stream)).next >= count)
 
     async def read(c: iris.Client) -> list[iris.StreamMessage]:
