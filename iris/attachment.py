@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import random
 from collections import deque
@@ -28,6 +27,7 @@ from iris.core.local_senders import LocalSenders
 from iris.core.outbound import Outbound
 from iris.core.session import Session
 from iris.errors import Closed, ConnectionLost, IrisError, RelayUnavailable
+from iris.logs import logger
 from iris.pairs import READ_BYTES, Pairs
 from iris.registry import Registry, leave
 from iris.transport import Pump
@@ -35,7 +35,7 @@ from iris.wire import frames
 from iris.wire.codec import ReceiveBuffer
 from iris.wire.kinds import Kind
 
-log = logging.getLogger(__name__)
+log = logger(__name__)
 
 POLL_MIN_S: Final = 0.01
 POLL_MAX_S: Final = 0.25

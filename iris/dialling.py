@@ -7,7 +7,6 @@ learns the names and sizes of all messages.
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import pwd
 import random
@@ -24,9 +23,10 @@ from iris import paths
 from iris.config import ClientConfig
 from iris.errors import ConfigError, KeyringError, RelayUnavailable
 from iris.keyfiles import config_directory, distrust
+from iris.logs import logger
 from iris.remote import load_access
 
-log = logging.getLogger(__name__)
+log = logger(__name__)
 
 REMOTE: Final = "tls://"
 _EVERY: Final = "tls://dns:"

@@ -110,8 +110,10 @@ class Handler:
             async def run(message: Message) -> object:
                 return await self.function(self.convert(message))
 
-            return run
-        return lambda message: self.function(self.convert(message))
+            return functools.update_wrapper(run, self.function)
+        return functools.update_wrapper(
+            lambda message: self.function(self.convert(message)), self.function
+        )
 
     def convert(self, message: Message, defer: Callable[[], Deferred] | None = None) -> Any:
         """Convert a message to the annotated type of the function's parameter. Raises DecodeError."""

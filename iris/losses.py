@@ -12,9 +12,10 @@ from collections.abc import Callable
 from typing import Final
 
 from iris.core.interfaces import Lost
+from iris.logs import logger
 from iris.runtime import Runtime
 
-log = logging.getLogger(__name__)
+log = logger(__name__)
 
 LOG_S: Final = 10.0
 """Seconds between two log lines of one subscription or service."""
@@ -59,8 +60,8 @@ class LossLog:
         if on_gap is not None:
             try:
                 on_gap(lost)
-            except (Exception, asyncio.CancelledError):
-                self._runtime.handler_failed(self._handler)
+            except (Exception, asyncio.CancelledError) as err:
+                self._runtime.handler_failed(self._handler, on_gap, err)
 
     def end(self) -> None:
         """Log the losses that are not logged yet, and stop the timer. Idempotent."""

@@ -8,7 +8,6 @@ call reads or writes many records.
 from __future__ import annotations
 
 import asyncio
-import logging
 import socket
 import struct
 from collections.abc import Callable
@@ -20,10 +19,11 @@ from iris.core.tunnels import Tunnels
 from iris.crypto.noise import MAX_MESSAGE_BYTES
 from iris.dialling import dial
 from iris.errors import IrisError, PeerProtocolError
+from iris.logs import logger
 from iris.wire.codec import LENGTH, FrameReader, ReceiveBuffer, encode_control
 from iris.wire.frames import Fetch
 
-log = logging.getLogger(__name__)
+log = logger(__name__)
 
 FETCH_S: Final = 5.0
 """Timeout for fetching a descriptor from the relay."""

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -30,6 +28,7 @@ from iris.core.session import Session
 from iris.crypto.keyring import Keyring
 from iris.crypto.keys import ClusterKey
 from iris.errors import Closed, ConfigError, ConnectionLost, IrisError, MessageTooLarge
+from iris.logs import Repeats, error_text, function_name, logger
 from iris.membership import Watcher
 from iris.registry import Registry, Served, Subscriber
 from iris.transport import Pump
@@ -37,12 +36,10 @@ from iris.wire import frames
 from iris.wire.codec import MIN_MESSAGE_LIMIT
 from iris.wire.kinds import AUDIENCE_MINOR, Kind
 
-log = logging.getLogger("iris.client")  # the documented name of this logger
+log = logger("iris.client")  # the documented name of this logger
 
 MAX_LOSSES: Final = 1000
 """Number of losses that `Client.losses` keeps."""
-LOG_INTERVAL_S: Final = 1.0
-"""Shortest time between two log lines of one client about losses, stalls and failed handlers."""
 TUNNEL: Final = "; send it through a tunnel"
 
 _runtimes: weakref.WeakSet[Runtime] = weakref.WeakSet()
@@ -77,8 +74,8 @@ class Runtime:
         self._reloading = asyncio.Lock()
         self._watched: list[list[Lost]] = []
         """Lists that collect losses, one for each active `watching_losses`."""
-        self._quiet_until_s = 0.0
-        """Monotonic time before which nothing more is logged."""
+        self._repeats = Repeats()
+        """Limits the log lines about failed handlers, losses of sent messages, and stalls."""
 
     def attach(
         self, keyring: Keyring, connector: Connector, entropy: Callable[[int], bytes], watch: Callable[[], Callable[[], bool]]
@@ -118,6 +115,7 @@ class Runtime:
             for subscription in list(self.working):
                 subscription.give_up()
             await asyncio.gather(*(binding.stop() for binding in registry.services))
+            self._repeats.end()
 
     def _keys_changed(self) -> None:
         for part in self.parts:
@@ -312,9 +310,8 @@ class Runtime:
             if left_s <= 0:
                 out.stalled(flow)
                 attachment.touch()
-                if self._may_log():
-                    fields = {"topic": topic, "stall_s": self.config.stall_s}
-                    log.warning("client.publish_stalled", extra={"fields": fields})
+                fields: dict[str, object] = {"topic": topic, "stall_s": self.config.stall_s}
+                self._repeats.warning(log, "client.publish_stalled", topic, None, fields)
                 return
             waiter: asyncio.Future[None] = loop.create_future()
             credit.waiters.append(waiter)
@@ -389,8 +386,9 @@ class Runtime:
         if not lost.source:
             for watched in self._watched:
                 watched.append(lost)
-            if self.on_loss is None and not self._watched and self._may_log():
-                log.warning("client.lost", extra={"fields": {"lost": repr(lost)}})
+            if self.on_loss is None and not self._watched:
+                key = (lost.kind, lost.name, type(lost.error))
+                self._repeats.warning(log, "client.lost", key, None, {"lost": repr(lost)})
         self.report_loss(lost)
 
     @contextlib.contextmanager
@@ -409,14 +407,24 @@ class Runtime:
         if self.on_loss is not None:
             try:
                 self.on_loss(lost)
-            except (Exception, asyncio.CancelledError):
-                self.handler_failed("on_loss")
+            except (Exception, asyncio.CancelledError) as err:
+                self.handler_failed("on_loss", self.on_loss, err)
 
-    def handler_failed(self, what: str) -> None:
-        """Count a failed handler of the user, and log its traceback, at most once in `LOG_INTERVAL_S`."""
+    def handler_failed(self, handler: str, function: object, error: BaseException) -> None:
+        """Count a failed handler of the user, and log it: at once if it did not fail in this way within 10 s.
+
+        `handler` says what it is the handler of: "handler of thumbnails". Call it in an except block.
+        """
         self.count_dropped("failed handlers", 1)
-        if self._may_log():
-            log.exception("client.handler_failed", extra={"fields": {"handler": what}})  # noqa: LOG004 - callers are in an except block
+        name = function_name(function)
+        fields: dict[str, object] = {
+            "handler": handler,
+            "function": name,
+            "error": error_text(error),
+        }
+        self._repeats.error(
+            log, "client.handler_failed", (handler, name, type(error)), error, fields
+        )
 
     def count_dropped(self, cause: str, count: int) -> None:
         """Count messages that were dropped in this process."""
@@ -425,14 +433,6 @@ class Runtime:
     def messages(self, direction: str) -> int:
         """Return the number of data messages "sent" or "received" over all sessions, accepted or not."""
         return self.attachment.messages(direction) if self.attachment is not None else 0
-
-    def _may_log(self) -> bool:
-        """Return whether `LOG_INTERVAL_S` has passed since this last returned True."""
-        now_s = time.monotonic()
-        if now_s < self._quiet_until_s:
-            return False
-        self._quiet_until_s = now_s + LOG_INTERVAL_S
-        return True
 
     def forked(self) -> None:
         """Disable this client in the child of a fork."""

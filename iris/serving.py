@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Coroutine, Iterable
@@ -18,6 +17,7 @@ from iris.core.tunnel import TunnelEnd
 from iris.deadlines import within
 from iris.errors import ConfigError, DecodeError
 from iris.handlers import Deferred, Handler, Request, encode_reply, stopping
+from iris.logs import logger
 from iris.losses import LossLog
 from iris.runtime import Runtime
 from iris.service import Service
@@ -25,7 +25,7 @@ from iris.subscription import Subscription
 from iris.tunnel import EndOfTunnel, Tunnel
 from iris.wire.kinds import Kind, Refusal
 
-log = logging.getLogger("iris.service")  # the documented name of this logger
+log = logger("iris.service")  # the documented name of this logger
 
 
 class _Inbox:
@@ -188,8 +188,8 @@ class ServiceBinding:
     def _cast(self, handler: Handler, message: Message) -> None:
         try:
             handler.function(handler.convert(message))
-        except (Exception, asyncio.CancelledError):
-            self._runtime.handler_failed(f"broadcast handler of {self.service.name}")
+        except (Exception, asyncio.CancelledError) as err:
+            self._failed("broadcast handler", handler, err)
 
     async def _work_casts(self, handler: Handler) -> None:
         try:
@@ -198,10 +198,10 @@ class ServiceBinding:
                 for message in messages:
                     try:
                         await handler.function(handler.convert(message))
-                    except (Exception, asyncio.CancelledError):
+                    except (Exception, asyncio.CancelledError) as err:
                         if stopping():
                             raise
-                        self._runtime.handler_failed(f"broadcast handler of {self.service.name}")
+                        self._failed("broadcast handler", handler, err)
                     if stopping():
                         return
                 self._cast_bytes -= size
@@ -246,8 +246,10 @@ class ServiceBinding:
                     await handler.function(tunnel)
                 except EndOfTunnel:
                     return
-        except Exception:
-            self._runtime.handler_failed(f"tunnel handler of {self.service.name}")
+        except (Exception, asyncio.CancelledError) as err:
+            if stopping():
+                raise
+            self._failed("tunnel handler", handler, err)
         finally:
             self.done()
 
@@ -345,6 +347,7 @@ class ServiceBinding:
                 try:
                     payload, headers, packed = encode_reply(value)
                 except Exception as err:
+                    self.failed(delivery, err)
                     self.answer_error(delivery, str(err), may_have_run=True)
                     return
             limit = delivery.session.message_limit
@@ -381,9 +384,12 @@ class ServiceBinding:
         detail = "the deadline passed while the message was queued at the member"
         self.answer_error(delivery, detail, may_have_run=False)
 
-    def failed(self) -> None:
-        """Count a handler that raised, and log it, at most once a second."""
-        self._runtime.handler_failed(f"handler of {self.service.name}")
+    def failed(self, delivery: Delivery, error: BaseException) -> None:
+        """Count and log an exception of the handler of a request, push or survey."""
+        self._failed("handler", self._inboxes[delivery.flow.kind].handler, error)
+
+    def _failed(self, what: str, handler: Handler, error: BaseException) -> None:
+        self._runtime.handler_failed(f"{what} of {self.service.name}", handler.function, error)
 
 
 class _Answer:
@@ -410,10 +416,10 @@ class _Answer:
 
     def failed(self, err: BaseException) -> None:
         if self._deferred:
-            self._binding.failed()  # the deferred reply still answers
+            self._binding.failed(self._delivery, err)  # the deferred reply still answers
             return
         if not isinstance(err, DecodeError):
-            self._binding.failed()
+            self._binding.failed(self._delivery, err)
         try:
             detail = str(err) if isinstance(err, DecodeError) else f"{type(err).__name__}: {err}"
         except Exception as broken:  # the __str__ of a user's exception may raise anything

@@ -267,8 +267,8 @@ class Subscription:
                 for message in rest:
                     handler(message)
                 return
-            except (Exception, asyncio.CancelledError):
-                self._runtime.handler_failed(f"subscription {self.filter}")
+            except (Exception, asyncio.CancelledError) as err:
+                self._failed(err)
 
     def _enqueue(self, messages: list[Message], size: int) -> None:
         if self._error is not None:
@@ -347,6 +347,10 @@ class Subscription:
         self.gap(lost)
         self._runtime.report_loss(lost)
 
+    def _failed(self, error: BaseException) -> None:
+        """Count and log an exception of the handler."""
+        self._runtime.handler_failed(f"subscription {self.filter}", self._handler, error)
+
     def _wake(self) -> None:
         waiter, self._waiter = self._waiter, None
         if waiter is not None and not waiter.done():
@@ -364,10 +368,10 @@ class Subscription:
             for message in self._current:
                 try:
                     await handler(message)
-                except (Exception, asyncio.CancelledError):
+                except (Exception, asyncio.CancelledError) as err:
                     if stopping():
                         raise
-                    self._runtime.handler_failed(f"subscription {self.filter}")
+                    self._failed(err)
                 if stopping():
                     return  # the handler ignored its cancellation
             self._handled(messages, size)
@@ -386,10 +390,10 @@ class Subscription:
                     for message in rest:
                         try:
                             await handler(message)
-                        except (Exception, asyncio.CancelledError):
+                        except (Exception, asyncio.CancelledError) as err:
                             if stopping():
                                 raise
-                            self._runtime.handler_failed(f"subscription {self.filter}")
+                            self._failed(err)
                         if stopping():
                             return  # the handler ignored its cancellation
                 finally:

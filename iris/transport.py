@@ -6,7 +6,6 @@ After a TLS handshake it also checks which relay is at the other end.
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import sys
 import time
@@ -15,6 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 
 from iris.core.conversation import ENDED, UP, State
 from iris.errors import IrisError, PeerProtocolError
+from iris.logs import logger
 from iris.remote import SESSION_ALPN, check_alpn, peer_channel, peer_relay_id
 from iris.wire.codec import (
     FRAME_OVERHEAD,
@@ -26,7 +26,7 @@ from iris.wire.codec import (
 from iris.wire.frames import Hello
 from iris.wire.kinds import NEVER_US
 
-log = logging.getLogger(__name__)
+log = logger(__name__)
 
 SMALL_BYTES = 8192
 """Average size of a chunk below which chunks are joined before they are written."""

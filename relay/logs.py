@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import json
 import logging
-import string
 import sys
 from collections.abc import Hashable, Mapping
 from datetime import UTC, datetime
 
+from iris.logs import describe, event_of, plain
 from iris.wire.names import printable
 
 QUIET_LIMIT = 1024
@@ -36,7 +36,7 @@ class JsonLines(logging.Formatter):
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname,
             "logger": record.name,
-            "event": record.getMessage(),
+            "event": event_of(record),
         }
         fields: Mapping[str, object] = getattr(record, "fields", {})
         line.update({name + "_" if name in line else name: fields[name] for name in fields})
@@ -44,7 +44,7 @@ class JsonLines(logging.Formatter):
             line["traceback"] = self.formatException(record.exc_info)
         if record.stack_info:
             line["stack"] = self.formatStack(record.stack_info)
-        return json.dumps(line, default=_plain)
+        return json.dumps(line, default=plain)
 
 
 class Sentences(logging.Formatter):
@@ -59,28 +59,13 @@ class Sentences(logging.Formatter):
         super().__init__()
         from relay.log_texts import SENTENCES  # only if text is wanted: it takes memory
 
-        self._sentences = {
-            event: [
-                (text, _names(text)) for text in ((texts,) if isinstance(texts, str) else texts)
-            ]
-            for event, texts in SENTENCES.items()
-        }
+        self._texts = SENTENCES
 
     def format(self, record: logging.LogRecord) -> str:
-        event = record.getMessage()
         fields: Mapping[str, object] = getattr(record, "fields", {})
         time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
-        start, used = f"{record.name}: {printable(event)}", frozenset[str]()
-        for text, names in self._sentences.get(event, ()):
-            if names <= fields.keys():
-                words = {name: _words(fields[name]) for name in names}
-                start, used = f"{event}: {text.format_map(words)}", names
-                break
-        parts = [time.removesuffix("+00:00") + "Z", record.levelname, start]
-        parts += [
-            f"{printable(name)}={_value(fields[name])}" for name in fields if name not in used
-        ]
-        lines = [" ".join(parts)]
+        text = describe(event_of(record), fields, self._texts, unknown=f"{record.name}: ")
+        lines = [f"{time.removesuffix('+00:00')}Z {record.levelname} {text}"]
         for block in (record.exc_info and self.formatException(record.exc_info), record.stack_info):
             lines += [f"    {printable(line)}" for line in (block or "").splitlines()]
         return "\n".join(lines)
@@ -176,37 +161,3 @@ class Quiet:
             return False
         self._suppressed_others += self._logged.pop(oldest)[1]
         return True
-
-
-def _plain(value: object) -> str:
-    return bytes(value).hex() if isinstance(value, bytes | bytearray | memoryview) else str(value)
-
-
-def _names(text: str) -> frozenset[str]:
-    """Return the fields that a sentence uses."""
-    return frozenset(name for _, name, _, _ in string.Formatter().parse(text) if name)
-
-
-def _words(value: object) -> str:
-    """Return a field's value as part of a sentence."""
-    match value:
-        case bool():
-            return "yes" if value else "no"
-        case None | "":
-            return "-"
-        case Mapping():
-            return (
-                ", ".join(f"{_words(key)}: {_words(each)}" for key, each in value.items()) or "none"
-            )
-        case list() | tuple():
-            return ", ".join(map(_words, value)) or "none"
-    return printable(_plain(value))
-
-
-def _value(value: object) -> str:
-    """Return a field's value as it follows `key=`: texts quoted if necessary, all others as JSON."""
-    text = _plain(value) if isinstance(value, bytes | bytearray | memoryview) else value
-    if not isinstance(text, str):
-        return json.dumps(text, default=_plain, separators=(",", ":"))
-    bare = text.isprintable() and text and not set(text) & set(' "=')
-    return text if bare else json.dumps(text, ensure_ascii=not text.isprintable())

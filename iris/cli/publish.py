@@ -11,6 +11,7 @@ import iris
 from iris.cli import options
 from iris.cli.exits import complain
 from iris.cli.sending import send
+from iris.logs import event_of
 
 
 def publish(
@@ -66,7 +67,7 @@ class _Stalls(logging.Handler):
     """Print a line when a subscriber is full for too long; pass other log events on unchanged."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.msg == "client.publish_stalled":
+        if event_of(record) == "client.publish_stalled":
             fields = record.__dict__["fields"]
             complain(
                 f"a subscriber of {fields['topic']} was full for {fields['stall_s']:g} s; "

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
-import logging
 import os
 import signal
 import sys
@@ -22,8 +21,9 @@ from iris.cli.exits import Exit
 from iris.cli.exits import run as run_work
 from iris.config import ClientConfig
 from iris.errors import ConfigError, IrisError
+from iris.logs import logger
 
-log = logging.getLogger(__name__)
+log = logger(__name__)
 
 
 def run(

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import logging
 import os
 import threading
 import time
@@ -31,13 +30,14 @@ from pyspark.sql.streaming.listener import (
 
 from iris.client import Client
 from iris.errors import ConfigError, IrisError
+from iris.logs import logger
 from iris.spark.connections import connection
 from iris.spark.errors import SparkError
 from iris.spark.offsets import Offsets, decode_offsets
 from iris.spark.options import Access
 from iris.wire.names import check_topic
 
-log = logging.getLogger(__name__)
+log = logger(__name__)
 
 MAX_QUERIES: Final = 1024
 """Queries that are remembered, in case Spark does not report the end of some; the least recent is forgotten."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import time
 from collections.abc import Callable, Coroutine
@@ -12,6 +11,7 @@ from typing import Any, Final, TypeVar
 
 from iris.client import Client
 from iris.errors import NoStream
+from iris.logs import logger
 from iris.spark.connections import connection, wait_for_stream
 from iris.spark.errors import CONFIG, DATA_LOSS, NO_STREAM, TIMEOUT, SparkError
 from iris.spark.offsets import Offsets, Position, check_same_log, split, spread
@@ -27,7 +27,7 @@ from iris.spark.options import (
 from iris.spark.reading import Range
 from iris.streams import StreamInfo
 
-log = logging.getLogger(__name__)
+log = logger(__name__)
 RETRY_S: Final = 0.5
 """Seconds between tries of a failed call."""
 WAIT_S: Final = 0.1

@@ -6,13 +6,13 @@ without holes, and must give a reason for every message that is missing.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
 from msgspec import Struct
 
 from iris.errors import DecodeError
+from iris.logs import logger
 from iris.spark.connections import Connection, connection, wait_for_stream
 from iris.spark.errors import AUTH, DATA_LOSS, SparkError
 from iris.spark.options import SourceOptions
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from iris.spark.arrow import Opened
 
-log = logging.getLogger(__name__)
+log = logger(__name__)
 
 EXPECTED_HOLES: Final = frozenset({"compacted", "expired", "deferred"})
 """Causes of holes that are not data loss, because the stream's users asked for them."""

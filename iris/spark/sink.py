@@ -8,7 +8,6 @@ batch that is replayed after a crash is staged and committed again, which change
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import uuid
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -29,6 +28,7 @@ from pyspark.sql.types import (
 from iris.client import Client
 from iris.core.bundle import Headers, check_headers
 from iris.errors import IrisError, NoStream
+from iris.logs import logger
 from iris.spark.connections import CONNECT_S, connection, wait_for_stream
 from iris.spark.errors import CONFIG, SINK, SparkError
 from iris.spark.options import APPEND, BROADCAST, PUBLISH, PUSH, SinkOptions
@@ -38,7 +38,7 @@ from iris.wire.names import check_cluster, check_topic
 if TYPE_CHECKING:
     import pyarrow as pa
 
-log = logging.getLogger(__name__)
+log = logger(__name__)
 
 QUERY_PROPERTY: Final = "sql.streaming.queryId"
 BATCH_PROPERTY: Final = "streaming.sql.batchId"

@@ -17,6 +17,7 @@ from support.waiting import until
 
 import iris
 from iris.crypto.keys import ClusterKey
+from iris.logs import event_of
 from relay.config import RelayConfig
 from relay.daemon import Relay
 
@@ -85,7 +86,9 @@ async def test_what_runs_at_a_relay_that_stops_is_finished_and_new_calls_wait_fo
             running = asyncio.create_task(caller.request("slow", b"first", timeout=WAIT_S))
             await started.wait()
             stopping = asyncio.create_task(host.relay.stop())
-            await until(lambda: caplog.messages.count("client.relay_draining") == 2)
+            await until(
+                lambda: [event_of(r) for r in caplog.records].count("client.relay_draining") == 2
+            )
             later = asyncio.create_task(caller.status(timeout=WAIT_S))
             await asyncio.sleep(0.05)
             assert not any(task.done() for task in (stopping, later, running))

@@ -16,13 +16,14 @@ from support.waiting import until
 
 import iris
 from iris.config import Limits
+from iris.logs import event_of
 from iris.testing import LocalCluster
 from iris.wire.kinds import Kind
 
 
 def logged(caplog: pytest.LogCaptureFixture, event: str) -> list[dict[str, Any]]:
     """Return the fields of every line of an event."""
-    return [r.__dict__["fields"] for r in caplog.records if r.getMessage() == event]
+    return [r.__dict__["fields"] for r in caplog.records if event_of(r) == event]
 
 
 async def flood(client: iris.Client, topic: str, bodies: int) -> None:
@@ -69,7 +70,7 @@ async def test_losses_of_a_subscription_that_handles_gaps_are_not_warnings(
             await flood(pub, "t", 10)
             await cluster.settle()
         assert list(sub.losses) == got.gaps
-    assert {r.levelname for r in caplog.records if r.getMessage() == "client.lost"} == {"INFO"}
+    assert {r.levelname for r in caplog.records if event_of(r) == "client.lost"} == {"INFO"}
 
 
 async def test_every_loss_of_a_slow_broadcast_handler_is_reported_to_it(

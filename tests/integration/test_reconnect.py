@@ -16,6 +16,7 @@ from support.waiting import until
 
 import iris
 from iris.core.requests import Requests
+from iris.logs import event_of
 from iris.testing import LocalCluster
 
 
@@ -46,7 +47,7 @@ async def test_services_rejoin_and_subscriptions_resubscribe_at_the_next_relay(
                     await until(lambda turn=turn: len(got.messages) == turn + 1)  # type: ignore[misc]  # a bound default
                 assert got.numbers == [0, 1, 2]
                 assert [gap.count for gap in got.gaps] == [None] * 3, "nobody knows what was missed"
-    told = [record.message for record in caplog.records]
+    told = [event_of(record) for record in caplog.records]
     for event in ("client.disconnected", "client.connected"):
         assert told.count(event) == 6, "of two clients three times, and not when they were closed"
 

@@ -20,6 +20,7 @@ from iris import dialling, paths
 from iris.config import ClientConfig
 from iris.dialling import dial, reach
 from iris.errors import ConfigError, RelayUnavailable
+from iris.logs import event_of
 
 NOBODY = 65534
 
@@ -121,7 +122,7 @@ async def test_a_socket_that_others_may_replace_does_not_hide_the_host_s(
         await go(here(runtime))
     assert host.met
     assert not own.met
-    (said,) = [record for record in caplog.records if record.message == "relay.socket_skipped"]
+    (said,) = [record for record in caplog.records if event_of(record) == "relay.socket_skipped"]
     assert "other users may write to" in str(vars(said)["fields"])
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import iris
 import relay
+from iris.log_texts import SENTENCES as LIBRARY
 from relay.log_texts import SENTENCES
 
 ROOTS = (Path(iris.__file__).parent, Path(relay.__file__).parent)
@@ -100,13 +101,15 @@ class Source:
                     fields = (
                         extra[0].values[0] if extra and isinstance(extra[0], ast.Dict) else None
                     )
-                elif receiver.endswith("quiet"):
+                elif receiver.endswith(("quiet", "repeats")):
                     event, fields = call.args[1], call.args[4]
                 else:
                     continue
                 events = self.texts(event, within)
                 assert events, f"{where}: cannot tell which event {ast.unparse(event)} is"
                 always, maybe = self.fields(fields, module, within) if fields else (set(), set())
+                if receiver.endswith("repeats"):
+                    maybe |= {"held_back"}
                 yield Site(where, events, always, maybe)
 
     def texts(self, node: ast.expr, within: Function | None) -> set[str]:
@@ -247,6 +250,12 @@ def test_every_event_has_a_sentence_that_each_place_can_fill() -> None:
             assert any(names(text) <= site.always for text in sentences(event)), (
                 f"{site.where}: no sentence of {event} can be filled with {sorted(site.always)}"
             )
+
+
+def test_every_event_of_the_library_has_its_sentence_in_the_library() -> None:
+    for site in sites():
+        if site.where.startswith(f"{ROOTS[0]}/"):
+            assert site.events <= LIBRARY.keys(), f"{site.where}: add it to iris/log_texts.py"
 
 
 def test_every_sentence_has_an_event_and_names_only_fields_of_it() -> None:

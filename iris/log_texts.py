@@ -1,0 +1,50 @@
+"""The sentences of the library's log events: of clients, services, `iris run` and Spark.
+
+They are the messages of log records (`iris.logs`), with plain `logging` as with `--log-format text`. `{name}` stands for
+the field `name`. A sentence says what happened, to what, why, and what to do if there is something to do. Events of
+relays, stores and bridges have theirs in `relay.log_texts`.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+_BUG: Final = "This is a bug in Iris: please report it with the traceback."
+
+SENTENCES: Final[dict[str, str | tuple[str, ...]]] = {
+    # Programs: clients, services, iris run
+    "client.connected": "The client is connected again after {away_s} s without a relay.",
+    "client.disconnected": "The client lost its relay: {reason}. It looks for one again.",
+    "client.reconnect": "The client could not connect: {error}. It tries again.",
+    "client.relay_draining": "The relay is stopping. The client finishes there what is in flight and looks for another relay.",
+    "client.lost": (
+        "Messages were lost, and {held_back} more losses like it were not logged: {lost}.",
+        "Messages were lost: {lost}.",
+        "Subscription {subscription} missed {messages} messages in {losses} losses, the last one on topic {topic}: {cause}.",
+        "Service {service} missed {messages} messages in {losses} losses, the last one on {topic}: {cause}.",
+    ),
+    "client.publish_stalled": "A subscriber of {topic} made no room for {stall_s} s. Messages to it are dropped until it does.",
+    "client.handler_failed": (
+        "{function} ({handler}) raised {error}; {held_back} more like it were not logged. The client continues; correct the handler.",
+        "{function} ({handler}) raised {error}. The client continues; correct the handler.",
+    ),
+    "client.fault": f"The client's connection was closed because of an internal error; it connects again. {_BUG}",
+    "relay.socket_skipped": "The relay's socket {socket} was not used because it cannot be trusted: {reason}.",
+    "tunnel.not_direct": "A tunnel stays with the relay because its socket pair could not be fetched: {error}.",
+    "service.stuck": "The service stopped although {handlers} handlers did not end when they were cancelled.",
+    "run.serving": "The services of {clusters} are running (pid {pid}).",
+    "run.stopping": "The services of {clusters} are stopping.",
+    "run.keys_reloaded": "The keyring was read again.",
+    "run.keys_not_reloaded": "The keyring could not be read again, so the old keys stay in use: {error}. Correct it and send SIGHUP.",
+    # Spark
+    "spark.progress": "Batch {batch} of query {query} read {rows} rows in {batch_ms} ms.",
+    "spark.retry": "A call to a store failed and is tried again ({left} tries left): {error}.",
+    "spark.data_loss": (
+        "Offsets {from} to {until} of stream {stream} were removed before they were read. Read faster, or keep the stream longer.",
+        "Stream {stream} lacks messages: {what}.",
+    ),
+    "spark.unreadable": "Offset {offset} of stream {stream} was left out because it cannot be read: {cause}. Check the keyring.",
+    "spark.batch_was_there": "Batch {batch} of writer {writer} was in stream {stream} already and was not written twice.",
+    "spark.not_discarded": "Staged rows of stream {stream} could not be removed: {error}. The store deletes them when they expire.",
+    "spark.listener_failed": "The lag of a query could not be reported ({what}): {error}. The query continues.",
+}
