@@ -1,7 +1,7 @@
 """The sentences of the library's log events: of clients, services, `iris run` and Spark.
 
-They are the messages of log records (`iris.logs`), with plain `logging` as with `--log-format text`. `{name}` stands for
-the field `name`. A sentence says what happened, to what, why, and what to do if there is something to do. Events of
+They are the messages of log records (`iris.logs`), with plain `logging` as with `--log-format text`. `{name}` stands
+for the field `name`. A sentence says what happened, to what, why, and what to do if there is something to do. Events of
 relays, stores and bridges have theirs in `relay.log_texts`.
 """
 
