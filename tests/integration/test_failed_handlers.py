@@ -63,21 +63,25 @@ async def test_every_handler_that_fails_is_in_the_log_with_its_name_cluster_and_
     def told(lost: iris.Lost) -> None:
         raise ArithmeticError("in on_loss")
 
-    async with LocalCluster() as cluster, cluster.client() as member, cluster.client() as caller:
-        async with member.serve(service):
-            with pytest.raises(iris.RemoteError):
-                await caller.request("thumbnails", b"", timeout=5)
-            assert [a async for a in caller.survey("thumbnails", b"", timeout=5)] == []
-            await caller.push("thumbnails", b"")
-            await caller.broadcast("thumbnails", b"")
-            await caller.publish("photos.new", b"")
-            with pytest.raises(iris.TunnelBroken):
-                async with caller.tunnel("thumbnails", timeout=5) as tunnel:
-                    await tunnel.recv()
-            await until(lambda: member.counters.get("failed handlers") == 6)
-            caller.on_loss = told
-            await caller.push("nobody", b"")
-            await until(lambda: caller.counters.get("failed handlers") == 1)
+    async with (
+        LocalCluster() as cluster,
+        cluster.client() as member,
+        cluster.client() as caller,
+        member.serve(service),
+    ):
+        with pytest.raises(iris.RemoteError):
+            await caller.request("thumbnails", b"", timeout=5)
+        assert [a async for a in caller.survey("thumbnails", b"", timeout=5)] == []
+        await caller.push("thumbnails", b"")
+        await caller.broadcast("thumbnails", b"")
+        await caller.publish("photos.new", b"")
+        with pytest.raises(iris.TunnelBroken):
+            async with caller.tunnel("thumbnails", timeout=5) as tunnel:
+                await tunnel.recv()
+        await until(lambda: member.counters.get("failed handlers") == 6)
+        caller.on_loss = told
+        await caller.push("nobody", b"")
+        await until(lambda: caller.counters.get("failed handlers") == 1)
     text = plain.getvalue()
     for handler, function, error in (
         ("handler of thumbnails", "shrink", "ValueError: bad photo"),
