@@ -170,7 +170,9 @@ async def append_expecting(
             f"the next offset is {outcome.value}, not {expect}; nothing was stored",
             outcome.value,
         )
-    raise StreamError(name, f"the store did not store the message (status {outcome.status})")
+    raise StreamError(
+        name, f"the store did not store it (status {outcome.status}); append it again"
+    )
 
 
 def _now_us() -> int:

@@ -107,7 +107,7 @@ class Consumer:
         """
         while True:
             if self._closed:
-                raise Closed(f"consumer {self.name!r} of {self.stream!r} was closed")
+                raise Closed(f"consumer {self.name!r} of {self.stream!r} was closed; open another")
             self._raise_error()
             if self._offset < 0:
                 stream, self._offset = await start_offset(
@@ -244,7 +244,9 @@ class Consumer:
     def nack(self, *messages: StreamMessage, delay: float = 0.0, reason: str = "") -> None:
         """Report that messages failed: they are delivered again after `delay` seconds. A dead letter keeps `reason`."""
         if not 0 <= delay <= 30 * 86_400:
-            raise StreamError(self.stream, f"delay: {delay} s is not between 0 and 30 days")
+            raise StreamError(
+                self.stream, f"delay: {delay} s is out of range; use 0 to 2592000 s (30 days)"
+            )
         for message in messages:
             self._held.discard(message.offset)
             self._nacked.setdefault((round(delay * 1e6), reason[:1024]), []).append(message.offset)
@@ -264,7 +266,7 @@ class Consumer:
 
     def _schedule(self) -> None:
         if self._closed:
-            raise Closed(f"consumer {self.name!r} of {self.stream!r} was closed")
+            raise Closed(f"consumer {self.name!r} of {self.stream!r} was closed; open another")
         if self._settle_task is None:
             self._settle_task = asyncio.get_running_loop().create_task(
                 self._settle(), name="iris-settle"

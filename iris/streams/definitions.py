@@ -41,7 +41,7 @@ async def make_stream(stores: Stores, definition: Definition, timeout: float) ->
     """Create a stream. If another client created it first, return that one, whatever its definition."""
     name = definition.name
     until_s = time.monotonic() + timeout
-    store = await stores.find_store(timeout=seconds_left(until_s))
+    store = await stores.find_store(name, timeout=seconds_left(until_s))
     orders = orders_to_create(definition, keys_of(stores, definition), os.urandom(16), store.key)
     address = public_id(store.key).hex()
 

@@ -98,12 +98,13 @@ async def _list_store(
         call = ListStreams(after)
         try:
             listed = await stores.ask(
-                address, key, call, Listed, timeout=seconds_left(until_s), shown="stores", own=True
+                address, key, call, Listed, timeout=seconds_left(until_s), shown="list", own=True
             )
         except NoStream:
             break  # the store has nothing under the key, or has just left
         except RequestError as err:
-            raise StreamUnavailable("streams", f"store {address[:8]}: {err}") from err
+            detail = f"store {address[:8]} did not answer: {err.detail}"
+            raise StreamUnavailable("list", detail) from err
         found += [one for one in listed.streams if public_id(one.store).hex() == address]
         more = listed.more and bool(listed.streams)
         if more:

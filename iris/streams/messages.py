@@ -37,11 +37,11 @@ async def make_extras(
     if plain and message_id is None and not tombstone:
         return PLAIN
     if tombstone and key is None:
-        raise StreamError(name, "a tombstone requires a key")
+        raise StreamError(name, "a tombstone requires a key; pass the one to delete as key=")
     expires_us = 0 if ttl is None else time.time_ns() // 1000 + _microseconds("ttl", ttl)
     due_us = 0 if deliver_at is None else int(deliver_at.timestamp() * 1e6)
     if not 0 <= due_us < MAX_US or expires_us >= MAX_US:
-        raise ConfigError("ttl, deliver_at: the time is not between the years 1970 and 148,000")
+        raise ConfigError("ttl, deliver_at: the time must be between the years 1970 and 148,000")
     key_hash = text = b""
     if key is not None:
         text = key.encode() if isinstance(key, str) else key
@@ -64,5 +64,5 @@ async def make_extras(
 
 def _microseconds(what: str, seconds: float) -> int:
     if not seconds > 0:
-        raise ConfigError(f"{what}: {seconds} s is not above 0")
+        raise ConfigError(f"{what}: {seconds} s is too short; it must be above 0")
     return round(seconds * 1e6)

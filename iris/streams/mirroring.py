@@ -31,7 +31,7 @@ from iris.errors import (
 from iris.streams.definitions import make_stream
 from iris.streams.stores import PAUSE_MAX_S, PAUSE_MIN_S, Stores, VerifiedStream
 from iris.wire.codec import END
-from iris.wire.orders import Definition, Origin, check_definition
+from iris.wire.orders import DEAD, Definition, Origin, check_definition
 from iris.wire.streams import (
     HOLES,
     MAX_COPY_ITEMS,
@@ -99,7 +99,10 @@ class Mirror:
         """
         self._check()
         if self._task is not None:
-            raise StreamError(self.name, "this mirror is already running")
+            raise StreamError(
+                self.name,
+                "this mirror is already running; `run` can be called again when it has ended",
+            )
         self._task = task = asyncio.create_task(self._work(), name="iris-mirror")
         try:
             await asyncio.wait([task])
@@ -123,7 +126,7 @@ class Mirror:
 
     def _check(self) -> None:
         if self._closed:
-            raise Closed(f"the mirror of {self.source!r} was closed")
+            raise Closed(f"the mirror of {self.source!r} was closed; open another")
 
     async def _cancel(self) -> None:
         task, self._task = self._task, None
@@ -154,7 +157,7 @@ class Mirror:
         if source_next < copy_next:  # another mirror may have written since: ask again
             source_next = (await self._describe(source.described.uuid.hex())).described.next
         if source_next < copy_next:
-            detail = f"it ends at offset {source_next}, before its copy {self.name} at {copy_next}: the source has lost messages"
+            detail = f"it ends at offset {source_next}, before its copy {self.name} at {copy_next}: the source has lost messages; mirror it under another name"
             raise StreamError(self.source, detail)
         self._source_uuid, self._copy_uuid = source.described.uuid, copy.described.uuid
         self.next, self.source_next = copy_next, source_next
@@ -164,7 +167,9 @@ class Mirror:
             self.source, uuid, timeout=ATTEMPT_S, patience=patience
         )
         if stream.dead:
-            raise ConfigError(f"source: {self.source!r} holds dead letters, which are not copied")
+            raise ConfigError(
+                f"source: {self.source!r} holds dead letters, which are not copied; mirror {self.source.removesuffix(DEAD)!r}"
+            )
         return stream
 
     def _copy_definition(self, source: VerifiedStream) -> Definition:
@@ -267,7 +272,10 @@ class Mirror:
             call = Copy(self._source_uuid, start, until, adapted, self.source_next)
             done = await self._ask(self.name, self._copy_uuid, call, Copied, writes=True)
         if items and not done.taken and done.next == start:
-            raise StreamError(self.name, f"its store wrote nothing of what follows offset {start}")
+            raise StreamError(
+                self.name,
+                f"its store accepted the records from offset {start} on and wrote none; see the log of that store",
+            )
         self.next = done.next
         if done.taken:
             self.copied += sum(_end_offset(i) - i.offset for i in items if isinstance(i, Record))

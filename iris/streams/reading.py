@@ -89,7 +89,7 @@ class Reader:
         """
         while True:
             if self._closed:
-                raise Closed(f"the reader of {self.name!r} was closed")
+                raise Closed(f"the reader of {self.name!r} was closed; open another")
             if self._at < 0:
                 await self._find_start()
             if self._end is not None and self._at >= self._end:
@@ -255,9 +255,14 @@ async def start_offset(
         return stream, at.offset
     if isinstance(start, int) and start >= 0:
         if start > found.next:
-            raise StreamError(name, f"offset {start} is beyond the end, {found.next}")
+            raise StreamError(
+                name, f"offset {start} is beyond the end, {found.next}; start there or earlier"
+            )
         return stream, start
-    raise StreamError(name, f"start: {start!r} is not an offset, a time, 'first', 'last' or 'new'")
+    raise StreamError(
+        name,
+        f"start: {start!r} is not allowed; use an offset, a datetime, 'first', 'last' or 'new'",
+    )
 
 
 async def resolve_dead(

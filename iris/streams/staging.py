@@ -167,7 +167,9 @@ class Staging:
         """Stop sending. Idempotent."""
         self._ended = self._ended or "closed"
         if self._tasks:
-            self._error = self._error or Closed(f"staging for {self.name!r} was closed")
+            self._error = self._error or Closed(
+                f"staging for {self.name!r} was closed; stage another attempt"
+            )
         for task in self._tasks:
             task.cancel()
 
@@ -265,7 +267,7 @@ def check_batch(name: str, writer: str, batch: int) -> None:
             f"writer: {len(writer.encode())} bytes; it must have 1 to {MAX_WRITER_BYTES}"
         )
     if not 0 <= batch < MAX_BATCH:
-        raise ConfigError(f"batch: {batch} is not from 0 to 2^63 - 1")
+        raise ConfigError(f"batch: {batch} is out of range; use 0 to 2^63 - 1")
 
 
 def commit_call(
@@ -291,7 +293,7 @@ def _checked(call: T, limit: int) -> T:
     count, size = len(call.attempts), len(encode(call))
     if count > MAX_ATTEMPTS or size > limit:
         raise MessageTooLarge(
-            f"{count} attempts in {size} bytes are over the limit of {MAX_ATTEMPTS} attempts or {limit} bytes"
+            f"{count} attempts in {size} bytes are over the limit of {MAX_ATTEMPTS} attempts and {limit} bytes a call"
         )
     return call
 

@@ -185,7 +185,7 @@ class Stores:
             why = err.detail.removeprefix(NO_HOLDER)  # which stores cannot serve
             if why in ("", err.detail):
                 why = "" if address == STORES else _LIST_HINT
-            missing = NoStream(shown, f"no store holds it under our keys{why}")
+            missing = NoStream(shown, f"no store holds it under your keys{why}")
             missing.passing = True  # only this relay's view, which may be behind
             raise missing from err
         finally:
@@ -394,7 +394,7 @@ class Stores:
             if not stream.order.definition.dedup_window_us:
                 raise StreamError(
                     name,
-                    "it does not remember message ids; set its dedup_window (`iris stream change --dedup-window`)",
+                    f"it does not remember message ids; set its dedup_window (`iris stream change {name} --dedup-window 1d`)",
                 )
             if len(self._dedup_logs) >= MAX_LOCATIONS:
                 self._dedup_logs.clear()
@@ -448,7 +448,8 @@ class Stores:
             async with asyncio.timeout(wait_s := min(HOLDERS_S, seconds_left(until_s))):
                 await done
         except TimeoutError:
-            detail = f"the relay did not answer within {wait_s:.3g} s which store holds it"
+            asked = "which stores exist" if name == STORES else "which store holds it"
+            detail = f"the relay did not answer within {wait_s:.3g} s {asked}"
             raise ConnectionLost(name, detail, may_have_run=False) from None
         finally:
             session.unwatch(number)
@@ -459,19 +460,21 @@ class Stores:
             if _UUID.fullmatch(info.tag)
         ]
 
-    async def find_store(self, *, timeout: float) -> StoreInfo:
-        """Return a store for a new stream, preferably the local relay's own. Raises StreamUnavailable."""
+    async def find_store(self, name: str, *, timeout: float) -> StoreInfo:
+        """Return a store for the new stream `name`, preferably the local relay's own. Raises StreamUnavailable."""
 
         async def once(left_s: float) -> StoreInfo:
-            return await self.ask(
-                STORES, None, FindStore(), StoreInfo, timeout=left_s, shown="stores"
-            )
+            return await self.ask(STORES, None, FindStore(), StoreInfo, timeout=left_s, shown=name)
 
         try:
-            return await self.retry("stores", "", once, timeout=timeout)
+            return await self.retry(STORES, "", once, timeout=timeout)
         except NoStream as err:
             why = err.detail.partition("; ")[2] or START_HINT
-            raise StreamUnavailable("stores", f"this network has no store: {why}") from err
+            raise StreamUnavailable(name, f"the network has no store to keep it; {why}") from err
+        except StreamUnavailable as err:  # `retry` does not know for which stream a store is sought
+            raise StreamUnavailable(
+                name, f"no store answered: {err.detail}", may_have_run=err.may_have_run
+            ) from err
 
 
 def checked(answer: object, wanted: type[T], shown: str) -> T:
@@ -495,7 +498,7 @@ def checked(answer: object, wanted: type[T], shown: str) -> T:
 
 def _deadline_s(timeout: float) -> float:
     if not timeout > 0:
-        raise ConfigError(f"timeout: {timeout} s is not above 0")
+        raise ConfigError(f"timeout: {timeout} s is too short; it must be above 0")
     return time.monotonic() + timeout
 
 

@@ -116,14 +116,14 @@ def check_definition(definition: Definition) -> None:
             check_cluster(origin.cluster)
     if len(definition.origins) > MAX_ORIGINS:
         raise ConfigError(
-            f"origins: {len(definition.origins)} copies of copies are over the limit of {MAX_ORIGINS}"
+            f"origins: a copy of level {len(definition.origins)} is over the limit of {MAX_ORIGINS}; mirror a stream closer to the original"
         )
     if definition.mirror:
         if not _UUID.fullmatch(definition.mirror):
             raise ConfigError(f"mirror: {definition.mirror!r} is not a uuid of 32 hex digits")
         if not definition.origins or definition.origins[-1].uuid.hex() != definition.mirror:
             raise ConfigError(
-                f"mirror: {definition.mirror} is not the last of the stream's origins"
+                f"mirror: {definition.mirror} is not the uuid of the stream's last origin"
             )
         if definition.topic or definition.cluster:
             raise ConfigError(
@@ -186,4 +186,4 @@ def decode_order(order: bytes) -> Order:
     try:
         return _decode_order(order)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as err:
-        raise DecodeError(f"an order cannot be decoded: {err}") from err
+        raise DecodeError(f"the signed order of a stream cannot be decoded: {err}") from err

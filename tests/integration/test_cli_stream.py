@@ -350,7 +350,7 @@ def test_a_stream_that_is_not_there_is_exit_code_3_at_once(
     began_s = time.monotonic()
     said = shell("stream", *arguments, code=3).decode()
     assert said.startswith(
-        "iris: stream nothing: no store holds it under our keys; `iris stream list`"
+        "iris: stream nothing: no store holds it under your keys; `iris stream list`"
     )
     assert said.count("\n") == 1
     assert time.monotonic() - began_s < 12
