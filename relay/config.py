@@ -18,6 +18,7 @@ from iris.errors import ConfigError, InvalidName, KeyringError
 from iris.wire.names import check_filter, check_site
 from relay.discovery.seeds import MAX_JOINS, parse_join
 from relay.net.socketfile import MAX_PATH_BYTES
+from relay.rate_settings import parse_address_rates, parse_rate
 
 if TYPE_CHECKING:
     from iris.crypto.keys import NetworkKey
@@ -117,6 +118,14 @@ class RelayConfig:
 
     max_joins_per_session: int = 4096
     """Most clusters that one session may serve. A store needs up to four for a stream."""
+
+    session_rate: str = ""
+    """What each session may send in a second: MESSAGES or MESSAGES:BYTES, where 0 means no limit. Beyond it,
+    calls are refused, and casts are dropped and reported to their sender. Empty: no limit."""
+
+    address_rate: tuple[str, ...] = ()
+    """What all sessions of this relay together may send in a second to the topics or clusters that match a
+    filter: FILTER=MESSAGES or FILTER=MESSAGES:BYTES. Otherwise as `session_rate`."""
 
     hello_timeout_s: float = 5.0
     """Seconds within which a connection must send HELLO, so that silent ones do not use up `max_sessions`."""
@@ -265,6 +274,8 @@ class RelayConfig:
             )
         for join in self.join:
             parse_join(join)
+        parse_rate("session_rate", self.session_rate)
+        parse_address_rates(self.address_rate)
         self._check_federation()
         for name, allowed in (("log_level", _LOG_LEVELS), ("log_format", _LOG_FORMATS)):
             if getattr(self, name) not in allowed:

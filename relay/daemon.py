@@ -45,6 +45,7 @@ from relay.net.remote import RemoteListener
 from relay.net.sessions import SessionHub
 from relay.net.tls import counting_garbled_names
 from relay.process import loop_factory, raise_descriptor_limit, stop_on_signals
+from relay.rate_settings import parse_address_rates, parse_rate
 from relay.settings import load_config
 from relay.startup import StartupGate
 from relay.stopping import Stopping
@@ -76,6 +77,8 @@ def make_router(config: RelayConfig, entropy: Callable[[int], bytes] = os.urando
         all_members=config.max_members,
         all_subscriptions=config.max_subscriptions,
         direct=config.max_direct_tunnels,
+        session_rate=parse_rate("session_rate", config.session_rate),
+        address_rates=parse_address_rates(config.address_rate),
     )
     return Router(
         entropy(16),

@@ -241,6 +241,15 @@ class Casts:
             self._report_loss(flow, here, cause)
         return bool(before or here)
 
+    def unrouted(self, unrouted: frames.Unrouted) -> None:
+        """Report casts of this client that its relay dropped. Raises PeerProtocolError for a kind that is not a cast."""
+        if unrouted.kind not in (Kind.PUBLISH, Kind.BROADCAST):
+            raise PeerProtocolError(
+                f"UNROUTED must name PUBLISH or BROADCAST, not frame kind 0x{unrouted.kind:02x}"
+            )
+        kind = Kind(unrouted.kind).name.lower()
+        self._owner.lost(Lost(kind, unrouted.name, b"", unrouted.count, unrouted.cause))
+
     def gap(self, gap: frames.Gap) -> None:
         """Report the losses in a relay's GAP. Raises PeerProtocolError for a kind that has no gaps."""
         if gap.kind not in (Kind.PUBLISH, Kind.BROADCAST):

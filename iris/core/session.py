@@ -115,6 +115,7 @@ class Session(SessionBase):
             frames.Declare: self._inbound.declare,
             frames.Gap: casts.gap,
             frames.Fail: self._on_fail,
+            frames.Unrouted: casts.unrouted,
             frames.Pair: tunnels.paired,
             frames.CallerLeft: self._on_left,
             frames.Share: lambda share: self.out.share(share.name, share.key_id, share.parts),

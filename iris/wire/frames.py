@@ -259,6 +259,20 @@ class Window(Control, frozen=True):
     limit: U63
 
 
+class Unrouted(Control, frozen=True):
+    """Report to a sender that its relay dropped casts of this session: `count` messages to one address.
+
+    `cause` says why: a broadcast has no members, or a rate quota is used up.
+    """
+
+    FRAME = Kind.UNROUTED
+    kind: int
+    name: Name
+    key_id: Id16
+    count: U32
+    cause: Text
+
+
 class Direct(Control, frozen=True):
     """Request of a tunnel's initiator for a socket pair, by which its records bypass the relay.
 

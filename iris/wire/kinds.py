@@ -7,7 +7,7 @@ from typing import Final
 
 PROTOCOL_VERSION: Final = 1
 """Major version, which must be equal on both sides. It is the first byte of all sealed metadata."""
-PROTOCOL_MINOR: Final = 4
+PROTOCOL_MINOR: Final = 5
 """Minor version. Different minor versions work together, because unknown map keys are ignored."""
 BOUND_PROOF_MINOR: Final = 1
 """From this minor version on, a proof over TLS is bound to the relay's certificate."""
@@ -24,6 +24,8 @@ DIRECT_MINOR: Final = 4
 `ready` and `moved`."""
 WAIT_MINOR: Final = 4
 """From this minor version on, sessions and relays accept WAIT and WINDOW."""
+UNROUTED_MINOR: Final = 5
+"""From this minor version on, sessions accept UNROUTED."""
 MAX_PARTS: Final = 16
 """Most parts that SHARE can request."""
 
@@ -74,6 +76,7 @@ class Kind(IntEnum):
     PAIR = 0x29
     FETCH = 0x2A
     CARRIED = 0x2B
+    UNROUTED = 0x2C
 
     REQUEST = 0x40
     REPLY = 0x41

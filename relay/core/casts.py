@@ -15,8 +15,8 @@ import msgspec
 from iris.core.aliases import Alias
 from iris.errors import PeerProtocolError
 from iris.wire.codec import ALIAS, ALIAS_AT, BODY_AT, CAST, FIRST, FIRST_AT
-from iris.wire.frames import Gap, Share
-from iris.wire.kinds import MAX_PARTS, RUN_MINOR, UNKNOWN_COUNT, HopClass, Kind
+from iris.wire.frames import Gap, Share, Unrouted
+from iris.wire.kinds import MAX_PARTS, RUN_MINOR, UNKNOWN_COUNT, UNROUTED_MINOR, HopClass, Kind
 from relay.core.credit import Credits, Flow
 from relay.core.flags import route_of
 from relay.core.interest import Interest
@@ -113,6 +113,13 @@ class Casts:
         targets = self._choose(route) if route.groups else route.many
         if not targets:
             accounts.drop("not allowed" if route.barred else "unwanted", count)
+            sender = route.neighbor
+            if (
+                route.kind == Kind.BROADCAST
+                and not sender.hop_class
+                and sender.minor >= UNROUTED_MINOR
+            ):
+                sender.control(Unrouted(route.kind, route.name, route.key_id, count, "no members"))
             return
         accounts.copied += count * (len(targets) - 1)
         frame = bytearray(buf[start:end])

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+Quota = tuple[int, int]
+"""Messages and bytes a second; 0 means no limit."""
+
 
 class Limits:
     """Limits of one session at this relay, and (`all_…`) of all sessions together.
@@ -10,13 +15,23 @@ class Limits:
     """
 
     __slots__ = (
-        "aliases", "all_members", "all_subscriptions", "all_watches", "direct", "joins", "keys", "pending", "subscriptions",
+        "address_rates",
+        "aliases",
+        "all_members",
+        "all_subscriptions",
+        "all_watches",
+        "direct",
+        "joins",
+        "keys",
+        "pending",
+        "session_rate",
+        "subscriptions",
     )  # fmt: skip
 
     def __init__(
         self, *, aliases: int = 65_536, joins: int = 1024, keys: int = 1024, pending: int = 65_536,
         subscriptions: int = 65_536, all_members: int = 262_144, all_subscriptions: int = 262_144, all_watches: int = 65_536,
-        direct: int = 512,
+        direct: int = 512, session_rate: Quota = (0, 0), address_rates: Sequence[tuple[str, Quota]] = (),
     ) -> None:  # fmt: skip
         self.aliases = aliases
         self.joins = joins
@@ -28,3 +43,6 @@ class Limits:
         self.all_watches = all_watches
         self.direct = direct
         """Tunnels with a socket pair."""
+        self.session_rate = session_rate
+        self.address_rates = address_rates
+        """(filter, quota) of all sessions of this relay together."""

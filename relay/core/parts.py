@@ -11,6 +11,7 @@ from iris.wire.codec import encode_control
 from iris.wire.kinds import DECLARED_KINDS, NEVER_US, Kind
 from iris.wire.names import check_cluster, check_topic
 from relay.core.audience import Audiences
+from relay.core.buckets import Rate
 from relay.core.calls import Calls
 from relay.core.casts import Casts
 from relay.core.draining import Draining
@@ -24,6 +25,7 @@ from relay.core.parking import PARKED_BYTES
 from relay.core.policy import Policy
 from relay.core.ports import Accounts
 from relay.core.quotas import Quotas
+from relay.core.rates import Rates
 from relay.core.reach import Reach
 from relay.core.session import Member, Session, Watch
 from relay.core.settling import Settling
@@ -64,6 +66,11 @@ class Parts:
             members=self.limits.all_members, subscriptions=self.limits.all_subscriptions,
             watches=self.limits.all_watches, parked_bytes=PARKED_BYTES,
         )  # fmt: skip
+        self.rates = Rates(
+            self.accounts,
+            Rate(*self.limits.session_rate),
+            [(pattern, Rate(*quota)) for pattern, quota in self.limits.address_rates],
+        )
         self.message_limit = message_limit
         self.pulse_us = NEVER_US
         """When the next beat is due."""
@@ -317,6 +324,7 @@ class Parts:
             "parked": len(self._calls.parking.waiting),
             "publishers_waiting": self.credits.waiting,
             "quotas": self.quotas.status(),
+            "rates": self.rates.status(),
             "direct": self.direct.status(),
             **self.status_extra(),
         }

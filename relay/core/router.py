@@ -66,6 +66,8 @@ class Router(Parts):
         self._from_sessions = SessionControl(self, calls)
         self._runs = Runs(calls)
         self._session_table = self._table(self._from_sessions.frame)
+        if self.rates:
+            self._session_table = self.rates.limited(self._session_table, lambda: self.now_us)
         self._link_table = self._table(LinkControl(self, calls, casts).frame)
         self._wan_table = self._table(WanControl(self, calls, casts).frame)
 
@@ -81,6 +83,7 @@ class Router(Parts):
         """
         number = self.number()
         session = Session(port, number, self._entropy(32), self.limits.aliases, remote, ours, user)
+        self.rates.new_session(session, self.now_us)
         self.sessions[number] = self.neighbors[number] = session
         return session
 

@@ -7,6 +7,7 @@ from typing import Final
 
 from iris.wire.frames import Serving
 from iris.wire.kinds import Kind
+from relay.core.buckets import Bucket
 from relay.core.neighbor import Load, Neighbor
 from relay.core.ports import Port
 
@@ -34,6 +35,7 @@ class Session(Neighbor):
         "pid",
         "proofs",
         "proven",
+        "rate",
         "remote",
         "session_id",
         "settling",
@@ -76,6 +78,8 @@ class Session(Neighbor):
         """Queue group -> number of subscriptions in it."""
         self.watches: dict[int, Watch] = {}
         """Watch id -> watch."""
+        self.rate: Bucket | None = None
+        """Its own rate quota, if sessions have one."""
         self.takes_descriptors = False
         """It is connected by a socket of this host, over which it can receive file descriptors."""
         self.pairs = 0

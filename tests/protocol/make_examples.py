@@ -147,6 +147,7 @@ CONTROLS: Final[dict[str, Control]] = {
     "pair": frames.Pair(6, PAIR_TOKEN),
     "fetch": frames.Fetch(PAIR_TOKEN),
     "carried": frames.Carried(4_098, 268_500_992, 17, 561),
+    "unrouted": frames.Unrouted(int(Kind.BROADCAST), CLUSTER, KEY.key_id, 3, "no members"),
     "caller-left": frames.CallerLeft([RELAY_HOP + 2, RELAY_HOP + 5]),
     "credit": frames.Credit(7, Kind.PUSH, [RELAY_HOP + 2, RELAY_HOP + 5], [RELAY_HOP + 5]),
     "members": frames.Members(6, CLUSTER, [KEY.key_id], True),

@@ -85,6 +85,10 @@ def bodies() -> dict[type, list[Control]]:
             for serial in (0, 1, 2)
             for limit in (0, 1 << 17, UNLIMITED)
         ],
+        frames.Unrouted: [
+            frames.Unrouted(kind, "t", KEY.key_id, 7, "no")
+            for kind in (*[Kind.PUBLISH] * 9, *[Kind.BROADCAST] * 9, Kind.REQUEST)
+        ],
         frames.CallerLeft: [frames.CallerLeft([]), frames.CallerLeft(list(HOPS))],
         frames.Gap: gaps,
         frames.Fail: [frames.Fail(hop, cause, "stale") for hop in HOPS for cause in (*Cause, 250)],

@@ -71,6 +71,7 @@ EXAMPLES: list[Control] = [
     frames.Pair(6, KEY_ID),
     frames.Fetch(KEY_ID),
     frames.Carried(1, 1 << 40, 2, 1 << 41),
+    frames.Unrouted(int(Kind.BROADCAST), "db", bytes(16), 3, "no members"),
     frames.Settle(10),
     frames.Topic(11, "a.b", KEY_ID, True),
     frames.Audience(11, 3, 40, [frames.SlowEntry("label", 40, 9, 8, "host", 1, "10.0.0.1:7", True)]),

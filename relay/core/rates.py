@@ -1,0 +1,144 @@
+"""Rate quotas: how many messages and bytes a session, and all sessions together to one address, may send a second.
+
+Quotas count what sessions of this relay send, never what arrives over links: each relay limits its own sessions.
+Answers, tunnel records and calls to stores are not counted.
+
+    calls     are refused with the name of the quota; nothing ran
+    casts     are dropped, and the sender gets UNROUTED with the name of the quota
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from iris.wire.codec import BODY_AT, CAST, FLAGS_AT, HOP, KIND_AT
+from iris.wire.frames import Fail, Unrouted
+from iris.wire.kinds import FLAG_REFUSED, RUN_KINDS, UNROUTED_MINOR, Cause, Kind
+from iris.wire.names import matches
+from iris.wire.runs import read_calls
+from relay.core.buckets import Bucket, Rate
+from relay.core.neighbor import Route
+from relay.core.ports import Accounts
+from relay.core.quotas import RELAYS_STORE
+from relay.core.session import Session
+
+CASTS: Final = (Kind.PUBLISH, Kind.BROADCAST)
+COUNTED: Final = (*CASTS, Kind.REQUEST, Kind.PUSH, Kind.SURVEY, Kind.TUNNEL_OPEN, Kind.CALLS)
+MAX_CACHED: Final = 4096
+"""Addresses whose quotas are cached; over it, the cache is cleared."""
+
+Entry = Callable[[Any, memoryview, int, int], None]
+"""Handler of one kind of frames of a session."""
+
+
+class Rates:
+    """The rate quotas of one relay: `session` for each session, `addresses` for all sessions of this relay together.
+
+    `addresses` are (filter, rate). Such a quota is shared by all topics and clusters that the filter matches.
+    """
+
+    def __init__(
+        self, accounts: Accounts, session: Rate, addresses: Sequence[tuple[str, Rate]]
+    ) -> None:
+        self._accounts = accounts
+        self._session = session
+        self._addresses = [
+            (pattern, Bucket(f"quota of {pattern!r} (address_rate)", rate, 0))
+            for pattern, rate in addresses
+        ]
+        self._cache: dict[str, list[Bucket]] = {}
+        """Name of an address -> quotas that apply to it."""
+        self._sessions_refused = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._session or self._addresses)
+
+    def new_session(self, session: Session, now_us: int) -> None:
+        """Give a new session its own quota, if sessions have one."""
+        if self._session:
+            session.rate = Bucket("session quota (session_rate)", self._session, now_us)
+
+    def limited(self, table: Sequence[Entry], clock: Callable[[], int]) -> list[Entry]:
+        """Return the table of handlers of sessions' frames, where those of `COUNTED` frames check the quotas first."""
+        limited = list(table)
+        for kind in COUNTED:
+            limited[kind] = self._counting(table[kind], clock)
+        return limited
+
+    def _counting(self, handle: Entry, clock: Callable[[], int]) -> Entry:
+        def frame(session: Session, buf: memoryview, start: int, end: int) -> None:
+            route = _route(session, buf, start, end)
+            if route is None or session.user == RELAYS_STORE:
+                handle(session, buf, start, end)
+                return
+            count = CAST.unpack_from(buf, start)[2]
+            mine = session.rate
+            buckets = self._of(route.name) if mine is None else [mine, *self._of(route.name)]
+            now_us = clock()
+            empty = [bucket for bucket in buckets if bucket.is_empty(now_us)]
+            if empty:
+                self._refuse(session, route, buf, start, end, empty[0])
+                if empty[0] is mine:
+                    self._sessions_refused += count
+                return
+            for bucket in buckets:
+                bucket.take(count, end - start)
+            handle(session, buf, start, end)
+
+        return frame
+
+    def _of(self, name: str) -> list[Bucket]:
+        found = self._cache.get(name)
+        if found is None:
+            if len(self._cache) >= MAX_CACHED:
+                self._cache.clear()
+            found = [bucket for pattern, bucket in self._addresses if matches(pattern, name)]
+            self._cache[name] = found
+        return found
+
+    def _refuse(
+        self, session: Session, route: Route, buf: memoryview, start: int, end: int, bucket: Bucket
+    ) -> None:
+        """Refuse the calls of a frame, or drop its casts, and notify the sender."""
+        kind = buf[start + KIND_AT]
+        count = CAST.unpack_from(buf, start)[2]
+        if kind == Kind.CALLS:
+            read_calls(buf, start, end)  # raises PeerProtocolError if the frame is malformed
+        why = bucket.refuse(count)
+        self._accounts.in_ += count
+        if kind in CASTS:
+            self._accounts.drop("over quota", count)
+            if session.minor >= UNROUTED_MINOR:
+                session.control(Unrouted(kind, route.name, route.key_id, count, why))
+            return
+        self._accounts.refused += count
+        hop = HOP.unpack_from(buf, start)[4]
+        for number in range(hop, hop + count):
+            session.control(Fail(number, Cause.OVERLOADED, why))
+
+    def status(self) -> dict[str, object]:
+        """Return the quotas and what each has refused, in messages; ready for JSON."""
+        shown: dict[str, object] = {}
+        if self._session:
+            shown["session_rate"] = {"quota": str(self._session), "refused": self._sessions_refused}
+        for pattern, bucket in self._addresses:
+            shown[pattern] = {"quota": str(bucket.rate), "refused": bucket.refused}
+        return shown
+
+
+def _route(session: Session, buf: memoryview, start: int, end: int) -> Route | None:
+    """Return the route of a well-formed frame that the session made.
+
+    None for a call that it returns as refused, and for a frame that breaks a rule, which its handler names.
+    """
+    if end - start < BODY_AT or buf[start + FLAGS_AT] & FLAG_REFUSED:
+        return None
+    kind, alias, count = CAST.unpack_from(buf, start)
+    kind &= 0xFF  # the flags are in the upper byte
+    route = session.routes[alias] if alias < len(session.routes) else None
+    if route is None or not (route.kind in RUN_KINDS if kind == Kind.CALLS else route.kind == kind):
+        return None
+    if kind in CASTS:
+        return route if 0 < 4 * count < end - start else None
+    return route if kind == Kind.CALLS or count == 1 else None
