@@ -242,7 +242,7 @@ class Casts:
         return bool(before or here)
 
     def unrouted(self, unrouted: frames.Unrouted) -> None:
-        """Report casts of this client that its relay dropped. Raises PeerProtocolError for a kind that is not a cast."""
+        """Report casts of this client that its relay dropped. Raises PeerProtocolError for another kind."""
         if unrouted.kind not in (Kind.PUBLISH, Kind.BROADCAST):
             raise PeerProtocolError(
                 f"UNROUTED must name PUBLISH or BROADCAST, not frame kind 0x{unrouted.kind:02x}"
