@@ -1,7 +1,7 @@
 """Token buckets: a rate of messages and bytes, and what is left of it.
 
-A bucket holds one second's worth. A frame is accepted whole while there is a message and a byte left, and may overdraw the bucket,
-which then has to refill; so the average holds whatever the sizes of frames are.
+A bucket holds one second's worth. A frame is accepted whole while there is a message and a byte left, and may
+overdraw the bucket, which then has to refill; so the average holds whatever the sizes of frames are.
 """
 
 from __future__ import annotations
