@@ -89,6 +89,7 @@ Durable streams
 from iris.audience import Audience, SlowReceiver
 from iris.client import Client, Scope, connect
 from iris.config import ClientConfig, Limits
+from iris.core.faults import Refusal
 from iris.core.interfaces import Lost
 from iris.core.message import Message
 from iris.crypto.keyring import Keyring
@@ -164,6 +165,7 @@ __all__ = [
     "OffsetConflict",
     "Outcome",
     "Overloaded",
+    "Refusal",
     "RelayError",
     "RelayUnavailable",
     "RemoteError",

@@ -18,7 +18,7 @@
     │   ├── RequestTimeout     no reply within the timeout; it may have run (also a TimeoutError)
     │   ├── ConnectionLost     the member, its relay or the local relay was lost before the reply arrived
     │   ├── RelayError         a relay refused it; the text is from the relay, so no key holder vouches for it
-    │   └── RemoteError        the handler raised, or refused the body; the text is from the member, sealed
+    │   └── RemoteError        the handler raised or refused (see its `code`), or the body does not decode; sealed
     ├── StreamError            an operation on a durable stream failed; see its `may_have_run`
     │   ├── NoStream           no store has the stream under your keys
     │   ├── StreamExists       the stream exists with another definition; the text names its store
@@ -33,13 +33,18 @@
         └── PeerProtocolError  the peer sent such bytes; only the connection to that peer ends
 
 The classes differ by what you do next: fix the call (`Closed`, `InvalidName`), wait or retry (`NoMembers`,
-`Overloaded`), wait for the automatic reconnect (`ConnectionLost`), or read the text (`RemoteError`, `RelayError`).
+`Overloaded`), wait for the automatic reconnect (`ConnectionLost`), or read the code and the text (`RemoteError`,
+`RelayError`).
+
+A handler refuses a message with `iris.Refusal`, which is not in this tree: Iris never raises it.
 
 Only RemoteError comes from a holder of the key. All others come from relays or from this process, so their
 `may_have_run=False` is only as trustworthy as the relays on the path.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 
 class IrisError(Exception):
@@ -147,13 +152,23 @@ class RelayError(RequestError):
 class RemoteError(RequestError):
     """The member answered with an error. `detail` is the text of the member, sealed with the cluster's key.
 
-    `may_have_run` is False if the member refused the message before its handler saw it: the body does not decode, or
-    the two clocks differ too much.
+    `code` and `details` are those of the `Refusal` that the handler raised. Without one, `code` is None: the handler
+    failed, or refused in a version of Iris without codes. A member that has no handler for the `method` of a call
+    answers with the code "no_method".
+
+    `may_have_run` is False if the member refused the message before its handler saw it: the body does not decode,
+    there is no such method, or the two clocks differ too much. It is True after a `Refusal`, because the handler ran
+    up to there.
     """
 
-    def __init__(self, cluster: str, detail: str, *, may_have_run: bool = True) -> None:
+    def __init__(
+        self, cluster: str, detail: str, *, may_have_run: bool = True, code: str | None = None,
+        details: dict[str, Any] | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(cluster, detail)
         self.may_have_run = may_have_run
+        self.code = code
+        self.details = details or {}
 
 
 _BEFORE = "; an earlier attempt may have run"

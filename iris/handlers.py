@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from iris.core.bundle import Headers, check_headers
+from iris.core.faults import Refusal
 from iris.core.interfaces import Delivery
 from iris.core.message import Message, decode_payload, encode_payload
 from iris.errors import ConfigError
@@ -61,7 +62,9 @@ class Deferred:
     __slots__ = ("_finish", "_loop", "done")
 
     def __init__(
-        self, finish: Callable[[object, str | None], None], loop: asyncio.AbstractEventLoop
+        self,
+        finish: Callable[[object, str | Refusal | None], None],
+        loop: asyncio.AbstractEventLoop,
     ) -> None:
         self._finish = finish
         self._loop = loop
@@ -73,11 +76,11 @@ class Deferred:
             self.done = True
             self._finish(value, None)
 
-    def fail(self, detail: str) -> None:
-        """Send an error as the reply; the caller gets a RemoteError with the text `detail`."""
+    def fail(self, error: str | Refusal) -> None:
+        """Send an error as the reply; the caller gets a RemoteError with this text, or with this code and details."""
         if not self.done:
             self.done = True
-            self._finish(None, detail)
+            self._finish(None, error)
 
     def __del__(self) -> None:
         if not self.done:

@@ -57,7 +57,7 @@ class Service:
         """Decorator: handle requests with this function. Its return value is the reply.
 
         None is sent as an empty reply. If the function raises, the caller gets a RemoteError with the text of the
-        exception.
+        exception; if it raises an `iris.Refusal`, with its code and details.
         """
         return self._add(Kind.REQUEST, function)
 

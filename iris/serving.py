@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Coroutine, Iterable
 from typing import Any
 
+from iris.core import faults
 from iris.core.bundle import Headers
 from iris.core.interfaces import Delivery, Lost
 from iris.core.message import MEMBER_HEADER, Message
@@ -362,12 +363,16 @@ class ServiceBinding:
             delivery.reply(payload, headers, packed)
         self._ended(delivery)
 
-    def answer_error(self, delivery: Delivery, detail: str, *, may_have_run: bool) -> None:
+    def answer_error(
+        self, delivery: Delivery, detail: str, *, may_have_run: bool, code: str = "", details: bytes = b""
+    ) -> None:  # fmt: skip
         """Answer a delivery with an error. For a push, its relay reports to the sender only that it did not run."""
         if delivery.flow.kind == Kind.PUSH:
             delivery.finish(started=may_have_run)
         else:
-            delivery.fault(detail, may_have_run=may_have_run, member=_member_id(delivery))
+            delivery.fault(
+                detail, may_have_run=may_have_run, member=_member_id(delivery), code=code, details=details
+            )  # fmt: skip
         self._ended(delivery)
 
     def _ended(self, delivery: Delivery) -> None:
@@ -418,6 +423,9 @@ class _Answer:
         if self._deferred:
             self._binding.failed(self._delivery, err)  # the deferred reply still answers
             return
+        if isinstance(err, faults.Refusal):
+            self._finish(None, err)
+            return
         if not isinstance(err, DecodeError):
             self._binding.failed(self._delivery, err)
         try:
@@ -426,9 +434,16 @@ class _Answer:
             detail = f"{type(err).__name__} (its __str__ raised {type(broken).__name__})"
         self._finish(None, detail, err)
 
-    def _finish(self, value: object, detail: str | None, err: BaseException | None = None) -> None:
+    def _finish(
+        self, value: object, detail: str | faults.Refusal | None, err: BaseException | None = None
+    ) -> None:
         if detail is None:
             self._binding.answer(self._delivery, value)
+        elif isinstance(detail, faults.Refusal):
+            refusal = detail
+            self._binding.answer_error(
+                self._delivery, str(refusal), may_have_run=True, code=refusal.code, details=refusal.packed
+            )  # fmt: skip
         else:
             may_have_run = not isinstance(err, DecodeError)
             self._binding.answer_error(self._delivery, detail, may_have_run=may_have_run)

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Generic, TypeVar
 
 from iris.core.message import MEMBER_HEADER, Message, decode_payload
-from iris.errors import IrisError
+from iris.errors import IrisError, RemoteError
 
 T = TypeVar("T")
 
@@ -20,6 +20,7 @@ class Survey(Generic[T]):
 
     * `answered`: ids of the members that answered
     * `failed`: members that answered with an error: id -> text of the error
+    * `errors`: the same errors with their codes and details: id -> RemoteError
     * `missing`: ids of the members that were asked and did not answer in time
     """
 
@@ -32,6 +33,7 @@ class Survey(Generic[T]):
         self.cluster = cluster
         self.answered: list[str] = []
         self.failed: dict[str, str] = {}
+        self.errors: dict[str, RemoteError] = {}
         self.missing: list[str] = []
         self._start = start
         self._wanted = wanted
@@ -83,9 +85,10 @@ class Survey(Generic[T]):
         self._queue.append(message)
         self._wake()
 
-    def fault(self, member: str, detail: str) -> None:
+    def fault(self, member: str, error: RemoteError) -> None:
         """Record that a member answered with an error."""
-        self.failed[member] = detail
+        self.failed[member] = error.detail
+        self.errors[member] = error
         self._wake()
 
     def done(self, lost: list[str], error: IrisError | None) -> None:

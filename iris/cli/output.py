@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from iris.core.message import MEMBER_HEADER, Message
-from iris.errors import DecodeError
+from iris.errors import DecodeError, RemoteError
 from iris.wire.names import printable
 
 if TYPE_CHECKING:
@@ -54,6 +54,21 @@ def as_document(message: Message, **more: object) -> dict[str, Any]:
     if headers:
         document["headers"] = headers
     return {**document, **more}
+
+
+def as_error(error: RemoteError) -> dict[str, Any]:
+    """Return the JSON document of an error of a member: text, code, details, and whether it may have run."""
+    details: Any = error.details
+    try:
+        msgspec.json.encode(details)
+    except (TypeError, ValueError, RecursionError):  # such as maps with keys that JSON cannot have
+        details = repr(details)
+    return {
+        "error": error.detail,
+        "code": error.code,
+        "details": details,
+        "may_have_run": error.may_have_run,
+    }
 
 
 def as_bytes(message: Message) -> bytes:

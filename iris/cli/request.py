@@ -30,7 +30,8 @@ def request(
 ) -> None:
     """Send a request to one member of a cluster and print its reply.
 
-    A reply of bytes is printed unchanged, an object as JSON.
+    A reply of bytes is printed unchanged, an object as JSON. If the handler
+    refuses the request, --json also prints its code and details.
 
     \b
     Examples:
@@ -43,9 +44,14 @@ def request(
 
     async def work() -> int:
         async with iris.connect(relay) as client, hint_at_served(client, cluster):
-            reply: iris.Message = await client.request(
-                cluster, body, timeout=timeout, headers=headers, idempotent=idempotent, type=iris.Message,
-            )  # fmt: skip
+            try:
+                reply: iris.Message = await client.request(
+                    cluster, body, timeout=timeout, headers=headers, idempotent=idempotent, type=iris.Message,
+                )  # fmt: skip
+            except iris.RemoteError as err:
+                if json:
+                    output.write_json(output.as_error(err))
+                raise
         output.show(reply, as_json=json, end=output.line_end(reply.payload))
         return Exit.OK
 

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from iris.core.bundle import Headers
+from iris.core.faults import fault_headers
 from iris.core.inbound import InFlow
 from iris.core.message import Message
 from iris.core.tunnel import TunnelEnd
 from iris.crypto.keys import ClusterKey
-from iris.errors import IrisError
+from iris.errors import IrisError, RemoteError
 from iris.wire.kinds import Kind, Refusal
 
 
@@ -97,7 +98,7 @@ class SurveySink(Protocol):
 
     def roster(self, members: list[str]) -> None: ...
     def answer(self, message: Message) -> None: ...
-    def fault(self, member: str, detail: str) -> None: ...
+    def fault(self, member: str, error: RemoteError) -> None: ...
     def done(self, lost: list[str], error: IrisError | None) -> None: ...
 
 
@@ -146,9 +147,14 @@ class Delivery:
         kind = Kind.ANSWER if self.flow.kind == Kind.SURVEY else Kind.REPLY
         self.session.answer(self, kind, payload, headers, packed)
 
-    def fault(self, detail: str, *, may_have_run: bool, member: str = "") -> None:
-        """Answer a request or survey with an error. The caller receives `detail`, up to 4,096 characters."""
-        headers = {"may-have-run": "1" if may_have_run else "0", "member": member}
+    def fault(
+        self, detail: str, *, may_have_run: bool, member: str = "", code: str = "", details: bytes = b""
+    ) -> None:  # fmt: skip
+        """Answer a request or survey with an error. The caller receives `detail`, up to 4,096 characters.
+
+        `code` and `details` (MessagePack) are those of a `Refusal`.
+        """
+        headers = fault_headers(member, may_have_run=may_have_run, code=code, packed=details)
         text = detail[:4096].encode(errors="backslashreplace")  # a file name may hold surrogates
         self.session.answer(self, Kind.FAULT, text, headers, False)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from iris.core.bundle import Headers, decode_single
+from iris.core.faults import error_of_fault
 from iris.core.inbound import InFlow
 from iris.core.interfaces import Lost, SurveySink, Waiter
 from iris.core.message import Message
@@ -20,7 +21,6 @@ from iris.errors import (
     Overloaded,
     PeerProtocolError,
     RelayError,
-    RemoteError,
     RequestError,
     RequestTimeout,
     ran_before,
@@ -197,16 +197,12 @@ class Requests:
         message = Message(payload, flow.name, headers, packed, flow.sender_id)
         if pending.survey is not None:
             if flow.kind == Kind.FAULT:
-                pending.survey.fault(
-                    (message.headers or {}).get("member", ""),
-                    message.payload.decode(errors="replace"),
-                )
+                member = (message.headers or {}).get("member", "")
+                pending.survey.fault(member, error_of_fault(pending.name, message))
             else:
                 pending.survey.answer(message)
         elif flow.kind == Kind.FAULT:
-            ran = (message.headers or {}).get("may-have-run") != "0"
-            detail = message.payload.decode(errors="replace")
-            self._resolve(hop, pending, error=RemoteError(pending.name, detail, may_have_run=ran))
+            self._resolve(hop, pending, error=error_of_fault(pending.name, message))
         else:
             del self._pending[hop]
             waiter = pending.waiter

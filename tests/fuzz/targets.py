@@ -22,7 +22,14 @@ from iris.core.tunnel import FIRST_WINDOW, MAX_WINDOW, Growth, TunnelEnd
 from iris.crypto.channel import Channel
 from iris.crypto.keyring import Keyring, parse_network_keys
 from iris.crypto.keys import ClusterKey, StoreKey
-from iris.errors import DecodeError, IrisError, KeyringError, PeerProtocolError, SealError
+from iris.errors import (
+    DecodeError,
+    IrisError,
+    KeyringError,
+    PeerProtocolError,
+    RemoteError,
+    SealError,
+)
 from iris.wire import frames, streams
 from iris.wire.codec import (
     HOP,
@@ -396,8 +403,8 @@ class _Owner:
     def answer(self, message: Any) -> None:
         self.delivered.append(message)
 
-    def fault(self, member: str, detail: str) -> None:
-        self.delivered.append(detail)
+    def fault(self, member: str, error: RemoteError) -> None:
+        self.delivered.append(error)
 
     def done(self, *lost: Any) -> bool:
         return False

@@ -48,6 +48,8 @@ def answer(message: iris.Message):
         return b" ".join(noted)
     if message.payload == b"fail":
         raise ValueError("no such thing")
+    if message.payload == b"refuse":
+        raise iris.Refusal("sold_out", "sorry", left=0, until=b"x")
     return message.value if message.packed else iris.Reply(message.payload, message.headers)
 
 @echo.on_push
@@ -294,6 +296,19 @@ def test_json_says_how_the_payload_is_written(shell: Shell, member: str) -> None
     packed = json.loads(shell("request", "echo", "--json", "--pack", '{"n": [1, null]}'))
     assert (packed["payload"], packed["encoding"]) == ({"n": [1, None]}, "object")
     assert shell("request", "echo", "--pack", "[1, 2]") == b"[1,2]"
+
+
+def test_a_refusal_prints_its_code_and_details_and_json_prints_them_as_an_object(
+    shell: Shell, member: str
+) -> None:
+    said = shell("request", "echo", "refuse", code=1)
+    assert said == b"iris: echo: sold_out: sorry (left=0, until=b'x')\n"
+    line, said = shell("request", "echo", "refuse", "--json", code=1).splitlines()
+    assert json.loads(line) == {
+        "error": "sold_out: sorry (left=0, until=b'x')", "code": "sold_out", "details": {"left": 0, "until": "eA=="},
+        "may_have_run": True,
+    }  # fmt: skip
+    assert said == b"iris: echo: sold_out: sorry (left=0, until=b'x')"
 
 
 def test_exit_codes_tell_failures_apart(shell: Shell, member: str) -> None:

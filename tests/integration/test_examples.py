@@ -44,6 +44,9 @@ EXPECTED = {
         "27,004 read from 0 on: True", "18,003 read from 9,001 on: True", "1,000 read from 26,004 on: True",
         "27,004 handled by group delays: True", "27,004 handled by group audit: True",
     ],
+    "refusals": [
+        "3 is too many, so order 2", "bought 2 lamp, 0 left", "shop: unknown_sku: see the catalogue (sku='sofa')",
+    ],
     "request_reply": ["Oslo 4 °C", "Cairo 31 °C", "100 requests at once: {'4 °C'}"],
     "survey": [
         "{'name': 'a', 'entries': 120}", "{'name': 'b', 'entries': 45}", "165 entries in 2 caches",

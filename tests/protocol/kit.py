@@ -28,7 +28,7 @@ from iris.core.requests import Pending
 from iris.core.session import Session
 from iris.core.tunnel import TunnelEnd
 from iris.crypto.keys import ClusterKey
-from iris.errors import IrisError, PeerProtocolError
+from iris.errors import IrisError, PeerProtocolError, RemoteError
 from iris.wire import frames
 from iris.wire.codec import (
     KIND_AT,
@@ -95,8 +95,8 @@ class Answers:
     def answer(self, message: Message) -> None:
         self.payloads.append(message.payload)
 
-    def fault(self, member: str, detail: str) -> None:
-        self.faults[member] = detail
+    def fault(self, member: str, error: RemoteError) -> None:
+        self.faults[member] = error.detail
 
     def done(self, lost: list[str], error: IrisError | None) -> None:
         assert self.end is None

@@ -23,6 +23,8 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF, HKDFExpand
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from iris.core.bundle import Headers, encode_bundle
+from iris.core.faults import Refusal as HandlerRefusal
+from iris.core.faults import fault_headers
 from iris.core.tunnel import prologue
 from iris.crypto.certificates import relay_leaf
 from iris.crypto.channel import Channel, Offer, accept_offer
@@ -108,6 +110,10 @@ SIGNED: Final = SignedOrder(
     NEXT_ORDER, NEW_KEY.public_key, NEW_KEY.sign_order(NEXT_ORDER),
     KEY.public_key, KEY.countersign_order(NEXT_ORDER),
 )  # fmt: skip
+REFUSAL: Final = HandlerRefusal("sold_out", left=0)
+REFUSED: Final = fault_headers(
+    MEMBER_ID, may_have_run=True, code=REFUSAL.code, packed=REFUSAL.packed
+)
 
 CONTROLS: Final[dict[str, Control]] = {
     "hello": frames.Hello(1, 1, "billing", 4711),
@@ -577,6 +583,7 @@ def blocks() -> dict[tuple[str, str], str]:
     for name, payloads, headers in (
         ("bundle-one", [b"ping"], None),
         ("bundle-headers", [b"one", b"three"], [None, {"traceparent": "00-0af7"}]),
+        ("bundle-refusal", [str(REFUSAL).encode()], [REFUSED]),
     ):
         found["hex", name] = _hex(encode_bundle(payloads, headers, False))
         found["json", name] = _json(

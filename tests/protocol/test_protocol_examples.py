@@ -361,7 +361,7 @@ def test_a_bundle_has_its_keys_between_payloads_and_headers() -> None:
     assert decode_bundle(data) == (payloads, headers, packed)
 
 
-@pytest.mark.parametrize("name", ["bundle-one", "bundle-headers"])
+@pytest.mark.parametrize("name", ["bundle-one", "bundle-headers", "bundle-refusal"])
 def test_a_bundle_has_the_columns_as_written(name: str) -> None:
     data, said = HEX[name], JSON[name]
     payloads, headers, packed = decode_bundle(data)
