@@ -40,14 +40,17 @@ from iris.errors import (
     RequestTimeout,
     ran_before,
 )
+from iris.handlers import subscriber
 from iris.keyfiles import has_keys, load_keys
+from iris.lifespan import serving
 from iris.membership import Members
 from iris.memory import keep_freed_memory
+from iris.parameters import Provided
 from iris.registry import Registry
 from iris.request_many import IN_FLIGHT, SESSIONS_TRIED, Many, Outcome
 from iris.runtime import Runtime
 from iris.service import Service
-from iris.serving import ServiceBinding, serving
+from iris.serving import ServiceBinding
 from iris.streams import Streams
 from iris.subscription import QUEUE_BYTES, Policy, Subscription
 from iris.survey import Survey
@@ -562,7 +565,7 @@ class Client:
         return True
 
     def subscribe(
-        self, pattern: str, handler: Callable[[Message], object] | None = None, *, group: str = "",
+        self, pattern: str, handler: Callable[..., object] | None = None, *, group: str = "",
         policy: Policy = "drop-new", limit_bytes: int = QUEUE_BYTES, on_gap: Callable[[Lost], object] | None = None,
         concurrency: int = 1, when_full: WhenFull = "drop",
     ) -> Subscription:  # fmt: skip
@@ -575,6 +578,9 @@ class Client:
         it waits at most a second for the linked ones. Whatever is published in this site after that is
         received.
 
+        The parameters of a handler are annotated as those of a `Service`; without an annotation it receives the
+        `Message`.
+
         Subscriptions with the same `group` share the messages: each bundle goes to one of them. See
         `Subscription` for `policy`, `limit_bytes`, `concurrency` and `when_full`.
 
@@ -583,8 +589,9 @@ class Client:
             KeyringError: the keyring has no key for any topic that matches.
             ConfigError: an option is wrong.
         """
+        callback = subscriber(handler, Provided([self])) if handler is not None else None
         return Subscription(
-            self._runtime, pattern, handler, group, policy, limit_bytes, on_gap, concurrency, when_full
+            self._runtime, pattern, callback, group, policy, limit_bytes, on_gap, concurrency, when_full
         )  # fmt: skip
 
     # -- tunnels ---------------------------------------------------------------------------------------------
@@ -624,7 +631,7 @@ class Client:
 
         When the block ends, the member leaves and finishes what it accepted.
         """
-        return serving(self._runtime, service)
+        return serving(self._runtime, service, self)
 
     # -- members ---------------------------------------------------------------------------------------------
 

@@ -1,24 +1,34 @@
 """Handlers: how a user's function receives its message, and how its return value becomes a reply.
 
-The annotation of a handler's only parameter chooses what it receives: the whole message, the raw payload, or
-the payload decoded into a type.
+The annotation of a parameter chooses what it receives: the whole message, the raw payload, the payload decoded into
+a type, or an object that is provided to handlers.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import inspect
+import types
 import typing
 from collections.abc import Callable
 from typing import Any
+from warnings import warn
 
 from iris.core.bundle import Headers, check_headers
 from iris.core.faults import Refusal
 from iris.core.interfaces import Delivery
 from iris.core.message import Message, decode_payload, encode_payload
 from iris.errors import ConfigError
+from iris.parameters import (
+    MISSING,
+    Parameter,
+    Provided,
+    UnreadableAnnotation,
+    code_of,
+    name_of,
+    parameters_of,
+)
 
 
 class Reply:
@@ -93,14 +103,98 @@ class Deferred:
 
 
 class Handler:
-    """A user's function, and the type that its parameter is annotated with."""
+    """A user's function and its parameters. Once resolved, it takes one argument, of the type `wanted`."""
 
-    __slots__ = ("function", "is_coroutine", "wanted")
+    __slots__ = ("function", "is_coroutine", "name", "parameters", "wanted")
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(
+        self, function: Callable[..., Any], parameters: list[Parameter] | None = None, *, name: str = "",
+        is_coroutine: bool | None = None,
+    ) -> None:  # fmt: skip
+        """Create a handler; what is not given is read from the function.
+
+        Raises ConfigError if the function cannot be a handler.
+        """
         self.function = function
-        self.is_coroutine = inspect.iscoroutinefunction(_code(function))
-        self.wanted = _annotation(function)
+        self.parameters = parameters_of(function) if parameters is None else parameters
+        self.name = name or name_of(function)
+        if is_coroutine is None:
+            is_coroutine = inspect.iscoroutinefunction(code_of(function))
+        self.is_coroutine = is_coroutine
+        self.wanted = self.parameters[0].hint
+        """Type of the argument; None if it is not annotated."""
+
+    def replaced(self, function: Callable[[Any], Any], wanted: Any) -> Handler:
+        """Return a handler that calls `function` with an argument of the type `wanted`."""
+        parameters = [Parameter("message", wanted)]
+        return Handler(function, parameters, name=self.name, is_coroutine=self.is_coroutine)
+
+    def resolved(self, provided: Provided, *, has_message: bool = True) -> Handler:
+        """Return a handler of one argument: each parameter has its provided object, or gets the message or payload.
+
+        It is this handler itself if the payload or message is all that it takes. Without `has_message` the argument is
+        not a message, so it is passed on as it is.
+
+        Raises ConfigError if nothing fits a parameter, or several objects do.
+        """
+        fixed: dict[int, Any] = {}
+        whole: list[int] = []
+        payload: list[int] = []
+        for number, parameter in enumerate(self.parameters):
+            if has_message and parameter.hint in (Message, Request):
+                whole.append(number)
+                continue
+            try:
+                found = provided.find(parameter.type)
+            except ConfigError as err:
+                raise ConfigError(f"handler {self.name!r}, parameter {parameter}: {err}") from None
+            if found is MISSING:
+                payload.append(number)
+            else:
+                fixed[number] = found
+        if len(payload) > 1:
+            first, second = (self.parameters[number] for number in payload[:2])
+            messages = ", Message, Request" if has_message else ""
+            raise ConfigError(
+                f"handler {self.name!r}: nothing fits parameter {second} ({first} receives the payload); "
+                f"available are {provided}{messages}; yield an object of this type from the service's lifespan"
+            )
+        if len(self.parameters) == 1 and not fixed and not self.parameters[0].keyword_only:
+            return self
+        kinds = [self.parameters[number].hint for number in whole]
+        if not kinds:
+            wanted = self.parameters[payload[0]].hint if payload else Message
+        else:
+            wanted = Request if Request in kinds else Message
+        return self.replaced(self._filling(fixed, whole, payload), wanted)
+
+    def _filling(
+        self, fixed: dict[int, Any], whole: list[int], payload: list[int]
+    ) -> Callable[[Any], Any]:
+        """Return the function of one argument, which fills the parameters with these numbers.
+
+        If some receive the whole message, so does the function; else it receives the payload.
+        """
+        function = self.function
+        names = {n: p.name for n, p in enumerate(self.parameters) if p.keyword_only}
+        positions = [fixed.get(number) for number in range(len(self.parameters))]
+        hint = self.parameters[payload[0]].hint if payload else None
+        direct = whole or payload
+
+        def fill(argument: Any) -> Any:
+            values = positions.copy()
+            for number in direct:
+                values[number] = argument
+            if whole and payload:
+                values[payload[0]] = decode_payload(argument.payload, argument.packed, hint)
+            if not names:
+                return function(*values)
+            first = len(values) - len(names)  # those after it are passed by name
+            return function(
+                *values[:first], **dict(zip(names.values(), values[first:], strict=True))
+            )
+
+        return fill
 
     def argument(self, delivery: Delivery, defer: Callable[[], Deferred]) -> Any:
         """Return the argument for the function. Raises DecodeError if the payload does not fit its annotation."""
@@ -108,6 +202,10 @@ class Handler:
 
     def as_callback(self) -> Callable[[Message], object]:
         """Return a handler that takes a Message and calls the function with the converted argument."""
+        if self.wanted is Message and self.is_coroutine == inspect.iscoroutinefunction(
+            self.function
+        ):
+            return self.function
         if self.is_coroutine:
 
             async def run(message: Message) -> object:
@@ -146,33 +244,28 @@ def stopping() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-def _code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function behind a partial or an object with `__call__`: it has the annotations and the `async`."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    return function if inspect.isroutine(function) else type(function).__call__
+def subscriber(function: Callable[..., object], provided: Provided) -> Callable[[Message], object]:
+    """Return what a subscription made with `Client.subscribe` calls for each message.
 
+    It differs from a handler of a service in one point: a parameter without an annotation receives the Message.
 
-def _annotation(function: Callable[..., Any]) -> Any:
-    """Return the annotation of the function's only parameter; None if there is none, or if it is Any."""
+    Raises ConfigError if the function cannot be a handler.
+    """
     try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):
-        return None  # a builtin without a signature is called with the decoded payload
-    needed = [
-        p
-        for p in parameters
-        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        parameters = parameters_of(function)
+    except UnreadableAnnotation as err:
+        text = f"{err}; it receives the whole message. In the next version this will be an error"
+        warn(text, DeprecationWarning, stacklevel=3)
+        return function
+    parameters = [
+        parameter._replace(hint=Message) if _takes_message(parameter.hint) else parameter
+        for parameter in parameters
     ]
-    if len(needed) > 1 or not parameters:
-        raise ConfigError(
-            f"handler {getattr(function, '__name__', function)!r} must take exactly one argument, the message"
-        )
-    try:
-        hints = typing.get_type_hints(_code(function))
-    except Exception as err:  # whatever the user's annotations raise when they are evaluated
-        raise ConfigError(
-            f"cannot evaluate the annotation of handler {getattr(function, '__name__', function)!r}: {err}"
-        ) from err
-    wanted = hints.get(parameters[0].name)
-    return None if wanted is Any else wanted
+    return Handler(function, parameters).resolved(provided).as_callback()
+
+
+def _takes_message(hint: Any) -> bool:
+    """Return whether a function that is called with a Message may have this annotation."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return any(_takes_message(each) for each in typing.get_args(hint))
+    return hint in (None, Any, object, Message)

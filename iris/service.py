@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from iris.config import Limits
 from iris.core.credit import WhenFull
-from iris.core.interfaces import Lost
 from iris.errors import ConfigError, InvalidName
 from iris.handlers import Handler
 from iris.wire.frames import Serving
@@ -16,6 +15,16 @@ from iris.wire.kinds import Kind
 from iris.wire.names import check_cluster, check_filter, check_group, split_site
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Topic(NamedTuple):
+    """A handler of publications, and how it is subscribed."""
+
+    pattern: str
+    group: str
+    handler: Handler
+    concurrency: int
+    when_full: WhenFull
 
 
 class Service:
@@ -28,12 +37,16 @@ class Service:
         @service.on_request
         async def shrink(photo: bytes) -> bytes: ...
 
-    A handler takes one argument, and the annotation of its parameter chooses what it receives:
+    The annotation of a handler's parameter chooses what it receives:
 
     * `iris.Message` or `iris.Request`: the whole message
+    * `iris.Client`: the client that serves it
     * bytes or str: the raw payload
     * another type: the payload decoded into that type
     * no annotation: the bytes or the object that was sent
+
+    A handler may have several parameters, one of them for the payload. They are resolved when the service is served:
+    `Client.serve` raises ConfigError if nothing fits a parameter.
 
     A coroutine function runs at most `limits.concurrency` times at once. A plain function is called directly in the
     event loop, so it must not block.
@@ -49,9 +62,9 @@ class Service:
             )
         self.limits = limits or Limits()
         self.handlers: dict[Kind, Handler] = {}
-        self.topics: list[tuple[str, str, Handler, int, WhenFull]] = []
-        """Handlers of publications: (filter, group, handler, concurrency, when_full)."""
-        self.gap_handler: Callable[[Lost], object] | None = None
+        self.topics: list[Topic] = []
+        """Handlers of publications."""
+        self.gap_handler: Handler | None = None
 
     def on_request(self, function: F) -> F:
         """Decorator: handle requests with this function. Its return value is the reply.
@@ -103,14 +116,14 @@ class Service:
             check_group(group)
 
         def register(function: F) -> F:
-            self.topics.append((pattern, group, Handler(function), concurrency, when_full))
+            self.topics.append(Topic(pattern, group, Handler(function), concurrency, when_full))
             return function
 
         return register
 
-    def on_gap(self, function: Callable[[Lost], object]) -> Callable[[Lost], object]:
-        """Decorator: call this function with each loss of broadcasts and publications for this service."""
-        self.gap_handler = function
+    def on_gap(self, function: F) -> F:
+        """Decorator: call this function with each loss (`iris.Lost`) of broadcasts and publications."""
+        self.gap_handler = Handler(function)
         return function
 
     def _add(self, kind: Kind, function: F) -> F:

@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from iris.core import faults
@@ -15,14 +15,13 @@ from iris.core.bundle import Headers
 from iris.core.interfaces import Delivery, Lost
 from iris.core.message import MEMBER_HEADER, Message
 from iris.core.tunnel import TunnelEnd
-from iris.deadlines import within
 from iris.errors import ConfigError, DecodeError
 from iris.handlers import Deferred, Handler, Request, encode_reply, stopping
 from iris.logs import logger
 from iris.losses import LossLog
+from iris.parameters import Provided
 from iris.runtime import Runtime
 from iris.service import Service
-from iris.subscription import Subscription
 from iris.tunnel import EndOfTunnel, Tunnel
 from iris.wire.kinds import Kind, Refusal
 
@@ -49,7 +48,8 @@ class _Inbox:
 class ServiceBinding:
     """A service while it is served: its member, queues and workers. It stays the same across reconnects."""
 
-    def __init__(self, runtime: Runtime, service: Service) -> None:
+    def __init__(self, runtime: Runtime, service: Service, provided: Provided) -> None:
+        """Raises ConfigError if nothing that is `provided` fits a parameter of a handler."""
         self.service = service
         self.number = next(_numbers)
         self.member = 0
@@ -66,10 +66,12 @@ class ServiceBinding:
         self._attachment = runtime.attached()
         self.loop = asyncio.get_running_loop()
         self._limits = service.limits
+        handlers = {
+            kind: handler.resolved(provided, has_message=kind != Kind.TUNNEL_OPEN)
+            for kind, handler in service.handlers.items()
+        }
         self._inboxes = {
-            int(k): _Inbox(h)
-            for k, h in service.handlers.items()
-            if k in _ANSWERED or k == Kind.PUSH
+            int(k): _Inbox(h) for k, h in handlers.items() if k in _ANSWERED or k == Kind.PUSH
         }
         self._casts: deque[tuple[list[Message], int]] = deque()
         self._cast_bytes = 0
@@ -79,7 +81,12 @@ class ServiceBinding:
         """Set when `running` becomes 0."""
         self._stop_by_s: float | None = None
         """Set by `stop`: the loop time until which it waits for cancelled tasks."""
-        self._broadcast_handler = service.handlers.get(Kind.BROADCAST)
+        self._broadcast_handler = handlers.get(Kind.BROADCAST)
+        self._tunnel_handler = handlers.get(Kind.TUNNEL_OPEN)
+        self.on_gap: Callable[[Lost], object] | None = None
+        """Handler of losses."""
+        if service.gap_handler is not None:
+            self.on_gap = service.gap_handler.resolved(provided, has_message=False).function
         self._log = LossLog(runtime, "service", service.name, f"gap handler of {service.name}")
 
     def joined(self, member: int, member_id: str, key_ids: Iterable[bytes]) -> None:
@@ -93,14 +100,14 @@ class ServiceBinding:
     @property
     def expects_broadcasts(self) -> bool:
         """Whether the service has a handler for broadcasts or gaps, so that missing broadcasts are reported."""
-        return self._broadcast_handler is not None or self.service.gap_handler is not None
+        return self._broadcast_handler is not None or self.on_gap is not None
 
     def admit(self, kind: int, size: int) -> Refusal | None:
         """Return the reason to refuse a message of `size` bytes before it is opened, or None to accept it."""
         if self.left:
             return Refusal.LEAVING
         if kind == Kind.TUNNEL_OPEN:
-            if kind not in self.service.handlers:
+            if self._tunnel_handler is None:
                 return Refusal.UNREADABLE
             return Refusal.FULL if len(self._tunnels) >= self._limits.tunnels else None
         inbox = self._inboxes.get(kind)
@@ -172,17 +179,19 @@ class ServiceBinding:
 
     def tunnel(self, end: TunnelEnd) -> None:
         """Start the tunnel handler for a new tunnel."""
+        handler = self._tunnel_handler
+        assert handler is not None  # `admit` refuses tunnels without a handler
         self.running += 1
         tunnel = Tunnel(end, self._attachment.touch, self._attachment.writable)
         task = self.loop.create_task(
-            self._work_tunnel(tunnel), name=f"iris-{self.service.name}-tunnel"
+            self._work_tunnel(handler, tunnel), name=f"iris-{self.service.name}-tunnel"
         )
         self._tunnels.add(task)
         task.add_done_callback(self._tunnels.discard)
 
     def gap(self, gap: Lost) -> None:
         """Report broadcasts that did not arrive."""
-        self._log.report(gap, self.service.gap_handler)
+        self._log.report(gap, self.on_gap)
 
     # -- running ---------------------------------------------------------------------------------------------
 
@@ -239,8 +248,7 @@ class ServiceBinding:
                 inbox.idle.append(waiter)
                 delivery = await waiter
 
-    async def _work_tunnel(self, tunnel: Tunnel) -> None:
-        handler = self.service.handlers[Kind.TUNNEL_OPEN]
+    async def _work_tunnel(self, handler: Handler, tunnel: Tunnel) -> None:
         try:
             async with tunnel:
                 try:
@@ -456,50 +464,3 @@ def _member_id(delivery: Delivery) -> str:
 
 _numbers = itertools.count(1)
 _ANSWERED = frozenset({Kind.REQUEST, Kind.SURVEY})
-
-
-@contextlib.asynccontextmanager
-async def serving(runtime: Runtime, service: Service) -> AsyncIterator[ServiceBinding]:
-    """Serve `service` while the block runs; see `Client.serve`."""
-    attachment = runtime.attached()
-    binding = ServiceBinding(runtime, service)
-    _, session = await runtime.ready(service.name, runtime.config.connect_timeout_s)
-    runtime.registry.services.append(binding)
-    subscriptions: list[Subscription] = []
-    try:
-        for pattern, group, handler, concurrency, when_full in service.topics:
-            callback, on_gap = handler.as_callback(), service.gap_handler
-            subscriptions.append(
-                Subscription(
-                    runtime,
-                    pattern,
-                    callback,
-                    group,
-                    on_gap=on_gap,
-                    concurrency=concurrency,
-                    when_full=when_full,
-                )
-            )
-        if service.handlers:
-            joined = runtime.registry.join(session, binding)
-            attachment.touch()
-            await within(
-                joined,
-                runtime.config.connect_timeout_s,
-                f"the relay did not register the service {service.name!r}",
-            )
-        for subscription in subscriptions:
-            await subscription.registered()
-        await runtime.settled()
-        yield binding
-    finally:
-        # Everything is sent before the first await, so that a cancelled task leaves, too.
-        leaving = binding.leave()
-        for subscription in subscriptions:
-            subscription.stop()
-        try:
-            closing = [subscription.close() for subscription in subscriptions]
-            await asyncio.gather(*closing, leaving)
-        finally:
-            await binding.stop()
-            runtime.registry.forget(binding)
