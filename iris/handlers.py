@@ -13,7 +13,7 @@ import types
 import typing
 from collections.abc import Callable
 from typing import Any
-from warnings import warn
+from warnings import warn as deprecate
 
 from iris.core.bundle import Headers, check_headers
 from iris.core.faults import Refusal
@@ -255,7 +255,7 @@ def subscriber(function: Callable[..., object], provided: Provided) -> Callable[
         parameters = parameters_of(function)
     except UnreadableAnnotation as err:
         text = f"{err}; it receives the whole message. In the next version this will be an error"
-        warn(text, DeprecationWarning, stacklevel=3)
+        deprecate(text, DeprecationWarning, stacklevel=3)
         return function
     parameters = [
         parameter._replace(hint=Message) if _takes_message(parameter.hint) else parameter
