@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import inspect
 import types
 import typing
@@ -127,6 +128,7 @@ class Handler:
     def replaced(self, function: Callable[[Any], Any], wanted: Any) -> Handler:
         """Return a handler that calls `function` with an argument of the type `wanted`."""
         parameters = [Parameter("message", wanted)]
+        functools.update_wrapper(function, self.function)  # for the log, which names it
         return Handler(function, parameters, name=self.name, is_coroutine=self.is_coroutine)
 
     def resolved(self, provided: Provided, *, has_message: bool = True) -> Handler:
