@@ -81,29 +81,32 @@ class Client:
     @overload
     def request(
         self, cluster: str, payload: object, *, timeout: float, headers: Headers | None = None, idempotent: bool = False,
-        type: type[T],
+        type: type[T], member: str | None = None,
     ) -> T: ...  # fmt: skip
     @overload
     def request(
         self, cluster: str, payload: object, *, timeout: float, headers: Headers | None = None, idempotent: bool = False,
-        type: Any = None,
+        type: Any = None, member: str | None = None,
     ) -> Any: ...  # fmt: skip
     def request(
         self, cluster: str, payload: object, *, timeout: float, headers: Headers | None = None, idempotent: bool = False,
-        type: Any = None,
+        type: Any = None, member: str | None = None,
     ) -> Any:  # fmt: skip
         """See `iris.Client.request`."""
         return self._run(
             self._client.request(
-                cluster, payload, timeout=timeout, headers=headers, idempotent=idempotent, type=type
+                cluster, payload, timeout=timeout, headers=headers, idempotent=idempotent, type=type, member=member,
             )
-        )
+        )  # fmt: skip
 
     def push(
-        self, cluster: str, payload: object, *, timeout: float = 5.0, headers: Headers | None = None
-    ) -> None:
+        self, cluster: str, payload: object, *, timeout: float = 5.0, headers: Headers | None = None,
+        member: str | None = None,
+    ) -> None:  # fmt: skip
         """See `iris.Client.push`."""
-        self._run(self._client.push(cluster, payload, timeout=timeout, headers=headers))
+        self._run(
+            self._client.push(cluster, payload, timeout=timeout, headers=headers, member=member)
+        )
 
     def broadcast(self, cluster: str, payload: object, *, headers: Headers | None = None) -> None:
         """See `iris.Client.broadcast`."""
@@ -242,10 +245,11 @@ class Client:
 
     @contextlib.contextmanager
     def tunnel(
-        self, cluster: str, *, timeout: float, headers: Headers | None = None
-    ) -> Iterator[Tunnel]:
+        self, cluster: str, *, timeout: float, headers: Headers | None = None, member: str | None = None
+    ) -> Iterator[Tunnel]:  # fmt: skip
         """See `iris.Client.tunnel`."""
-        tunnel = self._run(self._client.open_tunnel(cluster, timeout=timeout, headers=headers))
+        opening = self._client.open_tunnel(cluster, timeout=timeout, headers=headers, member=member)
+        tunnel = self._run(opening)
         try:
             yield Tunnel(tunnel, self._run)
         except BaseException as err:

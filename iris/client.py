@@ -58,7 +58,7 @@ from iris.tunnel import Tunnel, open_tunnel
 from iris.wire import frames
 from iris.wire.codec import MIN_MESSAGE_LIMIT
 from iris.wire.kinds import HERE, Kind
-from iris.wire.names import check_address
+from iris.wire.names import check_address, check_member
 
 if TYPE_CHECKING:
     from relay.embedded import EmbeddedRelay
@@ -245,16 +245,16 @@ class Client:
     @overload
     async def request(
         self, cluster: str, payload: object, *, timeout: float, headers: Headers | None = None, idempotent: bool = False,
-        type: type[T],
+        type: type[T], member: str | None = None,
     ) -> T: ...  # fmt: skip
     @overload
     async def request(
         self, cluster: str, payload: object, *, timeout: float, headers: Headers | None = None, idempotent: bool = False,
-        type: Any = None,
+        type: Any = None, member: str | None = None,
     ) -> Any: ...  # fmt: skip
     async def request(
         self, cluster: str, payload: object, *, timeout: float, headers: Headers | None = None, idempotent: bool = False,
-        type: Any = None,
+        type: Any = None, member: str | None = None,
     ) -> Any:  # fmt: skip
         """Send a request to one member and return its reply.
 
@@ -267,13 +267,19 @@ class Client:
 
         The request runs at most once. With `idempotent=True` it may run again on another member if one is lost.
 
+        With `member`, an id from `members`, the request goes to that member alone. It fails with NoMembers if the
+        member has left, and is never sent to another one. Only members of this site can be called so.
+
         Raises:
             RequestError: NoMembers, Overloaded, RequestTimeout, RemoteError, RelayError or ConnectionLost. Its
                 `may_have_run` is False only if no handler has run.
             MessageTooLarge: the payload is over `message_limit`; nothing was sent.
             DecodeError: the reply does not fit `type`.
             KeyringError: the keyring has no key for the cluster.
+            InvalidName: `cluster` or `member` is not allowed.
         """
+        if member is not None:
+            check_member(cluster, member)
         timeout_ms = milliseconds(timeout)
         until_s = time.monotonic() + timeout
         attempts = SESSIONS_TRIED if idempotent else 1
@@ -295,7 +301,7 @@ class Client:
                 waiter: asyncio.Future[Message] = self._loop.create_future()
                 pending = session.requests.send(
                     Kind.REQUEST, cluster, self._registry.cluster_keys(cluster)[0], data, headers, packed,
-                    timeout_ms=timeout_ms, waiter=waiter, idempotent=idempotent,
+                    timeout_ms=timeout_ms, waiter=waiter, idempotent=idempotent, member=member or "",
                 )  # fmt: skip
                 pump.touch()
                 try:
@@ -355,11 +361,13 @@ class Client:
         return many.outcomes()
 
     async def push(
-        self, cluster: str, payload: object, *, timeout: float = 5.0, headers: Headers | None = None
-    ) -> None:
+        self, cluster: str, payload: object, *, timeout: float = 5.0, headers: Headers | None = None,
+        member: str | None = None,
+    ) -> None:  # fmt: skip
         """Send a message to one member, without a reply. It runs at most once.
 
         `timeout` is how long the message may wait until a handler starts. Returns when the message is on its way.
+        `member` is as in `request`.
 
         A push that fails (no members, all at capacity, member lost, not started in time) is reported to `on_loss` and
         in `losses`. After `flush`, all failures of earlier pushes have been reported.
@@ -369,12 +377,14 @@ class Client:
             MessageTooLarge: the payload is over `message_limit`; nothing was sent.
             KeyringError: the keyring has no key for the cluster.
         """
+        if member is not None:
+            check_member(cluster, member)
         until_s = deadline(timeout)
         pump, session = await self._ready(cluster, timeout)
         data, packed = self._encode(payload, headers)
         key = self._registry.cluster_keys(cluster)[0]
         left_ms = milliseconds(seconds_left(until_s))
-        session.requests.push(cluster, key, data, headers, packed, left_ms)
+        session.requests.push(cluster, key, data, headers, packed, left_ms, member or "")
         pump.touch()
         if (attachment := self._attached()).blocked:
             await attachment.wait_writable()
@@ -598,27 +608,32 @@ class Client:
 
     @contextlib.asynccontextmanager
     async def tunnel(
-        self, cluster: str, *, timeout: float, headers: Headers | None = None
-    ) -> AsyncIterator[Tunnel]:
+        self, cluster: str, *, timeout: float, headers: Headers | None = None, member: str | None = None
+    ) -> AsyncIterator[Tunnel]:  # fmt: skip
         """Open a tunnel to one member: `async with client.tunnel("archive", timeout=1.0) as tunnel`.
 
-        The tunnel is closed when the block ends, and broken on both sides if the block raises. Raises as
-        `open_tunnel`.
+        The tunnel is closed when the block ends, and broken on both sides if the block raises. `member` is as in
+        `request`. Raises as `open_tunnel`.
         """
-        tunnel = await self.open_tunnel(cluster, timeout=timeout, headers=headers)
+        tunnel = await self.open_tunnel(cluster, timeout=timeout, headers=headers, member=member)
         async with tunnel:
             yield tunnel
 
     async def open_tunnel(
-        self, cluster: str, *, timeout: float, headers: Headers | None = None
-    ) -> Tunnel:
+        self, cluster: str, *, timeout: float, headers: Headers | None = None, member: str | None = None
+    ) -> Tunnel:  # fmt: skip
         """Open a tunnel to one member and return it; you must close it. `tunnel` closes it for you.
+
+        `member` is as in `request`.
 
         Raises:
             RequestError: NoMembers, Overloaded, RequestTimeout, RelayError or ConnectionLost.
             KeyringError: the keyring has no key for the cluster.
+            InvalidName: `cluster` or `member` is not allowed.
         """
-        return await open_tunnel(self._runtime, cluster, timeout, headers)
+        if member is not None:
+            check_member(cluster, member)
+        return await open_tunnel(self._runtime, cluster, timeout, headers, member or "")
 
     # -- serving ---------------------------------------------------------------------------------------------
 

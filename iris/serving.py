@@ -112,16 +112,20 @@ class ServiceBinding:
             return Refusal.FULL if len(self._tunnels) >= self._limits.tunnels else None
         inbox = self._inboxes.get(kind)
         if inbox is None:
-            return Refusal.UNREADABLE
+            # A relay sends such a request only if it is for exactly this member.
+            return None if kind == Kind.REQUEST else Refusal.UNREADABLE
         if inbox.queued_bytes and inbox.queued_bytes + size > self._limits.queue_bytes:
             return Refusal.FULL
         return None
 
     def dispatch(self, delivery: Delivery) -> None:
         """Run a request, push or survey: at once if its handler is a plain function, else within `concurrency`."""
-        inbox = self._inboxes[delivery.flow.kind]
+        inbox = self._inboxes.get(delivery.flow.kind)
         self.running += 1
         delivery.session.running += 1
+        if inbox is None:
+            self._not_served(delivery)
+            return
         handler = inbox.handler
         if not handler.is_coroutine:
             answer = None
@@ -152,6 +156,11 @@ class ServiceBinding:
             task.add_done_callback(inbox.workers.discard)
         else:
             inbox.queue.append(delivery)
+
+    def _not_served(self, delivery: Delivery) -> None:
+        """Answer a request to exactly this member, which has no handler for requests."""
+        detail = f"this member of {self.service.name} does not serve requests"
+        self.answer_error(delivery, detail, may_have_run=False)
 
     def broadcast(self, messages: list[Message], size: int) -> None:
         """Run broadcasts in order.

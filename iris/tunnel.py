@@ -300,7 +300,7 @@ class Tunnel:
 
 
 async def open_tunnel(
-    runtime: Runtime, cluster: str, timeout: float, headers: Headers | None
+    runtime: Runtime, cluster: str, timeout: float, headers: Headers | None, member: str
 ) -> Tunnel:
     """Open a tunnel to one member. Raises as `Client.open_tunnel`."""
     until_s = deadline(timeout)
@@ -310,7 +310,7 @@ async def open_tunnel(
         check_headers(headers)
     key = runtime.registry.cluster_keys(cluster)[0]
     left_s = seconds_left(until_s)
-    end = session.tunnels.open(cluster, key, headers, milliseconds(left_s))
+    end = session.tunnels.open(cluster, key, headers, milliseconds(left_s), member)
     changed = asyncio.Event()
     end.wake = changed.set
     pump.touch()

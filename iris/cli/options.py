@@ -32,6 +32,10 @@ HeaderList = Annotated[
         "--header", "-H", metavar="NAME=VALUE", help="Add a header to the message. Repeatable."
     ),
 ]
+Member = Annotated[
+    str | None,
+    typer.Option("--member", metavar="ID", help="Send it to this member alone, by its id as `iris members` shows it.", show_default=False),
+]  # fmt: skip
 Pack = Annotated[
     bool,
     typer.Option(

@@ -15,6 +15,7 @@ def push(
     lines: options.Lines = False,
     timeout: options.Timeout = 5.0,
     header: options.HeaderList = None,
+    member: options.Member = None,
     pack: options.Pack = False,
     json: options.AsJson = False,
     relay: options.RelayPath = None,
@@ -32,6 +33,6 @@ def push(
     headers = options.parse_headers(header)
 
     async def call(client: iris.Client, body: Any) -> None:
-        await client.push(cluster, body, timeout=timeout, headers=headers)
+        await client.push(cluster, body, timeout=timeout, headers=headers, member=member)
 
     send(call, payload, lines=lines, pack=pack, timeout=timeout, as_json=json, relay=relay)

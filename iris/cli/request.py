@@ -24,6 +24,7 @@ def request(
             help="The request may run twice: send it to another member if the first is lost.",
         ),
     ] = False,
+    member: options.Member = None,
     pack: options.Pack = False,
     json: options.AsJson = False,
     relay: options.RelayPath = None,
@@ -47,6 +48,7 @@ def request(
             try:
                 reply: iris.Message = await client.request(
                     cluster, body, timeout=timeout, headers=headers, idempotent=idempotent, type=iris.Message,
+                    member=member,
                 )  # fmt: skip
             except iris.RemoteError as err:
                 if json:

@@ -24,6 +24,7 @@ def tunnel(
         ),
     ] = 5.0,
     header: options.HeaderList = None,
+    member: options.Member = None,
     json: options.AsJson = False,
     relay: options.RelayPath = None,
 ) -> None:
@@ -45,7 +46,7 @@ def tunnel(
         async with (
             iris.connect(relay) as client,
             hint_at_served(client, cluster),
-            client.tunnel(cluster, timeout=timeout, headers=headers) as line,
+            client.tunnel(cluster, timeout=timeout, headers=headers, member=member) as line,
         ):
             sending = asyncio.create_task(_send(line, raw=raw))
             try:

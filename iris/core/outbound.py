@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final
 
+import msgspec
+
 from iris.core.aliases import MAX_ALIASES, Alias, AliasTable
 from iris.core.bundle import BundleBuilder, Headers, encode_bundle, encode_single, message_bytes
 from iris.core.compression import Compressor
@@ -19,7 +21,7 @@ from iris.crypto.sframe import SEALS_PER_SENDER, Sealer
 from iris.wire.codec import BODY_AT, DATA_LENGTH, END, HOP, encode_control, metadata_prefix
 from iris.wire.frames import Control, Declare, Prove
 from iris.wire.kinds import NO_KEY, Kind
-from iris.wire.names import split_site
+from iris.wire.names import split_member, split_site
 from iris.wire.runs import MAX_RUN, MAX_RUN_BYTES, answer_run, call_run
 
 SMALL_BYTES: Final = 8192
@@ -33,8 +35,8 @@ RUN_OVERHEAD: Final = 64
 """Bytes that a call in a run may take besides its plain text: hop id, length, seal."""
 MAX_FLOWS: Final = 262_144
 """Addresses remembered per session. Beyond it all flows are forgotten and all sender ids change."""
-AliasKey = tuple[int, str, bytes, bytes, str]
-"""(kind, name, key id, sender id, site)."""
+AliasKey = tuple[int, str, bytes, bytes, str, str]
+"""(kind, name, key id, sender id, site, member)."""
 
 
 class OutFlow(BundleBuilder):
@@ -54,6 +56,7 @@ class OutFlow(BundleBuilder):
         "hops",
         "key",
         "kind",
+        "member",
         "metadata",
         "name",
         "parts",
@@ -64,12 +67,14 @@ class OutFlow(BundleBuilder):
         "timeout_ms",
     )
 
-    def __init__(self, kind: int, name: str, key: ClusterKey, site: str) -> None:
+    def __init__(self, kind: int, name: str, key: ClusterKey, site: str, member: str = "") -> None:
         super().__init__()
         self.kind = kind
         self.name = name
         self.site = site
         """Destination site, as in DECLARE."""
+        self.member = member
+        """Id of the one member that its calls are for; empty if the relays choose one."""
         self.key = key
         self.alias: Alias | None = None
         self.parts = 1
@@ -199,6 +204,18 @@ class Outbound:
                 self._start_over()
             site, bare = split_site(name) if kind != Kind.PUBLISH else ("", name)
             flow = self._flows[flow_key] = OutFlow(kind, bare, key, site)
+            flow.set_sealer(*self._sealer(key, site))
+        return flow
+
+    def flow_to(self, kind: int, name: str, key: ClusterKey, member: str) -> OutFlow:
+        """Return the flow of calls to one member, given by its id."""
+        flow_key = (kind, f"{name}@{member}", key.key_id)
+        flow = self._flows.get(flow_key)
+        if flow is None:
+            if len(self._flows) >= MAX_FLOWS:
+                self._start_over()
+            site, bare = split_site(name)
+            flow = self._flows[flow_key] = OutFlow(kind, bare, key, site, member)
             flow.set_sealer(*self._sealer(key, site))
         return flow
 
@@ -399,14 +416,17 @@ class Outbound:
             self._on_full()  # so that receivers work on these while this side makes the next
         return counter
 
-    def opening(self, name: str, key: ClusterKey, tunnel_id: bytes, body: bytes, hop: int, deadline_us: int, timeout_ms: int) -> None:  # fmt: skip
+    def opening(
+        self, name: str, key: ClusterKey, tunnel_id: bytes, body: bytes, hop: int, deadline_us: int, timeout_ms: int,
+        member: str = "",
+    ) -> None:  # fmt: skip
         """Frame the first handshake message of a tunnel.
 
         Each tunnel has its own alias, because its id is the sender id.
         """
         self.prove(key)
         site, name = split_site(name)
-        alias = self._declare(Kind.TUNNEL_OPEN, name, key.key_id, tunnel_id, site)
+        alias = self._declare(Kind.TUNNEL_OPEN, name, key.key_id, tunnel_id, site, member)
         self.sent_messages += 1
         self.raw(
             HOP.pack(DATA_LENGTH + len(body), Kind.TUNNEL_OPEN, 0, alias.number, hop, deadline_us)
@@ -426,7 +446,7 @@ class Outbound:
         self._caller = self._caller or self._entropy(16)
         site, name = split_site(name)
         key_id = key.key_id if key is not None else NO_KEY
-        alias_key = (Kind.STREAM, name, key_id, self._caller, site)
+        alias_key = (Kind.STREAM, name, key_id, self._caller, site, "")
         alias = self._aliases.get(alias_key) or self._declare(*alias_key)
         alias.used = self._tick = self._tick + 1
         self.sent_messages += 1
@@ -521,19 +541,24 @@ class Outbound:
     def _declare_flow(self, flow: OutFlow) -> Alias:
         """Declare an alias for a flow, at first use or after its number was freed."""
         alias = flow.alias = self._declare(
-            flow.kind, flow.name, flow.key.key_id, flow.sender_id, flow.site
+            flow.kind, flow.name, flow.key.key_id, flow.sender_id, flow.site, flow.member
         )
         self.credits.forget(alias.number)
         if flow.credit is not None:
             self.credits.ask(flow.credit, alias.number)
         return alias
 
-    def _declare(self, kind: int, name: str, key_id: bytes, sender_id: bytes, site: str) -> Alias:
+    def _declare(
+        self, kind: int, name: str, key_id: bytes, sender_id: bytes, site: str, member: str
+    ) -> Alias:
         self._tick += 1
-        alias = self._aliases.add((kind, name, key_id, sender_id, site), self._tick)
-        address = (kind, name, key_id, sender_id)
+        alias = self._aliases.add((kind, name, key_id, sender_id, site, member), self._tick)
+        declared = Declare(alias.number, kind, name, key_id, sender_id, site=site)
+        if member:
+            relay_id, serial = split_member(member)
+            declared = msgspec.structs.replace(declared, member=serial, relay=relay_id)
         # Do not end unfinished runs first: each looks up its alias when it ends, and could take this one.
-        self._send_control(Declare(alias.number, *address, site=site))
+        self._send_control(declared)
         return alias
 
     def _seal(

@@ -27,7 +27,7 @@ from iris.errors import (
 )  # fmt: skip
 from iris.wire import frames
 from iris.wire.codec import ALIAS, ALIAS_AT, BODY_AT, END_AT, HOP, answer_suffix
-from iris.wire.kinds import NEVER_US, STALE, Cause, Kind
+from iris.wire.kinds import MEMBER_MINOR, NEVER_US, STALE, Cause, Kind
 from iris.wire.names import split_site
 from iris.wire.runs import read_answers, single_end
 
@@ -51,6 +51,8 @@ class Pending:
     waiter: Waiter | None
     survey: SurveySink | None
     idempotent: bool
+    member: str
+    """Id of the one member that it is for; empty if the relays choose one."""
     attempts: int = 1
     ran: bool = False
     """Whether an earlier attempt may have run."""
@@ -78,8 +80,14 @@ class Requests:
     def send(
         self, kind: int, name: str, key: ClusterKey, payload: bytes, headers: Headers | None, packed: bool, *,
         timeout_ms: int, waiter: Waiter | None = None, survey: SurveySink | None = None, idempotent: bool = False,
+        member: str = "",
     ) -> Pending:  # fmt: skip
-        """Send a request or survey. Raises Overloaded if `MAX_PENDING` are in flight."""
+        """Send a request or survey; with `member`, a request to the one member with this id.
+
+        Raises Overloaded if `MAX_PENDING` are in flight, and RelayError if the relay does not know of members.
+        """
+        if member:
+            check_relay(self._session, name)
         if len(self._pending) >= MAX_PENDING:
             raise Overloaded(
                 name,
@@ -98,6 +106,7 @@ class Requests:
             waiter,
             survey,
             idempotent,
+            member,
         )
         if deadline < self._session.deadline_us:
             self._session.deadline_us = deadline
@@ -108,7 +117,10 @@ class Requests:
         session = self._session
         out = session.out
         kind = pending.kind
-        flow = out.flow(kind, pending.name, pending.key)
+        if pending.member:
+            flow = out.flow_to(kind, pending.name, pending.key, pending.member)
+        else:
+            flow = out.flow(kind, pending.name, pending.key)
         if kind == Kind.REQUEST:
             hop, counter = out.call(
                 flow, pending.payload, pending.headers, pending.packed, pending.deadline_us, pending.timeout_ms
@@ -129,12 +141,20 @@ class Requests:
         headers: Headers | None,
         packed: bool,
         timeout_ms: int,
+        member: str = "",
     ) -> None:
-        """Send a push. Only a failure comes back; the owner gets a report of it (`Owner.lost`)."""
+        """Send a push. Only a failure comes back; the owner gets a report of it (`Owner.lost`).
+
+        Raises RelayError if it is for one member and the relay does not know of members.
+        """
         session = self._session
         out = session.out
         deadline_us = session.mono_us + 1000 * timeout_ms
-        flow = out.flow(Kind.PUSH, name, key)
+        if member:
+            check_relay(session, name)
+            flow = out.flow_to(Kind.PUSH, name, key, member)
+        else:
+            flow = out.flow(Kind.PUSH, name, key)
         hop, _ = out.call(flow, payload, headers, packed, deadline_us, timeout_ms)
         self._pushes[hop] = (name, deadline_us)
         if len(self._pushes) > MAX_PENDING:
@@ -304,6 +324,16 @@ class Requests:
         }
         for name in () if routed else sorted(unsure):
             self._session.owner.lost(Lost("push", name, b"", None, reason))
+
+
+def check_relay(session: SessionBase, name: str) -> None:
+    """Raise RelayError if the relay would send a call for one member to any other."""
+    if session.minor < MEMBER_MINOR:
+        raise RelayError(
+            name,
+            "the relay runs an earlier version of Iris, which cannot send a call to one member; upgrade it",
+            may_have_run=False,
+        )
 
 
 def is_stale(fail: frames.Fail) -> bool:

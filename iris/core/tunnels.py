@@ -10,7 +10,7 @@ from iris.core.conversation import UP
 from iris.core.direct import REPORT_BYTES, PairEnd
 from iris.core.guard import Shares
 from iris.core.inbound import InFlow
-from iris.core.requests import error_of
+from iris.core.requests import check_relay, error_of
 from iris.core.session_base import SessionBase
 from iris.core.tunnel import Growth, TunnelEnd
 from iris.crypto.keys import ClusterKey
@@ -62,9 +62,19 @@ class Tunnels:
         """Set only for a relay on this host, which alone can pass descriptors."""
 
     def open(
-        self, name: str, key: ClusterKey, headers: Headers | None, timeout_ms: int
+        self,
+        name: str,
+        key: ClusterKey,
+        headers: Headers | None,
+        timeout_ms: int,
+        member: str = "",
     ) -> TunnelEnd:
-        """Start a tunnel. Its end is `open` once the member has accepted."""
+        """Start a tunnel, with `member` to the one member with this id. Its end is `open` once that has accepted.
+
+        Raises RelayError if the relay does not know of members.
+        """
+        if member:
+            check_relay(self._session, name)
         hop = self._session.next_hop()
         tunnel_id = self._session.entropy(16)
         bare = split_site(name)[1]
@@ -78,6 +88,7 @@ class Tunnels:
             hop,
             self._session.mono_us + 1000 * timeout_ms,
             timeout_ms,
+            member,
         )
         return end
 

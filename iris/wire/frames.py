@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Final
 
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from iris.wire.kinds import MAX_PARTS, Kind
 
@@ -138,7 +138,10 @@ class Declare(Control, frozen=True):
     and an address.
 
     From relay to session only: `plain` and `groups` select the receivers, which are the subscriptions without a
-    group and those of the named groups; `member` is the member addressed.
+    group and those of the named groups.
+
+    `member` is the serial of the member addressed. A session that calls one member also names its `relay`. Over a
+    link it is a member of the receiving relay.
 
     From a session, `site` selects the destination: HERE for this site, a site's name, or empty. Empty means
     every site with interest; calls then prefer the local site if a member is there. With hop class TO_WAN,
@@ -156,6 +159,8 @@ class Declare(Control, frozen=True):
     member: U63 = 0
     hop_class: U16 = 0
     site: SiteText = ""
+    relay: Id16 | UnsetType = UNSET
+    """From a session that calls one member: the id of that member's relay. Left out in every other case."""
 
 
 class Serving(Struct, frozen=True):

@@ -26,6 +26,8 @@ WAIT_MINOR: Final = 4
 """From this minor version on, sessions and relays accept WAIT and WINDOW."""
 UNROUTED_MINOR: Final = 5
 """From this minor version on, sessions accept UNROUTED."""
+MEMBER_MINOR: Final = 5
+"""From this minor version on, relays accept calls to one member, and members answer requests that they do not serve."""
 MAX_PARTS: Final = 16
 """Most parts that SHARE can request."""
 
@@ -117,6 +119,8 @@ DECLARED_KINDS: Final = frozenset(
 """Kinds for which an alias can be declared."""
 RUN_KINDS: Final = frozenset({Kind.REQUEST, Kind.PUSH})
 """Kinds of messages that CALLS can carry."""
+MEMBER_KINDS: Final = frozenset({Kind.REQUEST, Kind.PUSH, Kind.TUNNEL_OPEN})
+"""Kinds of calls that can be addressed to one member."""
 ANSWER_RUN_KINDS: Final = frozenset({Kind.REPLY, Kind.ANSWER})
 """Kinds of messages that ANSWERS can carry."""
 SERVED_KINDS: Final = frozenset(

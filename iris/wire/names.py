@@ -4,6 +4,7 @@
     topic   = token *("." token)              the same grammar
     filter  = part *("." part) ["." ">"]      part is a token or "*"; ">" alone matches every topic
     token   = 1*char                          any character but ".", "*", ">", white space and controls
+    member  = 32(0-9 / a-f) "." 1*digit       the id of a relay, and the number of one of its members
     site    = a-z *(a-z / 0-9 / "-")          1 to 32 characters; "site:name" is the cluster or stream of that site
 
 `*` matches exactly one token, a final `>` one or more. Names compare byte by byte: case matters, nothing is normalised.
@@ -21,6 +22,7 @@ MAX_TOKENS: Final = 32
 
 _TOKEN: Final = r"[^\s.*>\x00-\x1f\x7f-\x9f\ud800-\udfff]+"
 _NAME: Final = re.compile(rf"{_TOKEN}(?:\.{_TOKEN})*")
+_MEMBER: Final = re.compile(r"[0-9a-f]{32}\.[1-9][0-9]{0,18}")
 _SITE: Final = re.compile(r"[a-z][a-z0-9-]{0,31}")
 _FILTER: Final = re.compile(rf"(?:>|(?:{_TOKEN}|\*)(?:\.(?:{_TOKEN}|\*))*(?:\.>)?)")
 
@@ -75,6 +77,38 @@ def check_address(name: str) -> tuple[str, str]:
         check_cluster(name)
     site, bare = split_site(name)
     return site, check_cluster(bare)
+
+
+def split_member(member: str) -> tuple[bytes, int]:
+    """Return (relay id, serial) of a member id, as member lists show it.
+
+    Raises:
+        InvalidName: it is not a member id.
+    """
+    if _MEMBER.fullmatch(str(member)):
+        relay, _, serial = member.partition(".")
+        if int(serial) < 1 << 63:
+            return bytes.fromhex(relay), int(serial)
+    raise InvalidName(
+        f"{member!r} is not a member id; use an id from client.members() or `iris members`, "
+        f"such as {'0123456789abcdef' * 2}.7"
+    )
+
+
+def check_member(cluster: str, member: str) -> str:
+    """Return `member`.
+
+    Raises:
+        InvalidName: it is not a member id, or `cluster` names a site.
+    """
+    site, _ = check_address(cluster)
+    if site not in ("", "."):
+        raise InvalidName(
+            f"{cluster!r} names a site, but only members of this site can be called one by one; leave the site "
+            "or the member out"
+        )
+    split_member(member)
+    return member
 
 
 def overlaps(one: str, other: str) -> bool:

@@ -80,7 +80,7 @@ class Calls:
         self._sites = sites
         self._last_hop = 0
         self._now_us = 0
-        self.unserved = Unserved(interest, sites, mesh)
+        self.unserved = Unserved(relay_id, interest, sites, mesh)
         self.parking = Parking(
             accounts,
             interest,
@@ -201,12 +201,27 @@ class Calls:
             route.targets.clear()
             address = (route.name, route.key_id, route.kind)
             route.loads, route.peers = (), ()
+            if route.member:
+                self._resolve_member(route)
+                return
             if self._sites.is_for_this_site(route):
                 route.loads = self._interest.loads(*address)
                 if route.neighbor.hop_class != HopClass.MESH:
                     route.peers = self._interest.peer_loads(*address)
             route.sites = self._sites.loads(route)
             route.version = self._interest.version
+
+    def _resolve_member(self, route: Route) -> None:
+        """Find the load of the one member that a route's calls are for."""
+        address = (route.name, route.key_id, route.member)
+        route.version = self._interest.version
+        if not route.relay_id:
+            member = self._interest.member(*address)
+            load = None if member is None else member.load(route.kind)
+            route.loads = () if load is None else (load,)
+        elif (link := self._mesh.links.get(route.relay_id)) is not None:
+            load = link.member_load(route.kind, *address)
+            route.peers = () if load is None else (load,)
 
     def _next_hop(self, neighbor: Neighbor) -> int:
         self._last_hop = hop = (self._last_hop + 1) & _NUMBERS
@@ -244,7 +259,7 @@ class Calls:
         if not neighbor.port.has_room(end - start):
             return False
         route = dispatched.route
-        target = route.target(load.site_route or neighbor, load.serial)
+        target = route.target(load.site_route or neighbor, load.serial or route.member)
         if load.member is not None:
             if len(neighbor.in_flight) + dispatched.count > MAX_IN_FLIGHT:
                 return False
@@ -415,6 +430,11 @@ class Calls:
     ) -> None:
         """End a call that no member can take: report it to the caller, or return it to the relay that sent it."""
         route = dispatched.route
+        if route.member:
+            self.accounts.refused += 1
+            cause, detail = self.unserved.member_failure(route, leaving=reason == Refusal.LEAVING)
+            dispatched.origin.control(Fail(dispatched.hop, cause, detail))
+            return
         served = bool(route.loads or route.peers or route.sites)
         if dispatched.origin.hop_class:
             self._bounce(dispatched, buf, start, end, reason if served else Refusal.LEAVING)

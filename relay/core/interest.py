@@ -111,6 +111,10 @@ class Interest:
             return []
         return [member.loads[kind] for member in members.values() if kind in member.loads]
 
+    def member(self, name: str, key_id: bytes, serial: int) -> Member | None:
+        """Return a member of this relay at an address by its serial; None if it is not there."""
+        return self._clusters.get((name, key_id), {}).get(serial)
+
     def members(
         self, name: str, key_ids: Iterable[bytes], *, streams: bool = False
     ) -> list[Member]:

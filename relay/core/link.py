@@ -14,10 +14,11 @@ from iris.core.heartbeat import Heartbeat
 from iris.errors import InvalidName, PeerProtocolError
 from iris.wire import frames
 from iris.wire.frames import MemberEntry
-from iris.wire.kinds import SERVED_KINDS, HopClass
+from iris.wire.kinds import MEMBER_MINOR, SERVED_KINDS, HopClass, Kind
 from relay.core.neighbor import Address, Demand, Load, Neighbor
 from relay.core.ports import Port
 from relay.core.replica import Replica
+from relay.core.session import is_listed
 
 SUSPENDED_US: Final = 3_000_000
 """How long a copy outlives its link, and how long a snapshot is waited for."""
@@ -193,6 +194,21 @@ class Link(Neighbor):
         if load is None:
             load = self.loads[key] = Load(self, None, kind, concurrency, _UNBOUNDED, self)
         load.concurrency = concurrency
+        return load
+
+    def member_load(self, kind: int, name: str, key_id: bytes, serial: int) -> Load | None:
+        """Return the load for calls of a kind to exactly one member behind this link; None if it cannot be sent any."""
+        entry = self.copy.members.get(serial)
+        if self.minor < MEMBER_MINOR or entry is None or entry.name != name or key_id not in entry.key_ids:  # fmt: skip
+            return None
+        if kind in entry.kinds:
+            return self.load(kind, name, key_id)
+        if kind != Kind.REQUEST or not is_listed(entry.kinds):
+            return None
+        key = (kind, name, key_id)
+        load = self.loads.get(key)
+        if load is None:
+            load = self.loads[key] = Load(self, None, kind, 1, _UNBOUNDED, self)
         return load
 
     def members_behind(self, kind: int, name: str, key_id: bytes) -> list[str]:

@@ -150,6 +150,14 @@ class Mesh:
             or any(copy.link is None and copy.serves(kind, name, key_id) for copy in self.copies.values())
         )  # fmt: skip
 
+    def might_have(self, relay_id: bytes, serial: int, now_us: int) -> bool:
+        """Whether a relay that is suspended, not found yet or has not sent its snapshot may have a member."""
+        link = self.links.get(relay_id)
+        if link is not None:
+            return now_us < link.settle_us
+        copy = self.copies.get(relay_id)
+        return serial in copy.members if copy is not None else now_us < self.settle_us
+
     def starting_stores(self) -> list[str]:
         """Return the hosts whose stores are starting, with what each waits for; this relay first."""
         stores = self._stores()

@@ -150,6 +150,7 @@ class Route:
         "kind",
         "loads",
         "many",
+        "member",
         "mesh_hop_class",
         "name",
         "neighbor",
@@ -157,6 +158,7 @@ class Route:
         "parts",
         "peers",
         "plain",
+        "relay_id",
         "sender_id",
         "single",
         "site",
@@ -183,6 +185,10 @@ class Route:
         self.hop_class = declared.hop_class
         self.site = declared.site
         """The site that a session's messages are for, or that messages on their way to a site are for."""
+        self.member = 0
+        """Serial of the one member that its calls are for; 0 if the relays choose one."""
+        self.relay_id = b""
+        """The relay of that member; empty if it is the relay that has this route."""
         self.barred = ""
         """Why its messages may not cross to or from a remote site; empty if they may."""
         wan = neighbor.hop_class == HopClass.TO_WAN

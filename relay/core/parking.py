@@ -129,7 +129,7 @@ class Parking:
         """Check all waiting calls, because the interest has changed or time has passed."""
         self._due_us = now_us + PARKED_US
         self._version = self._interest.version
-        prospects: dict[tuple[int, str, bytes, str], Prospect] = {}
+        prospects: dict[tuple[int, str, bytes, str, bytes, int], Prospect] = {}
         for _ in range(len(self.waiting)):
             entry = self.waiting.popleft()
             origin, route = entry.origin, entry.route
@@ -137,7 +137,8 @@ class Parking:
                 self._forget(entry)
                 self._accounts.drop("session lost", 1)
                 continue
-            address = (route.kind, route.name, route.key_id, route.site)
+            to = (route.relay_id, route.member)
+            address = (route.kind, route.name, route.key_id, route.site, *to)
             prospect = prospects.get(address)
             if prospect is None:
                 prospect = prospects[address] = self._prospect(route)

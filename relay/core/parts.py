@@ -5,10 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
+from msgspec import UnsetType
+
 from iris.errors import InvalidName, PeerProtocolError
 from iris.wire import frames
 from iris.wire.codec import encode_control
-from iris.wire.kinds import DECLARED_KINDS, NEVER_US, Kind
+from iris.wire.kinds import (
+    DECLARED_KINDS,
+    HERE,
+    MEMBER_KINDS,
+    MEMBER_MINOR,
+    NEVER_US,
+    HopClass,
+    Kind,
+)
 from iris.wire.names import check_cluster, check_topic
 from relay.core.audience import Audiences
 from relay.core.buckets import Rate
@@ -271,7 +281,23 @@ class Parts:
                 route.only_groups = tuple(declared.groups)
             else:
                 neighbor.dropped_entries += len(declared.groups)
+        if declared.member and neighbor.minor >= MEMBER_MINOR:
+            self._address_member(route, declared)
         return route
+
+    def _address_member(self, route: Route, declared: frames.Declare) -> None:
+        """Let a route lead to the one member that its DECLARE names. Raises PeerProtocolError."""
+        relay_id = b""
+        if not route.neighbor.hop_class:
+            if isinstance(declared.relay, UnsetType):
+                return  # the number alone has no meaning in a session
+            relay_id = declared.relay if declared.relay != self.relay_id else b""
+        if declared.kind not in MEMBER_KINDS:
+            kind = Kind(declared.kind).name
+            raise PeerProtocolError(f"{kind} cannot be sent to one member; only calls can")
+        if route.hop_class not in (HopClass.LOCAL, HopClass.MESH) or route.site not in ("", HERE):
+            raise PeerProtocolError("a call to one member cannot be sent to another site")
+        route.member, route.relay_id = declared.member, relay_id
 
     # -- reports ---------------------------------------------------------------------------------------------
 

@@ -6,13 +6,16 @@ from collections.abc import Iterable
 from typing import Final
 
 from iris.wire.frames import Serving
-from iris.wire.kinds import Kind
+from iris.wire.kinds import MEMBER_MINOR, Kind
 from relay.core.buckets import Bucket
 from relay.core.neighbor import Load, Neighbor
 from relay.core.ports import Port
 
 MAX_SHOWN_KEYS: Final = 64
 """Keys of one session in a status report."""
+
+UNSERVED_BYTES: Final = 1 << 20
+"""Bytes in flight at a member of requests to that one member that it does not serve."""
 
 Granted = tuple[str, str, bytes]
 """("stream", "topic" or "cluster"; name or filter; key id)."""
@@ -115,7 +118,17 @@ class Session(Neighbor):
 class Member:
     """One JOIN of one session."""
 
-    __slots__ = ("key_ids", "left", "listed", "loads", "name", "serial", "session", "tag")
+    __slots__ = (
+        "key_ids",
+        "left",
+        "listed",
+        "loads",
+        "name",
+        "serial",
+        "session",
+        "tag",
+        "unserved",
+    )
 
     def __init__(
         self,
@@ -138,9 +151,26 @@ class Member:
             kind: Load(session, self, kind, serving.concurrency, serving.limit_bytes)
             for kind, serving in sorted(kinds.items())
         }
+        self.unserved: Load | None = None
+        """Requests to exactly this member in flight, if it does not serve requests; its library answers them."""
+
+    def load(self, kind: int) -> Load | None:
+        """Return the load for calls of a kind to exactly this member; None if it cannot be sent any.
+
+        A member whose library knows of such calls is sent requests even if it does not serve them.
+        """
+        load = self.loads.get(kind)
+        known = self.listed and self.session.minor >= MEMBER_MINOR
+        if load is None and kind == Kind.REQUEST and known:
+            load = self.unserved
+            if load is None:
+                load = self.unserved = Load(self.session, self, kind, 1, UNSERVED_BYTES)
+        return load
 
     def forget_if_done(self) -> None:
         """Forget the member once it has left and finished its calls."""
+        if self.unserved is not None and self.unserved.messages:
+            return
         if self.left and not any(load.messages for load in self.loads.values()):
             self.session.members.pop(self.serial, None)
 

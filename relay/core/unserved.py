@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Final
 
-from iris.wire.kinds import HERE, Kind
+from iris.wire.kinds import HERE, MEMBER_MINOR, Cause, Kind
 from relay.core.interest import Interest
 from relay.core.mesh import Mesh
 from relay.core.neighbor import Route
@@ -26,7 +27,8 @@ def kind_name(kind: int) -> str:
 class Unserved:
     """What one relay knows about members, stores and sites that are not reachable at the moment."""
 
-    def __init__(self, interest: Interest, sites: Sites, mesh: Mesh) -> None:
+    def __init__(self, relay_id: bytes, interest: Interest, sites: Sites, mesh: Mesh) -> None:
+        self._relay_id = relay_id
         self._interest = interest
         self._sites = sites
         self._mesh = mesh
@@ -40,6 +42,10 @@ class Unserved:
     def may_be_served(self, route: Route, now_us: int) -> bool:
         """Whether a relay that serves this route's address may come back, or peers have not been found yet."""
         address = (route.kind, route.name, route.key_id)
+        if route.member:
+            return bool(route.relay_id) and self._mesh.might_have(
+                route.relay_id, route.member, now_us
+            )
         if self._sites.is_for_this_site(route) and (
             self._mesh.might_serve(*address, now_us) or self._returning(now_us)
         ):
@@ -55,6 +61,42 @@ class Unserved:
         if route.kind == Kind.STREAM and (where := self._mesh.starting_stores()):
             return f"no store holds it yet; a store is still starting: {', '.join(where[:4])}{self._mesh.failed_stores()}"
         return "the relay that served it did not come back before the deadline"
+
+    def member_failure(self, route: Route, *, leaving: bool) -> tuple[Cause, str]:
+        """Return why a call to one member ends: (cause, error text). `leaving`: the member itself said that it leaves.
+
+        If the member is there and serves the kind, it has refused the call because it is full.
+        """
+        member = f"member {(route.relay_id or self._relay_id).hex()}.{route.member}"
+        cluster = f"{route.name} under your key {route.key_id[:4].hex()}…"
+        loads = (*route.loads, *route.peers)
+        if loads and not leaving:
+            free = f"concurrency {loads[0].concurrency}"
+            return Cause.OVERLOADED, f"{member} is at capacity or refused it ({free})"
+        link = self._mesh.links.get(route.relay_id)
+        if link is not None and link.minor < MEMBER_MINOR:
+            where = link.label or link.address or "its relay"
+            return (
+                Cause.REFUSED,
+                f"{member} cannot be called alone, because {where} runs an earlier version of Iris; upgrade it",
+            )
+        kinds = self._kinds(route)
+        if kinds is not None and not leaving:
+            return Cause.NO_MEMBERS, f"{member} does not serve {_PLURAL[route.kind]}"
+        if link is None and route.relay_id:
+            text = f"{member} has left: no relay of this site has this id; members of other sites cannot be called alone"
+            return Cause.NO_MEMBERS, text
+        return Cause.NO_MEMBERS, f"{member} has left, or never served {cluster}"
+
+    def _kinds(self, route: Route) -> Container[int] | None:
+        """Return the kinds that the one member that a route leads to serves; None if it is not there."""
+        if not route.relay_id:
+            member = self._interest.member(route.name, route.key_id, route.member)
+            return None if member is None else member.loads
+        link = self._mesh.links.get(route.relay_id)
+        entry = None if link is None else link.copy.members.get(route.member)
+        there = entry is not None and entry.name == route.name and route.key_id in entry.key_ids
+        return entry.kinds if entry is not None and there else None
 
     def failure_text(self, route: Route) -> str:
         """Return the error text for a call that no member serves and that does not wait."""

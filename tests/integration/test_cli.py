@@ -311,6 +311,18 @@ def test_a_refusal_prints_its_code_and_details_and_json_prints_them_as_an_object
     assert said == b"iris: echo: sold_out: sorry (left=0, until=b'x')"
 
 
+def test_a_member_can_be_named(shell: Shell, member: str) -> None:
+    (line,) = shell("members", "echo", "--json").splitlines()
+    one = json.loads(line)["member"]
+    assert shell("request", "echo", "hi", "--member", one) == b"hi"
+    gone = f"{one.partition('.')[0]}.99999"
+    said = shell("request", "echo", "hi", "--member", gone, code=Exit.NO_MEMBERS)
+    assert f"member {gone} has left" in said.decode()
+    said = shell("push", "echo", "hi", "--member", gone, code=Exit.NO_MEMBERS)
+    assert f"member {gone} has left" in said.decode()
+    assert b"is not a member id" in shell("request", "echo", "hi", "--member", "7", code=Exit.USAGE)
+
+
 def test_exit_codes_tell_failures_apart(shell: Shell, member: str) -> None:
     assert b"ValueError: no such thing" in shell.process("request", "echo", "fail", code=1)
     assert b"not a cluster name" in shell("request", "no such name", "x", code=2)

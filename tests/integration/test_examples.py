@@ -32,6 +32,9 @@ EXPECTED = {
     "members": [
         "there are 1", "there are 2", "2 of 2 take requests", "there are 1", "there are 0", "left: 0",
     ],
+    "one_member": [
+        "anna: 1", "bert: 1", "anna: 2", "carl: 1", "anna: 3", "has left: True may have run: False",
+    ],
     "publish_subscribe": [
         "B6 only: flights.JFK.B6 news of flights.JFK.B6",
         "B6 only: flights.EWR.B6 news of flights.EWR.B6",

@@ -273,16 +273,17 @@ class Host:
 
     def serve(
         self, name: str, handler: Callable[[Delivery], None] | None = None, *, concurrency: int = 16,
-        limit_bytes: int = 1 << 20, keys: Sequence[ClusterKey] = (),
+        limit_bytes: int = 1 << 20, keys: Sequence[ClusterKey] = (), only: Sequence[Kind] = (),
     ) -> Service:  # fmt: skip
-        """Join a cluster for every kind; returns when the relay has answered."""
+        """Join a cluster for every kind, or those in `only`; returns when the relay has answered."""
         service = Service(len(self.services) + 1, handler)
         ack = Result()
         ids = [key.key_id for key in keys or (self.key,)]
         for key in keys or (self.key,):
             self.session.out.prove(key)
         kinds = {
-            int(kind): Serving(concurrency, limit_bytes) for kind in SERVED_KINDS - {Kind.STREAM}
+            int(kind): Serving(concurrency, limit_bytes)
+            for kind in only or SERVED_KINDS - {Kind.STREAM}
         }
         self.session.ask(lambda number: frames.Join(number, name, ids, kinds), ack)
         self.net.run()
@@ -329,22 +330,22 @@ class Host:
 
     def request(
         self, name: str, payload: bytes = b"", *, timeout_ms: int = 1000, idempotent: bool = False,
-        headers: Headers | None = None, kind: Kind = Kind.REQUEST,
+        headers: Headers | None = None, kind: Kind = Kind.REQUEST, member: str = "",
     ) -> Result:  # fmt: skip
         result = Result()
         self.send(
-            name, payload, result, timeout_ms=timeout_ms, idempotent=idempotent, headers=headers
-        )
+            name, payload, result, timeout_ms=timeout_ms, idempotent=idempotent, headers=headers, member=member,
+        )  # fmt: skip
         return result
 
     def send(
         self, name: str, payload: bytes, waiter: Result | None = None, *, survey: Answers | None = None,
-        timeout_ms: int = 1000, idempotent: bool = False, headers: Headers | None = None,
+        timeout_ms: int = 1000, idempotent: bool = False, headers: Headers | None = None, member: str = "",
     ) -> Pending:  # fmt: skip
         self.session.turn(self.net.now_us + self.clock_us, self.mono_us)
         return self.session.requests.send(
             Kind.REQUEST if survey is None else Kind.SURVEY, name, self.key, payload, headers, False,
-            timeout_ms=timeout_ms, waiter=waiter, survey=survey, idempotent=idempotent,
+            timeout_ms=timeout_ms, waiter=waiter, survey=survey, idempotent=idempotent, member=member,
         )  # fmt: skip
 
     def survey(self, name: str, payload: bytes = b"", *, timeout_ms: int = 1000) -> Answers:
@@ -352,12 +353,16 @@ class Host:
         self.send(name, payload, survey=answers, timeout_ms=timeout_ms)
         return answers
 
-    def push(self, name: str, payload: bytes = b"", *, timeout_ms: int = 1000) -> None:
+    def push(
+        self, name: str, payload: bytes = b"", *, timeout_ms: int = 1000, member: str = ""
+    ) -> None:
         self.session.turn(self.net.now_us + self.clock_us, self.mono_us)
-        self.session.requests.push(name, self.key, payload, None, False, timeout_ms)
+        self.session.requests.push(name, self.key, payload, None, False, timeout_ms, member)
 
-    def open_tunnel(self, name: str, headers: Headers | None = None) -> TunnelEnd:
-        return self.session.tunnels.open(name, self.key, headers, 1000)
+    def open_tunnel(
+        self, name: str, headers: Headers | None = None, *, member: str = ""
+    ) -> TunnelEnd:
+        return self.session.tunnels.open(name, self.key, headers, 1000, member)
 
     def say(self, data: bytes) -> None:
         """Put raw bytes on the way to the relay."""

@@ -141,6 +141,9 @@ CONTROLS: Final[dict[str, Control]] = {
         STORE_KEY.sign_proof(ORDER, relay_id=RELAY_ID, session_id=SESSION_ID, challenge=CHALLENGE),
     ),
     "declare": frames.Declare(0, Kind.REQUEST, CLUSTER, KEY.key_id, CALLER),
+    "declare-member": frames.Declare(
+        5, Kind.REQUEST, CLUSTER, KEY.key_id, CALLER, member=7, relay=OTHER_RELAY_ID
+    ),
     "declare-delivery": frames.Declare(3, Kind.PUBLISH, TOPIC, KEY.key_id, CALLER, False, ["archive"]),
     "join": frames.Join(2, CLUSTER, [KEY.key_id], {int(Kind.REQUEST): Serving(8, 64 << 20)}),
     "leave": frames.Leave(3, 7),
@@ -210,7 +213,8 @@ def readable(value: Any) -> Any:
     if hasattr(value, "__struct_fields__"):
         if value.__struct_config__.array_like:
             return [readable(getattr(value, name)) for name in value.__struct_fields__]
-        return {name: readable(getattr(value, name)) for name in value.__struct_fields__}
+        fields = ((name, getattr(value, name)) for name in value.__struct_fields__)
+        return {name: readable(field) for name, field in fields if field is not msgspec.UNSET}
     return value
 
 

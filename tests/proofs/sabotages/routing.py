@@ -30,7 +30,45 @@ RUNS = ("tests/protocol/test_runs.py",)
 BUDGET = ("tests/unit/relay/test_budget.py", "tests/integration/test_budget.py")
 SHARING = ("tests/protocol/test_sharing.py",)
 
+ONE_MEMBER = ("tests/protocol/test_one_member.py",)
+
 SABOTAGES = (
+    Sabotage(
+        "member-chosen",
+        "relay/core/calls.py",
+        "Calls.send_to",
+        "load.serial or route.member",
+        "load.serial",
+        ONE_MEMBER,
+        "the other relay sends a call for one member to any",
+    ),
+    Sabotage(
+        "member-of-an-old-relay",
+        "relay/core/link.py",
+        "Link.member_load",
+        "self.minor < MEMBER_MINOR or entry is None",
+        "entry is None",
+        ONE_MEMBER,
+        "a relay that ignores the member sends its call to any",
+    ),
+    Sabotage(
+        "member-of-another-key",
+        "relay/core/interest.py",
+        "Interest.member",
+        "self._clusters.get((name, key_id), {}).get(serial)",
+        "next((m for (n, _), c in self._clusters.items() for s, m in c.items() if s == serial), None)",
+        ONE_MEMBER,
+        "a call reaches a member of another cluster or key by its number",
+    ),
+    Sabotage(
+        "member-waits-for-any",
+        "relay/core/unserved.py",
+        "Unserved.may_be_served",
+        "bool(route.relay_id) and self._mesh",
+        "True or self._mesh",
+        ONE_MEMBER,
+        "a call to a member that has left waits until its deadline",
+    ),
     Sabotage(
         "cast-onward",
         "relay/core/casts.py",

@@ -1,0 +1,33 @@
+"""docs/deadlines.md is true: its Python blocks run, one after the other, as one program."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import iris
+from iris.testing import LocalCluster
+
+pytestmark = pytest.mark.timeout(60)
+
+PAGE = Path(__file__).parents[2] / "docs" / "deadlines.md"
+
+
+async def test_the_blocks_of_the_page_run() -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text("utf-8"), re.S | re.M)
+    assert len(blocks) == PAGE.read_text("utf-8").count("```python")
+    body = textwrap.indent("\n".join(blocks), "    ")
+    space: dict[str, Any] = {"asyncio": asyncio, "iris": iris}
+    exec(compile(f"async def program(client, other):\n{body}", str(PAGE), "exec"), space)
+    async with (
+        LocalCluster() as cluster,
+        cluster.client() as client,
+        cluster.client() as other,
+        asyncio.timeout(30),
+    ):
+        await space["program"](client, other)
