@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import os
 import random
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from enum import Enum
@@ -26,7 +27,7 @@ from iris.core.interfaces import Lost, Owner
 from iris.core.local_senders import LocalSenders
 from iris.core.outbound import Outbound
 from iris.core.session import Session
-from iris.errors import Closed, ConnectionLost, IrisError, RelayUnavailable
+from iris.errors import Closed, ConnectionLost, IrisError, RelayUnavailable, with_deadline
 from iris.logs import logger
 from iris.pairs import READ_BYTES, Pairs
 from iris.registry import Registry, leave
@@ -37,6 +38,8 @@ from iris.wire.kinds import Kind
 
 log = logger(__name__)
 
+ABSENCES: Final = 64
+"""Times without a session that an attachment remembers, for the errors of calls."""
 POLL_MIN_S: Final = 0.01
 POLL_MAX_S: Final = 0.25
 POLL_SHARE: Final = 0.05
@@ -134,6 +137,8 @@ class Attachment:
         self._replacing = asyncio.Lock()
         self._lost_s: float | None = None
         """Loop time at which the last session ended; None while there is a session."""
+        self._absences: deque[tuple[float, float]] = deque(maxlen=ABSENCES)
+        """The latest times without a session: (from, until), in monotonic seconds."""
         self._offline: deque[Cast] = deque()
         """Casts held for the next session."""
         self._offline_bytes = 0
@@ -387,6 +392,8 @@ class Attachment:
         if self._lost_s is not None:
             away_s = round(self._loop.time() - self._lost_s, 3)
             log.info("client.connected", extra={"fields": {"away_s": away_s}})
+            now_s = time.monotonic()
+            self._absences.append((now_s - away_s, now_s))
             self._lost_s = None
         pump.turn()
         self._registry.adopted(pump.session)
@@ -465,6 +472,17 @@ class Attachment:
         if self.state is not OPEN:
             raise Closed(f"this client {self.state.value}")
 
+    def away_s(self, since_s: float) -> float:
+        """Return for how many seconds there was no session since the monotonic time `since_s`.
+
+        Counts the latest `ABSENCES` absences.
+        """
+        now_s = time.monotonic()
+        absences = [*self._absences]
+        if self._lost_s is not None:
+            absences.append((now_s - (self._loop.time() - self._lost_s), now_s))
+        return sum(max(0.0, until_s - max(from_s, since_s)) for from_s, until_s in absences)
+
     async def ready(self, name: str, timeout: float) -> tuple[Pump[Session], Session]:
         """Return the session in use, after waiting at most `timeout` seconds for one.
 
@@ -477,9 +495,9 @@ class Attachment:
                 async with asyncio.timeout(timeout):
                     await self._up.wait()
             except TimeoutError:
-                raise ConnectionLost(
-                    name, f"no relay was connected within {timeout:g} s", may_have_run=False
-                ) from None
+                text = f"no relay was connected within {timeout:g} s"
+                lost = ConnectionLost(name, text, may_have_run=False)
+                raise with_deadline(lost, "no relay was connected", timeout) from None
             pump = self.pump
         if self.state is not OPEN:
             self.check_open()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from iris.core.backoff import Backoff
-from iris.deadlines import deadline, seconds_left, within
+from iris.deadlines import deadline
 from iris.errors import ConnectionLost, RelayError, RequestTimeout
 from iris.runtime import Runtime
 from iris.wire import frames
@@ -88,7 +88,7 @@ async def ask_audience(runtime: Runtime, topic: str, timeout: float, *, slow: bo
     session.ask(lambda number: frames.Topic(number, topic, key.key_id, slow), waiter)
     pump.touch()
     text = f"the relay did not report the subscribers of {topic!r}"
-    return Audience.of(await within(waiter, seconds_left(until_s), text))
+    return Audience.of(await runtime.answered(waiter, text, timeout, until_s))
 
 
 async def wait_for_subscribers(runtime: Runtime, topic: str, count: int, timeout: float) -> int:
@@ -106,5 +106,5 @@ async def wait_for_subscribers(runtime: Runtime, topic: str, count: int, timeout
             left_s = until_s - time.monotonic()
         if left_s <= 0:
             text = f"the topic has {found} of {count} subscribers after {timeout:g} s"
-            raise RequestTimeout(topic, text)
+            raise RequestTimeout(topic, text + runtime.away_text(timeout, until_s))
         await asyncio.sleep(min(backoff.failed(), left_s))

@@ -29,7 +29,7 @@ from iris.core.interfaces import Lost
 from iris.core.message import Message, decode_payload
 from iris.crypto.keyring import Keyring
 from iris.crypto.keys import ClusterKey
-from iris.deadlines import deadline, milliseconds, seconds_left, within
+from iris.deadlines import deadline, milliseconds, seconds_left
 from iris.dialling import REMOTE, arrivals, reach
 from iris.errors import (
     Closed,
@@ -284,6 +284,7 @@ class Client:
         until_s = time.monotonic() + timeout
         attempts = SESSIONS_TRIED if idempotent else 1
         ran = False
+        left_s = timeout
         try:
             while True:
                 attempts -= 1
@@ -295,7 +296,7 @@ class Client:
                     pump.turn()
                     session = pump.session
                 else:
-                    pump, session = await self._ready(cluster, timeout)
+                    pump, session = await self._ready(cluster, left_s)
                     timeout_ms = milliseconds(seconds_left(until_s))
                 data, packed = self._encode(payload, headers)
                 waiter: asyncio.Future[Message] = self._loop.create_future()
@@ -308,8 +309,8 @@ class Client:
                     message = await waiter
                 except ConnectionLost as err:
                     ran = ran or err.may_have_run
-                    timeout = seconds_left(until_s)
-                    timeout_ms = milliseconds(timeout)
+                    left_s = seconds_left(until_s)
+                    timeout_ms = milliseconds(left_s)
                     if not attempts or timeout_ms <= 1 or self._closed:
                         raise
                 else:
@@ -318,6 +319,7 @@ class Client:
                     if not waiter.done() or waiter.cancelled():
                         session.requests.forget(pending)
         except RequestError as err:
+            self._runtime.name_timeout(err, timeout, until_s)
             if ran:
                 ran_before(err)
             raise
@@ -439,7 +441,7 @@ class Client:
         session.flush()
         session.ask(frames.Ping, waiter)
         pump.touch()
-        await within(waiter, seconds_left(until_s), "the relay did not answer")
+        await self._runtime.answered(waiter, "the relay did not answer", timeout, until_s)
 
     @contextlib.asynccontextmanager
     async def watch_losses(self, *, timeout: float = 5.0) -> AsyncIterator[list[Lost]]:
@@ -671,18 +673,23 @@ class Client:
 
         Raises RequestTimeout after `timeout` seconds.
         """
+        until_s = deadline(timeout)
+        listed = False
         with self._runtime.watching(cluster) as watcher:
             try:
                 async with asyncio.timeout(timeout):
                     await watcher.first()
+                    listed = True
                     while len(watcher.members()) < count:
                         await watcher.changed()
                         self._attached()
             except TimeoutError:
                 found = len(watcher.members())
-                raise RequestTimeout(
-                    cluster, f"the cluster has {found} of {count} members after {timeout:g} s"
-                ) from None
+                text = f"the cluster has {found} of {count} members after {timeout:g} s"
+                if not listed:
+                    text = f"the relay did not list the members within {timeout:g} s"
+                text += self._runtime.away_text(timeout, until_s)
+                raise RequestTimeout(cluster, text) from None
             return watcher.members()
 
     async def status(self, *, timeout: float = 5.0) -> dict[str, Any]:
@@ -695,7 +702,8 @@ class Client:
         waiter: asyncio.Future[frames.Report] = self._loop.create_future()
         session.ask(frames.Status, waiter)
         pump.touch()
-        report = await within(waiter, seconds_left(until_s), "the relay did not answer")
+        text = "the relay did not answer"
+        report = await self._runtime.answered(waiter, text, timeout, until_s)
         try:
             document: dict[str, Any] = msgspec.json.decode(report.document, type=dict[str, Any])
         except msgspec.DecodeError as err:

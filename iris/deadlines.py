@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable
 from typing import Any, Final
 
-from iris.errors import ConfigError, RequestTimeout
+from iris.errors import ConfigError, RequestTimeout, with_deadline
 
 LONGEST_MS: Final = 0xFFFFFFFF
 LONGEST_S: Final = LONGEST_MS / 1000
@@ -43,4 +43,5 @@ async def within(waiter: Awaitable[Any], timeout: float, text: str) -> Any:
         async with asyncio.timeout(timeout):
             return await waiter
     except TimeoutError:
-        raise RequestTimeout("relay", f"{text} within {timeout:g} s") from None
+        late = RequestTimeout("relay", f"{text} within {timeout:g} s")
+        raise with_deadline(late, text, timeout) from None

@@ -44,7 +44,9 @@ Only RemoteError comes from a holder of the key. All others come from relays or 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
+
+E = TypeVar("E", bound="RequestError")
 
 
 class IrisError(Exception):
@@ -106,6 +108,8 @@ class RequestError(IrisError):
     """
 
     may_have_run = True
+    overdue: tuple[str, float] | None = None
+    """What did not happen in time, and the seconds it had, if `detail` begins with "... within ... s"."""
 
     def __init__(self, cluster: str, detail: str) -> None:
         super().__init__(f"{cluster}: {detail}")
@@ -169,6 +173,37 @@ class RemoteError(RequestError):
         self.may_have_run = may_have_run
         self.code = code
         self.details = details or {}
+
+
+def with_deadline(error: E, what: str, timeout: float) -> E:
+    """Return `error`, whose detail is "`what` within `timeout` s", prepared for `name_timeout`."""
+    error.overdue = what, timeout
+    return error
+
+
+def away_text(away_s: float) -> str:
+    """Return the text to add to a deadline's error if the relay was away for some of the time, else ""."""
+    shown = f"{away_s:.1f}" if away_s >= 1 else f"{away_s:.2g}"
+    return f" (the relay was away for {shown} s of it)" if away_s >= 0.001 else ""
+
+
+def name_timeout(error: RequestError, timeout: float, away_s: float) -> None:
+    """Change an error about a deadline to name the caller's timeout, and how long of it (s) the relay was away.
+
+    A call that waits for a relay, or is sent again, has less time left for its last part.
+    """
+    if error.overdue is None and not isinstance(error, RequestTimeout):
+        return
+    cause = away_text(away_s) if isinstance(error, RequestTimeout) else ""
+    if error.overdue is None:
+        changed = f"{error.detail}; the timeout was {timeout:g} s{cause}"
+    else:
+        what, stated_s = error.overdue
+        rest = error.detail.removeprefix(f"{what} within {stated_s:g} s")
+        changed = f"{what} within {timeout:g} s{cause}{rest}"
+        error.overdue = what, timeout
+    error.args = (f"{error.args[0].removesuffix(error.detail)}{changed}",)
+    error.detail = changed
 
 
 _BEFORE = "; an earlier attempt may have run"

@@ -201,8 +201,10 @@ class Many:
             self._record_error(request, error)
 
     def _record_error(self, request: _Request, error: IrisError) -> None:
-        if request.ran and isinstance(error, RequestError):
-            ran_before(error)
+        if isinstance(error, RequestError):
+            self._runtime.name_timeout(error, self._timeout, request.until_s)
+            if request.ran:
+                ran_before(error)
         self._ended.append(Outcome(request.number, None, error))
         self._wake()
 

@@ -27,7 +27,18 @@ from iris.core.outbound import OutFlow
 from iris.core.session import Session
 from iris.crypto.keyring import Keyring
 from iris.crypto.keys import ClusterKey
-from iris.errors import Closed, ConfigError, ConnectionLost, IrisError, MessageTooLarge
+from iris.deadlines import seconds_left, within
+from iris.errors import (
+    Closed,
+    ConfigError,
+    ConnectionLost,
+    IrisError,
+    MessageTooLarge,
+    RequestError,
+    RequestTimeout,
+    away_text,
+    name_timeout,
+)  # fmt: skip
 from iris.logs import Repeats, error_text, function_name, logger
 from iris.membership import Watcher
 from iris.registry import Registry, Served, Subscriber
@@ -141,6 +152,30 @@ class Runtime:
         Raises Closed, or ConnectionLost for `name`.
         """
         return (self.attachment or self.attached()).ready(name, timeout)
+
+    def name_timeout(self, error: RequestError, timeout: float, until_s: float) -> None:
+        """Change an error about the deadline `until_s` (monotonic) of a call to name its timeout (s) and the cause."""
+        name_timeout(error, timeout, self._away_s(until_s - timeout))
+
+    def away_text(self, timeout: float, until_s: float) -> str:
+        """Return the text to add to an error about a deadline if the relay was away meanwhile, else ""."""
+        return away_text(self._away_s(until_s - timeout))
+
+    def _away_s(self, since_s: float) -> float:
+        return self.attachment.away_s(since_s) if self.attachment is not None else 0.0
+
+    async def answered(
+        self, waiter: asyncio.Future[Any], text: str, timeout: float, until_s: float
+    ) -> Any:
+        """Await an answer of the relay until `until_s` (monotonic), which a `timeout` (s) of the caller has set.
+
+        Raises RequestTimeout with `text` ("the relay did not ...").
+        """
+        try:
+            return await within(waiter, seconds_left(until_s), text)
+        except RequestTimeout as err:
+            self.name_timeout(err, timeout, until_s)
+            raise
 
     @property
     def session(self) -> Session | None:

@@ -15,7 +15,14 @@ from typing import Self
 from iris.core.bundle import Headers, check_headers
 from iris.core.tunnel import TunnelEnd
 from iris.deadlines import deadline, milliseconds, seconds_left
-from iris.errors import ConnectionLost, MessageTooLarge, RequestTimeout, TunnelBroken
+from iris.errors import (
+    ConnectionLost,
+    MessageTooLarge,
+    RequestError,
+    RequestTimeout,
+    TunnelBroken,
+    with_deadline,
+)  # fmt: skip
 from iris.runtime import Runtime
 
 DEFAULT_RECV_LIMIT = 64 << 20
@@ -323,11 +330,14 @@ async def open_tunnel(
         session.tunnels.drop(end)
         pump.touch()
         if isinstance(err, TimeoutError):
-            raise RequestTimeout(
-                cluster, f"no member accepted the tunnel within {timeout:g} s"
-            ) from None
+            what = "no member accepted the tunnel"
+            late = RequestTimeout(cluster, f"{what} within {timeout:g} s")
+            runtime.name_timeout(with_deadline(late, what, timeout), timeout, until_s)
+            raise late from None
         raise
     if end.error is not None:
+        if isinstance(end.error, RequestError):
+            runtime.name_timeout(end.error, timeout, until_s)
         raise end.error
     if end.broken:
         raise ConnectionLost(cluster, end.broken, may_have_run=False)

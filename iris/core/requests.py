@@ -24,6 +24,7 @@ from iris.errors import (
     RequestError,
     RequestTimeout,
     ran_before,
+    with_deadline,
 )  # fmt: skip
 from iris.wire import frames
 from iris.wire.codec import ALIAS, ALIAS_AT, BODY_AT, END_AT, HOP, answer_suffix
@@ -302,8 +303,9 @@ class Requests:
                 del self._pending[hop]
                 pending.survey.done([], None)
             else:
-                detail = f"no reply within {pending.timeout_ms / 1000:g} s"
-                self._resolve(hop, pending, error=RequestTimeout(pending.name, detail))
+                timeout = pending.timeout_ms / 1000
+                error = RequestTimeout(pending.name, f"no reply within {timeout:g} s")
+                self._resolve(hop, pending, error=with_deadline(error, "no reply", timeout))
         return soonest
 
     def end(self, reason: str, *, routed: bool) -> None:

@@ -250,7 +250,8 @@ class Streams:
                 future, index = producer.add(data, headers, packed, extras)
                 return await asyncio.shield(future) + index
         except TimeoutError:
-            detail = f"not acknowledged within {timeout:g} s; it may still be stored{self._stores.starting_hint}"
+            cause = self._runtime.away_text(timeout, time.monotonic())
+            detail = f"not acknowledged within {timeout:g} s{cause}; it may still be stored{self._stores.starting_hint}"
             raise StreamUnavailable(name, detail, may_have_run=True) from None
 
     async def append_many(
@@ -273,7 +274,8 @@ class Streams:
                 if pending:  # waiting cancels none of them
                     await asyncio.wait({future for future, _ in pending})
         except TimeoutError:
-            detail = f"not all acknowledged within {timeout:g} s; the rest may still be stored{self._stores.starting_hint}"
+            cause = self._runtime.away_text(timeout, time.monotonic())
+            detail = f"not all acknowledged within {timeout:g} s{cause}; the rest may still be stored{self._stores.starting_hint}"
             raise StreamUnavailable(name, detail, may_have_run=True) from None
         return [future.result() + index for future, index in pending]
 

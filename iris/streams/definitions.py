@@ -51,13 +51,13 @@ async def make_stream(stores: Stores, definition: Definition, timeout: float) ->
         )
 
     try:
-        await stores.retry(name, "", once, timeout=seconds_left(until_s))
+        await stores.retry(name, "", once, timeout=seconds_left(until_s), asked=timeout)
     except StreamExists:
-        return await stores.describe(name, "", timeout=seconds_left(until_s))
+        return await stores.describe(name, "", timeout=seconds_left(until_s), asked=timeout)
     stores.note_created(name)
     # The local relay learns of the new stream within milliseconds, so its creator can use it at once.
     # The answer to a create came without a channel, so describe the stream again through one.
-    return await stores.describe(name, "", timeout=seconds_left(until_s))
+    return await stores.describe(name, "", timeout=seconds_left(until_s), asked=timeout)
 
 
 async def redefine(
@@ -82,7 +82,7 @@ async def redefine(
                 name, log, Change(orders), Described, timeout=seconds_left(until_s), writes=True
             )
         except RevisionTaken:
-            found = await stores.describe(name, log, timeout=seconds_left(until_s))
+            found = await stores.describe(name, log, timeout=seconds_left(until_s), asked=timeout)
             continue
         stores.forget(name)
         stores.forget(name, uuid)
@@ -105,7 +105,9 @@ async def end_stream(stores: Stores, name: str, uuid: str, timeout: float) -> No
                 )
                 break
             except RevisionTaken:
-                found = await stores.describe(name, log, timeout=seconds_left(until_s))
+                found = await stores.describe(
+                    name, log, timeout=seconds_left(until_s), asked=timeout
+                )
         else:
             raise StreamError(
                 name, f"others changed it during each of {CHANGE_TRIES} attempts; try again"

@@ -121,7 +121,9 @@ async def list_consumers(
     more, until_s = True, time.monotonic() + timeout
     while more and len(found) < MAX_FOUND:
         call = DescribeConsumers(found[-1].name if found else "")
-        answer = await stores.ask_stream(name, uuid, call, Consumers, timeout=seconds_left(until_s))
+        answer = await stores.ask_stream(
+            name, uuid, call, Consumers, timeout=seconds_left(until_s), asked=timeout
+        )
         found += answer.consumers
         more = answer.more and bool(answer.consumers)
     return found

@@ -194,7 +194,8 @@ class Stores:
         return checked(got, answer, shown)
 
     async def ask_stream(
-        self, name: str, uuid: str, call: Call, answer: type[T], *, timeout: float, patience: float | None = None, writes: bool = False
+        self, name: str, uuid: str, call: Call, answer: type[T], *, timeout: float, patience: float | None = None, writes: bool = False,
+        asked: float | None = None,
     ) -> T:  # fmt: skip
         """Send a stream a call that may be repeated; retry until it is answered. Raises as `retry`."""
 
@@ -210,20 +211,22 @@ class Stores:
                 writes=writes,
             )
 
-        return await self.retry(name, uuid, once, timeout=timeout, patience=patience)
+        return await self.retry(name, uuid, once, timeout=timeout, patience=patience, asked=asked)
 
     async def retry(
-        self, name: str, uuid: str, once: Callable[[float], Awaitable[T]], *, timeout: float, patience: float | None = None
+        self, name: str, uuid: str, once: Callable[[float], Awaitable[T]], *, timeout: float, patience: float | None = None,
+        asked: float | None = None,
     ) -> T:  # fmt: skip
         """Call `once(seconds left)` and return its result; retry while the relay or the store is away.
 
         If given, `patience` limits the retries, in seconds from the first failure. A stream that has never been found
-        raises NoStream at once.
+        raises NoStream at once. `asked` is the timeout that the caller gave, if `timeout` is what is left of it.
 
         Raises:
             StreamError: the store refused; StreamUnavailable if it did not answer in time.
         """
-        until_s = _deadline_s(timeout)
+        until_s = asked_until_s = _deadline_s(timeout)
+        asked = timeout if asked is None else asked
         backoff = Backoff(PAUSE_MIN_S, PAUSE_MAX_S, random.random)
         trying = lost = False
         while True:
@@ -251,10 +254,12 @@ class Stores:
                         if lost:
                             ran_before(err)
                         raise
-                    detail = f"{err}{self.starting_hint}"
+                    self.runtime.name_timeout(err, asked, asked_until_s)
+                    detail = f"{err.detail}{self.starting_hint}"
                     raise StreamUnavailable(name, detail, may_have_run=True) from err
             except RequestTimeout as err:
-                detail = f"no answer within {timeout:g} s{self.starting_hint}"
+                cause = self.runtime.away_text(asked, asked_until_s)
+                detail = f"no answer within {asked:g} s{cause}{self.starting_hint}"
                 raise StreamUnavailable(name, detail, may_have_run=True) from err
             except RequestError as err:
                 if lost:
@@ -263,12 +268,18 @@ class Stores:
             await asyncio.sleep(pause_s)
 
     async def describe(
-        self, name: str, uuid: str, *, timeout: float, patience: float | None = None
+        self,
+        name: str,
+        uuid: str,
+        *,
+        timeout: float,
+        patience: float | None = None,
+        asked: float | None = None,
     ) -> VerifiedStream:
         """Return a stream's description. Raises StreamError, also if no key of this keyring signed the description."""
         check_address(name)
         described = await self.ask_stream(
-            name, uuid, Describe(), Described, timeout=timeout, patience=patience
+            name, uuid, Describe(), Described, timeout=timeout, patience=patience, asked=asked
         )
         return self.verified(name, described)
 
