@@ -646,7 +646,13 @@ class Client:
         most a second for the linked ones. Callers in other sites reach the member a little later, when
         `Members.sites` there counts it.
 
-        When the block ends, the member leaves and finishes what it accepted.
+        When the block ends, the member leaves and finishes what it accepted. The service's `lifespan` is entered before
+        it joins, and left at the end; what it raises is raised here.
+
+        Raises:
+            ConfigError: nothing fits a parameter of a handler.
+            ConnectionLost: no relay is connected.
+            TimeoutError: the lifespan did not end within `config.drain_timeout_s`.
         """
         return serving(self._runtime, service, self)
 

@@ -1,4 +1,7 @@
-"""The life of a service while it is served: it joins, and in the end it leaves and finishes what it accepted."""
+"""The life of a service while it is served.
+
+Its lifespan is entered, it joins, and in the end it leaves, finishes what it accepted, and leaves the lifespan.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,45 @@ async def serving(
     runtime: Runtime, service: Service, client: object
 ) -> AsyncIterator[ServiceBinding]:
     """Serve `service` while the block runs; see `Client.serve`. Handlers can ask for the `client`."""
+    runtime.attached()
+    async with (
+        _entered(runtime, service, client) as provided,
+        _joined(runtime, service, provided) as binding,
+    ):
+        yield binding
+
+
+@contextlib.asynccontextmanager
+async def _entered(runtime: Runtime, service: Service, client: object) -> AsyncIterator[Provided]:
+    """Enter the lifespan of the service, and leave it with at most `drain_timeout_s` for its exit.
+
+    An exception of the block is not passed to the lifespan, so what follows its `yield` always runs.
+    """
+    if service.lifespan is None:
+        yield Provided([client])
+        return
+    lifespan = service.lifespan(client)
+    value = await lifespan.__aenter__()
+    try:
+        yielded = value if type(value) is tuple else () if value is None else (value,)
+        yield Provided([client, *yielded])
+    finally:
+        bound_s = runtime.config.drain_timeout_s
+        async with asyncio.timeout(bound_s) as bound:
+            try:
+                await lifespan.__aexit__(None, None, None)
+            except asyncio.CancelledError as err:
+                if not bound.expired():
+                    raise
+                text = f"the lifespan of service {service.name!r} did not end within {bound_s:g} s (drain_timeout_s)"
+                raise TimeoutError(text) from err
+
+
+@contextlib.asynccontextmanager
+async def _joined(
+    runtime: Runtime, service: Service, provided: Provided
+) -> AsyncIterator[ServiceBinding]:
     attachment = runtime.attached()
-    provided = Provided([client])
     binding = ServiceBinding(runtime, service, provided)
     topics = [topic._replace(handler=topic.handler.resolved(provided)) for topic in service.topics]
     _, session = await runtime.ready(service.name, runtime.config.connect_timeout_s)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from typing import Any, NamedTuple, TypeVar
 
 from iris.config import Limits
@@ -15,6 +17,8 @@ from iris.wire.kinds import Kind
 from iris.wire.names import check_cluster, check_filter, check_group, split_site
 
 F = TypeVar("F", bound=Callable[..., Any])
+Lifespan = Callable[[Any], AbstractAsyncContextManager[object]]
+"""Function of the client that returns the context manager of a service's lifespan."""
 
 
 class Topic(NamedTuple):
@@ -41,6 +45,7 @@ class Service:
 
     * `iris.Message` or `iris.Request`: the whole message
     * `iris.Client`: the client that serves it
+    * the class of an object that `lifespan` yields: this object
     * bytes or str: the raw payload
     * another type: the payload decoded into that type
     * no annotation: the bytes or the object that was sent
@@ -51,16 +56,30 @@ class Service:
     A coroutine function runs at most `limits.concurrency` times at once. A plain function is called directly in the
     event loop, so it must not block.
 
-    Raises InvalidName if the name is not allowed.
+    `lifespan` is called with the client and returns an async context manager. It is entered before the service joins,
+    and left after the service has left and finished what it accepted; it stays entered through reconnects. Handlers
+    receive what it yields, an object or a tuple of objects, by the annotation of a parameter.
+
+    Raises:
+        InvalidName: the name is not allowed.
+        ConfigError: `lifespan` is an async generator function.
     """
 
-    def __init__(self, name: str, *, limits: Limits | None = None) -> None:
+    def __init__(
+        self, name: str, *, limits: Limits | None = None, lifespan: Lifespan | None = None
+    ) -> None:
         self.name = check_cluster(name)
         if split_site(name)[0]:
             raise InvalidName(
                 f"{name!r} names a site, but a service always serves in the site of its relay; leave the site out"
             )
         self.limits = limits or Limits()
+        if inspect.isasyncgenfunction(lifespan):
+            raise ConfigError(
+                f"the lifespan of service {name!r} must return an async context manager; "
+                f"decorate it with @contextlib.asynccontextmanager"
+            )
+        self.lifespan = lifespan
         self.handlers: dict[Kind, Handler] = {}
         self.topics: list[Topic] = []
         """Handlers of publications."""

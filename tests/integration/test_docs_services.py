@@ -28,4 +28,6 @@ async def test_the_blocks_of_the_page_run(capsys: pytest.CaptureFixture[str]) ->
     )
     async with LocalCluster() as cluster, cluster.client() as client, asyncio.timeout(30):
         await space["program"](client)
-    assert sorted(capsys.readouterr().out.splitlines()) == ["order 7 is placed", "placed 7"]
+    printed = capsys.readouterr().out.splitlines()
+    assert sorted(printed[:2]) == ["order 7 is placed", "placed 7"]
+    assert printed[2:] == ["30", "closed"]

@@ -29,6 +29,7 @@ EXPECTED = {
     ],
     "headers": ["report for acme {'content-type': 'text/plain'}"],
     "hello": ["Hello, world!"],
+    "lifespan": ["the database is open", "3", "7", "the database is closed"],
     "members": [
         "there are 1", "there are 2", "2 of 2 take requests", "there are 1", "there are 0", "left: 0",
     ],
