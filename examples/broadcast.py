@@ -5,31 +5,31 @@ import asyncio
 import iris
 
 
-def cache(name: str, heard: list[str], done: asyncio.Event) -> iris.Service:
+def cache(name: str, received: list[str], done: asyncio.Event) -> iris.Service:
     service = iris.Service("caches")
 
     @service.on_broadcast
     def forget(key: str) -> None:
-        heard.append(f"{name} forgets {key}")
-        if len(heard) == 6:
+        received.append(f"{name} forgets {key}")
+        if len(received) == 6:
             done.set()
 
     return service
 
 
 async def main() -> None:
-    heard: list[str] = []
+    received: list[str] = []
     done = asyncio.Event()
     async with (
         iris.connect(embedded=True) as client,
-        client.serve(cache("first", heard, done)),
-        client.serve(cache("second", heard, done)),
-        client.serve(cache("third", heard, done)),
+        client.serve(cache("first", received, done)),
+        client.serve(cache("second", received, done)),
+        client.serve(cache("third", received, done)),
     ):
         await client.broadcast("caches", "user:17")
         await client.broadcast("caches", "user:42")
         await asyncio.wait_for(done.wait(), timeout=5)
-    print("\n".join(sorted(heard)))
+    print("\n".join(sorted(received)))
 
 
 asyncio.run(main())

@@ -1,4 +1,4 @@
-"""Push hands work to one member and expects no reply. What fails is told, never silently dropped."""
+"""Push hands work to one member and expects no reply. What fails is reported, never silently dropped."""
 
 import asyncio
 
@@ -16,7 +16,7 @@ async def shrink(path: str) -> None:
 
 async def main() -> None:
     async with iris.connect(embedded=True) as client:
-        client.on_loss = lambda loss: print("told:", loss.kind, "to", loss.name, "failed")
+        client.on_loss = lambda loss: print("lost:", loss.kind, "to", loss.name, "failed")
         async with client.serve(service):
             for number in range(20):
                 await client.push("thumbnails", f"photo-{number}.jpg")

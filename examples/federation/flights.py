@@ -97,22 +97,22 @@ class Program:
         self.carriers = sorted({carrier for _, carrier in truth})
         self.answered: Counter[str] = Counter()
 
-    def check(self, carrier: str, told: dict[str, Any]) -> Departures:
+    def check(self, carrier: str, answer: dict[str, Any]) -> Departures:
         """Return what a site said of a carrier; it has to be what the file says of the site's airports."""
-        said = {(origin, carrier): tuple(total) for origin, total in told["departures"].items()}
-        ours = [(origin, carrier) for origin in told["site"].upper().split("-")]
+        said = {(origin, carrier): tuple(total) for origin, total in answer["departures"].items()}
+        ours = [(origin, carrier) for origin in answer["site"].upper().split("-")]
         if said != {place: self.truth[place] for place in ours if place in self.truth}:
-            raise Failed(f"what {told['site']} says of {carrier} is not in the file: {said}")
+            raise Failed(f"what {answer['site']} says of {carrier} is not in the file: {said}")
         return said
 
     async def ask(self, cluster: str = "delays") -> set[str]:
         """Ask about every carrier; return which sites answered."""
         sites = set()
         for carrier in self.carriers:
-            told = await self.client.request(cluster, carrier, timeout=10.0, idempotent=True, type=dict)  # fmt: skip
-            self.check(carrier, told)
-            self.answered[told["site"]] += 1
-            sites.add(told["site"])
+            answer = await self.client.request(cluster, carrier, timeout=10.0, idempotent=True, type=dict)  # fmt: skip
+            self.check(carrier, answer)
+            self.answered[answer["site"]] += 1
+            sites.add(answer["site"])
         return sites
 
     async def ask_until(self, site: str) -> None:
@@ -124,8 +124,8 @@ class Program:
         """Ask all members about every carrier, and put together what they say."""
         found: Departures = {}
         for carrier in self.carriers:
-            async for told in self.client.survey("delays", carrier, timeout=10.0, type=dict):
-                found |= self.check(carrier, told)
+            async for answer in self.client.survey("delays", carrier, timeout=10.0, type=dict):
+                found |= self.check(carrier, answer)
         return found
 
     async def sees(self, *elsewhere: str) -> None:

@@ -186,7 +186,7 @@ class Neighbours:
         self.member = member
         self.caller = caller
         self.asked = 0
-        self.heard: list[bytes] = []
+        self.received: list[bytes] = []
 
     async def check(self) -> None:
         """Everything works: a request, a push's absence of failure, a publication, the relay's account."""
@@ -194,8 +194,8 @@ class Neighbours:
         number = b"%d" % self.asked
         assert await self.caller.request("echo", number, timeout=PATIENCE_S) == number
         await self.caller.publish("news.echo", number)
-        await eventually(lambda: self.heard and self.heard[-1] == number)
-        assert len(self.heard) == self.asked
+        await eventually(lambda: self.received and self.received[-1] == number)
+        assert len(self.received) == self.asked
         assert not self.caller.losses
         assert not self.member.losses
 
@@ -224,12 +224,12 @@ async def neighbours(relay: Path) -> AsyncIterator[Neighbours]:
 
     async with client(relay) as member, client(relay) as caller:
         both = Neighbours(member, caller)
-        heard = both.heard
+        received = both.received
 
-        def hear(message: iris.Message) -> None:
-            heard.append(message.payload)
+        def receive(message: iris.Message) -> None:
+            received.append(message.payload)
 
-        async with member.serve(service), member.subscribe("news.>", hear):
+        async with member.serve(service), member.subscribe("news.>", receive):
             yield both
 
 

@@ -165,9 +165,9 @@ class Liar:
                     peer.send(self._greeting)
             case frames.Declare():
                 peer.declared[body.alias] = body
-        told = self._script(peer, body)
-        if told is not None:
-            await told
+        answer = self._script(peer, body)
+        if answer is not None:
+            await answer
 
 
 def acknowledging(peer: Peer, body: Control | bytes) -> None:

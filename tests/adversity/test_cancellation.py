@@ -224,8 +224,8 @@ async def test_a_publish_cancelled_while_it_waits_for_room_sends_nothing(world: 
     attachment = world.caller._attachment
     assert attachment is not None
     assert attachment.pump is not None
-    heard: list[bytes] = []
-    async with world.member.subscribe("a", lambda message: heard.append(message.payload)):
+    received: list[bytes] = []
+    async with world.member.subscribe("a", lambda message: received.append(message.payload)):
         attachment.writing_paused(attachment.pump)
         assert not world.caller.offer("a", b"refused")
         calls: list[Call] = [
@@ -241,7 +241,7 @@ async def test_a_publish_cancelled_while_it_waits_for_room_sends_nothing(world: 
         await waiting
         await world.caller.flush()
         await world.cluster.settle()
-        assert heard == [b"sent"]
+        assert received == [b"sent"]
 
 
 async def test_a_send_cancelled_at_any_await_is_aborted_and_the_tunnel_goes_on(

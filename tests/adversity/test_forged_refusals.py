@@ -123,9 +123,9 @@ async def test_a_change_whose_answers_are_withheld_is_made_once(
     async with stored(tmp_path) as (_, client, other):
         await client.streams.create("orders")
         forger.code, forger.writes = "channel", True
-        with pytest.raises(StreamError) as told:
+        with pytest.raises(StreamError) as refused:
             await client.streams.change("orders", max_messages=9, timeout=SECONDS)
-        assert told.value.may_have_run
+        assert refused.value.may_have_run
         forger.code = ""
         known = await other.streams._stores.describe("orders", "", timeout=5.0)
         assert (known.revision, known.order.definition.max_messages) == (1, 9)
@@ -157,8 +157,8 @@ async def test_a_store_that_always_has_more_is_asked_for_no_more_than_a_store_ca
 
     def endless(consuming: ConsumerCalls, after: str) -> tuple[list[ConsumerInfo], bool]:
         asked.append(after)
-        told = [ConsumerInfo(f"c{len(asked):06}.{n}", *[False] * 2, *[0] * 6) for n in range(10)]
-        return told, True
+        infos = [ConsumerInfo(f"c{len(asked):06}.{n}", *[False] * 2, *[0] * 6) for n in range(10)]
+        return infos, True
 
     monkeypatch.setattr(ConsumerCalls, "described", endless)
     monkeypatch.setattr("iris.streams.listing.MAX_FOUND", 200)

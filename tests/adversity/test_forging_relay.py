@@ -196,11 +196,11 @@ async def test_a_relays_text_is_never_reported_as_a_members(tmp_path: Path) -> N
 
 
 async def test_forged_and_repeated_publications_are_never_delivered(tmp_path: Path) -> None:
-    heard: list[bytes] = []
+    received: list[bytes] = []
     async with (
         Liar(tmp_path, acknowledging) as liar,
         liar.client() as client,
-        client.subscribe("a.>", lambda message: heard.append(message.payload)),
+        client.subscribe("a.>", lambda message: received.append(message.payload)),
     ):
         peer = liar.last
         true = peer.sealed(Kind.PUBLISH, "a.b", b"one", first=0)
@@ -210,9 +210,9 @@ async def test_forged_and_repeated_publications_are_never_delivered(tmp_path: Pa
         broadcast = peer.sealed(Kind.BROADCAST, "a.b", b"of another kind", first=1)
         peer.send(broadcast[:4] + bytes((Kind.PUBLISH,)) + broadcast[5:])
         peer.send(peer.sealed(Kind.PUBLISH, "a.b", b"two", first=1), true)
-        await eventually(lambda: len(heard) == 2)
+        await eventually(lambda: len(received) == 2)
         await client.flush()
-        assert heard == [b"one", b"two"]
+        assert received == [b"one", b"two"]
         # All three stand in the place of one message: that one is told as lost once, and the others are counted.
         assert sum(lost.count or 0 for lost in client.losses) == 1
         session = client._attachment.session  # type: ignore[union-attr]
@@ -222,11 +222,11 @@ async def test_forged_and_repeated_publications_are_never_delivered(tmp_path: Pa
 async def test_who_holds_one_key_does_not_speak_for_topics_of_another(tmp_path: Path) -> None:
     """A filter for everything is registered under both keys; a topic belongs to its own."""
     keyring = iris.Keyring({"default": (OTHER_KEY,), "topic:orders": (KEY,)})
-    heard: list[tuple[str, bytes]] = []
+    received: list[tuple[str, bytes]] = []
     async with (
         Liar(tmp_path, acknowledging) as liar,
         iris.connect(liar.path, keyring=keyring) as client,
-        client.subscribe(">", lambda message: heard.append((message.name, message.payload))),
+        client.subscribe(">", lambda message: received.append((message.name, message.payload))),
     ):
         peer = liar.last
         for alias, (topic, key) in enumerate(
@@ -236,7 +236,7 @@ async def test_who_holds_one_key_does_not_speak_for_topics_of_another(tmp_path: 
             said = b"true" if (topic == "news") == (key is OTHER_KEY) else b"false"
             peer.send(peer.sealed(Kind.PUBLISH, topic, said, alias=alias, key=key))
         await client.flush()
-        assert heard == [("orders.eu", b"true"), ("news", b"true")]
+        assert received == [("orders.eu", b"true"), ("news", b"true")]
 
 
 def noting(ran: list[bytes]) -> iris.Service:

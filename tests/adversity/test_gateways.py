@@ -232,7 +232,7 @@ async def test_handshakes_that_begin_damaged_cost_their_connection_alone(
 
 
 @pytest.mark.parametrize(
-    ("reason", "told", "hello"),
+    ("reason", "detail", "hello"),
     [
         ("another site's name", "of site us", {"site": "ap"}),
         ("another site's name", "of site us", {"site": ""}),
@@ -242,11 +242,11 @@ async def test_handshakes_that_begin_damaged_cost_their_connection_alone(
     ],
 )
 async def test_an_invalid_hello_is_refused_with_its_reason(
-    reason: str, told: str, hello: dict[str, object], world: World, eu: Relay
+    reason: str, detail: str, hello: dict[str, object], world: World, eu: Relay
 ) -> None:
     async with Impostor(world, eu) as impostor:
         await impostor.say(impostor.hello(**hello))
-        assert told in (await impostor.hear(frames.Error)).detail
+        assert detail in (await impostor.receive(frames.Error)).detail
         await impostor.gone()
     assert hub(eu).refusals == {reason: 1}
     await still_meets(world, eu)
@@ -277,7 +277,7 @@ async def test_a_site_cannot_have_a_relay_id_of_another_site_or_of_ours(
     for taken in (us.router.relay_id, mate.router.relay_id):
         async with Impostor(world, eu, "ap", taken) as impostor:
             await impostor.say(impostor.hello())
-            assert "relay id" in (await impostor.hear(frames.Error)).detail
+            assert "relay id" in (await impostor.receive(frames.Error)).detail
             await impostor.gone()
     assert hub(eu).refusals == {"another site's relay id": 2}
     assert joined((eu, us))
@@ -301,11 +301,11 @@ async def test_one_site_has_so_many_connections_and_no_more(
         await one.meet()
         await two.meet()
         await three.say(three.hello())
-        assert "2 connections" in (await three.hear(frames.Error)).detail
+        assert "2 connections" in (await three.receive(frames.Error)).detail
         again = Impostor(world, eu, relay_id=one.relay_id)
         async with again:
             await again.say(again.hello(dial_us=6))  # takes the place of its older one
-            await again.hear(frames.LinkHello)
+            await again.receive(frames.LinkHello)
             await one.gone()
             await eventually(lambda: len(hub(eu).up) == 2)
         async with Impostor(world, eu, "ap") as other:
@@ -331,7 +331,7 @@ async def test_the_first_frame_is_hello_and_short(
 ) -> None:
     async with Impostor(world, eu) as impostor:
         await impostor.say(said)
-        assert (await impostor.hear(frames.Error)).detail
+        assert (await impostor.receive(frames.Error)).detail
         await impostor.gone()
     assert hub(eu).refusals == {"protocol error": 1}
     await still_meets(world, eu)

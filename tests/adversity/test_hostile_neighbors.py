@@ -45,7 +45,7 @@ class Honest:
         self.member = member
         self.tunnel: iris.Tunnel
         self.said: list[bytes] = []
-        self.heard: list[bytes] = []
+        self.received: list[bytes] = []
         self.hold = asyncio.Event()
         self.asked = asyncio.Event()
         self.hold.set()
@@ -78,8 +78,8 @@ class Honest:
             assert await self.caller.request("quiet", text, timeout=PATIENCE_S) == text
             await self.tunnel.send(text)
             assert await self.tunnel.recv() == text
-        await eventually(lambda: len(self.heard) >= len(self.said))
-        assert self.heard == self.said
+        await eventually(lambda: len(self.received) >= len(self.said))
+        assert self.received == self.said
 
 
 class Hostile:
@@ -101,7 +101,7 @@ class Hostile:
         """Return an established connection of its own to a relay."""
         async with self.connect(relay) as wire:
             await wire.say(self._hello)
-            await wire.hear(frames.Interest)
+            await wire.receive(frames.Interest)
             await wire.say(frames.Interest(0, 1, reset=True))
             yield wire
         await eventually(lambda: self.neighbor(relay) is None)
@@ -122,7 +122,7 @@ class Hostile:
             return {"site_topics": [frames.SiteTopic(self.own, topic, KEY.key_id, "", 1)]}
         return {"topics": [frames.TopicEntry(topic, KEY.key_id, "", 1)]}
 
-    async def heard(self, relay: Relay, wire: Connection) -> None:
+    async def received(self, relay: Relay, wire: Connection) -> None:
         """Return once a relay has processed everything: a snapshot with a new version is sent last."""
         self.version += 1
         await wire.say(frames.Interest(0, self.version, reset=True, **self.wanting("calm.>")))
@@ -160,7 +160,7 @@ async def pieces(hostile: Hostile, honest: Honest) -> None:
     for relay in hostile.relays:
         async with hostile.at(relay) as wire:
             await wire.say(*(piece(alias) for alias in range(60)))
-            await hostile.heard(relay, wire)  # unfinished messages are allowed
+            await hostile.received(relay, wire)  # unfinished messages are allowed
             await honest.check()
     offences = {
         "mixed": [piece(1), piece(1, hop=9)],
@@ -170,7 +170,7 @@ async def pieces(hostile: Hostile, honest: Honest) -> None:
     for said in offences.values():
         async with hostile.at(hostile.relays[0]) as wire:
             await wire.say(*said)
-            assert (await wire.hear(frames.Error)).detail
+            assert (await wire.receive(frames.Error)).detail
             await wire.gone()
             hostile.cut += 1
         await honest.check()
@@ -180,8 +180,8 @@ async def losses(hostile: Hostile, honest: Honest) -> None:
     """Report losses of an honest publisher that never happened: of the next message, of many, and of past ones."""
     first, second = hostile.relays
     async with hostile.at(first) as here, hostile.at(second) as there:
-        publisher = asyncio.create_task(here.hear(frames.Declare))
-        await hostile.heard(first, here)
+        publisher = asyncio.create_task(here.receive(frames.Declare))
+        await hostile.received(first, here)
         while not publisher.done():
             await honest.check()
         sender_id = publisher.result().sender_id
@@ -191,11 +191,13 @@ async def losses(hostile: Hostile, honest: Honest) -> None:
             gap = (Kind.PUBLISH, "calm.news", KEY.key_id, sender_id, begin, count, "lost")
             await there.say(frames.Gap(*gap, site=site))
             await there.say(*(_made_up(number, site) for number in range(BOUND)))
-            await hostile.heard(second, there)
+            await hostile.received(second, there)
             await honest.check()
-        told = [lost.count for lost in honest.member.losses]
-        assert told, "nobody heard of any: this tests nothing"
-        assert not hostile.own or set(told) == {None}, "a site's word of how many is not taken"
+        counts = [lost.count for lost in honest.member.losses]
+        assert counts, "no loss was reported: this tests nothing"
+        assert not hostile.own or set(counts) == {None}, (
+            "the number that a site claims is not taken"
+        )
 
 
 def _made_up(number: int, site: str) -> frames.Gap:
@@ -224,7 +226,7 @@ async def answers(hostile: Hostile, honest: Honest) -> None:
                         frames.Credit(1, Kind.PUSH, [hop]), tunnel_frame(Kind.TUNNEL_END, hop, b"\1"),
                         tunnel_frame(Kind.TUNNEL_DATA, hop, bytes(40)),
                     )  # fmt: skip
-            await hostile.heard(relay, wire)
+            await hostile.received(relay, wire)
             await honest.tunnel.send(b"still there")
             async with asyncio.timeout(PATIENCE_S):
                 assert await honest.tunnel.recv() == b"still there"
@@ -309,17 +311,17 @@ async def honest_pair(one: Relay, two: Relay) -> AsyncIterator[Honest]:
     ):
         honest = Honest((one, two), caller, member)
 
-        def hear(message: iris.Message) -> None:
-            honest.heard.append(message.payload)
+        def receive(message: iris.Message) -> None:
+            honest.received.append(message.payload)
 
-        async with member.serve(honest.service()), member.subscribe("calm.news", hear):
+        async with member.serve(honest.service()), member.subscribe("calm.news", receive):
             async with asyncio.timeout(PATIENCE_S):
-                while not honest.heard:
+                while not honest.received:
                     with contextlib.suppress(iris.NoMembers):  # its relay has not said so yet
                         await caller.request("quiet", b"", timeout=PATIENCE_S)
                         await honest.publish()
                     await asyncio.sleep(0.01)
-            honest.said = honest.said[-len(honest.heard) :]
+            honest.said = honest.said[-len(honest.received) :]
             async with caller.tunnel("quiet", timeout=PATIENCE_S) as honest.tunnel:
                 await honest.check()
                 yield honest

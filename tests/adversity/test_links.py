@@ -70,7 +70,7 @@ class Impostor(Stranger):
 
     async def link(self) -> Self:
         await self.say(self.hello())
-        await self.hear(frames.Interest)
+        await self.receive(frames.Interest)
         return self
 
 
@@ -215,7 +215,7 @@ async def test_of_too_many_half_open_connections_the_oldest_is_dropped(
 
 
 @pytest.mark.parametrize(
-    ("reason", "told", "hello"),
+    ("reason", "detail", "hello"),
     [
         ("another relay's id", "another relay", {"relay_id": b"\x43" * 16}),
         ("protocol version", "version 2", {"version": 2}),
@@ -223,11 +223,11 @@ async def test_of_too_many_half_open_connections_the_oldest_is_dropped(
     ],
 )
 async def test_an_invalid_hello_is_refused_with_its_reason(
-    reason: str, told: str, hello: dict[str, object], relay: Relay, tmp_path: Path
+    reason: str, detail: str, hello: dict[str, object], relay: Relay, tmp_path: Path
 ) -> None:
     async with Impostor(relay) as impostor:
         await impostor.say(impostor.hello(**hello))
-        assert told in (await impostor.hear(frames.Error)).detail
+        assert detail in (await impostor.receive(frames.Error)).detail
         await impostor.gone()
     assert hub(relay).refusals == {reason: 1}
     await still_links(relay, tmp_path)
@@ -287,7 +287,7 @@ async def test_a_relay_that_breaks_a_rule_gets_the_reason_and_its_link_ends(
         await impostor.link()
         assert relay.router.links
         await impostor.say(*OFFENCES[offence](impostor))
-        assert (await impostor.hear(frames.Error)).detail
+        assert (await impostor.receive(frames.Error)).detail
         await impostor.gone()
     await eventually(lambda: not hub(relay).ports)
     assert not relay.router.links
@@ -301,24 +301,24 @@ async def test_of_two_dials_of_one_relay_the_newer_counts_and_the_older_is_not_r
     async with Impostor(relay) as older, Impostor(relay) as newer:
         await older.link()
         await newer.say(newer.hello(dial_us=6))
-        await newer.hear(frames.Interest)
+        await newer.receive(frames.Interest)
         await older.say(b"\xff" * 100)  # an offence, if anybody read it
         await older.gone()
         assert len(relay.router.links) == 1
         assert hub(relay).protocol_errors == 0
         await newer.say(frames.AskPeers())
-        await newer.hear(frames.Beat)
+        await newer.receive(frames.Beat)
 
 
 async def test_an_older_dial_that_comes_late_does_not_replace_a_newer_one(relay: Relay) -> None:
     async with Impostor(relay) as newer, Impostor(relay) as older:
         await newer.say(newer.hello(dial_us=6))
-        await newer.hear(frames.Interest)
+        await newer.receive(frames.Interest)
         await older.say(older.hello(dial_us=5))
         # No BYE: whoever took it for a link already would think that the relay stops.
-        assert (await older.hear(frames.Error)).detail == "linked already"
+        assert (await older.receive(frames.Error)).detail == "linked already"
         await older.gone()
-        await newer.hear(frames.Beat)
+        await newer.receive(frames.Beat)
         assert len(relay.router.links) == 1
 
 
@@ -415,14 +415,14 @@ async def test_a_body_that_a_newer_link_interrupts_is_finished_by_nothing(relay:
     async with Impostor(relay) as older, Impostor(relay) as newer:
         await older.link()
         await older.say(declared, pieces(1, 3), frames.AskPeers())
-        await older.hear(frames.Beat)
+        await older.receive(frames.Beat)
         await newer.say(newer.hello(dial_us=6))
-        await newer.hear(frames.Interest)
+        await newer.receive(frames.Interest)
         await older.gone()
         before = relay.router.accounts.in_
         await newer.say(declared, data_frame(Kind.PUBLISH, b"body of its own", alias=1, end=END.pack(0, 0, 1, 0)))  # fmt: skip
         await eventually(lambda: relay.router.accounts.in_ > before)
         assert (before, relay.router.accounts.in_) == (0, 1)
         assert relay.router.accounts.dropped == {"unwanted": 1}
-        await newer.hear(frames.Beat)
+        await newer.receive(frames.Beat)
         assert hub(relay).protocol_errors == 0

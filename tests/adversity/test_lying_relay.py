@@ -282,7 +282,7 @@ def test_what_a_relay_gets_wrong_is_never_blamed_on_the_user() -> None:
 # -- losses that a relay hides ---------------------------------------------------------------------------------
 
 
-class Heard:
+class Received:
     """The messages that a subscription or service received, and its reports of losses."""
 
     def __init__(self) -> None:
@@ -303,7 +303,7 @@ async def test_a_message_that_a_relay_gives_only_to_a_group_is_reported_to_all_o
     """The message opens, so it is not forged. It reaches none of its subscribers, so it is lost, even if nothing
     follows.
     """
-    every, shared = Heard(), Heard()
+    every, shared = Received(), Received()
     async with (
         Liar(tmp_path, acknowledging) as liar,
         liar.client() as client,
@@ -336,7 +336,7 @@ async def test_a_subscription_that_ended_gets_no_report_of_messages_to_its_group
     tmp_path: Path,
 ) -> None:
     """A frame that was under way when the subscription ended is legitimate."""
-    every, shared = Heard(), Heard()
+    every, shared = Received(), Received()
     async with (
         Liar(tmp_path, acknowledging) as liar,
         liar.client() as client,
@@ -365,28 +365,28 @@ async def test_a_subscription_that_ended_gets_no_report_of_messages_to_its_group
 
 
 async def test_a_publication_that_is_said_to_be_for_a_member_comes_once(tmp_path: Path) -> None:
-    heard = Heard()
+    received = Received()
     service = iris.Service("db")
-    service.on_broadcast(heard.take)
+    service.on_broadcast(received.take)
     async with (
         Liar(tmp_path, acknowledging) as liar,
         liar.client() as client,
         client.serve(service),
-        client.subscribe("db", heard.take),
+        client.subscribe("db", received.take),
     ):
         peer = liar.last
         true = peer.sealed(Kind.PUBLISH, "db", b"once", first=0)
         for member in (0, 7, 0, 7):
             peer.send(peer.declare(0, Kind.PUBLISH, "db", member=member), true)
         await client.flush()
-        assert heard.payloads == [b"once"]
+        assert received.payloads == [b"once"]
 
 
 async def test_a_publication_for_a_group_whose_last_member_has_left_ends_nothing(
     tmp_path: Path,
 ) -> None:
     """Either it was under way, or the relay lies and nobody here was ever in that group."""
-    shared = Heard()
+    shared = Received()
     async with Liar(tmp_path, acknowledging) as liar, liar.client() as client:
         async with client.subscribe("a.b", shared.take, on_gap=shared.gap, group="x"):
             peer = liar.last
@@ -406,10 +406,10 @@ async def test_a_broadcast_for_no_member_neither_hides_nor_repeats_another(
     plain: bool, tmp_path: Path
 ) -> None:
     """The relay names a member before it joined, or gives a broadcast to a queue group."""
-    heard = Heard()
+    received = Received()
     service = iris.Service("db")
-    service.on_broadcast(heard.take)
-    service.on_gap(heard.gap)
+    service.on_broadcast(received.take)
+    service.on_gap(received.gap)
 
     def script(peer: Peer, body: Control | bytes) -> None:
         if isinstance(body, frames.Join):
@@ -428,9 +428,9 @@ async def test_a_broadcast_for_no_member_neither_hides_nor_repeats_another(
         peer.send(true, peer.declare(1, Kind.BROADCAST, "db", member=7))
         peer.send(true[:6] + (1).to_bytes(4, "little") + true[10:])
         await client.flush()
-        assert (heard.payloads, heard.gaps) == ([b"1"], [])
+        assert (received.payloads, received.gaps) == ([b"1"], [])
         peer.send(peer.declare(3, Kind.BROADCAST, "db", member=9))
         peer.send(peer.sealed(Kind.BROADCAST, "db", b"2", alias=3, first=2))
         peer.send(peer.sealed(Kind.BROADCAST, "db", b"3", first=3))
         await client.flush()
-        assert (heard.payloads, heard.gaps) == ([b"1", b"3"], [1])
+        assert (received.payloads, received.gaps) == ([b"1", b"3"], [1])

@@ -122,7 +122,7 @@ async def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
 
 async def test_what_the_grace_cuts_is_reported_to_both_ends_and_in_the_log(tmp_path: Path) -> None:
     service = iris.Service("never")
-    told = asyncio.Event()
+    notified = asyncio.Event()
 
     @service.on_request
     async def never(payload: bytes) -> None:
@@ -133,7 +133,7 @@ async def test_what_the_grace_cuts_is_reported_to_both_ends_and_in_the_log(tmp_p
         try:
             await tunnel.recv()
         except iris.TunnelBroken:
-            told.set()
+            notified.set()
 
     with Daemon(tmp_path, settings={"IRIS_RELAY_DRAIN_TIMEOUT_S": "0.3"}) as daemon:
         async with (
@@ -150,7 +150,7 @@ async def test_what_the_grace_cuts_is_reported_to_both_ends_and_in_the_log(tmp_p
             with pytest.raises(iris.ConnectionLost) as caught:
                 await asking
             assert caught.value.may_have_run
-            await told.wait()
+            await notified.wait()
             await binding.stop()
             binding.running = 0
         (cut,) = [line for line in daemon.lines() if line["event"] == "relay.cut"]
@@ -307,10 +307,10 @@ from relay.process import stop_on_signals
 async def main():
     stop = stop_on_signals(asyncio.get_running_loop())
     stop.set()
-    for told in ("first", "second"):
+    for which in ("first", "second"):
         os.kill(os.getpid(), signal.SIGTERM)
         await asyncio.sleep(0.05)
-        print("after the", told, flush=True)
+        print("after the", which, flush=True)
 
 asyncio.run(main())
 """

@@ -75,13 +75,13 @@ async def test_half_a_frame_and_silence_is_cut(relay: Path) -> None:
     async def dripping() -> str:
         async with Wire(relay) as wire:
             await wire.greet()
-            told = asyncio.create_task(wire.error())
+            error = asyncio.create_task(wire.error())
             for index in range(len(hello)):
                 await wire.send(hello[index : index + 1])
-                await asyncio.wait((told,), timeout=0.2)
-                if told.done():
+                await asyncio.wait((error,), timeout=0.2)
+                if error.done():
                     break
-            return await told
+            return await error
 
     async with neighbours(relay) as others:
         before = await others.status()
@@ -194,11 +194,11 @@ async def test_a_reader_that_stalls_loses_only_its_own_messages_and_is_told_how_
                 kind, _ = await wire.frame()
                 seen += kind == Kind.PUBLISH
             # The count follows once there is room again.
-            told = 0
-            while told < lost:
+            reported = 0
+            while reported < lost:
                 gap = await wire.expect(frames.Gap)
-                told += gap.count
-            assert told == lost
+                reported += gap.count
+            assert reported == lost
         after = await others.settled(2)
         assert unaccounted(after) == 0
         assert tables(after) == tables(before)
@@ -269,17 +269,17 @@ async def test_without_descriptors_the_relay_serves_those_it_has_and_accepts_aga
             welcomes = [asyncio.create_task(wire.expect(frames.Welcome)) for wire in crowd]
             await eventually(lambda: daemon.said("sessions.no_descriptors"))
             await others.check()
-            served = [wire for wire, told in zip(crowd, welcomes, strict=True) if told.done()]
+            served = [wire for wire, welcome in zip(crowd, welcomes, strict=True) if welcome.done()]
             assert 0 < len(served) < 30
             for _ in range(5):
                 await others.check()
             # Those who wait are in the backlog, not refused: a place that becomes free is theirs.
             for wire in served:
                 wire.writer.close()
-            await eventually(lambda: sum(told.done() for told in welcomes) >= 2 * len(served))
+            await eventually(lambda: sum(welcome.done() for welcome in welcomes) >= 2 * len(served))
             await others.check()
-            for told in welcomes:
-                told.cancel()
+            for welcome in welcomes:
+                welcome.cancel()
             await asyncio.gather(*welcomes, return_exceptions=True)
         async with client(daemon.socket) as fresh:
             assert iris.Client is type(fresh)

@@ -263,12 +263,12 @@ async def test_no_burst_of_small_messages_becomes_a_frame_over_the_limit(
 ) -> None:
     """Bundles are cut by what they take with headers."""
     settings = {"IRIS_RELAY_MESSAGE_LIMIT_BYTES": str(limit_bytes)}
-    heard: list[bytes] = []
+    received: list[bytes] = []
     with Daemon(tmp_path, settings=settings) as daemon:
         async with (
             client(daemon.socket) as publisher,
             client(daemon.socket) as subscriber,
-            subscriber.subscribe("burst", lambda message: heard.append(message.payload)),
+            subscriber.subscribe("burst", lambda message: received.append(message.payload)),
         ):
             numbers = [b"%d" % number for number in range(1500)]
             for number in numbers:
@@ -278,6 +278,6 @@ async def test_no_burst_of_small_messages_becomes_a_frame_over_the_limit(
             for _ in range(100):
                 await publisher.publish("burst", bytes(4000))
             await publisher.flush(timeout=PATIENCE_S)
-            await eventually(lambda: len(heard) == 3100)
-            assert heard == [*numbers, *numbers, *[bytes(4000)] * 100]
+            await eventually(lambda: len(received) == 3100)
+            assert received == [*numbers, *numbers, *[bytes(4000)] * 100]
             assert (await publisher.status())["protocol_errors"] == 0

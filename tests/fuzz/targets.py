@@ -444,7 +444,7 @@ def session(data: bytes) -> None:
         under_test.tunnels.open(CLUSTER, KEY, None, 1000)
         under_test.ask(frames.Ping, owner)
         under_test.ask(frames.Status, owner)
-        under_test.watch(CLUSTER, [KEY.key_id], lambda heard: None, stay=True)
+        under_test.watch(CLUSTER, [KEY.key_id], lambda membership: None, stay=True)
         for alias, kind in enumerate(DECLARED):
             member = 7 if kind in SERVED else 0
             declared = frames.Declare(

@@ -36,16 +36,16 @@ class Failed(Exception):
         self.may_have_run = may_have_run
 
 
-def heard_by(programs: Iterable[Program], what: str, count: int) -> list[Any]:
+def received_by(programs: Iterable[Program], what: str, count: int) -> list[Any]:
     """Return what came in by one way at all of `programs`, once that is `count` together."""
-    heard: list[Any] = []
+    received: list[Any] = []
 
     def enough() -> bool:
-        heard[:] = [item for program in programs for item in program.do("heard", what=what)]
-        return len(heard) >= count
+        received[:] = [item for program in programs for item in program.do("received", what=what)]
+        return len(received) >= count
 
     wait_until(enough, f"{count} x {what} are heard by all together")
-    return heard
+    return received
 
 
 def wait_until(true: Callable[[], object], what: str) -> None:
@@ -334,9 +334,9 @@ class Program:
         reply: str = self.do("request", cluster=cluster, payload=payload, timeout=timeout, **more)
         return reply
 
-    def heard(self, what: str, count: int) -> list[Any]:
+    def received(self, what: str, count: int) -> list[Any]:
         """Return what came in by one way once there are `count`, or what there is after `PATIENCE_S`."""
-        items: list[Any] = self.do("heard", what=what, count=count, timeout=PATIENCE_S * 0.8)
+        items: list[Any] = self.do("received", what=what, count=count, timeout=PATIENCE_S * 0.8)
         return items
 
     def sees_members(self, count: int, cluster: str = "echo") -> None:
@@ -349,14 +349,14 @@ class Program:
         after it is to its own."""
         waiting = list(subscribers)
 
-        def all_heard() -> bool:
+        def all_received() -> bool:
             self.do("publish", topic=topic, first=-1, count=1)
             waiting[:] = [
-                s for s in waiting if not s.do("heard", what="probe", count=1, timeout=0.05)
+                s for s in waiting if not s.do("received", what="probe", count=1, timeout=0.05)
             ]
             return not waiting
 
-        wait_until(all_heard, f"what is published to {topic} reaches all")
+        wait_until(all_received, f"what is published to {topic} reaches all")
 
     def event(self, name: str, count: int = 1) -> dict[str, Any]:
         """Return the latest event of this name once there are `count` of them."""

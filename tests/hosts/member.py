@@ -31,7 +31,7 @@ def write(document: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-class Heard:
+class Received:
     """What came in by one way, in order; wait for enough of it."""
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class Tally:
         self.unknown = 0
         """Told as lost, without."""
 
-    def hear(self, number: int) -> None:
+    def receive(self, number: int) -> None:
         self.count += 1
         self.inversions += number <= self.last
         self.last = number
@@ -74,8 +74,8 @@ class Program:
     def __init__(self, name: str, client: iris.Client) -> None:
         self.name = name
         self.client = client
-        self.heard = {
-            name: Heard()
+        self.received = {
+            name: Received()
             for name in (
                 "request",
                 "push",
@@ -95,7 +95,7 @@ class Program:
         client.on_loss = self.lost
 
     def lost(self, lost: iris.Lost) -> None:
-        self.heard["gap"].add(
+        self.received["gap"].add(
             {"kind": lost.kind, "name": lost.name, "count": lost.count, "cause": lost.cause}
         )
 
@@ -114,7 +114,7 @@ class Program:
         @service.on_request
         async def request(payload: bytes) -> bytes:
             text = payload.decode()
-            self.heard["request"].add(text)
+            self.received["request"].add(text)
             await self.hold(text)
             if text == "fail":
                 raise ValueError("on purpose")
@@ -122,18 +122,18 @@ class Program:
 
         @service.on_push
         def push(payload: bytes) -> None:
-            self.heard["push"].add(payload.decode())
+            self.received["push"].add(payload.decode())
 
         @service.on_survey
         async def survey(payload: bytes) -> bytes:
             text = payload.decode()
-            self.heard["survey"].add(text)
+            self.received["survey"].add(text)
             await self.hold(text)
             return b"" if text == "empty" else f"{self.name}: {text}".encode()
 
         @service.on_broadcast
         def broadcast(payload: bytes) -> None:
-            self.heard["broadcast"].add(payload.decode())
+            self.received["broadcast"].add(payload.decode())
 
         @service.on_tunnel
         async def tunnel(tunnel: iris.Tunnel) -> None:
@@ -178,28 +178,28 @@ class Program:
     async def do_subscribe(self, pattern: str, group: str = "") -> None:
         """Subscribe; returns when the relay of this host knows."""
 
-        def hear(message: iris.Message) -> None:
+        def receive(message: iris.Message) -> None:
             text = message.payload.decode()
             if text == PROBE:
-                self.heard["probe"].add(text)
+                self.received["probe"].add(text)
             else:
-                self.heard["publish"].add(text)
-                self.heard["named"].add(f"{message.name} {text}")
+                self.received["publish"].add(text)
+                self.received["named"].add(f"{message.name} {text}")
 
         stack = contextlib.AsyncExitStack()
         await stack.enter_async_context(
-            self.client.subscribe(pattern, hear, group=group, on_gap=self.lost)
+            self.client.subscribe(pattern, receive, group=group, on_gap=self.lost)
         )
         self.endings[pattern] = stack
 
     async def do_tally(self, pattern: str, group: str = "") -> None:
         """Subscribe to numbers; they are tallied by the name that they come under, and not kept."""
 
-        def hear(message: iris.Message) -> None:
+        def receive(message: iris.Message) -> None:
             tally = self.tallies.setdefault(message.name, Tally())
             number = int(message.payload)
             if number >= 0:
-                tally.hear(number)
+                tally.receive(number)
 
         def missed(lost: iris.Lost) -> None:
             tally = self.tallies.setdefault(lost.name, Tally())
@@ -208,7 +208,7 @@ class Program:
 
         stack = contextlib.AsyncExitStack()
         await stack.enter_async_context(
-            self.client.subscribe(pattern, hear, group=group, on_gap=missed)
+            self.client.subscribe(pattern, receive, group=group, on_gap=missed)
         )
         self.endings[pattern] = stack
 
@@ -233,29 +233,29 @@ class Program:
         """Let a flow end."""
         self.flowing[topic].set()
 
-    async def do_heard(self, what: str, count: int = 0, timeout: float = 0.0) -> list[Value]:
+    async def do_received(self, what: str, count: int = 0, timeout: float = 0.0) -> list[Value]:
         """Return what came in by one way, once that is `count`; with fewer after `timeout` seconds, those."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
-                await self.heard[what].wait(count)
-        return self.heard[what].items
+                await self.received[what].wait(count)
+        return self.received[what].items
 
     async def do_forget(self) -> None:
         """Forget what came in."""
-        for heard in self.heard.values():
-            heard.items.clear()
+        for received in self.received.values():
+            received.items.clear()
 
     async def do_forget_probes(self) -> None:
         """Forget that a subscription was known."""
-        self.heard["probe"].items.clear()
+        self.received["probe"].items.clear()
 
     async def do_await_last(self, what: str, item: Value, timeout: float) -> None:
         """Return when the latest of what came in by one way is `item`, or after `timeout` seconds."""
-        heard = self.heard[what]
+        received = self.received[what]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
-                while heard.items[-1:] != [item]:
-                    await heard.wait(len(heard.items) + 1)
+                while received.items[-1:] != [item]:
+                    await received.wait(len(received.items) + 1)
 
     # -- calling -----------------------------------------------------------------------------------------------
 

@@ -102,13 +102,13 @@ def check(relays: list[Relay], members: list[Program], asked: int, ends: dict[st
     """Nothing is lost without a word, run twice or out of order; every account balances."""
     assert sum(ends.values()) == asked
     assert set(ends) <= {"a", "b", "c", "d", "ConnectionLost"}
-    ran = [number for member in members for number in member.do("heard", what="request")]
+    ran = [number for member in members for number in member.do("received", what="request")]
     assert len(ran) == len(set(ran)), "a request ran twice"
     answered = asked - ends.get("ConnectionLost", 0)
     assert len(ran) >= answered
     for member in members:
         by_topic: dict[str, list[int]] = {}
-        for text in member.do("heard", what="named"):
+        for text in member.do("received", what="named"):
             topic, _, number = text.partition(" ")
             by_topic.setdefault(topic, []).append(int(number))
         for topic, numbers in by_topic.items():

@@ -193,8 +193,8 @@ def test_an_advert_that_vanishes_does_not_cut_a_live_link(lan: Lan, network: Net
     stranger = lan.host("stranger")
     stranger.plug(ipv6="off")
     # b may have dialled first: a goodbye counts only for whom a has heard of.
-    heard = lambda: any(line["relay"] == b.id for line in a.lines("discovery.sighted"))  # noqa: E731
-    wait_until(heard, "a has heard of b")
+    received = lambda: any(line["relay"] == b.id for line in a.lines("discovery.sighted"))  # noqa: E731
+    wait_until(received, "a has heard of b")
     says_goodbye(stranger, b)
     wait_until(lambda: any(line["gone"] for line in a.lines("discovery.sighted")), "it is heard")
     a.linked_to(b)

@@ -49,7 +49,7 @@ class Scene:
         assert self.again.result() == "c: hold again"
         ended = self.caller.do("requests", cluster="echo", count=200, in_flight=8, timeout=LONG_S)
         assert ended == {"c": 200}
-        assert self.spare.heard("request", 201).count("hold once") == 0
+        assert self.spare.received("request", 201).count("hold once") == 0
 
     def check_return(self) -> None:
         """All are linked again, and the member on `b` answers again; what it had kept disturbs nobody."""
@@ -238,14 +238,14 @@ def test_a_slow_and_lossy_way_costs_time_alone(way: Way) -> None:
         ended = caller.do("requests", cluster="echo", count=100, in_flight=20, timeout=LONG_S)
         assert ended == {"b": 100}
         caller.do("publish", topic="news.today", first=0, count=3000)
-        assert member.heard("publish", 3000) == [str(number) for number in range(3000)]
+        assert member.received("publish", 3000) == [str(number) for number in range(3000)]
         assert caller.do("tunnel", cluster="echo", count=20, size=40_000, timeout=LONG_S) == 20
         with pytest.raises(Failed) as failed:
             caller.request("echo", "too late", timeout=0.05)
         assert failed.value.error == "RequestTimeout"
         # It reached the member after its deadline, or not at all: it never started.
         way.b.settled()
-        assert "too late" not in member.heard("request", 0)
+        assert "too late" not in member.received("request", 0)
         assert way.a.lines("link.down") == []
 
 
@@ -287,10 +287,10 @@ def test_through_flaps_nothing_is_received_twice_or_out_of_order_and_gaps_are_re
     way: Way,
 ) -> None:
     with way.open() as proxy:
-        caller, hearer = way.a.program("caller"), way.b.member()
+        caller, listener = way.a.program("caller"), way.b.member()
         caller.sees_members(1)
-        hearer.do("subscribe", pattern="news.>")
-        caller.reaches("news.ready", hearer)
+        listener.do("subscribe", pattern="news.>")
+        caller.reaches("news.ready", listener)
         sent = 0
         for _ in range(6):
             sending = caller.begin("publish", topic="news.today", first=sent, count=5000)
@@ -303,19 +303,25 @@ def test_through_flaps_nothing_is_received_twice_or_out_of_order_and_gaps_are_re
             casting.result()
             sent += 5000
             way.linked()
-            hearer.do("forget_probes")
-            caller.reaches("news.ready", hearer)
+            listener.do("forget_probes")
+            caller.reaches("news.ready", listener)
         caller.do("publish", topic="news.today", first=sent, count=1)
         caller.do("broadcast", cluster="echo", payloads=[str(sent)])
         for what, count in (("publish", sent + 1), ("broadcast", 3001)):
-            hearer.do("await_last", what=what, item=str(sent), timeout=PATIENCE_S * 0.8)
-            numbers = [int(text) for text in hearer.do("heard", what=what)]
+            listener.do("await_last", what=what, item=str(sent), timeout=PATIENCE_S * 0.8)
+            numbers = [int(text) for text in listener.do("received", what=what)]
             assert numbers == sorted(set(numbers)), f"{what} repeated, or out of order"
             assert numbers[-1] == sent
-            told = [gap["count"] for gap in hearer.do("heard", what="gap") if gap["kind"] == what]
+            reported = [
+                gap["count"] for gap in listener.do("received", what="gap") if gap["kind"] == what
+            ]
             lost = count - len(numbers)
             # None is a loss whose size nobody knew.
-            assert sum(filter(None, told)) == lost or (None in told and lost), (what, told, lost)
+            assert sum(filter(None, reported)) == lost or (None in reported and lost), (
+                what,
+                reported,
+                lost,
+            )
 
 
 def test_what_a_relay_routed_before_its_links_were_back_is_reported_to_those_behind_them(
@@ -323,13 +329,13 @@ def test_what_a_relay_routed_before_its_links_were_back_is_reported_to_those_beh
 ) -> None:
     a, b = network.hosts("ab")
     network.meshed()
-    caller, hearer = a.program("caller"), b.member()
+    caller, listener = a.program("caller"), b.member()
     caller.sees_members(1)
-    hearer.do("subscribe", pattern="news")
+    listener.do("subscribe", pattern="news")
     caller.do("publish", topic="news", first=0, count=1)
     caller.do("broadcast", cluster="echo", payloads=["0"])
     for what in ("publish", "broadcast"):
-        assert hearer.heard(what, 1) == ["0"]
+        assert listener.received(what, 1) == ["0"]
     assert a.stop() == 0
     nic = a.host.nics["eth0"]
     nic.cut()
@@ -343,7 +349,7 @@ def test_what_a_relay_routed_before_its_links_were_back_is_reported_to_those_beh
     caller.do("publish", topic="news", first=4, count=1)
     caller.do("broadcast", cluster="echo", payloads=["4"])
     for what in ("publish", "broadcast"):
-        assert hearer.heard(what, 2) == ["0", "4"]
-    told = {(gap["kind"], gap["count"], gap["cause"]) for gap in hearer.heard("gap", 2)}
+        assert listener.received(what, 2) == ["0", "4"]
+    reported = {(gap["kind"], gap["count"], gap["cause"]) for gap in listener.received("gap", 2)}
     cause = "sent while a link on the way was down"
-    assert told == {("broadcast", None, cause), ("publish", None, cause)}
+    assert reported == {("broadcast", None, cause), ("publish", None, cause)}

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hosts.kit import Failed, Network, Program, heard_by
+from hosts.kit import Failed, Network, Program, received_by
 from support.namespaces import Lan
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.net]
@@ -102,7 +102,7 @@ def test_a_full_member_refuses_and_another_host_answers(mesh: Mesh) -> None:
     ended = mesh.caller.do("requests", cluster="single", count=600, in_flight=3, timeout=20.0)
     assert sum(ended.values()) == 600
     assert set(ended) <= {"a", "b", "c"}
-    ran = [number for member in mesh.members for number in member.heard("request", 0)]
+    ran = [number for member in mesh.members for number in member.received("request", 0)]
     assert sorted(ran, key=int) == [str(number) for number in range(600)]
 
 
@@ -110,11 +110,11 @@ def test_each_push_is_handled_once_somewhere(mesh: Mesh) -> None:
     numbers = [str(number) for number in range(300)]
     mesh.only(mesh.c, "far-work")
     mesh.caller.do("push", cluster="far-work", payloads=numbers)
-    assert sorted(mesh.c.heard("push", 300), key=int) == numbers
+    assert sorted(mesh.c.received("push", 300), key=int) == numbers
     for member in mesh.members:
         member.do("forget")
     mesh.caller.do("push", cluster="echo", payloads=numbers)
-    assert sorted(heard_by(mesh.members, "push", 300), key=int) == numbers
+    assert sorted(received_by(mesh.members, "push", 300), key=int) == numbers
 
 
 @pytest.mark.parametrize(("count", "size"), [(200, 40_000), (3, 3_000_000), (2000, 100)])
@@ -142,7 +142,7 @@ def test_a_broadcast_reaches_every_host_once_and_in_order(mesh: Mesh) -> None:
     numbers = [str(number) for number in range(500)]
     mesh.caller.do("broadcast", cluster="echo", payloads=numbers)
     for member in mesh.members:
-        assert member.heard("broadcast", 500) == numbers
+        assert member.received("broadcast", 500) == numbers
 
 
 def test_twenty_thousand_publications_arrive_once_and_in_order_on_every_host(mesh: Mesh) -> None:
@@ -152,8 +152,8 @@ def test_twenty_thousand_publications_arrive_once_and_in_order_on_every_host(mes
     mesh.caller.reaches("news.ready", *mesh.members)
     mesh.caller.do("publish", topic="news.today", first=0, count=count)
     for member in mesh.members:
-        assert member.heard("publish", count) == [str(number) for number in range(count)]
-        assert member.heard("gap", 0) == []
+        assert member.received("publish", count) == [str(number) for number in range(count)]
+        assert member.received("gap", 0) == []
         member.do("leave", cluster="news.>")
 
 
@@ -165,8 +165,8 @@ def test_a_queue_group_over_several_hosts_gets_each_publication_once(mesh: Mesh)
     mesh.caller.reaches("orders.ready", *mesh.members)
     mesh.caller.do("publish", topic="orders.new", first=0, count=count)
     everything = [str(number) for number in range(count)]
-    assert mesh.a.heard("publish", count) == everything
-    assert sorted(heard_by((mesh.b, mesh.c), "publish", count), key=int) == everything
+    assert mesh.a.received("publish", count) == everything
+    assert sorted(received_by((mesh.b, mesh.c), "publish", count), key=int) == everything
     for member in mesh.members:
         member.do("leave", cluster="orders.>")
 

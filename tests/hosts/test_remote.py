@@ -36,7 +36,7 @@ def test_a_host_without_a_relay_serves_and_calls_through_one_of_another_host(
     ]
     member.reaches("news.ready", guest)
     member.do("publish", topic="news.today", first=0, count=2000)
-    assert guest.heard("publish", 2000) == [str(number) for number in range(2000)]
+    assert guest.received("publish", 2000) == [str(number) for number in range(2000)]
     waiting = member.begin("request", cluster="batch", payload="hold", timeout=60.0)
     guest.event("holding")
     batch.nics["eth0"].cut()

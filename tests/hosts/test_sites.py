@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from hosts.kit import Failed, Program, heard_by, wait_until
+from hosts.kit import Failed, Program, received_by, wait_until
 from hosts.sites import Federation
 from proofs.scenarios import sites
 from support.namespaces import Lan
@@ -138,7 +138,7 @@ def test_pushes_and_tunnels_reach_another_site(world: World) -> None:
     serve("far", world.programs["ap1"])
     world.sees("eu", "far", 0, {"ap": 1})
     world.callers["eu"].do("push", cluster="far", payloads=[str(n) for n in range(50)])
-    assert Counter(world.programs["ap1"].heard("push", 50)) == Counter(map(str, range(50)))
+    assert Counter(world.programs["ap1"].received("push", 50)) == Counter(map(str, range(50)))
     assert (
         world.callers["eu"].do("tunnel", cluster="far", count=200, size=20_000, timeout=20.0) == 200
     )
@@ -162,9 +162,9 @@ def test_surveys_and_broadcasts_reach_the_federation_or_the_site(world: World) -
         wanted = ["federation", "federation again"]
         expected = Counter([*wanted, "site"] if name.startswith("eu") else wanted)
         wait_until(
-            lambda p=program, e=expected: Counter(p.do("heard", what="broadcast")) == e, name
+            lambda p=program, e=expected: Counter(p.do("received", what="broadcast")) == e, name
         )  # type: ignore[misc]  # bound at once
-        assert not program.do("heard", what="gap"), name
+        assert not program.do("received", what="gap"), name
 
 
 # -- publications --------------------------------------------------------------------------------------------------
@@ -185,12 +185,12 @@ def test_every_subscriber_gets_one_copy_in_order_over_the_ring(world: World) -> 
     for command in sending:
         command.result()
     for program in subscribers:
-        named = program.heard("named", len(sending) * COUNT)
+        named = program.received("named", len(sending) * COUNT)
         for site in world.callers:
             of_site = [int(item.split()[1]) for item in named if item.startswith(f"ring.{site} ")]
             assert of_site == list(range(COUNT)), (program.name, site)
         assert len(named) == len(sending) * COUNT
-        assert not program.do("heard", what="gap")
+        assert not program.do("received", what="gap")
 
 
 def test_a_queue_group_gives_one_member_in_the_federation_the_nearest_first(world: World) -> None:
@@ -202,21 +202,21 @@ def test_a_queue_group_gives_one_member_in_the_federation_the_nearest_first(worl
     caller = world.callers["eu"]
     caller.reaches("jobs.probe", here, watcher)
     caller.do("publish", topic="jobs.eu", first=0, count=100)
-    assert here.heard("publish", 100) == [str(n) for n in range(100)]
-    assert [p.do("heard", what="publish") for p in there] == [[], []]
+    assert here.received("publish", 100) == [str(n) for n in range(100)]
+    assert [p.do("received", what="publish") for p in there] == [[], []]
     for program in (here, *there):
         program.do("forget_probes")
     far = world.callers["ap"]
 
     def known() -> bool:
         far.do("publish", topic="jobs.probe", first=-1, count=1)
-        return any(program.do("heard", what="probe") for program in (here, *there))
+        return any(program.do("received", what="probe") for program in (here, *there))
 
     wait_until(known, "ap knows that other sites have workers")
     far.do("publish", topic="jobs.ap", first=100, count=100)
-    got = heard_by([here, *there], "publish", 200)
+    got = received_by([here, *there], "publish", 200)
     assert sorted(map(int, got)) == list(range(200))
-    assert sorted(map(int, watcher.heard("publish", 200))) == list(range(200))
+    assert sorted(map(int, watcher.received("publish", 200))) == list(range(200))
 
 
 def test_what_nobody_wants_over_there_costs_no_wan_byte(world: World) -> None:
@@ -228,7 +228,7 @@ def test_what_nobody_wants_over_there_costs_no_wan_byte(world: World) -> None:
     def publish() -> None:
         caller.do("publish", topic="quiet.x", first=0, count=COUNT)
         # It is as far to ap: by then some of it would be there.
-        assert len(wanted.heard("publish", COUNT)) == COUNT
+        assert len(wanted.received("publish", COUNT)) == COUNT
 
     grown, took_s = _growth(federation, "ap", publish)
     # Beats and acknowledgements go on, for as long as a slow machine takes.
@@ -340,10 +340,10 @@ def _enforced(federation: Federation) -> None:
     member.reaches("news.probe", caller)
     for topic in ("news.plain", "news.secret.plan", "gossip", "news.last"):
         member.do("publish", topic=topic, first=1, count=1)
-    wait_until(lambda: "news.last 1" in caller.do("heard", what="named"), "the last has come")
-    assert caller.do("heard", what="named") == ["news.plain 1", "news.last 1"]
+    wait_until(lambda: "news.last 1" in caller.do("received", what="named"), "the last has come")
+    assert caller.do("received", what="named") == ["news.plain 1", "news.last 1"]
     refused = federation.sites["us"].relays[0].status()["sites_refused"]
-    assert not refused, "eu told nothing that us would have to refuse"
+    assert not refused, "eu advertised nothing that us would have to refuse"
     member.do("publish", topic="open.x", first=5, count=1)
     wait_until(lambda: member.do("read", name="open") == ["5"], "it is recorded")
     hears_of(caller, "eu:open")

@@ -149,11 +149,11 @@ async def test_a_publisher_learns_who_was_too_slow_for_it(relays: tuple[Relay, R
                 await publisher.publish("t.a", bytes(10_000))
                 await publisher.flush()
             await until(lambda: far.router.accounts.dropped["slow receiver"])
-            told = await publisher.audience("t.a")
-            assert told.dropped == far.router.accounts.dropped["slow receiver"]
-            (who,) = told.slow
+            audience = await publisher.audience("t.a")
+            assert audience.dropped == far.router.accounts.dropped["slow receiver"]
+            (who,) = audience.slow
             assert (who.label, who.pid, who.link) == ("reports", os.getpid(), False)
-            assert who.dropped == told.dropped
+            assert who.dropped == audience.dropped
             assert 0 <= who.last_s <= who.since_s < 60
             assert (await publisher.audience("t.b")).slow == []
             port.resume_writing()
@@ -182,9 +182,9 @@ async def test_the_command_says_that_nobody_subscribes(
     assert (alone.exit_code, "nobody subscribes to t" in alone.stderr) == (0, True)
     assert json.loads(alone.stdout) == {"sent": 1, "lost": 0, "subscribers": 0}
     async with client(relays[1]) as far, far.subscribe("t"):
-        heard = await asyncio.to_thread(CliRunner().invoke, cli.app, args, env=env)
-        assert (heard.exit_code, heard.stderr) == (0, "")
-        assert json.loads(heard.stdout)["subscribers"] == 1
+        received = await asyncio.to_thread(CliRunner().invoke, cli.app, args, env=env)
+        assert (received.exit_code, received.stderr) == (0, "")
+        assert json.loads(received.stdout)["subscribers"] == 1
 
 
 async def test_the_command_says_that_no_member_serves_broadcasts(
@@ -204,9 +204,9 @@ async def test_the_command_says_that_no_member_serves_broadcasts(
         hears = iris.Service("caches")
         hears.on_broadcast(lambda payload: None)
         async with far.serve(hears):
-            heard = await asyncio.to_thread(CliRunner().invoke, cli.app, args, env=env)
-            assert (heard.exit_code, heard.stderr) == (0, "")
-            assert json.loads(heard.stdout)["members"] == 1
+            received = await asyncio.to_thread(CliRunner().invoke, cli.app, args, env=env)
+            assert (received.exit_code, received.stderr) == (0, "")
+            assert json.loads(received.stdout)["members"] == 1
 
 
 async def test_coroutine_handlers_run_at_once_and_each_publisher_and_topic_in_order() -> None:

@@ -66,7 +66,7 @@ async def survey(message: str):
         raise ValueError("not me")
     if message == "hang":
         await asyncio.sleep(1)
-    return {"heard": message}
+    return {"received": message}
 
 @echo.on_tunnel
 async def tunnel(tunnel):
@@ -379,9 +379,9 @@ def test_a_push_that_fails_is_reported(shell: Shell, relay: Path) -> None:
 def test_a_survey_prints_answers_and_names_who_failed_or_is_missing(
     shell: Shell, member: str
 ) -> None:
-    assert shell.process("survey", "echo", "q") == b'{"heard":"q"}\n'
+    assert shell.process("survey", "echo", "q") == b'{"received":"q"}\n'
     answer = json.loads(shell("survey", "echo", "q", "--json"))
-    assert (answer["member"], answer["payload"]) == (member, {"heard": "q"})
+    assert (answer["member"], answer["payload"]) == (member, {"received": "q"})
     assert (
         f"{member} answered with an error: ValueError: not me"
         in shell("survey", "echo", "fail", code=1).decode()

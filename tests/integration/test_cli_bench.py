@@ -600,10 +600,10 @@ def test_a_percentile_is_reported_only_if_ten_samples_lie_beyond_it(
     encoded = histogram.encode().decode()
     asked = jobs.Load("request", "x", 1, 1.0, 1.0, rate=float(count))
     came = jobs.Outcome(count, count, count, {}, {}, {}, 1.0, 1.0, 0.0, encoded, encoded)
-    told = report.Report(asked, [came], []).document()["corrected"]["latency_us"]
-    assert list(told)[-1] == "max"
-    assert ([None, *told][-2]) == last
-    assert msgspec.json.encode(told)
+    latencies = report.Report(asked, [came], []).document()["corrected"]["latency_us"]
+    assert list(latencies)[-1] == "max"
+    assert ([None, *latencies][-2]) == last
+    assert msgspec.json.encode(latencies)
 
 
 def test_the_text_names_what_failed_and_gives_no_percentile_of_few_samples(

@@ -155,9 +155,9 @@ def test_a_time_without_a_zone_is_of_this_host() -> None:
 
 def test_a_gap_is_reported_in_one_line_without_control_characters() -> None:
     assert texts.gap_text(StreamGap(3, 9, 0, "retention")) == "nothing at offsets 3 to 8: retention"
-    told = texts.gap_text(StreamGap(4, 5, None, "two\nlines"))
-    assert told.startswith("missing at offset 4: an unknown number of messages: two")
-    assert "\n" not in told
+    text = texts.gap_text(StreamGap(4, 5, None, "two\nlines"))
+    assert text.startswith("missing at offset 4: an unknown number of messages: two")
+    assert "\n" not in text
 
 
 @pytest.mark.parametrize(
@@ -191,8 +191,8 @@ def test_a_gap_is_reported_in_one_line_without_control_characters() -> None:
 def test_what_is_written_wrong_is_a_usage_error_that_says_how_to_write_it(
     shell: Shell, arguments: tuple[str, ...], said: str
 ) -> None:
-    told = " ".join(shell("stream", *arguments, code=2).decode().replace("│", " ").split())
-    assert said in told
+    shown = " ".join(shell("stream", *arguments, code=2).decode().replace("│", " ").split())
+    assert said in shown
 
 
 @pytest.mark.parametrize(

@@ -180,7 +180,7 @@ async def test_a_relay_or_a_store_that_is_killed_leaves_a_gap_and_a_stop_after_i
         await on.send()
         assert await on.recorded() == []
         gaps: list[str] = []
-        for victim in ("relay", "store", "store told to stop"):
+        for victim in ("relay", "store", "store that drains"):
             store = await on.store()
             if victim == "relay":
                 await on.ended(signal.SIGKILL)

@@ -288,7 +288,7 @@ async def test_the_pair_shut_down_by_somebody_breaks_both_ends(relay: Relay, of:
                     TunnelBroken, match=r"direct connection broke|peer broke it off"
                 ):
                     await tunnel.recv()
-            raise TunnelBroken("as told")
+            raise TunnelBroken("on purpose")
     await until(lambda: not relay.router.direct.table.total)
 
 
@@ -303,7 +303,7 @@ async def test_garbage_in_the_pair_breaks_the_tunnel(relay: Relay) -> None:
                 await right.recv()
             with pytest.raises(TunnelBroken):
                 await left.recv()
-            raise TunnelBroken("as told")
+            raise TunnelBroken("on purpose")
 
 
 # -- what cannot be had --------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ EXPECTED = {
         "B6 only: flights.EWR.B6 news of flights.EWR.B6",
         "all flights: ['flights.JFK.B6', 'flights.LGA.UA', 'flights.EWR.B6']",
     ],
-    "push_workers": ["20 thumbnails", "told: push to thumbnails failed"],
+    "push_workers": ["20 thumbnails", "lost: push to thumbnails failed"],
     "queue_group": ["{'anna': 15, 'audit': 30, 'bert': 15}"],
     "recorded_flights": [
         "27,004 departures recorded",

@@ -215,9 +215,9 @@ async def test_a_site_that_answers_under_another_key_ends_that_call_alone(world:
     await eventually(lambda: joined((eu, us)))
     up = port(eu, us)
     async with misbehaving.vault(eu.config.socket_path, us.config.socket_path) as vault:
-        async with misbehaving.liar(us.config.socket_path) as told:
+        async with misbehaving.liar(us.config.socket_path) as offence:
             await vault.ask_a_liar()
-            assert "REPLY for echo" in await told
+            assert "REPLY for echo" in await offence
         wan = us.router.wans[eu.router.relay_id]
         assert "misdirected answer" not in eu.router.accounts.dropped
         strange = frames.Declare(
@@ -336,7 +336,7 @@ async def test_a_relay_of_the_network_is_not_accepted_as_a_gateway_nor_a_gateway
     stranger.port = links(eu).port
     with pytest.raises((ssl.SSLError, OSError, EOFError)):
         async with stranger:
-            await stranger.hear(frames.LinkHello)
+            await stranger.receive(frames.LinkHello)
     await eventually(lambda: links(eu).refusals == {"foreign certificate": 1})
     assert not eu.router.links
 
@@ -379,8 +379,8 @@ async def test_a_gateway_that_offers_compression_is_joined_and_nothing_is_compre
         await client.flush()
         async with Impostor(world, eu) as older:
             await older.say(older.hello(compression=True))
-            assert not (await older.hear(frames.LinkHello)).compression
-            assert len((await older.hear(frames.Interest)).site_topics) == 200
+            assert not (await older.receive(frames.LinkHello)).compression
+            assert len((await older.receive(frames.Interest)).site_topics) == 200
             assert hub(eu).protocol_errors == 0
 
 

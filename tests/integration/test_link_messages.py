@@ -51,13 +51,13 @@ async def test_what_is_published_across_a_link_keeps_its_order_whatever_its_size
     rng = random.Random(5)
     got: list[tuple[int, int]] = []
 
-    def hear(message: iris.Message) -> None:
+    def receive(message: iris.Message) -> None:
         got.append((int.from_bytes(message.payload[:4], "big"), len(message.payload)))
 
     async with (
         client(one.config.socket_path) as there,
         client(two.config.socket_path) as here,
-        there.subscribe("news.>", hear),
+        there.subscribe("news.>", receive),
     ):
         await eventually(lambda: two.router.status()["links"][0]["topics"])  # type: ignore[index]  # JSON
         sent = []
@@ -87,13 +87,13 @@ async def test_the_first_words_on_very_many_topics_arrive_in_their_order(site: S
 
     port._pause_portions = counted  # type: ignore[method-assign]
 
-    async def hear(message: iris.Message) -> None:
+    async def receive(message: iris.Message) -> None:
         numbers.append(int(message.payload))
 
     async with (
         client(two.config.socket_path) as there,
         client(one.config.socket_path) as here,
-        there.subscribe("news.>", hear),
+        there.subscribe("news.>", receive),
     ):
         await eventually(lambda: one.router.status()["links"][0]["topics"])  # type: ignore[index]  # JSON
         for number in range(1000):
@@ -107,7 +107,7 @@ async def test_the_first_words_on_very_many_topics_arrive_in_their_order(site: S
         assert relay.router.accounts.balance() == 0
 
 
-@pytest.mark.parametrize("side", [0, 1], ids=["heard", "hears"])
+@pytest.mark.parametrize("side", [0, 1], ids=["sender", "receiver"])
 async def test_a_link_that_is_cut_while_a_burst_is_handled_comes_back(
     site: Site, side: int
 ) -> None:
@@ -118,13 +118,13 @@ async def test_a_link_that_is_cut_while_a_burst_is_handled_comes_back(
     hearing = link(two, one)
     assert hearing is not None
 
-    async def hear(message: iris.Message) -> None:
+    async def receive(message: iris.Message) -> None:
         numbers.add(int(message.payload))
 
     async with (
         client(two.config.socket_path) as there,
         client(one.config.socket_path) as here,
-        there.subscribe("news.>", hear),
+        there.subscribe("news.>", receive),
     ):
         await eventually(lambda: one.router.status()["links"][0]["topics"])  # type: ignore[index]  # JSON
 

@@ -423,9 +423,9 @@ async def test_an_answer_under_another_key_ends_the_answerer_at_its_own_relay(si
     for path in (one.config.socket_path, two.config.socket_path):
         async with (
             misbehaving.vault(one.config.socket_path, two.config.socket_path) as vault,
-            misbehaving.liar(path) as told,
+            misbehaving.liar(path) as offence,
         ):
             await vault.ask_a_liar()
-            assert "REPLY for echo under key" in await told
+            assert "REPLY for echo under key" in await offence
     assert (link(one, two), link(two, one)) == up
     assert one.router.accounts.balance() == two.router.accounts.balance() == 0

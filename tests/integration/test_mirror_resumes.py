@@ -96,8 +96,8 @@ async def test_the_lag_is_what_the_copy_lacks(setting: Any, monkeypatch: Any) ->
                 lags.append((await client.streams.describe("copy")).lag)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
-    told = [lag for lag in lags if lag is not None]
-    assert told == sorted(told, reverse=True)
+    known = [lag for lag in lags if lag is not None]
+    assert known == sorted(known, reverse=True)
     assert (await client.streams.describe("copy")).lag == 0
 
 
@@ -233,9 +233,9 @@ async def test_a_source_that_was_created_again_is_never_mixed_in(setting: Any) -
             await client.streams.create("log")
         await client.streams.append_many("log", [b"new", b"newer"])
         new = await client.streams.describe("log")
-        with pytest.raises(StreamError) as told:
+        with pytest.raises(StreamError) as refused:
             await asyncio.wait_for(running, PATIENCE_S)
-        assert isinstance(told.value, NoStream) or new.uuid in str(told.value)
+        assert isinstance(refused.value, NoStream) or new.uuid in str(refused.value)
     with pytest.raises(StreamError, match=f"{old.uuid}.*{new.uuid}"):
         await copy_all(client, "log", "copy")
     assert [m.payload for m in (await whole(client, "copy"))[0]] == [b"old"]

@@ -85,24 +85,24 @@ def test_the_audit_of_order_sees_what_is_wrong() -> None:
     name, count = order.TOPICS[topic], drawn.count(topic)
     assert count > 4
 
-    def heard(*numbers: int, told: int = 0) -> dict[str, int]:
+    def audit_of(*numbers: int, reported: int = 0) -> dict[str, int]:
         audit = order.Audit(name, 7, [500])
         for number in numbers:
             payload = order.NUMBER.pack(0, topic, number)
             audit.message(iris.Message(payload, name, None, False, b"s"))
-        if told:
-            audit.gap(iris.Lost("publish", name, b"s", told, "slow subscriber"))
+        if reported:
+            audit.gap(iris.Lost("publish", name, b"s", reported, "slow subscriber"))
         result: dict[str, int] = audit.result()
         return {key: result[key] for key in ("inversions", "duplicates", "unaccounted")}
 
     right = range(count)
     none = {"inversions": 0, "duplicates": 0, "unaccounted": 0}
-    assert heard(*right) == none
-    assert heard(*right[2:], told=2) == none
-    assert heard(*right[2:], told=1) == {**none, "unaccounted": 1}
-    assert heard(*right, told=1) == {**none, "unaccounted": 1}
-    assert heard(1, 0, *right[2:]) == {**none, "inversions": 1}
-    assert heard(0, *right) == {**none, "duplicates": 1}
+    assert audit_of(*right) == none
+    assert audit_of(*right[2:], reported=2) == none
+    assert audit_of(*right[2:], reported=1) == {**none, "unaccounted": 1}
+    assert audit_of(*right, reported=1) == {**none, "unaccounted": 1}
+    assert audit_of(1, 0, *right[2:]) == {**none, "inversions": 1}
+    assert audit_of(0, *right) == {**none, "duplicates": 1}
 
 
 def test_an_unknown_area_is_a_usage_error(tmp_path: Path) -> None:

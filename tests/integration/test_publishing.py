@@ -246,7 +246,7 @@ async def test_a_subscription_that_was_cut_takes_nothing_more() -> None:
             with pytest.raises(iris.Overloaded):
                 await read_on()
             assert got == list(range(len(got)))
-            assert len(got) + gaps.lost == 10 + len(got), "each later one is lost, and told"
+            assert len(got) + gaps.lost == 10 + len(got), "each later one is lost, and reported"
 
 
 async def test_a_slow_coroutine_handler_is_bounded_by_the_same_policy() -> None:
@@ -302,9 +302,9 @@ async def test_what_the_relay_drops_for_a_slow_receiver_is_reported_exactly() ->
         assert not witness.gaps
         for topic, count in sent.items():
             numbers = [int(m.payload) for m in got.messages if m.name == f"t.{topic}"]
-            told = sum(gap.count or 0 for gap in got.gaps if gap.name == f"t.{topic}")
+            reported = sum(gap.count or 0 for gap in got.gaps if gap.name == f"t.{topic}")
             assert numbers == sorted(set(numbers))
-            assert len(numbers) + told == count
+            assert len(numbers) + reported == count
         for topic in sent:
             await pub.publish(f"t.{topic}", b"%d" % sent[topic])
         await until(lambda: len(got.messages) + got.lost >= total + 3)
@@ -559,22 +559,22 @@ async def test_an_event_is_compared_with_no_exact_topic_but_its_own(
         return matches(pattern, topic)
 
     async with LocalCluster() as cluster, cluster.client() as client:
-        heard: list[str] = []
+        received: list[str] = []
         for number in range(50):
-            client.subscribe(f"t.{number}", lambda message: heard.append(message.name))
-        client.subscribe("t.*", lambda message: heard.append("*"))
-        last = client.subscribe("t.>", lambda message: heard.append(">"))
+            client.subscribe(f"t.{number}", lambda message: received.append(message.name))
+        client.subscribe("t.*", lambda message: received.append("*"))
+        last = client.subscribe("t.>", lambda message: received.append(">"))
         await last.ready()
         monkeypatch.setattr("iris.registry.matches", counting)
         for number in range(50):
             await client.publish(f"t.{number}", b"x")
-        await until(lambda: len(heard) == 150)
-        assert sorted(set(heard)) == sorted(["*", ">", *(f"t.{number}" for number in range(50))])
+        await until(lambda: len(received) == 150)
+        assert sorted(set(received)) == sorted(["*", ">", *(f"t.{number}" for number in range(50))])
         assert set(compared) == {"t.*", "t.>"}
         last.stop()
         await client.publish("t.0", b"x")
-        await until(lambda: len(heard) == 152)
-        assert heard[-2:] == ["t.0", "*"]
+        await until(lambda: len(received) == 152)
+        assert received[-2:] == ["t.0", "*"]
 
 
 async def test_a_service_whose_topic_has_no_key_leaves_nothing_behind() -> None:

@@ -102,14 +102,14 @@ async def test_thousands_of_pushes_exhaust_nothing(coroutine: bool) -> None:
 
 
 async def test_a_push_to_nobody_is_reported_by_the_time_flush_returns() -> None:
-    told: list[iris.Lost] = []
+    reported: list[iris.Lost] = []
     async with LocalCluster() as cluster, cluster.client() as sender:
-        sender.on_loss = told.append
+        sender.on_loss = reported.append
         await sender.push("nobody", b"x")
         await sender.flush()
-        assert [(lost.kind, lost.name, lost.count) for lost in told] == [("push", "nobody", 1)]
-        assert "no members of nobody" in told[0].cause
-        assert list(sender.losses) == told
+        assert [(lost.kind, lost.name, lost.count) for lost in reported] == [("push", "nobody", 1)]
+        assert "no members of nobody" in reported[0].cause
+        assert list(sender.losses) == reported
 
 
 async def test_a_push_to_full_members_is_reported_one_by_one() -> None:

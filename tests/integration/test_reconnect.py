@@ -47,9 +47,9 @@ async def test_services_rejoin_and_subscriptions_resubscribe_at_the_next_relay(
                     await until(lambda turn=turn: len(got.messages) == turn + 1)  # type: ignore[misc]  # a bound default
                 assert got.numbers == [0, 1, 2]
                 assert [gap.count for gap in got.gaps] == [None] * 3, "nobody knows what was missed"
-    told = [event_of(record) for record in caplog.records]
+    logged = [event_of(record) for record in caplog.records]
     for event in ("client.disconnected", "client.connected"):
-        assert told.count(event) == 6, "of two clients three times, and not when they were closed"
+        assert logged.count(event) == 6, "of two clients three times, and not when they were closed"
 
 
 async def test_a_client_waits_for_a_relay_within_the_timeout_of_its_call() -> None:

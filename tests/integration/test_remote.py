@@ -272,16 +272,16 @@ async def test_a_remote_process_sees_numbers_and_no_names_in_the_status(
         here.serve(service), here.subscribe("secret.topic"),
     ):  # fmt: skip
         full = await here.status(timeout=20)
-        told = await there.status(timeout=20)
+        status = await there.status(timeout=20)
     assert "payroll" in str(full)
     assert "salaries" in str(full)
-    shown = str(told)
+    shown = str(status)
     for name in ("payroll", "salaries", "secret", str(os.getpid()), str(relay.config.socket_path)):
         assert name not in shown
-    assert told["sessions"] == told["links"] == []
-    assert told["counts"] == {"sessions": 2, "clusters": 1, "links": 0, "sites": 0}
-    assert told["accounts"]["held"] == 0
-    assert "relay's own user" in told["limited"]
+    assert status["sessions"] == status["links"] == []
+    assert status["counts"] == {"sessions": 2, "clusters": 1, "links": 0, "sites": 0}
+    assert status["accounts"]["held"] == 0
+    assert "relay's own user" in status["limited"]
 
 
 async def test_a_client_that_may_not_see_all_clusters_cannot_promote_the_default_key(

@@ -48,7 +48,7 @@ async def test_a_request_that_is_asked_again_after_its_session_was_lost_may_have
 
 async def test_a_gap_is_reported_after_the_messages_in_front_of_it(setting: Any) -> None:
     _, client, other = setting
-    told: list[object] = []
+    found: list[object] = []
     await client.streams.create("orders", topic="orders.>")
     for part in range(2):
         for number in range(3):
@@ -58,11 +58,11 @@ async def test_a_gap_is_reported_after_the_messages_in_front_of_it(setting: Any)
         await client.flush()
         await client.streams.resume("orders")
     await client.streams.append("orders", b"6")
-    async with other.streams.read("orders", follow=False, on_gap=told.append) as reader:
+    async with other.streams.read("orders", follow=False, on_gap=found.append) as reader:
         async for message in reader:
-            told.append(message.payload)
-    gaps = [n for n, each in enumerate(told) if isinstance(each, StreamGap)]
-    assert [each for each in told if isinstance(each, bytes)] == [b"%d" % n for n in range(7)]
+            found.append(message.payload)
+    gaps = [n for n, each in enumerate(found) if isinstance(each, StreamGap)]
+    assert [each for each in found if isinstance(each, bytes)] == [b"%d" % n for n in range(7)]
     assert gaps == [3, 7]
 
 

@@ -304,8 +304,8 @@ async def test_what_expires_is_reported_once_in_the_log(
     store = cluster.store.store
     store.now_us += 2 * staged_rows.EXPIRE_US
     store.tend()
-    told = [record for record in caplog.records if record.message == "store.staged_expired"]
-    assert [record.fields for record in told] == [{"stream": "orders", "records": 1}]  # type: ignore[attr-defined]  # ours
+    logged = [record for record in caplog.records if record.message == "store.staged_expired"]
+    assert [record.fields for record in logged] == [{"stream": "orders", "records": 1}]  # type: ignore[attr-defined]  # ours
     with pytest.raises(StagedMissing):
         await client.streams.commit("orders", writer="etl", batch=1, attempts=[done])
 

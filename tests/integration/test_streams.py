@@ -121,14 +121,14 @@ async def test_what_is_published_to_a_matching_topic_is_recorded_once_and_in_ord
 async def test_a_live_subscriber_gets_what_a_stream_records_too(setting: Any) -> None:
     cluster, client, other = setting
     await client.streams.create("orders", topic="orders.>")
-    heard: list[bytes] = []
-    async with client.subscribe("orders.*", lambda m: heard.append(m.payload)):
+    received: list[bytes] = []
+    async with client.subscribe("orders.*", lambda m: received.append(m.payload)):
         for number in range(100):
             await other.publish("orders.eu", b"%d" % number)
         await other.flush()
         await cluster.settle()
-    assert heard == [b"%d" % number for number in range(100)]
-    assert [m.payload for m in await whole(client, "orders")] == heard
+    assert received == [b"%d" % number for number in range(100)]
+    assert [m.payload for m in await whole(client, "orders")] == received
 
 
 async def test_two_streams_of_overlapping_filters_record_one_message_each(setting: Any) -> None:
@@ -150,9 +150,9 @@ async def test_a_stream_takes_its_share_of_a_clusters_pushes_and_all_its_broadca
     await client.streams.create("billing", cluster="billing")
     service = iris.Service("billing")
     pushed: list[bytes] = []
-    heard: list[bytes] = []
+    received: list[bytes] = []
     service.on_push(pushed.append)
-    service.on_broadcast(heard.append)
+    service.on_broadcast(received.append)
     async with other.serve(service):
         for number in range(200):
             await client.push("billing", b"p%d" % number)
@@ -164,8 +164,8 @@ async def test_a_stream_takes_its_share_of_a_clusters_pushes_and_all_its_broadca
     recorded = [p for p in payloads if p[:1] == b"p"]
     assert recorded, "the stream had no share of the pushes"
     assert sorted(recorded + pushed) == sorted(b"p%d" % number for number in range(200))
-    assert heard == [b"b%d" % number for number in range(200)]
-    assert [p for p in payloads if p[:1] == b"b"] == heard
+    assert received == [b"b%d" % number for number in range(200)]
+    assert [p for p in payloads if p[:1] == b"b"] == received
 
 
 @pytest.mark.parametrize("kind", [Kind.PUSH, Kind.BROADCAST])

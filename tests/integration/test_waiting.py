@@ -136,8 +136,8 @@ async def test_one_that_stalls_is_dropped_for_and_named_and_the_others_get_every
                     await publish(pub, "t")
                 await until(lambda: len(other.messages) == MANY)
                 assert "client.publish_stalled" in caplog.text
-                told = await pub.audience("t")
-                assert [(entry.label, entry.dropped) for entry in told.slow] == [
+                audience = await pub.audience("t")
+                assert [(entry.label, entry.dropped) for entry in audience.slow] == [
                     ("the slow one", lost(cluster))
                 ]
                 slow.going.set()

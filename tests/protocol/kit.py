@@ -368,7 +368,7 @@ class Host:
         """Put raw bytes on the way to the relay."""
         feed(self._to_relay, data)
 
-    def hear(self, data: bytes) -> None:
+    def receive(self, data: bytes) -> None:
         """Give the session raw bytes, as from the relay."""
         feed(self._to_session, data)
 
@@ -394,7 +394,7 @@ class Host:
         frame = self.port.out.popleft()
         for each in self.net.tamper(self, frame):
             try:
-                self.hear(each)
+                self.receive(each)
             except IrisError as err:
                 self.ended_because = str(err)
                 self.lose("protocol error")

@@ -290,7 +290,7 @@ def sealed() -> dict[str, tuple[bytes, dict[str, Any]]]:
     sent_back = HOP.pack(len(request) - 4, kind, flags, alias, hop, deadline) + request[26:]
     found["refused"] = sent_back, {**said, "flags": flags, "hop": hop}
     calls = [caller.frame(Kind.REQUEST, CLUSTER, [text], timeout=1000) for text in (b"a", b"bc")]
-    counters = [told["counter"] for _, told in calls]
+    counters = [read["counter"] for _, read in calls]
     found["calls"] = run(Kind.CALLS, calls, alias=0, hop=7, deadline=DEADLINE_US)
     answers = [
         member.frame(Kind.REPLY, CLUSTER, [text], answers=(CALLER, counter))

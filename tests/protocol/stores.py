@@ -104,13 +104,13 @@ class Relay:
         self.session = StoreSession(store, os.urandom, label="", pid=0, message_limit=1 << 20)
         self._tell(frames.Welcome(1, 1, bytes(16), bytes(8), bytes(32), 1 << 20))
         store.attached(self.session, first=True)
-        self.heard()
+        self.received()
 
     def _tell(self, body: frames.Control) -> None:
         buf = memoryview(bytearray(encode_control(body)))
         self.session.frame(buf, 0, len(buf))
 
-    def heard(self) -> list[bytearray]:
+    def received(self) -> list[bytearray]:
         """Acknowledge the store's frames, and return its answers."""
         answers: list[bytearray] = []
         while self.session.out.chunks:
@@ -157,7 +157,7 @@ class Relay:
                         self.hand(declared, bytes(frame), caller)
                         busy = True
             self.store.commit()
-            for answer in self.heard():
+            for answer in self.received():
                 for frame in self.answers(answer):
                     busy = True
                     self._answer(frame)
@@ -238,7 +238,7 @@ def raw(relay: Relay, body: bytes, *, name: str = UUID.hex(), key_id: bytes = KE
     end = NOW_US.to_bytes(8, "little") + bytes(4) + (1).to_bytes(4, "little") + bytes(8)
     relay.hand(declared, HOP.pack(46 + len(body), Kind.STREAM, 0, 0, 1, 0) + end + body, caller)
     relay.store.commit()
-    (answer,) = relay.heard()
+    (answer,) = relay.received()
     return decode_answer(bytes(answer[BODY_AT:]))
 
 

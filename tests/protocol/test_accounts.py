@@ -400,7 +400,7 @@ def honest_users_are_served(world: World) -> None:
             assert not server.ask(partial(join, server.keys, served))
             assert not server.subscribe("t.u", "g")
             server.say(frames.Members(1, "db", [KEY_ID], True))
-            assert server.heard(frames.Membership)
+            assert server.received(frames.Membership)
         net.settle()
         caller = Actor(net.router, user, world.rng)
         for hop, (kind, site) in enumerate(
@@ -412,7 +412,7 @@ def honest_users_are_served(world: World) -> None:
         net.settle()
         for server in servers:
             server.listen()
-        assert not caller.heard(frames.Fail)
+        assert not caller.received(frames.Fail)
         kinds_seen = Counter(frame[4] for server in servers for frame in server.tasks)
         assert kinds_seen[Kind.REQUEST] == kinds_seen[Kind.PUSH] == 2
         assert kinds_seen[Kind.TUNNEL_OPEN] == 2

@@ -176,20 +176,20 @@ def test_a_forgotten_request_leaves_nothing_behind(net: Network) -> None:
 def test_pushes_give_their_credit_back_once_per_turn(net: Network) -> None:
     caller, member = net.host(), net.host()
     member.serve("db", lambda delivery: delivery.finish())
-    heard: list[frames.Credit] = []
+    received: list[frames.Credit] = []
     handlers = net.router._from_sessions._handlers
     route = handlers[frames.Credit]
 
     def credited(session: object, credit: frames.Credit) -> None:
-        heard.append(credit)
+        received.append(credit)
         route(session, credit)  # type: ignore[arg-type]
 
     handlers[frames.Credit] = credited
     for _ in range(1000):
         caller.push("db", b"x" * 10)
     net.run()
-    assert sum(len(credit.hops) for credit in heard) == 1000
-    assert len(heard) < 10
+    assert sum(len(credit.hops) for credit in received) == 1000
+    assert len(received) < 10
 
 
 def test_more_pushes_than_a_member_queues_are_reported_as_lost(net: Network) -> None:
@@ -450,11 +450,11 @@ def test_gaps_around_what_arrived_are_reported_exactly(net: Network, first_known
     receiver.port.room = None
     net.router.writable(receiver.peer)
     net.run()
-    told = sum(gap.count or 0 for gap in inbox.gaps)
-    assert len(inbox.payloads) + told == sent
+    reported = sum(gap.count or 0 for gap in inbox.gaps)
+    assert len(inbox.payloads) + reported == sent
     publish(1, room=None)
-    told = sum(gap.count or 0 for gap in inbox.gaps)
-    assert len(inbox.payloads) + told == sent
+    reported = sum(gap.count or 0 for gap in inbox.gaps)
+    assert len(inbox.payloads) + reported == sent
 
 
 def test_what_nobody_wants_is_counted_as_unwanted(net: Network) -> None:
@@ -504,16 +504,16 @@ def test_watchers_hear_of_joins_and_leaves_and_a_member_under_two_keys_counts_on
     watcher, member = net.host(keys=[KEY, OTHER_KEY]), net.host(keys=[KEY, OTHER_KEY])
     for key in (KEY, OTHER_KEY):
         watcher.session.out.prove(key)
-    heard: list[frames.Membership] = []
-    watcher.session.watch("db", [KEY.key_id, OTHER_KEY.key_id], heard.append, stay=True)
+    received: list[frames.Membership] = []
+    watcher.session.watch("db", [KEY.key_id, OTHER_KEY.key_id], received.append, stay=True)
     net.run()
-    assert [m.joined for m in heard] == [[]]
+    assert [m.joined for m in received] == [[]]
     member.serve("db", keys=[KEY, OTHER_KEY])
-    assert len(heard) == 2
-    assert [info.key_ids for info in heard[1].joined] == [[KEY.key_id, OTHER_KEY.key_id]]
+    assert len(received) == 2
+    assert [info.key_ids for info in received[1].joined] == [[KEY.key_id, OTHER_KEY.key_id]]
     member.lose()
     net.run()
-    assert heard[2].left == [heard[1].joined[0].member]
+    assert received[2].left == [received[1].joined[0].member]
 
 
 def test_bye_is_answered_when_all_before_it_has_been_routed(net: Network) -> None:
@@ -593,13 +593,13 @@ def test_a_process_of_another_user_of_this_host_sees_numbers_and_no_names(net: N
     own, other = net.host("payroll"), net.host("other")
     own.serve("salaries")
     other.peer.ours = False
-    told = []
+    documents = []
     for host in (own, other):
         report = Result()
         host.session.ask(frames.Status, report)
         net.run()
-        told.append(json.loads(report.message.document))
-    full, limited = told
+        documents.append(json.loads(report.message.document))
+    full, limited = documents
     assert full["sessions"][0]["label"] == "payroll"
     assert "salaries" in full["clusters"]
     assert limited["counts"]["sessions"] == 2

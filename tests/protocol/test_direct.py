@@ -327,7 +327,7 @@ def test_moved_is_not_said_twice_and_not_before_ready(net: Network) -> None:
 
 def test_a_relay_that_grants_a_pair_twice_ends_the_session(net: Network) -> None:
     pairs, opener, _, left, _ = moved(net)
-    opener.hear(encode_control(frames.Ping(1)))
+    opener.receive(encode_control(frames.Ping(1)))
     net.tamper = lambda host, frame: (
         [frame, encode_control(frames.Pair(left.hop, bytes(16)))] if host is opener else [frame]
     )

@@ -19,7 +19,7 @@ def pong(delivery: Delivery) -> None:
     delivery.reply(b"pong", None, False)
 
 
-def hear_all(host: Host) -> None:
+def receive_all(host: Host) -> None:
     """Let a host read what it was sent, without an answer yet."""
     while host.listen():
         pass
@@ -41,7 +41,7 @@ def test_a_call_that_was_sent_before_its_caller_was_notified_reaches_the_member_
     alice.request("db")
     net.run()
     net.router.drain(GRACE_MS)
-    hear_all(bob)
+    receive_all(bob)
     left = leave(bob, service.member)
     bob.speak()
     answer = alice.request("db")
@@ -61,7 +61,7 @@ def test_a_call_from_another_relay_that_was_on_the_way_finds_the_member_that_lea
     answer = alice.request("db")
     alice.speak()  # it lies on the link
     net.routers[1].drain(GRACE_MS)
-    hear_all(bob)
+    receive_all(bob)
     left = leave(bob, service.member)
     bob.speak()
     assert not left.done()

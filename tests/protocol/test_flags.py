@@ -113,7 +113,7 @@ def pair(minor: int) -> tuple[Network, LinkEnd]:
     return net, there
 
 
-def told(there: LinkEnd, data: bytes) -> None:
+def send(there: LinkEnd, data: bytes) -> None:
     there.router.now_us += 1
     view = memoryview(bytearray(data))
     if data:
@@ -126,8 +126,8 @@ def test_a_relay_of_minor_1_is_ended_for_wrong_flags(kind: int, flags: int) -> N
     if kind in CALLS and flags & FLAG_REFUSED:
         return
     _, there = pair(PROTOCOL_MINOR)
-    told(there, declared(kind, HopClass.MESH))
-    told(there, frame(kind, flags, hop=5 | (there.link.own_hop ^ LINK_HOP)))
+    send(there, declared(kind, HopClass.MESH))
+    send(there, frame(kind, flags, hop=5 | (there.link.own_hop ^ LINK_HOP)))
     assert f"flags 0x{flags:02x}" in there.why
     assert there.link.closed
 
@@ -148,8 +148,8 @@ def test_flags_that_an_older_relay_forwards_cost_it_nothing(kind: int, flags: in
         return [data]
 
     net.tamper = look
-    told(there, declared(kind, HopClass.MESH))
-    told(there, frame(kind, flags, hop=5 | (there.link.own_hop ^ LINK_HOP)))
+    send(there, declared(kind, HopClass.MESH))
+    send(there, frame(kind, flags, hop=5 | (there.link.own_hop ^ LINK_HOP)))
     net._move()
     assert not there.why
     assert not bob.ended_because

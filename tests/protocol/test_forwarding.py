@@ -181,7 +181,7 @@ def test_sites_that_name_more_than_a_frame_holds_end_no_link_and_no_session(
         monkeypatch.setattr(module, "MAX_REPORT_BYTES", 4_100)
     for wan in wans:
         (hop,) = wan.link.in_flight
-        wan.hear(frames.Roster(hop, LONG), frames.Done(hop, LONG))
+        wan.receive(frames.Roster(hop, LONG), frames.Done(hop, LONG))
         assert not wan.why
     net.settle()
     assert not any(end.why for end in link)
@@ -212,7 +212,7 @@ def test_a_loss_that_names_many_groups_ends_no_link() -> None:
             break
         fields["groups"].append(f"{len(fields['groups']):0255}")
     assert len(body) == codec.MAX_CONTROL_BYTES
-    assert ours.hear_frame((2 + len(body)).to_bytes(4, "little") + bytes((Kind.GAP, 0)) + body) == ""  # fmt: skip
+    assert ours.receive_frame((2 + len(body)).to_bytes(4, "little") + bytes((Kind.GAP, 0)) + body) == ""  # fmt: skip
     net.settle()
     assert not any(end.why for end in link)
     assert [gap.count for gap in plain.gaps] == [None]
@@ -297,15 +297,15 @@ def test_a_loss_that_a_relay_makes_up_hides_no_message(over_a_link: bool, group:
     if over_a_link:
         there._frame(memoryview(bytearray(gap)), 0, len(gap))
     else:
-        bob.hear(gap)
+        bob.receive(gap)
     net.run()
     assert inbox.gaps
-    told = len(inbox.gaps)
+    gaps_before = len(inbox.gaps)
     for number in range(1, 4):
         alice.publish("news", b"%d" % number)
     net.run()
     assert inbox.payloads == [b"0", b"1", b"2", b"3"]
-    assert len(inbox.gaps) == told
+    assert len(inbox.gaps) == gaps_before
     assert not bob.session.dropped.get("late or repeated")
 
 
@@ -316,7 +316,7 @@ def test_losses_of_senders_that_a_relay_makes_up_take_no_senders_place() -> None
     inbox = bob.subscribe("news")
     for number in range(MAX_REPORTED + 10):
         gap = frames.Gap(Kind.PUBLISH, "news", OURS, number.to_bytes(16), 3, 2, "made up")
-        bob.hear(encode_control(gap))
+        bob.receive(encode_control(gap))
     alice.publish("news", b"text")
     net.run()
     assert inbox.payloads == [b"text"]

@@ -29,12 +29,12 @@ class Wire:
     """A port that keeps the control frames it was given."""
 
     def __init__(self) -> None:
-        self.heard: list[frames.Control] = []
+        self.received: list[frames.Control] = []
         self.held_messages = 0
         self.crowded = False
 
     def control(self, frame: bytes) -> None:
-        self.heard.append(decode_control(memoryview(bytearray(frame)), 0, len(frame)))
+        self.received.append(decode_control(memoryview(bytearray(frame)), 0, len(frame)))
 
     def has_room(self, size: int) -> bool:
         return True
@@ -58,7 +58,7 @@ class Party:
     def ask(self, body: frames.Control) -> str:
         """Send a frame and return the error of its Ack."""
         self.say(body)
-        ack = self.wire.heard[-1]
+        ack = self.wire.received[-1]
         assert isinstance(ack, frames.Ack)
         return ack.error
 
@@ -77,7 +77,7 @@ class Party:
 
     @property
     def welcome(self) -> frames.Welcome:
-        (welcome,) = [body for body in self.wire.heard if isinstance(body, frames.Welcome)]
+        (welcome,) = [body for body in self.wire.received if isinstance(body, frames.Welcome)]
         return welcome
 
 
@@ -113,8 +113,8 @@ def test_an_order_that_its_key_did_not_sign_is_refused_and_grants_nothing() -> N
     session = {"relay_id": welcome.relay_id, "session_id": welcome.session_id, "challenge": welcome.challenge}  # fmt: skip
     proof = STORE.sign_proof(data, **session)
     for signature in (OTHER.sign_order(data), KEY.sign_order(data + b" "), KEY.sign_proof(**session)):  # fmt: skip
-        told = store.ask(frames.Grant(7, data, KEY.public_key, signature, proof))
-        assert told == "the signature of the order is not valid"
+        answer = store.ask(frames.Grant(7, data, KEY.public_key, signature, proof))
+        assert answer == "the signature of the order is not valid"
     assert not store.session.granted
     assert "not proven" in store.ask(frames.Join(1, "orders", [KEY.key_id], STREAM))
 
@@ -232,9 +232,9 @@ def test_holders_of_a_stream_are_told_apart_from_members() -> None:
     )
     holder.say(frames.Prove(0, KEY.public_key, proof))
     holder.say(frames.Members(3, "orders", [KEY.key_id]))
-    members = holder.wire.heard[-1]
+    members = holder.wire.received[-1]
     holder.say(frames.Members(4, "orders", [KEY.key_id], streams=True))
-    holders = holder.wire.heard[-1]
+    holders = holder.wire.received[-1]
     assert isinstance(members, frames.Membership)
     assert isinstance(holders, frames.Membership)
     assert members.joined == []

@@ -70,7 +70,7 @@ def test_a_replayed_message_runs_once(net: Network, kind: Kind) -> None:
         caller.push("db", b"x")
     net.run()
     for n in range(3):
-        member.hear(with_hop(seen.frames[0], RELAY_HOP | 5000 + n))
+        member.receive(with_hop(seen.frames[0], RELAY_HOP | 5000 + n))
     assert len(service.deliveries) == 1
     assert member.session.dropped == {"replayed": 3, "refused: replayed": 3}
     member.session.out.chunks.clear()
@@ -87,10 +87,10 @@ def test_a_replay_after_a_reconnect_is_refused_too(net: Network) -> None:
     service = again.serve("db", echo)
     declared, request = seen.frames[0], next(f for f in seen.frames if kind_of(f) == Kind.REQUEST)
     body = control_of(declared)
-    again.hear(encode_control(frames.Declare(0, body.kind, body.name, body.key_id, body.sender_id, member=service.member)))  # fmt: skip
+    again.receive(encode_control(frames.Declare(0, body.kind, body.name, body.key_id, body.sender_id, member=service.member)))  # fmt: skip
     changed = bytearray(request)
     REWRITE.pack_into(changed, ALIAS_AT, 0, RELAY_HOP | 1)
-    again.hear(bytes(changed))
+    again.receive(bytes(changed))
     assert service.deliveries == []
     assert again.session.dropped["replayed"] == 1
     again.session.out.chunks.clear()
@@ -104,7 +104,7 @@ def test_a_message_refused_before_it_ran_may_come_again(net: Network) -> None:
     caller.request("db", b"x")
     net.run()
     service.refusal = None
-    member.hear(with_hop(seen.frames[0], RELAY_HOP | 9))
+    member.receive(with_hop(seen.frames[0], RELAY_HOP | 9))
     assert [d.message.payload for d in service.deliveries] == [b"x"]
     member.session.out.chunks.clear()
 
@@ -130,7 +130,7 @@ def test_a_counter_below_the_window_is_stale_and_only_an_idempotent_request_is_s
     caller.request("db", b"early")
     net.run()
     net.tamper = lambda host, frame: [frame]
-    member.hear(held[0])
+    member.receive(held[0])
     net.run()
     runs = [b"early", b"late"] if idempotent else [b"early"]
     assert [d.message.payload for d in service.deliveries] == runs
@@ -152,7 +152,7 @@ def test_publications_and_broadcasts_late_or_repeated_are_dropped(net: Network) 
     net.run()
     assert len(seen.frames) == 6
     for frame in seen.frames:
-        receiver.hear(frame)
+        receiver.receive(frame)
     assert inbox.payloads == [b"p0", b"p1", b"p2"]
     assert [m.payload for m in service.casts] == [b"b0", b"b1", b"b2"]
     assert receiver.session.dropped == {"late or repeated": 6}
@@ -355,7 +355,7 @@ def test_a_reply_that_a_relay_repeats_is_late(net: Network) -> None:
     seen = Recorder(net, Kind.REPLY)
     answer = caller.request("db", b"x")
     net.run()
-    caller.hear(seen.frames[0])
+    caller.receive(seen.frames[0])
     assert answer.value == b"x"
     assert caller.session.dropped == {"late answers": 1}
 

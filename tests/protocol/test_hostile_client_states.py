@@ -182,7 +182,7 @@ class Relay:
         session = self.session = host.session
         if state == "busy":
             for alias, kind in enumerate(DECLARED):
-                self.hear(
+                self.receive(
                     encode_control(frames.Declare(alias, kind, "db", KEY.key_id, SENDER, member=1))
                 )
             self.survey = Answers()
@@ -197,14 +197,14 @@ class Relay:
             session.ask(lambda number: frames.Subscribe(number, "t", [KEY.key_id]), self.results[3])
             session.ask(frames.Status, self.results[4])
             session.ask(frames.Ping, self.results[5])
-            session.watch("db", [KEY.key_id], lambda heard: None, stay=True)
+            session.watch("db", [KEY.key_id], lambda received: None, stay=True)
             session.flush()
         elif state == "holding":
             session.hold_casts()
         elif state == "ended":
             session.end("the relay said goodbye")
 
-    def hear(self, frame: bytes) -> IrisError | None:
+    def receive(self, frame: bytes) -> IrisError | None:
         return self._try(lambda: self.session.frame(memoryview(bytearray(frame)), 0, len(frame)))
 
     def releases(self) -> IrisError | None:
@@ -235,7 +235,7 @@ def test_a_frame_in_whatever_state_ends_the_session_by_name_or_nothing(state: st
     for index, frame in enumerate(frames_to_try):
         if index % 40 == 0 or victim.session.state.value != state_of(state):
             victim = Relay(net, guard, state)
-        err = victim.hear(frame)
+        err = victim.receive(frame)
         assert err is None or isinstance(err, PeerProtocolError | RelayUnavailable), err
         if err is not None:
             assert str(err)
@@ -257,7 +257,7 @@ def test_any_frames_one_after_the_other_end_the_session_by_name_or_nothing(seed:
     net, guard = Network(), Guard(FRESHNESS_US)
     victim = Relay(net, guard, "busy" if seed % 2 else "holding")
     for _ in range(300):
-        err = victim.hear(any_frame(rng))
+        err = victim.receive(any_frame(rng))
         assert err is None or isinstance(err, PeerProtocolError | RelayUnavailable), err
         if rng.random() < 0.02 and victim.session.state is State.UP:
             if seed % 4 == 0:
@@ -285,7 +285,7 @@ def test_the_end_of_a_survey_ends_no_request() -> None:
     net.run()
     (hop,) = alice.session.requests._pending
     for body in (frames.Roster(hop, ["m"]), frames.Done(hop, ["m"])):
-        alice.hear(encode_control(body))
+        alice.receive(encode_control(body))
     assert not answer.done()
     net.pass_time(2)
     with pytest.raises(RequestTimeout, match="no reply within 1 s"):
@@ -309,9 +309,9 @@ def test_nothing_runs_after_the_relay_said_goodbye() -> None:
     sent = list(member.port.out)
     member.port.out.clear()
     assert len(sent) == 2
-    member.hear(encode_control(frames.Bye("stopping")))
+    member.receive(encode_control(frames.Bye("stopping")))
     for frame in sent:
-        member.hear(frame)
+        member.receive(frame)
     assert (ran, inbox.payloads) == ([b"one"], [b"first"])
     assert member.session.dropped["after BYE"] == 2
 
@@ -390,7 +390,7 @@ def test_an_alias_beyond_65_535_ends_the_session() -> None:
     net = Network()
     victim = Relay(net, Guard(FRESHNESS_US), "up")
     body = frames.Declare(MAX_ALIASES, Kind.PUBLISH, "db", KEY.key_id, SENDER)
-    err = victim.hear(encode_control(body))
+    err = victim.receive(encode_control(body))
     assert isinstance(err, PeerProtocolError)
     assert "a DECLARE frame cannot be decoded" in str(err)
 
@@ -430,7 +430,7 @@ def test_what_is_dropped_is_counted_under_a_few_words() -> None:
     for _ in range(60):
         victim = Relay(net, guard, "busy")
         for _ in range(50):
-            if victim.hear(any_frame(rng)) is not None:
+            if victim.receive(any_frame(rng)) is not None:
                 break
         words |= victim.session.dropped.keys()
     assert len(words) > 3

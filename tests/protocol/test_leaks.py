@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from protocol.kit import KEY, OTHER_KEY, Network
-from protocol.test_quotas import HOUR_S, Party, hear
+from protocol.test_quotas import HOUR_S, Party, receive
 
 from iris.core import inbound as inbound_module
 from iris.errors import PeerProtocolError
@@ -58,7 +58,7 @@ def test_a_request_that_waits_under_the_hop_id_of_a_tunnel_s_opening_ends_withou
     call(caller, Kind.TUNNEL_OPEN, 5, deadline_us=late_us)
     call(caller, Kind.REQUEST, 5, deadline_us=net.router.now_us + 1_000)
     net.pass_time(0.5)
-    (fail,) = caller.heard(frames.Fail)
+    (fail,) = caller.received(frames.Fail)
     assert (fail.hop, fail.cause) == (5, Cause.EXPIRED)
     assert net.router._calls.parking.holds_opening(caller.session, 5)
     caller.say(tunnel_frame(Kind.TUNNEL_END, 5, b"\1"))
@@ -84,14 +84,14 @@ def test_a_call_that_was_given_up_is_handed_to_nobody_else() -> None:
     calls = handed(near)
     assert len(calls) == 2
     net.pass_time(HOUR_S + 180)
-    assert len(caller.heard(frames.Fail)) == 2
+    assert len(caller.received(frames.Fail)) == 2
     for frame in calls:
         back = bytearray(frame)
         back[5] = FLAG_REFUSED | Refusal.FULL << 4
         near.say(bytes(back))
     net.run()
     assert not handed(other)
-    assert not caller.heard(frames.Fail)
+    assert not caller.received(frames.Fail)
     assert caller.session.pending == 0
     assert not near.session.in_flight
     assert all(router.accounts.balance() == 0 for router in net.routers)
@@ -122,16 +122,16 @@ def test_watches_of_a_name_under_other_keys_are_not_looked_at() -> None:
     watcher.say(frames.Members(1, "db", [KEY_ID, KEY_ID], True))
     for watch in stranger.session.watches.values():
         watch.key_ids = Ids(watch.key_ids)
-    stranger.heard(object)
-    watcher.heard(object)
+    stranger.received(object)
+    watcher.received(object)
     serve(member)
-    assert len(watcher.heard(frames.Membership)) == 1
-    assert not stranger.heard(object)
+    assert len(watcher.received(frames.Membership)) == 1
+    assert not stranger.received(object)
     assert looked_at == 0
     watcher.say(frames.Unwatch(1))
     router.session_down(stranger.session)
     router.session_down(member.session)
-    assert not watcher.heard(object)
+    assert not watcher.received(object)
     assert not router.interest._watches
 
 
@@ -140,14 +140,14 @@ def test_a_watch_under_two_keys_is_notified_once_of_a_member_under_both() -> Non
     keys = (KEY_ID, OTHER_KEY.key_id)
     watcher, member = Party(router, keys=keys), Party(router, keys=keys)
     watcher.say(frames.Members(1, "db", [*keys, KEY_ID], True))
-    watcher.heard(object)
+    watcher.received(object)
     assert router.quotas.watches.total == 2
     serve(member)
-    (heard,) = watcher.heard(frames.Membership)
-    assert len(heard.joined) == 1
+    (received,) = watcher.received(frames.Membership)
+    assert len(received.joined) == 1
     router.session_down(member.session)
-    (heard,) = watcher.heard(frames.Membership)
-    assert len(heard.left) == 1
+    (received,) = watcher.received(frames.Membership)
+    assert len(received.left) == 1
     watcher.say(frames.Members(2, "db", [KEY_ID], True))
     watcher.say(frames.Unwatch(1))
     assert router.quotas.watches.total == 1
@@ -179,13 +179,13 @@ def test_sessions_that_have_used_up_what_may_wait_cost_one_look_a_second_togethe
     net.pass_time(1)
     for caller in callers:
         call(caller, Kind.PUSH, 5)
-    assert not any(caller.heard(frames.Fail) for caller in callers)
+    assert not any(caller.received(frames.Fail) for caller in callers)
     assert [caller.session.pending for caller in callers] == [1] * 20
     assert looks == 1
     for caller in callers:
         for hop in range(6, 10):
             call(caller, Kind.PUSH, hop, deadline_us=net.router.now_us + 1_000)
-        (fail,) = caller.heard(frames.Fail)
+        (fail,) = caller.received(frames.Fail)
         assert fail.cause == Cause.OVERLOADED
     assert looks == 1
 
@@ -219,7 +219,7 @@ def test_groups_that_a_relay_names_are_kept_within_a_bound_and_its_link_stays(
         body = frames.Declare(
             alias, Kind.PUBLISH, "t", KEY_ID, bytes(16), False, groups, hop_class=HopClass.MESH
         )
-        assert not hear(end, body)
+        assert not receive(end, body)
 
     for alias in range(4):
         declare(alias, long_groups(alias))
@@ -241,7 +241,7 @@ def test_groups_that_a_relay_names_to_a_client_are_kept_within_a_bound(
     inbox = alice.subscribe("t", group="g")
 
     def declare(alias: int, groups: list[str], key_id: bytes = KEY_ID) -> None:
-        alice.hear(
+        alice.receive(
             encode_control(
                 frames.Declare(alias, Kind.PUBLISH, "t", key_id, bytes(16), False, groups)
             )
@@ -282,7 +282,7 @@ def test_status_gives_a_session_of_another_user_numbers_alone_whoever_asks_at_th
         party.say(frames.Status(number))
     documents = {}
     for party in (ours, theirs):
-        reports = party.heard(frames.Report)
+        reports = party.received(frames.Report)
         assert [report.id for report in reports] == [n for n, p in enumerate(parties) if p is party]
         documents[party] = {report.document for report in reports}
         assert len(documents[party]) == 1
@@ -301,6 +301,6 @@ def test_a_status_of_the_wrong_size_or_form_ends_its_session_alone(body: bytes) 
     kind = frames.Status.FRAME
     with pytest.raises(PeerProtocolError, match="STATUS frame"):
         party.say(PREFIX.pack(2 + len(body), kind, 0) + body)
-    other.heard(object)
+    other.received(object)
     other.say(frames.Status(1))
-    assert len(other.heard(frames.Report)) == 1
+    assert len(other.received(frames.Report)) == 1

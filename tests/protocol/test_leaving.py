@@ -1,4 +1,4 @@
-"""Whoever has the call of a caller that left is told, wherever both are, and nothing stops by that."""
+"""A member that runs the call of a caller that left is notified, wherever both are, and can finish the call."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from relay.core.leaving import REST_US
 from relay.core.limits import Limits
 
 
-def told(net: Network) -> list[int]:
-    """How many calls each host was told of."""
+def callers_left(net: Network) -> list[int]:
+    """Return for each host of how many calls it was notified that their caller had left."""
     return [host.session.callers_left for host in net.hosts]
 
 
@@ -37,15 +37,15 @@ def test_a_member_is_notified_once_and_runs_to_its_end(relays: int, kind: Kind) 
     bystander.request("db", b"y")
     net.run()
     assert len(running) == 4
-    assert told(net) == [0, 0, 0]
+    assert callers_left(net) == [0, 0, 0]
     caller.lose()
     net.pass_time(0.5)
-    assert told(net) == [0, 3, 0], "and not of the call of somebody who is there"
+    assert callers_left(net) == [0, 3, 0], "not of calls of a caller that stays"
     for delivery in running:
         delivery.reply(b"done", None, False)
     net.run()
     net.pass_time(0.5)
-    assert told(net) == [0, 3, 0]
+    assert callers_left(net) == [0, 3, 0]
     net.hosts.remove(caller)
     net.check()
 
@@ -60,7 +60,7 @@ def test_a_link_that_is_cut_takes_its_callers_with_it() -> None:
     net.run()
     net.cut(ends)
     net.pass_time(0.5)
-    assert told(net) == [0, 1]
+    assert callers_left(net) == [0, 1]
 
 
 def test_calls_that_were_answered_or_that_nobody_waits_for_are_not_notified() -> None:
@@ -74,7 +74,7 @@ def test_calls_that_were_answered_or_that_nobody_waits_for_are_not_notified() ->
     net.run()
     caller.lose()
     net.pass_time(0.5)
-    assert told(net) == [0, 0]
+    assert callers_left(net) == [0, 0]
 
 
 @pytest.mark.parametrize("minor", [0, 1])
@@ -86,15 +86,15 @@ def test_older_sides_are_not_notified(minor: int) -> None:
     far.serve("far", lambda _: None)
     net.run()
     member.peer.minor = ends[0].link.minor = minor
-    heard: list[int] = []
-    ends[0].tamper = lambda frame: (heard.append(kind_of(frame)), (frame,))[1]
+    received: list[int] = []
+    ends[0].tamper = lambda frame: (received.append(kind_of(frame)), (frame,))[1]
     caller.request("db")
     caller.request("far")
     net.run()
     caller.lose()
     net.pass_time(0.5)
-    assert told(net) == [0, 0, 0]
-    assert Kind.CALLER_LEFT not in heard
+    assert callers_left(net) == [0, 0, 0]
+    assert Kind.CALLER_LEFT not in received
 
 
 def test_what_a_relay_says_of_calls_that_are_not_there_is_ignored_and_bounded() -> None:
@@ -108,13 +108,13 @@ def test_what_a_relay_says_of_calls_that_are_not_there_is_ignored_and_bounded() 
     (hop,) = ends[0].link.in_flight
     ends[0].control(encode_control(CallerLeft([hop + 1, 1 << 62, 0])))
     net.pass_time(0.5)
-    assert told(net) == [0, 0]
+    assert callers_left(net) == [0, 0]
     ends[1].link.left_hops = set(range(1 << 20, (1 << 20) + 99))
     ends[0].control(encode_control(CallerLeft([hop, *range(50)])))
     net.run()
     assert ends[1].link.dropped_entries == 50
     net.pass_time(0.2)
-    assert told(net) == [0, 1]
+    assert callers_left(net) == [0, 1]
     assert not ends[1].link.left_hops
     assert not ends[1].link.closed
 
@@ -135,19 +135,19 @@ def test_many_that_leave_at_once_are_looked_for_together() -> None:
     for caller in callers:
         caller.request("db", timeout_ms=60_000)
     net.run()
-    heard: list[int] = []
+    received: list[int] = []
 
     def tamper(host: object, frame: bytes) -> tuple[bytes, ...]:
         if kind_of(frame) == Kind.CALLER_LEFT:
-            heard.append(len(control_of(frame).hops))
+            received.append(len(control_of(frame).hops))
         return (frame,)
 
     net.tamper = tamper  # type: ignore[method-assign]
     for caller in callers:
         caller.lose()
     net.pass_time(REST_US / 1e6 / 2)
-    assert heard == [1], "the first is told at once"
+    assert received == [1], "the first is reported at once"
     net.pass_time(REST_US / 1e6)
-    assert heard == [1, 49]
+    assert received == [1, 49]
     assert net.router.deadline_us > net.router.now_us
     assert frames.MAX_CREDIT >= 49

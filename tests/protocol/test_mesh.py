@@ -468,23 +468,23 @@ def test_members_of_other_relays_are_listed_and_watched() -> None:
     net = Network(relays=2)
     ends = net.link(0, 1)
     alice, bob = net.host("alice"), net.host("bob", relay=1)
-    heard: list[frames.Membership] = []
+    received: list[frames.Membership] = []
     alice.session.out.prove(KEY)
-    alice.session.watch("db", [KEY.key_id], heard.append, stay=True)
+    alice.session.watch("db", [KEY.key_id], received.append, stay=True)
     service = bob.serve("db")
     member_id = f"{net.routers[1].relay_id.hex()}.{service.member}"
-    assert [[info.member for info in each.joined] for each in heard] == [[], [member_id]]
-    assert heard[1].joined[0].label == "bob"
+    assert [[info.member for info in each.joined] for each in received] == [[], [member_id]]
+    assert received[1].joined[0].label == "bob"
     net.cut(ends)
     net.pass_time(1)
     net.link(0, 1)
-    assert len(heard) == 2  # a link that returns at once does not change the members
+    assert len(received) == 2  # a link that returns at once does not change the members
     assert [info.member for info in net.router.mesh.infos("db", [KEY.key_id])] == [member_id]
     assert net.router.mesh.infos("db", [OTHER_KEY.key_id]) == []
     assert net.router.mesh.other_keys("db", [OTHER_KEY.key_id]) == {KEY.key_id[:4].hex(): 1}
     bob.lose()
     net.run()
-    assert heard[2].left == [member_id]
+    assert received[2].left == [member_id]
 
 
 def test_a_long_list_of_members_comes_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -493,11 +493,15 @@ def test_a_long_list_of_members_comes_in_parts(monkeypatch: pytest.MonkeyPatch) 
     alice = net.host("alice")
     for number in range(5):
         net.host(f"m{number}", relay=number % 2).serve("db")
-    heard: list[frames.Membership] = []
+    received: list[frames.Membership] = []
     alice.session.out.prove(KEY)
-    alice.session.watch("db", [KEY.key_id], heard.append, stay=False)
+    alice.session.watch("db", [KEY.key_id], received.append, stay=False)
     net.run()
-    assert [(len(part.joined), part.more) for part in heard] == [(2, True), (2, True), (1, False)]
+    assert [(len(part.joined), part.more) for part in received] == [
+        (2, True),
+        (2, True),
+        (1, False),
+    ]
 
 
 def test_a_frame_that_came_over_a_link_is_never_sent_over_another() -> None:
@@ -673,8 +677,8 @@ def test_long_introductions_come_in_frames_that_fit() -> None:
     net = Network(relays=2)
     here, _ = net.link(0, 1)
     mesh = net.routers[1].mesh
-    heard: list[bytes] = []
-    net.router.mesh.introduced = lambda relay_id, addresses: heard.append(relay_id)
+    received: list[bytes] = []
+    net.router.mesh.introduced = lambda relay_id, addresses: received.append(relay_id)
     for number in range(150):
         hello = frames.LinkHello(
             1, 0, number.to_bytes(16, "big"), 1, 1, 1 << 20, addresses=["x" * 300] * 16
@@ -685,7 +689,7 @@ def test_long_introductions_come_in_frames_that_fit() -> None:
     here.link.control(frames.AskPeers())
     while here.speak() or here.other.speak():
         pass
-    assert len(set(heard)) == 150
+    assert len(set(received)) == 150
 
 
 def test_a_tunnel_id_that_waits_here_is_not_opened_twice() -> None:

@@ -267,9 +267,9 @@ def test_each_append_is_stored_once_and_in_order_over_loss_duplication_and_late_
     world.run()
     world.check()
     assert len(world.appends) == next(number)
-    told = [waiter.got for _, waiter, _ in world.appends]
+    results = [waiter.got for _, waiter, _ in world.appends]
     if not refuses:  # then there is no reason for another epoch, and so to give anything up
-        assert all(isinstance(got, int) for got in told)
+        assert all(isinstance(got, int) for got in results)
     assert max(call.call.epoch for call in world.calls) == 0 or refuses
 
 

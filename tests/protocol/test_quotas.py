@@ -50,7 +50,7 @@ class Party:
         frame = bytearray(body if isinstance(body, bytes) else encode_control(body))
         self.router.frame_in(self.session, memoryview(frame), 0, len(frame))
 
-    def heard(self, cls: type) -> list[Any]:
+    def received(self, cls: type) -> list[Any]:
         """Return the control frames of a type that arrived since the last call."""
         bodies = [decode_control(memoryview(f), 0, len(f)) for f in self.port.out if f[4] < 0x40]
         self.port.out.clear()
@@ -60,7 +60,7 @@ class Party:
         """Return the error of the ACK."""
         self.number += 1
         self.say(build(self.number))
-        (ack,) = self.heard(frames.Ack)
+        (ack,) = self.received(frames.Ack)
         assert ack.id == self.number
         return str(ack.error)
 
@@ -82,7 +82,7 @@ class Party:
         self.say(HOP.pack(22 + len(body), kind, 0, alias, hop, deadline_us) + body)
 
 
-def hear(end: LinkEnd, *bodies: frames.Control) -> str:
+def receive(end: LinkEnd, *bodies: frames.Control) -> str:
     """Give frames to one end of a link; return the rule that they broke, if any."""
     for body in bodies:
         feed(end.reader, encode_control(body))
@@ -105,21 +105,21 @@ def test_members_beyond_the_bound_end_no_link_when_they_join_or_leave(
     link = end.link
     base = link.replica.version
     entries = [MemberEntry(n, "db", [KEY_ID], {Kind.REQUEST: 1}) for n in range(6)]
-    assert not hear(end, frames.Interest(base, 9, entries))
+    assert not receive(end, frames.Interest(base, 9, entries))
     assert (sorted(link.copy.members), link.dropped_entries, link.replica.version) == (
         [0, 1, 2, 3],
         2,
         9,
     )
-    assert not hear(end, frames.Interest(9, 10, left=[5, 0, 4]))
+    assert not receive(end, frames.Interest(9, 10, left=[5, 0, 4]))
     assert sorted(link.copy.members) == [1, 2, 3]
-    assert not hear(end, frames.Interest(0, 11, entries, reset=True))
+    assert not receive(end, frames.Interest(0, 11, entries, reset=True))
     assert (len(link.copy.members), link.dropped_entries) == (4, 4)
-    assert not hear(end, frames.Interest(11, 12, left=[4, 5]))
-    (told,) = net.router.mesh.status(0)["links"]  # type: ignore[misc]
-    assert told["untaken"] == 4
+    assert not receive(end, frames.Interest(11, 12, left=[4, 5]))
+    (link,) = net.router.mesh.status(0)["links"]  # type: ignore[misc]
+    assert link["untaken"] == 4
     # Only as many unknown members may leave as were dropped.
-    assert "had not joined" in hear(end, frames.Interest(12, 13, left=[4]))
+    assert "had not joined" in receive(end, frames.Interest(12, 13, left=[4]))
 
 
 def test_topics_and_groups_beyond_the_bound_end_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,14 +131,14 @@ def test_topics_and_groups_beyond_the_bound_end_no_link(monkeypatch: pytest.Monk
     base = link.replica.version
     grouped = [TopicEntry("jobs", KEY_ID, f"g{n}", 1) for n in range(3)]
     plain = [TopicEntry(f"t{n}", KEY_ID, "", 1) for n in range(3)]
-    assert not hear(end, frames.Interest(base, 9, topics=[*grouped, *plain]))
+    assert not receive(end, frames.Interest(base, 9, topics=[*grouped, *plain]))
     assert ([place[2] or place[0] for place in link.topics], link.dropped_entries) == (["g0", "g1", "t0", "t1"], 2)  # fmt: skip
     ended = [TopicEntry(entry.filter, KEY_ID, entry.group, 0) for entry in (*grouped, *plain)]
-    assert not hear(end, frames.Interest(9, 10, topics=ended))
+    assert not receive(end, frames.Interest(9, 10, topics=ended))
     assert not (link.topics)
     assert not (link.weights)
     assert not (link.groups)
-    assert not hear(end, frames.Interest(10, 11, topics=grouped[::-1]))
+    assert not receive(end, frames.Interest(10, 11, topics=grouped[::-1]))
     assert [place[2] for place in link.topics] == ["g2", "g1"]
 
 
@@ -227,15 +227,15 @@ def test_many_made_up_keys_cost_callers_of_a_name_nothing() -> None:
         assert not Party(net.router, "uid 9", tuple(keys[at : at + 50])).join("db")
     party = Party(net.router)
     party.say(frames.Members(1, "db", [KEY_ID]))
-    (told,) = party.heard(frames.Membership)
-    assert len(told.others) <= 65
+    (membership,) = party.received(frames.Membership)
+    assert len(membership.others) <= 65
     assert len(str(net.router.status()["clusters"])) < 4096
 
 
 # -- what other sites are told -----------------------------------------------------------------------------------
 
 
-def told_at_most(entries: int, monkeypatch: pytest.MonkeyPatch) -> Sites:
+def with_wan_limit(entries: int, monkeypatch: pytest.MonkeyPatch) -> Sites:
     """Return two sites that announce a number of clusters and topics to each other."""
     for module in (sites_module, federation_module):
         monkeypatch.setattr(module, "MAX_WANTED", entries)
@@ -245,7 +245,7 @@ def told_at_most(entries: int, monkeypatch: pytest.MonkeyPatch) -> Sites:
 def test_entries_without_room_are_held_back_and_announced_when_there_is_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    net = told_at_most(8, monkeypatch)
+    net = with_wan_limit(8, monkeypatch)
     ours, theirs = net.connect(0, 1)
     mallory = net.host("mallory", keys=(OTHER_KEY,))
     services = [mallory.serve(f"m{number}") for number in range(9)]
@@ -275,7 +275,7 @@ def test_entries_without_room_are_held_back_and_announced_when_there_is_room(
 def test_an_entry_that_was_held_back_is_announced_when_another_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    net = told_at_most(4, monkeypatch)
+    net = with_wan_limit(4, monkeypatch)
     _, theirs = net.connect(0, 1)
     parties = [Party(net.router) for _ in range(5)]
     for number, party in enumerate(parties):
@@ -328,8 +328,8 @@ def test_sites_with_much_interest_do_not_cut_a_gateway_off_from_its_own_relays(
     ends = net.link(0, 3)
     net.settle()
     assert [end.why for end in ends] == ["", ""]
-    told = [len(way.topics) for ways in late.sites.site_routes.values() for way in ways.values()]
-    assert told == [6, 2]
+    counts = [len(way.topics) for ways in late.sites.site_routes.values() for way in ways.values()]
+    assert counts == [6, 2]
     shown: Any = net.router.status()["sites"]
     assert [site["untold"] for site in shown] == [4, 12]
 
@@ -442,11 +442,11 @@ def test_a_call_without_a_deadline_is_given_up_after_an_hour() -> None:
     (link,) = net.router.links.values()
     assert (len(link.in_flight), far_caller.session.pending) == (2, 2)
     net.pass_time(HOUR_S - 60)
-    assert not far_caller.heard(frames.Fail)
+    assert not far_caller.received(frames.Fail)
     assert far_caller.session.pending == near_caller.session.pending == 2
     net.pass_time(180)
     for party in (far_caller, near_caller):
-        bodies = party.heard(object)
+        bodies = party.received(object)
         (fail,) = [body for body in bodies if isinstance(body, frames.Fail)]
         (done,) = [body for body in bodies if isinstance(body, frames.Done)]
         assert (fail.hop, fail.cause, fail.may_have_run) == (1, Cause.LOST, True)
@@ -473,15 +473,15 @@ def test_late_credit_for_a_push_that_was_given_up_is_ignored() -> None:
     (link,) = net.router.links.values()
     hops = list(link.in_flight)
     net.pass_time(HOUR_S + 180)
-    assert [fail.cause for fail in caller.heard(frames.Fail)] == [Cause.LOST] * 2
-    assert [fail.cause for fail in near_caller.heard(frames.Fail)] == [Cause.LOST] * 2
+    assert [fail.cause for fail in caller.received(frames.Fail)] == [Cause.LOST] * 2
+    assert [fail.cause for fail in near_caller.received(frames.Fail)] == [Cause.LOST] * 2
     assert not link.in_flight
     # A call at a member of this relay stays in that member's account until it ends.
     (member,) = near.session.members.values()
     near.say(frames.Credit(member.serial, Kind.PUSH, list(near.session.in_flight)))
     assert not near.session.in_flight
     assert member.loads[Kind.PUSH].messages == 0
-    assert not hear(ends[0], frames.Credit(0, Kind.PUSH, hops))
+    assert not receive(ends[0], frames.Credit(0, Kind.PUSH, hops))
 
 
 def test_a_site_that_credits_what_was_swept_keeps_its_connection() -> None:
@@ -500,7 +500,7 @@ def test_a_site_that_credits_what_was_swept_keeps_its_connection() -> None:
     alice.push("db", timeout_ms=1000)
     net.settle()
     assert not set(hops) & ours.link.in_flight.keys()
-    assert not ours.hear(frames.Credit(0, Kind.PUSH, hops))
+    assert not ours.receive(frames.Credit(0, Kind.PUSH, hops))
 
 
 def test_one_session_does_not_take_all_that_may_wait_for_a_relay_to_come_back(
@@ -516,7 +516,7 @@ def test_one_session_does_not_take_all_that_may_wait_for_a_relay_to_come_back(
     for party in (first, second, other):
         for hop in range(17):
             party.call(Kind.REQUEST, hop + 1, deadline_us=late_us)
-    refused = [len(party.heard(frames.Fail)) for party in (first, second, other)]
+    refused = [len(party.received(frames.Fail)) for party in (first, second, other)]
     assert refused == [9, 13, 13]
     assert net.router.accounts.refused == sum(refused)
     net.pass_time(4)
@@ -545,7 +545,7 @@ def watch(party: Party, number: int, name: str = "db") -> str:
     """Return why there is no watch, or an empty text: its first answer came."""
     party.say(frames.Members(number, name, [KEY_ID], True))
     answers = (frames.Ack, frames.Membership)
-    (answer,) = [body for body in party.heard(object) if isinstance(body, answers)]
+    (answer,) = [body for body in party.received(object) if isinstance(body, answers)]
     assert answer.id == number
     return str(answer.error) if isinstance(answer, frames.Ack) else ""
 
@@ -568,9 +568,9 @@ def test_a_watch_too_many_is_refused_and_its_session_goes_on(
     assert "the relay's limit of 8 watches, each counted once per key is reached" in watch(other, 9)
     # Without a watch all of them are answered, and who is in a watch hears of changes.
     third.say(frames.Members(2, "db", [KEY_ID]))
-    assert len(third.heard(frames.Membership)) == 1
+    assert len(third.received(frames.Membership)) == 1
     assert not third.join("db")
-    assert [len(party.heard(frames.Membership)) for party in (first, second, other)] == [3, 3, 2]
+    assert [len(party.received(frames.Membership)) for party in (first, second, other)] == [3, 3, 2]
     first.say(frames.Unwatch(1))
     first.say(frames.Unwatch(4))
     assert not watch(third, 7)
@@ -586,17 +586,17 @@ def test_a_watch_too_many_is_refused_and_no_other_watch_ends(
     net = Network()
     alice = net.host("alice")
     alice.session.out.prove(KEY)
-    heard: list[frames.Membership] = []
+    received: list[frames.Membership] = []
     refused: list[str] = []
     session = alice.session
-    session.watch("db", [KEY_ID], heard.append, refused=refused.append, stay=True)
-    second = session.watch("web", [KEY_ID], heard.append, refused=refused.append, stay=True)
-    session.watch("web", [KEY_ID], heard.append, stay=True)  # who does not care
+    session.watch("db", [KEY_ID], received.append, refused=refused.append, stay=True)
+    second = session.watch("web", [KEY_ID], received.append, refused=refused.append, stay=True)
+    session.watch("web", [KEY_ID], received.append, stay=True)  # who does not care
     net.run()
     assert [text.split(",")[0] for text in refused] == ["this session already has 1 watches"]
     session.unwatch(second)
     net.host("bob").serve("db")
-    assert [len(each.joined) for each in heard] == [0, 1]
+    assert [len(each.joined) for each in received] == [0, 1]
     assert not alice.ended_because
 
 

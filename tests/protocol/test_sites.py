@@ -40,13 +40,13 @@ class WanEnd(LinkEnd):
             for end in (self, self.other):
                 end.router.wan_down(end.link)
 
-    def hear(self, *bodies: frames.Control) -> str:
+    def receive(self, *bodies: frames.Control) -> str:
         """Take these from the other gateway; return which rule they broke, if one."""
         for body in bodies:
-            self.hear_frame(encode_control(body))
+            self.receive_frame(encode_control(body))
         return self.why
 
-    def hear_frame(self, frame: bytes) -> str:
+    def receive_frame(self, frame: bytes) -> str:
         if not self.link.closed:
             feed(self.reader, frame)
         return self.why
@@ -180,9 +180,9 @@ def test_members_of_other_sites_are_counted() -> None:
     alice.subscribe("own")  # proves the key
     alice.say(encode_control(frames.Members(77, "db", [KEY_ID])))
     net.run()
-    (told,) = replies
-    assert told.sites == {"ber": 3, "cph": 1}
-    assert not told.joined
+    (membership,) = replies
+    assert membership.sites == {"ber": 3, "cph": 1}
+    assert not membership.joined
 
 
 def test_what_a_site_does_not_import_or_export_is_refused_at_both_gateways_and_counted() -> None:
@@ -193,9 +193,9 @@ def test_what_a_site_does_not_import_or_export_is_refused_at_both_gateways_and_c
     # Ams says nothing of the sort itself: this is what Ber makes of it.
     publish = frames.Declare(0, Kind.PUBLISH, "other", KEY_ID, SENDER, True, [], 0, 2, "ber")
     call = frames.Declare(1, Kind.REQUEST, "web", KEY_ID, SENDER, True, [], 0, 2, "ber")
-    assert not theirs.hear(publish, call)
-    theirs.hear_frame(data(Kind.PUBLISH, 0, 0))
-    theirs.hear_frame(data(Kind.REQUEST, 1, hop_for(theirs)))
+    assert not theirs.receive(publish, call)
+    theirs.receive_frame(data(Kind.PUBLISH, 0, 0))
+    theirs.receive_frame(data(Kind.REQUEST, 1, hop_for(theirs)))
     router = net.routers[1]
     assert router.sites.policy.refused == {
         "ams: other is not imported": 1,
@@ -208,7 +208,7 @@ def test_what_a_site_does_not_import_or_export_is_refused_at_both_gateways_and_c
     entries = [SiteCluster("ber", name, KEY_ID, {Kind.REQUEST: 1}, 1) for name in ("db", "web")]
     topics = [SiteTopic("ber", name, KEY_ID, "", 1) for name in ("news.*", "other")]
     version = ours.link.replica.version
-    assert not ours.hear(
+    assert not ours.receive(
         frames.Interest(version, version + 1, clusters=entries, site_topics=topics)
     )
     (way,) = net.router.sites.site_routes["ber"].values()
@@ -334,7 +334,7 @@ def test_a_gateway_that_breaks_a_rule_loses_its_own_connection_and_no_other(
 ) -> None:
     victim = Victim(net)
     body, why = BREACHES[what]
-    assert why in victim.end.hear(body)
+    assert why in victim.end.receive(body)
     assert victim.end.link.closed
     assert "ber" not in net.router.sites.site_routes
     victim.works()
@@ -354,22 +354,22 @@ def test_a_data_frame_that_means_nothing_ends_the_connection(
     net: Sites, frame: bytes, why: str
 ) -> None:
     victim = Victim(net)
-    victim.end.hear(declare(0))
+    victim.end.receive(declare(0))
     size = (len(frame) - 4).to_bytes(4, "little")
-    assert why in victim.end.hear_frame(size + frame[4:])
+    assert why in victim.end.receive_frame(size + frame[4:])
     victim.works()
 
 
 def test_a_hop_id_of_ours_or_a_tunnel_twice_ends_the_connection(net: Sites) -> None:
     victim = Victim(net)
-    victim.end.hear(declare(0))
+    victim.end.receive(declare(0))
     ours = hop_for(victim.end) ^ victim.end.link.own_hop_mask
-    assert "range reserved for this relay" in victim.end.hear_frame(data(Kind.REQUEST, 0, ours))
+    assert "range reserved for this relay" in victim.end.receive_frame(data(Kind.REQUEST, 0, ours))
     victim.works()
     again, _ = net.connect(0, 2)
-    again.hear(declare(0, Kind.TUNNEL_OPEN, name="carols"))
-    again.hear_frame(data(Kind.TUNNEL_OPEN, 0, hop_for(again)))
-    assert "already in use by an open tunnel" in again.hear_frame(
+    again.receive(declare(0, Kind.TUNNEL_OPEN, name="carols"))
+    again.receive_frame(data(Kind.TUNNEL_OPEN, 0, hop_for(again)))
+    assert "already in use by an open tunnel" in again.receive_frame(
         data(Kind.TUNNEL_OPEN, 0, hop_for(again))
     )
     net.settle()
@@ -379,13 +379,13 @@ def test_a_hop_id_of_ours_or_a_tunnel_twice_ends_the_connection(net: Sites) -> N
 def test_answers_under_unknown_hop_ids_are_dropped_and_counted(net: Sites) -> None:
     victim = Victim(net)
     for number, kind in enumerate((Kind.REPLY, Kind.FAULT, Kind.ANSWER, Kind.STREAM_REPLY)):
-        victim.end.hear(declare(number, kind))
-        victim.end.hear_frame(data(kind, number, 99))
+        victim.end.receive(declare(number, kind))
+        victim.end.receive_frame(data(kind, number, 99))
     refused = FLAG_REFUSED | Refusal.FULL << 4
-    victim.end.hear_frame(data(Kind.REQUEST, 0, 99, flags=refused))
-    victim.end.hear_frame(tunnel_frame(Kind.TUNNEL_DATA, 99, b"x"))
-    victim.end.hear_frame(tunnel_frame(Kind.TUNNEL_END, 99, b"\0"))
-    assert not victim.end.hear(frames.Fail(99, 1), frames.Roster(99, ["x"]), frames.Done(99))
+    victim.end.receive_frame(data(Kind.REQUEST, 0, 99, flags=refused))
+    victim.end.receive_frame(tunnel_frame(Kind.TUNNEL_DATA, 99, b"x"))
+    victim.end.receive_frame(tunnel_frame(Kind.TUNNEL_END, 99, b"\0"))
+    assert not victim.end.receive(frames.Fail(99, 1), frames.Roster(99, ["x"]), frames.Done(99))
     assert net.router.accounts.dropped["late answer"] == 5
     assert net.router.accounts.dropped["late tunnel frame"] == 1
     victim.works()
@@ -400,7 +400,7 @@ def test_a_frame_that_was_refused_comes_back_as_it_was_or_not_at_all(net: Sites)
     net.settle()
     (hop,) = victim.end.link.in_flight
     changed = data(Kind.REQUEST, 0, hop, flags=FLAG_REFUSED | Refusal.FULL << 4)
-    assert "returned with another kind or length" in victim.end.hear_frame(changed)
+    assert "returned with another kind or length" in victim.end.receive_frame(changed)
     net.settle()
     assert answer.error is not None
     mallory.lose()
@@ -415,12 +415,14 @@ def test_credit_is_given_for_pushes_alone_and_once(net: Sites) -> None:
     victim.alice.push("mallorys")
     net.run()
     (hop,) = victim.end.link.in_flight
-    assert not victim.end.hear(frames.Credit(0, Kind.PUSH, [hop]))
-    assert not victim.end.hear(frames.Credit(0, Kind.PUSH, [hop, hop, 5]))  # late, for all we know
+    assert not victim.end.receive(frames.Credit(0, Kind.PUSH, [hop]))
+    assert not victim.end.receive(
+        frames.Credit(0, Kind.PUSH, [hop, hop, 5])
+    )  # late, for all we know
     victim.alice.push("mallorys")
     net.run()
     (hop,) = victim.end.link.in_flight
-    assert not victim.end.hear(frames.Credit(0, Kind.PUSH, [hop, hop]))
+    assert not victim.end.receive(frames.Credit(0, Kind.PUSH, [hop, hop]))
     answer = victim.alice.request("mallorys")
     net.run()
     (wan,) = [wan for wan in net.router.wans.values() if wan.site == "ber"]
@@ -443,22 +445,22 @@ def test_what_a_site_wants_is_bounded(net: Sites, monkeypatch: pytest.MonkeyPatc
     ):
         end, _ = net.connect(0, 2)
         way = end.link.site_route
-        assert not end.hear(interest(**entries))
+        assert not end.receive(interest(**entries))
         assert (len(way.clusters) + len(way.topics), way.dropped_entries) == (4, 1)
-        assert not end.hear(frames.Interest(0, 9, reset=True, more=True, **entries))
-        assert not end.hear(frames.Interest(0, 9, **entries))
+        assert not end.receive(frames.Interest(0, 9, reset=True, more=True, **entries))
+        assert not end.receive(frames.Interest(0, 9, **entries))
         assert (len(way.clusters) + len(way.topics), way.dropped_entries) == (4, 7)
         # A change has the same bound as a snapshot.
         ((kind, (first, *_)),) = entries.items()
         named = "name" if kind == "clusters" else "filter"
         late = msgspec.structs.replace(first, **{named: "late"})
-        assert not end.hear(frames.Interest(9, 10, **{kind: [late]}))
+        assert not end.receive(frames.Interest(9, 10, **{kind: [late]}))
         assert (len(way.clusters) + len(way.topics), way.dropped_entries) == (4, 8)
-        (told,) = net.router.federation.status()["sites"]
-        assert told["untaken"] == 8
+        (status,) = net.router.federation.status()["sites"]
+        assert status["untaken"] == 8
         # The end of a dropped entry breaks no rule, and does not free room twice.
         ended = [msgspec.structs.replace(e, **NOTHING[type(e)]) for e in entries[kind]]
-        assert not end.hear(frames.Interest(10, 11, **{kind: ended}))
+        assert not end.receive(frames.Interest(10, 11, **{kind: ended}))
         assert (len(way.clusters) + len(way.topics), way.dropped_entries) == (0, 8)
         net.router.wan_down(end.link)
     Victim(net).works()
@@ -477,9 +479,9 @@ def test_members_of_a_survey_that_are_too_many_are_not_named(
     (hop,) = victim.end.link.in_flight
     names = [f"m{number}" for number in range(4)]
     before = len(answers.roster_ids)
-    assert not victim.end.hear(frames.Roster(hop, names))
+    assert not victim.end.receive(frames.Roster(hop, names))
     assert victim.end.link.dropped_entries == before
-    assert not victim.end.hear(frames.Roster(hop, names))
+    assert not victim.end.receive(frames.Roster(hop, names))
     assert victim.end.link.dropped_entries == before + 4
     net.settle()
     assert len(answers.roster_ids) == 4
@@ -495,7 +497,7 @@ def test_refusals_are_counted_by_rule_up_to_a_bound(
     monkeypatch.setattr(policy_module, "MAX_REFUSED", 3)
     net.router.sites.policy = Policy(["ours"], ["theirs"])
     end, _ = net.connect(0, 2)
-    assert end.hear(*(declare(number, name=f"d{number}") for number in range(9))) == ""
+    assert end.receive(*(declare(number, name=f"d{number}") for number in range(9))) == ""
     refused = net.router.sites.policy.refused
     assert len(refused) == 4
     assert refused["others"] == 6
@@ -507,7 +509,7 @@ def test_a_survey_of_a_site_names_at_most_so_many_that_it_only_counts(
 ) -> None:
     monkeypatch.setattr("relay.core.site_routes.MAX_NAMED", 3)
     victim = Victim(net)
-    victim.end.hear(interest(clusters=[SiteCluster("ber", "many", KEY_ID, {Kind.SURVEY: 1 << 40}, 1 << 31)]))  # fmt: skip
+    victim.end.receive(interest(clusters=[SiteCluster("ber", "many", KEY_ID, {Kind.SURVEY: 1 << 40}, 1 << 31)]))  # fmt: skip
     net.settle()
     answers = victim.alice.survey("many")
     net.ends.remove(victim.other)  # nothing comes back
@@ -553,8 +555,8 @@ def test_sites_behind_one_gateway_are_bounded(net: Sites, monkeypatch: pytest.Mo
     end = next(end for end in net.ends if end.router is net.router)
     entries = [SiteEntry(f"s{number}") for number in range(4)]
     feed(end.reader, encode_control(interest(sites=entries)))
-    told = [SiteCluster(f"s{number}", "db", KEY_ID, {64: 1}, 1) for number in range(4)]
-    feed(end.reader, encode_control(frames.Interest(9, 10, clusters=told)))
+    clusters = [SiteCluster(f"s{number}", "db", KEY_ID, {64: 1}, 1) for number in range(4)]
+    feed(end.reader, encode_control(frames.Interest(9, 10, clusters=clusters)))
     feed(end.reader, encode_control(frames.Interest(10, 11, sites=[SiteEntry("s3", False)])))
     assert not end.why
     assert list(net.router.sites.site_routes) == ["s0", "s1", "s2"]
@@ -599,14 +601,14 @@ def test_a_snapshot_takes_the_place_of_what_was_known_and_leaves_alone_what_stay
     net: Sites,
 ) -> None:
     end, _ = net.connect(0, 2)
-    end.hear(interest(clusters=[cluster(name="a"), cluster(name="b")], site_topics=[topic()]))
+    end.receive(interest(clusters=[cluster(name="a"), cluster(name="b")], site_topics=[topic()]))
     (way,) = net.router.sites.site_routes["ber"].values()
     load = way.load(Kind.REQUEST, "b", KEY_ID)
     # In parts, of which the first alone changes nothing.
     parts = {"clusters": [cluster(name="b")]}, {"clusters": [cluster(name="c")]}
-    end.hear(frames.Interest(0, 20, reset=True, more=True, **parts[0]))
+    end.receive(frames.Interest(0, 20, reset=True, more=True, **parts[0]))
     assert sorted(name for name, _ in way.clusters) == ["a", "b"]
-    end.hear(frames.Interest(0, 20, **parts[1]))
+    end.receive(frames.Interest(0, 20, **parts[1]))
     assert sorted(name for name, _ in way.clusters) == ["b", "c"]
     assert not way.topics
     assert way.load(Kind.REQUEST, "b", KEY_ID) is load
@@ -616,9 +618,9 @@ def test_a_snapshot_takes_the_place_of_what_was_known_and_leaves_alone_what_stay
 def test_a_change_that_does_not_follow_is_asked_for_again(net: Sites) -> None:
     end, other = net.connect(0, 2)
     version = end.link.replica.version
-    end.hear(frames.Interest(version + 1, version + 2, clusters=[cluster()]))
+    end.receive(frames.Interest(version + 1, version + 2, clusters=[cluster()]))
     assert [resync.version for resync in end.said(frames.Resync)] == [version]
-    end.hear(frames.Interest(version + 2, version + 3, clusters=[cluster(name="late")]))
+    end.receive(frames.Interest(version + 2, version + 3, clusters=[cluster(name="late")]))
     assert len(end.said(frames.Resync)) == 1  # the snapshot will have it
     net.settle()
     assert not end.why
@@ -660,7 +662,7 @@ def test_a_gateway_that_says_goodbye_is_not_waited_for(net: Sites) -> None:
     net.settle()
     alice.publish("news", b"one")
     net.settle()
-    end.hear(frames.Bye())
+    end.receive(frames.Bye())
     assert end.finished
     answer = alice.request("db", timeout_ms=5_000)
     net.run()
@@ -671,7 +673,7 @@ def test_a_gateway_that_says_goodbye_is_not_waited_for(net: Sites) -> None:
 
 def test_an_error_of_the_other_gateway_ends_the_connection_with_its_words(net: Sites) -> None:
     end, _ = net.connect(0, 2)
-    end.hear(frames.Error("you broke\x1b[2J it"))
+    end.receive(frames.Error("you broke\x1b[2J it"))
     assert end.finished
     assert end.why.startswith("the other gateway reported: you broke")
     assert "\x1b" not in end.why
@@ -690,7 +692,7 @@ def test_another_sites_text_about_a_call_cannot_move_a_cursor_here() -> None:
     survey = alice.survey("db")
     net.run()
     (surveyed,) = ours.link.in_flight.keys() - {asked}
-    ours.hear(
+    ours.receive(
         frames.Fail(asked, Cause.REFUSED, "no\x1b[2J"),
         frames.Roster(surveyed, ["bob\x1b[2J"]),
         frames.Done(surveyed, ["bob\x1b[2J"]),
@@ -727,7 +729,7 @@ def test_a_gateway_that_is_about_to_stop_withdraws_what_it_advertised(net: Sites
 
 
 @pytest.mark.parametrize("heard", [False, True])
-def test_a_connection_that_is_lost_in_a_drain_reports_what_was_on_its_way(heard: bool) -> None:
+def test_a_connection_that_is_lost_in_a_drain_reports_what_was_on_its_way(received: bool) -> None:
     net = Sites("ams", "ber", "ber")
     alice, bob = net.host("alice"), net.host("bob", relay=2)
     ends = net.connect(0, 1)
@@ -736,18 +738,18 @@ def test_a_connection_that_is_lost_in_a_drain_reports_what_was_on_its_way(heard:
     alice.publish("news", b"one")
     net.settle()
     net.routers[1].drain(10_000)
-    if heard:
+    if received:
         net.settle()
     alice.publish("news", b"two")
     alice.speak()
     net.lose(ends)
     assert inbox.payloads == [b"one"]
-    assert len(inbox.gaps) == (not heard), "after its answer nothing is on its way"
+    assert len(inbox.gaps) == (not received), "after its answer nothing is on its way"
 
 
 @pytest.mark.parametrize("heard", [False, True])
 def test_a_link_that_is_lost_in_a_drain_reports_to_the_site_behind_it_what_was_on_its_way(
-    heard: bool,
+    received: bool,
 ) -> None:
     net = Sites("ams", "ams", "ber")
     ends = net.ends[0], net.ends[1]
@@ -758,14 +760,14 @@ def test_a_link_that_is_lost_in_a_drain_reports_to_the_site_behind_it_what_was_o
     alice.publish("news", b"one")
     net.settle()
     net.routers[1].drain(10_000)
-    if heard:
+    if received:
         net.settle()
     alice.publish("news", b"two")
     alice.speak()
     net.cut(ends)
     net.settle()
     assert inbox.payloads == [b"one"]
-    assert len(inbox.gaps) == (not heard)
+    assert len(inbox.gaps) == (not received)
 
 
 def test_a_lost_connection_reports_the_loss_to_the_relays_behind_it(net: Sites) -> None:
@@ -790,7 +792,7 @@ def test_a_bundle_crosses_once_although_one_copy_lags_behind(net: Sites) -> None
     alice, bob = net.host("alice"), net.host("bob", relay=2)
     plain, group = bob.subscribe("news"), bob.subscribe("news", group="workers")
     net.settle()
-    first.hear(interest(site_topics=[topic()]))
+    first.receive(interest(site_topics=[topic()]))
     crossed: list[bytes] = []
 
     def count(frame: bytes) -> list[bytes]:
@@ -811,7 +813,7 @@ def test_a_loss_of_messages_that_a_site_does_not_import_is_not_reported(net: Sit
     alice = net.host("alice")
     news, other = alice.subscribe("news"), alice.subscribe("other")
     for name in ("news", "other"):
-        assert not end.hear(
+        assert not end.receive(
             frames.Gap(Kind.PUBLISH, name, KEY_ID, SENDER, 0, 1, "lost", site="ams")
         )
     net.settle()
@@ -822,7 +824,7 @@ def test_a_loss_of_messages_that_a_site_does_not_import_is_not_reported(net: Sit
 def test_a_beat_looks_only_at_the_losses_whose_second_is_over(net: Sites) -> None:
     """However many the other site makes up: it says how often it beats, too."""
 
-    class Told(dict[Any, int]):
+    class CountingDict(dict[Any, int]):
         looked = 0
 
         def __getitem__(self, place: Any) -> int:
@@ -834,32 +836,32 @@ def test_a_beat_looks_only_at_the_losses_whose_second_is_over(net: Sites) -> Non
 
     end, _ = net.connect(0, 2)
     wan = net.router.sites.wans[net.routers[2].relay_id]
-    told = wan.reported_us = Told()
+    reports = wan.reported_us = CountingDict()
 
     def lose(*numbers: int) -> None:
         for number in numbers:
-            assert not end.hear(
+            assert not end.receive(
                 frames.Gap(Kind.PUBLISH, f"n.{number}", KEY_ID, SENDER, 0, 1, "lost", site="ams")
             )
 
     def beat(now_us: int) -> list[str]:
-        told.looked = 0
+        reports.looked = 0
         net.router.federation.beat(wan, wan.replica.version, now_us)
-        return [name for _, name, *_ in told]
+        return [name for _, name, *_ in reports]
 
     lose(*range(50))
     now_us = net.router.now_us
     net.router.now_us += 600_000
     lose(*range(50, 100))
     assert len(beat(now_us + 999_999)) == 100
-    assert told.looked == 1
+    assert reports.looked == 1
     net.router.now_us = now_us + 1_000_000
-    lose(3)  # told again, and for another second
+    lose(3)  # reported again, and for another second
     assert beat(now_us + 1_500_000) == [*(f"n.{number}" for number in range(50, 100)), "n.3"]
-    assert told.looked == 50
+    assert reports.looked == 50
     assert beat(now_us + 1_600_000) == ["n.3"]
     assert beat(now_us + 2_000_000) == []
-    assert wan.reported_us is told
+    assert wan.reported_us is reports
 
 
 def test_a_group_that_left_here_and_still_is_in_another_site_breaks_nothing(
@@ -869,8 +871,8 @@ def test_a_group_that_left_here_and_still_is_in_another_site_breaks_nothing(
     net.connect(0, 3)
     net.host("bob", relay=3).subscribe("jobs", group="workers")
     net.settle()
-    end.hear(declare(0, Kind.PUBLISH, name="jobs", plain=False, groups=["workers"]))
-    assert not end.hear_frame(data(Kind.PUBLISH, 0, 0))
+    end.receive(declare(0, Kind.PUBLISH, name="jobs", plain=False, groups=["workers"]))
+    assert not end.receive_frame(data(Kind.PUBLISH, 0, 0))
     alice = net.host("alice")
     inbox = alice.subscribe("other")
     alice.publish("jobs", b"one")

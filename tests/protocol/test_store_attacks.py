@@ -311,7 +311,7 @@ def test_a_recorded_open_opens_nothing_however_many_channels_others_open(
         assert isinstance(relay.ask(Caller(KEY), streams.Describe()), streams.Described)
     held = len(relay.store.calls.channels)
     relay.hand(declared, opening, caller)
-    (answer,) = relay.heard()
+    (answer,) = relay.received()
     refused = decode_answer(bytes(answer[BODY_AT:]))
     assert isinstance(refused, Refused)
     assert refused.code == "channel"
@@ -361,7 +361,7 @@ def test_a_call_of_another_time_or_stream_is_nothing_through_a_channel_of_today(
     for declared in (*places, *(declared for declared, _ in recorded)):
         for _, frame in recorded:
             after.hand(declared, frame, old)
-            (answer,) = after.heard()
+            (answer,) = after.received()
             refused = decode_answer(bytes(answer[BODY_AT:]))
             assert isinstance(refused, Refused)
             assert refused.code == "channel"

@@ -347,7 +347,7 @@ def test_a_recorded_conversation_does_nothing_again_here_or_on_another_connectio
         for declared, frame in list(recorded[:5]):
             again.hand(declared, frame, Caller())
         relay.store.commit()
-        answers = [decode_answer(one[BODY_AT:]) for one in again.heard()]
+        answers = [decode_answer(one[BODY_AT:]) for one in again.received()]
         assert isinstance(answers[0], streams.Door)  # a knock is answered to anybody
         assert [type(one) for one in answers[1:]] == [Refused] * 4
         assert state(relay.store) == before
@@ -497,7 +497,7 @@ def test_a_channel_to_one_log_is_refused_at_another_log_of_the_same_key(relay: R
     (frame,) = caller.frames()
     relay.hand(frames.Declare(0, Kind.STREAM, (b"o" * 16).hex(), KEY.key_id, bytes(16)), bytes(frame), caller)  # fmt: skip
     relay.store.commit()
-    (answer,) = relay.heard()
+    (answer,) = relay.received()
     refused = decode_answer(answer[BODY_AT:])
     assert isinstance(refused, Refused)
     assert refused.code == "channel"

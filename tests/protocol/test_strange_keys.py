@@ -16,13 +16,13 @@ SENDER = b"\x66" * 16
 ALIAS = 4000
 
 
-def hear(host: Host, kind: int, hop: int = 0, key_id: bytes = OTHER_KEY.key_id, count: int = 1) -> None:  # fmt: skip
+def receive(host: Host, kind: int, hop: int = 0, key_id: bytes = OTHER_KEY.key_id, count: int = 1) -> None:  # fmt: skip
     """Let the relay declare an alias under a key, and send a frame of it."""
     declared = frames.Declare(ALIAS, kind, "db", key_id, SENDER)
     host.session.turn(host.net.now_us, host.mono_us)
-    host.hear(encode_control(declared))
+    host.receive(encode_control(declared))
     body = bytes(40)
-    host.hear(HOP.pack(46 + len(body), kind, 0, ALIAS, hop, 0) + END.pack(0, 0, count, 0) + body)
+    host.receive(HOP.pack(46 + len(body), kind, 0, ALIAS, hop, 0) + END.pack(0, 0, count, 0) + body)
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_a_frame_under_a_strange_key_is_dropped_and_the_session_goes_on(kind: in
     near = alice.open_tunnel("db")
     net.run()
     casts = kind in (Kind.PUBLISH, Kind.BROADCAST)
-    hear(alice, kind, hop=77, count=3 if casts else 1)
+    receive(alice, kind, hop=77, count=3 if casts else 1)
     alice.session.flush()
     assert alice.session.state is State.UP
     assert alice.session.dropped[NOT_OURS] == (3 if casts else 1)
@@ -60,7 +60,7 @@ def test_an_answer_under_another_key_ends_its_request_alone(kind: int, key_id: b
     one, other = alice.request("db"), alice.request("db")
     net.run()
     first = min(alice.session.requests._pending)
-    hear(alice, kind, hop=first, key_id=key_id)
+    receive(alice, kind, hop=first, key_id=key_id)
     assert isinstance(one.error, ConnectionLost)
     assert one.error.may_have_run
     assert not other.done()
@@ -73,7 +73,7 @@ def test_in_a_survey_the_answers_of_others_count() -> None:
     service = bob.serve("db")
     answers = alice.survey("db")
     net.run()
-    hear(alice, Kind.ANSWER, hop=min(alice.session.requests._pending))
+    receive(alice, Kind.ANSWER, hop=min(alice.session.requests._pending))
     assert answers.end is None
     service.deliveries[0].reply(b"here", None, False)
     net.run()
@@ -118,7 +118,7 @@ def test_an_alias_declared_again_means_its_last_declaration() -> None:
     net.run()
     assert bob.session.dropped == {NOT_OURS: 1}
     assert not inbox.messages
-    bob.hear(said[0])
+    bob.receive(said[0])
     alice.publish("news", b"came")
     net.run()
     assert inbox.payloads == [b"came"]
@@ -128,7 +128,7 @@ def test_an_alias_declared_again_means_its_last_declaration() -> None:
 def test_a_stores_answer_belongs_to_its_hop_id_under_any_key() -> None:
     net = Network()
     alice = net.host("alice")
-    hear(alice, Kind.STREAM_REPLY, hop=3)
+    receive(alice, Kind.STREAM_REPLY, hop=3)
     assert alice.session.dropped == {"late answers": 1}
 
 
@@ -137,4 +137,4 @@ def test_an_alias_for_a_kind_without_aliases_ends_the_session(kind: int) -> None
     net = Network()
     alice = net.host("alice")
     with pytest.raises(Exception, match="cannot be declared for frame kind"):
-        alice.hear(encode_control(frames.Declare(1, kind, "db", OTHER_KEY.key_id, SENDER)))
+        alice.receive(encode_control(frames.Declare(1, kind, "db", OTHER_KEY.key_id, SENDER)))

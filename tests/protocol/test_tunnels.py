@@ -261,7 +261,7 @@ def test_an_end_that_the_relay_makes_up_is_not_taken_for_a_close(net: Network) -
     opener, member, left, right = opened(net)
     left.write(memoryview(b"x"), 0)
     net.run()
-    member.hear(tunnel_frame(Kind.TUNNEL_END, right.hop, bytes((Cause.CLOSED,))))
+    member.receive(tunnel_frame(Kind.TUNNEL_END, right.hop, bytes((Cause.CLOSED,))))
     assert right.broken
     assert not right.peer_finished
     opener.lose()
@@ -284,7 +284,7 @@ def test_a_replayed_first_message_starts_no_handler_and_expires(net: Network) ->
         changed = bytearray(seen[0])
         alias = HOP.unpack_from(changed)[3]
         REWRITE.pack_into(changed, ALIAS_AT, alias, RELAY_HOP | 900 + n)
-        member.hear(bytes(changed))
+        member.receive(bytes(changed))
     net.run()
     assert service.tunnels == [right]
     assert len(member.session.tunnels.ends) == 4

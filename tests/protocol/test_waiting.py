@@ -256,8 +256,8 @@ def test_one_that_stalls_is_dropped_for_until_it_has_room_and_the_others_get_eve
     other.handle(carol)
     linked.run()
     assert fill(linked, publisher)
-    told = sum(lost.count or 0 for lost in stalled.gaps)
-    assert told == missing
+    reported = sum(lost.count or 0 for lost in stalled.gaps)
+    assert reported == missing
     assert len(stalled.messages) + missing == len(other.messages)
     linked.check()
 
@@ -389,11 +389,11 @@ def test_credit_that_is_lost_on_the_way_is_given_again(net: Network) -> None:
     lose = True
     say = bob.session.control
 
-    def heard(body: frames.Control) -> None:
+    def received(body: frames.Control) -> None:
         if not (lose and isinstance(body, frames.Window)):
             say(body)
 
-    bob.session.casts.windows._send = heard
+    bob.session.casts.windows._send = received
     inbox.handle(bob)
     net.run()
     assert not publisher.publish_waiting(TOPIC, BUNDLE)
@@ -499,7 +499,7 @@ def test_a_window_that_nobody_asked_for_is_ignored(net: Network) -> None:
     alice.say(encode_control(frames.Window(5, 1, UNLIMITED)))
     net.run()
     assert not alice.ended_because
-    alice.hear(encode_control(frames.Window(5, 1, UNLIMITED)))
+    alice.receive(encode_control(frames.Window(5, 1, UNLIMITED)))
     assert alice.publish_waiting(TOPIC, BUNDLE)
 
 

@@ -50,5 +50,5 @@ def got(session: SimSession, tag: int) -> int:
     return session.casts.count(tag)
 
 
-def told_ms(call: SimCall, since_us: int) -> float:
+def notified_ms(call: SimCall, since_us: int) -> float:
     return (call.done_us - since_us) / 1000

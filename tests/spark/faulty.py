@@ -105,14 +105,14 @@ class _Writing:
     _plan: _Plan
 
     def write(self, iterator: Iterator[Any]) -> Any:
-        told = super().write(self._plan.count("write", _sliced(iterator)))  # type: ignore[misc]
-        if told.rows:
+        written = super().write(self._plan.count("write", _sliced(iterator)))  # type: ignore[misc]
+        if written.rows:
             self._plan.reach("staged")
-        return told
+        return written
 
     def commit(self, messages: Any, *batch: int) -> None:
         # Not at a query's first batch, which is empty.
-        rows = any(told.rows for told in messages)
+        rows = any(written.rows for written in messages)
         if rows:
             self._plan.reach("commit")
         super().commit(messages, *batch)  # type: ignore[misc]
@@ -215,8 +215,8 @@ def main(text: str) -> None:
 
     from spark import faulty  # not as __main__, which workers do not have
 
-    told = json.loads(text)
-    directory = told["dir"]
+    options = json.loads(text)
+    directory = options["dir"]
     # A JVM that is killed leaves what it unpacked: where the test's own directory goes with it.
     java = f"-Djava.io.tmpdir={directory} -XX:+UseSerialGC -XX:TieredStopAtLevel=1 -Xss4m"
     conf = {
@@ -231,14 +231,14 @@ def main(text: str) -> None:
         "spark.local.dir": f"{directory}/local",
         "spark.sql.warehouse.dir": f"{directory}/warehouse",
         "spark.sql.execution.arrow.maxRecordsPerBatch": "200",
-        **told["conf"],
+        **options["conf"],
     }
-    builder = SparkSession.builder.master(told["master"]).appName("iris-faults")
+    builder = SparkSession.builder.master(options["master"]).appName("iris-faults")
     for name, value in conf.items():
         builder = builder.config(name, value)
     session = builder.getOrCreate()
     session.dataSource.register(faulty.FaultySource)
-    for phase in told["phases"]:
+    for phase in options["phases"]:
         getattr(faulty, phase.pop("do"))(session, **phase)
     session.stop()
 

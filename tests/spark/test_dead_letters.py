@@ -96,7 +96,7 @@ def test_values_that_do_not_fit_value_schema_are_dead_letters_of_a_query(
     rows = stream_source(
         spark, stage, stream=name, startingOffsets="earliest", maxOffsetsPerTrigger=100, valueFormat="json", valueSchema=SCHEMA,
     )  # fmt: skip
-    heard: list[Any] = []
+    received: list[Any] = []
     with client.subscribe(f"{name}.dead") as messages:
         good = with_dead_letter(rows, topic=f"{name}.dead", options=stage.options)
         assert "_corrupt_value" not in good.columns
@@ -104,13 +104,13 @@ def test_values_that_do_not_fit_value_schema_are_dead_letters_of_a_query(
             good.writeStream.format("memory").queryName(name).option("checkpointLocation", str(checkpoint))
             .trigger(availableNow=True).start()
         )  # fmt: skip
-        heard += [next(messages) for _ in bad]
+        received += [next(messages) for _ in bad]
         finish(query)
     assert ids(spark.table(name).collect()) == list(range(200))
-    assert {int(one.headers["offset"]): one.payload for one in heard} == bad
-    assert {one.headers["reason"] for one in heard} == {"the value does not fit valueSchema"}
-    assert {one.headers["spark-query"] for one in heard} == {str(query.id)}
-    assert {one.headers["spark-batch"] for one in heard} == {"1", "2"}
+    assert {int(one.headers["offset"]): one.payload for one in received} == bad
+    assert {one.headers["reason"] for one in received} == {"the value does not fit valueSchema"}
+    assert {one.headers["spark-query"] for one in received} == {str(query.id)}
+    assert {one.headers["spark-batch"] for one in received} == {"1", "2"}
 
 
 def test_a_task_whose_dead_letters_cannot_be_kept_fails(

@@ -80,11 +80,11 @@ def test_a_batch_is_one_line_in_the_log(caplog: pytest.LogCaptureFixture) -> Non
 
 
 def test_prometheus_reads_each_series_once_and_names_are_escaped() -> None:
-    told = listener()
-    told.onQueryProgress(progress(1, name='a "b"\\'))
-    told.onQueryProgress(progress(1, name='a "b"\\', batch=1))
-    told.onQueryProgress(progress(2))
-    text = told.prometheus()
+    lag_listener = listener()
+    lag_listener.onQueryProgress(progress(1, name='a "b"\\'))
+    lag_listener.onQueryProgress(progress(1, name='a "b"\\', batch=1))
+    lag_listener.onQueryProgress(progress(2))
+    text = lag_listener.prometheus()
     samples = [line.rpartition(" ")[0] for line in text.splitlines() if not line.startswith("#")]
     assert len(samples) == len(set(samples)) == 10
     labels = f'query="{uuid.UUID(int=1)}",name="a \\"b\\"\\\\"'
@@ -95,50 +95,50 @@ def test_prometheus_reads_each_series_once_and_names_are_escaped() -> None:
 
 
 def test_a_query_that_ended_is_forgotten_and_one_that_runs_again_is_not() -> None:
-    told = listener()
+    lag_listener = listener()
     again = uuid.UUID(int=8)
-    told.onQueryProgress(progress(1))
-    told.onQueryProgress(progress(1, run=again))
-    told.onQueryTerminated(terminated(1))
-    assert [one.run for one in told.queries()] == [str(again)]
-    told.onQueryTerminated(terminated(1, again))
-    assert told.queries() == []
-    assert told.prometheus() == ""
+    lag_listener.onQueryProgress(progress(1))
+    lag_listener.onQueryProgress(progress(1, run=again))
+    lag_listener.onQueryTerminated(terminated(1))
+    assert [one.run for one in lag_listener.queries()] == [str(again)]
+    lag_listener.onQueryTerminated(terminated(1, again))
+    assert lag_listener.queries() == []
+    assert lag_listener.prometheus() == ""
 
 
 def test_queries_whose_end_is_never_reported_are_bounded() -> None:
     from iris.spark.listener import MAX_QUERIES
 
-    told = listener()
+    lag_listener = listener()
     for number in range(MAX_QUERIES + 10):
-        told.onQueryProgress(progress(number + 1))
-    assert len(told.queries()) == MAX_QUERIES
-    assert told.queries()[0].query == str(uuid.UUID(int=11))
+        lag_listener.onQueryProgress(progress(number + 1))
+    assert len(lag_listener.queries()) == MAX_QUERIES
+    assert lag_listener.queries()[0].query == str(uuid.UUID(int=11))
 
 
 def test_a_query_that_reads_something_else_is_not_ours(caplog: pytest.LogCaptureFixture) -> None:
-    told = listener()
+    lag_listener = listener()
     for end in (None, 7, "x", {}, {"topic": {"0": 5}}):
-        told.onQueryProgress(progress(sources=[source(end, end)]))
-    assert told.queries() == []
+        lag_listener.onQueryProgress(progress(sources=[source(end, end)]))
+    assert lag_listener.queries() == []
     assert caplog.records == []
 
 
 def test_a_lag_that_nobody_knows_is_not_a_number() -> None:
     ours = {"orders": {"0": 20, "log": LOG}}
     for latest in (None, {}, {"orders": {"0": 5, "log": "another"}}):
-        told = listener()
-        told.onQueryProgress(progress(sources=[source(ours, latest)]))
-        assert told.queries()[0].streams["orders"].lag is None
-        assert "iris_spark_lag_messages{" not in told.prometheus()
+        lag_listener = listener()
+        lag_listener.onQueryProgress(progress(sources=[source(ours, latest)]))
+        assert lag_listener.queries()[0].streams["orders"].lag is None
+        assert "iris_spark_lag_messages{" not in lag_listener.prometheus()
 
 
 def test_the_file_is_replaced_whole(tmp_path: Path) -> None:
     path = tmp_path / "iris.prom"
-    told = listener(prometheus_file=str(path))
-    told.onQueryProgress(progress())
-    assert path.read_text() == told.prometheus() != ""
-    told.onQueryTerminated(terminated())
+    lag_listener = listener(prometheus_file=str(path))
+    lag_listener.onQueryProgress(progress())
+    assert path.read_text() == lag_listener.prometheus() != ""
+    lag_listener.onQueryTerminated(terminated())
     assert path.read_text() == ""
     assert list(tmp_path.iterdir()) == [path]
 
@@ -147,27 +147,27 @@ def test_what_fails_is_reported_once_until_it_goes_well_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "later"
-    told = listener(prometheus_file=str(folder / "iris.prom"))
+    lag_listener = listener(prometheus_file=str(folder / "iris.prom"))
     for number in range(3):
-        told.onQueryProgress(progress(batch=number))
+        lag_listener.onQueryProgress(progress(batch=number))
     assert len(caplog.records) == 1
     folder.mkdir()
-    told.onQueryProgress(progress())
+    lag_listener.onQueryProgress(progress())
     (folder / "iris.prom").unlink()
     folder.rmdir()
-    told.onQueryProgress(progress())
+    lag_listener.onQueryProgress(progress())
     assert [record.message for record in caplog.records] == ["spark.listener_failed"] * 2
 
 
 def test_a_relay_that_is_away_is_reported_once_and_not_asked_with_every_batch(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    told = listener(topic="metrics.spark", relay=str(tmp_path / "none.sock"))
+    lag_listener = listener(topic="metrics.spark", relay=str(tmp_path / "none.sock"))
     for number in range(50):
-        told.onQueryProgress(progress(batch=number))
+        lag_listener.onQueryProgress(progress(batch=number))
     (record,) = caplog.records
     assert record.fields["what"] == "publish"  # type: ignore[attr-defined]  # what `extra` added
-    assert told.queries()[0].batch == 49
+    assert lag_listener.queries()[0].batch == 49
 
 
 @pytest.mark.parametrize(
@@ -185,11 +185,11 @@ def test_a_query_reports_its_lag_to_the_log_a_topic_and_a_file(
     make_stream(client, name)
     append_rows(client, name, 1000)
     path = tmp_path / "iris.prom"
-    told = listener(
+    lag_listener = listener(
         topic=f"metrics.{name}", prometheus_file=str(path), relay=str(stage.socket), keyring_file=str(stage.keyring)
     )  # fmt: skip
-    heard: list[Any] = []
-    spark.streams.addListener(told)
+    received: list[Any] = []
+    spark.streams.addListener(lag_listener)
     try:
         with client.subscribe(f"metrics.{name}") as messages:
             rows = stream_source(
@@ -199,14 +199,14 @@ def test_a_query_reports_its_lag_to_the_log_a_topic_and_a_file(
                 rows.writeStream.format("noop").queryName(name).option("checkpointLocation", str(checkpoint))
                 .trigger(availableNow=True).start()
             )  # fmt: skip
-            heard += [next(messages).value for _ in range(4)]
+            received += [next(messages).value for _ in range(4)]
             finish(query)
-        until(lambda: told.queries() == [])
+        until(lambda: lag_listener.queries() == [])
     finally:
-        spark.streams.removeListener(told)
-    assert [one["streams"][name] for one in heard] == [
+        spark.streams.removeListener(lag_listener)
+    assert [one["streams"][name] for one in received] == [
         {"next": 0, "lag": 1000}, {"next": 400, "lag": 600}, {"next": 800, "lag": 200}, {"next": 1000, "lag": 0},
     ]  # fmt: skip
-    assert [one["rows"] for one in heard] == [0, 400, 400, 200]
-    assert all(one["name"] == name and one["batch_ms"] > 0 for one in heard)
+    assert [one["rows"] for one in received] == [0, 400, 400, 200]
+    assert all(one["name"] == name and one["batch_ms"] > 0 for one in received)
     until(lambda: path.read_text() == "")

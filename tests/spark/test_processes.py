@@ -78,10 +78,10 @@ def test_a_killed_driver_goes_on_from_its_checkpoint(
     assert job.copied == job.rows
 
     # Spark's own log of it all tells no key.
-    told = b"".join(path.read_bytes() for path in events.rglob("*") if path.is_file())
-    assert b"SparkListenerTaskEnd" in told
+    logged = b"".join(path.read_bytes() for path in events.rglob("*") if path.is_file())
+    assert b"SparkListenerTaskEnd" in logged
     for secret in secrets(stage.keyring):
-        assert secret not in told
+        assert secret not in logged
 
 
 @pytest.mark.slow

@@ -267,10 +267,10 @@ def test_a_cluster_is_read_as_a_member_that_takes_its_share(
     assert source(spark, stage, **options).count() == 0
     (stream,) = streams_of(client, f"spark.{name}.")
     pushed: list[bytes] = []
-    heard: list[bytes] = []
+    received: list[bytes] = []
     service = iris.Service(name)
     service.on_push(lambda data: pushed.append(data))
-    service.on_broadcast(lambda data: heard.append(data))
+    service.on_broadcast(lambda data: received.append(data))
     pushes = [make_row("push", number) for number in range(200)]
     broadcasts = [make_row("broadcast", number) for number in range(50)]
 
@@ -288,7 +288,7 @@ def test_a_cluster_is_read_as_a_member_that_takes_its_share(
     with other.serve(service):
         client.wait_for_members(name, 2, timeout=PATIENCE_S)
         client.call(send)
-        until(lambda: len(heard) == 50 and len(pushed) + messages() == 250)
+        until(lambda: len(received) == 50 and len(pushed) + messages() == 250)
     found = rows_of(source(spark, stage, **options))
     assert {(row.topic, row.cluster) for row in found} == {(name, name)}
     taken = [bytes(row.value) for row in found]

@@ -34,7 +34,7 @@ IDLE = "spark.sql.streaming.noDataProgressEventInterval"
 
 
 @pytest.fixture
-def _idle_is_told(spark: SparkSession) -> Iterator[None]:
+def _idle_is_reported(spark: SparkSession) -> Iterator[None]:
     """Triggers that find nothing are told at once, rather than every ten seconds."""
     spark.conf.set(IDLE, "50")
     yield
@@ -100,7 +100,7 @@ def test_a_query_reads_what_there_is_in_batches_of_the_limit_and_goes_on_after_a
     assert kept.rows == more
 
 
-@pytest.mark.usefixtures("_idle_is_told")
+@pytest.mark.usefixtures("_idle_is_reported")
 def test_a_trigger_waits_for_the_least_rows_unless_it_has_waited_long_enough(
     spark: SparkSession, stage: Relay, client: iris.blocking.Client, name: str, checkpoint: Path
 ) -> None:
@@ -183,7 +183,7 @@ def test_a_limit_in_bytes_makes_several_batches(
     assert max(kept.sizes) <= 70
 
 
-@pytest.mark.usefixtures("_idle_is_told")
+@pytest.mark.usefixtures("_idle_is_reported")
 def test_a_late_query_begins_at_the_first_row_or_at_the_next_as_configured(
     spark: SparkSession, stage: Relay, client: iris.blocking.Client, name: str, checkpoint: Path
 ) -> None:
@@ -230,7 +230,7 @@ def test_foreach_batch_may_read_its_rows_more_than_once(
     assert seen == [(0, 0, []), (1, 200, sorted(rows[:200])), (2, 200, sorted(rows[200:]))]
 
 
-@pytest.mark.usefixtures("_idle_is_told")
+@pytest.mark.usefixtures("_idle_is_reported")
 def test_a_query_without_a_group_finds_its_own_stream_again(
     spark: SparkSession, stage: Relay, client: iris.blocking.Client, name: str, checkpoint: Path
 ) -> None:

@@ -48,7 +48,7 @@ class Connection:
         except OSError:
             return  # what it said before is still to be read
 
-    async def hear(self, wanted: type[C]) -> C:
+    async def receive(self, wanted: type[C]) -> C:
         """Return the next control frame of this type; raises EOFError at the end."""
         async with asyncio.timeout(PATIENCE_S):
             while True:

@@ -49,7 +49,7 @@ def firsts(taken: Taken) -> list[int]:
     return [place[0] for place in places(taken)]
 
 
-def told(taken: Taken) -> list[object]:
+def holes(taken: Taken) -> list[object]:
     return [item for item in taken.items if not isinstance(item, Delivery)]
 
 

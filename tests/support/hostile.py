@@ -718,7 +718,7 @@ class Scene:
         elif isinstance(neighbor, Wan):
             bounds["clusters"] = (len(neighbor.site_route.clusters), sites_module.MAX_WANTED)
             bounds["topics"] = (len(neighbor.site_route.topics), sites_module.MAX_WANTED)
-            bounds["told"] = (len(neighbor.reported_us), casts_module.MAX_GAPS_REPORTED)
+            bounds["reported"] = (len(neighbor.reported_us), casts_module.MAX_GAPS_REPORTED)
         for name, (size, most) in bounds.items():
             if size == most:
                 self.full.add(name)
@@ -774,9 +774,9 @@ class Scene:
             raise Broken("calls that an adversary drew to itself do not end")
 
     def _heard(self, host: Host, inbox: Inbox, text: bytes) -> None:
-        heard = sorted(payload for payload in inbox.payloads if payload[1:] == text)
+        received = sorted(payload for payload in inbox.payloads if payload[1:] == text)
         strange = [p for p in inbox.payloads if p[1:] != text]
-        if heard != [b"a" + text, b"b" + text, b"c" + text] or strange:
+        if received != [b"a" + text, b"b" + text, b"c" + text] or strange:
             raise Broken(
                 f"{host.label} heard {inbox.payloads} of round {text!r}; gaps {inbox.gaps[-3:]}"
             )

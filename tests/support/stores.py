@@ -427,7 +427,7 @@ class Audit:
         self.found: dict[tuple[int, int], int] = {}
         """(writer, number) -> offset."""
         self.gaps: list[StreamGap] = []
-        self.missing = self.told = 0
+        self.missing = self.reported = 0
         """Numbered publications that are not stored, and how many of them a gap with a count reported."""
         self._wrong = wrong
         self._latest: dict[int, int] = {}
@@ -481,15 +481,17 @@ class Audit:
     def _account(self, writer: int, number: int, latest: int) -> None:
         missing = number - latest - 1
         counts = [gap.count for gap in self._open]
-        told = sum(count or 0 for count in counts)
+        reported = sum(count or 0 for count in counts)
         self.missing += max(0, missing)
-        self.told += min(told, max(0, missing))
+        self.reported += min(reported, max(0, missing))
         if None in counts:
-            if told > missing:
-                self._wrong(f"{self.stream!r}: {told} told as lost before {number}, {missing} are")
-        elif told != missing:
+            if reported > missing:
+                self._wrong(
+                    f"{self.stream!r}: {reported} reported as lost before {number}, {missing} are"
+                )
+        elif reported != missing:
             self._wrong(
-                f"{self.stream!r}: numbers {latest + 1} to {number} of {writer} are missing, {told} of them told"
+                f"{self.stream!r}: numbers {latest + 1} to {number} of {writer} are missing, {reported} of them reported"
             )
         self._open.clear()
 

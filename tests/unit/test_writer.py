@@ -13,7 +13,7 @@ from iris.transport import SMALL_BYTES, Writer
 HIGH_BYTES = 1 << 16
 
 
-class Told(asyncio.Protocol):
+class PauseRecorder(asyncio.Protocol):
     def __init__(self) -> None:
         self.paused = False
 
@@ -33,7 +33,7 @@ def test_a_writer_faster_than_its_reader_is_told_to_pause_and_to_resume(
         loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair()
         theirs.setblocking(False)
-        transport, told = await loop.create_connection(Told, sock=ours)
+        transport, protocol = await loop.create_connection(PauseRecorder, sock=ours)
         transport.set_write_buffer_limits(HIGH_BYTES, HIGH_BYTES // 4)
         writer = Writer(transport)
         sent = 0
@@ -41,14 +41,14 @@ def test_a_writer_faster_than_its_reader_is_told_to_pause_and_to_resume(
             writer.write([bytes(SMALL_BYTES)] * pieces, SMALL_BYTES * pieces)
             sent += SMALL_BYTES * pieces
             await asyncio.sleep(0)
-            if told.paused:
+            if protocol.paused:
                 break
-        assert told.paused
+        assert protocol.paused
         assert transport.get_write_buffer_size() <= HIGH_BYTES + SMALL_BYTES * pieces
         got = 0
         while got < sent:
             got += len(await loop.sock_recv(theirs, 1 << 20))
-        assert not told.paused
+        assert not protocol.paused
         transport.close()
         theirs.close()
 

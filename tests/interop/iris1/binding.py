@@ -219,10 +219,10 @@ class Binding:
             await self.request("nobody-is-there", b"x", 1000)
 
     def subscribe(
-        self, topic: str, hear: Callable[[bytes], Awaitable[None]], limits: Limits | None = None
+        self, topic: str, receive: Callable[[bytes], Awaitable[None]], limits: Limits | None = None
     ) -> None:
         assert topic.encode() not in self.topics, "already subscribed"
-        self.topics[topic.encode()] = hear, Pool(limits or Limits())
+        self.topics[topic.encode()] = receive, Pool(limits or Limits())
         self.write(b"\x06" + blob(topic.encode()))
 
     def unsubscribe(self, topic: str) -> None:
@@ -301,8 +301,8 @@ class Binding:
         elif op == 0x08:
             topic, event = await self.blob(), await self.blob()
             if topic in self.topics:
-                hear, pool = self.topics[topic]
-                pool.put(len(event), lambda: hear(event))
+                receive, pool = self.topics[topic]
+                pool.put(len(event), lambda: receive(event))
             else:
                 self.stray_events += 1
         elif op == 0x09:

@@ -135,11 +135,11 @@ class Echo(Handler):
     """Answers requests and tunnels with what it got, and keeps broadcasts."""
 
     def __init__(self) -> None:
-        self.heard: list[bytes] = []
+        self.received: list[bytes] = []
         self.dropped: list[str] = []
 
     async def broadcast(self, message: bytes) -> None:
-        self.heard.append(message)
+        self.received.append(message)
 
     async def request(self, request: bytes) -> bytes:
         return request
@@ -155,13 +155,13 @@ class Echo(Handler):
         self.dropped.append(reason)
 
 
-def hearing(into: list[bytes]) -> Callable[[bytes], Awaitable[None]]:
+def collecting(into: list[bytes]) -> Callable[[bytes], Awaitable[None]]:
     """A topic handler that keeps what it gets."""
 
-    async def hear(event: bytes) -> None:
+    async def receive(event: bytes) -> None:
         into.append(event)
 
-    return hear
+    return receive
 
 
 __all__ = [
@@ -174,6 +174,6 @@ __all__ = [
     "Side",
     "Tunnel",
     "bridged",
-    "hearing",
+    "collecting",
     "until",
 ]

@@ -30,7 +30,7 @@ class Mute(Echo):
     """Keeps requests, and never answers."""
 
     async def request(self, request: bytes) -> bytes:
-        self.heard.append(request)
+        self.received.append(request)
         await asyncio.Event().wait()
         raise AssertionError
 

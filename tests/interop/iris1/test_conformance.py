@@ -12,7 +12,7 @@ from contextlib import suppress
 
 import pytest
 from interop.iris1 import binding
-from interop.iris1.kit import Echo, Handler, Limits, Tunnel, bridged, hearing, until
+from interop.iris1.kit import Echo, Handler, Limits, Tunnel, bridged, collecting, until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -94,8 +94,8 @@ async def test_broadcast() -> None:
             for turn in range(25):
                 sender.broadcast("bc", b"%d/%d" % (number, turn))
         wanted = {b"%d/%d" % pair for pair in itertools.product(range(50), range(25))}
-        await until(lambda: all(len(handler.heard) == 1250 for handler in handlers))
-        assert all(set(handler.heard) == wanted for handler in handlers)
+        await until(lambda: all(len(handler.received) == 1250 for handler in handlers))
+        assert all(set(handler.received) == wanted for handler in handlers)
         await asyncio.gather(*(one.close() for one in [*clients, *services]))
 
 
@@ -118,8 +118,8 @@ async def test_broadcast_memory_limit() -> None:
         service = await side.register("bc", handler, broadcasts=Limits(memory=1))
         for message in (b"1", b"22", b"3"):
             service.broadcast("bc", message)
-            await until(lambda: len(handler.heard) + service.casts.dropped == int(message[:1]))  # noqa: B023 - awaited here
-        assert handler.heard == [b"1", b"3"]
+            await until(lambda: len(handler.received) + service.casts.dropped == int(message[:1]))  # noqa: B023 - awaited here
+        assert handler.received == [b"1", b"3"]
 
 
 async def test_publish() -> None:
@@ -129,17 +129,17 @@ async def test_publish() -> None:
         clients = [await side.connect() for _ in range(5)]
         everybody = [*services, *clients]
         topics = [f"topic-{number}" for number in range(7)]
-        heard: dict[tuple[int, str], list[bytes]] = {}
+        received: dict[tuple[int, str], list[bytes]] = {}
         for number, one in enumerate(everybody):
             for topic in topics:
-                one.subscribe(topic, hearing(heard.setdefault((number, topic), [])))
+                one.subscribe(topic, collecting(received.setdefault((number, topic), [])))
         await asyncio.gather(*(one.settled() for one in everybody))
         for number, one in enumerate(everybody):
             for topic, turn in itertools.product(topics, range(15)):
                 one.publish(topic, b"%d/%d" % (number, turn))
-        await until(lambda: all(len(got) == 150 for got in heard.values()))
+        await until(lambda: all(len(got) == 150 for got in received.values()))
         wanted = {b"%d/%d" % pair for pair in itertools.product(range(10), range(15))}
-        assert all(set(got) == wanted for got in heard.values())
+        assert all(set(got) == wanted for got in received.values())
         for one, topic in itertools.product(everybody, topics):
             one.unsubscribe(topic)
         await asyncio.gather(*(one.close() for one in everybody))
@@ -163,13 +163,13 @@ async def test_publish_memory_limit() -> None:
     """TestPublishMemoryLimit: as for broadcasts."""
     async with bridged() as side:
         client = await side.connect()
-        heard: list[bytes] = []
-        client.subscribe("topic", hearing(heard), Limits(memory=1))
+        received: list[bytes] = []
+        client.subscribe("topic", collecting(received), Limits(memory=1))
         pool = client.topics[b"topic"][1]
         for event in (b"1", b"22", b"3"):
             client.publish("topic", event)
-            await until(lambda: len(heard) + pool.dropped == int(event[:1]))  # noqa: B023 - awaited here
-        assert heard == [b"1", b"3"]
+            await until(lambda: len(received) + pool.dropped == int(event[:1]))  # noqa: B023 - awaited here
+        assert received == [b"1", b"3"]
 
 
 async def test_local_delivery_within_a_millisecond() -> None:
@@ -177,14 +177,14 @@ async def test_local_delivery_within_a_millisecond() -> None:
     async with bridged() as side:
         handler = Echo()
         service = await side.register("bc", handler)
-        heard: list[bytes] = []
-        service.subscribe("topic", hearing(heard))
-        for send, into in ((service.broadcast, handler.heard), (service.publish, heard)):
+        received: list[bytes] = []
+        service.subscribe("topic", collecting(received))
+        for send, into in ((service.broadcast, handler.received), (service.publish, received)):
             for number in range(
                 2000
             ):  # a busy machine is late with most, and with all only if something waits
                 begin_s = time.perf_counter()
-                send("bc" if into is handler.heard else "topic", b"x")
+                send("bc" if into is handler.received else "topic", b"x")
                 while len(into) <= number:  # noqa: ASYNC110 - nothing is to come between
                     await asyncio.sleep(0)
                 if time.perf_counter() - begin_s < 0.001:

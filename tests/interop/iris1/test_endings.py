@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack
 import pytest
 from interop.iris1 import binding
 from interop.iris1.binding import blob, hello, number
-from interop.iris1.kit import Echo, bridged, hearing, until
+from interop.iris1.kit import Echo, bridged, collecting, until
 from interop.iris1.offence import WELCOME, Mute, greeted, sleeper
 
 import iris
@@ -31,8 +31,8 @@ async def test_a_lost_relay_ends_calls_as_timeouts_and_comes_back_unnoticed() ->
         await side.register("echo", echo)
         await serving.enter_async_context(native_client.serve(sleeper("ours")))
         client = await side.connect()
-        heard: list[bytes] = []
-        client.subscribe("topic", hearing(heard))
+        received: list[bytes] = []
+        client.subscribe("topic", collecting(received))
         assert await client.request("echo", b"1", 5000) == b"1"
         line, near = await client.tunnel("ours", 5000), await client.tunnel("echo", 5000)
         await side.cluster.stop_relay()
@@ -50,7 +50,7 @@ async def test_a_lost_relay_ends_calls_as_timeouts_and_comes_back_unnoticed() ->
         async with side.cluster.client() as native:
             await native.wait_for_members("echo", 1, timeout=10)
         assert await client.request("echo", b"3", 5000) == b"3"
-        await until(lambda: heard == [b"kept"])
+        await until(lambda: received == [b"kept"])
         await client.close()
         assert any(cause.startswith("gaps of unknown length") for cause in side.counters)
 
@@ -111,7 +111,7 @@ async def test_close_forgets_requests_and_refuses_tunnels_that_are_being_built()
         raw = await greeted(side)
         for id in range(3):
             raw.send(b"\x04" + number(id) + blob(b"mute") + blob(b"x") + number(250))
-        await until(lambda: len(mute.heard) == 3)
+        await until(lambda: len(mute.received) == 3)
         raw.send(b"\x09\x07" + blob(b"nobody") + number(60_000) + b"\x02")
         assert await raw.rest() == b"\x0a\x07\x01" + b"\x02\x00"
         late = await greeted(side)
@@ -126,7 +126,7 @@ async def test_close_is_answered_at_once_while_the_bridge_stops() -> None:
         await side.register("mute", mute)
         client = await side.connect()
         asked = asyncio.create_task(client.request("mute", b"x", 600_000))
-        await until(lambda: mute.heard)
+        await until(lambda: mute.received)
         stopping = asyncio.create_task(side.bridge.stop())
         await until(lambda: all(c._ending for c in side.bridge.connections))
         await client.close()
@@ -168,23 +168,26 @@ async def test_events_without_a_relay_beyond_the_bound_end_the_connection_with_t
 
 async def test_a_relay_that_takes_no_more_stops_the_sender_and_nothing_is_lost() -> None:
     async with bridged(session={"write_high_bytes": 4096}) as side, side.cluster.client() as native:
-        heard: list[bytes] = []
+        received: list[bytes] = []
         cast: list[bytes] = []
         service = iris.Service("bc")
 
         @service.on_broadcast
-        def hear(message: bytes) -> None:
+        def receive(message: bytes) -> None:
             cast.append(message)
 
-        async with native.serve(service), native.subscribe("t", lambda m: heard.append(m.payload)):
+        async with (
+            native.serve(service),
+            native.subscribe("t", lambda m: received.append(m.payload)),
+        ):
             client = await side.connect()
             wanted = [b"%d" % turn + bytes(5000) for turn in range(600)]
             for message in wanted:
                 client.publish("t", message)
                 client.broadcast("bc", message)
             await client.close()
-            await until(lambda: len(heard) == len(cast) == len(wanted))
-            assert heard == cast == wanted
+            await until(lambda: len(received) == len(cast) == len(wanted))
+            assert received == cast == wanted
 
 
 async def test_one_of_several_addresses_may_be_absent_and_all_of_them_not() -> None:
@@ -214,7 +217,7 @@ async def test_stopping_finishes_what_was_accepted_and_says_why() -> None:
 
     class Waiting(Echo):
         async def request(self, request: bytes) -> bytes:
-            self.heard.append(request)
+            self.received.append(request)
             await release.wait()
             return request
 
@@ -224,7 +227,7 @@ async def test_stopping_finishes_what_was_accepted_and_says_why() -> None:
         client = await side.connect()
         asked = asyncio.create_task(client.request("waiting", b"x", 60_000))
         ours = asyncio.create_task(native.request("waiting", b"y", timeout=60))
-        await until(lambda: len(waiting.heard) == 2)
+        await until(lambda: len(waiting.received) == 2)
         stopping = asyncio.create_task(side.bridge.stop())
         await until(lambda: all(c._ending for c in side.bridge.connections))
         with pytest.raises(binding.TimedOut):

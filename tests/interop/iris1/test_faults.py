@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 from interop.iris1 import binding
 from interop.iris1.binding import blob, hello, number
-from interop.iris1.kit import Echo, Handler, bridged, hearing, until
+from interop.iris1.kit import Echo, Handler, bridged, collecting, until
 from interop.iris1.offence import WELCOME, Mute, beside, connection, greeted
 
 import iris
@@ -276,14 +276,14 @@ async def test_an_invalid_name_is_reported_by_the_frames_own_answer(name: str) -
 async def test_double_subscriptions_and_unknown_unsubscriptions_change_nothing() -> None:
     async with bridged() as side:
         client = await side.connect()
-        heard: list[bytes] = []
+        received: list[bytes] = []
         client.write(b"\x07" + blob(b"unknown"))
-        client.subscribe("topic", hearing(heard))
+        client.subscribe("topic", collecting(received))
         client.write(b"\x06" + blob(b"topic"))
         client.publish("topic", b"once")
         client.publish("topic", b"more")
-        await until(lambda: len(heard) >= 2)
-        assert heard == [b"once", b"more"]
+        await until(lambda: len(received) >= 2)
+        assert received == [b"once", b"more"]
         client.unsubscribe("topic")
         client.write(b"\x07" + blob(b"topic"))
         await client.close()
@@ -294,7 +294,7 @@ async def test_a_subscription_too_many_ends_its_connection() -> None:
     async with bridged(max_subscriptions=3) as side, beside(side):
         client = await side.connect()
         for turn in range(4):
-            client.subscribe(f"topic-{turn}", hearing([]))
+            client.subscribe(f"topic-{turn}", collecting([]))
         await client.ended.wait()
         assert "3 subscriptions, the limit" in client.closed
 
@@ -321,7 +321,7 @@ async def test_requests_at_a_service_that_vanishes_end_at_once() -> None:
         client = await side.connect()
         theirs = asyncio.create_task(client.request("mute", b"x", 600_000))
         ours = asyncio.create_task(native.request("mute", b"x", timeout=600))
-        await until(lambda: len(mute.heard) == 2)
+        await until(lambda: len(mute.received) == 2)
         service.abort()
         with pytest.raises(binding.TimedOut):
             await theirs
@@ -331,16 +331,16 @@ async def test_requests_at_a_service_that_vanishes_end_at_once() -> None:
 
 async def test_close_refuses_tunnels_forgets_requests_and_delivers_what_was_sent() -> None:
     async with bridged() as side:
-        heard: list[bytes] = []
+        received: list[bytes] = []
         other = await side.connect()
-        other.subscribe("topic", hearing(heard))
+        other.subscribe("topic", collecting(received))
         await other.settled()  # another connection's words are not ordered with the client's
         mute = Mute()
         await side.register("mute", mute)
         client = await side.connect()
         asked = [asyncio.create_task(client.request("mute", b"x", 600_000)) for _ in range(5)]
         tunnel = asyncio.create_task(client.tunnel("nobody", 1000))
-        await until(lambda: len(mute.heard) == 5)
+        await until(lambda: len(mute.received) == 5)
         for turn in range(500):
             client.publish("topic", b"%d" % turn)
         await client.close()
@@ -348,7 +348,7 @@ async def test_close_refuses_tunnels_forgets_requests_and_delivers_what_was_sent
             assert isinstance(outcome, binding.Closed)
         with pytest.raises(binding.TimedOut):
             await tunnel
-        await until(lambda: len(heard) == 500)
+        await until(lambda: len(received) == 500)
 
 
 async def test_close_is_answered_though_the_relay_refuses_what_was_asked_before(
@@ -405,9 +405,9 @@ async def test_a_slow_reader_is_cut_and_counted_and_nobody_waits_for_it() -> Non
         slow = await greeted(side)
         slow.writer.transport.pause_reading()  # type: ignore[attr-defined]  # a socket's transport
         slow.send(b"\x06" + blob(b"flood"))
-        heard: list[bytes] = []
+        received: list[bytes] = []
         other, publisher = await side.connect(), await side.connect()
-        other.subscribe("flood", hearing(heard))
+        other.subscribe("flood", collecting(received))
         await other.settled()
         await until(lambda: connection(side, slow)._topics)
         await side.cluster.settle()
@@ -415,7 +415,7 @@ async def test_a_slow_reader_is_cut_and_counted_and_nobody_waits_for_it() -> Non
             publisher.publish("flood", bytes(50_000))
             if turn % 10 == 9:
                 await publisher.writer.drain()
-                await until(lambda: len(heard) == turn + 1)  # noqa: B023 - awaited here
+                await until(lambda: len(received) == turn + 1)  # noqa: B023 - awaited here
         assert side.counters["slow clients cut"] == 1
         slow.writer.transport.abort()
         await publisher.close()
@@ -440,7 +440,7 @@ async def test_requests_for_a_service_over_the_bound_are_reported_and_counted() 
         mute = Mute()
         service = await side.register("mute", mute)
         first = asyncio.create_task(native.request("mute", b"x", timeout=60))
-        await until(lambda: mute.heard)
+        await until(lambda: mute.received)
         with pytest.raises(iris.RemoteError, match="at capacity"):
             await native.request("mute", b"x", timeout=60)
         assert side.counters["requests over the bound"] == 1

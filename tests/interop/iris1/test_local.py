@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from interop.iris1 import binding
 from interop.iris1.binding import Tunnel, blob, number
-from interop.iris1.kit import Echo, Side, bridged, hearing, until
+from interop.iris1.kit import Echo, Side, bridged, collecting, until
 from interop.iris1.offence import Mute, connection, greeted
 
 import iris
@@ -29,21 +29,21 @@ class Naming(Echo):
         self.name = name
 
     async def request(self, request: bytes) -> bytes:
-        self.heard.append(request)
+        self.received.append(request)
         return self.name
 
 
-def native(name: str, heard: list[bytes]) -> iris.Service:
+def native(name: str, received: list[bytes]) -> iris.Service:
     service = iris.Service(name)
 
     @service.on_request
     async def answer(request: bytes) -> bytes:
-        heard.append(request)
+        received.append(request)
         return b"native"
 
     @service.on_broadcast
-    def hear(message: bytes) -> None:
-        heard.append(message)
+    def receive(message: bytes) -> None:
+        received.append(message)
 
     return service
 
@@ -62,8 +62,8 @@ async def test_casts_arrive_once_and_in_order_at_programs_of_both_kinds() -> Non
         ours: list[bytes] = []
         echoes = [Echo(), Echo()]
         services = [await side.register("cl", echo) for echo in echoes]
-        for service, heard in zip(services, theirs, strict=True):
-            service.subscribe("topic", hearing(heard))
+        for service, received in zip(services, theirs, strict=True):
+            service.subscribe("topic", collecting(received))
         sender = await side.connect()
         async with (
             client.serve(native("cl", ours)),
@@ -85,11 +85,11 @@ async def test_casts_arrive_once_and_in_order_at_programs_of_both_kinds() -> Non
             assert [m for m in ours if int(m) % 3] == events
             assert [m for m in ours if not int(m) % 3] == casts
             assert theirs == [events, events]
-            assert [echo.heard for echo in echoes] == [casts, casts]
+            assert [echo.received for echo in echoes] == [casts, casts]
             await client.publish("topic", b"from ours")
             await client.broadcast("cl", b"from ours")
             await until(
-                lambda: all(h[-1] == b"from ours" for h in [*theirs, *(e.heard for e in echoes)])
+                lambda: all(h[-1] == b"from ours" for h in [*theirs, *(e.received for e in echoes)])
             )
         assert set(side.counters) == {"requests unanswered: no members"}  # of `settled`
 
@@ -100,19 +100,19 @@ async def test_casts_between_two_bridges_of_a_relay_arrive_once() -> None:
         await other.start()
         port = other.addresses[0][1]
         try:
-            heard: dict[str, list[bytes]] = {"here": [], "there": []}
+            received: dict[str, list[bytes]] = {"here": [], "there": []}
             here = await side.connect()
             there = await binding.Binding().open(port)
-            here.subscribe("topic", hearing(heard["here"]))
-            there.subscribe("topic", hearing(heard["there"]))
+            here.subscribe("topic", collecting(received["here"]))
+            there.subscribe("topic", collecting(received["there"]))
             await asyncio.gather(here.settled(), there.settled())
             for turn in range(100):
                 here.publish("topic", b"h%d" % turn)
                 there.publish("topic", b"t%d" % turn)
-            await until(lambda: all(len(got) >= 200 for got in heard.values()))
+            await until(lambda: all(len(got) >= 200 for got in received.values()))
             await asyncio.gather(here.settled(), there.settled())
             await side.cluster.settle()
-            for got in heard.values():
+            for got in received.values():
                 assert [m for m in got if m[:1] == b"h"] == [b"h%d" % turn for turn in range(100)]
                 assert [m for m in got if m[:1] == b"t"] == [b"t%d" % turn for turn in range(100)]
             await there.close()
@@ -127,9 +127,9 @@ async def test_events_arrive_once_while_sessions_change() -> None:
         config = iris.ClientConfig(drain_timeout_s=0.2, reconnect_min_s=0.005, reconnect_max_s=0.02)
         keyring = iris.Keyring.single(key)
         side.bridge.connect = lambda label: side.cluster.client(keyring=keyring, config=config)
-        heard: list[bytes] = []
+        received: list[bytes] = []
         one, two = await side.connect(), await side.connect()
-        one.subscribe("topic", hearing(heard))
+        one.subscribe("topic", collecting(received))
         said: list[bytes] = []
 
         def say(count: int) -> None:
@@ -149,17 +149,17 @@ async def test_events_arrive_once_while_sessions_change() -> None:
         await side.cluster.start_relay()
         await asyncio.wait_for(two.settled(), 10)
         say(50)
-        await until(lambda: len(heard) >= len(said))
+        await until(lambda: len(received) >= len(said))
         await side.cluster.settle()
         await one.settled()
-        assert heard == said
+        assert received == said
         assert not side.counters["lost on the way: missing on the way"]
 
 
 async def test_losses_of_copies_that_were_delivered_here_are_not_reported() -> None:
     async with bridged() as side:
         client = await side.connect()
-        client.subscribe("topic", hearing([]))
+        client.subscribe("topic", collecting([]))
         client.publish("topic", b"x")
         await client.settled()
         (ours_there,) = side.bridge.connections
@@ -202,7 +202,7 @@ async def test_members_here_are_preferred_and_share_among_themselves() -> None:
             caller = await side.connect()
             for _ in range(30):
                 await caller.request("cl", b"x", 5000)
-            assert [len(echo.heard) for echo in echoes] == [10, 10, 10]
+            assert [len(echo.received) for echo in echoes] == [10, 10, 10]
             assert not ours
             assert await client.request(
                 "cl", b"x", timeout=5
@@ -228,7 +228,7 @@ async def test_members_elsewhere_get_their_share_when_those_here_are_full() -> N
             assert (
                 len(ours) >= (100 - SHARED_REQUESTS) // 4
             )  # of what the relay was asked, it gives each the same
-            assert len(mute.heard) >= SHARED_REQUESTS
+            assert len(mute.received) >= SHARED_REQUESTS
             assert all(task.result() == b"native" for task in asked if task.done())
         for task in asked:
             task.cancel()
@@ -247,7 +247,7 @@ async def test_a_member_that_is_alone_gets_all_requests_up_to_its_bound() -> Non
             for _ in range(30)
         ]
         await until(lambda: sum(task.done() for task in asked) == 10)
-        assert len(mute.heard) <= 50
+        assert len(mute.received) <= 50
         assert side.counters["requests over the bound"] >= 1
         for task in asked:
             if task.done():

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from interop.iris1 import binding
-from interop.iris1.kit import Echo, Handler, Tunnel, bridged, hearing, until
+from interop.iris1.kit import Echo, Handler, Tunnel, bridged, collecting, until
 
 import iris
 from relay.bridges.iris1.core.names import cluster_name, topic_name
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(60)
 def native(name: str) -> tuple[iris.Service, list[bytes]]:
     """A service of ours that says where an answer came from."""
     service = iris.Service(name)
-    heard: list[bytes] = []
+    received: list[bytes] = []
 
     @service.on_request
     def answer(request: bytes) -> Any:
@@ -35,8 +35,8 @@ def native(name: str) -> tuple[iris.Service, list[bytes]]:
         return b"native:" + request
 
     @service.on_broadcast
-    def hear(message: bytes) -> None:
-        heard.append(message)
+    def receive(message: bytes) -> None:
+        received.append(message)
 
     @service.on_tunnel
     async def echo(tunnel: iris.Tunnel) -> None:
@@ -45,7 +45,7 @@ def native(name: str) -> tuple[iris.Service, list[bytes]]:
                 raise ValueError("broken on purpose")
             await tunnel.send(b"native:" + message)
 
-    return service, heard
+    return service, received
 
 
 class Old(Echo):
@@ -143,15 +143,15 @@ async def test_a_service_that_never_replies_costs_its_callers_their_timeout_and_
 
 async def test_a_broadcast_reaches_members_of_both_kinds_from_senders_of_both_kinds() -> None:
     async with bridged() as side, side.cluster.client() as client:
-        service, heard = native("mixed")
+        service, received = native("mixed")
         async with client.serve(service):
             old = Echo()
             await side.register("mixed", old)
             pure = await side.connect()
             pure.broadcast("mixed", b"1")
-            await until(lambda: heard == [b"1"] and old.heard == [b"1"])
+            await until(lambda: received == [b"1"] and old.received == [b"1"])
             await client.broadcast("mixed", b"2")
-            await until(lambda: heard == [b"1", b"2"] and old.heard == [b"1", b"2"])
+            await until(lambda: received == [b"1", b"2"] and old.received == [b"1", b"2"])
 
 
 async def test_an_event_reaches_subscribers_of_both_kinds_from_publishers_of_both_kinds() -> None:
@@ -159,7 +159,7 @@ async def test_an_event_reaches_subscribers_of_both_kinds_from_publishers_of_bot
         ours: list[bytes] = []
         theirs: list[bytes] = []
         pure = await side.connect()
-        pure.subscribe("news.eu", hearing(theirs))
+        pure.subscribe("news.eu", collecting(theirs))
         async with client.subscribe("news.>", lambda message: ours.append(message.payload)):
             await pure.settled()
             await side.cluster.settle()
@@ -181,7 +181,7 @@ async def test_events_of_one_publisher_arrive_in_order() -> None:
     async with bridged() as side:
         theirs: list[bytes] = []
         pure = await side.connect()
-        pure.subscribe("news", hearing(theirs), binding.Limits(threads=1))
+        pure.subscribe("news", collecting(theirs), binding.Limits(threads=1))
         wanted = [b"%d" % number for number in range(3000)]
         for event in wanted:  # right behind the subscription: none may be lost
             pure.publish("news", event)
@@ -194,7 +194,7 @@ async def test_a_topic_that_looks_like_a_filter_is_one_topic() -> None:
         theirs: list[bytes] = []
         pure = await side.connect()
         for topic in ("a.*", ">", "two words"):
-            pure.subscribe(topic, hearing(theirs))
+            pure.subscribe(topic, collecting(theirs))
         await pure.settled()
         await side.cluster.settle()
         await client.publish("a.b", b"not for it")

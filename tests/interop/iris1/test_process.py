@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from interop.iris1 import binding
-from interop.iris1.kit import Echo, hearing
+from interop.iris1.kit import Echo, collecting
 from support.commands import command
 from support.relays import Daemon
 from support.waiting import eventually, wait_until
@@ -137,8 +137,8 @@ async def test_sighup_takes_up_a_changed_keyring_for_the_clients_that_are_there(
     process = start("--listen", "127.0.0.1:0")
     port = await asyncio.to_thread(process.port)
     one = await binding.Binding("theirs", Echo()).open(port)
-    heard: list[bytes] = []
-    one.subscribe("topic", hearing(heard))
+    received: list[bytes] = []
+    one.subscribe("topic", collecting(received))
     keyring = iris.Keyring.single(new_key)
     keyfiles.save_keyring(directory / keyfiles.KEYRING_FILE, keyring)
     async with iris.connect(relay.socket, keyring=keyring) as client:
@@ -149,7 +149,7 @@ async def test_sighup_takes_up_a_changed_keyring_for_the_clients_that_are_there(
         await asyncio.to_thread(wait_until, lambda: process.lines("bridge.keys_reloaded"))
         assert process.lines("bridge.keys_reloaded")[0]["left_behind"] == 0
         await client.publish("topic", b"y")
-        await eventually(lambda: heard == [b"y"])
+        await eventually(lambda: received == [b"y"])
         assert await one.request("theirs", b"z", 20_000) == b"z"
         keyfiles.save_keyring(directory / keyfiles.KEYRING_FILE, iris.Keyring({"other": [new_key]}))
         process.process.send_signal(signal.SIGHUP)

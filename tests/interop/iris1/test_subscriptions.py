@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from interop.iris1 import binding
 from interop.iris1.binding import blob
-from interop.iris1.kit import bridged, hearing, until
+from interop.iris1.kit import bridged, collecting, until
 from interop.iris1.offence import connection, greeted
 from interop.iris1.test_process import Process
 from support.relays import Daemon
@@ -98,12 +98,12 @@ async def test_without_a_relay_events_wait_for_it_and_not_for_subscriptions() ->
     async with bridged() as side:
         subscriber, publisher = await side.connect(), await side.connect()
         await side.cluster.stop_relay()
-        heard: list[bytes] = []
-        subscriber.subscribe("topic", hearing(heard))
+        received: list[bytes] = []
+        subscriber.subscribe("topic", collecting(received))
         for _ in range(20):
             publisher.publish("topic", b"x")
         await side.cluster.start_relay()
-        await until(lambda: len(heard) == 20)
+        await until(lambda: len(received) == 20)
         await asyncio.gather(subscriber.close(), publisher.close())
 
 
@@ -137,10 +137,10 @@ def busy() -> Iterator[None]:
 async def publish_to_all(port: int, between: Callable[[], None]) -> None:
     """TestPublish with ten connections; `between` is called when all have subscribed, before anybody publishes."""
     everybody = [await binding.Binding().open(port) for _ in range(10)]
-    heard: dict[tuple[int, str], list[bytes]] = {}
+    received: dict[tuple[int, str], list[bytes]] = {}
     for number, one in enumerate(everybody):
         for topic in TOPICS:
-            one.subscribe(topic, hearing(heard.setdefault((number, topic), [])))
+            one.subscribe(topic, collecting(received.setdefault((number, topic), [])))
     await asyncio.sleep(0)  # what was written has been sent
     between()
     for number, one in enumerate(everybody):
@@ -148,9 +148,9 @@ async def publish_to_all(port: int, between: Callable[[], None]) -> None:
             for topic in TOPICS:
                 one.publish(topic, b"%d/%d" % (number, turn))
     try:
-        await until(lambda: all(len(got) == 150 for got in heard.values()))
+        await until(lambda: all(len(got) == 150 for got in received.values()))
     except TimeoutError:
-        missed = {where: 150 - len(got) for where, got in heard.items() if len(got) != 150}
+        missed = {where: 150 - len(got) for where, got in received.items() if len(got) != 150}
         raise AssertionError(f"missed: {missed}") from None
     await asyncio.gather(*(one.close() for one in everybody))
 

@@ -173,13 +173,13 @@ async def test_peers_that_come_and_go_at_once_are_not_thought_to_be_there(world:
 
 async def test_an_empty_message_is_a_message(world: World, bridge: Bridge) -> None:
     service = iris.Service("work")
-    heard: asyncio.Queue[bytes] = asyncio.Queue()
-    service.on_push(heard.put_nowait)
+    received: asyncio.Queue[bytes] = asyncio.Queue()
+    service.on_push(received.put_nowait)
     async with world.client() as client, client.serve(service):
         with pynng.Push0(dial=bridge.url("pull")) as peer:
             await peer.asend(b"")
             async with asyncio.timeout(20):
-                assert await heard.get() == b""
+                assert await received.get() == b""
 
 
 async def test_an_empty_request_gets_its_empty_reply_both_ways(

@@ -98,8 +98,8 @@ async def test_what_a_member_says_last_reaches_a_program_that_is_slow(
 
     async with world.client() as client, client.serve(service):
         with pynng.Pair0(dial=bridge.url("pair-in"), recv_timeout=20_000, recv_buffer_size=1) as socket:  # fmt: skip
-            heard = [int((await socket.arecv()).rstrip(b"\0")) for _ in range(400)]
-    assert heard == list(range(400))
+            received = [int((await socket.arecv()).rstrip(b"\0")) for _ in range(400)]
+    assert received == list(range(400))
 
 
 async def test_what_one_program_did_not_read_never_reaches_the_next(world: World) -> None:
@@ -136,13 +136,13 @@ async def test_what_the_next_program_says_early_waits_for_its_own_tunnel(
     world: World, bridge: Bridge
 ) -> None:
     ended: asyncio.Queue[str] = asyncio.Queue()
-    heard: list[list[bytes]] = []
+    received: list[list[bytes]] = []
     service = iris.Service("archive")
 
     @service.on_tunnel
     async def listen(tunnel: iris.Tunnel) -> None:
         mine: list[bytes] = []
-        heard.append(mine)
+        received.append(mine)
         async for message in tunnel:
             mine.append(message)
         ended.put_nowait("finished there")
@@ -152,8 +152,8 @@ async def test_what_the_next_program_says_early_waits_for_its_own_tunnel(
             with pynng.Pair0(dial=bridge.url("pair-in"), send_timeout=20_000) as socket:
                 for _ in range(20):
                     await socket.asend(b"%d" % number)
-                await eventually(lambda number=number: len(heard) > number and len(heard[number]) == 20)  # fmt: skip
+                await eventually(lambda number=number: len(received) > number and len(received[number]) == 20)  # fmt: skip
         async with asyncio.timeout(WAIT_S):
             for _ in range(5):
                 await ended.get()
-    assert heard == [[b"%d" % number] * 20 for number in range(5)]
+    assert received == [[b"%d" % number] * 20 for number in range(5)]

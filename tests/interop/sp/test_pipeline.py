@@ -16,17 +16,17 @@ class Worker:
 
     def __init__(self, cluster: str) -> None:
         self.service = iris.Service(cluster)
-        self.heard: list[bytes] = []
+        self.received: list[bytes] = []
         self.come = asyncio.Event()
         self.service.on_push(self.take)
 
     def take(self, data: bytes) -> None:
-        self.heard.append(data)
+        self.received.append(data)
         self.come.set()
 
     async def until(self, count: int) -> None:
         async with asyncio.timeout(30):
-            while len(self.heard) < count:
+            while len(self.received) < count:
                 self.come.clear()
                 await self.come.wait()
 
@@ -38,7 +38,7 @@ async def test_a_push_program_gives_work_to_a_cluster(world: World, bridge: Brid
     cat = nngcat("--push", "--dial", bridge.url("pull"), "--data", "job", *twice)
     async with world.client() as client, client.serve(worker.service), cat:
         await worker.until(2)
-    assert worker.heard == [b"job"] * 2
+    assert worker.received == [b"job"] * 2
 
 
 async def test_work_waits_with_the_push_program_while_nobody_takes_it(
@@ -53,7 +53,7 @@ async def test_work_waits_with_the_push_program_while_nobody_takes_it(
                 sent += 1
         async with world.client() as client, client.serve(worker.service):
             await worker.until(sent)
-    assert [int(data.rstrip(b"\0")) for data in worker.heard] == list(range(sent))
+    assert [int(data.rstrip(b"\0")) for data in worker.received] == list(range(sent))
 
 
 async def test_a_pull_program_takes_work_of_its_cluster(world: World, bridge: Bridge) -> None:
@@ -74,12 +74,12 @@ async def test_a_pull_program_that_is_slow_loses_nothing_that_was_taken(world: W
             await client.wait_for_members("slow", 1, timeout=10)
             for number in range(2000):
                 await client.push("slow", b"%d" % number + bytes(1024), timeout=30)
-            heard = []
+            received = []
             with contextlib.suppress(pynng.Timeout):
-                while len(heard) < 2000:
-                    heard.append(int((await socket.arecv()).rstrip(b"\0")))
+                while len(received) < 2000:
+                    received.append(int((await socket.arecv()).rstrip(b"\0")))
         assert not client.losses
-        assert sorted(heard) == list(range(2000)), bridge.status("push")
+        assert sorted(received) == list(range(2000)), bridge.status("push")
     assert await asyncio.to_thread(bridge.end) == 0
 
 
@@ -95,11 +95,11 @@ async def test_work_that_waits_too_long_for_a_slow_pull_program_is_reported_and_
             for number in range(100):
                 await client.push("late", b"%d" % number + bytes(100_000), timeout=2.0)
             await asyncio.sleep(2.1)  # their time passes, in the bridge
-            heard = []
-            while len(heard) + len(client.losses) < 100:
-                heard.append(int((await socket.arecv()).rstrip(b"\0")))
+            received = []
+            while len(received) + len(client.losses) < 100:
+                received.append(int((await socket.arecv()).rstrip(b"\0")))
                 await client.flush()
-        assert heard == sorted(heard)
+        assert received == sorted(received)
         assert client.losses
         assert all(isinstance(loss.error, iris.RequestTimeout) for loss in client.losses)
         assert bridge.status("push")["lost"] == {"expired": len(client.losses)}
@@ -111,12 +111,12 @@ async def test_work_that_full_members_refuse_is_counted_and_slows_the_push_progr
 ) -> None:
     limits = iris.Limits(concurrency=1, queue_bytes=20_000)
     service = iris.Service("work", limits=limits)
-    heard = 0
+    received = 0
 
     @service.on_push
     async def work(data: bytes) -> None:
-        nonlocal heard
-        heard += 1
+        nonlocal received
+        received += 1
         await asyncio.sleep(0.002)
 
     before = bridge.status("pull")["lost"].get("Overloaded", 0)
@@ -128,7 +128,7 @@ async def test_work_that_full_members_refuse_is_counted_and_slows_the_push_progr
             async with asyncio.timeout(30):
                 while True:
                     refused = bridge.status("pull")["lost"]["Overloaded"] - before
-                    if heard + refused >= 1000:
+                    if received + refused >= 1000:
                         break
                     await asyncio.sleep(0.1)
-        assert heard + refused == 1000
+        assert received + refused == 1000

@@ -42,8 +42,8 @@ async def test_a_surveyor_program_gets_the_answer_of_every_member(
         cat = await stack.enter_async_context(
             nngcat("--surveyor", "--dial", url, "--data", "who", "--quoted", "--recv-timeout", "3")
         )
-        heard = {await cat.line() for _ in names}
-        assert heard == {f"{name}: who" for name in names}
+        received = {await cat.line() for _ in names}
+        assert received == {f"{name}: who" for name in names}
 
 
 async def test_surveys_run_beside_each_other_and_lose_no_answer(
@@ -60,8 +60,8 @@ async def test_surveys_run_beside_each_other_and_lose_no_answer(
             async def ask(number: int) -> int:
                 with socket.new_context() as context:
                     await context.asend(b"%d" % number)
-                    heard = {await context.arecv() for _ in range(4)}
-                    return len(heard)
+                    received = {await context.arecv() for _ in range(4)}
+                    return len(received)
 
             # A surveyor of nng has a queue of 8 surveys for each peer, and drops the next.
             for begin in range(0, 40, 8):
@@ -88,13 +88,13 @@ async def test_a_burst_of_surveys_reaches_a_respondent_program(
                 survey = client.survey("surveyed", b"%d" % number, timeout=10, type=bytes)
                 return [answer async for answer in survey]
 
-            heard = await asyncio.gather(*(ask(number) for number in range(50)))
+            received = await asyncio.gather(*(ask(number) for number in range(50)))
             pending = set(responding)
             while pending:  # pynng swallows a cancellation that comes as a call completes
                 for task in pending:
                     task.cancel()
                 _, pending = await asyncio.wait(pending, timeout=0.1)
-    assert heard == [[b"%d" % number] for number in range(50)]
+    assert received == [[b"%d" % number] for number in range(50)]
 
 
 @outlives_nng

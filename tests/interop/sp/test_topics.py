@@ -46,8 +46,8 @@ async def test_an_entry_with_a_topic_publishes_whole_messages_of_its_prefixes(
                 await socket.asend(data)
             messages = aiter(subscription)
             async with asyncio.timeout(20):
-                heard = [(await anext(messages)).payload for _ in range(2)]
-    assert heard == [b"a|1", b"b"]
+                received = [(await anext(messages)).payload for _ in range(2)]
+    assert received == [b"a|1", b"b"]
 
 
 async def test_a_sub_program_selects_topics_by_prefix(world: World, bridge: Bridge) -> None:
@@ -61,10 +61,10 @@ async def test_a_sub_program_selects_topics_by_prefix(world: World, bridge: Brid
                 await asyncio.sleep(0.05)
 
         publishing = asyncio.create_task(publish())
-        heard = {await some.line() for _ in range(4)}
+        received = {await some.line() for _ in range(4)}
         assert await exact.line() == "sensor.7|2"
         publishing.cancel()
-    assert heard == {"sensor.70|1", "sensor.7|2"}
+    assert received == {"sensor.70|1", "sensor.7|2"}
 
 
 async def test_a_bare_entry_sends_payloads_alone_in_order(world: World, bridge: Bridge) -> None:
@@ -82,11 +82,11 @@ async def test_a_bare_entry_sends_payloads_alone_in_order(world: World, bridge: 
             socket.recv_timeout = 20_000
             for number in range(300):
                 await client.publish("plain", b"%d" % number)
-            heard = []
-            while len(heard) < 300:
+            received = []
+            while len(received) < 300:
                 if (data := await socket.arecv()) != b"begin":
-                    heard.append(int(data))
-    assert heard == list(range(300))
+                    received.append(int(data))
+    assert received == list(range(300))
 
 
 async def test_a_publication_that_several_filters_select_is_sent_once(world: World) -> None:
@@ -98,8 +98,8 @@ async def test_a_publication_that_several_filters_select_is_sent_once(world: Wor
             topics = ("many.a", "many.b", "many.a.b", "many.a")
             for topic in topics:
                 await client.publish(topic, topic)
-            heard = [await socket.arecv() for _ in topics]
-    assert sorted(heard) == sorted(f"{topic} {topic}".encode() for topic in topics)
+            received = [await socket.arecv() for _ in topics]
+    assert sorted(received) == sorted(f"{topic} {topic}".encode() for topic in topics)
     assert await asyncio.to_thread(bridge.end) == 0
     assert bridge.events("bridge.status")[-1]["to_sp"] == 4
 

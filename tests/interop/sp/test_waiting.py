@@ -32,13 +32,13 @@ async def publish(client: iris.Client, count: int = MANY) -> None:
         await client.publish("slow.a", b"%d" % number + BODY, when_full="wait")
 
 
-async def numbers(socket: pynng.Socket, head: bytes, heard: list[int]) -> None:
+async def numbers(socket: pynng.Socket, head: bytes, received: list[int]) -> None:
     """Read slowly at first: until the publisher has had to wait, nobody hurries."""
     with contextlib.suppress(pynng.Timeout):
-        while len(heard) < MANY:
+        while len(received) < MANY:
             data = await socket.arecv()
-            heard.append(int(data.removeprefix(head).rstrip(b"\0")))
-            if len(heard) < 200:
+            received.append(int(data.removeprefix(head).rstrip(b"\0")))
+            if len(received) < 200:
                 await asyncio.sleep(0.002)
 
 
@@ -47,14 +47,14 @@ async def test_a_sub_program_gets_everything_that_is_published_faster_than_nng_w
 ) -> None:
     """nng reads for a SUB even if its program does not, and drops what exceeds its receive buffer: make that large."""
     bridge = Bridge(world, entry(world, "pub", 'when_full = "wait"'))
-    heard: list[int] = []
+    received: list[int] = []
     async with waiting(world) as client:
         with pynng.Sub0(dial=bridge.url("pub"), recv_timeout=20_000, recv_buffer_size=MANY, topics=b"slow") as socket:  # fmt: skip
             await bridge.until_peers("pub", 1)
-            reading = asyncio.create_task(numbers(socket, b"slow.a ", heard))
+            reading = asyncio.create_task(numbers(socket, b"slow.a ", received))
             await publish(client)
             await reading
-    assert heard == list(range(MANY))
+    assert received == list(range(MANY))
     assert bridge.status("pub")["lost"] == {}
     assert await asyncio.to_thread(bridge.end) == 0
 
@@ -63,14 +63,14 @@ async def test_a_slow_pull_program_gets_everything_that_is_published_to_its_topi
     world: World,
 ) -> None:
     bridge = Bridge(world, entry(world, "push", ""))
-    heard: list[int] = []
+    received: list[int] = []
     async with waiting(world) as client:
         with pynng.Pull0(dial=bridge.url("push"), recv_timeout=20_000, recv_buffer_size=8) as socket:  # fmt: skip
             await bridge.until_peers("push", 1)
-            reading = asyncio.create_task(numbers(socket, b"", heard))
+            reading = asyncio.create_task(numbers(socket, b"", received))
             await publish(client)
             await reading
-    assert heard == list(range(MANY))
+    assert received == list(range(MANY))
     assert bridge.status("push")["lost"] == {}
     assert await asyncio.to_thread(bridge.end) == 0
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from sim.kit import REACH_S, federation, rest, settle, told_ms, wans
+from sim.kit import REACH_S, federation, notified_ms, rest, settle, wans
 from support.sim import SimNetwork
 from support.sim.members import FOREVER_US
 from support.sim.network import LinkEnd
@@ -188,7 +188,7 @@ def test_a_lost_gateway_ends_what_is_in_flight_at_once_and_nothing_runs_twice() 
         died_us = net.now_us
         net.run(0.5)
         assert {call.outcome for call in calls} == {"lost"}
-        assert all(call.may_have_run and told_ms(call, died_us) < 300 for call in calls)
+        assert all(call.may_have_run and notified_ms(call, died_us) < 300 for call in calls)
         assert {tunnel.cause for tunnel in tunnels} == {Cause.LOST}
         assert survey.outcome == "done"
         assert survey.lost == [member.member_id]
@@ -297,7 +297,7 @@ def test_nobody_is_not_said_while_a_site_was_lost_a_moment_ago(net: SimNetwork) 
         call = caller.request("db", timeout_ms=10_000)
         net.run(1.5)
         assert call.outcome == "reply"
-        assert told_ms(call, call.sent_us) > 20
+        assert notified_ms(call, call.sent_us) > 20
         server.bye()
         rest(net)
 
@@ -336,7 +336,7 @@ def test_nobody_is_said_once_a_lost_site_has_not_come_back(net: SimNetwork) -> N
         call = caller.request("db", timeout_ms=60_000)
         net.until(lambda call=call: bool(call.outcome))
         assert call.outcome == "no_members"
-        assert 2_500 < told_ms(call, lost_us) < 3_200
+        assert 2_500 < notified_ms(call, lost_us) < 3_200
         at_once = caller.request("db", timeout_ms=60_000)
         net.run(0.01)
         assert at_once.outcome == "no_members"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from sim.kit import REACH_S, federation, got, rest, settle, through, told_ms, wans
+from sim.kit import REACH_S, federation, got, notified_ms, rest, settle, through, wans
 from support.sim import SimNetwork
 from support.sim.members import FOREVER_US
 from support.sim.network import DEAD_US
@@ -114,7 +114,7 @@ def test_what_was_sent_while_a_site_was_away_is_reported_there_when_it_is_back(h
     for pair in wans(net, "ams", "ber"):
         net.stop(*pair)
     net.run(8.0)
-    told = len(subscriber.gaps), len(member.gaps)
+    before = len(subscriber.gaps), len(member.gaps)
     publisher, gone = net.at("ams", host).session("p"), net.at("ams", host).session("q")
     publisher.publish("news")
     publisher.broadcast("db")
@@ -125,10 +125,10 @@ def test_what_was_sent_while_a_site_was_away_is_reported_there_when_it_is_back(h
     for pair in wans(net, "ams", "ber"):
         net.heal(*pair)
     net.run(4.0)
-    told_now = [gap.sender_id for gap in subscriber.gaps[told[0] :]]
-    assert sorted(set(told_now)) == sorted({publisher.sender_id, gone.sender_id})
-    assert {gap.sender_id for gap in member.gaps[told[1] :]} == {publisher.sender_id}
-    assert {gap.count for gap in subscriber.gaps[told[0] :]} == {UNKNOWN_COUNT}
+    senders = [gap.sender_id for gap in subscriber.gaps[before[0] :]]
+    assert sorted(set(senders)) == sorted({publisher.sender_id, gone.sender_id})
+    assert {gap.sender_id for gap in member.gaps[before[1] :]} == {publisher.sender_id}
+    assert {gap.count for gap in subscriber.gaps[before[0] :]} == {UNKNOWN_COUNT}
     tag = publisher.publish("news")
     net.run(REACH_S)
     assert got(subscriber, tag) == 1
@@ -199,7 +199,7 @@ def test_the_loss_of_a_whole_site_and_its_return(net: SimNetwork) -> None:
     net.run(8.0)
     assert call.outcome == "lost"
     assert call.may_have_run
-    assert told_ms(call, died_us) < DEAD_US / 1000 + 500
+    assert notified_ms(call, died_us) < DEAD_US / 1000 + 500
     for host in (*net.hosts["ams"], *net.hosts["cph"]):
         assert "ber" not in net.relays[host].router.sites.site_routes
     assert caller.request("db").outcome == ""

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
-from sim.kit import told_ms
+from sim.kit import notified_ms
 from support.sim import OTHER_KEY, SimCall, SimNetwork
 from support.sim.members import FOREVER_US
 from support.sim.network import DEAD_US
@@ -64,7 +64,7 @@ def test_a_member_that_dies_while_it_runs_a_request_is_a_lost_connection_to_a_ca
     net.run(0.2)
     assert call.outcome == "lost"
     assert call.may_have_run
-    assert told_ms(call, died_us) < 100
+    assert notified_ms(call, died_us) < 100
 
 
 def test_a_relay_that_is_killed_is_a_lost_connection_at_once(net: SimNetwork) -> None:
@@ -77,7 +77,7 @@ def test_a_relay_that_is_killed_is_a_lost_connection_at_once(net: SimNetwork) ->
     died_us = net.now_us
     net.run(0.2)
     assert call.outcome == "lost"
-    assert told_ms(call, died_us) < 100
+    assert notified_ms(call, died_us) < 100
 
 
 @pytest.mark.parametrize("how", ["frozen", "without power", "unreachable"])
@@ -98,7 +98,7 @@ def test_a_relay_that_says_nothing_is_noticed_within_3_seconds_and_its_calls_end
         net.stop(0, 1)
     net.run(3.2)
     assert call.outcome == "lost"
-    assert told_ms(call, silent_us) <= DEAD_US / 1000 + 100
+    assert notified_ms(call, silent_us) <= DEAD_US / 1000 + 100
 
 
 def test_after_a_relay_was_noticed_dead_nothing_fails_that_another_serves(net: SimNetwork) -> None:

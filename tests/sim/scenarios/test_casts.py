@@ -90,7 +90,7 @@ def test_what_was_sent_while_a_link_was_down_is_reported_behind_it_when_it_is_ba
     before.publish("a.b")
     net.stop(0, 1)
     net.run(8.0)
-    told = len(listener.gaps)
+    before = len(listener.gaps)
     publisher, gone = net.relays[0].session("publisher"), net.relays[0].session("gone")
     for sender in (publisher, gone):
         sender.publish("a.b")
@@ -103,8 +103,8 @@ def test_what_was_sent_while_a_link_was_down_is_reported_behind_it_when_it_is_ba
     casters = {publisher.sender_id, gone.sender_id}
     publishers = {*casters, before.sender_id}
     for gaps, senders in (
-        ([gap for gap in listener.gaps[told:] if gap.plain], publishers),
-        ([gap for gap in listener.gaps[told:] if not gap.plain], publishers),
+        ([gap for gap in listener.gaps[before:] if gap.plain], publishers),
+        ([gap for gap in listener.gaps[before:] if not gap.plain], publishers),
         (member.gaps, casters),
     ):
         assert {gap.sender_id for gap in gaps} == senders
@@ -135,8 +135,8 @@ def test_what_a_full_link_drops_is_reported_to_the_subscriber_behind_it() -> Non
         publisher.publish("a.b", size=2_000)
     net.run(1.0)
     assert len(listener.casts) < 200
-    told = sum(gap.count for gap in listener.gaps)
-    assert len(listener.casts) + told == 200
+    reported = sum(gap.count for gap in listener.gaps)
+    assert len(listener.casts) + reported == 200
     net.ledger.audit()
 
 
@@ -321,14 +321,14 @@ def test_a_watch_shows_members_on_every_relay_and_a_flap_makes_nobody_leave(
     members = [server.serve("db") for server in servers]
     net.run(0.1)
     assert watch.members == {member.member_id for member in members}
-    told = watch.changes
+    before = watch.changes
     net.cut(0, 1)
     net.run(2.0)
-    assert watch.changes == told
+    assert watch.changes == before
     gone = net.relays[1].relay_id.hex()
     net.relays[1].crash()
     net.run(1.0)
     assert any(member.startswith(gone) for member in watch.members)
     net.run(3.0)
     assert watch.members == {members[0].member_id, members[2].member_id}
-    assert watch.changes == told + 1
+    assert watch.changes == before + 1

@@ -22,7 +22,7 @@ def main() -> None:
         f"seed {seed}: {steps} steps, {net.clock.events:,} events, {net.now_us / 1e6:.1f} s, "
         f"digest {net.digest:08x}\n"
         f"  {net.ledger.cast_copies:6,} copies of bundles arrived; {net.ledger.audited:,} audited, "
-        f"{net.ledger.reported_lost:,} told as lost\n"
+        f"{net.ledger.reported_lost:,} reported as lost\n"
         f"  {chaos.resyncs:6,} resyncs, {net.ledger.loops_checked:,} data frames over links{outcomes}\n"
     )
 

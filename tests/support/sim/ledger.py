@@ -227,7 +227,7 @@ class Ledger:
         failed = call.outcome not in ("closed", "timeout", "handed")
         if failed and not call.may_have_run and self.runs[call.tag]:
             self.net.violate(
-                f"{call} ran, and its caller was told that it cannot have: {call.outcome}"
+                f"{call} ran, and its caller got a failure that rules this out: {call.outcome}"
             )
 
     def survey_done(self, call: SimCall) -> None:
@@ -354,7 +354,7 @@ class Ledger:
                 ):
                     self.net.violate(
                         f"{Kind(kind).name} {cast.tag} of {cast.sender} to {name!r}, {cast.first} + {cast.count}, is lost "
-                        f"on its way to {session}, which was not told: it knows {known.since} to {known.until}"
+                        f"on its way to {session}, to which no loss was reported: it knows {known.since} to {known.until}"
                     )
         self._sent.clear()
 

@@ -245,12 +245,14 @@ class SimWatch:
         self.changes += bool(change.joined or change.left)
         for info in change.joined:
             if info.member in self.members:
-                net.violate(f"a watch of {self.name!r} was told twice that {info.member} joined")
+                net.violate(
+                    f"a watch of {self.name!r} was notified twice that {info.member} joined"
+                )
             self.members.add(info.member)
         for member in change.left:
             if member not in self.members:
                 net.violate(
-                    f"a watch of {self.name!r} was told that {member} left, which was not there"
+                    f"a watch of {self.name!r} was notified that {member} left, which was no member"
                 )
             self.members.discard(member)
 
@@ -763,7 +765,7 @@ class SimSession:
             self.waiting.declared(body)
         elif isinstance(body, frames.Ack):
             if body.error:
-                self.net.violate(f"{self} was told: {body.error}")
+                self.net.violate(f"{self} received an error: {body.error}")
             self._acks.pop(body.id)(body)
         elif isinstance(body, frames.Fail):
             self._failed(body)
@@ -798,7 +800,7 @@ class SimSession:
     def _failed(self, fail: frames.Fail) -> None:
         call = self.calls.get(fail.hop)
         if call is None:
-            self.net.violate(f"{self} was told that hop {fail.hop} failed, which it never used")
+            self.net.violate(f"{self} received a FAIL for hop {fail.hop}, which it never used")
             return
         if call.outcome in ("timeout", "handed"):
             return

@@ -835,8 +835,8 @@ class SimNetwork:
             return clusters, topics
         ours, theirs = (Policy(*self.policies.get(site, ())) for site in (here, there))
         return {
-            address: told
-            for address, told in clusters.items()
+            address: granted
+            for address, granted in clusters.items()
             if ours.imported.allow(address[0]) and theirs.exported.allow(address[0])
         }, {
             topic: count

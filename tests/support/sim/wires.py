@@ -158,7 +158,7 @@ class SimPort:
         """What an alias stands for here."""
         self.emptied: Callable[[], None] = _nobody
         """Nothing waits here any more."""
-        self.dropped: Callable[[Delivery, int], None] = _not_told
+        self.dropped: Callable[[Delivery, int], None] = _ignore
         """Messages that were queued made room for others."""
         self.limit_bytes = limit_bytes
         self.held_messages = 0
@@ -334,7 +334,7 @@ def _unknown(alias: int) -> Delivery | None:
     return None
 
 
-def _not_told(delivery: Delivery, count: int) -> None:
+def _ignore(delivery: Delivery, count: int) -> None:
     """Nobody counts."""
 
 

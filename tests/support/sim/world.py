@@ -224,7 +224,7 @@ class World:
                 "virtual ms": self.net.now_us // 1000,
                 "copies": ledger.cast_copies,
                 "audited": ledger.audited,
-                "told": ledger.reported_lost,
+                "reported": ledger.reported_lost,
                 "late": ledger.late,
                 "over links": ledger.loops_checked,
                 "over the WAN": ledger.over_wan,

@@ -442,9 +442,9 @@ def test_a_file_that_holds_no_results_is_an_error_with_its_name(
     if text is not None:
         path.write_text(text)
     assert report.main([str(path)]) == 1
-    told = capsys.readouterr().err
-    assert str(path) in told
-    assert says in told
+    shown = capsys.readouterr().err
+    assert str(path) in shown
+    assert says in shown
 
 
 def test_without_matplotlib_tables_and_page_are_written(

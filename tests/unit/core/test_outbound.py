@@ -220,11 +220,11 @@ def test_a_poisoned_outbound_seals_nothing() -> None:
 
 
 def test_the_shell_is_notified_when_enough_is_framed() -> None:
-    told: list[int] = []
+    notified: list[int] = []
     out = Outbound(
         relay_id=RELAY, session_id=SESSION, challenge=CHALLENGE, entropy=bytes,
-        on_full=lambda: told.append(1), full_bytes=100_000,
+        on_full=lambda: notified.append(1), full_bytes=100_000,
     )  # fmt: skip
     put(out, "a", *[bytes(60_000)] * 4)
     out.flush()
-    assert told
+    assert notified

@@ -72,7 +72,7 @@ def test_a_sabotage_changes_its_own_function_wherever_the_lines_break(
 
 
 @pytest.mark.parametrize(
-    ("function", "find", "put", "told"),
+    ("function", "find", "put", "expected"),
     [
         ("Guard.check", "number > 4", "False", "0 times"),
         ("Guard.check", "number > 3", "False", "2 times"),
@@ -83,12 +83,12 @@ def test_a_sabotage_changes_its_own_function_wherever_the_lines_break(
     ],
 )
 def test_a_sabotage_whose_expression_is_not_there_exactly_once_is_an_error(
-    sabotage: Callable[..., Any], tmp_path: Path, function: str, find: str, put: str, told: str
+    sabotage: Callable[..., Any], tmp_path: Path, function: str, find: str, put: str, expected: str
 ) -> None:  # fmt: skip
     (tmp_path / "guard.py").write_text(SOURCE)
     (fault,) = mutations.faults([sabotage(function, find, put)], tmp_path)
     assert fault.startswith("one: ")
-    assert told in fault
+    assert expected in fault
 
 
 def test_a_missing_test_and_a_repeated_id_are_errors(

@@ -222,10 +222,10 @@ def test_every_warning_is_either_a_line_or_counted(
         assert len(quiet) <= limit
     assert len(handler.lines) == len(lines_s)
     assert len(lines_s) + quiet.suppressed == len(calls)
-    told = sum(
+    counted = sum(
         line.get("suppressed", 0) + line.get("suppressed_others", 0) for line in handler.lines
     )
-    assert told <= quiet.suppressed
+    assert counted <= quiet.suppressed
     for key in range(7):
         times_s = [at_s for said, at_s in lines_s if said == key]
         assert all(b - a >= 10.0 for a, b in pairwise(times_s))

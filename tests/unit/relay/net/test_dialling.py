@@ -61,7 +61,7 @@ class Net:
         self.dialler.sighted(Sighting(addresses, relay_id, (), source))
         return self.target(relay_id if relay_id is not None else (source,))
 
-    def hear(self, relay_id: bytes, *addresses: Address) -> None:
+    def receive(self, relay_id: bytes, *addresses: Address) -> None:
         self.dialler.introduced(relay_id, addresses)
 
     def target(self, key: object) -> Target:
@@ -118,7 +118,7 @@ async def test_another_relay_at_an_address_of_a_known_one_is_not_taken_for_it(
 ) -> None:
     net.up.add(Y)
     net.at = {SHARED: Outcome(what, Y)}
-    net.hear(X, SHARED, GOOD)
+    net.receive(X, SHARED, GOOD)
     target = net.target(X)
     await until(lambda: target.failures)
     assert net.tried == [SHARED, GOOD]
@@ -182,12 +182,12 @@ async def test_what_peers_tell_and_nobody_links_gives_way_to_what_they_tell_late
     net.held.clear()
     known = net.see(GOOD, relay_id=X)
     for number in range(MAX_DIALS + 7):
-        net.hear(bytes([9, number]) * 8, DEAD)
+        net.receive(bytes([9, number]) * 8, DEAD)
     await until(lambda: len(net.dialler._ready) == 8)
     # All dials hang, and the rest waits: those that wait, the oldest first, are the ones to go.
     waiting = [target.key for target in net.dialler._ready]
     for number in range(3):
-        net.hear(bytes([10, number]) * 8, DEAD)
+        net.receive(bytes([10, number]) * 8, DEAD)
     assert net.dialler.evicted == 3
     assert not {*waiting[:3]} & {*net.keys}
     assert {*waiting[3:]} <= {*net.keys}
@@ -201,12 +201,12 @@ async def test_a_peer_does_not_make_us_forget_a_relay_whose_link_was_lost_just_n
 ) -> None:
     monkeypatch.setattr("relay.net.dialling.MAX_TARGETS", 1)
     net.at = {GOOD: Outcome(UP, X)}
-    net.hear(X, GOOD)
+    net.receive(X, GOOD)
     target = net.target(X)
     await until(lambda: X in net.up and not target.dialling)
     net.up.discard(X)
     net.dialler.lost(X, 100.0, True)
-    net.hear(Y, DEAD)
+    net.receive(Y, DEAD)
     assert net.keys == [X]
     assert net.dialler.ignored == 1
 
@@ -358,7 +358,7 @@ async def test_adverts_displace_neither_seeds_nor_linked_relays_nor_targets_from
     net.dialler.lost(X, 100.0, True)
     net.held.clear()
     net.see(DEAD, source="join")
-    net.hear(Y, SHARED)
+    net.receive(Y, SHARED)
     for number in range(8):
         advert(net, bytes([7, number]) * 8, DEAD)
     assert {X, ("join",), Y} <= {*net.keys}

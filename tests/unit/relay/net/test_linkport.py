@@ -276,7 +276,7 @@ class Clear:
         return len(got)
 
 
-class Heard:
+class Receiver:
     """A port of a link that is up, and the frames that reached the router, by their alias or base."""
 
     def __init__(self, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,143 +310,147 @@ class Heard:
 
 
 @pytest.fixture
-async def heard(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Heard]:
-    yield Heard(rig, monkeypatch)
+async def receiver(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Receiver]:
+    yield Receiver(rig, monkeypatch)
     rig.driver.close()
 
 
-async def test_a_burst_is_handled_in_portions_and_in_order(heard: Heard) -> None:
-    heard.come(*range(100))
-    first = len(heard.numbers)
+async def test_a_burst_is_handled_in_portions_and_in_order(receiver: Receiver) -> None:
+    receiver.come(*range(100))
+    first = len(receiver.numbers)
     assert 0 < first * GAP_COST_BYTES < PORTION_BYTES + GAP_COST_BYTES
-    assert not heard.rig.connection.reading  # so that no more than this can wait
-    await until(lambda: len(heard.numbers) > first)
-    assert len(heard.numbers) <= 3 * first
-    await until(lambda: heard.rig.connection.reading)
-    assert heard.numbers == list(range(100))
-    heard.come(*range(100, 102))
-    assert heard.numbers == list(range(102))
+    assert not receiver.rig.connection.reading  # so that no more than this can wait
+    await until(lambda: len(receiver.numbers) > first)
+    assert len(receiver.numbers) <= 3 * first
+    await until(lambda: receiver.rig.connection.reading)
+    assert receiver.numbers == list(range(100))
+    receiver.come(*range(100, 102))
+    assert receiver.numbers == list(range(102))
 
 
-async def test_a_long_burst_is_handled_in_ever_larger_portions(heard: Heard) -> None:
+async def test_a_long_burst_is_handled_in_ever_larger_portions(receiver: Receiver) -> None:
     portions = [0]
-    hear = heard.port.buffer_updated
+    receive = receiver.port.buffer_updated
 
     def counted(nbytes: int) -> None:
-        hear(nbytes)
-        portions.append(len(heard.numbers))
+        receive(nbytes)
+        portions.append(len(receiver.numbers))
 
-    heard.port.buffer_updated = counted  # type: ignore[method-assign]
-    heard.come(*range(1500))
-    await until(lambda: heard.rig.connection.reading)
+    receiver.port.buffer_updated = counted  # type: ignore[method-assign]
+    receiver.come(*range(1500))
+    await until(lambda: receiver.rig.connection.reading)
     sizes = [after - before for before, after in pairwise(portions)]
     assert sizes[:-1] == sorted(sizes[:-1])
     assert len(sizes) < 40
-    heard.come(*range(30))  # and the next burst begins with a small one again
+    receiver.come(*range(30))  # and the next burst begins with a small one again
     assert portions[-1] - portions[-2] == sizes[0]
-    await until(lambda: heard.rig.connection.reading)
-    assert heard.numbers == [*range(1500), *range(30)]
+    await until(lambda: receiver.rig.connection.reading)
+    assert receiver.numbers == [*range(1500), *range(30)]
 
 
 @pytest.mark.parametrize(
     "kind", [Kind.REQUEST, Kind.FAIL, Kind.CREDIT], ids=["messages", "failures", "credits"]
 )
-async def test_messages_and_answers_never_wait_for_each_other(heard: Heard, kind: Kind) -> None:
-    heard.come(*range(100), kind=kind)
-    assert heard.numbers == list(range(100))
-    assert heard.rig.connection.reading
+async def test_messages_and_answers_never_wait_for_each_other(
+    receiver: Receiver, kind: Kind
+) -> None:
+    receiver.come(*range(100), kind=kind)
+    assert receiver.numbers == list(range(100))
+    assert receiver.rig.connection.reading
 
 
-async def test_a_portion_with_nothing_behind_it_makes_nobody_wait(heard: Heard) -> None:
-    heard.come(*range(100))
-    first = len(heard.numbers)
-    await until(lambda: heard.rig.connection.reading)
-    heard.come(*range(first))
-    assert heard.rig.connection.reading
-    heard.come(-1 & 0xFFFF)
-    assert heard.numbers == [*range(100), *range(first), 0xFFFF]
+async def test_a_portion_with_nothing_behind_it_makes_nobody_wait(receiver: Receiver) -> None:
+    receiver.come(*range(100))
+    first = len(receiver.numbers)
+    await until(lambda: receiver.rig.connection.reading)
+    receiver.come(*range(first))
+    assert receiver.rig.connection.reading
+    receiver.come(-1 & 0xFFFF)
+    assert receiver.numbers == [*range(100), *range(first), 0xFFFF]
 
 
-async def test_a_message_behind_a_portion_keeps_its_place(heard: Heard) -> None:
+async def test_a_message_behind_a_portion_keeps_its_place(receiver: Receiver) -> None:
     data = [frame(number, 54, Kind.GAP) for number in range(30)]
     data[20:20] = [frame(number, 54, Kind.PUBLISH) for number in (100, 101)]
-    heard.bytes_come(b"".join(data))
-    await until(lambda: heard.rig.connection.reading)
-    assert heard.numbers == [*range(20), 100, 101, *range(20, 30)]
+    receiver.bytes_come(b"".join(data))
+    await until(lambda: receiver.rig.connection.reading)
+    assert receiver.numbers == [*range(20), 100, 101, *range(20, 30)]
 
 
-async def test_while_a_burst_waits_another_connection_is_served(heard: Heard) -> None:
-    heard.come(*range(30))
-    asyncio.get_running_loop().call_soon(heard.numbers.append, -1)
-    await until(lambda: heard.rig.connection.reading)
-    assert 0 < heard.numbers.index(-1) < 30
-    heard.numbers.remove(-1)
-    assert heard.numbers == list(range(30))
+async def test_while_a_burst_waits_another_connection_is_served(receiver: Receiver) -> None:
+    receiver.come(*range(30))
+    asyncio.get_running_loop().call_soon(receiver.numbers.append, -1)
+    await until(lambda: receiver.rig.connection.reading)
+    assert 0 < receiver.numbers.index(-1) < 30
+    receiver.numbers.remove(-1)
+    assert receiver.numbers == list(range(30))
 
 
-async def test_what_comes_although_reading_pauses_is_handled_after_what_waits(heard: Heard) -> None:
-    heard.come(*range(30))
-    first = list(heard.numbers)
-    heard.come(*range(30, 60))
-    assert heard.numbers == first
-    await until(lambda: heard.rig.connection.reading)
-    assert heard.numbers == list(range(60))
+async def test_what_comes_although_reading_pauses_is_handled_after_what_waits(
+    receiver: Receiver,
+) -> None:
+    receiver.come(*range(30))
+    first = list(receiver.numbers)
+    receiver.come(*range(30, 60))
+    assert receiver.numbers == first
+    await until(lambda: receiver.rig.connection.reading)
+    assert receiver.numbers == list(range(60))
 
 
 @pytest.mark.parametrize("at", [0, 20], ids=["in the first portion", "in a later one"])
 async def test_frames_that_wait_when_a_connection_ends_are_not_handled(
-    heard: Heard, at: int
+    receiver: Receiver, at: int
 ) -> None:
-    heard.then[at] = lambda: heard.port.abort("cut")
-    heard.come(*range(30))
-    await until(lambda: heard.port.ended)
+    receiver.then[at] = lambda: receiver.port.abort("cut")
+    receiver.come(*range(30))
+    await until(lambda: receiver.port.ended)
     await asyncio.sleep(4 * PORTION_S)
-    assert heard.numbers == list(range(at + 1))
-    assert not heard.port._deferred
-    heard.port.connection_lost(None)
+    assert receiver.numbers == list(range(at + 1))
+    assert not receiver.port._deferred
+    receiver.port.connection_lost(None)
 
 
 async def test_frames_that_wait_when_the_other_side_cuts_a_connection_are_not_handled(
-    heard: Heard,
+    receiver: Receiver,
 ) -> None:
-    heard.come(*range(30))
-    first = list(heard.numbers)
-    heard.port.connection_lost(ConnectionResetError())
+    receiver.come(*range(30))
+    first = list(receiver.numbers)
+    receiver.port.connection_lost(ConnectionResetError())
     await asyncio.sleep(4 * PORTION_S)
-    assert heard.numbers == first != list(range(30))
-    assert not heard.port._deferred
+    assert receiver.numbers == first != list(range(30))
+    assert not receiver.port._deferred
 
 
 async def test_a_broken_rule_among_frames_that_waited_ends_the_link_and_is_reported(
-    heard: Heard,
+    receiver: Receiver,
 ) -> None:
     def broken() -> None:
         raise PeerProtocolError("a rule")
 
-    heard.then[20] = broken
-    heard.come(*range(30))
-    await until(lambda: heard.rig.connection.closed)
-    assert heard.numbers == list(range(21))
-    assert heard.rig.hub.protocol_errors == 1
-    assert heard.rig.kinds[-1] == Kind.ERROR
-    assert heard.rig.connection.reading  # or the ERROR may be lost with what was not read
+    receiver.then[20] = broken
+    receiver.come(*range(30))
+    await until(lambda: receiver.rig.connection.closed)
+    assert receiver.numbers == list(range(21))
+    assert receiver.rig.hub.protocol_errors == 1
+    assert receiver.rig.kinds[-1] == Kind.ERROR
+    assert receiver.rig.connection.reading  # or the ERROR may be lost with what was not read
 
 
 async def test_a_relay_that_stops_while_frames_wait_closes_the_connection(
-    heard: Heard, monkeypatch: pytest.MonkeyPatch
+    receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    heard.come(*range(30))
-    first = list(heard.numbers)
-    assert heard.port._portion_timer is not None
-    waiting = heard.port._portion_timer
-    heard.port.leave("stopping")
-    heard.rig.driver.settle()
+    receiver.come(*range(30))
+    first = list(receiver.numbers)
+    assert receiver.port._portion_timer is not None
+    waiting = receiver.port._portion_timer
+    receiver.port.leave("stopping")
+    receiver.rig.driver.settle()
     await asyncio.sleep(4 * PORTION_S)
-    assert heard.rig.kinds[-1] == Kind.BYE
-    assert heard.rig.connection.closed
-    assert heard.rig.connection.reading
+    assert receiver.rig.kinds[-1] == Kind.BYE
+    assert receiver.rig.connection.closed
+    assert receiver.rig.connection.reading
     assert waiting.cancelled()
-    assert heard.numbers == first
+    assert receiver.numbers == first
 
 
 async def test_what_waits_for_a_link_counts_in_the_relays_budget_until_it_is_written_or_lost(

@@ -549,9 +549,9 @@ def test_a_loaded_access_file_shows_no_secret(access: RemoteAccess) -> None:
 def test_a_garbled_server_name_is_refused_and_logged_once_without_a_traceback(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    told: list[None] = []
+    counted: list[None] = []
     hook = sys.unraisablehook
-    with counting_garbled_names(lambda: told.append(None)):
+    with counting_garbled_names(lambda: counted.append(None)):
         met = meet(
             US.dialling,
             link_server_context([THEM]),
@@ -559,7 +559,7 @@ def test_a_garbled_server_name_is_refused_and_logged_once_without_a_traceback(
         )
     assert sys.unraisablehook is hook
     assert met.server_error is not None
-    assert len(told) == 1
+    assert len(counted) == 1
     assert capfd.readouterr().err == ""
 
 
@@ -567,18 +567,18 @@ def test_other_errors_that_nobody_can_raise_are_shown_as_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     shown: list[object] = []
-    told: list[None] = []
+    counted: list[None] = []
     monkeypatch.setattr(sys, "unraisablehook", shown.append)
     decoding = UnicodeDecodeError("ascii", b"\xff", 0, 1, "no ASCII")
     others = [
         SimpleNamespace(exc_value=ValueError("x"), object=None),
         SimpleNamespace(exc_value=decoding, object=print),
     ]
-    with counting_garbled_names(lambda: told.append(None)):
+    with counting_garbled_names(lambda: counted.append(None)):
         for other in others:
             sys.unraisablehook(other)
     assert shown == others
-    assert told == []
+    assert counted == []
 
 
 # Event loops

@@ -16,8 +16,8 @@ from support.consumers import (
     consumer,
     entry,
     firsts,
+    holes,
     places,
-    told,
 )
 
 from relay.store import dispatch
@@ -210,7 +210,7 @@ def test_gaps_are_reported_once_and_settle_themselves(log: Log) -> None:
     taken = all_of(one)
     assert [type(item) for item in taken.items] == [Delivery, Gap, Delivery]
     one.ack(ANN, 0, 3, 1)
-    assert (one.info().floor, told(all_of(one))) == (3, [])
+    assert (one.info().floor, holes(all_of(one))) == (3, [])
 
 
 def test_expired_and_compacted_records_settle_themselves(log: Log) -> None:
@@ -242,14 +242,14 @@ def test_what_retention_removed_is_reported_once_and_counted(log: Log) -> None:
     one.ack(ANN, 0, 1, 1)
     log.enforce(Limits(max_messages=1), 1)
     taken = all_of(one)
-    assert told(taken) == [Hole(1, 2, Reason.RETENTION), Hole(3, 5, Reason.RETENTION)]
+    assert holes(taken) == [Hole(1, 2, Reason.RETENTION), Hole(3, 5, Reason.RETENTION)]
     assert firsts(taken) == [5]
     assert one.info().floor == 2  # held: an ack is still welcome
     assert one.counts.missed == 3
     taken = all_of(one, 1 + TIMEOUT)
-    assert told(taken) == [Hole(2, 3, Reason.RETENTION)]
+    assert holes(taken) == [Hole(2, 3, Reason.RETENTION)]
     assert (one.counts.missed, one.info().floor) == (4, 5)
-    assert told(all_of(one, 1 + TIMEOUT)) == []
+    assert holes(all_of(one, 1 + TIMEOUT)) == []
 
 
 def test_deferred_records_come_when_they_are_due(log: Log) -> None:

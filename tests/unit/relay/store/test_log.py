@@ -57,11 +57,11 @@ def places(log: Log, start: int = 0, *, now_us: int = 0) -> list[tuple[str, int,
     """What a reader finds from `start` on, as (body, cause or reason, first, next)."""
     found = []
     for item in log.read(start, MANY, now_us=now_us).items:
-        found.append((told(item), item.first, item.next))
+        found.append((content(item), item.first, item.next))
     return found
 
 
-def told(item: Item) -> str:
+def content(item: Item) -> str:
     match item:
         case Record():
             return item.body.decode()
@@ -481,7 +481,7 @@ def test_deferred_records_are_listed_when_they_are_due_and_left_out_on_request(l
     log.append([entry(b"overdue", due_us=100)], 150)
     assert [item[0] for item in places(log)] == ["late", "now", "later", "overdue"]
     shown = log.read(0, MANY, now_us=150, deferred=False).items
-    assert [told(item) for item in shown] == ["DEFERRED", "now", "DEFERRED", "overdue"]
+    assert [content(item) for item in shown] == ["DEFERRED", "now", "DEFERRED", "overdue"]
     assert [log.due(now_us) for now_us in (99, 100, 200)] == [[], [(100, 0)], [(100, 0), (200, 2)]]
     assert log.due(200, after=(100, 0)) == [(200, 2)]
     assert log.due(200, limit=1) == [(100, 0)]

@@ -92,12 +92,12 @@ def test_a_relay_that_refuses_what_a_stream_records_leaves_a_gap(
         more, by=OWNER.public_key, countersignature=OWNER.countersign_order(more.order)
     )
     assert isinstance(keeper.change(order(definition=definition, revision=1), by), Refused)
-    told = "the relay refused what it records"
-    assert gaps(keeper)[-1:] == [(None, told)]
+    cause = "the relay refused what it records"
+    assert gaps(keeper)[-1:] == [(None, cause)]
     keeper.store.detached(bytes(16), complete=True)
     keeper.store.attached(keeper.session, first=False)  # type: ignore[arg-type]  # a stand-in
     keeper.store.registered()
-    assert gaps(keeper)[-1:] == [(None, told)], "it stands there already"
+    assert gaps(keeper)[-1:] == [(None, cause)], "it stands there already"
 
 
 def test_a_log_that_is_shut_when_the_relay_comes_back_says_so_when_it_opens(
@@ -115,7 +115,7 @@ def test_a_log_that_is_shut_when_the_relay_comes_back_says_so_when_it_opens(
     assert gaps(keeper) == [(None, "its log could not be opened")]
 
 
-class Told:
+class Caller:
     """A call that hears one answer."""
 
     key_id = b"k" * 16
@@ -138,7 +138,7 @@ def test_ids_that_cannot_be_read_cost_the_appends_that_have_one_and_nothing_else
     with Log.create(path, uuid=UUID, definition=b"", created_us=1) as log:
         stream = Stream(path, UUID, log)
         stream.define(structs.replace(DEFINITION, dedup_window_us=1_000_000))
-        named, plain, both = Told(), Told(), Told()
+        named, plain, both = Caller(), Caller(), Caller()
 
         def unreadable(key: bytes) -> bytes | None:
             raise fault

@@ -234,11 +234,11 @@ def test_damage_is_reported_to_a_consumer_which_goes_on(
     ((first, after),) = report.lost
     with Log.open(str(streams / UUID.hex())) as log:
         consumer = Consumer(log, "late", Settings(), log.oldest, DUE_US * 2, Clock())
-        told: list[Hole] = []
+        missing: list[Hole] = []
         while (taken := consumer.take(b"w" * 16, 1 << 20, MANY, DUE_US * 2)).items:
-            told += [item for item in taken.items if isinstance(item, Hole)]
+            missing += [item for item in taken.items if isinstance(item, Hole)]
         assert consumer.position == report.next
-        assert Hole(first, after, Reason.DAMAGED) in told
+        assert Hole(first, after, Reason.DAMAGED) in missing
         assert consumer.counts.missed >= after - first
 
 
