@@ -80,7 +80,7 @@ class Side:
         except iris.TunnelBroken as err:
             self.reason = str(err)
         except TimeoutError:
-            self.reason = "it was never told"
+            self.reason = "it was never reported"
         cut.cancel()
         return {
             "broken_ns": self.broken_ns, "reason": self.reason, "received": self.received, "wrong": self.wrong,
@@ -143,7 +143,7 @@ def run(count: int, seed: int) -> Proof:
     """Break `count` tunnels."""
     proof = Proof()
     chance = random.Random(seed)
-    told_s: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    notified_s: dict[str, list[float]] = {kind: [] for kind in KINDS}
     reasons: dict[str, int] = {}
     wrong = received = kept = made = 0
     with Run(60.0 + 4.0 * count) as roles:
@@ -166,7 +166,7 @@ def run(count: int, seed: int) -> Proof:
                     role.process.wait()
                     continue
                 said = role.result(stop=False)
-                told_s[kind].append((said["broken_ns"] - broken_ns) / 1e9)
+                notified_s[kind].append((said["broken_ns"] - broken_ns) / 1e9)
                 reason = said["reason"].partition(": ")[2] or said["reason"] or "no reason"
                 reasons[reason] = reasons.get(reason, 0) + 1
                 wrong += said["wrong"]
@@ -180,20 +180,20 @@ def run(count: int, seed: int) -> Proof:
                 kept += 1
         status = relay.status()
         relay.stop()
-    every = [one for some in told_s.values() for one in some]
+    every = [one for some in notified_s.values() for one in some]
     proof.figures = {
-        "broken": f"{made:,}: " + ", ".join(f"{len(told_s[kind])} told of the {kind}" for kind in KINDS),
+        "broken": f"{made:,}: " + ", ".join(f"{len(notified_s[kind])} of the {kind}" for kind in KINDS),
         **{
-            f"told after, {kind}": f"{sorted(some)[len(some) // 2] * 1000:.1f} ms, at most {max(some) * 1000:.1f} ms"
-            for kind, some in told_s.items()
+            f"reported after, {kind}": f"{sorted(some)[len(some) // 2] * 1000:.1f} ms, at most {max(some) * 1000:.1f} ms"
+            for kind, some in notified_s.items()
             if some
         },
-        "why, as they were told": "; ".join(f"{many} {reason}" for reason, many in reasons.items()),
+        "reported reasons": "; ".join(f"{many} {reason}" for reason, many in reasons.items()),
         "messages received before": f"{received:,}, {wrong} wrong",
         "the relay kept descriptors": f"{kept} times",
     }  # fmt: skip
-    proof.promise(f"whoever is left hears within {WITHIN_S:g} s", max(every) < WITHIN_S)
-    proof.promise("with a reason", not ({"no reason", "it was never told"} & set(reasons)))
+    proof.promise(f"the other end gets a report within {WITHIN_S:g} s", max(every) < WITHIN_S)
+    proof.promise("with a reason", not ({"no reason", "it was never reported"} & set(reasons)))
     proof.promise("what came was whole and in order", not wrong)
     proof.promise("something came", received > 0)
     proof.promise("the relay has its descriptors back", not kept)

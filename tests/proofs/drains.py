@@ -1,10 +1,10 @@
-"""A relay is told to stop (SIGTERM) under load and started again, N times linked to another and N times alone with
-a store: nothing is lost in silence.
+"""Checks that no drain of a relay loses a message without a report.
 
-Two publishers send 20,000 messages a second to a topic, every tenth as a broadcast, numbered by what `publish` and
-`broadcast` accepted. Who listens at the other relay, who moves with the drained one, and who reads the recorded
-stream has every number in order, or was told of a loss between the two on either side of it; a publisher may tell
-of it instead.
+The relay is drained (SIGTERM) under load and started again, N times linked to another and N times alone with a store.
+Two publishers send 20,000 messages a second to a topic, every tenth as a broadcast, and number those that `publish`
+and `broadcast` accepted. Three kinds of receivers check the numbers: at the other relay, at the drained relay, and a
+reader of the recorded stream. Each must receive every number in order, or a report of the loss between the numbers
+before and after it.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ RATE = 20_000
 BROADCAST_EACH = 10
 TOPIC, CLUSTER, STREAM = "drains.all", "drains", "drains"
 NUMBER = struct.Struct("<BBQ")
-"""publisher, kind, number among what this publisher sent of this kind"""
+"""Payload: publisher, kind, and number among this publisher's messages of that kind."""
 TURN_S = 0.002
 BETWEEN_S = (0.1, 0.5)
-"""Between a start and the next SIGTERM."""
+"""Range of the time between a start and the next SIGTERM."""
 QUIET_S = 2.0
 OTHERS = ["--no-mdns", "--port=0", "--bind=127.0.0.1"]
 
@@ -43,14 +43,14 @@ OTHERS = ["--no-mdns", "--port=0", "--bind=127.0.0.1"]
 
 
 async def publisher(options: dict[str, Any]) -> Result:
-    """Publish at a rate until the cue; then once more of each kind, when the relay is there."""
+    """Publish at a rate until the cue. Then publish one more message of each kind, when the relay is back."""
     cues = Cues()
     me, accepted, refused = options["publisher"], [0, 0], 0
-    told = 0
+    reported = 0
 
     def lost(loss: iris.Lost) -> None:
-        nonlocal told
-        told += 1
+        nonlocal reported
+        reported += 1
 
     async with iris.connect() as client:
         client.on_loss = lost
@@ -64,7 +64,7 @@ async def publisher(options: dict[str, Any]) -> Result:
                     await client.broadcast(CLUSTER, payload)
                 else:
                     await client.publish(TOPIC, payload)
-            except iris.ConnectionLost:  # what waits for a relay has its bound
+            except iris.ConnectionLost:  # the queue for a relay that is away is full
                 refused += 1
                 await asyncio.sleep(0.01)
             else:
@@ -79,32 +79,34 @@ async def publisher(options: dict[str, Any]) -> Result:
             for _ in range(min(due - turns, 2000)):
                 await send(turns)
                 turns += 1
-            turns = max(turns, due - 2000)  # who was refused does not catch up for ever
+            turns = max(
+                turns, due - 2000
+            )  # skip what is too late, so that refusals do not make the load grow
             await asyncio.sleep(TURN_S)
         await client.flush(timeout=TIMEOUT_S)
         for turn in range(2):
             await send(turn)
         await client.flush(timeout=TIMEOUT_S)
         spent_s = time.monotonic() - began_s
-    return {"accepted": accepted, "refused": refused, "told": told, "spent_s": spent_s}
+    return {"accepted": accepted, "refused": refused, "reported": reported, "spent_s": spent_s}
 
 
 class Audit:
-    """What one listener received and was told, of every publisher and kind in order."""
+    """The messages and gaps of one listener, with the sequence of each publisher and kind checked."""
 
     def __init__(self) -> None:
         self.received = self.missing = self.silent = self.wrong = self.gaps = 0
-        self.heard_s = time.monotonic()
+        self.latest_s = time.monotonic()
         self._next: dict[tuple[int, int], int] = {}
-        self._told: dict[tuple[int, int], tuple[int, int]] = {}
-        """Gaps told, and messages in those of a known count, when the latest message of a flow came."""
+        self._seen: dict[tuple[int, int], tuple[int, int]] = {}
+        """Flow -> (gaps of unknown count, messages in the other gaps) at the time of its latest message."""
         self._unknown = self._known = 0
 
     def payload(self, payload: bytes) -> None:
         publisher, kind, number = NUMBER.unpack(payload)
         flow = (publisher, kind)
         due = self._next.get(flow, 0)
-        self.heard_s = time.monotonic()
+        self.latest_s = time.monotonic()
         self.received += 1
         if number < due:
             self.wrong += 1  # twice, or out of order
@@ -113,8 +115,8 @@ class Audit:
         self._next[flow] = number + 1
 
     def _account(self, flow: tuple[int, int], missing: int) -> None:
-        unknown, known = self._told.get(flow, (0, 0))
-        self._told[flow] = (self._unknown, self._known)
+        unknown, known = self._seen.get(flow, (0, 0))
+        self._seen[flow] = (self._unknown, self._known)
         self.missing += missing
         if self._unknown == unknown and self._known - known < missing:
             self.silent += missing
@@ -127,7 +129,7 @@ class Audit:
             self._known += count
 
     def result(self, accepted: list[list[int]]) -> Result:
-        """Return the account of a listener to all that was accepted, by publisher and kind."""
+        """Return the counts for all accepted messages, given as accepted[publisher][kind]."""
         for publisher, counts in enumerate(accepted):
             for kind, count in enumerate(counts):
                 flow = (publisher, kind)
@@ -138,13 +140,13 @@ class Audit:
 
 
 async def listener(options: dict[str, Any]) -> Result:
-    """Listen to the topic, and to the broadcasts as a member; each has an account of its own."""
+    """Subscribe to the topic, and receive the broadcasts as a member; return the sums of both audits."""
     cues = Cues()
     casts, broadcasts = Audit(), Audit()
     service = iris.Service(CLUSTER)
 
     @service.on_broadcast
-    def heard(payload: bytes) -> None:
+    def receive(payload: bytes) -> None:
         broadcasts.payload(payload)
 
     service.on_gap(lambda lost: broadcasts.gap(lost.count))
@@ -170,7 +172,8 @@ async def listener(options: dict[str, Any]) -> Result:
 
 
 async def _quiet(*audits: Audit) -> None:
-    while time.monotonic() - max(audit.heard_s for audit in audits) < QUIET_S:  # noqa: ASYNC110 - silence has no event
+    """Return when nothing has been received for `QUIET_S`."""
+    while time.monotonic() - max(audit.latest_s for audit in audits) < QUIET_S:  # noqa: ASYNC110 - silence has no event
         await asyncio.sleep(0.05)
 
 
@@ -180,7 +183,7 @@ def _accepted(path: str) -> list[list[int]]:
 
 
 async def reader(options: dict[str, Any]) -> Result:
-    """Record the topic, and read the stream at the end."""
+    """Record the topic in a stream, and read it at the end."""
     cues = Cues()
     async with iris.connect() as client:
         until_s = time.monotonic() + TIMEOUT_S
@@ -196,19 +199,19 @@ async def reader(options: dict[str, Any]) -> Result:
         await cues.next()
         accepted = _accepted(options["path"])
         while True:
-            audit, gaps, told = Audit(), list[Any](), 0
-            with contextlib.suppress(iris.errors.StreamError):  # its store may be on its way
+            audit, gaps, done = Audit(), list[Any](), 0
+            with contextlib.suppress(iris.errors.StreamError):  # its store may not be attached yet
                 async with client.streams.read(
                     STREAM, "first", follow=False, on_gap=gaps.append
                 ) as messages:
                     async for message in messages:
-                        while told < len(gaps) and gaps[told].first < message.offset:
-                            audit.gap(gaps[told].count)
-                            told += 1
+                        while done < len(gaps) and gaps[done].first < message.offset:
+                            audit.gap(gaps[done].count)
+                            done += 1
                         audit.payload(message.payload)
                 break
             await asyncio.sleep(0.1)
-    for gap in gaps[told:]:
+    for gap in gaps[done:]:
         audit.gap(gap.count)
     return audit.result([[n, 0] for n, _ in accepted])
 
@@ -217,7 +220,7 @@ async def reader(options: dict[str, Any]) -> Result:
 
 
 def drain(count: int, rng: random.Random, *, linked: bool) -> Result:
-    """Drain one relay `count` times under load; return what everybody accepted, received and was told."""
+    """Drain one relay `count` times under load; return the results of all publishers and receivers."""
     with Run(120.0 + 10 * count) as roles:
         arguments = ["--data", str(roles.directory / "data")]
         other = None
@@ -265,18 +268,18 @@ def drain(count: int, rng: random.Random, *, linked: bool) -> Result:
             one.cue()
         sent = [one.result() for one in sending]
         path.write_text(json.dumps([one["accepted"] for one in sent]))
-        heard = {}
+        results = {}
         for name, one in listeners.items():
             one.cue()
-            heard[name] = one.result()
+            results[name] = one.result()
         reading.cue()
-        heard["recorded"] = reading.result()
+        results["recorded"] = reading.result()
         relay.end(signal.SIGTERM)
-    return {"sent": sent, "heard": heard, "took_s": took_s, "cut": cut, "late": late}
+    return {"sent": sent, "results": results, "took_s": took_s, "cut": cut, "late": late}
 
 
 def run(count: int, seed: int) -> Proof:
-    """Prove it with `count` drains of a relay that is linked, and as many of one that is alone."""
+    """Run `count` drains of a relay that is linked, and as many of one that is alone."""
     proof = Proof()
     rng = random.Random(seed)
     for way, linked in (("linked", True), ("alone", False)):
@@ -284,20 +287,22 @@ def run(count: int, seed: int) -> Proof:
         sent = found["sent"]
         accepted = [sum(one["accepted"][kind] for one in sent) for kind in range(2)]
         rate = sum(accepted) / max(one["spent_s"] for one in sent)
-        told = total(sent, "told")
+        reported = total(sent, "reported")
         proof.figures |= {
-            f"{way}: drains": f"{count}; longest {found['took_s']:.2f} s, {found['cut']} with somebody who was not read to the end, {found['late']} with a store that took too long to start or end",
-            f"{way}: accepted": f"{accepted[0]:,} publications and {accepted[1]:,} broadcasts, {rate:,.0f}/s; {total(sent, 'refused'):,} refused, {told} losses told to publishers",
+            f"{way}: drains": f"{count}; longest {found['took_s']:.2f} s, {found['cut']} with a session that was not read to its end, {found['late']} with a store that took too long to start or end",
+            f"{way}: accepted": f"{accepted[0]:,} publications and {accepted[1]:,} broadcasts, {rate:,.0f}/s; {total(sent, 'refused'):,} refused, {reported} losses reported to publishers",
         }
-        for name, heard in found["heard"].items():
+        for name, result in found["results"].items():
             proof.figures[f"{way}: {name}"] = (
-                f"{heard['received']:,} received, {heard['missing']:,} missing in {heard['gaps']:,} gaps, {heard['silent']} in silence"
+                f"{result['received']:,} received, {result['missing']:,} missing in {result['gaps']:,} gaps, {result['silent']} in silence"
             )
-            proof.promise(f"{way}, {name}: nothing is lost in silence", not heard["silent"])
-            proof.promise(f"{way}, {name}: nothing comes twice or out of order", not heard["wrong"])
-        proof.promise(f"{way}: publishers have nothing to tell", not told)
+            proof.promise(f"{way}, {name}: nothing is lost in silence", not result["silent"])
+            proof.promise(
+                f"{way}, {name}: nothing comes twice or out of order", not result["wrong"]
+            )
+        proof.promise(f"{way}: no loss is reported to publishers", not reported)
         if not linked:
-            recorded = found["heard"]["recorded"]
+            recorded = found["results"]["recorded"]
             late = found["late"]
             proof.promise("alone: the stream has no gap but where its store took too long", recorded["gaps"] <= late)  # fmt: skip
             proof.promise("alone: the stream has all", late or recorded["received"] == accepted[0])

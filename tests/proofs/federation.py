@@ -83,7 +83,7 @@ def sim(count: int, seed: int, proof: Proof, *, sites: int = SITES, relays: int 
         "surveys": _ended(total, "survey"),
         "tunnels": _ended(total, "tunnel_open"),
         "bundles that arrived": f"{total['copies']:,}; {total['late']:,} were overtaken and dropped",
-        "bundles with an unbroken way": f"{total['audited']:,}, of which {total['told']:,} were dropped and told",
+        "bundles with an unbroken way": f"{total['audited']:,}, of which {total['reported']:,} were dropped and reported",
         "data frames over links": f"{total['over links']:,}, {total['over the WAN']:,} over the WAN: one copy of a bundle for a site, none for a third",
     }
     for number, text in broken[:SHOWN]:

@@ -2,7 +2,7 @@
 load and started again.
 
 What is in flight through it ends well, new calls go over the other gateway, and short tunnels go on to their end.
-Once in `LONG` drains a tunnel stays open: it gets the whole grace, then both its ends hear that it is broken.
+Once in `LONG` drains a tunnel stays open: it gets the whole grace, then it breaks, which both its ends report.
 Callers and members are at relays that stay.
 """
 
@@ -260,11 +260,11 @@ def run(count: int, seed: int) -> Proof:
         "calls and short tunnels that failed": str(sum(failures.values())),
         "longest drain": f"{max(short_s, default=0.0):.2f} s of {GRACE_S:g} s",
         "tunnels that stayed open": str(held["opened"]),
-        "of these told as broken, to opener and member": f"{held['broken']}, {served['broken']}",
+        "of these reported as broken, to opener and member": f"{held['broken']}, {served['broken']}",
         "their shortest drain": f"{min(long_s, default=0.0):.2f} s",
     }
     proof.promise(f"no call fails: {failures} {result['texts']}", not failures)
-    told = held["opened"] == held["broken"] == served["broken"]
-    proof.promise("both ends of a tunnel that stays open hear that it is broken", told)
+    both = held["opened"] == held["broken"] == served["broken"]
+    proof.promise("both ends of a tunnel that stays open get a report that it is broken", both)
     proof.promise("it gets the whole grace", min(long_s, default=GRACE_S) >= GRACE_S)
     return proof

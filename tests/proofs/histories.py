@@ -30,7 +30,7 @@ from hosts.sites import Federation
 from support.namespaces import Lan, why_not
 
 from proofs.common import Proof
-from proofs.history.checker import Told, judge
+from proofs.history.checker import History, judge
 
 MEMBER: Final = Path(__file__).with_name("history") / "member.py"
 STORE: Final = "eu3"
@@ -243,7 +243,7 @@ class Campaign:
 
     # -- the run ---------------------------------------------------------------------------------------------
 
-    def play(self, seconds: int) -> list[Told]:
+    def play(self, seconds: int) -> list[History]:
         """Run for so long; return what everybody wrote down."""
         for member in self.members:
             member.start()
@@ -274,11 +274,11 @@ class Campaign:
             raise BenchError(f"the reader failed: {text[-2000:]}")
         return list(self._histories())
 
-    def _histories(self) -> Iterator[Told]:
+    def _histories(self) -> Iterator[History]:
         for path in sorted(self.directory.glob("*.history")):
             lines = path.read_text().splitlines()
             there = path.stem in {member.name for member in self.members}
-            yield Told(path.stem, [json.loads(line) for line in lines], there)
+            yield History(path.stem, [json.loads(line) for line in lines], there)
 
 
 def _launched(relay: Relay) -> None:
@@ -343,7 +343,7 @@ def run(count: int, seed: int) -> Proof:
     }
     for text in judged.violations[:MAX_SHOWN]:
         proof.promise(text, False)
-    for kind in ("request", "push", "survey", "tunnel", "append", "messages heard"):
+    for kind in ("request", "push", "survey", "tunnel", "append", "messages received"):
         proof.promise(f"there was something of {kind} to judge", judged.counts[kind] > 0)
     return proof
 

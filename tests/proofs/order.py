@@ -1,6 +1,6 @@
-"""N publications of 4 publishers to 3 subscribers by wildcards, one of them slow: order, no duplicate, every loss told.
+"""Checks order, duplicates and reports of losses: N publications of 4 publishers to 3 subscribers, one of them slow.
 
-Who publishes what is drawn from the seed, so every subscriber knows what it has to account for, topic by topic.
+The topics are drawn from the seed, so each subscriber knows how many messages it must account for, topic by topic.
 """
 
 from __future__ import annotations
@@ -34,16 +34,14 @@ TOPICS = [f"proof.{place}.{what}.{n}" for place in ("eu", "us", "asia") for what
 PUBLISHERS = 4
 FILTERS = {"proof.>": "slow", "proof.*.orders.*": "async-for", "proof.eu.>": "callback"}
 NUMBER = struct.Struct("<HHQ")
-"""publisher, topic, number among this publisher's messages to this topic"""
+"""Payload: publisher, topic, and number among this publisher's messages to that topic."""
 FILLER = bytes(1024 - NUMBER.size)
 TURN_MESSAGES = 64
 STALL_MESSAGES, STALL_S = 500, 0.1
 MIN_QUEUE_BYTES, MAX_QUEUE_BYTES = 1 << 20, 64 << 20
-"""Between the least and the default of a relay: an eighth of all that is sent, so that at any count it has to drop
-some.
-"""
+"""Bounds of the relay's queue, which holds an eighth of all messages: so it must drop some at any N."""
 QUIET_S = 10.0
-"""A subscriber that hears nothing for so long gives up on what is missing."""
+"""A subscriber that receives nothing for so long stops waiting for what is missing."""
 STRAY_S = 0.2
 
 
@@ -62,7 +60,7 @@ def matches(pattern: str, topic: str) -> bool:
 
 
 def draw(seed: int, publisher: int, count: int) -> list[int]:
-    """Return the topics that a publisher publishes to, one after the other."""
+    """Return the indexes of the topics that a publisher publishes to, in order."""
     return random.Random(seed * 1000 + publisher).choices(range(len(TOPICS)), k=count)
 
 
@@ -90,7 +88,7 @@ async def publisher(options: dict[str, Any]) -> Result:
 
 
 class Audit:
-    """What one subscriber got and was told, beside what was sent to it."""
+    """The messages and gaps of one subscriber, compared with what was sent to it."""
 
     def __init__(self, pattern: str, seed: int, counts: list[int]) -> None:
         self.sent: Counter[str] = Counter()
@@ -98,57 +96,57 @@ class Audit:
             self.sent.update(TOPICS[topic] for topic in draw(seed, number, count))
         self.sent = Counter({t: n for t, n in self.sent.items() if matches(pattern, t)})
         self.received: Counter[str] = Counter()
-        self.told: Counter[str] = Counter()
+        self.reported: Counter[str] = Counter()
         self.inversions = self.duplicates = self.wrong = self.unknown = 0
-        self.heard_s = time.monotonic()
+        self.latest_s = time.monotonic()
         self._latest: dict[tuple[int, int], int] = {}
         self._seen: set[tuple[int, int, int]] = set()
 
     def message(self, message: iris.Message) -> None:
-        place = NUMBER.unpack_from(message.payload)
-        publisher, topic, number = place
-        if place in self._seen:
+        parts = NUMBER.unpack_from(message.payload)
+        publisher, topic, number = parts
+        if parts in self._seen:
             self.duplicates += 1
             return
-        self._seen.add(place)
+        self._seen.add(parts)
         latest = self._latest.get((publisher, topic), -1)
         self.inversions += number < latest
         self._latest[publisher, topic] = max(number, latest)
         self.wrong += message.name != TOPICS[topic] or message.name not in self.sent
         self.received[message.name] += 1
-        self.heard_s = time.monotonic()
+        self.latest_s = time.monotonic()
 
     def slowly(self, message: iris.Message) -> None:
-        """As `message`, by a callback that holds up its whole process now and then."""
+        """As `message`, but block the process now and then."""
         self.message(message)
         if self.received.total() % STALL_MESSAGES == 0:
             time.sleep(STALL_S)
-            self.heard_s = time.monotonic()
+            self.latest_s = time.monotonic()
 
     def gap(self, lost: iris.Lost) -> None:
         if lost.count is None:
             self.unknown += 1
         else:
-            self.told[lost.name] += lost.count
-        self.heard_s = time.monotonic()
+            self.reported[lost.name] += lost.count
+        self.latest_s = time.monotonic()
 
     async def complete(self) -> None:
-        """Return when all is accounted for, or nothing comes any more."""
-        while self.received.total() + self.told.total() < self.sent.total():
-            if time.monotonic() > self.heard_s + QUIET_S:
+        """Return when all messages are accounted for, or nothing was received for `QUIET_S`."""
+        while self.received.total() + self.reported.total() < self.sent.total():
+            if time.monotonic() > self.latest_s + QUIET_S:
                 return
             await asyncio.sleep(0.01)
-        await asyncio.sleep(STRAY_S)  # what comes now is one too many
+        await asyncio.sleep(STRAY_S)  # a message that comes now is a duplicate
 
     def result(self) -> Result:
         off = {
-            topic: self.sent[topic] - self.received[topic] - self.told[topic]
-            for topic in {*self.sent, *self.received, *self.told}
+            topic: self.sent[topic] - self.received[topic] - self.reported[topic]
+            for topic in {*self.sent, *self.received, *self.reported}
         }
         return {
             "sent": self.sent.total(),
             "received": self.received.total(),
-            "told": self.told.total(),
+            "reported": self.reported.total(),
             "unknown": self.unknown,
             "unaccounted": sum(map(abs, off.values())),
             "inversions": self.inversions,
@@ -189,7 +187,7 @@ async def subscriber(options: dict[str, Any]) -> Result:
 
 
 def run(count: int, seed: int) -> Proof:
-    """Prove it with `count` publications."""
+    """Run it with `count` publications."""
     proof = Proof()
     counts = shares(count, PUBLISHERS)
     queue_bytes = min(max(count * 1024 // 8, MIN_QUEUE_BYTES), MAX_QUEUE_BYTES)
@@ -217,23 +215,23 @@ def run(count: int, seed: int) -> Proof:
         sent = [role.result() for role in publishers]
         for role in subscribers:
             role.process.terminate()
-        heard = [role.result() for role in subscribers]
+        results = [role.result() for role in subscribers]
         relay.stop()
     proof.figures = {
         "publications": f"{total(sent, 'sent'):,} of 1 KiB by {len(counts)} publishers to {len(TOPICS)} topics, "
         f"in {max(result['spent_s'] for result in sent):.2f} s",
     }
-    for (pattern, mode), result in zip(FILTERS.items(), heard, strict=True):
+    for (pattern, mode), result in zip(FILTERS.items(), results, strict=True):
         proof.figures[f"`{pattern}`, {mode}"] = (
-            f"{result['sent']:,} sent = {result['received']:,} received + {result['told']:,} told as lost"
+            f"{result['sent']:,} sent = {result['received']:,} received + {result['reported']:,} reported as lost"
         )
     proof.figures["relay's queue for each"] = f"{queue_bytes / 1e6:.1f} MB"
     wrongs = ("inversions", "duplicates", "unaccounted", "unknown", "wrong")
-    proof.figures |= {name: f"{total(heard, name)}" for name in wrongs}
+    proof.figures |= {name: f"{total(results, name)}" for name in wrongs}
     proof.promise("all is sent", total(sent, "sent") == count)
-    proof.promise("no inversion", not total(heard, "inversions"))
-    proof.promise("no duplicate", not total(heard, "duplicates"))
-    proof.promise("nothing but what was subscribed to", not total(heard, "wrong"))
-    proof.promise("received + told = sent, topic by topic", not total(heard, "unaccounted"))
-    proof.promise("every gap has its count", not total(heard, "unknown"))
+    proof.promise("no inversion", not total(results, "inversions"))
+    proof.promise("no duplicate", not total(results, "duplicates"))
+    proof.promise("nothing but what was subscribed to", not total(results, "wrong"))
+    proof.promise("received + reported = sent, topic by topic", not total(results, "unaccounted"))
+    proof.promise("every gap has its count", not total(results, "unknown"))
     return proof

@@ -1,7 +1,7 @@
-"""The key of a live cluster is rotated, process by process, under load; nobody notices.
+"""Checks that a cluster key can be rotated under load without a failed call or a lost broadcast.
 
-Each process has a keyring file of its own. A step writes the next keyring into one file and tells that process to take
-it up; add, promote and retire each go through all members and the caller before the next begins.
+Each process has its own keyring file. A step writes the next keyring into one file and makes that process load it.
+Each stage (add, promote, retire) reaches all members and the caller before the next one begins.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NUMBER = struct.Struct("<HQ")
 
 
 async def follow(client: iris.Client, cues: Cues) -> None:
-    """Take up the keys of the file at each cue, until cancelled."""
+    """Load the keys from the file at each cue, until cancelled."""
     while True:
         await cues.next()
         await client.reload_keys()
@@ -39,15 +39,15 @@ async def follow(client: iris.Client, cues: Cues) -> None:
 
 
 def mark(reached: Path) -> None:
-    """Tell the proof that the load was enough."""
+    """Create the file `reached`, which ends the load."""
     if not reached.exists():
         reached.touch()
 
 
 async def member(options: dict[str, Any]) -> Result:
     cues = Cues()
-    heard: Counter[int] = Counter()
-    wrong = asked = told = 0
+    received: Counter[int] = Counter()
+    wrong = asked = reported = 0
     service = iris.Service(CLUSTER)
 
     @service.on_request
@@ -57,16 +57,16 @@ async def member(options: dict[str, Any]) -> Result:
         return payload
 
     @service.on_broadcast
-    def hear(payload: bytes) -> None:
+    def receive(payload: bytes) -> None:
         nonlocal wrong
         worker, number = NUMBER.unpack(payload)
-        wrong += number != heard[worker]
-        heard[worker] += 1
+        wrong += number != received[worker]
+        received[worker] += 1
 
     @service.on_gap
     def gap(lost: iris.Lost) -> None:
-        nonlocal told
-        told += lost.count or 1
+        nonlocal reported
+        reported += lost.count or 1
 
     async with iris.connect() as client, client.serve(service):
         following = asyncio.create_task(follow(client, cues))
@@ -74,7 +74,7 @@ async def member(options: dict[str, Any]) -> Result:
         await cues.stop.wait()
         following.cancel()
         await client.flush(timeout=TIMEOUT_S)
-    return {"heard": heard.total(), "wrong": wrong, "asked": asked, "told": told}
+    return {"received": received.total(), "wrong": wrong, "asked": asked, "reported": reported}
 
 
 async def caller(options: dict[str, Any]) -> Result:
@@ -124,7 +124,7 @@ async def caller(options: dict[str, Any]) -> Result:
 
 
 def run(count: int, seed: int) -> Proof:
-    """Prove it with at least `count` requests and as many broadcasts."""
+    """Run it with at least `count` requests and as many broadcasts."""
     proof = Proof()
     chance = random.Random(seed)
     with Run(deadline_s(count)) as roles:
@@ -164,27 +164,27 @@ def run(count: int, seed: int) -> Proof:
             rotations += 1
         spent_s = time.monotonic() - begin_s
         asked = asking.result(stop=True)
-        heard = [role.result(stop=True) for role in parties[:-1]]
+        results = [role.result(stop=True) for role in parties[:-1]]
         relay.stop()
-    lost = asked["broadcasts"] * MEMBERS - total(heard, "heard")
+    lost = asked["broadcasts"] * MEMBERS - total(results, "received")
     failures = asked["failures"]
     proof.figures = {
         "under load": f"{asked['requests']:,} requests and {asked['broadcasts']:,} broadcasts, {WORKERS} in flight, "
         f"{MEMBERS} members, {spent_s:.2f} s",
         "rotations": f"{rotations}, in {steps} steps; the longest step took {slowest_s * 1000:.0f} ms",
-        "lost broadcasts": f"{lost} of {asked['broadcasts'] * MEMBERS:,} deliveries, {total(heard, 'told')} told as lost",
-        "out of order or twice": f"{total(heard, 'wrong')}",
+        "lost broadcasts": f"{lost} of {asked['broadcasts'] * MEMBERS:,} deliveries, {total(results, 'reported')} reported as lost",
+        "out of order or twice": f"{total(results, 'wrong')}",
         "NoMembers": f"{failures.get('NoMembers', 0)}",
         "other failures": f"{sum(failures.values()) - failures.get('NoMembers', 0)}"
         + (f": {failures}" if failures else ""),
-        "requests handled": f"{total(heard, 'asked'):,}",
+        "requests handled": f"{total(results, 'asked'):,}",
     }
     now = [key.key_id.hex() for key in keyring.for_cluster(CLUSTER)]
     proof.promise("at least N of each", min(asked["requests"], asked["broadcasts"]) >= count)
-    proof.promise("no broadcast is lost", lost == 0 and not total(heard, "told"))
-    proof.promise("each sender's broadcasts come once and in order", not total(heard, "wrong"))
+    proof.promise("no broadcast is lost", lost == 0 and not total(results, "reported"))
+    proof.promise("each sender's broadcasts come once and in order", not total(results, "wrong"))
     proof.promise("no request fails", not failures)
-    proof.promise("no request runs twice", total(heard, "asked") == asked["requests"])
+    proof.promise("no request runs twice", total(results, "asked") == asked["requests"])
     proof.promise(
         "the new key alone is in use",
         asked["key_ids"] == now and asked["members"] == MEMBERS and not asked["others"],

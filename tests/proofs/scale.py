@@ -361,7 +361,7 @@ def run(count: int, seed: int) -> Proof:
     relay.join(relay.sessions[0], 7)
     relay.arm()
     site.run(site.now_us + 2_000_000)
-    told_us = site.heard_us - joined_us
+    known_us = site.heard_us - joined_us
     proof.promise("all know of the new member", site.converged())
 
     links = len(relay.ends)
@@ -377,7 +377,7 @@ def run(count: int, seed: int) -> Proof:
         "a link until then, one way": f"{snapshot_bytes:,.0f} bytes",
         "a link at rest, one way": f"{idle_bytes:.0f} bytes/s; all links of a relay, both ways, {2 * links * idle_bytes / 1e3:,.0f} kB/s",
         "a relay at rest": f"{idle_share:.1%} of a processor (beats)",
-        "a member joins": f"all relays know after {told_us / 1e3:.1f} ms",
+        "a member joins": f"all relays know after {known_us / 1e3:.1f} ms",
         "memory of a relay": f"{linked / 1e6:.1f} MB, {alone / 1e6:.2f} MB of it its own members and sessions",
         "memory of a link": f"{(linked - alone) / links / 1e3:.1f} kB with the {MEMBERSHIPS} memberships behind it",
         "took": f"{time.monotonic() - begin_s:.0f} s",

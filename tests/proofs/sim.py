@@ -40,7 +40,7 @@ def live(seed: int) -> tuple[int, str, Counter[str]]:
             "virtual ms": chaos.net.now_us // 1000,
             "copies": ledger.cast_copies,
             "audited": ledger.audited,
-            "told": ledger.reported_lost,
+            "reported": ledger.reported_lost,
             "over links": ledger.loops_checked,
             "garbled": chaos.garbled,
             "rests": chaos.rounds,
@@ -81,7 +81,7 @@ def run(count: int, seed: int) -> Proof:
         "surveys": ended(total, "survey"),
         "tunnels": ended(total, "tunnel_open"),
         "bundles that arrived": f"{total['copies']:,}",
-        "bundles with an unbroken way": f"{total['audited']:,}, of which {total['told']:,} were dropped and told",
+        "bundles with an unbroken way": f"{total['audited']:,}, of which {total['reported']:,} were dropped and reported",
         "data frames over links": f"{total['over links']:,}, none of which went on over another",
         "times at rest with all copies true": f"{total['rests']:,}",
     }

@@ -728,7 +728,7 @@ def test_a_gateway_that_is_about_to_stop_withdraws_what_it_advertised(net: Sites
     assert all(not end.why for end in net.ends)
 
 
-@pytest.mark.parametrize("heard", [False, True])
+@pytest.mark.parametrize("received", [False, True])
 def test_a_connection_that_is_lost_in_a_drain_reports_what_was_on_its_way(received: bool) -> None:
     net = Sites("ams", "ber", "ber")
     alice, bob = net.host("alice"), net.host("bob", relay=2)
@@ -747,7 +747,7 @@ def test_a_connection_that_is_lost_in_a_drain_reports_what_was_on_its_way(receiv
     assert len(inbox.gaps) == (not received), "after its answer nothing is on its way"
 
 
-@pytest.mark.parametrize("heard", [False, True])
+@pytest.mark.parametrize("received", [False, True])
 def test_a_link_that_is_lost_in_a_drain_reports_to_the_site_behind_it_what_was_on_its_way(
     received: bool,
 ) -> None:

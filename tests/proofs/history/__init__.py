@@ -1,1 +1,1 @@
-"""Histories: members that write down what they did and were told, and a checker that shares no code with Iris."""
+"""Histories: members that write down their calls and events, and a checker that shares no code with Iris."""

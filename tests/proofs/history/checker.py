@@ -1,7 +1,7 @@
-"""Judges the histories of a run. It knows what Iris promises, and shares no code with it.
+"""Checks the histories of a run against the promises of Iris, without sharing code with it.
 
-A history is the list of events of one process, in its order; one that was killed has no "closed" at its end. Each
-function below judges one promise and returns what breaks it, in words.
+A history is the list of events of one process, in order. If the process was killed, it does not end with "closed".
+Each function below checks one promise and yields a text for each violation.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ Event = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Told:
+class History:
     """The history of one process."""
 
     name: str
     events: Sequence[Event]
     to_the_end: bool = True
-    """It was there when the last messages came; another one was told to stop before."""
+    """The process was running when the last messages were sent; others were stopped earlier."""
 
     @property
     def closed(self) -> bool:
-        """It ended by itself; whoever was killed says nothing."""
+        """Whether the process ended by itself; it does not write this event if it is killed."""
         return any(event["what"] == "closed" for event in self.events)
 
     def all(self, *what: str) -> Iterator[Event]:
@@ -35,14 +35,14 @@ class Told:
 
 @dataclass
 class Judged:
-    """What was judged, and what broke a promise."""
+    """The violations, and how many events of each kind were checked."""
 
     violations: list[str] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
 
 
-def judge(histories: Iterable[Told]) -> Judged:
-    """Judge all promises."""
+def judge(histories: Iterable[History]) -> Judged:
+    """Check all promises."""
     judged = Judged()
     known = list(histories)
     for promise in (calls, tunnels, flows, groups, appends, recorded, worked):
@@ -52,8 +52,8 @@ def judge(histories: Iterable[Told]) -> Judged:
     return judged
 
 
-def calls(histories: list[Told], counts: Counter[str]) -> Iterator[str]:
-    """At most once, the truth of `may_have_run`, an end for each call."""
+def calls(histories: list[History], counts: Counter[str]) -> Iterator[str]:
+    """Calls run at most once, `may_have_run` is true to the facts, and each call has an outcome."""
     runs: Counter[str] = Counter()
     surveyed: Counter[str] = Counter()
     asked = {event["id"] for history in histories for event in history.all("call")}
@@ -91,8 +91,8 @@ def calls(histories: list[Told], counts: Counter[str]) -> Iterator[str]:
                 yield f"request {call} was answered, and nobody ran it"
 
 
-def tunnels(histories: list[Told], counts: Counter[str]) -> Iterator[str]:
-    """What one end got is the beginning of what the other sent; who says that it is all, has all."""
+def tunnels(histories: list[History], counts: Counter[str]) -> Iterator[str]:
+    """Each end received a prefix of what the other sent, and all of it if it says so."""
     sent = {event["id"]: event for history in histories for event in history.all("sent")}
     meant = {event["id"]: event["count"] for history in histories for event in history.all("meant")}
     never = {
@@ -113,7 +113,7 @@ def tunnels(histories: list[Told], counts: Counter[str]) -> Iterator[str]:
             one = sent.get(call)
             if one is None:
                 continue  # its caller was killed
-            if got["got"] > one["sent"] + 1:  # one more may have gone when its send was cut short
+            if got["got"] > one["sent"] + 1:  # a send that was interrupted may have sent one more
                 yield f"tunnel {call}: {got['got']} came of {one['sent']}"
             if got["whole"] and got["got"] < one["sent"]:
                 yield f"tunnel {call}: its member has all, {got['got']} of {one['sent']}"
@@ -125,15 +125,18 @@ def tunnels(histories: list[Told], counts: Counter[str]) -> Iterator[str]:
 
 
 class Published:
-    """What the publishers wrote down of their flows, and what they were told of losses."""
+    """What publishers wrote: their accepted messages, and the losses reported to them.
 
-    def __init__(self, histories: list[Told]) -> None:
+    A flow is the messages of one publisher to one topic, or its broadcasts.
+    """
+
+    def __init__(self, histories: list[History]) -> None:
         self.count: dict[str, int] = {}
         """Accepted messages: flow -> count."""
         self.whole: set[str] = set()
-        """The flows whose publisher ended by itself: nothing follows what it wrote."""
+        """Flows whose publisher ended by itself, so that `count` is exact."""
         self.last: set[str] = set()
-        """Those of them whose latest messages came when all was well again."""
+        """Flows of `whole` whose latest messages were sent after all faults had ended."""
         self.lost: dict[str, float] = defaultdict(float)
         """Losses reported to the publisher: flow -> count, infinite if the number was unknown."""
         for history in histories:
@@ -144,22 +147,23 @@ class Published:
             if history.closed:
                 self.whole |= own
                 self.last |= own if history.to_the_end else set()
-            # Only its own: a subscriber's client is told of losses, too, and of another's messages.
+            # Only losses of its own messages: as a subscriber it gets reports about other publishers, too.
             for event in history.all("loss"):
                 flow = event["flow"] if event["kind"] == "publish" else f"broadcast {history.name}"
                 if event["kind"] in ("publish", "broadcast") and flow in own:
                     self.lost[flow] += float("inf") if event["count"] is None else event["count"]
 
     def never(self, flow: str, number: int) -> bool:
-        """Return whether nobody published this. What is written follows the call: a killed publisher may have sent
-        one more.
+        """Return whether this message was certainly not published.
+
+        A message is written after it was sent, so a killed publisher may have sent one more.
         """
         count = self.count.get(flow, 0)
         return number >= count + (flow not in self.whole)
 
 
 class Account:
-    """What one listener was told of losses, and of each flow where it is."""
+    """The position of one receiver in each flow, and the losses reported to it."""
 
     def __init__(self, published: Published) -> None:
         self._lost = published.lost
@@ -169,21 +173,21 @@ class Account:
         self._silent: Counter[str] = Counter()
 
     def gap(self, name: str, count: int | None) -> None:
-        """A loss is told, of a topic or of all that a pattern takes; an empty name is of anything."""
+        """Add a reported loss: of a topic, of all topics that match a filter, or, if the name is empty, of any."""
         self._gaps.append((name, count))
 
     def due(self, flow: str) -> int | None:
-        """Return the number that is due; None if nothing of the flow has come."""
+        """Return the next expected number; None if nothing of the flow was received."""
         found = self._at.get(flow)
         return None if found is None else found[0]
 
-    def told(self, flow: str) -> bool:
-        """Return whether any loss was told since the latest message of a flow."""
+    def reported(self, flow: str) -> bool:
+        """Return whether any loss was reported since the latest message of a flow."""
         after = self._at[flow][1] if flow in self._at else 0
         return any(_names(name, flow) for name, _ in self._gaps[after:])
 
     def silent(self, flow: str, number: int) -> int:
-        """Return how many before `number` are missing that nobody told of, neither here nor to the publisher."""
+        """Return how many messages before `number` are missing without a report, here or at the publisher."""
         due, after = self._at[flow]
         missing = number - due
         for name, count in self._gaps[after:]:
@@ -196,8 +200,8 @@ class Account:
         self._silent[flow] += missing
         return missing if self._silent[flow] > self._lost[flow] else 0
 
-    def heard(self, flow: str, number: int) -> None:
-        """A message has come."""
+    def received(self, flow: str, number: int) -> None:
+        """Note a received message."""
         self._at[flow] = number + 1, len(self._gaps)
 
 
@@ -206,85 +210,85 @@ def _names(name: str, flow: str) -> bool:
     return not name or name == flow or "*" in name or ">" in name or flow.startswith("broadcast ")
 
 
-def flows(histories: list[Told], counts: Counter[str]) -> Iterator[str]:
-    """Order, no duplicate, and sent = received + told, for everybody who hears all of a flow."""
+def flows(histories: list[History], counts: Counter[str]) -> Iterator[str]:
+    """Order, no duplicate, and sent = received + reported, for each receiver of a whole flow."""
     published = Published(histories)
     for history in histories:
         account = Account(published)
-        for event in history.all("heard", "gap"):
+        for event in history.all("received", "gap"):
             if event["what"] == "gap":
-                counts["gaps told"] += 1
+                counts["gaps reported"] += 1
                 account.gap(event.get("name", ""), event["count"])
                 continue
             flow, number = event["flow"], event["number"]
-            counts["messages heard"] += 1
+            counts["messages received"] += 1
             if published.never(flow, number):
-                yield f"{history.name} heard {flow} {number}, which nobody published"
+                yield f"{history.name} received {flow} {number}, which nobody published"
             due = account.due(flow)
             if due is not None:
                 if number < due:
-                    yield f"{history.name} heard {flow} {number} after {due - 1}"
+                    yield f"{history.name} received {flow} {number} after {due - 1}"
                     continue
                 if account.silent(flow, number):
-                    yield f"{history.name} heard {flow} {number} after {due - 1}, and nobody told of the rest"
-            account.heard(flow, number)
+                    yield f"{history.name} received {flow} {number} after {due - 1}, with no loss reported"
+            account.received(flow, number)
         if not (history.closed and history.to_the_end):
             continue
-        hears = {event["hears"] for event in history.all("ready")}
+        receives = {event["receives"] for event in history.all("ready")}
         for flow, count in published.count.items():
             due = account.due(flow)
             if due is None:
                 kind = "broadcast" if flow.startswith("broadcast ") else "publish"
-                if flow in published.last and kind in hears and not account.told(flow):
-                    yield f"{history.name} heard nothing of {flow}, and nobody told it why"
+                if flow in published.last and kind in receives and not account.reported(flow):
+                    yield f"{history.name} received nothing of {flow}, with no loss reported"
             elif flow in published.whole and due < count and account.silent(flow, count):
-                yield f"{history.name} heard {flow} to {due - 1} of {count - 1}, and nobody told of the rest"
+                yield f"{history.name} received {flow} to {due - 1} of {count - 1}, with no loss reported"
 
 
-def groups(histories: list[Told], counts: Counter[str]) -> Iterator[str]:
-    """One of a queue group hears a message, and each in order."""
+def groups(histories: list[History], counts: Counter[str]) -> Iterator[str]:
+    """Exactly one of a queue group receives a message, and each receives its share in order."""
     by: dict[tuple[str, int], str] = {}
     published = Published(histories)
     there: list[Account] = []
-    """What those were told who were there to the end."""
+    """Accounts of the receivers that were running to the end."""
     for history in histories:
         last: dict[str, int] = {}
         account = Account(published)
-        hears = {event["hears"] for event in history.all("ready")}
-        if "shared" in hears and history.closed and history.to_the_end:
+        receives = {event["receives"] for event in history.all("ready")}
+        if "shared" in receives and history.closed and history.to_the_end:
             there.append(account)
         for event in history.all("shared", "gap"):
             if event["what"] == "gap":
                 account.gap(event.get("name", ""), event["count"])
                 continue
-            account.heard(event["flow"], event["number"])
-            place = (event["flow"], event["number"])
+            account.received(event["flow"], event["number"])
+            message = (event["flow"], event["number"])
             counts["messages shared"] += 1
-            if published.never(*place):
-                yield f"{history.name} heard {place}, which nobody published"
-            if place in by:
-                yield f"{place} was heard by {by[place]} and {history.name}"
-            by[place] = history.name
+            if published.never(*message):
+                yield f"{history.name} received {message}, which nobody published"
+            if message in by:
+                yield f"{message} was received by {by[message]} and {history.name}"
+            by[message] = history.name
             if event["number"] <= last.get(event["flow"], -1):
-                yield f"{history.name} heard {place} after {last[event['flow']]}"
+                yield f"{history.name} received {message} after {last[event['flow']]}"
             last[event["flow"]] = event["number"]
     for flow in sorted(published.last):
         final = (flow, published.count[flow] - 1)
         if flow.startswith("broadcast ") or final in by or not there:
             continue
-        if not published.lost[flow] and not any(account.told(flow) for account in there):
-            yield f"{final}, the last of all, was heard by nobody of the group"
+        if not published.lost[flow] and not any(account.reported(flow) for account in there):
+            yield f"{final}, the last of all, was received by nobody of the group"
 
 
-def appends(histories: list[Told], counts: Counter[str]) -> Iterator[str]:
-    """What was acknowledged is there, at its offset, once; what is said not to be stored is not there."""
-    places: dict[str, list[int]] = defaultdict(list)
+def appends(histories: list[History], counts: Counter[str]) -> Iterator[str]:
+    """An acknowledged message is stored once, at its offset; one that failed for certain is not stored."""
+    offsets_of: dict[str, list[int]] = defaultdict(list)
     asked = {event["id"] for history in histories for event in history.all("call")}
     for history in histories:
         for event in history.all("read"):
             if event["stream"] == "orders":
-                places[event["payload"]].append(event["offset"])
-    for call, offsets in places.items():
+                offsets_of[event["payload"]].append(event["offset"])
+    for call, offsets in offsets_of.items():
         counts["appends read"] += 1
         if call not in asked:
             yield f"{call!r} is there at {offsets}, and nobody appended it"
@@ -292,16 +296,20 @@ def appends(histories: list[Told], counts: Counter[str]) -> Iterator[str]:
             yield f"append {call} is there {len(offsets)} times, at {offsets}"
     for history in histories:
         for event in history.all("appended"):
-            if places[event["id"]][:1] != [event["offset"]]:
-                yield f"append {event['id']} was acknowledged at {event['offset']} and is at {places[event['id']]}"
+            if offsets_of[event["id"]][:1] != [event["offset"]]:
+                yield f"append {event['id']} was acknowledged at {event['offset']} and is at {offsets_of[event['id']]}"
         kinds = {event["id"]: event["kind"] for event in history.all("call")}
         for event in history.all("failed"):
-            if kinds.get(event["id"]) == "append" and event["ran"] == "no" and places[event["id"]]:
+            if (
+                kinds.get(event["id"]) == "append"
+                and event["ran"] == "no"
+                and offsets_of[event["id"]]
+            ):
                 yield f"append {event['id']} is there, and was said not to be: {event['error']}"
 
 
-def recorded(histories: list[Told], counts: Counter[str]) -> Iterator[str]:
-    """A recorded stream has each flow in order, and tells of what it lacks."""
+def recorded(histories: list[History], counts: Counter[str]) -> Iterator[str]:
+    """A recorded stream has each flow in order, and a gap for what it lacks."""
     published = Published(histories)
     for history in histories:
         account = Account(published)
@@ -309,7 +317,7 @@ def recorded(histories: list[Told], counts: Counter[str]) -> Iterator[str]:
             if event["stream"] != "recorded":
                 continue
             if event["what"] == "hole":
-                counts["holes told"] += 1
+                counts["holes reported"] += 1
                 account.gap("", event["count"] or None)
                 continue
             flow, number = event["topic"], int(event["payload"])
@@ -323,7 +331,7 @@ def recorded(histories: list[Told], counts: Counter[str]) -> Iterator[str]:
                     continue
                 if account.silent(flow, number):
                     yield f"recorded: {flow} {number} stands after {due - 1}, and no hole tells of the rest"
-            account.heard(flow, number)
+            account.received(flow, number)
         if not any(event["stream"] == "recorded" for event in history.all("finished")):
             continue
         for flow in sorted(published.last):
@@ -331,13 +339,13 @@ def recorded(histories: list[Told], counts: Counter[str]) -> Iterator[str]:
             if flow.startswith("broadcast "):
                 continue
             if due is None:
-                if not account.told(flow):
+                if not account.reported(flow):
                     yield f"recorded: nothing of {flow}, and no hole tells why"
             elif due < count and account.silent(flow, count):
                 yield f"recorded: {flow} ends with {due - 1} of {count - 1}, and no hole tells of the rest"
 
 
-def worked(histories: list[Told], counts: Counter[str]) -> Iterator[str]:
+def worked(histories: list[History], counts: Counter[str]) -> Iterator[str]:
     """Every message of the stream was worked on, or is a dead letter; good ones were worked on."""
     done: Counter[int] = Counter()
     named: set[tuple[int, str]] = set()

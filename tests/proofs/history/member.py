@@ -1,10 +1,10 @@
-"""One process of the proof of histories. It uses the public names of Iris alone, and writes what it did and was told.
+"""One process of the proof of histories: it writes what it does and what Iris reports, and uses only public names.
 
     python member.py ROLE '{"name": …, "history": …}'
 
-A line of its history is one JSON object, written with one write(2), so that SIGKILL loses none that was written.
-What it is about to do stands there before it is done: the last line may be of something that never happened.
-SIGTERM: it finishes and says "closed".
+Each line of the history is a JSON object, written with one write(2), so SIGKILL loses no line that was written. A
+call is written before it is made, so the last line may be of a call that never happened. At SIGTERM the process
+finishes its work and writes "closed".
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ import iris
 
 TIMEOUT_S = 5.0
 PAUSE_S = 0.03
-"""Between two things that a caller or publisher does."""
+"""Mean pause between two actions of a caller or publisher."""
 CLUSTER, TOPICS, STREAM, RECORDED = "work", "t", "orders", "recorded"
 
 
 class History:
-    """What one process writes down."""
+    """The file of one process's events."""
 
     def __init__(self, path: str) -> None:
         self._file = os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600)
 
     def write(self, what: str, **fields: Any) -> None:
-        """Write one event, with the time of a clock that all processes share and nobody sets."""
+        """Write one event, with the time of the monotonic clock, which all processes share."""
         os.write(
             self._file,
             (json.dumps({"what": what, **fields, "at": time.monotonic()}) + "\n").encode(),
@@ -43,7 +43,7 @@ class History:
 
 
 class Member:
-    """What all roles share: a name that no other process has, a history, and a stop."""
+    """The state that every role has: a unique name, a history, and the event to stop."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         self.name: str = options["name"]
@@ -58,14 +58,14 @@ class Member:
         return f"{self.name}/{self._count}"
 
     async def pause(self, seconds: float = PAUSE_S) -> None:
-        """Wait, but not beyond the stop."""
+        """Wait for about `seconds`, or until the process is stopped."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds * self.rng.uniform(0.5, 1.5)):
                 await self.stopping.wait()
 
 
 def ended(member: Member, call: str, error: BaseException | None) -> None:
-    """Write how a call ended."""
+    """Write the outcome of a call."""
     if error is None:
         member.history.write("done", id=call)
     else:
@@ -74,7 +74,7 @@ def ended(member: Member, call: str, error: BaseException | None) -> None:
 
 
 async def service(member: Member, client: iris.Client) -> None:
-    """Be a member of the cluster: requests, pushes, surveys, broadcasts, tunnels."""
+    """Serve the cluster: requests, pushes, surveys, broadcasts, tunnels."""
     made = iris.Service(CLUSTER, limits=iris.Limits(concurrency=8))
 
     def ran(kind: str) -> Callable[[bytes], Awaitable[bytes]]:
@@ -91,9 +91,9 @@ async def service(member: Member, client: iris.Client) -> None:
     made.on_survey(ran("survey"))
 
     @made.on_broadcast
-    def heard(payload: bytes) -> None:
+    def receive(payload: bytes) -> None:
         source, _, number = payload.decode().rpartition(" ")
-        member.history.write("heard", flow=f"broadcast {source}", number=int(number))
+        member.history.write("received", flow=f"broadcast {source}", number=int(number))
 
     made.on_gap(
         lambda lost: member.history.write("gap", kind="broadcast", name=lost.name, count=lost.count)
@@ -116,12 +116,12 @@ async def service(member: Member, client: iris.Client) -> None:
                 await end.send(str(got))
 
     async with client.serve(made):
-        member.history.write("ready", hears="broadcast")
+        member.history.write("ready", receives="broadcast")
         await member.stopping.wait()
 
 
 async def caller(member: Member, client: iris.Client) -> None:
-    """Call all the time, a few at once."""
+    """Make calls of all kinds, four at a time."""
 
     async def request(call: str) -> None:
         idempotent = member.rng.random() < 0.3
@@ -176,7 +176,7 @@ async def caller(member: Member, client: iris.Client) -> None:
 
 
 async def publisher(member: Member, client: iris.Client) -> None:
-    """Publish and broadcast numbers; the last ones when all is well again."""
+    """Publish and broadcast numbers; the last ones after all faults have ended."""
     topics = {f"{TOPICS}.{member.name}": 0}
     broadcasts = 0
 
@@ -210,27 +210,27 @@ async def publisher(member: Member, client: iris.Client) -> None:
 
 
 async def subscriber(member: Member, client: iris.Client, group: str = "") -> None:
-    """Hear all that is published; whoever is in a group, a share of it."""
+    """Write every publication received; in a queue group, this member's share of them."""
 
-    def heard(message: iris.Message) -> None:
+    def receive(message: iris.Message) -> None:
         flow, number = message.name, int(message.payload)
-        member.history.write("shared" if group else "heard", flow=flow, number=number)
+        member.history.write("shared" if group else "received", flow=flow, number=number)
 
     def gap(lost: iris.Lost) -> None:
         member.history.write("gap", kind="publish", name=lost.name, count=lost.count)
 
-    async with client.subscribe(f"{TOPICS}.>", heard, group=group, on_gap=gap):
-        member.history.write("ready", hears="shared" if group else "publish")
+    async with client.subscribe(f"{TOPICS}.>", receive, group=group, on_gap=gap):
+        member.history.write("ready", receives="shared" if group else "publish")
         await member.stopping.wait()
 
 
 async def sharer(member: Member, client: iris.Client) -> None:
-    """Be one of a queue group."""
+    """Subscribe as one of a queue group."""
     await subscriber(member, client, "sharers")
 
 
 async def appender(member: Member, client: iris.Client) -> None:
-    """Append to the stream, a few at once."""
+    """Append to the stream, three messages at a time."""
 
     async def work() -> None:
         while not member.stopping.is_set():
@@ -250,7 +250,7 @@ async def appender(member: Member, client: iris.Client) -> None:
 
 
 async def worker(member: Member, client: iris.Client) -> None:
-    """Work on the stream's messages with others."""
+    """Consume the stream's messages, shared with other workers."""
     while not member.stopping.is_set():
         try:
             async with client.streams.consumer(
@@ -270,24 +270,24 @@ async def worker(member: Member, client: iris.Client) -> None:
 
 
 async def reader(member: Member, client: iris.Client) -> None:
-    """Read both streams and the dead letters from their beginning, at the end of all."""
+    """Read both streams and the dead letters from their beginning, at the end of the run."""
     for name in (STREAM, RECORDED, f"{STREAM}.dead"):
         gaps: list[Any] = []
-        told = 0
+        written = 0
         with contextlib.suppress(iris.NoStream):
             async with client.streams.read(
                 name, "first", follow=False, on_gap=gaps.append
             ) as messages:
                 async for message in messages:
-                    for gap in gaps[told:]:
+                    for gap in gaps[written:]:
                         if gap.first < message.offset:
                             member.history.write("hole", stream=name, count=gap.count, cause=gap.cause)  # fmt: skip
-                            told += 1
+                            written += 1
                     member.history.write(
                         "read", stream=name, offset=message.offset, topic=message.name, payload=message.payload.decode()
                     )  # fmt: skip
             member.history.write("finished", stream=name)
-        for gap in gaps[told:]:
+        for gap in gaps[written:]:
             member.history.write("hole", stream=name, count=gap.count, cause=gap.cause)
 
 
@@ -315,7 +315,7 @@ async def main() -> None:
 
 
 async def _connected(member: Member, stack: contextlib.AsyncExitStack) -> iris.Client:
-    """Connect, when the relay is there; ends the process if it is told to stop first."""
+    """Connect as soon as a relay is available. Exit if the process is stopped before."""
     while True:
         try:
             return await stack.enter_async_context(iris.connect())
@@ -326,7 +326,7 @@ async def _connected(member: Member, stack: contextlib.AsyncExitStack) -> iris.C
 
 
 async def _created(client: iris.Client) -> None:
-    """Make both streams, unless they are there."""
+    """Create both streams unless they exist."""
     for _ in range(100):
         try:
             await client.streams.create(STREAM)

@@ -86,7 +86,7 @@ async def damage(rig: Rig, count: int, seed: int) -> Outcome:
     outcome.figures = {
         "damaged logs": f"{done}: "
         + ", ".join(f"{number} {verdict}" for verdict, number in sorted(seen.items())),
-        "damage that nobody was told of by describe or list": f"{len(silent)}",
+        "damage that neither describe nor list reported": f"{len(silent)}",
     }
     for text in silent[:3]:
         outcome.break_(text)
@@ -133,7 +133,7 @@ async def _read_damaged(client: iris.Client, name: str, writer: int, outcome: Ou
                 )
                 at = message.offset + 1
     except StreamDamaged:
-        return at, "told while reading"
+        return at, "reported while reading"
     except NoStream:
         return 0, "not served"
     except StreamError as err:
@@ -262,12 +262,12 @@ async def _full(rig: Rig, disk: Path, client: iris.Client, other: iris.Client, o
         async with asyncio.timeout(PATIENCE_S):
             while len(live) < published:  # noqa: ASYNC110 - a callback fills it
                 await asyncio.sleep(0.01)
-    outcome.expect("subscribers hear every publication", live == [*range(published)])
-    outcome.expect("what is lost is told with its number", 0 < news.missing == news.reported)
+    outcome.expect("subscribers receive every publication", live == [*range(published)])
+    outcome.expect("losses are reported with their number", 0 < news.missing == news.reported)
     outcome.expect("the store is not started again for it", started == rig.starts == 1)
     outcome.figures = {
         "full": f"{full} appends refused ({refused[0] if refused else 'none'}); "
-        f"{looks} reads of all that was there, {published} publications heard live",
-        "room again": f"appends after {mended_s:.1f} s; {news.missing} publications not recorded, {news.reported} told",
+        f"{looks} reads of all that was there, {published} publications received live",
+        "room again": f"appends after {mended_s:.1f} s; {news.missing} publications not recorded, {news.reported} reported",
         "appends": f"{len(acked)} acknowledged; {len(stored) - len(acked)} that were refused are there too",
     }

@@ -123,7 +123,7 @@ class Load:
         assert not lossless or worked == total, f"{worked} of {total} at workers"
         return {
             "messages": f"{total:,} published, {3 * total - lost:,} at subscribers, {worked:,} at one worker of a group",
-            "told as lost": f"{lost:,}",
+            "reported as lost": f"{lost:,}",
             "inversions and duplicates": 0,
         }
 

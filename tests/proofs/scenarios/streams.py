@@ -114,7 +114,7 @@ class Load:
         unsure = sum(len(appender.unsure) for appender in self.appenders)
         self.outcome.figures |= {
             "appends acknowledged": f"{sum(len(a.acked) for a in self.appenders):,}; "
-            f"{unsure} told as unsure",
+            f"{unsure} reported as unsure",
             "publications": f"{self.publisher.sent:,}, {len(news.found):,} recorded, {news.missing:,} missing in "
             f"{len(news.gaps):,} gaps",
         }
@@ -258,7 +258,7 @@ async def first_power(rig: Rig, seed: int, shim: Path) -> Outcome:
 
 
 async def _make(client: iris.Client, name: str) -> bool:
-    """Whether a new stream was made, as far as we were told."""
+    """Whether a new stream was created, as far as its creator knows."""
     try:
         await client.streams.create(name, timeout=PATIENCE_S)
     except IrisError:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from proofs.history.checker import Told, judge
+from proofs.history.checker import History, judge
 
 CALL = {"what": "call", "id": "c/1", "kind": "request", "idempotent": False}
 RAN = {"what": "ran", "kind": "request", "id": "c/1"}
@@ -22,12 +22,12 @@ def of(kind: str, **changed: Any) -> dict[str, Any]:
     return {**CALL, "kind": kind, **changed}
 
 
-def heard(number: int, flow: str = "t.p", what: str = "heard") -> dict[str, Any]:
+def received(number: int, flow: str = "t.p", what: str = "received") -> dict[str, Any]:
     return {"what": what, "flow": flow, "number": number}
 
 
 def accepted(*numbers: int, flow: str = "t.p") -> list[dict[str, Any]]:
-    return [heard(number, flow, "accepted") for number in numbers]
+    return [received(number, flow, "accepted") for number in numbers]
 
 
 def gap(count: int | None, name: str = "") -> dict[str, Any]:
@@ -38,8 +38,8 @@ def loss(count: int | None, flow: str = "t.p") -> dict[str, Any]:
     return {"what": "loss", "kind": "publish", "flow": flow, "count": count}
 
 
-def ready(hears: str) -> dict[str, Any]:
-    return {"what": "ready", "hears": hears}
+def ready(receives: str) -> dict[str, Any]:
+    return {"what": "ready", "receives": receives}
 
 
 def meant(count: int) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def tunnel(got: int, *, whole: bool) -> dict[str, Any]:
 
 
 def violations(*histories: list[dict[str, Any]]) -> list[str]:
-    return judge(Told(f"p{n}", events) for n, events in enumerate(histories)).violations
+    return judge(History(f"p{n}", events) for n, events in enumerate(histories)).violations
 
 
 APPEND = of("append")
@@ -84,31 +84,34 @@ HOLE = {"what": "hole", "stream": "recorded", "count": None, "cause": "restart"}
         [[of("survey"), DONE, CLOSED], [{**RAN, "kind": "survey"}], [{**RAN, "kind": "survey"}]],
         [[of("tunnel"), sent(3, whole=True), DONE, CLOSED], [tunnel(3, whole=True)]],
         [[of("tunnel"), sent(3, whole=False), failed(ran="maybe")], [tunnel(2, whole=False)]],
-        [[*accepted(0, 1, 2), CLOSED], [heard(0), heard(1), heard(2), CLOSED]],
-        [[*accepted(0, 1, 2), CLOSED], [heard(1), heard(2), CLOSED]],  # it came in between
-        [[*accepted(0, 1, 2), CLOSED], [heard(0), gap(1), heard(2), CLOSED]],
-        [[*accepted(0, 1, 2), CLOSED], [heard(0), gap(None), CLOSED]],
-        [accepted(0, 1, 2), [heard(0), CLOSED]],  # its publisher was killed
-        [[*accepted(0), CLOSED], [heard(0, what="shared")], []],
+        [[*accepted(0, 1, 2), CLOSED], [received(0), received(1), received(2), CLOSED]],
+        [[*accepted(0, 1, 2), CLOSED], [received(1), received(2), CLOSED]],  # it came in between
+        [[*accepted(0, 1, 2), CLOSED], [received(0), gap(1), received(2), CLOSED]],
+        [[*accepted(0, 1, 2), CLOSED], [received(0), gap(None), CLOSED]],
+        [accepted(0, 1, 2), [received(0), CLOSED]],  # its publisher was killed
+        [[*accepted(0), CLOSED], [received(0, what="shared")], []],
         [[APPEND, APPENDED, DONE, CLOSED], [worked(0)], [read(0, "c/1")]],
         [[APPEND, failed(), CLOSED], []],
         [accepted(5), [read(0, "0", "recorded", "t.p"), HOLE, read(1, "5", "recorded", "t.p")]],
-        [accepted(0), [heard(0), heard(1)]],  # killed before it wrote that it had sent another
-        [[*accepted(0, 2), loss(1), CLOSED], [heard(0), heard(2)]],
-        [[*accepted(0, 2), loss(None), CLOSED], [heard(0), heard(2)]],
-        [[*accepted(0, 1), CLOSED], [heard(0), gap(1, "t.p"), CLOSED]],
-        [[*accepted(0, 1), CLOSED], [heard(0), gap(None, "t.>"), CLOSED]],
+        [
+            accepted(0),
+            [received(0), received(1)],
+        ],  # killed before it wrote that it had sent another
+        [[*accepted(0, 2), loss(1), CLOSED], [received(0), received(2)]],
+        [[*accepted(0, 2), loss(None), CLOSED], [received(0), received(2)]],
+        [[*accepted(0, 1), CLOSED], [received(0), gap(1, "t.p"), CLOSED]],
+        [[*accepted(0, 1), CLOSED], [received(0), gap(None, "t.>"), CLOSED]],
         [[*accepted(0, 1), CLOSED], [ready("publish"), gap(None, "t.>"), CLOSED]],
-        [[*accepted(0), CLOSED], [ready("broadcast"), CLOSED]],  # it hears something else
+        [[*accepted(0), CLOSED], [ready("broadcast"), CLOSED]],  # it receives something else
         [
             [*accepted(0), CLOSED],
-            [ready("shared"), heard(0, what="shared"), CLOSED],
+            [ready("shared"), received(0, what="shared"), CLOSED],
             [ready("shared"), CLOSED],
         ],
         [[*accepted(0), CLOSED], [ready("shared"), gap(None, "t.>"), CLOSED]],
         [
             [*accepted(0, flow="broadcast p"), CLOSED],
-            [ready("broadcast"), heard(0, "broadcast p"), CLOSED],
+            [ready("broadcast"), received(0, "broadcast p"), CLOSED],
         ],
         [
             [of("tunnel"), meant(3)],
@@ -137,14 +140,14 @@ def test_what_keeps_the_promises_is_not_a_violation(histories: list[list[dict[st
         ([[of("tunnel"), sent(3, whole=True)], [tunnel(2, whole=False)]], "says all 3"),
         ([[of("tunnel")], [tunnel(1, whole=False)] * 2], "two other ends"),
         ([[{"what": "wrong", "id": "c/1", "text": "3 came as number 2"}]], "came as number"),
-        ([[*accepted(0, 1), CLOSED], [heard(1), heard(0)]], "after 1"),
-        ([[*accepted(0, 1), CLOSED], [heard(0), heard(0)]], "after 0"),
-        ([[*accepted(0, 1, 2), CLOSED], [heard(0), heard(2)]], "nobody told"),
-        ([[*accepted(0, 1, 2, 3), CLOSED], [heard(0), gap(1), heard(3)]], "nobody told"),
-        ([[*accepted(0, 1, 2), CLOSED], [gap(9), heard(0), heard(2)]], "nobody told"),
-        ([[*accepted(0, 1, 2), CLOSED], [heard(0), CLOSED]], "nobody told"),
-        ([[heard(0, what="shared")], [heard(0, what="shared")]], "was heard by"),
-        ([[heard(1, what="shared"), heard(0, what="shared")]], "after 1"),
+        ([[*accepted(0, 1), CLOSED], [received(1), received(0)]], "after 1"),
+        ([[*accepted(0, 1), CLOSED], [received(0), received(0)]], "after 0"),
+        ([[*accepted(0, 1, 2), CLOSED], [received(0), received(2)]], "no loss reported"),
+        ([[*accepted(0, 1, 2, 3), CLOSED], [received(0), gap(1), received(3)]], "no loss reported"),
+        ([[*accepted(0, 1, 2), CLOSED], [gap(9), received(0), received(2)]], "no loss reported"),
+        ([[*accepted(0, 1, 2), CLOSED], [received(0), CLOSED]], "no loss reported"),
+        ([[received(0, what="shared")], [received(0, what="shared")]], "was received by"),
+        ([[received(1, what="shared"), received(0, what="shared")]], "after 1"),
         ([[APPEND, APPENDED, DONE], [worked(0)], [read(1, "c/1")]], "acknowledged at 0"),
         ([[APPEND, APPENDED, DONE], [worked(3)], [read(3, "else")]], "acknowledged at 0"),
         ([[worked(0), worked(1)], [read(0, "c/1"), read(1, "c/1")]], "2 times"),
@@ -154,28 +157,44 @@ def test_what_keeps_the_promises_is_not_a_violation(histories: list[list[dict[st
         ([[read(0, "c/1")]], "never handed"),
         ([[worked(0)], [read(0, "c/1"), read(0, "", "orders.dead")]], "dead letters"),
         # A report to another receiver, of another topic, or of fewer messages does not excuse a loss.
-        ([[*accepted(0, 2), CLOSED], [loss(1), heard(0), heard(2)]], "nobody told"),
+        ([[*accepted(0, 2), CLOSED], [loss(1), received(0), received(2)]], "no loss reported"),
         (
-            [[*accepted(0, 2), CLOSED], [loss(1), heard(0), heard(2)], [heard(0), heard(2)]],
-            "nobody told",
+            [
+                [*accepted(0, 2), CLOSED],
+                [loss(1), received(0), received(2)],
+                [received(0), received(2)],
+            ],
+            "no loss reported",
         ),
-        ([[*accepted(0, 2), loss(1, "t.q"), CLOSED], [heard(0), heard(2)]], "nobody told"),
-        ([[*accepted(0, 2, 4), loss(1), CLOSED], [heard(0), heard(2), heard(4)]], "nobody told"),
-        ([[*accepted(0, 2), CLOSED], [heard(0), gap(1, "t.q"), heard(2)]], "nobody told"),
-        ([[*accepted(0, 2), CLOSED], [heard(0), gap(None, "t.q"), heard(2)]], "nobody told"),
-        ([[*accepted(0, 1, 2), loss(1), CLOSED], [heard(0), CLOSED]], "nobody told"),
+        (
+            [[*accepted(0, 2), loss(1, "t.q"), CLOSED], [received(0), received(2)]],
+            "no loss reported",
+        ),
+        (
+            [[*accepted(0, 2, 4), loss(1), CLOSED], [received(0), received(2), received(4)]],
+            "no loss reported",
+        ),
+        (
+            [[*accepted(0, 2), CLOSED], [received(0), gap(1, "t.q"), received(2)]],
+            "no loss reported",
+        ),
+        (
+            [[*accepted(0, 2), CLOSED], [received(0), gap(None, "t.q"), received(2)]],
+            "no loss reported",
+        ),
+        ([[*accepted(0, 1, 2), loss(1), CLOSED], [received(0), CLOSED]], "no loss reported"),
         # Nothing at all came.
-        ([[*accepted(0), CLOSED], [ready("publish"), CLOSED]], "heard nothing of t.p"),
+        ([[*accepted(0), CLOSED], [ready("publish"), CLOSED]], "received nothing of t.p"),
         (
             [[*accepted(0), CLOSED], [ready("publish"), gap(1, "t.q"), CLOSED]],
-            "heard nothing of t.p",
+            "received nothing of t.p",
         ),
         (
             [[*accepted(0, flow="broadcast p"), CLOSED], [ready("broadcast"), CLOSED]],
-            "heard nothing",
+            "received nothing",
         ),
         (
-            [[*accepted(0, 1), CLOSED], [ready("shared"), heard(0, what="shared"), CLOSED]],
+            [[*accepted(0, 1), CLOSED], [ready("shared"), received(0, what="shared"), CLOSED]],
             "by nobody",
         ),
         ([[*accepted(0), CLOSED], [FINISHED]], "recorded: nothing of t.p"),
@@ -186,9 +205,9 @@ def test_what_keeps_the_promises_is_not_a_violation(histories: list[list[dict[st
         ([[APPEND, APPENDED, DONE, CLOSED], [{**FINISHED, "stream": "orders"}]], "is at []"),
         # What nobody made or sent.
         ([[], [RAN]], "nobody made it"),
-        ([[*accepted(0), CLOSED], [heard(0), heard(1)]], "nobody published"),
-        ([accepted(0), [heard(0), heard(1), heard(2)]], "nobody published"),
-        ([[*accepted(0), CLOSED], [heard(1, what="shared")]], "nobody published"),
+        ([[*accepted(0), CLOSED], [received(0), received(1)]], "nobody published"),
+        ([accepted(0), [received(0), received(1), received(2)]], "nobody published"),
+        ([[*accepted(0), CLOSED], [received(1, what="shared")]], "nobody published"),
         ([[*accepted(0), CLOSED], [read(0, "1", "recorded", "t.p")]], "nobody published"),
         ([[read(0, "c/1")], [worked(0)]], "nobody appended"),
         ([[APPEND], [worked(0)], [read(0, "c/2")]], "was handed c/1 at 0"),
@@ -206,8 +225,8 @@ def test_each_broken_promise_is_noticed(histories: list[list[dict[str, Any]]], s
 
 def test_whoever_was_stopped_before_the_end_misses_what_came_after() -> None:
     histories = [
-        Told("publisher", [*accepted(0, 1, 2), CLOSED]),
-        Told("subscriber", [heard(0), CLOSED], to_the_end=False),
+        History("publisher", [*accepted(0, 1, 2), CLOSED]),
+        History("subscriber", [received(0), CLOSED], to_the_end=False),
     ]
     assert judge(histories).violations == []
 
