@@ -71,13 +71,13 @@ def _floor(
     """Run the roles of one twin; return the results of sender and receivers, and the processor seconds of the relay."""
     script = str(BENCH / "floor" / f"{name}.py")
     with Roles(seconds + 60) as roles:
-        place = {
+        common = {
             "path": str(roles.directory / "twin"),
             "sndbuf": harness.system_send_buffer(),
             "size": cell.size,
             "seconds": seconds,
         }
-        given = json.dumps({**place, **options})
+        given = json.dumps({**common, **options})
         relay = roles.start("relay", [script, "relay", given], ready=True)
         receivers = [
             roles.start(receiver, [script, receiver, given], ready=True)

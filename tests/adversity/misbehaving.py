@@ -26,7 +26,7 @@ from iris.wire.kinds import FLAG_MORE, Kind
 
 STRANGE_KEY = ClusterKey(bytes(range(2, 34)))
 """A key that only the offender has."""
-PLACE = "news"
+TARGET = "news"
 
 
 class Vault:
@@ -97,13 +97,13 @@ async def say_more(path: Path, kind: int) -> str:
     async with Wire(path) as wire:
         await wire.prove()
         if kind == Kind.TUNNEL_DATA:
-            await wire.send(wire.declare(0, Kind.TUNNEL_OPEN, PLACE))
+            await wire.send(wire.declare(0, Kind.TUNNEL_OPEN, TARGET))
             await wire.send(data_frame(Kind.TUNNEL_OPEN, bytes(48), hop=5))
             await wire.send(HOP.pack(23, kind, FLAG_MORE, 0, 5, 0) + b"x")
             return await wire.error()
-        await wire.send(wire.declare(0, kind, PLACE))
+        await wire.send(wire.declare(0, kind, TARGET))
         for number in range(2):
-            frame = wire.sealed(kind, PLACE, hop=10 + number, flags=FLAG_MORE, first=number)
+            frame = wire.sealed(kind, TARGET, hop=10 + number, flags=FLAG_MORE, first=number)
             await wire.send(frame)
         return await wire.error()
 
@@ -113,9 +113,9 @@ async def wanting(path: Path) -> AsyncIterator[Wire]:
     """Serve and subscribe to `PLACE`, so that messages for it cross to this relay."""
     async with Wire(path) as wire:
         await wire.prove()
-        await wire.join(PLACE, Kind.REQUEST)
-        await wire.join(PLACE, Kind.TUNNEL_OPEN)
-        await wire.send(frames.Subscribe(5, PLACE, [wire.key.key_id]))
+        await wire.join(TARGET, Kind.REQUEST)
+        await wire.join(TARGET, Kind.TUNNEL_OPEN)
+        await wire.send(frames.Subscribe(5, TARGET, [wire.key.key_id]))
         assert not (await wire.expect(frames.Ack)).error
         yield wire
 

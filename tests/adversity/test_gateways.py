@@ -109,8 +109,8 @@ async def test_a_gateway_that_is_dialled_and_says_nothing_is_given_up_and_tried_
     monkeypatch.setattr("relay.net.hub.HELLO_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         silent.setblocking(False)
-        place = f"tls://127.0.0.1:{silent.getsockname()[1]}"
-        us = await world.start("us", world.peer("eu", place))
+        url = f"tls://127.0.0.1:{silent.getsockname()[1]}"
+        us = await world.start("us", world.peer("eu", url))
         await eventually(lambda: hub(us).refusals.get("timeout", 0) >= 2)
         (there,) = gateways(us)["peers"][0]["addresses"]
         assert "no answer" in there["error"]

@@ -110,7 +110,7 @@ class Hostile:
         """Return a relay's neighbor object for it while it is connected."""
         return (relay.router.wans if self.own else relay.router.links).get(RELAY)
 
-    def place(self, relay: Relay) -> dict[str, Any]:
+    def origin(self, relay: Relay) -> dict[str, Any]:
         """Return the class of relays that its frames name."""
         if self.own:
             return {"hop_class": int(HopClass.TO_WAN), "site": relay.router.site}
@@ -144,7 +144,7 @@ class Hostile:
     def declare(
         self, relay: Relay, alias: int, kind: int, name: str, key_id: bytes = KEY.key_id
     ) -> bytes:
-        declared = frames.Declare(alias, kind, name, key_id, b"s" * 16, **self.place(relay))
+        declared = frames.Declare(alias, kind, name, key_id, b"s" * 16, **self.origin(relay))
         return encode_control(declared)
 
 

@@ -98,40 +98,40 @@ idle = iris.Service("idle")
 
 
 @pytest.fixture(scope="module")
-def place() -> Iterator[Path]:
+def home() -> Iterator[Path]:
     """A directory of this module."""
-    with commands.place("iris-cli-") as root:
+    with commands.short_directory("iris-cli-") as root:
         yield root
 
 
 @pytest.fixture(scope="module")
-def relay(place: Path) -> Iterator[Path]:
+def relay(home: Path) -> Iterator[Path]:
     """A relay with throw-away keys; gives its socket."""
-    with dev_relay(place) as socket:
+    with dev_relay(home) as socket:
         yield socket
 
 
 @pytest.fixture
-def shell(place: Path, relay: Path) -> Iterator[Shell]:
+def shell(home: Path, relay: Path) -> Iterator[Shell]:
     """A shell in which clients find the relay and its keys."""
-    shell = Shell(place)
+    shell = Shell(home)
     yield shell
     shell.finish()
 
 
 @pytest.fixture(scope="module")
-def observer(place: Path, relay: Path) -> Iterator[iris.blocking.Client]:
+def observer(home: Path, relay: Path) -> Iterator[iris.blocking.Client]:
     """A client that sees what the relay sees."""
-    keyring = keyfiles.load_keyring(place / "iris" / "dev" / "keyring.toml")
+    keyring = keyfiles.load_keyring(home / "iris" / "dev" / "keyring.toml")
     with iris.blocking.connect(relay, keyring=keyring) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
-def member(place: Path, observer: iris.blocking.Client) -> Iterator[str]:
+def member(home: Path, observer: iris.blocking.Client) -> Iterator[str]:
     """A member of the cluster echo, by `iris run`; gives its id."""
-    (place / "services.py").write_text(SERVICES)
-    shell = Shell(place)
+    (home / "services.py").write_text(SERVICES)
+    shell = Shell(home)
     process = shell.start("run", "services:echo")
     try:
         (info,) = observer.wait_for_members("echo", 1, timeout=PATIENCE_S)
@@ -615,9 +615,9 @@ def test_run_finishes_what_it_accepted_before_it_ends(
 
 
 def test_run_answers_a_request_that_was_under_way_when_it_was_told_to_stop(
-    shell: Shell, observer: iris.blocking.Client, place: Path, member: str
+    shell: Shell, observer: iris.blocking.Client, home: Path, member: str
 ) -> None:
-    (place / "patient.py").write_text(
+    (home / "patient.py").write_text(
         "import asyncio, os, iris\n"
         "service = iris.Service('patient')\n"
         "@service.on_request\n"
@@ -628,11 +628,11 @@ def test_run_answers_a_request_that_was_under_way_when_it_was_told_to_stop(
     )
     process = shell.start("run", "patient")
     observer.wait_for_members("patient", 1, timeout=PATIENCE_S)
-    request = shell.start("request", "patient", str(place / "go"), "--timeout", "20")
+    request = shell.start("request", "patient", str(home / "go"), "--timeout", "20")
     wait_until(lambda: running(observer, process) == 1)
     process.send_signal(signal.SIGINT)
     wait_until(lambda: len(observer.members("patient")) == 0)
-    (place / "go").touch()
+    (home / "go").touch()
     assert end(request)[0] == b"done"
     end(process)
 
@@ -666,8 +666,8 @@ def test_run_shows_where_an_import_failed(
     tmp_path: Path, source: str, frames: tuple[str, ...], said: str
 ) -> None:
     (tmp_path / "boom.py").write_text(source)
-    *places, last = Shell(tmp_path).process("run", "boom", code=2).decode().splitlines()
-    found = [line for line in places if line.startswith("  File")]
+    *lines, last = Shell(tmp_path).process("run", "boom", code=2).decode().splitlines()
+    found = [line for line in lines if line.startswith("  File")]
     assert len(found) == len(frames)
     for line, wanted in zip(found, frames, strict=True):
         assert f'{tmp_path}/boom.py", {wanted}' in line
@@ -723,7 +723,7 @@ def test_promote_wants_force_when_nobody_can_say_who_holds_the_new_key(
 
 
 def test_keys_rotate_under_a_member_that_keeps_serving(
-    shell: Shell, observer: iris.blocking.Client, place: Path, member: str
+    shell: Shell, observer: iris.blocking.Client, home: Path, member: str
 ) -> None:
     process = start_narrow(shell, observer)
     (info,) = observer.members("narrow")

@@ -97,33 +97,33 @@ class Serving:
 
 
 @pytest.fixture(scope="module")
-def place() -> Iterator[Path]:
+def home() -> Iterator[Path]:
     """A directory of this module, with other members than those of the bench."""
-    with commands.place("iris-bench-") as root:
+    with commands.short_directory("iris-bench-") as root:
         (root / "others.py").write_text(OTHERS)
         yield root
 
 
 @pytest.fixture(scope="module")
-def relay(place: Path) -> Iterator[Path]:
+def relay(home: Path) -> Iterator[Path]:
     """A relay with throw-away keys; gives its socket."""
-    with dev_relay(place) as socket:
+    with dev_relay(home) as socket:
         yield socket
 
 
 @pytest.fixture
-def shell(place: Path, relay: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shell]:
+def shell(home: Path, relay: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shell]:
     """A shell in which clients find the relay and its keys; coordinators in this process do not pause for long."""
     monkeypatch.setattr(workers, "POLL_S", 0.02)
-    shell = Shell(place)
+    shell = Shell(home)
     yield shell
     shell.finish()
 
 
 @pytest.fixture(scope="module")
-def serving(place: Path, relay: Path) -> Iterator[list[Serving]]:
+def serving(home: Path, relay: Path) -> Iterator[list[Serving]]:
     """Two bench members on this host, a and b."""
-    shell = Shell(place)
+    shell = Shell(home)
     try:
         both = [Serving(shell, label) for label in "ab"]
         for one in both:
@@ -142,9 +142,9 @@ def servers(serving: list[Serving]) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def others(place: Path, relay: Path) -> Iterator[None]:
+def others(home: Path, relay: Path) -> Iterator[None]:
     """Members of slow, mute, fragile and flaky that were not started by `iris bench`."""
-    shell = Shell(place)
+    shell = Shell(home)
     process = shell.start("run", "others:slow", "others:mute", "others:fragile", "others:flaky")
     try:
         with iris.blocking.connect(relay, keyring=dev_keys(relay)) as client:

@@ -49,26 +49,26 @@ VERBS = [
 
 
 @pytest.fixture(scope="module")
-def place() -> Iterator[Path]:
+def home() -> Iterator[Path]:
     """A directory of this module."""
-    with commands.place("iris-stream-") as root:
+    with commands.short_directory("iris-stream-") as root:
         yield root
 
 
 @pytest.fixture(scope="module")
-def relay(place: Path) -> Iterator[Path]:
+def relay(home: Path) -> Iterator[Path]:
     """A relay with throw-away keys and a store that takes streams; gives its socket."""
-    with dev_relay(place, "--data", str(place / "data")) as socket:
-        shell = Shell(place)
+    with dev_relay(home, "--data", str(home / "data")) as socket:
+        shell = Shell(home)
         wait_until(lambda: code_of(shell, "create", "probe") == 0)
         shell("stream", "delete", "probe", "--yes")
         yield socket
 
 
 @pytest.fixture
-def shell(place: Path, relay: Path) -> Iterator[Shell]:
+def shell(home: Path, relay: Path) -> Iterator[Shell]:
     """A shell in which clients find the relay and its keys."""
-    shell = Shell(place)
+    shell = Shell(home)
     yield shell
     shell.finish()
 
@@ -615,14 +615,14 @@ def test_an_import_leaves_tombstones_out_and_says_so(shell: Shell, stream: str) 
 
 
 async def test_consumers_of_a_stream_are_listed_and_forgotten(
-    shell: Shell, stream: str, place: Path, relay: Path
+    shell: Shell, stream: str, home: Path, relay: Path
 ) -> None:
     async def said(*arguments: str, code: int = 0) -> bytes:
         process = shell.start("stream", "consumer", *arguments)
         out, err = await asyncio.to_thread(end, process, code)
         return out + err
 
-    keyring = keyfiles.load_keyring(place / "iris" / "dev" / "keyring.toml")
+    keyring = keyfiles.load_keyring(home / "iris" / "dev" / "keyring.toml")
     assert await said("list", stream) == b""
     async with iris.connect(relay, keyring=keyring) as client:
         await client.streams.append_many(stream, ["a", "b", "c"])

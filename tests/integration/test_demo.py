@@ -23,7 +23,7 @@ JANUARY = 27_004
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Iterator[dict[str, str]]:
+def environment(tmp_path: Path) -> Iterator[dict[str, str]]:
     """An environment in which all temporary files and the programs' own paths are under tmp_path."""
     yield {k: v for k, v in os.environ.items() if not k.startswith(("IRIS_", "PYTHONASYNCIO"))} | {
         "TMPDIR": str(tmp_path),
@@ -34,10 +34,10 @@ def place(tmp_path: Path) -> Iterator[dict[str, str]]:
     assert processes_under(tmp_path) == []
 
 
-def test_the_demo_agrees_with_the_file_and_loses_nothing(place: dict[str, str]) -> None:
+def test_the_demo_agrees_with_the_file_and_loses_nothing(environment: dict[str, str]) -> None:
     done = subprocess.run(
         command("demo", "--quick"),
-        env=place, capture_output=True, text=True, timeout=80, check=False,
+        env=environment, capture_output=True, text=True, timeout=80, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
@@ -53,11 +53,11 @@ def test_the_demo_agrees_with_the_file_and_loses_nothing(place: dict[str, str]) 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_demo_takes_its_processes_and_files_along(
-    place: dict[str, str], number: signal.Signals
+    environment: dict[str, str], number: signal.Signals
 ) -> None:
     with subprocess.Popen(
         command("demo"),
-        env=place, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     ) as demo:  # fmt: skip
         assert demo.stdout is not None
         for line in demo.stdout:
@@ -69,10 +69,10 @@ def test_an_interrupted_demo_takes_its_processes_and_files_along(
     assert "Traceback" not in errors
 
 
-def test_a_demo_whose_reader_has_enough_ends_quietly(place: dict[str, str]) -> None:
+def test_a_demo_whose_reader_has_enough_ends_quietly(environment: dict[str, str]) -> None:
     with subprocess.Popen(
         command("demo", "--quick"),
-        env=place, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     ) as demo:  # fmt: skip
         assert demo.stdout is not None
         assert demo.stderr is not None

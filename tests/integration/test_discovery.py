@@ -32,7 +32,7 @@ class Relay:
     def __init__(self, discovery: MulticastDiscovery, relay_id: bytes, port: int) -> None:
         self.discovery = discovery
         self.relay_id = relay_id
-        self.place = (HERE, port)
+        self.address = (HERE, port)
         self.seen: list[Sighting] = []
         self._changed = asyncio.Event()
 
@@ -127,11 +127,11 @@ async def test_two_relays_of_a_network_see_each_other_and_neither_itself(lan: La
     first = lan.relay(network)
     second = lan.relay(os.urandom(16), network)
     seen = await first.sees_relay(second.relay_id)
-    assert seen.addresses == (second.place,)
+    assert seen.addresses == (second.address,)
     assert seen.source == "mdns"
     assert network in seen.networks
     assert len(seen.networks) == 2
-    assert (await second.sees_relay(first.relay_id)).addresses == (first.place,)
+    assert (await second.sees_relay(first.relay_id)).addresses == (first.address,)
     for relay in (first, second):
         assert relay.relay_id not in {s.relay_id for s in relay.seen}
 
@@ -152,7 +152,7 @@ async def test_a_relay_that_closes_says_goodbye(lan: Lan) -> None:
     await first.sees_relay(second.relay_id)
     await second.discovery.close()
     gone = await first.sees_relay(second.relay_id, gone=True)
-    assert gone.addresses == (second.place,)
+    assert gone.addresses == (second.address,)
 
 
 async def test_a_relay_that_is_back_under_its_address_replaces_the_one_that_crashed(

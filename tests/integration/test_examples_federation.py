@@ -18,7 +18,7 @@ COMMAND = [sys.executable, "-W", "error", EXAMPLES / "flights.py", "--quick"]
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Iterator[dict[str, str]]:
+def environment(tmp_path: Path) -> Iterator[dict[str, str]]:
     """An environment in which all temporary files and the programs' own paths are under tmp_path."""
     files = sorted(EXAMPLES.iterdir())
     yield {k: v for k, v in os.environ.items() if not k.startswith(("IRIS_", "PYTHONASYNCIO"))} | {
@@ -37,9 +37,9 @@ def place(tmp_path: Path) -> Iterator[dict[str, str]]:
             assert os.fsencode(tmp_path) not in environ, (entry / "cmdline").read_bytes()
 
 
-def test_two_sites_answer_fail_over_and_come_back(place: dict[str, str]) -> None:
+def test_two_sites_answer_fail_over_and_come_back(environment: dict[str, str]) -> None:
     done = subprocess.run(
-        COMMAND, env=place, capture_output=True, text=True, timeout=160, check=False
+        COMMAND, env=environment, capture_output=True, text=True, timeout=160, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
@@ -53,10 +53,10 @@ def test_two_sites_answer_fail_over_and_come_back(place: dict[str, str]) -> None
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_federation_takes_its_processes_and_files_along(
-    place: dict[str, str], number: signal.Signals
+    environment: dict[str, str], number: signal.Signals
 ) -> None:
     with subprocess.Popen(
-        COMMAND, env=place, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        COMMAND, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as demo:
         assert demo.stdout is not None
         assert "are joined" in demo.stdout.readline()

@@ -129,7 +129,7 @@ async def test_two_addresses_of_one_gateway_keep_one_connection_and_outlive_each
     world: World,
 ) -> None:
     eu = await world.start("eu", world.peer("us"), gateway=("tls://127.0.0.1:0", "tls://[::1]:0"))
-    all_of_it = [f"tls://{show(*place)}" for place in hub(eu).addresses]
+    all_of_it = [f"tls://{show(*pair)}" for pair in hub(eu).addresses]
     us = await world.start("us", world.peer("eu", *all_of_it))
     await eventually(lambda: joined((eu, us)))
     (peer,) = gateways(us)["peers"]
@@ -250,12 +250,12 @@ async def test_a_gateway_that_comes_back_at_its_address_is_met_again(world: Worl
     eu = await world.start("eu", world.peer("us"))
     us = await world.start("us", world.peer("eu", eu))
     await eventually(lambda: joined((eu, us)))
-    ours, place = port(us, eu), address(eu)
+    ours, listening = port(us, eu), address(eu)
     await world.stop(eu)
     await eventually(lambda: not us.router.wans and not hub(us).ports)
     assert ours is not None
     assert "(BYE)" in ours.reason or "closed the connection" in ours.reason
-    again = await world.start("eu", world.peer("us"), listen=place)
+    again = await world.start("eu", world.peer("us"), listen=listening)
     assert again.router.relay_id != eu.router.relay_id
     await eventually(lambda: joined((again, us)))
 

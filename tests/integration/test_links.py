@@ -273,13 +273,13 @@ async def test_connections_that_are_accepted_while_a_relay_stops_are_closed(
     one = await site.start()
     hubs = (one.hub, hub(one))
     strangers = []
-    for family, place in (
+    for family, where in (
         (socket.AF_UNIX, str(one.config.socket_path)),
         (socket.AF_INET, hub(one).addresses[0]),
     ):
         stranger = socket.socket(family)
         stranger.settimeout(PATIENCE_S)
-        stranger.connect(place)
+        stranger.connect(where)
         strangers.append(stranger)
     # Called, not awaited: both are in the middle of it.
     for h in hubs:
@@ -407,7 +407,7 @@ async def test_a_session_cannot_cut_a_link_with_flags(kind: int, site: Site) -> 
         misbehaving.wanting(two.config.socket_path),
     ):
         there = one.router.links[two.router.relay_id]
-        await eventually(lambda: any(topic == misbehaving.PLACE for topic, _, _ in there.topics))
+        await eventually(lambda: any(topic == misbehaving.TARGET for topic, _, _ in there.topics))
         assert "flags 0x01" in await misbehaving.say_more(one.config.socket_path, kind)
         await vault.check()
         assert (link(one, two), link(two, one)) == up

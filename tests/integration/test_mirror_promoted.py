@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from integration.mirrors import come_to, copy_all, fetched, log_of, whole
-from support.commands import Shell, dev_relay, place
+from support.commands import Shell, dev_relay, short_directory
 from support.waiting import PATIENCE_S, wait_until
 
 from iris.errors import StreamError, StreamExists
@@ -117,7 +117,7 @@ async def test_a_promoted_copy_of_a_cluster_takes_its_pushes(setting: Any) -> No
 @pytest.fixture(scope="module")
 def shell() -> Iterator[Shell]:
     """A shell beside a relay with a store."""
-    with place("iris-mirror-") as root, dev_relay(root, "--data", str(root / "data")):
+    with short_directory("iris-mirror-") as root, dev_relay(root, "--data", str(root / "data")):
         shell = Shell(root)
         wait_until(lambda: _made(shell))
         yield shell

@@ -114,8 +114,13 @@ def test_an_unknown_area_is_a_usage_error(tmp_path: Path) -> None:
 @pytest.mark.timeout(150)
 def test_a_sabotage_that_no_test_notices_breaks_the_promise() -> None:
     tests = ("tests/unit/crypto/test_replay_window.py",)
-    place = ("iris/crypto/sframe.py", "Sealer.poison", "self._encrypt = _refuse_poisoned", "pass")
-    unnoticed = mutations.Sabotage("elsewhere", *place, tests, "two processes use one counter")
+    mutation = (
+        "iris/crypto/sframe.py",
+        "Sealer.poison",
+        "self._encrypt = _refuse_poisoned",
+        "pass",
+    )
+    unnoticed = mutations.Sabotage("elsewhere", *mutation, tests, "two processes use one counter")
     outcome = mutations.run(1, 7, [unnoticed])
     assert outcome.broken == ["elsewhere is noticed"]
     assert outcome.figures["sabotages"] == "1, 0 noticed"

@@ -34,13 +34,13 @@ OTHER = NetworkKey(bytes(range(1, 33)))
 KEYS = Keyring({"default": (ClusterKey(bytes(range(32))),)})
 
 
-def place(relay: Relay) -> tuple[str, int]:
+def host_and_port(relay: Relay) -> tuple[str, int]:
     assert relay.remote is not None
     return relay.remote.addresses[0]
 
 
 def far(relay: Relay, access: Path) -> iris.Client:
-    host, port = place(relay)
+    host, port = host_and_port(relay)
     config = ClientConfig(relay=f"tls://{host}:{port}", access=access)
     return iris.connect(config=config, keyring=KEYS)
 
@@ -153,7 +153,7 @@ async def test_without_a_certificate_nobody_gets_a_session(relay: Relay) -> None
     context.verify_mode = ssl.CERT_NONE
     context.set_alpn_protocols(["iris-session/1"])
     reader, writer = await asyncio.open_connection(
-        *place(relay), ssl=context, server_hostname=NETWORK.fingerprint.hex()
+        *host_and_port(relay), ssl=context, server_hostname=NETWORK.fingerprint.hex()
     )
     writer.write(encode_control(frames.Hello(1, 0, "x", 1, 1)))
     with contextlib.suppress(ssl.SSLError, ConnectionError):
@@ -163,7 +163,7 @@ async def test_without_a_certificate_nobody_gets_a_session(relay: Relay) -> None
 
 
 async def test_plain_text_is_refused_and_counted(relay: Relay) -> None:
-    reader, writer = await asyncio.open_connection(*place(relay))
+    reader, writer = await asyncio.open_connection(*host_and_port(relay))
     writer.write(b"GET / HTTP/1.1\r\n\r\n")
     await reader.read()
     writer.close()
@@ -235,7 +235,7 @@ async def test_a_program_goes_to_whichever_of_several_relays_is_there(
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         gone = nobody.getsockname()[1]
-        host, port = place(relay)
+        host, port = host_and_port(relay)
         listed = f"tls://127.0.0.1:{gone},tls://dns:localhost:{port},tls://{host}:{port}"
         for _ in range(8):  # the order is random
             async with iris.connect(
@@ -288,7 +288,7 @@ async def test_a_client_that_may_not_see_all_clusters_cannot_promote_the_default
     relay: Relay, access: Path
 ) -> None:
     """The check that every member holds the new key needs the names of all clusters. Without them it must fail."""
-    host, port = place(relay)
+    host, port = host_and_port(relay)
     environ = {
         "PATH": os.environ["PATH"], "IRIS_CONFIG": str(access.parent / "config"),
         "IRIS_RELAY": f"tls://{host}:{port}", "IRIS_ACCESS": str(access),

@@ -264,7 +264,7 @@ async def test_a_stream_is_used_under_each_key_and_a_retired_key_keeps_no_channe
         def shown() -> set[bytes]:
             """Return the ids of the keys whose channels are open in this session."""
             attachment: Any = client._attachment
-            return {place[1] for place in attachment.session.store_calls._channels}
+            return {key[1] for key in attachment.session.store_calls._channels}
 
         assert shown() == {OLD.key_id}
         for stage in (

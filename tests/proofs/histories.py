@@ -35,7 +35,7 @@ from proofs.history.checker import History, judge
 MEMBER: Final = Path(__file__).with_name("history") / "member.py"
 STORE: Final = "eu3"
 """The host whose relay has the store."""
-PLACES: Final = {
+HOSTS: Final = {
     "service": ("eu1", "eu3", "us1"),
     "caller": ("eu2", "us2"),
     "publisher": ("eu2", "us3"),
@@ -115,7 +115,7 @@ class Campaign:
         self.relays = {relay.name: relay for relay in federation.relays()}
         self.members = [
             Process(self, role, self.relays[host])
-            for role, hosts in PLACES.items()
+            for role, hosts in HOSTS.items()
             for host in hosts
         ]
         self.did: Counter[str] = Counter()
@@ -263,7 +263,7 @@ class Campaign:
             if member.role in LISTENERS:
                 member.began(b'"ready"')
         time.sleep(CALM_S)
-        for roles in (("caller", "publisher", "appender"), ("worker",), tuple(PLACES)):
+        for roles in (("caller", "publisher", "appender"), ("worker",), tuple(HOSTS)):
             for member in [m for m in self.members if m.role in roles and m.process.poll() is None]:
                 member.end()
             time.sleep(1.0)
@@ -312,8 +312,8 @@ def run(count: int, seed: int) -> Proof:
     if reason := why_not():
         raise BenchError(f"no hosts: {reason}")
     proof = Proof()
-    with tempfile.TemporaryDirectory(prefix="iris-proof-") as place, Lan() as lan:
-        directory = Path(place)
+    with tempfile.TemporaryDirectory(prefix="iris-proof-") as temporary, Lan() as lan:
+        directory = Path(temporary)
         (directory / "histories").mkdir()
 
         def arguments(host: str) -> list[str]:

@@ -79,7 +79,7 @@ def sabotaged(sabotage: Sabotage, source: str) -> str:
     where = f"{sabotage.id}: {sabotage.path}, {sabotage.function}"
     if len(found) != 1:
         raise BenchError(f"{where}: {sabotage.find!r} is there {len(found)} times instead of once")
-    begin, stop = (start + place for place in found[0].span())
+    begin, stop = (start + offset for offset in found[0].span())
     changed = source[:begin] + sabotage.put + source[stop:]
     try:
         same = ast.dump(ast.parse(changed)) == ast.dump(ast.parse(source))
@@ -131,16 +131,16 @@ def _missing(test: str, root: Path) -> Iterator[str]:
 # -- copies, and processes in them ------------------------------------------------------------------------
 
 
-def copy_tree(place: Path) -> Path:
-    """Copy this tree to `place`, with an environment whose interpreter imports the copy, whatever its variables say."""
-    shutil.copytree(ROOT, place, ignore=shutil.ignore_patterns(*LEFT_OUT), symlinks=True)
-    venv.EnvBuilder(symlinks=True).create(place / ".venv")
-    (packages,) = (place / ".venv" / "lib").glob("python*/site-packages")
+def copy_tree(directory: Path) -> Path:
+    """Copy this tree to `directory`, with an environment whose interpreter always imports the copy."""
+    shutil.copytree(ROOT, directory, ignore=shutil.ignore_patterns(*LEFT_OUT), symlinks=True)
+    venv.EnvBuilder(symlinks=True).create(directory / ".venv")
+    (packages,) = (directory / ".venv" / "lib").glob("python*/site-packages")
     # In this order, because the packages installed here include a path to this tree.
-    (packages / "a.pth").write_text(f"{place}\n")
+    (packages / "a.pth").write_text(f"{directory}\n")
     installed = [path for path in sys.path if path.endswith("-packages")]
     (packages / "b.pth").write_text("".join(f"{path}\n" for path in installed))
-    python = place / ".venv" / "bin" / "python"
+    python = directory / ".venv" / "bin" / "python"
     script = python.with_name("iris")
     script.write_text(f"#!{python}\nimport sys\nfrom iris.cli import main\nsys.exit(main())\n")
     script.chmod(0o755)
@@ -148,10 +148,10 @@ def copy_tree(place: Path) -> Path:
         f"import {', '.join(PACKAGES)}; print({', '.join(f'{name}.__file__' for name in PACKAGES)})"
     )
     done = subprocess.run([python, "-c", program], cwd="/", env={}, capture_output=True, text=True, check=False)  # fmt: skip
-    wanted = [str(place / name / "__init__.py") for name in PACKAGES]
+    wanted = [str(directory / name / "__init__.py") for name in PACKAGES]
     if done.stdout.split() != wanted:
         raise BenchError(f"the copy imports something else: {done.stdout}{done.stderr}")
-    return place
+    return directory
 
 
 def run_tests(tree: Path, tests: Sequence[str], hangs_s: float = HANGS_S) -> Outcome:
@@ -224,21 +224,21 @@ def _descendants() -> list[int]:
     return found
 
 
-def _own_tree(place: Path) -> Path:
+def _own_tree(directory: Path) -> Path:
     """Return this worker's copy of the tree, made at first use."""
-    tree = place / f"w{os.getpid()}"
+    tree = directory / f"w{os.getpid()}"
     if not tree.exists():
         adopt()
         copy_tree(tree)
     return tree
 
 
-def _untouched(place: Path, tests: Sequence[str]) -> Outcome:
-    return run_tests(_own_tree(place), tests)
+def _untouched(directory: Path, tests: Sequence[str]) -> Outcome:
+    return run_tests(_own_tree(directory), tests)
 
 
-def _broken(place: Path, sabotage: Sabotage) -> Outcome:
-    tree = _own_tree(place)
+def _broken(directory: Path, sabotage: Sabotage) -> Outcome:
+    tree = _own_tree(directory)
     path = tree / sabotage.path
     before = path.read_text()
     try:
@@ -266,16 +266,18 @@ def run(count: int, seed: int, sabotages: Sequence[Sabotage] = SABOTAGES) -> Pro
     chosen = sabotages[:count]
     sets = list(dict.fromkeys(one.tests for one in chosen))
     begin_s = time.monotonic()
-    place = Path(tempfile.mkdtemp(prefix="iris-m-"))
+    directory = Path(tempfile.mkdtemp(prefix="iris-m-"))
     # The tests drop root's rights and continue inside it.
-    place.chmod(0o755)
+    directory.chmod(0o755)
     pool = ProcessPoolExecutor(min(AT_ONCE, len(chosen)))
     try:
         passed = 0
-        for tests, outcome in _each([(one, pool.submit(_untouched, place, one)) for one in sets]):
+        for tests, outcome in _each(
+            [(one, pool.submit(_untouched, directory, one)) for one in sets]
+        ):
             _told(" ".join(tests), outcome)
             if not outcome.green:  # on a busy machine a test may fail once: run it again
-                outcome = pool.submit(_untouched, place, tests).result()
+                outcome = pool.submit(_untouched, directory, tests).result()
                 _told(" ".join(tests), outcome)
             if not outcome.green:
                 raise BenchError(
@@ -284,7 +286,7 @@ def run(count: int, seed: int, sabotages: Sequence[Sabotage] = SABOTAGES) -> Pro
             passed += outcome.passed
         killed = 0
         figures = {}
-        for one, outcome in _each([(one, pool.submit(_broken, place, one)) for one in chosen]):
+        for one, outcome in _each([(one, pool.submit(_broken, directory, one)) for one in chosen]):
             _told(one.id, outcome)
             killed += outcome.noticed
             by = outcome.by.partition("::")[2] or ("it hung" if outcome.code is None else "")
@@ -294,7 +296,7 @@ def run(count: int, seed: int, sabotages: Sequence[Sabotage] = SABOTAGES) -> Pro
             proof.promise(f"{one.id} is noticed", outcome.noticed)
     finally:
         pool.shutdown(cancel_futures=True)
-        shutil.rmtree(place, ignore_errors=True)
+        shutil.rmtree(directory, ignore_errors=True)
     proof.figures["sabotages"] = f"{len(chosen)}, {killed} noticed"
     proof.figures["tests"] = f"{len(sets)} sets; {passed} tests passed in the tree as it is"
     proof.figures["took"] = f"{time.monotonic() - begin_s:.0f} s"

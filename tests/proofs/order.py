@@ -30,7 +30,7 @@ from proofs.common import (
     total,
 )
 
-TOPICS = [f"proof.{place}.{what}.{n}" for place in ("eu", "us", "asia") for what in ("orders", "trades") for n in range(4)]  # fmt: skip
+TOPICS = [f"proof.{region}.{what}.{n}" for region in ("eu", "us", "asia") for what in ("orders", "trades") for n in range(4)]  # fmt: skip
 PUBLISHERS = 4
 FILTERS = {"proof.>": "slow", "proof.*.orders.*": "async-for", "proof.eu.>": "callback"}
 NUMBER = struct.Struct("<HHQ")

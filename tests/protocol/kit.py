@@ -121,9 +121,9 @@ class Inbox:
 
     def handle(self, host: Host) -> None:
         """Handle all that waits."""
-        places, self._held = self._held, {}
-        for place in places:
-            host.session.casts.windows.freed(*place)
+        flows, self._held = self._held, {}
+        for flow in flows:
+            host.session.casts.windows.freed(*flow)
 
     @property
     def payloads(self) -> list[bytes]:
@@ -132,8 +132,8 @@ class Inbox:
     def deliver(self, messages: list[Message], size: int) -> None:
         self.messages += messages
         if self.waits:
-            place = (messages[0].name, messages[0].source)
-            self._held[place] = self._held.get(place, 0) + size
+            flow = (messages[0].name, messages[0].source)
+            self._held[flow] = self._held.get(flow, 0) + size
 
     def gap(self, gap: Lost) -> None:
         self.gaps.append(gap)

@@ -131,11 +131,11 @@ class Relay:
 
     def hand(self, declared: frames.Declare, frame: bytes, caller: Caller) -> None:
         """Give the store a call of any sender under any address, and claim that the sender holds the key."""
-        place = (declared.name, declared.key_id)
-        alias = self._aliases.get(place)
+        target = (declared.name, declared.key_id)
+        alias = self._aliases.get(target)
         if alias is None:
-            alias = self._aliases[place] = len(self._aliases)
-            self._tell(frames.Declare(alias, Kind.STREAM, *place, bytes(16)))
+            alias = self._aliases[target] = len(self._aliases)
+            self._tell(frames.Declare(alias, Kind.STREAM, *target, bytes(16)))
         out = memoryview(bytearray(frame))
         size, kind, flags, _, hop, deadline = HOP.unpack_from(out)
         self._next += 1

@@ -69,10 +69,10 @@ class Actor(Party):
         self.ended = True
 
     def alias(self, kind: int, name: str, site: str = "") -> int:
-        place = (kind, name, site)
-        number = self.aliases.get(place)
+        address = (kind, name, site)
+        number = self.aliases.get(address)
         if number is None:
-            number = self.aliases[place] = len(self.aliases)
+            number = self.aliases[address] = len(self.aliases)
             self.tell(frames.Declare(number, kind, name, KEY_ID, bytes(16), site=site))
         return number
 

@@ -342,15 +342,15 @@ def test_senders_beyond_the_table_are_refused_and_counted() -> None:
 def test_sequences_beyond_the_table_are_refused_and_counted() -> None:
     """`_sequences`: 262,144 (`MAX_SEQUENCES`), told as lost; `_reported`: 4,096, the oldest makes room."""
     guard = Guard(FRESHNESS_US, max_senders=8, max_sequences=8)
-    places = [(int(Kind.PUBLISH), 0, "t", KEY.key_id, sender(n)) for n in range(6000)]
-    taken = [guard.sequence(place, START_US) is not None for place in places[:20]]
+    flow_keys = [(int(Kind.PUBLISH), 0, "t", KEY.key_id, sender(n)) for n in range(6000)]
+    taken = [guard.sequence(key, START_US) is not None for key in flow_keys[:20]]
     assert (taken.count(True), guard.refused_senders) == (8, 12)
-    for place in places[20:]:
-        guard.reported(place)
+    for key in flow_keys[20:]:
+        guard.reported(key)
     assert len(guard._reported) == guard_module.MAX_REPORTED == 4096
-    assert places[20] not in guard._reported
-    assert places[-1] in guard._reported
-    assert guard.reported(places[0]) is guard._sequences[places[0]]
+    assert flow_keys[20] not in guard._reported
+    assert flow_keys[-1] in guard._reported
+    assert guard.reported(flow_keys[0]) is guard._sequences[flow_keys[0]]
 
 
 @pytest.mark.parametrize(("table", "most"), [("senders", 65_536), ("sequences", 262_144)])

@@ -126,8 +126,8 @@ class World:
     def add(self, *payloads: bytes, extras: Extras = PLAIN) -> list[Waiter]:
         """Append messages in one turn; return who waits for each."""
         for payload in payloads:
-            waiter, place = self.producer.add(payload, None, False, extras)
-            self.appends.append((payload, waiter, place))
+            waiter, index = self.producer.add(payload, None, False, extras)
+            self.appends.append((payload, waiter, index))
         self.producer.cut()
         return [waiter for _, waiter, _ in self.appends[-len(payloads) :]]
 
@@ -195,9 +195,9 @@ class World:
         assert len(set(stored)) == len(stored), "stored twice"
         order = {payload: number for number, (payload, *_) in enumerate(self.appends)}
         assert [order[payload] for payload in stored] == sorted(order[p] for p in stored)
-        for payload, waiter, place in self.appends:
+        for payload, waiter, index in self.appends:
             if isinstance(waiter.got, int):
-                assert stored[waiter.got + place] == payload
+                assert stored[waiter.got + index] == payload
             else:
                 assert isinstance(waiter.got, StreamError)
                 assert waiter.got.may_have_run or payload not in stored, waiter.got

@@ -239,11 +239,11 @@ def test_a_senders_keys_follow_as_written(name: str) -> None:
 
 def _fields(data: bytes) -> dict[str, int]:
     """Return the hop and end fields of a data frame by the offsets of the document."""
-    places = {"alias": (6, 4), "hop": (10, 8), "deadline": (18, 8)}
+    layout = {"alias": (6, 4), "hop": (10, 8), "deadline": (18, 8)}
     if Kind(data[4]) not in TUNNEL_KINDS:
-        places |= {"sent": (26, 8), "timeout": (34, 4), "count": (38, 4), "first": (42, 8)}
+        layout |= {"sent": (26, 8), "timeout": (34, 4), "count": (38, 4), "first": (42, 8)}
     return {"flags": data[5]} | {
-        name: int.from_bytes(data[at : at + size], "little") for name, (at, size) in places.items()
+        name: int.from_bytes(data[at : at + size], "little") for name, (at, size) in layout.items()
     }
 
 

@@ -132,14 +132,14 @@ def test_topics_and_groups_beyond_the_bound_end_no_link(monkeypatch: pytest.Monk
     grouped = [TopicEntry("jobs", KEY_ID, f"g{n}", 1) for n in range(3)]
     plain = [TopicEntry(f"t{n}", KEY_ID, "", 1) for n in range(3)]
     assert not receive(end, frames.Interest(base, 9, topics=[*grouped, *plain]))
-    assert ([place[2] or place[0] for place in link.topics], link.dropped_entries) == (["g0", "g1", "t0", "t1"], 2)  # fmt: skip
+    assert ([entry[2] or entry[0] for entry in link.topics], link.dropped_entries) == (["g0", "g1", "t0", "t1"], 2)  # fmt: skip
     ended = [TopicEntry(entry.filter, KEY_ID, entry.group, 0) for entry in (*grouped, *plain)]
     assert not receive(end, frames.Interest(9, 10, topics=ended))
     assert not (link.topics)
     assert not (link.weights)
     assert not (link.groups)
     assert not receive(end, frames.Interest(10, 11, topics=grouped[::-1]))
-    assert [place[2] for place in link.topics] == ["g2", "g1"]
+    assert [entry[2] for entry in link.topics] == ["g2", "g1"]
 
 
 def test_sessions_with_many_filters_do_not_break_the_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,7 +287,7 @@ def test_an_entry_that_was_held_back_is_announced_when_another_ends(
     net.router.session_down(parties[0].session)
     net.settle()
     assert [name for name, _ in way.clusters] == ["c1", "c2", "c3"]
-    assert [place[0] for place in way.topics] == ["t1", "t2", "t3"]
+    assert [entry[0] for entry in way.topics] == ["t1", "t2", "t3"]
     assert net.router.status()["sites_untold"] == 2
 
 

@@ -827,9 +827,9 @@ def test_a_beat_looks_only_at_the_losses_whose_second_is_over(net: Sites) -> Non
     class CountingDict(dict[Any, int]):
         looked = 0
 
-        def __getitem__(self, place: Any) -> int:
+        def __getitem__(self, key: Any) -> int:
             self.looked += 1
-            return super().__getitem__(place)
+            return super().__getitem__(key)
 
         def items(self) -> Any:
             raise AssertionError("it looks at all")

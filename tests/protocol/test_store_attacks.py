@@ -353,12 +353,12 @@ def test_a_call_of_another_time_or_stream_is_nothing_through_a_channel_of_today(
     assert isinstance(made, streams.Described)
     other = Caller(OTHER)
     assert isinstance(relay.ask(other, streams.Describe(), key=OTHER), streams.Described)
-    places = [frames.Declare(0, Kind.STREAM, name, key.key_id, bytes(16))
+    addresses = [frames.Declare(0, Kind.STREAM, name, key.key_id, bytes(16))
               for name in (NAME, UUID.hex(), (b"s" * 16).hex(), relay.store.address) for key in (KEY, OTHER)]  # fmt: skip
     relay.store.detached()  # our session with the relay ends, and another begins
     after = Relay(relay.store)
     before = state(relay.store)
-    for declared in (*places, *(declared for declared, _ in recorded)):
+    for declared in (*addresses, *(declared for declared, _ in recorded)):
         for _, frame in recorded:
             after.hand(declared, frame, old)
             (answer,) = after.received()

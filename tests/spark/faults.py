@@ -1,7 +1,7 @@
 """Ways to halt or end what Spark runs at a chosen place in the middle of a batch, and drivers as processes of their
 own.
 
-    fault = Fault(tmp_path, place="read", action="halt", at=3)
+    fault = Fault(tmp_path, point="read", action="halt", at=3)
     query = spark.readStream.format(FORMAT).options(**relay.options).options(**fault.options)...
     fault.wait(query)        # three parts of a range were read, and the task waits
     relay.kill_store()
@@ -30,7 +30,7 @@ from iris.keyfiles import load_keyring
 PATIENCE_S: Final = 60.0
 FORMAT: Final = "iris-faults"
 OPTION: Final = "fault"
-PLACES: Final = ("task", "read", "write", "staged", "commit", "committed")
+POINTS: Final = ("task", "read", "write", "staged", "commit", "committed")
 """Before a task reads; in its range; in the rows that a task stages; after it staged them; before and after the
 driver's commit to
 the store."""
@@ -39,13 +39,13 @@ the store."""
 class Fault:
     """What is to happen, once, to the first process that comes to `place`; `at`: after so many batches of rows."""
 
-    def __init__(self, directory: Path, *, place: str, action: str, at: int = 1) -> None:
-        assert place in PLACES
+    def __init__(self, directory: Path, *, point: str, action: str, at: int = 1) -> None:
+        assert point in POINTS
         directory.mkdir(exist_ok=True)
         self.directory = directory
         self._given_up = False
         self.options = {
-            OPTION: json.dumps({"dir": str(directory), "place": place, "do": action, "at": at})
+            OPTION: json.dumps({"dir": str(directory), "point": point, "do": action, "at": at})
         }
 
     def wait(self, query: Any = None) -> None:
@@ -55,7 +55,7 @@ class Fault:
             if query is not None and query.exception() is not None:
                 raise query.exception()
             assert not self._given_up, "the batch ended without"
-            assert time.monotonic() < until_s, "nobody came to the place of the fault"
+            assert time.monotonic() < until_s, "no process reached the point of the fault"
             time.sleep(0.02)
 
     @contextlib.contextmanager

@@ -27,15 +27,15 @@ SLICE_ROWS: Final = 50
 
 class _Plan:
     def __init__(self, text: str) -> None:
-        plan = json.loads(text) if text else {"dir": "", "place": "", "do": "", "at": 0}
+        plan = json.loads(text) if text else {"dir": "", "point": "", "do": "", "at": 0}
         self.directory = Path(plan["dir"])
-        self.place = plan["place"]
+        self.point = plan["point"]
         self.action = plan["do"]
         self.at = plan["at"]
 
-    def reach(self, place: str) -> None:
+    def reach(self, point: str) -> None:
         """Do it, if this is the place and nobody was here before."""
-        if place != self.place:
+        if point != self.point:
             return
         try:
             os.close(os.open(self.directory / "happened", os.O_CREAT | os.O_EXCL))
@@ -52,13 +52,13 @@ class _Plan:
         else:
             _end(self.action)
 
-    def count(self, place: str, items: Iterator[Any]) -> Iterator[Any]:
+    def count(self, point: str, items: Iterator[Any]) -> Iterator[Any]:
         """Yield items; the place is reached after `at` of them were taken, at the latest with the last."""
         number = 0
         for number, item in enumerate(items, 1):
             yield item
             if number == self.at:
-                self.reach(place)
+                self.reach(point)
 
 
 def _end(action: str) -> None:

@@ -58,7 +58,7 @@ class Planned:
 
     def __init__(self, spark: SparkSession, relay: Relay, directory: Path, **options: Any) -> None:
         faults.register(spark)
-        self._fault = Fault(directory, place="task", action="halt")
+        self._fault = Fault(directory, point="task", action="halt")
         texts = {name: str(value) for name, value in options.items()}
         reader = spark.read.format(faults.FORMAT).options(**relay.options)
         self._frame = reader.options(**texts, **self._fault.options).load()

@@ -74,7 +74,7 @@ def test_a_read_goes_on_over_a_lost_relay_or_store(
     client = relay.client()
     make_stream(client, name)
     rows = append_rows(client, name, ROWS, size=SIZE)
-    fault = Fault(tmp_path / "fault", place="read", action="halt", at=5)
+    fault = Fault(tmp_path / "fault", point="read", action="halt", at=5)
     reader = spark.read.format(faults.FORMAT).options(**relay.options).options(**SMALL)
     frame = reader.options(stream=name, **fault.options).load()
     with fault.meanwhile(lambda: strike(fault)):
@@ -89,7 +89,7 @@ def test_a_write_goes_on_over_a_lost_relay_or_store(
     client = relay.client()
     make_stream(client, name)
     frame = spark.range(0, ROWS, 1, 2).selectExpr(f"rpad(concat('a:', id, ':'), {SIZE}, '.') value")
-    fault = Fault(tmp_path / "fault", place="write", action="halt", at=12)
+    fault = Fault(tmp_path / "fault", point="write", action="halt", at=12)
     writer = frame.write.format(faults.FORMAT).options(**relay.options).mode("append")
     with fault.meanwhile(lambda: strike(fault)):
         writer.options(stream=name, **fault.options).save()
@@ -104,8 +104,8 @@ def test_a_query_goes_on_over_a_lost_relay_or_store(
     make_stream(client, name)
     make_stream(client, f"{name}.out")
     rows = append_rows(client, name, ROWS, size=SIZE)
-    reading = Fault(tmp_path / "reading", place="read", action="halt", at=3)
-    committing = Fault(tmp_path / "committing", place="commit", action="halt")
+    reading = Fault(tmp_path / "reading", point="read", action="halt", at=3)
+    committing = Fault(tmp_path / "committing", point="commit", action="halt")
     query = start_copy(spark, relay, name, checkpoint, reading.options, committing.options)
     strike(reading, query)
     strike(committing, query)
@@ -122,7 +122,7 @@ def test_a_query_that_gave_up_on_a_silent_store_goes_on_when_it_is_started_again
     make_stream(client, name)
     make_stream(client, f"{name}.out")
     rows = append_rows(client, name, ROWS, size=SIZE)
-    fault = Fault(tmp_path / "fault", place="commit", action="halt")
+    fault = Fault(tmp_path / "fault", point="commit", action="halt")
     impatient = {**fault.options, "fetchTimeoutMs": "1000"}
     query = start_copy(spark, relay, name, checkpoint, {}, impatient)
     fault.wait(query)

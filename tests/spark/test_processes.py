@@ -69,11 +69,11 @@ def test_a_killed_driver_goes_on_from_its_checkpoint(
         **{"spark.eventLog.enabled": "true", "spark.eventLog.dir": events.as_uri(), "spark.eventLog.compress": "false"},
     )  # fmt: skip
     # What was committed when it died: whole batches, and of the last one all or nothing.
-    for place, left in (("read", 0), ("commit", 0), ("committed", 500)):
-        fault = Fault(tmp_path / place, place=place, action="driver")
+    for point, left in (("read", 0), ("commit", 0), ("committed", 500)):
+        fault = Fault(tmp_path / point, point=point, action="driver")
         assert driver.run([job.phase(fault=fault.options)]) == KILLED, driver.last_words()
         assert fault.happened
-        assert job.copied == job.rows[:left], place
+        assert job.copied == job.rows[:left], point
     assert driver.run([job.phase()]) == 0, driver.last_words()
     assert job.copied == job.rows
 
@@ -93,10 +93,10 @@ def test_tasks_that_fail_or_are_killed_leave_no_row_twice(
     jobs, phases, checks = [], [], []
     failing = Job(stage, client, f"{name}a", tmp_path / "a")
     phases.append(failing.phase("copy_batch", fail=str(tmp_path / "failed")))
-    for number, (place, at) in enumerate((("read", 1), ("write", 1), ("staged", 1))):
+    for number, (point, at) in enumerate((("read", 1), ("write", 1), ("staged", 1))):
         job = Job(stage, client, f"{name}{number}", tmp_path / str(number))
-        action = "fail" if place == "staged" else "worker"
-        fault = Fault(tmp_path / f"f{number}", place=place, action=action, at=at)
+        action = "fail" if point == "staged" else "worker"
+        fault = Fault(tmp_path / f"f{number}", point=point, action=action, at=at)
         phases.append(job.phase(fault=fault.options))
         checks.append(fault)
         jobs.append(job)
@@ -115,9 +115,9 @@ def test_a_killed_executor_leaves_no_row_twice(
 ) -> None:
     """While it reads, and while it writes; both are in one task."""
     jobs, phases, checks = [], [], []
-    for number, place in enumerate(("read", "write")):
+    for number, point in enumerate(("read", "write")):
         job = Job(stage, client, f"{name}{number}", tmp_path / str(number))
-        fault = Fault(tmp_path / place, place=place, action="executor", at=1)
+        fault = Fault(tmp_path / point, point=point, action="executor", at=1)
         phases.append(job.phase(fault=fault.options))
         jobs.append(job)
         checks.append(fault)

@@ -85,7 +85,7 @@ def test_nothing_of_a_batch_is_seen_before_all_of_it(
 ) -> None:
     faults.register(spark)
     make_stream(client, name)
-    fault = Fault(tmp_path / "fault", place="commit", action="halt")
+    fault = Fault(tmp_path / "fault", point="commit", action="halt")
     seen: list[list[bytes]] = []
 
     def look() -> None:

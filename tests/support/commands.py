@@ -92,7 +92,7 @@ def end(process: subprocess.Popen[bytes], code: int = 0) -> tuple[bytes, bytes]:
 
 
 @contextmanager
-def place(prefix: str) -> Iterator[Path]:
+def short_directory(prefix: str) -> Iterator[Path]:
     """A directory with a short path, as sockets need, that is empty of sockets at the end."""
     root = Path(tempfile.mkdtemp(prefix=prefix))
     try:

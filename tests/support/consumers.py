@@ -36,7 +36,7 @@ def entry(
     )
 
 
-def places(taken: Taken) -> list[tuple[int, int, int]]:
+def deliveries_of(taken: Taken) -> list[tuple[int, int, int]]:
     """The deliveries as (first offset of the record, bitmap, count of deliveries)."""
     return [
         (item.record.first, item.wanted, item.deliveries)
@@ -46,7 +46,7 @@ def places(taken: Taken) -> list[tuple[int, int, int]]:
 
 
 def firsts(taken: Taken) -> list[int]:
-    return [place[0] for place in places(taken)]
+    return [delivery[0] for delivery in deliveries_of(taken)]
 
 
 def holes(taken: Taken) -> list[object]:

@@ -423,12 +423,12 @@ class Adversary:
         stopped = self.router.accounts.dropped.get("misdirected answer", 0)
         way = rng.choice(("name", "key", "kind"))
         kind = rng.choice((Kind.ANSWER, Kind.STREAM_REPLY)) if way == "kind" else Kind.REPLY
-        place: dict[str, Any] = {"hop_class": int(HopClass.MESH)}
+        origin: dict[str, Any] = {"hop_class": int(HopClass.MESH)}
         if self.kind == "site":
-            place = {"hop_class": int(HopClass.TO_WAN), "site": "ams"}
+            origin = {"hop_class": int(HopClass.TO_WAN), "site": "ams"}
         name = "quiet" if way == "name" else lure
         key_id = OTHER_KEY.key_id if way == "key" else KEY.key_id
-        self.say(frames.Declare(19, kind, name, key_id, b"e" * 16, **place))
+        self.say(frames.Declare(19, kind, name, key_id, b"e" * 16, **origin))
         body = bytes(12) + (1).to_bytes(4, "little") + rng.randbytes(68)
         self.send(HOP.pack(22 + len(body), kind, 0, 19, hops[0], 0) + body)
         net._move()

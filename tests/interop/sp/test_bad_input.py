@@ -20,9 +20,9 @@ SURVEYOR = b"\0SP\0\0\x62\0\0"
 
 
 def raw(bridge: Bridge, entry: str = "rep-tcp") -> socket.socket:
-    place = urlsplit(bridge.url(entry))
-    assert place.hostname is not None
-    return socket.create_connection((place.hostname, place.port or 0), timeout=10)
+    address = urlsplit(bridge.url(entry))
+    assert address.hostname is not None
+    return socket.create_connection((address.hostname, address.port or 0), timeout=10)
 
 
 async def still_answers(world: World, bridge: Bridge) -> None:

@@ -474,7 +474,7 @@ SABOTAGES = (
         "self.total -= count",
         "pass",
         QUOTAS,
-        "places that a session gave back are never free again",
+        "slots that a session released are never free again",
     ),
     Sabotage(
         "share-session",
@@ -483,7 +483,7 @@ SABOTAGES = (
         "share.held + more >= max(1, limit // 2) and not origin.hop_class",
         "False",
         QUOTAS,
-        "one session takes all the places of a link",
+        "one session uses all slots of a link",
     ),
     Sabotage(
         "share-user",
@@ -492,7 +492,7 @@ SABOTAGES = (
         "share.whole.held + more >= all_but_a_quarter(limit)",
         "False",
         QUOTAS,
-        "one user takes all the places of a link",
+        "one user uses all slots of a link",
     ),
     Sabotage(
         "share-counted",
@@ -519,7 +519,7 @@ SABOTAGES = (
         "now_us >= self._overdue.due_us",
         "False",
         QUOTAS,
-        "a call without a deadline holds its place forever",
+        "a call without a deadline holds its slot forever",
     ),
     Sabotage(
         "member-handed",

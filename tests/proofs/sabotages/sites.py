@@ -172,7 +172,7 @@ SABOTAGES = (
         (
             "tests/adversity/test_gateways.py::test_a_site_cannot_have_a_relay_id_of_another_site_or_of_ours",
         ),
-        "a gateway takes the place of another site's, or of a relay of ours",
+        "a gateway replaces another site's gateway, or a relay of ours",
     ),
     Sabotage(
         "bridge-loopback",

@@ -68,8 +68,8 @@ async def long_read(rig: Rig, count: int, seed: int) -> Outcome:
     )
     outcome.expect("nothing is missing", not reader.gaps)
     early = [sample for sample in samples if sample[0] <= count // 10] or samples[:1]
-    for place, what in ((1, "reader"), (2, "store")):
-        before, after = max(s[place] for s in early), max(s[place] for s in samples)
+    for column, what in ((1, "reader"), (2, "store")):
+        before, after = max(s[column] for s in early), max(s[column] for s in samples)
         outcome.figures[f"memory of the {what}"] = (
             f"{before:.0f} MB in the first tenth, {after:.0f} MB at most"
         )

@@ -91,7 +91,7 @@ def make_document(samples: int = 2500, rounds: int = 2) -> dict[str, Any]:
     runs: list[dict[str, Any]] = []
     for number in range(1, rounds + 1):
         for name, _, _, shows in CELLS:
-            for place, peer in enumerate(PEERS):
+            for rank, peer in enumerate(PEERS):
                 run = {"round": number, "peer": peer, "cell": name, "status": "ok", "reason": ""}
                 runs.append(run)
                 if (peer, shows) == ("rabbitmq", "publish"):
@@ -100,7 +100,7 @@ def make_document(samples: int = 2500, rounds: int = 2) -> dict[str, Any]:
                 if (peer, shows) == ("zenoh", "stream"):
                     run |= {"status": "not run", "reason": "it has no streams"}
                     continue
-                run["figures"] = figures(shows, rng, samples, 1 + 0.1 * place)
+                run["figures"] = figures(shows, rng, samples, 1 + 0.1 * rank)
                 run["processes"] = [
                     {"name": f"{peer} {i}", "cpu_s": 0.5 + rng.random(), "peak_bytes": 40_000_000}
                     for i in range(3)
@@ -108,7 +108,7 @@ def make_document(samples: int = 2500, rounds: int = 2) -> dict[str, Any]:
                 run |= {"stolen_s": 0.01, "steady": True}
                 slow = (peer, name) == ("rabbitmq", "w4-64k-500")
                 if shows in ("open", "closed"):
-                    run["latency"] = latency(rng, samples, 4000 if slow else 0.3 + 0.2 * place)
+                    run["latency"] = latency(rng, samples, 4000 if slow else 0.3 + 0.2 * rank)
                 if shows == "closed":
                     del run["latency"]["corrected"]
                 if (peer, shows) == ("nats", "publish"):
@@ -160,9 +160,11 @@ def column(text: str, title: str, label: str) -> list[str]:
     _, found, below = text.partition(f"# {title}\n")
     assert found, title
     lines = [row for row in below.partition("\n|---")[0].splitlines() if row.startswith("|")]
-    place = next(i for i, head in enumerate(cells(lines[-1])) if head.startswith(label))
+    column = next(i for i, head in enumerate(cells(lines[-1])) if head.startswith(label))
     rows = below.partition("\n|---")[2].splitlines()[1:]
-    return [cells(row)[place] for row in itertools.takewhile(lambda row: row.startswith("|"), rows)]
+    return [
+        cells(row)[column] for row in itertools.takewhile(lambda row: row.startswith("|"), rows)
+    ]
 
 
 @pytest.mark.parametrize(

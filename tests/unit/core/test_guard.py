@@ -13,7 +13,7 @@ def sender_id(number: int) -> bytes:
     return number.to_bytes(16, "little")
 
 
-def place(
+def flow(
     number: int = 1, *, kind: Kind = Kind.PUBLISH, name: str = "a", key: bytes = KEY, receiver: int = 0
 ) -> FlowKey:  # fmt: skip
     return kind, receiver, name, key, sender_id(number)
@@ -33,9 +33,9 @@ def test_a_table_full_of_fresh_senders_refuses_new_ones_and_counts_them() -> Non
     guard = Guard(FRESH_US, max_senders=3, max_sequences=3)
     for number in range(3):
         assert guard.sender(KEY, sender_id(number), 0) is not None
-        assert guard.sequence(place(number), 0) is not None
+        assert guard.sequence(flow(number), 0) is not None
     assert guard.sender(KEY, sender_id(9), 2 * FRESH_US) is None
-    assert guard.sequence(place(9), 2 * FRESH_US) is None
+    assert guard.sequence(flow(9), 2 * FRESH_US) is None
     assert guard.refused_senders == 2
     assert guard.sender(KEY, sender_id(1), 2 * FRESH_US) is not None, "those known go on"
 
@@ -52,22 +52,22 @@ def test_senders_idle_past_the_freshness_limit_make_room() -> None:
 
 def test_a_sequence_belongs_to_a_sender_an_address_a_kind_and_a_receiver() -> None:
     guard = Guard(FRESH_US)
-    base = guard.sequence(place(), 0)
-    assert guard.sequence(place(), 9) is base
+    base = guard.sequence(flow(), 0)
+    assert guard.sequence(flow(), 9) is base
     for other in (
-        place(2), place(kind=Kind.BROADCAST), place(name="b"), place(key=b"k" * 16), place(receiver=1),
+        flow(2), flow(kind=Kind.BROADCAST), flow(name="b"), flow(key=b"k" * 16), flow(receiver=1),
     ):  # fmt: skip
         assert guard.sequence(other, 0) is not base
 
 
 def test_a_topic_followed_again_expects_no_sequence_but_repeats_nothing() -> None:
     guard = Guard(FRESH_US)
-    places = [place(), place(name="b"), place(kind=Kind.BROADCAST)]
-    for each in places:
+    flows = [flow(), flow(name="b"), flow(kind=Kind.BROADCAST)]
+    for each in flows:
         entry = guard.sequence(each, 0)
         assert entry is not None
         entry.known, entry.next = True, 10
     guard.resume_topics(lambda topic: topic == "a")
-    entries = [guard.sequence(each, 0) for each in places]
+    entries = [guard.sequence(each, 0) for each in flows]
     assert [entry and entry.known for entry in entries] == [False, True, True]
     assert all(entry and entry.next == 10 for entry in entries)

@@ -348,10 +348,10 @@ def test_a_wrong_access_file_is_refused_without_a_word_of_it(text: str) -> None:
 
 @given(st.integers(0, len(ACCESS) - 1), st.characters(max_codepoint=0x17F))
 def test_an_access_file_with_any_character_changed_is_read_or_refused(
-    place: int, character: str
+    at: int, character: str
 ) -> None:
     try:
-        access = parse_access(ACCESS[:place] + character + ACCESS[place + 1 :])
+        access = parse_access(ACCESS[:at] + character + ACCESS[at + 1 :])
     except KeyringError:
         return
     # The certificate's own signature is the relay's to check; what is ours still fits together.

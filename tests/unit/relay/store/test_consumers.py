@@ -15,9 +15,9 @@ from support.consumers import (
     TIMEOUT,
     all_of,
     consumer,
+    deliveries_of,
     entry,
     firsts,
-    places,
 )
 
 from relay.store.consumer import MAX_DELAY_US, Consumer
@@ -99,7 +99,7 @@ def test_what_is_not_acked_in_time_is_delivered_again_and_counted(log: Log) -> N
     one.ack(ANN, 1, 2, 1)
     assert one.deadline_us == 1 + TIMEOUT
     assert all_of(one, TIMEOUT).items == []
-    assert places(all_of(one, 1 + TIMEOUT, BOB)) == [(0, 0b1101, 2)]
+    assert deliveries_of(all_of(one, 1 + TIMEOUT, BOB)) == [(0, 0b1101, 2)]
     assert one.counts.redelivered == 3
     assert one.ack(ANN, 0, 4, 1 + TIMEOUT) == 3  # though BOB has them now
     assert one.info().pending == 0
@@ -112,10 +112,10 @@ def test_a_touch_restarts_the_ack_timeout_for_these_messages_only(log: Log) -> N
     assert one.touch(BOB, 0, 2, 10) == 0
     assert one.touch(ANN, 1, 2, 10) == 1
     assert one.deadline_us == 1 + TIMEOUT
-    assert places(all_of(one, 9 + TIMEOUT)) == [(0, 0b01, 2)]
+    assert deliveries_of(all_of(one, 9 + TIMEOUT)) == [(0, 0b01, 2)]
     one.ack(ANN, 0, 1, 9 + TIMEOUT)
     assert one.deadline_us == 10 + TIMEOUT
-    assert places(all_of(one, 10 + TIMEOUT)) == [(0, 0b10, 2)]
+    assert deliveries_of(all_of(one, 10 + TIMEOUT)) == [(0, 0b10, 2)]
 
 
 def test_a_nack_delivers_again_after_its_delay(log: Log) -> None:
@@ -127,8 +127,8 @@ def test_a_nack_delivers_again_after_its_delay(log: Log) -> None:
     assert one.nack(ANN, 2, 4, 0, "now", 1) == 2
     assert one.info().redelivering == 3
     assert one.deadline_us == 1 + 5 * SECOND
-    assert places(all_of(one)) == [(0, 0b100, 2), (3, 1, 2)]
-    assert places(all_of(one, 1 + 5 * SECOND)) == [(0, 0b001, 2)]
+    assert deliveries_of(all_of(one)) == [(0, 0b100, 2), (3, 1, 2)]
+    assert deliveries_of(all_of(one, 1 + 5 * SECOND)) == [(0, 0b001, 2)]
     with pytest.raises(ValueError, match="delay_us"):
         one.nack(ANN, 0, 1, MAX_DELAY_US + 1, "", 1)
 
@@ -140,7 +140,7 @@ def test_messages_of_a_record_with_different_counts_are_told_apart(log: Log) -> 
     one.nack(ANN, 1, 2, 0, "", 1)
     all_of(one)
     one.worker_left(ANN, 1)
-    assert places(all_of(one)) == [(0, 0b101, 2), (0, 0b010, 3)]
+    assert deliveries_of(all_of(one)) == [(0, 0b101, 2), (0, 0b010, 3)]
 
 
 def test_too_many_deliveries_make_a_dead_letter_that_stays_until_it_is_confirmed(log: Log) -> None:
@@ -192,7 +192,7 @@ def test_the_messages_of_a_worker_that_was_lost_are_due_at_once(log: Log) -> Non
     one.take(ANN, MANY, 2, 1)
     one.confirm(ANN)
     one.worker_left(ANN, 1)
-    assert places(all_of(one, 1, BOB)) == [(0, 1, 2), (1, 1, 2), (2, 1, 1)]
+    assert deliveries_of(all_of(one, 1, BOB)) == [(0, 1, 2), (1, 1, 2), (2, 1, 1)]
     one.worker_left(BOB, 1)
     assert [letter.offset for letter in one.dead_letters()] == [0, 1]
 
@@ -201,18 +201,18 @@ def test_only_what_a_worker_confirmed_counts_as_delivered(log: Log) -> None:
     log.append([entry(count=2), entry()], 1)
     one = consumer(log, group=True, max_deliver=2, ack_timeout_us=SECOND)
     for turn in range(5):
-        assert places(one.take(b"worker %d" % turn, MANY, MANY, 1 + turn * SECOND)) == [
+        assert deliveries_of(one.take(b"worker %d" % turn, MANY, MANY, 1 + turn * SECOND)) == [
             (0, 0b11, 1), (2, 1, 1),
         ]  # fmt: skip
     one.confirm_range(
         b"worker 4", 0, 1, 4 * SECOND
     )  # it says so of one message, and has its record
     one.expire(6 * SECOND)
-    assert places(one.take(ANN, MANY, MANY, 6 * SECOND)) == [(0, 0b11, 2), (2, 1, 1)]
+    assert deliveries_of(one.take(ANN, MANY, MANY, 6 * SECOND)) == [(0, 0b11, 2), (2, 1, 1)]
     one.confirm(ANN)
     one.expire(8 * SECOND)
     assert [(d.offset, d.deliveries) for d in one.dead_letters()] == [(0, 2), (1, 2)]
-    assert places(one.take(ANN, MANY, MANY, 8 * SECOND)) == [(2, 1, 2)]
+    assert deliveries_of(one.take(ANN, MANY, MANY, 8 * SECOND)) == [(2, 1, 2)]
     with pytest.raises(ValueError, match="never dispatched"):
         one.confirm_range(ANN, 0, 4, 8 * SECOND)
 
@@ -222,7 +222,7 @@ def test_what_nobody_ever_confirms_is_a_dead_letter_after_ten_workers(log: Log) 
     one = consumer(log, group=True, max_deliver=2, ack_timeout_us=SECOND)
     for turn in range(10):
         assert not one.dead_letters()
-        assert places(one.take(ANN, MANY, MANY, 1 + turn * SECOND)) == [(0, 1, 1)]
+        assert deliveries_of(one.take(ANN, MANY, MANY, 1 + turn * SECOND)) == [(0, 1, 1)]
     one.expire(1 + 10 * SECOND)
     (dead,) = one.dead_letters()
     assert (dead.deliveries, dead.reason) == (
@@ -237,7 +237,7 @@ def test_without_dead_letters_or_with_a_higher_limit_ten_workers_are_not_enough(
     log.append([entry()], 1)
     one = consumer(log, group=True, max_deliver=max_deliver, ack_timeout_us=SECOND)
     for turn in range(11):
-        assert places(one.take(ANN, MANY, MANY, 1 + turn * SECOND)) == [(0, 1, 1)]
+        assert deliveries_of(one.take(ANN, MANY, MANY, 1 + turn * SECOND)) == [(0, 1, 1)]
 
 
 def test_a_delivery_known_not_to_have_arrived_is_not_counted_and_confirmations_stay(
@@ -253,7 +253,7 @@ def test_a_delivery_known_not_to_have_arrived_is_not_counted_and_confirmations_s
     assert not one.dead_letters()
     assert one.info().pending == 1, "the first is still with its worker"
     for _ in range(10):
-        assert places(one.take(ANN, MANY, 1, 1)) == [(1, 1, 1)]
+        assert deliveries_of(one.take(ANN, MANY, 1, 1)) == [(1, 1, 1)]
         one.answer_lost(ANN, 1)
     assert [dead.offset for dead in one.dead_letters()] == [1]
 
@@ -266,7 +266,7 @@ def test_a_worker_may_ack_what_it_never_confirmed_also_after_a_restart(log: Log)
     one.save()
     again = Consumer.load(log, "c")
     assert again.ack(ANN, 0, 1, 2 * SECOND) == 1
-    assert places(again.take(BOB, MANY, MANY, 2 * SECOND)) == [(1, 1, 1)]
+    assert deliveries_of(again.take(BOB, MANY, MANY, 2 * SECOND)) == [(1, 1, 1)]
 
 
 def test_a_newer_worker_takes_over_and_the_older_is_fenced(log: Log) -> None:
@@ -274,7 +274,7 @@ def test_a_newer_worker_takes_over_and_the_older_is_fenced(log: Log) -> None:
     one = consumer(log)
     one.take(ANN, MANY, 2, 1)
     one.confirm(ANN)
-    assert places(all_of(one, 1, BOB)) == [(0, 1, 2), (1, 1, 2), (2, 1, 1)]
+    assert deliveries_of(all_of(one, 1, BOB)) == [(0, 1, 2), (1, 1, 2), (2, 1, 1)]
     assert all_of(one, 1, ANN) == Taken([], 0, 0, False, True)
     assert one.nack(ANN, 0, 3, 0, "", 1) == 0
     assert one.ack(ANN, 0, 1, 1) == 1
@@ -298,7 +298,7 @@ def test_the_delay_of_a_message_that_was_acked_meanwhile_ends_without_effect(log
     one.nack(ANN, 0, 1, SECOND, "", 1)
     one.ack(ANN, 0, 1, 1)
     one.nack(ANN, 1, 2, 0, "", 1)
-    assert places(all_of(one)) == [(0, 0b10, 2)]
+    assert deliveries_of(all_of(one)) == [(0, 0b10, 2)]
     one.nack(ANN, 1, 2, 0, "no", 1)
     assert all_of(one, 1 + SECOND).items == []
     assert one.dead_letters() == [Dead(1, 2, "no")]
@@ -330,8 +330,8 @@ def test_a_loaded_consumer_delivers_again_what_was_handed_out(log: Log) -> None:
     info = one.info()
     assert (info.floor, info.position, info.lag) == (before.floor, before.position, before.lag)
     assert (info.pending, info.redelivering) == (0, 5)
-    assert places(all_of(one)) == [(0, 0b1001, 2), (4, 1, 2), (5, 1, 2), (7, 1, 1)]
-    assert places(all_of(one, 1 + SECOND)) == [(0, 0b0100, 2)]
+    assert deliveries_of(all_of(one)) == [(0, 0b1001, 2), (4, 1, 2), (5, 1, 2), (7, 1, 1)]
+    assert deliveries_of(all_of(one, 1 + SECOND)) == [(0, 0b0100, 2)]
     one.ack(ANN, 5, 6, 1)
     assert firsts(all_of(one)) == [6]
 
@@ -343,7 +343,7 @@ def test_a_worker_may_ack_what_it_was_handed_before_a_crash(log: Log) -> None:
     one.save(sync=True)
     one = Consumer.load(log, "c")
     assert one.ack(ANN, 0, 3, 1) == 3
-    assert places(all_of(one)) == [(0, 0b1000, 2)]
+    assert deliveries_of(all_of(one)) == [(0, 0b1000, 2)]
 
 
 def test_an_ephemeral_consumer_is_never_written(log: Log) -> None:

@@ -14,10 +14,10 @@ from support.consumers import (
     TIMEOUT,
     all_of,
     consumer,
+    deliveries_of,
     entry,
     firsts,
     holes,
-    places,
 )
 
 from relay.store import dispatch
@@ -39,7 +39,7 @@ def test_records_are_handed_out_whole_and_settled_by_message(log: Log) -> None:
     log.append([entry(count=3), entry(b"longer"), entry(count=2)], 1)
     one = consumer(log)
     taken = all_of(one)
-    assert places(taken) == [(0, 0b111, 1), (3, 1, 1), (4, 0b11, 1)]
+    assert deliveries_of(taken) == [(0, 0b111, 1), (3, 1, 1), (4, 0b11, 1)]
     assert (taken.messages, taken.bytes, taken.more) == (6, 18 + 3 * ENVELOPE_BYTES, False)
     assert one.ack(ANN, 1, 4, 1) == 3
     info = one.info()
@@ -53,7 +53,7 @@ def test_records_are_handed_out_whole_and_settled_by_message(log: Log) -> None:
 
 def test_a_start_within_a_record_means_its_later_messages(log: Log) -> None:
     log.append([entry(count=4)], 1)
-    assert places(all_of(consumer(log, 2))) == [(0, 0b1100, 1)]
+    assert deliveries_of(all_of(consumer(log, 2))) == [(0, 0b1100, 1)]
 
 
 def test_a_take_stays_within_its_limits_but_for_the_bytes_of_the_first_record(log: Log) -> None:
@@ -76,11 +76,14 @@ def test_a_record_is_cut_at_what_a_worker_asked_for_and_others_get_the_rest(log:
         worker = (ANN, BOB, b"cid")[turn % 3]
         taken = one.take(worker, MANY, 10, 1)
         assert (taken.messages, taken.more) == (10, True)
-        assert places(taken) == [(0, (1 << 10) - 1 << 10 * turn, 1)]
+        assert deliveries_of(taken) == [(0, (1 << 10) - 1 << 10 * turn, 1)]
         handed[worker] = handed.get(worker, 0) + taken.messages
     assert handed == {ANN: 330, BOB: 330, b"cid": 330}
-    assert places(one.take(ANN, MANY, 12, 1)) == [(0, (1 << 10) - 1 << 990, 1), (1000, 0b11, 1)]
-    assert places(one.take(ANN, MANY, 12, 1)) == [(1000, 0b100, 1)]
+    assert deliveries_of(one.take(ANN, MANY, 12, 1)) == [
+        (0, (1 << 10) - 1 << 990, 1),
+        (1000, 0b11, 1),
+    ]
+    assert deliveries_of(one.take(ANN, MANY, 12, 1)) == [(1000, 0b100, 1)]
     assert one.ack(ANN, 0, 1003, 1) == 1003
     assert one.info().lag == 0
 
@@ -88,11 +91,11 @@ def test_a_record_is_cut_at_what_a_worker_asked_for_and_others_get_the_rest(log:
 def test_what_failed_of_a_cut_record_comes_before_what_is_left_of_it(log: Log) -> None:
     log.append([entry(count=9)], 1)
     one = consumer(log, group=True)
-    assert places(one.take(ANN, MANY, 3, 1)) == [(0, 0b111, 1)]
+    assert deliveries_of(one.take(ANN, MANY, 3, 1)) == [(0, 0b111, 1)]
     with pytest.raises(ValueError, match="never dispatched"):
         one.ack(ANN, 0, 9, 1)
     one.nack(ANN, 1, 3, 0, "", 1)
-    taken = [places(one.take(BOB, MANY, 4, 1)) for _ in range(3)]
+    taken = [deliveries_of(one.take(BOB, MANY, 4, 1)) for _ in range(3)]
     assert sum(bits for take in taken for _, bits, _ in take) == 0b111111110
     assert {(bits, n) for take in taken for _, bits, n in take if n > 1} == {(0b110, 2)}
     assert all(sum(bits.bit_count() for _, bits, _ in take) <= 4 for take in taken)
@@ -105,17 +108,17 @@ def test_a_cut_record_of_a_key_goes_to_one_worker_at_a_time_and_in_order(
     log.append([entry(key=1, count=5), entry(key=1), entry()], 1)
     one = consumer(log, group=True)
     order = []
-    assert places(one.take(ANN, MANY, 2, 1)) == [(0, 0b11, 1)]
-    assert places(one.take(BOB, MANY, 2, 1)) == [(6, 1, 1)], "the key is taken"
+    assert deliveries_of(one.take(ANN, MANY, 2, 1)) == [(0, 0b11, 1)]
+    assert deliveries_of(one.take(BOB, MANY, 2, 1)) == [(6, 1, 1)], "the key is taken"
     one.nack(ANN, 1, 2, 0, "", 1)
-    assert places(one.take(BOB, MANY, 2, 1)) == []
+    assert deliveries_of(one.take(BOB, MANY, 2, 1)) == []
     one.ack(ANN, 0, 1, 1)
     if saved:
         one.ack(BOB, 6, 7, 1)
         one.save()
         one = Consumer.load(log, "c")
     for _ in range(5):
-        for first, bits, _ in places(one.take(BOB, MANY, 1, 1)):
+        for first, bits, _ in deliveries_of(one.take(BOB, MANY, 1, 1)):
             offset = first + bits.bit_length() - 1
             order.append(offset)
             one.ack(BOB, offset, offset + 1, 1)
@@ -129,11 +132,11 @@ def test_records_of_a_key_go_out_one_after_the_other_and_a_failed_one_first(log:
     assert all_of(one, 1, BOB).items == []
     one.nack(ANN, 0, 1, SECOND, "", 1)
     assert all_of(one, 1, BOB).items == []
-    assert places(all_of(one, 1 + SECOND, BOB)) == [(0, 1, 2)]
+    assert deliveries_of(all_of(one, 1 + SECOND, BOB)) == [(0, 1, 2)]
     one.ack(BOB, 0, 1, 1 + SECOND)
-    assert places(all_of(one, 1 + SECOND)) == [(2, 1, 1)]
+    assert deliveries_of(all_of(one, 1 + SECOND)) == [(2, 1, 1)]
     one.ack(ANN, 2, 3, 1 + SECOND)
-    assert places(all_of(one, 1 + SECOND, BOB)) == [(4, 1, 1)]
+    assert deliveries_of(all_of(one, 1 + SECOND, BOB)) == [(4, 1, 1)]
 
 
 def test_a_keyed_record_comes_again_when_all_that_failed_of_it_is_due(log: Log) -> None:
@@ -144,7 +147,7 @@ def test_a_keyed_record_comes_again_when_all_that_failed_of_it_is_due(log: Log) 
     one.nack(ANN, 1, 2, 0, "", 1)
     assert all_of(one, 1 + SECOND, BOB).items == []  # the third is still held
     one.ack(ANN, 2, 3, 1 + SECOND)
-    assert places(all_of(one, 1 + SECOND, BOB)) == [(0, 0b011, 2)]
+    assert deliveries_of(all_of(one, 1 + SECOND, BOB)) == [(0, 0b011, 2)]
 
 
 def test_one_worker_alone_gets_the_records_of_a_key_together(log: Log) -> None:
@@ -176,7 +179,7 @@ def test_new_messages_wait_at_max_pending_and_redeliveries_do_not(log: Log) -> N
     one.ack(ANN, 0, 8, 1)
     assert all_of(one).items == []
     one.nack(ANN, 8, 10, 0, "", 1)
-    assert places(all_of(one, 1, BOB)) == [(0, 0b11 << 8, 2)]
+    assert deliveries_of(all_of(one, 1, BOB)) == [(0, 0b11 << 8, 2)]
     one.ack(BOB, 8, 9, 1)
     assert firsts(all_of(one)) == [10]
     assert one.info().pending == 4
@@ -230,7 +233,7 @@ def test_what_expires_or_is_compacted_before_its_redelivery_settles_itself(log: 
     one.worker_left(ANN, 1)
     while not log.compact(1):
         pass
-    assert places(all_of(one, 9)) == [(5, 1, 2)]
+    assert deliveries_of(all_of(one, 9)) == [(5, 1, 2)]
     assert (one.counts.skipped, one.info().floor) == (4, 5)
 
 
@@ -265,7 +268,7 @@ def test_deferred_records_come_when_they_are_due(log: Log) -> None:
     assert firsts(all_of(one, 60)) == [5]  # and not the one below its start
     assert one.ack(ANN, 3, 6, 60) == 3
     one = Consumer.load(log, "c")
-    assert places(all_of(one, 60)) == [(3, 0b11, 2), (5, 1, 1)]
+    assert deliveries_of(all_of(one, 60)) == [(3, 0b11, 2), (5, 1, 1)]
 
 
 def test_a_deferred_record_ahead_of_the_reader_is_settled_once(log: Log) -> None:

@@ -53,7 +53,7 @@ def entry(
     )
 
 
-def places(log: Log, start: int = 0, *, now_us: int = 0) -> list[tuple[str, int, int]]:
+def contents(log: Log, start: int = 0, *, now_us: int = 0) -> list[tuple[str, int, int]]:
     """What a reader finds from `start` on, as (body, cause or reason, first, next)."""
     found = []
     for item in log.read(start, MANY, now_us=now_us).items:
@@ -133,7 +133,7 @@ def test_a_closed_log_says_so(log: Log) -> None:
 def test_a_record_takes_an_offset_for_each_of_its_messages(log: Log) -> None:
     outcomes = log.append([entry(b"one", count=3), entry(b"two"), entry(b"three", count=2)], 1)
     assert outcomes == [Stored(0, 3), Stored(3, 4), Stored(4, 6)]
-    assert places(log) == [("one", 0, 3), ("two", 3, 4), ("three", 4, 6)]
+    assert contents(log) == [("one", 0, 3), ("two", 3, 4), ("three", 4, 6)]
     assert (log.next, log.messages) == (6, 6)
 
 
@@ -189,13 +189,13 @@ def test_a_malformed_entry_is_refused_and_nothing_of_its_batch_is_written(
 
 def test_reading_starts_with_the_record_that_holds_the_offset(log: Log) -> None:
     log.append([entry(b"one", count=3), entry(b"two", count=3)], 1)
-    assert [places(log, start)[0] for start in (0, 2, 3, 5)] == [
+    assert [contents(log, start)[0] for start in (0, 2, 3, 5)] == [
         ("one", 0, 3),
         ("one", 0, 3),
         ("two", 3, 6),
         ("two", 3, 6),
     ]
-    assert places(log, 6) == []
+    assert contents(log, 6) == []
 
 
 def test_an_offset_that_is_not_there_yet_cannot_be_read(log: Log) -> None:
@@ -217,10 +217,10 @@ def test_reopening_keeps_everything(path: str, small_segments: None) -> None:
     with Log.create(path, uuid=UUID, definition=b"", created_us=0) as log:
         for number in range(11):
             log.append([entry(b"%d" % number, count=2)], number)
-        before = places(log), log.size_bytes, log.messages
+        before = contents(log), log.size_bytes, log.messages
     for _ in range(3):
         with Log.open(path) as log:
-            assert (places(log), log.size_bytes, log.messages) == before
+            assert (contents(log), log.size_bytes, log.messages) == before
     with Log.open(path) as log:
         assert log.append([entry()], 20) == [Stored(22, 23)]
 
@@ -232,7 +232,7 @@ def test_gaps_are_read_in_their_order(log: Log) -> None:
     log.append([entry(b"two")], 4)
     items = log.read(0, MANY, now_us=4).items
     assert items[1:3] == [Gap(1, 12, "slow", 2), Gap(2, None, "link lost", 3)]
-    assert places(log) == [("one", 0, 1), ("slow", 1, 2), ("link lost", 2, 3), ("two", 3, 4)]
+    assert contents(log) == [("one", 0, 1), ("slow", 1, 2), ("link lost", 2, 3), ("two", 3, 4)]
 
 
 # Producers
@@ -333,7 +333,7 @@ def test_retention_by_count_keeps_the_newest_messages(log: Log, small_segments: 
     log.append([entry(b"%d" % number, count=2) for number in range(11)], 1)
     assert log.enforce(Limits(max_messages=5), 1) == 18
     assert (log.oldest, log.next, log.messages) == (18, 22, 4)
-    assert places(log) == [("RETENTION", 0, 18), ("9", 18, 20), ("10", 20, 22)]
+    assert contents(log) == [("RETENTION", 0, 18), ("9", 18, 20), ("10", 20, 22)]
     assert log.enforce(Limits(max_messages=5), 1) == 0
 
 
@@ -361,7 +361,7 @@ def test_offsets_go_on_after_everything_was_dropped(path: str, log: Log) -> None
     log.append([entry(count=7)], 1)
     log.enforce(Limits(max_messages=0), 1)
     assert (log.oldest, log.next, log.messages, log.size_bytes) == (7, 7, 0, 0)
-    assert places(log) == [("RETENTION", 0, 7)]
+    assert contents(log) == [("RETENTION", 0, 7)]
     log.close()
     with Log.open(path) as log:
         assert (log.oldest, log.next) == (7, 7)
@@ -379,7 +379,7 @@ def test_retention_and_appends_take_turns_over_reopens(
                 log.append([entry(b"%d" % number)], number)
                 log.enforce(Limits(max_messages=6), number)
             kept = range(max(0, log.next - 6), log.next)
-            assert [item[0] for item in places(log)[-6:]] == [str(number) for number in kept]
+            assert [item[0] for item in contents(log)[-6:]] == [str(number) for number in kept]
             assert log.oldest == kept[0]
 
 
@@ -392,7 +392,7 @@ def test_what_retention_dropped_takes_no_disk_for_long(
             log.append([entry(b"x" * 65536) for _ in range(16)], 1)
             log.enforce(Limits(max_bytes=1 << 20), 1)
         assert shrunk_to(path, 4 << 20)
-        assert len(places(log)) == 16
+        assert len(contents(log)) == 16
 
 
 # Keys, expiry, deferral
@@ -411,7 +411,7 @@ def test_compaction_keeps_the_last_of_each_key_and_everything_without(log: Log) 
     )
     log.append([NewGap(1, "slow")], 1)
     assert log.compact(2)
-    assert places(log) == [
+    assert contents(log) == [
         ("COMPACTED", 0, 1),
         ("b1", 1, 2),
         ("none", 2, 3),
@@ -431,11 +431,11 @@ def test_neighbouring_holes_become_one_and_survive_a_reopen(
             pass
     log.append([entry(b"end")], 1)
     expected = [("COMPACTED", 0, 29), ("sealed", 29, 30), ("end", 30, 31)]
-    assert places(log) == expected
+    assert contents(log) == expected
     before = log.size_bytes, log.messages
     log.close()
     with Log.open(path) as log:
-        assert places(log) == expected
+        assert contents(log) == expected
         assert (log.size_bytes, log.messages) == before
         assert log.read(5, MANY, now_us=1).items[0].next == 29
 
@@ -449,17 +449,17 @@ def test_a_tombstone_stays_as_the_last_record_of_its_key_until_it_expires(log: L
     assert isinstance(record, Record)
     assert record.tombstone
     log.compact(60)
-    assert places(log, now_us=3) == [("COMPACTED", 0, 1), ("EXPIRED", 1, 2)]
+    assert contents(log, now_us=3) == [("COMPACTED", 0, 1), ("EXPIRED", 1, 2)]
 
 
 def test_an_expired_record_is_never_shown_before_or_after_compaction(log: Log) -> None:
     log.append([entry(b"short", expires_us=10), entry(b"long")], 1)
-    assert places(log, now_us=9)[0] == ("short", 0, 1)
-    assert places(log, now_us=10)[0] == ("EXPIRED", 0, 1)
+    assert contents(log, now_us=9)[0] == ("short", 0, 1)
+    assert contents(log, now_us=10)[0] == ("EXPIRED", 0, 1)
     size = log.size_bytes
     log.compact(10)
     assert log.size_bytes < size
-    assert places(log, now_us=1) == [("EXPIRED", 0, 1), ("long", 1, 2)]
+    assert contents(log, now_us=1) == [("EXPIRED", 0, 1), ("long", 1, 2)]
 
 
 def test_no_older_record_of_a_key_comes_back_when_its_last_one_expires(
@@ -473,13 +473,13 @@ def test_no_older_record_of_a_key_comes_back_when_its_last_one_expires(
         pass
     while not log.compact(20):
         pass
-    assert "old" not in [item[0] for item in places(log, now_us=20)]
+    assert "old" not in [item[0] for item in contents(log, now_us=20)]
 
 
 def test_deferred_records_are_listed_when_they_are_due_and_left_out_on_request(log: Log) -> None:
     log.append([entry(b"late", due_us=100), entry(b"now"), entry(b"later", due_us=200)], 1)
     log.append([entry(b"overdue", due_us=100)], 150)
-    assert [item[0] for item in places(log)] == ["late", "now", "later", "overdue"]
+    assert [item[0] for item in contents(log)] == ["late", "now", "later", "overdue"]
     shown = log.read(0, MANY, now_us=150, deferred=False).items
     assert [content(item) for item in shown] == ["DEFERRED", "now", "DEFERRED", "overdue"]
     assert [log.due(now_us) for now_us in (99, 100, 200)] == [[], [(100, 0)], [(100, 0), (200, 2)]]

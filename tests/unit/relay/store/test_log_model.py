@@ -84,7 +84,7 @@ class LogMachine(RuleBasedStateMachine):
         first = self.next
         entries = self.expect(records)
         at = [first, *(kept.next for kept in self.kept[len(self.kept) - len(records) :])]
-        expected = [Stored(*place) for place in pairwise(at)]
+        expected = [Stored(*bounds) for bounds in pairwise(at)]
         assert self.log.append(entries, self.now_us) == expected
 
     @rule(parts=st.lists(records, max_size=3), loser=records, again=st.booleans())

@@ -115,11 +115,11 @@ def check(streams: Path, before: tuple[dict[int, Item], int, int], report: Repor
         kept: set[int] = set()
         lost: set[int] = set()
         for item, _ in log._chain.walk(log.oldest):
-            places = range(item.first, item.next)
+            offsets = range(item.first, item.next)
             if isinstance(item, Hole) and item.reason is Reason.DAMAGED:
-                lost.update(places)
+                lost.update(offsets)
             elif item.first >= oldest:
-                kept.update(places)
+                kept.update(offsets)
                 there = items.get(item.first)
                 # Compaction is undone where what it wrote is lost: then what it took out stands there again.
                 assert there == item or (isinstance(there, Hole) or there is None), item.first

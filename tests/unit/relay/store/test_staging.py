@@ -354,7 +354,7 @@ def test_one_job_after_the_other_is_never_refused_and_costs_no_query_its_place(
     assert len(writers(log)) == 8
 
 
-def place(attempt: bytes, sequence: int) -> bytes:
+def row_key(attempt: bytes, sequence: int) -> bytes:
     return b"t\x03etl" + KEY.pack(1) + attempt + KEY.pack(sequence)
 
 
@@ -371,11 +371,11 @@ def damage(log: Log, key: bytes, value: bytes | None) -> None:
 def test_a_damaged_record_refuses_the_commit_and_is_named(how: str, path: str, log: Log) -> None:
     stage(log, A, b"a0", b"a1", b"a2")
     stage(log, B, b"b0")
-    row = log._database.get(place(A, 1)) or b""
-    other = log._database.get(place(A, 2))
+    row = log._database.get(row_key(A, 1)) or b""
+    other = log._database.get(row_key(A, 2))
     flipped = row[:-1] + bytes([row[-1] ^ 1])
     wrong = {"flipped": flipped, "cut": row[:30], "empty": b"", "gone": None, "moved": other}
-    damage(log, place(A, 1), wrong[how])
+    damage(log, row_key(A, 1), wrong[how])
     for _ in range(2):
         with pytest.raises(
             LogDamaged, match=f"staged record 1 of attempt {A.hex()}, batch 1 of writer 'etl'"
