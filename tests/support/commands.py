@@ -1,4 +1,4 @@
-"""`iris …` as scripts use it: inside this process or as a process of its own, in an environment of its own."""
+"""Runs `iris …` as scripts do, in this process or in another one, with its own environment."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def command(*arguments: str) -> list[str]:
 
 
 class Shell:
-    """Runs `iris …` in an environment of its own."""
+    """Runs `iris …` with its own environment."""
 
     def __init__(self, root: Path, **environ: str) -> None:
         self.root = root
@@ -39,14 +39,14 @@ class Shell:
         self.started: list[subprocess.Popen[bytes]] = []
 
     def __call__(self, *arguments: str, stdin: bytes = b"", code: int = 0) -> bytes:
-        """Run it inside this process, which saves half a second of imports; otherwise as `process`."""
+        """Run the command in this process, which saves half a second of imports; otherwise as `process`."""
         done = CliRunner().invoke(cli.app, arguments, input=stdin, env=self.environ)
         if done.exception is not None and not isinstance(done.exception, SystemExit):
             raise done.exception
         return self._checked(arguments, code, done.exit_code, done.stdout_bytes, done.stderr_bytes)
 
     def process(self, *arguments: str, stdin: bytes = b"", code: int = 0) -> bytes:
-        """Run it to its end and return what it printed; asserts the exit code, and silence on stderr if that is 0."""
+        """Run the command and return its output. Asserts the exit code and, if that is 0, an empty stderr."""
         done = subprocess.run(
             command(*arguments), input=stdin, env=self.environ, cwd=self.root, capture_output=True, timeout=PATIENCE_S,
             check=False,
@@ -63,7 +63,7 @@ class Shell:
         return out + err
 
     def start(self, *arguments: str) -> subprocess.Popen[bytes]:
-        """Start it with pipes; the fixture sees that it has ended."""
+        """Start the command with pipes. The fixture checks that it has ended."""
         process = subprocess.Popen(
             command(*arguments), env=self.environ, cwd=self.root,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -72,7 +72,7 @@ class Shell:
         return process
 
     def finish(self) -> None:
-        """Reap what is left, and fail if a test left it running."""
+        """Reap all started processes, and fail if a test left one running."""
         running = [process.args for process in self.started if process.poll() is None]
         for process in self.started:
             process.kill()
@@ -93,7 +93,7 @@ def end(process: subprocess.Popen[bytes], code: int = 0) -> tuple[bytes, bytes]:
 
 @contextmanager
 def short_directory(prefix: str) -> Iterator[Path]:
-    """A directory with a short path, as sockets need, that is empty of sockets at the end."""
+    """A temporary directory with a short path, as sockets need. Asserts that no socket is left in it at the end."""
     root = Path(tempfile.mkdtemp(prefix=prefix))
     try:
         yield root
@@ -104,7 +104,7 @@ def short_directory(prefix: str) -> Iterator[Path]:
 
 @contextmanager
 def dev_relay(root: Path, *arguments: str) -> Iterator[Path]:
-    """A relay with throw-away keys; gives its socket. It ends well, and its account balances."""
+    """Run a relay with throw-away keys and yield its socket. Asserts that it exits with 0 and its account balances."""
     shell = Shell(root)
     process = shell.start("relay", "--dev", *arguments)
     socket = root / "iris" / "relay.sock"
@@ -133,5 +133,5 @@ def processes_under(directory: Path) -> list[str]:
                 if os.fsencode(directory) in (entry / "environ").read_bytes():
                     found.append((entry / "cmdline").read_bytes().decode())
             except OSError:
-                continue  # it ended meanwhile, or is not ours
+                continue  # it has ended meanwhile, or belongs to another user
     return found

@@ -1,4 +1,4 @@
-"""A connection to a relay that says whatever it is told to."""
+"""A connection to a relay that sends any bytes that a test gives it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ C = TypeVar("C", bound=Control)
 
 
 class Connection:
-    """To `port` of 127.0.0.1 from the address `host`: under TLS with a context, which names `name` as the server."""
+    """A connection from the address `host` to `port` of 127.0.0.1. With a context: TLS, to server name `name`."""
 
     def __init__(
         self, port: int, context: ssl.SSLContext | None, name: str, host: str = "127.0.0.1"
@@ -38,7 +38,7 @@ class Connection:
         try:
             await self.writer.wait_closed()
         except OSError:
-            return  # it may have been cut: that is what it is for
+            return  # the relay may have closed it: many tests provoke that
 
     async def say(self, *parts: Control | bytes) -> None:
         try:
@@ -46,7 +46,7 @@ class Connection:
                 self.writer.write(part if isinstance(part, bytes) else encode_control(part))
             await self.writer.drain()
         except OSError:
-            return  # what it said before is still to be read
+            return  # what the relay sent before can still be read
 
     async def receive(self, wanted: type[C]) -> C:
         """Return the next control frame of this type; raises EOFError at the end."""
@@ -72,7 +72,7 @@ class Connection:
 
 
 def blind(alpn: str) -> ssl.SSLContext:
-    """Return a context that trusts anybody and shows nothing."""
+    """Return a context that trusts every server and has no certificate."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE

@@ -1,4 +1,4 @@
-"""Records for consumers of a log, and what they were handed."""
+"""Records for consumers of a log, and the deliveries that they get."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def entry(
 
 
 def deliveries_of(taken: Taken) -> list[tuple[int, int, int]]:
-    """The deliveries as (first offset of the record, bitmap, count of deliveries)."""
+    """Return the deliveries as (first offset of the record, bitmap of messages, number of deliveries)."""
     return [
         (item.record.first, item.wanted, item.deliveries)
         for item in taken.items
@@ -58,7 +58,7 @@ def consumer(log: Log, start: int = 0, **fields: object) -> Consumer:
 
 
 def all_of(consumer: Consumer, now_us: int = 1, worker: bytes = ANN) -> Taken:
-    """Hand `worker` all that there is, and have it confirm that."""
+    """Dispatch all due messages to `worker`, which confirms that it received them."""
     taken = consumer.take(worker, MANY, MANY, now_us)
     consumer.confirm(worker)
     return taken

@@ -1,4 +1,4 @@
-"""What a log's database holds on disk."""
+"""The size of a log's database on disk."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ WAIT_S = 30.0
 
 
 def table_bytes(path: str) -> int:
-    """Return how large the table files are now."""
+    """Return the total size of the table files."""
     size = 0
     for file in Path(path).glob("*.sst"):
         with contextlib.suppress(FileNotFoundError):  # it was just deleted

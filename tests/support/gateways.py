@@ -1,4 +1,4 @@
-"""Gateways on loopback, what is seen of them, and strangers and impostors at their doors."""
+"""Gateways on loopback, their visible state, and connections of strangers and impostors to them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RELAY = b"\x42" * 16
 
 
 class World(links.Relays):
-    """Sites, each with a network and a site key, and their relays."""
+    """Several sites, each with a network key and a site key, and their relays."""
 
     def key(self, site: str) -> SiteKey:
         path = self.key_file(site)
@@ -46,12 +46,12 @@ class World(links.Relays):
         return NetworkKey(site.encode().ljust(32))
 
     def peer(self, site: str, *addresses: Relay | str, pin: str | None = None) -> str:
-        """Return what the settings say of another site."""
+        """Return the setting `peer_sites` for another site."""
         listed = ",".join(one if isinstance(one, str) else address(one) for one in addresses)
         return f"{site}={listed}#{pin or self.key(site).fingerprint}"
 
     async def start(self, site: str, *peers: str, listen: str = "", **settings: Any) -> Relay:
-        """Start a gateway of a site that listens on 127.0.0.1, or where it is told."""
+        """Start a gateway of a site that listens on 127.0.0.1, or at `listen`."""
         relay = self.relay(site, *peers, listen=listen, **settings)
         await relay.start()
         self.relays.append(relay)
@@ -99,7 +99,7 @@ def free_address() -> str:
 
 
 def port(one: Relay, other: Relay) -> GatewayPort | None:
-    """Return the connection of `one` to `other`, if there is one that is up."""
+    """Return the connection of `one` to `other` if it is up."""
     found = one.router.wans.get(other.router.relay_id)
     if found is None:
         return None
@@ -108,7 +108,7 @@ def port(one: Relay, other: Relay) -> GatewayPort | None:
 
 
 def joined(*pairs: tuple[Relay, Relay]) -> bool:
-    """Whether each pair has one connection, both ends of one, and no relay has any besides."""
+    """Return whether each pair shares exactly one connection, and no relay has another one."""
     counts: dict[int, int] = {}
     for one, other in pairs:
         ours, theirs = port(one, other), port(other, one)
@@ -123,17 +123,17 @@ def joined(*pairs: tuple[Relay, Relay]) -> bool:
 
 
 def gateways(relay: Relay) -> Any:
-    """Return what the relay says of its gateways, as JSON."""
+    """Return the gateways in the relay's status, as JSON."""
     return relay.router.status()["gateways"]
 
 
 def name_of(key: SiteKey) -> str:
-    """Return the server name by which a dialler says that it is of a site."""
+    """Return the server name with which a dialler claims to belong to a site."""
     return public_id(key.public_key).hex()
 
 
 class Stranger(Connection):
-    """Something that connects to a gateway."""
+    """A connection to a gateway without a key of any site."""
 
     def __init__(
         self, relay: Relay, context: ssl.SSLContext | None = None, name: str = "", host: str = "127.0.0.1"
@@ -142,7 +142,7 @@ class Stranger(Connection):
 
 
 class Impostor(Stranger):
-    """A holder of a site's key that gets as far as TLS."""
+    """A holder of a site key whose TLS handshake succeeds."""
 
     def __init__(
         self, world: World, relay: Relay, site: str = "us", relay_id: bytes = RELAY, alpn: str = WAN_ALPN
@@ -169,21 +169,21 @@ class Impostor(Stranger):
 
 
 async def refused(relay: Relay, reason: str, stranger: Stranger, *said: Control | bytes) -> None:
-    """Let a stranger try: it is cut, and counted as `reason` once."""
+    """Let a stranger connect and send: assert that it is disconnected, and counted once as `reason`."""
     before = dict(hub(relay).refusals)
     try:
         async with stranger:
             await stranger.say(*said)
             await stranger.gone()
     except (ssl.SSLError, ConnectionError):
-        pass  # in TLS, or after it: that is the gateway's to choose
+        pass  # the gateway may refuse during TLS or after it
     await eventually(lambda: not hub(relay).ports)
     assert hub(relay).refusals == {**before, reason: before.get(reason, 0) + 1}
     assert not relay.router.wans
 
 
 async def still_meets(world: World, eu: Relay) -> None:
-    """A gateway of us is met all the same, and nothing of the strangers is left."""
+    """Assert that a gateway of site us can still connect, and that the strangers left no state."""
     us = await world.start("us", world.peer("eu", eu))
     await eventually(lambda: joined((eu, us)))
     assert gateways(eu)["half_open"] == 0

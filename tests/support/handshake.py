@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass
 class Meeting:
-    """What came of a handshake, after either side has had the chance to read the other's last word."""
+    """The outcome of a handshake, after each side could read all that the other sent."""
 
     client: ssl.SSLObject
     server: ssl.SSLObject
@@ -22,7 +22,7 @@ class Meeting:
 
     @property
     def alert(self) -> str:
-        """Return what OpenSSL calls the alert that the client got."""
+        """Return OpenSSL's name of the alert that the client received."""
         assert self.client_error is not None
         return self.client_error.reason
 

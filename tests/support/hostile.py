@@ -2,12 +2,12 @@
 
     scene = Scene(seed=7, kinds=("relay", "site"))
     for _ in range(1000):
-        scene.step()        # something whose framing is right, from one of them
-    scene.probe()           # the honest sessions talk to each other: nothing is lost, altered or ended
+        scene.step()        # one adversary sends something with valid framing
+    scene.probe()           # assert that honest sessions still reach each other, with nothing lost or altered
 
-Relays A and B are one site, "ams"; C is the gateway of "ber", a friend of A. The hostile relay has links to A and
-B, the hostile site a WAN connection to A. They may lose their own connections, and get new ones. They may claim any
-cluster but "quiet" and "far": what they claim they get, and need not answer.
+Relays A and B form the site "ams"; C is the gateway of "ber", and a friend of A. The hostile relay has links to A and
+B, the hostile site a WAN connection to A. Adversaries may lose their connections and connect again. They may claim
+any cluster except "quiet" and "far". They get the calls to clusters that they claim, and need not answer them.
 """
 
 from __future__ import annotations
@@ -61,17 +61,17 @@ MAX_SEEN = 64
 
 
 class Broken(AssertionError):
-    """An adversary did what it must not be able to do."""
+    """An adversary did something that Iris must prevent."""
 
 
 class RawPort(Port):
-    """The adversary's end of a connection. It remembers some of what an honest relay sent."""
+    """The adversary's end of a connection. It keeps some of the frames that the honest relay sent."""
 
     def __init__(self) -> None:
         super().__init__()
         self.out = deque(maxlen=MAX_SEEN)  # type: ignore[assignment]
         self.hops: deque[tuple[int, int]] = deque(maxlen=MAX_SEEN)
-        """Kind and hop id of calls that it was handed."""
+        """Kind and hop id of calls that were dispatched to it."""
         self.declared: dict[int, frames.Declare] = {}
         self.frames: deque[tuple[bytes, frames.Declare | None]] = deque(maxlen=MAX_SEEN)
         """Frames of honest senders, with their senders."""
@@ -89,7 +89,7 @@ class RawPort(Port):
         return True
 
     def control(self, frame: bytes) -> None:
-        # A frame that cannot be read is a defect of the relay that sent it.
+        # If a frame cannot be decoded, the honest relay that sent it has a bug.
         view = memoryview(bytearray(frame))
         if frame[KIND_AT] >= 0x40:
             return
@@ -141,11 +141,11 @@ class Adversary:
         try:
             frame = encode_control(body)
         except IrisError:
-            return  # no frame: too long
+            return  # too long for a frame
         self.send(frame)
 
     def send(self, frame: bytes) -> None:
-        """Give the honest relay a whole frame."""
+        """Deliver a whole frame to the honest relay."""
         if self.neighbor.closed:
             self.connect()
         try:
@@ -169,7 +169,7 @@ class Adversary:
         return rng.choice(ODD_NAMES) if rng.random() < 0.005 else rng.choice(names)
 
     def claimed(self) -> tuple[str, bytes]:
-        """Return an address that it claims to serve, but none that the probes need."""
+        """Return an address that it claims to serve, except those that the probes need."""
         name, key_id = self.name(CLUSTERS), self.key_id()
         if name in HONEST and key_id == KEY.key_id:
             name = "contested"
@@ -180,7 +180,7 @@ class Adversary:
         return rng.choice(HUGE) if rng.random() < 0.3 else rng.randrange(4)
 
     def hop(self) -> int:
-        """Return a hop id: of a call that it was handed, one of its own, or a guess."""
+        """Return a hop id: that of a call dispatched to it, one of its own calls, or a guess."""
         rng = self.scene.rng
         way = rng.random()
         if way < 0.6 and self.port.hops:
@@ -209,7 +209,7 @@ class Adversary:
         return rng.choice(reached) if reached and rng.random() < 0.98 else rng.choice(SITES)
 
     def interest(self) -> None:
-        """Send INTEREST, in sequence or not, of any site."""
+        """Send INTEREST of any site, with the right version or not."""
         rng = self.scene.rng
         more: dict[str, Any] = {}
         size = 200 if rng.random() < 0.02 else 4
@@ -313,7 +313,7 @@ class Adversary:
         rng = self.scene.rng
         way = rng.random()
         if way < 0.25 and self.port.frames:
-            # What an honest sender said, again, as if it came from there.
+            # Replay a frame of an honest sender.
             said, whose = rng.choice(self.port.frames)
             frame = bytearray(said)
             if whose is not None and rng.random() < 0.9:
@@ -340,7 +340,7 @@ class Adversary:
             return
         kind = rng.choice(DATA_KINDS)
         if way > 0.27:
-            # One that its alias stands for, so that it gets past the first look.
+            # Use a sender that the alias stands for, so that the first check passes.
             routes = [(n, r) for n, r in enumerate(self.neighbor.routes[:64]) if r is not None]
             while len(routes) < 2 and rng.random() < 0.97:
                 self.declare()
@@ -376,7 +376,7 @@ class Adversary:
         self.send(HOP.pack(22 + len(body), kind, flags, alias, hop, deadline) + body)
 
     def answer(self) -> None:
-        """Answer a call that it was handed, with its address or another."""
+        """Answer a call that was dispatched to it, under the right address or another."""
         rng = self.scene.rng
         handed = list(self.neighbor.in_flight.items())[:32]
         if not handed:
@@ -398,7 +398,7 @@ class Adversary:
         self.send(HOP.pack(22 + len(body), kind, 0, 18, hop, 0) + body)
 
     def misanswer(self) -> None:
-        """Attract a call and answer with another address or kind; the caller must get an error at once."""
+        """Attract a call, and answer it under another address or kind; the caller must get an error at once."""
         rng, net = self.scene.rng, self.scene.net
         if self.neighbor.closed:
             self.connect()
@@ -441,7 +441,7 @@ class Adversary:
         self.scene.drawn["misanswered"] += 1
 
     def fill(self) -> None:
-        """Announce more of everything than a small table holds."""
+        """Declare more of everything than a small table holds."""
         self.version += 1
         key_id, kinds, numbers = OTHER_KEY.key_id, {int(Kind.PUSH): 1}, range(40)
         more: dict[str, Any] = {
@@ -534,7 +534,7 @@ class Adversary:
         )
 
     def small(self) -> None:
-        """Send RESYNC, LOADS, peers, and frames that only sessions may send."""
+        """Send RESYNC, LOADS, PEERS, and frames that only sessions may send."""
         rng = self.scene.rng
         loads = [
             frames.Load(
@@ -599,9 +599,9 @@ class Scene:
         self.steps = 0
         self.did: Counter[str] = Counter()
         self.full: set[str] = set()
-        """Names of tables that reached their bounds."""
+        """Names of the tables that reached their limits."""
         self.drawn: Counter[str] = Counter()
-        """Results of the calls that adversaries may have attracted."""
+        """Number of the calls that adversaries may have attracted, by result."""
         self.net = net = Network(relays=3, limits=Limits(aliases=1024, pending=256))
         net.now_us += seed % 1000
         for router, site in zip(net.routers, ("ams", "ams", "ber"), strict=True):
@@ -758,7 +758,7 @@ class Scene:
             self._heard(host, inbox, text)
 
     def _sum_up(self) -> None:
-        """Count the calls that ended."""
+        """Count the calls that have ended, by result."""
         waiting: deque[Result] = deque()
         for call in self.calls:
             if not call.done():
@@ -784,7 +784,7 @@ class Scene:
         inbox.gaps.clear()
 
     def rest(self) -> None:
-        """Remove the adversaries: every call must end, and nothing of them may be left."""
+        """Remove the adversaries. Assert that every call ends, and that no state of theirs is left."""
         for adversary in self.adversaries:
             adversary.disconnect()
         self.net.pass_time(12)

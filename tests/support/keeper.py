@@ -1,4 +1,4 @@
-"""A store without a process or a relay. Tests put calls to it; a stand-in for its session accepts everything."""
+"""A store without a process or a relay. Tests send calls to it; a stub of its session accepts everything."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SMALL = Definition("orders", "orders.>", max_messages=1)
 
 
 class Asked:
-    """A question; `said` is the answer."""
+    """A call to the store; `said` is the answer."""
 
     def __init__(self, name: str, key: ClusterKey, call: Call) -> None:
         self.name = name
@@ -40,7 +40,7 @@ class Asked:
 
 
 class Session:
-    """A session with a relay that accepts everything; `shown` are the orders that it got."""
+    """A stub of a session with a relay that accepts everything; `shown` are the orders that it received."""
 
     def __init__(self) -> None:
         self.shown: list[SignedOrder] = []
@@ -63,7 +63,7 @@ class Session:
 
 
 class Keeper:
-    """A store on a directory. Calls reach it as `STREAM` frames from its relay would."""
+    """A store on a directory. It receives calls as if they were STREAM frames from its relay."""
 
     def __init__(self, directory: Path, *, key: StoreKey = STORE, now_us: int = NOW_US) -> None:
         self.directory = directory
@@ -107,7 +107,7 @@ class Keeper:
 
     @property
     def max_messages(self) -> int:
-        """The definition in force of the only stream."""
+        """`max_messages` in the current definition of the only stream."""
         return self.store.streams[UUID].definition.max_messages
 
 

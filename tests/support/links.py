@@ -1,4 +1,4 @@
-"""Linked relays on loopback, and one as a process of its own."""
+"""Linked relays on loopback in this process, and a relay in another process."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def start(
 
 
 class Relays:
-    """Relays of one test, each with a socket directory of its own."""
+    """The relays of one test, each with its own socket directory."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -52,13 +52,13 @@ class Relays:
         await relay.stop(drain_s=drain_s)
 
     async def end(self) -> None:
-        """Stop those that still run."""
+        """Stop the relays that still run."""
         for relay in self.relays:
             await relay.stop(drain_s=0)
 
 
 class Site(Relays):
-    """Relays of one site, which link."""
+    """The relays of one site, which link to each other."""
 
     async def start(
         self, *join: Relay | str, keys: tuple[NetworkKey, ...] = (NETWORK,), **settings: Any
@@ -91,7 +91,7 @@ def seen(relay: Relay, source: str = "test", *, named: bool = False) -> Sighting
 
 
 def link(one: Relay, other: Relay) -> LinkPort | None:
-    """Return the connection of `one` to `other`, if there is a link."""
+    """Return the port of `one` for its link to `other`, if there is a link."""
     found = one.router.links.get(other.router.relay_id)
     assert found is None or isinstance(found.port, LinkPort)
     return None if found is None else found.port
@@ -103,7 +103,7 @@ def ends(port: LinkPort | GatewayPort) -> tuple[Any, Any]:
 
 
 def linked(*relays: Relay) -> bool:
-    """Whether each has one link to each other, both ends of one connection, and no connection besides."""
+    """Return whether each pair of relays shares exactly one link, and no relay has another connection."""
     for one in relays:
         if len(hub(one).ports) != len(relays) - 1:
             return False
@@ -116,7 +116,7 @@ def linked(*relays: Relay) -> bool:
 
 
 class Host:
-    """A relay as a process that holds a network key, with links on 127.0.0.1."""
+    """A relay in another process that holds a network key, with links on 127.0.0.1."""
 
     def __init__(
         self, directory: Path, *arguments: str, keys: tuple[NetworkKey, ...] = (NETWORK,)

@@ -1,4 +1,4 @@
-"""Hosts that are network namespaces, on switches that are bridges: real interfaces, real multicast, one kernel.
+"""Hosts as network namespaces, and switches as bridges: real interfaces and real multicast on one kernel.
 
     with Lan() as lan:
         a, b = lan.host("a"), lan.host("b")
@@ -6,9 +6,9 @@
         process = a.start(["iris", "relay"], env=…)
         b.nics["eth0"].cut()
 
-The bridges lie in a namespace of their own, so the machine's own interfaces are never touched. Files are shared:
-two hosts meet at one path, also at that of a Unix socket. When the block ends, whatever the reason, no process and
-no namespace of it is left; when this process itself is killed, its processes die with it and the next `Lan` removes
+The bridges are in a separate namespace, so the machine's interfaces are never touched. All hosts share the files, so
+two hosts see the same path, also that of a Unix socket. When the block ends, for whatever reason, no process and no
+namespace of it is left. When this process is killed, its child processes die with it, and the next `Lan` removes
 the namespaces.
 """
 
@@ -39,26 +39,26 @@ NETNS = Path("/run/netns")
 ETC = Path("/etc/netns")
 """Files of a namespace's own /etc, which `ip netns exec` lays over the machine's."""
 COMMANDS = {"ip": "iproute2", "bridge": "iproute2", "setpriv": "util-linux"}
-"""What is run, and the Debian package that has it."""
+"""The commands that are run: name -> Debian package."""
 WIRES = "wires"
 """The namespace of the bridges."""
 END_S = 10.0
-"""Longest that anything of a clean-up is waited for."""
+"""Limit for each step of a clean-up."""
 CLONE_NEWNET = 0x40000000
 
 IPv6 = Literal["full", "link-local", "off"]
-"""What an interface has of it: a routable address, too; no other than the link-local one; nothing."""
+"""The IPv6 addresses of an interface: routable and link-local; link-local only; none."""
 
 T = TypeVar("T")
 _lans = itertools.count()
 
 
 class NamespaceError(Exception):
-    """`ip` refused something; the text is what it said."""
+    """A command of `ip` failed; the text is its error output."""
 
 
 def ip(*arguments: str, batch: str = "") -> str:
-    """Run `ip` and return what it printed; with `batch`, its commands, one a line. Raises NamespaceError."""
+    """Run `ip` and return its output. `batch`: commands for `ip -batch`, one a line. Raises NamespaceError."""
     command = ["ip", *arguments, *(["-batch", "-"] if batch else [])]
     done = subprocess.run(command, input=batch, capture_output=True, text=True, timeout=END_S)
     if done.returncode:
@@ -83,7 +83,7 @@ def why_not() -> str:
 
 
 class Lan:
-    """Hosts and switches that have nothing to do with those of any other `Lan`. A context manager."""
+    """Hosts and switches that are separate from those of any other `Lan`. A context manager."""
 
     def __init__(self) -> None:
         remove_abandoned()
@@ -106,27 +106,29 @@ class Lan:
         self.close()
 
     def namespace(self, name: str) -> str:
-        """Make a namespace with a loopback interface; return what `ip` knows it by."""
+        """Create a namespace with a loopback interface; return its name for `ip`."""
         full = self.prefix + name
-        self._namespaces.append(full)  # first: an interrupt may come right after it was made
+        self._namespaces.append(
+            full
+        )  # before it is created, in case of an interrupt right afterwards
         ip("netns", "add", full)
         ip("-n", full, "link", "set", "lo", "up")
-        # An address of a real host is checked for a second before it is used. Here each is given once.
+        # Switch off duplicate address detection, which takes a second: every address here is unique.
         for scope in ("all", "default"):
             inside(full, partial(_ipv6_setting, scope, "accept_dad", "0"))
         return full
 
     def host(self, name: str) -> Host:
-        """Make a host that is connected to nothing."""
+        """Create a host without a connection to a switch."""
         number = len(self.hosts) + 1
         host = self.hosts[name] = Host(self, name, number, self.namespace(name))
         return host
 
     def switch(self, name: str) -> int:
-        """Make the switch `name` unless it is there; return its number, which is part of the addresses on it."""
+        """Create the switch `name` unless it exists; return its number, which is part of the addresses on it."""
         if name not in self._switches:
             self._switches.append(name)
-            # Without snooping multicast goes to every port, as on a simple switch.
+            # Without snooping, multicast goes to every port, as on a simple switch.
             commands = f"link add {name} type bridge mcast_snooping 0\nlink set {name} up\n"
             ip("-n", self.wires, batch=commands)
         return self._switches.index(name) + 1
@@ -142,7 +144,7 @@ class Lan:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What an interface has received and sent since it was made."""
+    """The bytes and packets that an interface has received and sent since it was created."""
 
     received_bytes: int
     received_packets: int
@@ -151,7 +153,7 @@ class Traffic:
 
 
 class Host:
-    """One host. Made by `Lan.host`."""
+    """One host. Created by `Lan.host`."""
 
     def __init__(self, lan: Lan, name: str, number: int, namespace: str) -> None:
         self.lan = lan
@@ -188,8 +190,8 @@ class Host:
     ) -> subprocess.Popen[bytes]:
         """Start a process on this host; `streams` are those of `subprocess.Popen`.
 
-        Its id is the command's own: both wrappers become the next in line. It dies with the thread that started it;
-        killed in the first instant, before it could ask for that, it is left to the next `Lan`.
+        Its process id is the command's: each wrapper replaces itself with exec. It dies with the thread that starts it.
+        If that thread is killed before the process could ask for this, the next `Lan` removes it.
         """
         wrapped = [
             "setpriv",
@@ -206,23 +208,22 @@ class Host:
         return process
 
     def names(self, addresses: Mapping[str, Sequence[str]]) -> None:
-        """Let processes that are started here from now on resolve these names, and no others, from a hosts file of
-        their own.
+        """Let processes that are started here resolve these names, and no others, from their own hosts file.
 
         A later call changes what they resolve.
         """
         lines = [f"{address} {name}" for name, given in addresses.items() for address in given]
         path = ETC / self.namespace / "hosts"
         path.parent.mkdir(parents=True, exist_ok=True)
-        # In place: `ip netns exec` has laid this very file over theirs.
+        # Write in place: `ip netns exec` has mounted this very file over /etc/hosts of running processes.
         path.write_text("".join(f"{line}\n" for line in ["127.0.0.1 localhost", *lines]))
 
     def inside(self, function: Callable[[], T]) -> T:
-        """Call `function` on this host and return its result. A socket that it makes stays this host's."""
+        """Call `function` on this host and return its result. A socket that it creates stays on this host."""
         return inside(self.namespace, function)
 
     def kill_all(self) -> None:
-        """Kill what was started here and still runs, and wait for its end."""
+        """Kill the processes on this host, and wait for their end."""
         for process in self._processes:
             if process.poll() is None:
                 process.kill()
@@ -236,7 +237,7 @@ class Host:
 
 @dataclass(slots=True)
 class Nic:
-    """An interface of a host, and the cable from it to a port of a switch."""
+    """An interface of a host and its cable to a port of a switch."""
 
     host: Host
     name: str
@@ -246,11 +247,11 @@ class Nic:
     family6: IPv6
 
     def cut(self) -> None:
-        """Pull the cable: nothing passes any more; the host keeps its addresses."""
+        """Disconnect the cable: nothing passes any more, but the host keeps its addresses."""
         ip("-n", self.host.lan.wires, "link", "set", self.port, "down")
 
     def heal(self) -> None:
-        """Put the cable back in."""
+        """Connect the cable again."""
         ip("-n", self.host.lan.wires, "link", "set", self.port, "up")
 
     def down(self) -> None:
@@ -258,7 +259,7 @@ class Nic:
         ip("-n", self.host.namespace, "link", "set", self.name, "down")
 
     def deafen(self) -> None:
-        """Let no multicast through to the host any more. IPv6 needs it: for hosts without."""
+        """Stop delivering multicast to the host. Only for hosts without IPv6, which needs multicast."""
         done = subprocess.run(
             ["bridge", "-n", self.host.lan.wires, "link", "set", "dev", self.port, "mcast_flood", "off"],
             capture_output=True, text=True, timeout=END_S,
@@ -267,7 +268,7 @@ class Nic:
             raise NamespaceError(f"bridge: {done.stderr.strip()}")
 
     def up(self) -> None:
-        """Switch it on, with its addresses. Link-local ones come with it."""
+        """Switch the interface on, with its addresses. The kernel adds the link-local one."""
         off = "1" if self.family6 == "off" else "0"
         self.host.inside(lambda: _ipv6_setting(self.name, "disable_ipv6", off))
         commands = [f"link set {self.name} up"]
@@ -278,7 +279,7 @@ class Nic:
         ip("-n", self.host.namespace, batch="\n".join(commands) + "\n")
 
     def readdress(self, ipv4: str) -> None:
-        """Give it another IPv4 address in the place of its present one."""
+        """Replace its IPv4 address."""
         ip("-n", self.host.namespace, "address", "del", f"{self.ipv4}/24", "dev", self.name)
         self.ipv4 = ipv4
         ip("-n", self.host.namespace, "address", "add", f"{ipv4}/24", "dev", self.name)
@@ -297,9 +298,9 @@ class Nic:
 
 
 def inside(namespace: str, function: Callable[[], T]) -> T:
-    """Call `function` in a namespace and return its result; this thread stays where it is.
+    """Call `function` in a namespace and return its result; the calling thread does not change its namespace.
 
-    Only for what needs no event loop: it runs in a thread of its own, which is in that namespace until it ends.
+    The function runs in a new thread, which is in that namespace until it ends, so it cannot use the event loop.
     """
     results: list[T] = []
     failures: list[BaseException] = []
@@ -320,7 +321,7 @@ def inside(namespace: str, function: Callable[[], T]) -> T:
 
 
 def _enter(namespace: str) -> None:
-    """Move this thread; `os.setns` exists from Python 3.12 on only."""
+    """Move this thread to a namespace. (`os.setns` exists since Python 3.12 only.)"""
     libc = ctypes.CDLL(None, use_errno=True)
     descriptor = os.open(NETNS / namespace, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -338,28 +339,28 @@ def _ipv6_setting(scope: str, name: str, value: str) -> None:
 
 
 def namespaces() -> list[str]:
-    """Return all namespaces that any `Lan` of this machine has made and not removed."""
+    """Return all namespaces that any `Lan` on this machine has created and not removed."""
     if not NETNS.is_dir():
         return []
     return sorted(name for name in os.listdir(NETNS) if re.match(rf"{PREFIX}-\d+-\d+-", name))
 
 
 def remove(namespace: str) -> None:
-    """Kill what runs in a namespace of a `Lan`, and remove it. One that is not there is fine."""
+    """Kill all processes in a namespace of a `Lan`, and remove it. Does nothing if it does not exist."""
     if (ETC / namespace).exists():
         shutil.rmtree(ETC / namespace)
-        with contextlib.suppress(OSError):  # somebody else's files are in it
+        with contextlib.suppress(OSError):  # other files are in it
             ETC.rmdir()
     if not (NETNS / namespace).exists():
         return
-    # Only what was started through `Host.start` and outlived its parent's wait can be in here: the name is ours.
+    # The name is ours, so only processes of `Host.start` that outlived their parent can be in the namespace.
     for pid in ip("netns", "pids", namespace).split():
         _kill(int(pid))
     ip("netns", "del", namespace)
 
 
 def remove_abandoned() -> None:
-    """Remove the namespaces of processes that were killed before they could."""
+    """Remove the namespaces of test processes that were killed before they removed them."""
     for namespace in namespaces():
         if not Path(f"/proc/{namespace.split('-')[1]}").exists():
             try:
@@ -381,11 +382,11 @@ def _close(stream: Any) -> None:
     try:
         stream.close()
     except BrokenPipeError:
-        return  # what was not flushed had no reader any more
+        return  # unflushed output has no reader any more
 
 
 def listener(host: Host, port: int = 0, family: int = socket.AF_INET6) -> socket.socket:
-    """Return a listening TCP socket of `host` on all its addresses (IPv4, too, unless `family` says otherwise)."""
+    """Return a TCP socket that listens on all addresses of `host`: IPv6 and IPv4, or only those of `family`."""
 
     def make() -> socket.socket:
         made = socket.socket(family, socket.SOCK_STREAM)

@@ -1,12 +1,12 @@
-"""A TCP proxy that hurts what passes through it: delay, loss, a standstill, a cut.
+"""A TCP proxy with faults: it can delay, lose, stall and cut the connections that pass through it.
 
     with FaultProxy(listener, dial) as proxy:
         proxy.delay_s = 0.1
         proxy.cut()
 
-TCP repairs what the network loses, so loss shows in a connection as a pause of one retransmission timeout, after
-which the bytes arrive whole and in order: that is what `loss` makes. Sockets belong to the network namespace they
-were made in, so a proxy may stand between two hosts, although its thread is this process's.
+TCP repairs losses: a connection only sees a pause of one retransmission timeout, after which the bytes arrive
+complete and in order. `loss` imitates that. Sockets belong to the network namespace in which they were created,
+so a proxy can stand between two hosts although its thread belongs to this process.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from typing import Any, Self, TypeVar
 
 READ_BYTES = 64 << 10
 HELD_BYTES = 4 << 20
-"""What one direction of one connection holds; beyond it the sender is not read from, as by a full network."""
+"""Most bytes held for one direction of one connection. Beyond them the proxy does not read, as a full network."""
 RETRANSMIT_S = 0.2
-"""The least that Linux waits before it sends a lost segment again."""
+"""Shortest time after which Linux sends a lost segment again."""
 END_S = 10.0
 RESET = struct.pack("ii", 1, 0)
 """SO_LINGER that makes close() send RST."""
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class FaultProxy:
-    """Listens at `listener` and passes each connection on to what `dial` names. Its faults may be changed at any time.
+    """Listens at `listener` and connects each client to the address from `dial`. Faults can be changed at any time.
 
     `dial` returns a fresh, unconnected socket and the address to connect it to; it is called for each connection. A
     context manager: at its end all connections are cut and no thread is left.
@@ -45,13 +45,13 @@ class FaultProxy:
         self, listener: socket.socket, dial: Callable[[], tuple[socket.socket, tuple[Any, ...]]], *, seed: int = 1
     ) -> None:  # fmt: skip
         self.delay_s = 0.0
-        """Added to each direction; what was read before a change keeps its own."""
+        """Delay of each direction. A change applies to bytes that are read after it."""
         self.loss = 0.0
-        """Share of reads that are lost once, from 0 to 1; each holds up its direction for `RETRANSMIT_S`."""
+        """Share of reads that are lost once, from 0 to 1. Each loss stops its direction for `RETRANSMIT_S`."""
         self.accepted = 0
-        """Connections so far."""
+        """Connections accepted so far."""
         self.passed_bytes = 0
-        """Passed on, in both directions."""
+        """Bytes passed on so far, in both directions."""
         self._listener = listener
         self._dial = dial
         self._chance = random.Random(seed)
@@ -65,7 +65,7 @@ class FaultProxy:
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """The port at which it listens."""
         port: int = self._listener.getsockname()[1]
         return port
 
@@ -85,11 +85,11 @@ class FaultProxy:
             raise self._failure
 
     def stall(self) -> None:
-        """Pass nothing on, and tell nobody: as a network that lost its way. Connections are still accepted."""
+        """Pass nothing on, without closing anything, as a network without a route. Connections are still accepted."""
         self._call(self._set_flowing(False))
 
     def flow(self) -> None:
-        """Pass on again, what was held first."""
+        """Pass bytes on again, first those that were held."""
         self._call(self._set_flowing(True))
 
     def cut(self) -> int:
@@ -97,7 +97,7 @@ class FaultProxy:
         return self._call(self._cut())
 
     def passes(self) -> None:
-        """Return when something has been passed on, from now on; raises TimeoutError if nothing is."""
+        """Return when bytes are passed on after this call. Raises TimeoutError if none are."""
         before = self.passed_bytes
         until_s = time.monotonic() + END_S
         while self.passed_bytes == before:
@@ -174,17 +174,17 @@ class FaultProxy:
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
 
     def due_s(self) -> float:
-        """Return when what was read now may go on, and whether it is lost first (for the directions)."""
+        """Return the time at which bytes that are read now are passed on, after any loss (called by the directions)."""
         lost = self._chance.random() < self.loss
         return self._loop.time() + self.delay_s + (RETRANSMIT_S if lost else 0.0)
 
     async def flowing(self) -> None:
-        """Return when something may pass (for the directions)."""
+        """Return when bytes may pass (called by the directions)."""
         await self._flowing.wait()
 
 
 class _Direction:
-    """What one side of a connection sends to the other."""
+    """One direction of a connection, from `source` to the other side."""
 
     def __init__(self, proxy: FaultProxy, source: socket.socket, target: socket.socket) -> None:
         self._proxy = proxy
@@ -195,7 +195,7 @@ class _Direction:
         self._changed = asyncio.Event()
 
     async def run(self) -> None:
-        """Return when the source has ended and all of it is passed on."""
+        """Pass bytes on until the source has ended and all of its bytes are passed on."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._read())
             group.create_task(self._write())
@@ -205,7 +205,7 @@ class _Direction:
         due_s = 0.0
         while True:
             data = await loop.sock_recv(self._source, READ_BYTES)
-            # In order: nothing overtakes what was lost before it.
+            # Keep the order: nothing overtakes bytes that were lost before it.
             due_s = max(due_s, self._proxy.due_s())
             self._held.append((due_s, data))
             self._held_bytes += len(data)

@@ -1,4 +1,4 @@
-"""A relay as a process, a client of it, and how to wait for either."""
+"""A relay in another process, and clients of it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from iris.crypto.keys import ClusterKey
 from support.waiting import PATIENCE_S, wait_until
 
 KEY = ClusterKey(bytes(range(32)))
-"""What the well-behaved hold."""
+"""The key of honest members and callers."""
 
 
 class Daemon:
-    """`python -m relay --dev` with a runtime directory of its own; a context manager that ends it."""
+    """`python -m relay --dev` with its own runtime directory. A context manager that ends it."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Daemon:
         self.process: subprocess.Popen[bytes]
 
     def start(self) -> Self:
-        """Start it, and return when it serves."""
+        """Start the relay, and return when it serves."""
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "relay", *self._arguments],
@@ -60,7 +60,7 @@ class Daemon:
         return self
 
     def said(self, event: str) -> bool:
-        """Whether the present process has logged `event`."""
+        """Return whether the present process has logged `event`."""
         said = False
         for line in self.lines():
             if line["event"] == "relay.started":

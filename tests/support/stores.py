@@ -1,5 +1,4 @@
-"""A relay and a store as processes on a directory of their own, ways to end them, loads for them, and an audit of
-what they kept.
+"""A relay and a store as processes in their own directory: ways to end them, loads, and an audit of what they kept.
 
     with Rig(directory) as rig:
         rig.start_relay()
@@ -7,8 +6,8 @@ what they kept.
         async with rig.client() as client: ...
         rig.end_store(signal.SIGKILL)
 
-Every message says who wrote it, its number, and its checksum, so that a reader needs nothing else to find wrong
-data. Used by the tests and by `make proof AREA=streams`; it imports neither pytest nor a test.
+Every message contains its writer, its number and its checksum, so a reader can find wrong data without anything
+else. Used by the tests and by `make proof AREA=streams`, so it imports neither pytest nor a test.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ from iris.errors import IrisError, StreamError, StreamUnavailable
 from iris.streams import StreamGap, StreamMessage
 
 PATIENCE_S = 40.0
-"""How long anything is waited for before it counts as broken; nothing is measured by it."""
+"""Limit of every wait, after which the test fails. No measurement depends on it."""
 DEPTH = 48
-"""Appends of one producer that are on the way."""
+"""Appends of one producer that are in flight."""
 HERE = Path(__file__).parent
 POWER_LOST = 137
-"""How the shim ends a process."""
+"""Exit code with which the shim ends a process."""
 _HEAD = struct.Struct("<IHQ")
 KEY = iris.ClusterKey(bytes(range(32)))
 
@@ -50,13 +49,13 @@ KEY = iris.ClusterKey(bytes(range(32)))
 
 
 def make_message(writer: int, number: int, size: int) -> bytes:
-    """Return the message `number` of `writer`: `size` bytes and a head with their checksum."""
+    """Return message `number` of `writer`: a header with a checksum, and `size` bytes."""
     rest = _HEAD.pack(0, writer, number)[4:] + random.Random(number << 16 | writer).randbytes(size)
     return crc32(rest).to_bytes(4, "little") + rest
 
 
 def read_message(payload: bytes) -> tuple[int, int]:
-    """Return writer and number; raises ValueError if it is not what was written."""
+    """Return writer and number. Raises ValueError if the checksum is wrong."""
     if len(payload) < _HEAD.size or crc32(payload[4:]) != int.from_bytes(payload[:4], "little"):
         raise ValueError(f"wrong data: {len(payload)} bytes that no writer wrote")
     _, writer, number = _HEAD.unpack_from(payload)
@@ -67,7 +66,7 @@ def read_message(payload: bytes) -> tuple[int, int]:
 
 
 class Rig:
-    """A relay and a store; a context manager that ends both. `data` is where streams are kept."""
+    """A relay and a store. A context manager that ends both. `data` is the directory of the streams."""
 
     def __init__(self, directory: Path, data: Path | None = None) -> None:
         self.directory = directory
@@ -95,7 +94,7 @@ class Rig:
         self.end_relay(signal.SIGKILL)
 
     def client(self, **settings: Any) -> iris.Client:
-        """Return a client of the relay; `settings`: of its `ClientConfig`."""
+        """Return a client of the relay; `settings` are fields of its `ClientConfig`."""
         config = iris.ClientConfig(relay=self.socket, **settings)
         return iris.connect(keyring=iris.Keyring.single(KEY), config=config)
 
@@ -119,7 +118,7 @@ class Rig:
     # The store
 
     def start_store(self, **environ: str) -> None:
-        """Start a store; `attached` waits for it."""
+        """Start a store, without waiting until it serves: see `attached`."""
         log = self.directory / "store.log"
         self._said_from = log.stat().st_size if log.exists() else 0
         command = ["relay.store", "--data", str(self.data), "--relay", str(self.socket)]
@@ -127,7 +126,7 @@ class Rig:
         self.starts += 1
 
     async def attached(self, *, again: bool = False) -> bool:
-        """Return whether it serves the relay; False once it has ended. `again`: after what it has said until now."""
+        """Wait until the store serves the relay. Return False if it has ended. `again`: ignore its log so far."""
         log = self.directory / "store.log"
         if again:
             self._said_from = log.stat().st_size
@@ -148,12 +147,12 @@ class Rig:
 
     @property
     def store_pid(self) -> int:
-        """The process of the store that runs."""
+        """Process id of the running store."""
         assert self._store is not None
         return self._store.pid
 
     def mark_said(self) -> None:
-        """Let `attached` look only at what the store says from now on."""
+        """Let `attached` read only what the store logs from now on."""
         log = self.directory / "store.log"
         self._said_from = log.stat().st_size if log.exists() else 0
 
@@ -163,7 +162,7 @@ class Rig:
             self._store.send_signal(number)
 
     async def store_ended(self, within_s: float) -> int | None:
-        """Return the exit code of the store, None if it still runs after `within_s`."""
+        """Return the exit code of the store, or None if it still runs after `within_s`."""
         until_s = time.monotonic() + within_s
         while self._store is not None and self._store.poll() is None:
             if time.monotonic() > until_s:
@@ -176,7 +175,7 @@ class Rig:
         self._store = _end(self._store, number)
 
     def last_words(self) -> str:
-        """Return the end of what the store said."""
+        """Return the end of the store's log."""
         return (self.directory / "store.log").read_text(errors="replace")[-1500:]
 
     def _start(
@@ -220,12 +219,12 @@ def _said(log: Path, start: int, event: str) -> bool:
 
 
 def compiler() -> str | None:
-    """Return a C compiler, None if there is none."""
+    """Return the name of a C compiler, or None."""
     return shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
 
 
 def build_shim(name: str, directory: Path) -> Path:
-    """Return the shim `name`.c, built in `directory`; raises RuntimeError if it cannot be."""
+    """Build the shim `name`.c in `directory` and return its path. Raises RuntimeError if it cannot be built."""
     cc = compiler()
     if cc is None:
         raise RuntimeError("no C compiler: install gcc and libc6-dev")
@@ -244,12 +243,12 @@ def build_shim(name: str, directory: Path) -> Path:
 
 
 def build_lossy_disk(directory: Path) -> Path:
-    """Return the shim `lossy_disk.c`, built in `directory`; raises RuntimeError if it cannot be."""
+    """Build `lossy_disk.c` in `directory` and return its path. Raises RuntimeError if it cannot be built."""
     return build_shim("lossy_disk", directory)
 
 
 class WallClock:
-    """The wall clock of processes that start with `environ`: it is off by what `set_by` said last."""
+    """The wall clock of processes that start with `environ`: it is wrong by the seconds of the last `set_by`."""
 
     def __init__(self, shim: Path, directory: Path) -> None:
         self._path = directory / "clock"
@@ -258,7 +257,7 @@ class WallClock:
         self.environ = {"LD_PRELOAD": str(shim), "SET_CLOCK": str(self._path)}
 
     def set_by(self, seconds: int) -> None:
-        """Set it forward, or back."""
+        """Set the clock forward by `seconds`, or back if they are negative."""
         self.ahead_s += seconds
         with self._path.open("r+b", buffering=0) as file:
             file.write((self.ahead_s * 10**9).to_bytes(8, sys.byteorder, signed=True))
@@ -267,7 +266,7 @@ class WallClock:
 def lossy(
     shim: Path, rig: Rig, *, at: int = 0, after: int = 0, keep: int = 0, lie: bool = False
 ) -> dict[str, str]:
-    """Return the environment of a store on a disk, the parent of its directory, that loses power: see lossy_disk.c."""
+    """Return the environment of a store whose disk (the parent of its directory) loses power: see lossy_disk.c."""
     side = rig.directory / "side"
     side.mkdir(exist_ok=True)
     return {
@@ -283,7 +282,7 @@ def lossy(
 
 @contextlib.contextmanager
 def small_disk(directory: Path, size_mb: int) -> Iterable[Path]:  # type: ignore[misc]  # a generator
-    """Mount a file system in memory; raises PermissionError if that is not allowed."""
+    """Mount a file system of `size_mb` in memory. Raises PermissionError if that is not allowed."""
     directory.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={size_mb}m", "iris-test", str(directory)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -301,17 +300,17 @@ def small_disk(directory: Path, size_mb: int) -> Iterable[Path]:  # type: ignore
 
 
 class Appender:
-    """A producer with appends on the way, until `finish`."""
+    """A producer that keeps appends in flight until `finish`."""
 
     def __init__(self, client: iris.Client, stream: str, writer: int, rng: random.Random) -> None:
         self.writer = writer
         self.sent = 0
         self.acked: dict[int, int] = {}
-        """Number -> offset."""
+        """Acknowledged messages: number -> offset."""
         self.unsure: dict[int, str] = {}
-        """Not acknowledged, and perhaps stored."""
+        """Messages that may be stored or not: number -> error."""
         self.refused: dict[int, str] = {}
-        """Not stored, as we were told."""
+        """Messages that are certainly not stored: number -> error."""
         self._client = client
         self._stream = stream
         self._rng = rng
@@ -331,7 +330,7 @@ class Appender:
             await asyncio.sleep(self._rng.choice((0, 0.002, 0.01)))
 
     async def _append(self, number: int) -> None:
-        # Often small, so that several share a record; now and then large.
+        # Mostly small, so that several share a record, and sometimes large.
         size = random.Random(number).choice((8, 40, 200, 900, 3000, 3000, 20_000))
         payload = make_message(self.writer, number, size)
         try:
@@ -346,14 +345,14 @@ class Appender:
             self.acked[number] = offset
 
     async def progress(self) -> None:
-        """Return when more has been acknowledged; raises TimeoutError."""
+        """Return when more messages have been acknowledged. Raises TimeoutError."""
         before = len(self.acked)
         async with asyncio.timeout(PATIENCE_S):
             while len(self.acked) == before:  # noqa: ASYNC110 - the tasks have no one event
                 await asyncio.sleep(0.01)
 
     async def finish(self) -> None:
-        """Append no more, and return when all has ended."""
+        """Stop appending, and return when no append is in flight."""
         await self.stop()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=3 * PATIENCE_S)
@@ -361,7 +360,7 @@ class Appender:
             task.cancel()
 
     async def stop(self) -> None:
-        """Append no more."""
+        """Stop appending."""
         self._running.cancel()
         await asyncio.gather(self._running, return_exceptions=True)
 
@@ -382,18 +381,18 @@ class Publisher:
             try:
                 await self.publish()
             except IrisError:
-                await asyncio.sleep(0.05)  # not taken: the number comes again
+                await asyncio.sleep(0.05)  # refused: send the same number again
             await asyncio.sleep(self._pause_s)
 
     async def publish(self) -> int:
-        """Publish one more; return its number."""
+        """Publish one more message and return its number."""
         number = self.sent
         await self._client.publish(self._topic, make_message(self.writer, number, 200))
         self.sent += 1
         return number
 
     async def stop(self) -> None:
-        """Publish no more."""
+        """Stop publishing."""
         self._running.cancel()
         await asyncio.gather(self._running, return_exceptions=True)
 
@@ -403,7 +402,7 @@ class Publisher:
 
 @dataclass(slots=True)
 class Outcome:
-    """What one proof came to: figures, and each promise that did not hold, with the seed."""
+    """The result of one proof: figures, and each promise that did not hold, with the seed."""
 
     seed: int
     figures: dict[str, str] = field(default_factory=dict)
@@ -419,13 +418,13 @@ class Outcome:
 
 
 class Audit:
-    """What one stream holds, read from where the last look ended; `wrong` gets what no store may show."""
+    """The content of one stream, read in several looks. `wrong` lists what a store must never show."""
 
     def __init__(self, stream: str, wrong: Callable[[str], None]) -> None:
         self.stream = stream
         self.at = 0
         self.found: dict[tuple[int, int], int] = {}
-        """(writer, number) -> offset."""
+        """Messages read so far: (writer, number) -> offset."""
         self.gaps: list[StreamGap] = []
         self.missing = self.reported = 0
         """Numbered publications that are not stored, and how many of them a gap with a count reported."""
@@ -435,7 +434,7 @@ class Audit:
         self._tells = False
 
     async def look(self, client: iris.Client, *, tells: bool = False) -> None:
-        """Read on to the end. With `tells` what is missing between numbers has to be told in gaps there."""
+        """Read on to the end. `tells`: missing numbers must be reported by gaps at their position."""
         self._tells = tells
         gaps: list[StreamGap] = []
         items: list[tuple[int, int, StreamMessage | StreamGap]] = []
@@ -452,7 +451,7 @@ class Audit:
         self.take(sorted(items, key=lambda item: item[:2]))
 
     def take(self, items: list[tuple[int, int, StreamMessage | StreamGap]]) -> None:
-        """Take (offset, next offset, message or gap) in order."""
+        """Add items, given as (offset, next offset, message or gap), in order."""
         for first, end, item in items:
             if first != self.at:
                 self._wrong(f"{self.stream!r}: offsets {self.at} to {first} are not covered")
@@ -496,7 +495,7 @@ class Audit:
         self._open.clear()
 
     def check(self, writer: int, acked: dict[int, int]) -> None:
-        """Everything in `acked` is there, at the offset that was told."""
+        """Check that every message in `acked` is stored at its acknowledged offset."""
         lost = [n for n, at in acked.items() if at < self.at and (writer, n) not in self.found]
         if lost:
             self._wrong(
@@ -515,5 +514,5 @@ class Audit:
 
 
 async def streams_listed(client: iris.Client) -> dict[str, Any]:
-    """Return what `list` says, by uuid."""
+    """Return the entries of `list`, by uuid."""
     return {info.uuid: info for info in await client.streams.list(timeout=PATIENCE_S)}

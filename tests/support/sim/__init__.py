@@ -1,4 +1,4 @@
-"""A network of relays in one process and in virtual time, drawn from a seed."""
+"""A simulated network of relays in one process and in virtual time, drawn from a seed."""
 
 from support.sim.chaos import Chaos, play
 from support.sim.members import KEY, OTHER_KEY, SimCall, SimMember, SimSession, SimTunnel

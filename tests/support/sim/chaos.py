@@ -1,4 +1,4 @@
-"""A life of a network, drawn from a seed: members that come, go, stall and refuse; links that flap; relays that crash.
+"""A random life of a network, drawn from a seed: members join, leave, stall and refuse, links flap, relays crash.
 
 python -m support.sim SEED [STEPS]          # in tests/: replays a seed
 python -m support.sim SEED [STEPS] sites    # as a federation of three sites
@@ -24,7 +24,7 @@ TOPICS: Final = ("a.b", "a.c", "a.b.c", "x.y")
 FILTERS: Final = ("a.*", "a.>", "a.b", "x.y", ">", "*.y")
 GROUPS: Final = ("", "", "workers", "loggers")
 ROUND_STEPS: Final = 120
-"""After so many steps the network is left in peace, and everything about it is checked."""
+"""Steps between two rests, in which all faults end and everything is checked."""
 MAX_SESSIONS: Final = 4
 BY_DESIGN: Final = {
     "AliasTable._free": "and their numbers",
@@ -40,7 +40,7 @@ BY_DESIGN: Final = {
     "MissedCasts._sent": "4,096 casts that were sent since one of these left",
     "MissedCasts._users": "whose they are",
 }
-"""Tables with a bound of their own, which need not be empty when everybody has left."""
+"""Bounded tables, which need not be empty when all sessions have left."""
 PASSED_ON: Final = {
     "AliasTable._by_key": "of what a gateway passed on: they go with the alias that a link or WAN connection declared",
     "AliasTable._by_number": "the same, the other way round",
@@ -49,16 +49,16 @@ PASSED_ON: Final = {
         "of the links and WAN connections that something was passed on for: they go with these",
     ),
 }
-"""The same, in a federation."""
+"""More of them in a federation."""
 
 
 class Chaos:
-    """Does `steps` random things to a network of 5 to 8 relays, or (`sites`) to three sites of 2 or 3 relays each."""
+    """Takes random steps in a network of 5 to 8 relays, or (`sites`) in three sites of 2 or 3 relays each."""
 
     def __init__(self, seed: int, *, relays: int = 0, sites: bool = False) -> None:
         self.rng = random.Random(f"chaos {seed}")
         self.waits_rng = random.Random(f"waits {seed}")
-        """Random choices of who waits. They are separate, so that the rest of a life does not depend on them."""
+        """Random choices about publishers that wait; separate, so that the rest of a life does not depend on them."""
         shape: dict[str, Any] = {}
         if sites:
             shape["sites"] = {site: self.rng.randint(2, 3) for site in SITES}
@@ -71,16 +71,16 @@ class Chaos:
         if sites:
             self.net.run(1.0)
         self.reach_s = 0.4 if sites else 0.1
-        """In which anything arrives anywhere in a network at peace."""
+        """Time within which any message arrives anywhere in a network without faults."""
         self.fresh = self.net.table_sizes()
-        """What a relay with links and nobody attached keeps."""
+        """Table sizes of relays with links and without sessions."""
         self.did: dict[str, int] = {}
         self.did_waiting: dict[str, int] = {}
-        """What of it has to do with publishers that wait: besides the steps."""
+        """Actions with publishers that wait, which happen besides the steps."""
         self.rounds = 0
         self.garbled = 0
         self.recoveries = 0
-        """How often one that was left out was served again."""
+        """How often a subscription that was left out was served again."""
         self._left_out: dict[int, Any] = {}
         everyday: list[tuple[int, Callable[[], None]]] = [
             (9, self.attach), (7, self.serve), (7, self.subscribe), (3, self.leave), (3, self.unsubscribe), (2, self.watch),
@@ -112,7 +112,7 @@ class Chaos:
         return self.rng.choice(members) if members else None
 
     def some_scope(self) -> str:
-        """Return which sites are meant: mostly all."""
+        """Return the sites of a call or cast: mostly all."""
         if not self.net.federated or self.rng.random() < 0.8:
             return ""
         return self.rng.choice((HERE, *SITES))
@@ -231,7 +231,7 @@ class Chaos:
                 )
 
     def flood(self) -> None:
-        """More than a small queue takes."""
+        """Publish more than a small queue holds."""
         if (session := self.some_session()) is not None:
             topic, key = self.rng.choice(TOPICS), self.some_key()
             for _ in range(self.rng.randint(10, 60)):
@@ -269,11 +269,11 @@ class Chaos:
 
     @property
     def sinks(self) -> list[SimSink]:
-        """All subscriptions that wait."""
+        """All subscriptions that publishers wait for."""
         return [sink for s in self.net.sessions for sink in s.waiting.sinks.values()]
 
     def publish_waiting(self) -> None:
-        """Mostly more than a first window."""
+        """Publish with waiting, mostly more than a first window."""
         rng = self.waits_rng
         session = self._some_waiting()
         if session is not None and session.waiting.queued < 100:
@@ -283,7 +283,7 @@ class Chaos:
                 session.publish_waiting(topic, rng.randint(1, 4), key=key, size=size)
 
     def pause(self) -> None:
-        """Some subscription handles nothing for a while."""
+        """Let a subscription handle nothing for a while."""
         if sinks := self.sinks:
             self.waits_rng.choice(sinks).pause()
 
@@ -292,7 +292,7 @@ class Chaos:
             self.waits_rng.choice(paused).resume()
 
     def mute(self) -> None:
-        """The next credit that a session gives is lost."""
+        """Lose the next credit that a session grants."""
         if (session := self._some_waiting()) is not None and session.waiting.sinks:
             session.waiting.mute = 1
 
@@ -344,7 +344,7 @@ class Chaos:
         self.net.cut(*self._pair())
 
     def garble(self) -> None:
-        """The next change of some relay's interest is lost on its way to another, or arrives twice."""
+        """Lose or repeat the next change of a relay's interest on its way to another relay."""
         relay, host = self._pair()
         twice = self.rng.random() < 0.5
 
@@ -388,7 +388,7 @@ class Chaos:
 
     @property
     def resyncs(self) -> int:
-        """How often relays that live had to ask for a snapshot again."""
+        """How often the running relays asked for a snapshot again."""
         routers = [relay.router for relay in self.net.relays]
         return sum(router.peer_interest.resyncs + router.federation.resyncs for router in routers)
 
@@ -400,7 +400,7 @@ class Chaos:
             self._run(steps)
         except Violation:
             raise
-        except Exception as err:  # whatever it is, the seed has to be known
+        except Exception as err:  # any error must show the seed
             raise self.net.violation(f"{type(err).__name__}: {err}") from err
 
     def _run(self, steps: int) -> None:
@@ -418,7 +418,7 @@ class Chaos:
         self.all_leave()
 
     def rest(self) -> None:
-        """Leave the network in peace, then check all that has to hold."""
+        """End all faults, let the network settle, and check all promises."""
         self.rounds += 1
         for sink in self.sinks:
             sink.pace_us = min(sink.pace_us, 200)
@@ -442,7 +442,7 @@ class Chaos:
         self.net.ledger.forget()
 
     def probe(self) -> None:
-        """In a network at peace everything arrives everywhere: publications, broadcasts, surveys, requests."""
+        """Check that publications, broadcasts, surveys and requests arrive everywhere in a network without faults."""
         net, rng = self.net, self.rng
         for host in rng.sample(range(len(net.relays)), 2):
             caller = net.relays[host].session("probe")
@@ -473,7 +473,7 @@ class Chaos:
         self.probe_waiting(net.relays[rng.randrange(len(net.relays))])
 
     def probe_waiting(self, relay: SimRelay) -> None:
-        """At peace a publisher that waits stalls nowhere, and each that waits for it, and goes on, gets all."""
+        """Check that, without faults, a waiting publisher never stalls, and that its subscriptions get everything."""
         net = self.net
         publisher = relay.session("waiting", minor=WAIT_MINOR)
         net.run(0.1)
@@ -486,7 +486,7 @@ class Chaos:
                 net.run(self.reach_s)
                 if not flow.queue:
                     break
-            roomy = net.port_bytes > 4 * FIRST_WINDOW  # else its own queues hold it back
+            roomy = net.port_bytes > 4 * FIRST_WINDOW  # otherwise its own queues make it wait
             if flow.queue or (roomy and net.ledger.stalls > stalls):
                 net.violate(f"at peace, {publisher} still has {len(flow.queue)} for {topic!r}")
             net.run(2 * self.reach_s)
@@ -513,7 +513,7 @@ class Chaos:
         survey = caller.survey(name)
         net.run(3 * self.reach_s)
         calls = []
-        for _ in range(3):  # one by one: a small member holds no two
+        for _ in range(3):  # one by one, as a small member cannot hold two
             calls.append(caller.request(name))
             net.run(self.reach_s)
         for member in members:
@@ -539,7 +539,7 @@ class Chaos:
                 net.violate(f"at peace, {call} ended as {call.outcome!r}: {call.detail}")
 
     def all_leave(self) -> None:
-        """Everybody leaves: every relay keeps what one keeps that has links and nobody attached."""
+        """End all sessions, and check that every relay's tables are as in a relay that never had sessions."""
         for session in self.net.sessions:
             session.bye()
         self.net.calm()
@@ -557,7 +557,7 @@ class Chaos:
 
 
 def is_change(frame: bytes) -> bool:
-    """Whether a frame says how a relay's interest changed: no snapshot, which cannot be lost but with its link."""
+    """Return whether a frame is a change of interest. (A snapshot is lost only together with its link.)"""
     if frame[KIND_AT] != Kind.INTEREST:
         return False
     change = decode_control(memoryview(frame), 0, len(frame))
@@ -565,7 +565,7 @@ def is_change(frame: bytes) -> bool:
 
 
 def play(seed: int, steps: int, *, sites: bool = False) -> Chaos:
-    """Live a life; raises Violation when a promise breaks."""
+    """Run one life and return it. Raises Violation when a promise is broken."""
     chaos = Chaos(seed, sites=sites)
     chaos.run(steps)
     return chaos

@@ -1,4 +1,4 @@
-"""What happened, network-wide, and what must never happen: the promises that every step is held against."""
+"""The record of all messages in a network, and the promises that are checked at every step."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ NEVER_RAN: Final = frozenset(
     cause.name.lower() for cause in (Cause.NO_MEMBERS, Cause.OVERLOADED, Cause.EXPIRED)
 )
 KNOWN_US: Final = 1_000_000
-"""Who has wanted something for so long is known to every relay that is linked and not frozen."""
+"""Interest of this age is known to every relay that is linked and not frozen."""
 ON_ITS_WAY_US: Final = 1_000_000
-"""An answer that was given so shortly before the deadline may come too late without anybody's fault."""
+"""An answer sent within this time before the deadline may arrive too late."""
 
 
 FORWARD: Final = frozenset(
@@ -35,17 +35,17 @@ FORWARD: Final = frozenset(
         Kind.STREAM,
     }
 )
-"""Kinds that go from a sender to members; the others follow the way of what they answer."""
+"""Kinds of frames from a sender to members. The others follow the path of the call that they answer."""
 CASTS: Final = (Kind.PUBLISH, Kind.BROADCAST)
 
 
 FAR_US: Final = 1_000_000
-"""A call with less than that may spend it on the way to other sites and back."""
+"""A call with less time than this may time out on its way to other sites and back."""
 
 
 TAG: Final = struct.Struct("<4sQ")
 MAGIC: Final = b"#sim"
-"""What a body of a data frame begins with: a mark, and the tag."""
+"""Start of the body of each data frame: this mark, then the tag."""
 
 
 def _alias(frame: bytes) -> int:
@@ -53,7 +53,7 @@ def _alias(frame: bytes) -> int:
 
 
 def singles(frame: bytes, kind: int) -> list[bytes]:
-    """Return what a run carries as frames of their own, its calls of `kind`; of any other frame, itself."""
+    """Return the calls of a run, as single frames of `kind`. Any other frame is returned alone."""
     buf = memoryview(frame)
     if frame[KIND_AT] == Kind.CALLS:
         return [bytes(one) for one in single_calls(buf, 0, len(frame), kind)]
@@ -63,7 +63,7 @@ def singles(frame: bytes, kind: int) -> list[bytes]:
 
 
 def tag_of(frame: bytes) -> int:
-    """Return the tag of a data frame; 0 of a TUNNEL_END, which has none."""
+    """Return the tag of a data frame; 0 for a TUNNEL_END, which has none."""
     at = TUNNEL_BODY_AT if frame[KIND_AT] in TUNNEL_KINDS else BODY_AT
     if len(frame) < at + TAG.size:
         return 0
@@ -72,7 +72,7 @@ def tag_of(frame: bytes) -> int:
 
 
 class Cast:
-    """A bundle on its way: who sent it, and who is to get it or be told of its loss."""
+    """A bundle in transit: its sender, and the receivers that must get it or a report of its loss."""
 
     __slots__ = ("address", "count", "first", "receivers", "sender", "sent_us", "tag")
 
@@ -86,23 +86,21 @@ class Cast:
         self.count = count
         self.sent_us = sender.net.now_us
         self.receivers: list[tuple[SimSession, int]] = []
-        """(session, member or 0)"""
+        """(session, member serial or 0)"""
 
 
 class KnownSequence:
-    """What one receiver knows of one sender's sequence for one address: `since` .. `until`, without what it was
-    told is lost.
-    """
+    """A receiver's view of a sender's sequence for one address: `since` to `until`, without reported losses."""
 
     __slots__ = ("last", "since", "unknown", "until")
 
     def __init__(self) -> None:
         self.last = -1
-        """The last that arrived."""
+        """The latest number that arrived."""
         self.since = 1 << 64
         self.until = 0
         self.unknown = False
-        """It was told of losses whose number nobody knows."""
+        """Losses of unknown number were reported."""
 
     def know(self, first: int, count: int) -> None:
         self.since = min(self.since, first)
@@ -110,27 +108,27 @@ class KnownSequence:
 
 
 class Ledger:
-    """Every message by its tag."""
+    """All messages, by their tags."""
 
     def __init__(self, net: SimNetwork) -> None:
         self.net = net
         self.calls: dict[int, SimCall] = {}
         self.run_calls = 0
-        """Calls that crossed a link as part of a run."""
+        """Number of calls that crossed a link as part of a run."""
         self.open: dict[int, SimCall] = {}
-        """Not ended."""
+        """Calls without an outcome: tag -> call."""
         self.runs: Counter[int] = Counter()
-        """Request or push -> how often a handler started."""
+        """Requests and pushes: tag -> how often a handler started."""
         self.works: dict[int, Work] = {}
-        """The last that was handed to a member of a call."""
+        """Tag of a call -> its latest dispatch to a member."""
         self.outcomes: Counter[str] = Counter()
         self.cast_copies = 0
         self.loops_checked = 0
         self.gaps = 0
         self.stalls = 0
-        """How often a publisher waited for as long as it does."""
+        """How often a publisher waited until it stalled."""
         self.renewals = 0
-        """How often a session was asked for credit again."""
+        """How often a relay asked a session for credit again."""
         self._tag = 0
         self._faults = 0
         self._fault_until_us = 0
@@ -138,23 +136,23 @@ class Ledger:
         self._casts: set[tuple[int, int, int]] = set()
         self._grouped: set[tuple[int, str]] = set()
         self._known: dict[tuple[int, int, int, str, bytes, bytes], KnownSequence] = {}
-        """Keyed by (session, member, kind, name, key, sender)."""
+        """(session, member, kind, name, key, sender) -> sequence."""
         self._sent: list[Cast] = []
         self.audited = 0
         self.reported_lost = 0
         self.late = 0
-        """Bundles that came out after a later one: dropped, as a session does."""
+        """Bundles that arrived after a later one, which a session drops."""
         self.over_wan = 0
-        """Data frames that were put on WAN connections."""
+        """Data frames sent over WAN connections."""
         self.wan_casts: Counter[tuple[int, str]] = Counter()
-        """Tag of a bundle and site -> how often it was sent there."""
+        """(tag of a bundle, site) -> how often it was sent there."""
         self.wan_via: dict[tuple[int, str], tuple[int, int]] = {}
-        """The same -> from which host to which."""
+        """(tag of a bundle, site) -> the hosts at both ends of the WAN connection."""
         self._origins: dict[int, str] = {}
-        """Tag -> the site that it comes from."""
+        """Tag -> site of origin."""
         self._to_wan: set[tuple[bytes, int, str]] = set()
         self._crossed: dict[tuple[bytes, int, int], tuple[int, bool, int]] = {}
-        """Relay, kind, tag -> from which host it came, whether over the WAN, and its hop class."""
+        """(relay, kind, tag) -> (host that it came from, whether over a WAN connection, hop class)."""
 
     def new_tag(self) -> int:
         self._tag += 1
@@ -163,22 +161,22 @@ class Ledger:
     # -- what may excuse a timeout ---------------------------------------------------------------------------
 
     def fault_begins(self) -> None:
-        """Something stops working without saying so."""
+        """Note a fault that others do not notice at once."""
         self._faults += 1
 
     def fault_ends(self) -> None:
-        """It works again, or everybody has noticed."""
+        """Note that a fault has ended, or that all have noticed it."""
         self._faults -= 1
         self._fault_until_us = max(self._fault_until_us, self.net.now_us)
 
     def fault_for(self, duration_us: int) -> None:
-        """For so long, not everybody may know."""
+        """Note a fault that ends, or is noticed by all, after `duration_us`."""
         self._fault_until_us = max(self._fault_until_us, self.net.now_us + duration_us)
 
     # -- calls -----------------------------------------------------------------------------------------------
 
     def comes_from(self, tag: int, site: str) -> None:
-        """Something sets out in a site."""
+        """Note the site of origin of a message."""
         self._origins[tag] = site
 
     def sent(self, call: SimCall) -> None:
@@ -186,7 +184,7 @@ class Ledger:
         self.calls[call.tag] = self.open[call.tag] = call
 
     def handed(self, work: Work, session: SimSession) -> None:
-        """A member's session got it, run or not: its deadline has to be the caller's, give or take the way."""
+        """Note a dispatch to a member's session. Its deadline must be the caller's, except for the time in transit."""
         call = self.calls[work.tag]
         self.works[work.tag] = work
         if not work.deadline_us:
@@ -201,7 +199,7 @@ class Ledger:
             self.net.violate(f"{call} has {late_us} µs more at {session} than its caller gave it")
 
     def executed(self, work: Work, member: SimMember) -> None:
-        """A handler starts."""
+        """Note that a handler starts."""
         call = self.calls[work.tag]
         here, home = member.session.relay.site, call.session.relay.site
         if call.site and here != (home if call.site == HERE else call.site):
@@ -231,7 +229,7 @@ class Ledger:
             )
 
     def survey_done(self, call: SimCall) -> None:
-        """A survey is over: each member that it was handed to has answered, or is named as lost."""
+        """Check a finished survey: each member that it was dispatched to has answered, or is named as lost."""
         missing = set(call.roster) - set(call.answers) - set(call.lost)
         if missing:
             self.net.violate(f"{call} is over, without a word of {sorted(missing)}")
@@ -239,7 +237,7 @@ class Ledger:
             self.net.violate(f"{call} was answered by {sorted(stray)}, who are not on the roster")
 
     def timed_out(self, call: SimCall) -> None:
-        """The caller's own clock ended it: there has to be a reason."""
+        """Check that a call which timed out at its caller had a reason."""
         if self._faults or self._fault_until_us >= call.sent_us or call.kind == Kind.SURVEY:
             return
         if self.net.federated and call.deadline_us - call.sent_us < FAR_US:
@@ -258,10 +256,10 @@ class Ledger:
     def cast_arrived(
         self, session: SimSession, route: frames.Declare, tag: int, first: int, count: int
     ) -> bool:
-        """A bundle came out at a session: never twice, never out of its sender's order.
+        """Check a bundle that arrives at a session: never twice, and in its sender's order.
 
-        On its way through other gateways a bundle may be overtaken: then the session drops it. Return whether it
-        takes it.
+        A bundle that took the path of another gateway may be overtaken; then the session drops it. Return whether it
+        is delivered.
         """
         net = self.net
         self.cast_copies += 1
@@ -291,7 +289,7 @@ class Ledger:
         return self._known.setdefault(flow, KnownSequence())
 
     def gap_received(self, session: SimSession, gap: frames.Gap) -> None:
-        """A receiver was told of a loss; without a count, that one begins."""
+        """Note the report of a loss to a receiver; without a count, the losses begin with it."""
         self.gaps += 1
         known = self._flow(session, gap)
         if gap.count == UNKNOWN_COUNT:
@@ -300,7 +298,7 @@ class Ledger:
             known.know(gap.first, gap.count)
 
     def cast_sent(self, cast: Cast) -> None:
-        """A bundle sets out: note who has wanted it for so long that everybody knows."""
+        """Note a sent bundle, with all receivers whose interest is so old that every relay knows it."""
         kind, name, key = cast.address
         usually_us = self.net.now_us - KNOWN_US
         relay = cast.sender.relay
@@ -325,9 +323,7 @@ class Ledger:
             self._sent.append(cast)
 
     def audit(self) -> None:
-        """At rest: what was sent within a site, or to another by an unbroken way, arrived, or its receiver was told
-        of the loss.
-        """
+        """Check, at rest, that bundles within a site, or over an unbroken path, arrived or were reported lost."""
         for cast in self._sent:
             kind, name, key = cast.address
             if not cast.sender.relay.alive:
@@ -368,7 +364,7 @@ class Ledger:
             gateways = (*self.net.gateways[here.site], *self.net.gateways[there.site])
             on_the_way += [self.net.relays[host] for host in gateways]
         if any(relay.awake_us > before_us for relay in on_the_way):
-            return False  # what was said meanwhile may not be known
+            return False  # changes of interest of this time may not be known
         paths = self.net.paths(here.host, there.host)
         return all(wire.changed_us < before_us for path in paths for wire in path)
 
@@ -379,9 +375,9 @@ class Ledger:
     # -- links -----------------------------------------------------------------------------------------------
 
     def over_link(self, end: LinkEnd, frame: bytes) -> None:
-        """A relay puts a data frame on a link or WAN connection: it never goes on over another of the same sort,
-        and of a bundle one copy.
+        """Check a data frame that a relay sends over a link or WAN connection.
 
+        A frame that came over such a connection never leaves over another one of that kind, and a bundle is sent once.
         So nothing crosses more than one link, one WAN connection and one link.
         """
         for one in singles(frame, Kind.REQUEST):
@@ -415,7 +411,7 @@ class Ledger:
     def _check_class(
         self, end: LinkEnd, kind: int, tag: int, frame: bytes, came: tuple[int, bool, int] | None
     ) -> None:
-        """What its alias says of a frame is true, and it goes nowhere that it is not wanted."""
+        """Check that a frame's hop class is true, and that the frame only goes where it is wanted."""
         relay, origin = end.relay, self._origins.get(tag)
         what = f"{Kind(kind).name} {tag} of {origin}, from {relay} to {end.host}:"
         hop_class, site = end.said.get(_alias(frame), (0, ""))
@@ -449,7 +445,7 @@ class Ledger:
                 self._to_wan.add((relay.relay_id, tag, site))
 
     def from_link(self, end: LinkEnd, frame: bytes) -> None:
-        """A data frame came out of a link or WAN connection."""
+        """Note a data frame that arrives over a link or WAN connection."""
         run = frame[KIND_AT] == Kind.CALLS
         for one in singles(frame, Kind.REQUEST):
             if not one[FLAGS_AT] & FLAG_REFUSED and (tag := tag_of(one)):
@@ -460,7 +456,7 @@ class Ledger:
     # -- at rest ---------------------------------------------------------------------------------------------
 
     def forget(self) -> None:
-        """Drop what can no longer matter, so that a long run stays small. Only while nothing is on its way."""
+        """Forget ended messages, so that a long run stays small. Only while nothing is in transit."""
         for tag in [tag for tag, call in self.calls.items() if call.outcome]:
             del self.calls[tag]
         for table in (
@@ -493,15 +489,15 @@ CACHES: Final = frozenset(
         "taken_routes",
     )
 ) | {"PeerInterest._key_ids", "PeerInterest._kinds"}
-"""What a route keeps while nobody uses it (replaced at its next use, and gone with its alias; what it declared:
-pruned when it has doubled), and values that copies share (bounded).
+"""Caches: what an unused route keeps (replaced at its next use, removed with its alias; its declarations are
+pruned when their number has doubled), and values that replicas share (bounded).
 """
 
 
 def table_sizes(router: Any) -> Counter[str]:
-    """Return entries by table ("Class.attribute") of everything that a router refers to, but for its ports and caches.
+    """Return the entries of all tables ("Class.attribute") of a router, except those of ports and caches.
 
-    The nearest to the router first, so that a table always goes by the same name, however many others refer to it.
+    Tables are found breadth first, so one that several objects refer to always has the same name.
     """
     sizes: Counter[str] = Counter()
     seen: set[int] = set()

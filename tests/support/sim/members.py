@@ -1,6 +1,6 @@
-"""Sessions that speak frames themselves, without keys and seals: they send, serve, stall, refuse and go away.
+"""Simulated sessions, which send plain frames without keys and seals: they call, serve, stall, refuse and leave.
 
-Every data frame carries a tag in its body, by which the `Ledger` recognises it wherever it turns up.
+Every data frame has a tag in its body, by which the `Ledger` recognizes it anywhere.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ if TYPE_CHECKING:
 KEY: Final = bytes(range(16))
 OTHER_KEY: Final = bytes(range(1, 17))
 PAYLOAD_BYTES: Final = 64
-"""Room for the offsets of a small bundle."""
+"""Size of a payload, with room for the offsets of a small bundle."""
 _NEVER_US: Final = 1 << 60
 FOREVER_US: Final = 1 << 50
-"""A handler that takes so long never answers."""
+"""Time of a handler that never answers."""
 ANSWERED_BY: Final[dict[int, Kind]] = {
     Kind.SURVEY: Kind.ANSWER,
     Kind.STREAM: Kind.STREAM_REPLY,
@@ -61,7 +61,7 @@ ALL_KINDS: Final = tuple(sorted(SERVED_KINDS - {Kind.STREAM}))
 
 
 class SimCall:
-    """A request, push, survey or tunnel opening, and how it ended."""
+    """A request, push, survey or tunnel opening, and its outcome."""
 
     def __init__(
         self, session: SimSession, kind: int, name: str, tag: int, hop: int, site: str = ""
@@ -74,7 +74,7 @@ class SimCall:
         self.hop = hop
         self.sent_us = session.net.now_us
         self.deadline_us = 0
-        """In the network's time."""
+        """Deadline in the network's time."""
         self.done_us = 0
         self.outcome = ""
         """ "reply", "fault", "done" (a survey), "accepted" (a tunnel), "handed" (a push that did not fail), a cause
@@ -83,14 +83,14 @@ class SimCall:
         self.may_have_run = True
         self.detail = ""
         self.by = ""
-        """Who replied: the member's id."""
+        """Id of the member that replied."""
         self.roster: list[str] = []
         self.answers: list[str] = []
         """Members that answered a survey."""
         self.lost: list[str] = []
 
     def end(self, outcome: str) -> None:
-        """It has its outcome; a second one breaks the first promise of all."""
+        """Set the outcome. A second outcome is a violation."""
         net = self.session.net
         if self.outcome:
             net.violate(f"{self} ended as {self.outcome!r} and again as {outcome!r}")
@@ -104,7 +104,7 @@ class SimCall:
 
 
 class Work:
-    """A message that a member was handed."""
+    """A message that was dispatched to a member."""
 
     __slots__ = ("deadline_us", "finished_us", "frame", "hop", "kind", "route", "tag")
 
@@ -117,7 +117,7 @@ class Work:
 
 
 class SimMember:
-    """One membership. It runs `concurrency` handlers at once, each for `service_us`, and queues what else it gets."""
+    """One membership. It runs `concurrency` handlers at once, each for `service_us`, and queues further messages."""
 
     def __init__(self, session: SimSession, name: str, key: bytes, concurrency: int) -> None:
         self.session = session
@@ -132,10 +132,10 @@ class SimMember:
         self.leaving = False
         self.faults = False
         self.running: dict[int, Work] = {}
-        """Keyed by hop id."""
+        """Hop id -> running message."""
         self.waiting: deque[Work] = deque()
         self.executed: list[int] = []
-        """Tags of what it ran."""
+        """Tags of the messages that ran."""
         self.casts: list[int] = []
 
     @property
@@ -143,7 +143,7 @@ class SimMember:
         return f"{self.session.relay.relay_id.hex()}.{self.serial}"
 
     def take(self, work: Work) -> None:
-        """Run it, queue it, or send it back."""
+        """Run a message, queue it, or refuse it."""
         if self.refuse is not None:
             self.session.refuse(work, self.refuse)
             return
@@ -151,7 +151,7 @@ class SimMember:
         self.pump()
 
     def pump(self) -> None:
-        """Start what there is a handler for."""
+        """Start queued messages while handlers are free."""
         net = self.session.net
         while self.waiting and len(self.running) < self.concurrency:
             work = self.waiting.popleft()
@@ -165,7 +165,7 @@ class SimMember:
                 net.clock.after(self.service_us, self.finish, work)
 
     def finish(self, work: Work) -> None:
-        """A handler returns: answer, or give the credit back."""
+        """Let a handler return: answer, or return the credit."""
         if work.finished_us:
             return
         work.finished_us = self.session.net.now_us
@@ -174,19 +174,19 @@ class SimMember:
         self.pump()
 
     def finish_all(self) -> None:
-        """Handlers that were to run forever return."""
+        """Let handlers return that would run forever."""
         for work in list(self.running.values()):
             self.finish(work)
 
 
 class SimTunnel:
-    """One end of a tunnel: numbers what it sends, and wants what it gets numbered without a hole."""
+    """One end of a tunnel. It numbers its messages, and checks that it receives those of the peer without a gap."""
 
     def __init__(self, session: SimSession, hop: int, pair: int, opener: bool) -> None:
         self.session = session
         self.hop = hop
         self.pair = pair
-        """The tag of its opening, known to both ends."""
+        """Tag of the tunnel's opening, known to both ends."""
         self.opener = opener
         self.state = "opening" if opener else "open"
         self.cause: Cause | None = None
@@ -205,13 +205,13 @@ class SimTunnel:
             self.session.say(tunnel_frame(Kind.TUNNEL_DATA, self.hop, body))
 
     def close(self, cause: Cause = Cause.CLOSED) -> None:
-        """End it from this side."""
+        """Close the tunnel from this end."""
         if self.state in ("open", "opening"):
             self.session.say(tunnel_frame(Kind.TUNNEL_END, self.hop, bytes((cause,))))
             self.ended(cause)
 
     def got(self, frame: bytes) -> None:
-        """A message arrived."""
+        """Check a received message."""
         pair, number = struct.unpack_from("<QQ", frame, TUNNEL_BODY_AT + TAG.size)
         if pair != self.pair:
             self.session.net.violate(
@@ -224,7 +224,7 @@ class SimTunnel:
         self.received += 1
 
     def ended(self, cause: Cause) -> None:
-        """It is over."""
+        """Note that the tunnel has ended."""
         self.state = "ended"
         self.cause = cause
         self.session.tunnels.pop(self.hop, None)
@@ -232,14 +232,14 @@ class SimTunnel:
 
 
 class SimWatch:
-    """Who is there, as a session was told."""
+    """The members of a cluster, as notified to a session."""
 
     def __init__(self, name: str, key: bytes) -> None:
         self.name = name
         self.key = key
         self.members: set[str] = set()
         self.changes = 0
-        """How often it was told of one."""
+        """Number of notifications."""
 
     def on_change(self, change: frames.Membership, net: SimNetwork) -> None:
         self.changes += bool(change.joined or change.left)
@@ -258,14 +258,14 @@ class SimWatch:
 
 
 class SimSession:
-    """One process, attached to its relay."""
+    """The session of one process with its relay."""
 
     def __init__(
         self, relay: SimRelay, label: str, keys: Sequence[bytes], to_relay: Pipe, minor: int = 0
     ) -> None:
         self.relay = relay
         self.minor = minor
-        """From `RUN_MINOR` on it sends and answers runs of calls, from `WAIT_MINOR` on it waits and is waited for."""
+        """Minor version: runs of calls since `RUN_MINOR`, publishing with waiting since `WAIT_MINOR`."""
         self.net = relay.net
         self.uid = self.net.ledger.new_tag()
         self.label = label
@@ -279,14 +279,14 @@ class SimSession:
         self.stalled = False
         self.members: dict[int, SimMember] = {}
         self.former: list[SimMember] = []
-        """Those that left: their handlers may still run."""
+        """Members that left, whose handlers may still run."""
         self.subscriptions: dict[tuple[str, str, bytes], int] = {}
-        """(filter, group, key) -> since when the relay knows."""
+        """(filter, group, key) -> time at which the relay confirmed it."""
         self.watches: dict[int, SimWatch] = {}
         self.calls: dict[int, SimCall] = {}
         self.tunnels: dict[int, SimTunnel] = {}
         self.casts: list[int] = []
-        """Tags of what it got of its subscriptions, in order."""
+        """Tags of received publications, in order."""
         self.gaps: list[frames.Gap] = []
         self.document = ""
         self._hop = 0
@@ -296,9 +296,9 @@ class SimSession:
         self._routes: dict[int, frames.Declare] = {}
         self._sequences: dict[tuple[int, str, bytes, str], int] = {}
         self._back: list[tuple[Work, Refusal]] | None = None
-        """What it refuses of the run that it looks at."""
+        """Refused calls of the run that is being handled."""
         self._answers: list[tuple[int, int, int, bytes]] = []
-        """(alias, hop id, body) of this instant."""
+        """Answers of this instant, as (kind, alias, hop id, body)."""
         self.waiting = Waiting(self)
         self.say(encode_control(frames.Hello(PROTOCOL_VERSION, minor, label, self.uid)))
 
@@ -307,7 +307,7 @@ class SimSession:
 
     @property
     def mono_us(self) -> int:
-        """The host's clock."""
+        """Time of the host's monotonic clock."""
         return self.net.now_us + self.offset_us
 
     # -- saying ----------------------------------------------------------------------------------------------
@@ -327,7 +327,7 @@ class SimSession:
         self, name: str, *, key: bytes = KEY, kinds: Sequence[int] = ALL_KINDS, concurrency: int = 16,
         limit_bytes: int = 1 << 20,
     ) -> SimMember:  # fmt: skip
-        """Join a cluster: the member's `serial` is set once the relay has answered."""
+        """Join a cluster. The member's `serial` is set when the relay has answered."""
         member = SimMember(self, name, key, concurrency)
         member.kinds = kinds
         serving = {int(kind): Serving(concurrency, limit_bytes) for kind in kinds}
@@ -342,7 +342,7 @@ class SimSession:
         return member
 
     def leave(self, member: SimMember) -> None:
-        """Stop serving: what it was handed it still finishes."""
+        """Leave the cluster; messages that were dispatched before are still finished."""
 
         def left(ack: frames.Ack) -> None:
             self.members.pop(member.serial, None)
@@ -356,13 +356,13 @@ class SimSession:
     def subscribe_waiting(
         self, pattern: str, *, group: str = "", key: bytes = KEY, pace_us: int = 0
     ) -> SimSink:
-        """Subscribe, and have publishers wait; a bundle is handled each `pace_us`."""
+        """Subscribe so that publishers wait; one bundle is handled each `pace_us`."""
         sink = self.waiting.subscribe((pattern, group, key), pace_us)
         self.subscribe(pattern, group=group, key=key)
         return sink
 
     def subscribe(self, pattern: str, *, group: str = "", key: bytes = KEY) -> None:
-        """Subscribe; `subscriptions` shows when the relay knows."""
+        """Subscribe. `subscriptions` shows when the relay has confirmed it."""
         subscription = (pattern, group, key)
         self.subscriptions[subscription] = _NEVER_US
 
@@ -379,7 +379,7 @@ class SimSession:
         self._ask(lambda number: frames.Unsubscribe(number, pattern, group), lambda ack: None)
 
     def watch(self, name: str, *, key: bytes = KEY) -> SimWatch:
-        """Hear who serves a cluster."""
+        """Watch the members of a cluster."""
         watch = SimWatch(name, key)
         self._id += 1
         self.watches[self._id] = watch
@@ -387,13 +387,13 @@ class SimSession:
         return watch
 
     def ask_status(self) -> None:
-        """Ask for the status document: `document` once it is there."""
+        """Request the status document, which is in `document` once it has arrived."""
         self._id += 1
         self.say(encode_control(frames.Status(self._id)))
 
     def alias(self, kind: int, name: str, key: bytes, site: str = "") -> int:
-        """Return the alias that stands for this address, declared before its first use."""
-        # What goes to some sites alone has a sequence of its own, so a sender of its own.
+        """Return the alias of this address; declare it before its first use."""
+        # Messages to some sites only have their own sequence, and therefore their own sender.
         sender_id = hashlib.blake2b(self.sender_id + site.encode(), digest_size=16).digest() if site else self.sender_id  # fmt: skip
         route = (kind, name, key, sender_id, site)
         alias = self._aliases.get(route)
@@ -432,7 +432,7 @@ class SimSession:
     def publish_waiting(
         self, topic: str, count: int = 1, *, key: bytes = KEY, size: int = PAYLOAD_BYTES
     ) -> SimPublisher:
-        """Publish once there is credit, behind what waits for it already."""
+        """Publish when there is credit, after the messages that already wait for it."""
         return self.waiting.publish(topic, key, count, size)
 
     def broadcast(self, name: str, count: int = 1, *, key: bytes = KEY, site: str = "") -> int:
@@ -461,7 +461,7 @@ class SimSession:
     def run(
         self, kind: int, name: str, count: int, *, key: bytes = KEY, timeout_ms: int = 1000, site: str = ""
     ) -> list[SimCall]:  # fmt: skip
-        """Send so many requests or pushes as one frame."""
+        """Send `count` requests or pushes as one frame."""
         alias = self.alias(kind, name, key, site)
         deadline_us = self.net.now_us + 1000 * timeout_ms
         calls = []
@@ -499,7 +499,7 @@ class SimSession:
         return tunnel
 
     def refuse(self, work: Work, reason: Refusal) -> None:
-        """Send a message back as it came; of a run, with those beside it that are refused for the same reason."""
+        """Refuse a message by sending it back. Calls of one run with the same reason go in one frame."""
         self.net.note(f"{self} refuses {work.tag}: {reason.name}")
         if self._back is not None:
             self._back.append((work, reason))
@@ -526,7 +526,7 @@ class SimSession:
             del back[:together]
 
     def answer(self, work: Work, member: SimMember, kind: int) -> None:
-        """What a member says when its handler returns."""
+        """Send the answer of a member whose handler returns."""
         if work.kind == Kind.PUSH:
             self.say(encode_control(frames.Credit(member.serial, Kind.PUSH, [work.hop])))
             return
@@ -549,7 +549,7 @@ class SimSession:
         )
 
     def flush(self) -> None:
-        """Say the answers of this instant, those under one alias together."""
+        """Send the answers of this instant, those under one alias together."""
         answers, self._answers = self._answers, []
         for kind, alias in dict.fromkeys((kind, alias) for kind, alias, _, _ in answers):
             ours = [(hop, body) for _, other, hop, body in answers if other == alias]
@@ -563,7 +563,7 @@ class SimSession:
     # -- what it should get ----------------------------------------------------------------------------------
 
     def wants(self, topic: str, key: bytes, since_us: int = _NEVER_US) -> int:
-        """1 if a subscription without a group has been for `topic` since then, else 0."""
+        """Return 1 if a subscription without a group has matched `topic` since `since_us`, else 0."""
         return int(
             any(
                 not group and own == key and known_us <= since_us and self.matches(pattern, topic)
@@ -572,7 +572,7 @@ class SimSession:
         )
 
     def wants_in_group(self, topic: str, key: bytes) -> int:
-        """1 if any subscription is for `topic`, else 0."""
+        """Return 1 if any subscription matches `topic`, else 0."""
         return int(any(own == key and self.matches(pattern, topic) for pattern, _, own in self.subscriptions))  # fmt: skip
 
     @staticmethod
@@ -591,7 +591,7 @@ class SimSession:
     # -- going away ------------------------------------------------------------------------------------------
 
     def stall(self) -> None:
-        """Read nothing any more, until `wake`."""
+        """Stop reading until `wake`."""
         if not self.stalled and not self.closed:
             self.stalled = True
             self.net.ledger.fault_begins()
@@ -606,21 +606,21 @@ class SimSession:
             self.from_relay.go()
 
     def bye(self) -> None:
-        """End politely: all that was said counts."""
+        """End the session with a goodbye, after all frames are sent."""
         self.wake()
         self.flush()
         self.say(encode_control(frames.Bye()))
         self.leaving = True
 
     def die(self) -> None:
-        """Be gone: what was said is on its way, nothing more is heard."""
+        """End without a goodbye. Frames in transit still arrive, but nothing more is received."""
         if not self.closed:
             self.net.note(f"{self} dies")
             self.to_relay.hang_up()
             self.connection_lost()
 
     def connection_lost(self) -> None:
-        """The relay is gone, or we are."""
+        """End all calls, tunnels and members, because the relay or this process has ended."""
         if self.closed:
             return
         self.wake()
@@ -648,7 +648,7 @@ class SimSession:
     # -- hearing ---------------------------------------------------------------------------------------------
 
     def frame(self, data: bytes) -> None:
-        """The relay says something."""
+        """Handle a frame from the relay."""
         kind = data[KIND_AT]
         if kind < FIRST_DATA_KIND:
             self._control(decode_control(memoryview(data), 0, len(data)))
@@ -746,7 +746,7 @@ class SimSession:
         hop = HOP.unpack_from(data)[4]
         tunnel = self.tunnels.get(hop)
         if tunnel is None:
-            return  # we ended it; the rest was on its way
+            return  # this end closed it, and the frame was in transit
         if kind == Kind.TUNNEL_ACCEPT:
             if tunnel.state != "opening":
                 self.net.violate(f"tunnel {tunnel.pair} was accepted while it was {tunnel.state}")

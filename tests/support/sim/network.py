@@ -1,8 +1,8 @@
-"""Relays in one process and in virtual time: each a real Router behind simulated ports, on a host with a clock of
-its own.
+"""Relays in one process and in virtual time: each is a real Router behind simulated ports, on a host with its own
+clock.
 
-Places belong to sites. Two of one site are joined by a wire for a link, gateways of two sites by one for a WAN
-connection, and others not at all.
+Hosts belong to sites. Two hosts of one site are connected by a wire for a link, gateways of two sites by a wire for a
+WAN connection, and others are not connected.
 
     net = SimNetwork(seed=1, relays=2)
     alice, bob = net.relays[0].session("alice"), net.relays[1].session("bob")
@@ -12,8 +12,8 @@ connection, and others not at all.
     net.run(1.0)
     call.outcome == "reply"
 
-Everything is drawn from the seed. After every event the accounts balance and the promises of the `Ledger` hold, or
-the run ends with a `Violation` that shows the seed and what happened last.
+Everything is drawn from the seed. After every event the accounts must balance and the promises of the `Ledger` must
+hold. Otherwise the run ends with a `Violation` that shows the seed and the latest events.
 """
 
 from __future__ import annotations
@@ -43,23 +43,22 @@ WAN_DELAYS_US: Final = (20_000, 80_000)
 WAN_WINDOW_BYTES: Final = 256 << 10
 SESSION_DELAY_US: Final = 20
 NOTICE_US: Final = 50_000
-"""A broken connection is noticed at either end within this."""
+"""Time within which each end notices a broken connection."""
 REDIAL_US: Final = (20_000, 300_000)
 DEAD_US: Final = 3_000_000
 HELLO_US: Final = 1_500_000
-"""A connection over which no HELLO came by then is given up."""
+"""Time after which a connection without a HELLO is closed."""
 SETTLE_S: Final = 8.0
-"""Virtual seconds after which a network that is left alone has converged: silence noticed, redialled, suspensions over.
-"""
+"""Virtual seconds within which a network without faults converges: silence is noticed, relays redial, suspensions end."""
 TRACE: Final = 60
 
 
 class Violation(AssertionError):
-    """A promise was broken. The text names the seed to replay, and shows what happened before."""
+    """A broken promise. The text has the seed to replay and the events before it."""
 
 
 class End:
-    """A relay's end of a connection: what comes in for the Router, and what the Router says."""
+    """A relay's end of a connection: it passes frames to and from the Router."""
 
     def __init__(self, relay: SimRelay, inbound: Pipe, port: SimPort) -> None:
         self.relay = relay
@@ -78,15 +77,15 @@ class End:
         raise NotImplementedError
 
     def down(self) -> None:
-        """Tell the Router."""
+        """Notify the Router that the connection is down."""
         raise NotImplementedError
 
     def aborted(self) -> None:
-        """The Router gave up: as in a daemon, the connection ends once the Router's turn is over."""
+        """End the connection, which the Router aborted. As in a daemon this happens after the Router's turn."""
         self.relay.net.clock.after(0, self.lost)
 
     def lost(self, hang_up: bool = True) -> None:
-        """This end is over: the other side hears of it, unless it does not even get that (`hang_up`)."""
+        """Close this end. The peer is notified if `hang_up`."""
         if self.closed:
             return
         self.closed = True
@@ -106,7 +105,7 @@ class End:
             self.port.pipe.close()
 
     def vanish(self, hang_up: bool) -> None:
-        """The process is gone; its kernel may say so."""
+        """Close this end because the process has ended. The peer is notified if `hang_up`."""
         self.closed = True
         self.inbound.close()
         self.port.close()
@@ -124,7 +123,7 @@ class SessionEnd(End):
     ) -> None:
         super().__init__(relay, inbound, port)
         self.peer = relay.router.session_up(port)
-        # Proofs of keys are the protocol tests' business: here they would be most of the time.
+        # The tests of the protocol cover proofs of keys. Here they would be most of the time.
         self.peer.proven.update(keys)
         port.writable = self._writable
         port.key_of = lambda alias: self.peer.aliases.key_of(alias)
@@ -148,24 +147,24 @@ class SessionEnd(End):
 
 
 class LinkEnd(End):
-    """A relay's end of a link, or of a WAN connection: up once both have said HELLO."""
+    """A relay's end of a link or WAN connection. It is up when both ends have sent HELLO."""
 
     def __init__(
         self, relay: SimRelay, host: int, inbound: Pipe, port: SimPort, dialled: bool
     ) -> None:
         super().__init__(relay, inbound, port)
         self.host = host
-        """Where the other end is."""
+        """The host of the other end."""
         self.link: Any = None
         self.dialled = dialled
         self.site = relay.net.site_of(host)
         self.wan = self.site != relay.site
         self.casts: set[tuple[int, int, str]] = set()
-        """The bundles that were put on it: (tag, hop class, site)."""
+        """Bundles sent over it: (tag, hop class, site)."""
         self.said: dict[int, tuple[int, str]] = {}
-        """In a federation, alias -> hop class and site, ..."""
+        """Aliases of sent frames, in a federation: alias -> (hop class, site)."""
         self.received: dict[int, tuple[int, str]] = {}
-        """... in either direction."""
+        """Aliases of received frames, in a federation: alias -> (hop class, site)."""
         self._entry: Callable[[memoryview, int, int], None]
         port.sent = self._sent
         port.writable = self._writable
@@ -220,7 +219,7 @@ class LinkEnd(End):
                 other.lost()
         relay.tick()
         if self.wan:
-            # As its certificate would say: the site of the host.
+            # The site of the peer's certificate.
             cost_ms = relay.net.costs_ms.get(self.site, 0)
             self.link = relay.router.wan_up(self.port, hello, self.site, cost_ms)
         else:
@@ -232,7 +231,7 @@ class LinkEnd(End):
         relay.acted()
 
     def leave(self) -> None:
-        """Say goodbye: what was taken is written, nothing more is read."""
+        """Close with a goodbye: accepted frames are sent, and nothing more is read."""
         if self.link is None:
             self.lost()
             return
@@ -269,14 +268,14 @@ class LinkEnd(End):
 
 
 def note_alias(aliases: dict[int, tuple[int, str]], frame: bytes) -> None:
-    """Note what an alias stands for from now on."""
+    """Note the new meaning of an alias."""
     declared = decode_control(memoryview(frame), 0, len(frame))
     assert isinstance(declared, Declare)
     aliases[declared.alias] = (declared.hop_class, declared.site)
 
 
 class SimRelay:
-    """One start of a relay at a host. Its host's clock shows `net.now_us + offset_us`."""
+    """One run of a relay at a host. The host's clock shows `net.now_us + offset_us`."""
 
     def __init__(self, net: SimNetwork, host: int, offset_us: int, generation: int) -> None:
         self.net = net
@@ -288,7 +287,7 @@ class SimRelay:
         self.alive = True
         self.frozen = False
         self.awake_us = 0
-        """When it was thawed last."""
+        """Time of the latest thaw."""
         self.ends: list[End] = []
         self.sessions: dict[int, SimSession] = {}
         self._armed_us = 0
@@ -298,7 +297,7 @@ class SimRelay:
             policy=Policy(*(net.policies.get(self.site, ()) if host in net.gateways[self.site] else ())),
         )  # fmt: skip
         self.tick()
-        # Until it has settled, what nobody serves waits.
+        # Until the relay has settled, calls wait that find no member.
         net.ledger.fault_for(net.settle_us)
         self.router.mesh.settle_us = self.mono_us + net.settle_us if net.settle_us else 0
 
@@ -312,7 +311,7 @@ class SimRelay:
     def session(
         self, label: str = "", *, keys: Sequence[bytes] = (KEY, OTHER_KEY), minor: int = 0
     ) -> SimSession:
-        """Attach a process; what it says is taken in order, HELLO first."""
+        """Attach the session of a process. Its frames are handled in order, HELLO first."""
         net = self.net
         to_relay, from_relay = net.pipe(SESSION_DELAY_US), net.pipe(SESSION_DELAY_US)
         SessionEnd(self, to_relay, SimPort(from_relay, net.port_bytes, self.budget), keys)
@@ -324,7 +323,7 @@ class SimRelay:
         return session
 
     def link_to(self, other: SimRelay) -> Any:
-        """Return the Router's link, or WAN connection, to another relay, None if there is none."""
+        """Return the Router's link or WAN connection to another relay, or None."""
         router = self.router
         return router.links.get(other.relay_id) or router.wans.get(other.relay_id)
 
@@ -334,7 +333,7 @@ class SimRelay:
         self.router.now_us = self.mono_us
 
     def give(self, entry: Callable[[memoryview, int, int], None], frame: bytes) -> None:
-        """Hand a frame to the Router, which may change it."""
+        """Pass a copy of a frame to the Router, which may change it."""
         self.tick()
         try:
             entry(memoryview(bytearray(frame)), 0, len(frame))
@@ -344,7 +343,7 @@ class SimRelay:
         self.acted()
 
     def acted(self) -> None:
-        """The Router did something: its account has to balance, and its next deadline may have moved."""
+        """Check the Router's accounts after an action, and plan its next deadline."""
         router = self.router
         if router.accounts.balance():
             self.net.violate(
@@ -361,7 +360,7 @@ class SimRelay:
         self.expire()
 
     def expire(self) -> None:
-        """Let what is due happen."""
+        """Let the Router handle its due deadlines."""
         self._armed_us = 0
         self.tick()
         if self.router.deadline_us <= self.mono_us:
@@ -375,7 +374,7 @@ class SimRelay:
     # -- what may happen to it -------------------------------------------------------------------------------
 
     def freeze(self) -> None:
-        """As SIGSTOP: it does nothing, and its kernel goes on buffering."""
+        """Freeze the process as SIGSTOP does; its kernel continues to buffer."""
         if not self.frozen:
             self.frozen = True
             self.net.ledger.fault_begins()
@@ -384,7 +383,7 @@ class SimRelay:
                 end.inbound.stop()
 
     def thaw(self) -> None:
-        """As SIGCONT: what came is read first, then the timers run."""
+        """Continue as SIGCONT does: read the buffered frames first, then run the timers."""
         if self.frozen and self.alive:
             self.frozen = False
             self.awake_us = self.net.now_us
@@ -402,7 +401,7 @@ class SimRelay:
                 end.port.pump()
 
     def crash(self, *, silent: bool = False) -> None:
-        """As SIGKILL, or (`silent`) as a host without power: its own sessions die with it, and nobody is told."""
+        """End the relay as SIGKILL does. `silent`: as a loss of power, which also ends its sessions silently."""
         if not self.alive:
             return
         net = self.net
@@ -430,7 +429,7 @@ class SimRelay:
             self.net.clock.after(grace_us, self.stop_now)
 
     def stop_now(self) -> None:
-        """Say goodbye and be gone."""
+        """Stop at once, with a goodbye."""
         if self.frozen:
             self.net.clock.after(100_000, self.stop_now)
         elif self.alive:
@@ -441,7 +440,7 @@ class SimRelay:
 
 
 class Wire:
-    """What lies between two hosts."""
+    """The connection between two hosts, or the place of a future one."""
 
     def __init__(self, delay_us: int, dialler: int, *, wan: bool = False) -> None:
         self.delay_us = delay_us
@@ -453,21 +452,21 @@ class Wire:
         self.dialling = False
         self.slowest_us = 0
         self.changed_us = 0
-        """When a link over it came, went, or was held up last."""
+        """Time of its latest change: connected, lost or stopped."""
         self.stopped_us = self.healed_us = -(1 << 60)
-        """When nothing passed any more, and when everything did again."""
+        """Times of the latest stop and of the latest heal."""
 
 
 def slowest_us(wire: Wire) -> int:
-    """Return the longest that anything took over a wire so far."""
+    """Return the longest transit over a wire so far."""
     return max(wire.slowest_us, max((pipe.slowest_us for pipe in wire.pipes), default=0))
 
 
 class SimNetwork:
-    """Relays at hosts, a wire between each two that are to be connected, and what happens to them.
+    """Relays at hosts, with wires between the hosts, and the faults that happen to them.
 
-    `sites` says how many relays each has, in place of `relays`; the first `gateways` of them are connected to those
-    of every other site: each to each, or (`pairs`) the first to the first, the second to the second. `policies`:
+    `sites` gives the number of relays of each site, instead of `relays`. The first `gateways` are connected to those
+    of every other site: each to each, or (`pairs`) the first to the first and the second to the second. `policies`:
     what a site exports and imports.
 
     `limits`, `port_bytes` and `queue_bytes` bound each relay's sessions, each queue and all of them;
@@ -533,7 +532,7 @@ class SimNetwork:
 
     @property
     def digest(self) -> int:
-        """Hash of every byte that was sent; two runs of one seed agree."""
+        """Hash of all bytes sent. Two runs of one seed agree."""
         return self.clock.digest
 
     def note(self, text: str) -> None:
@@ -542,14 +541,14 @@ class SimNetwork:
         self.trace.append(line)
 
     def violation(self, text: str) -> Violation:
-        """Return what ends a run: the seed, what is wrong, and what happened before."""
+        """Return a Violation with the seed, the broken promise, and the latest events."""
         trace = "\n".join(self.trace)
         return Violation(
             f"seed {self.seed}, at {self.now_us / 1e6:.6f} s: {text}\n{trace}\nseed {self.seed}: {text}"
         )
 
     def violate(self, text: str) -> NoReturn:
-        """A promise is broken: end the run."""
+        """End the run because of a broken promise."""
         raise self.violation(text)
 
     def run(self, seconds: float) -> None:
@@ -566,7 +565,7 @@ class SimNetwork:
 
     @property
     def sessions(self) -> list[SimSession]:
-        """All that are attached, in order."""
+        """All attached sessions, in order."""
         return [
             session
             for relay in self.relays
@@ -584,11 +583,11 @@ class SimNetwork:
         return self._wired[host]
 
     def at(self, site: str, index: int = 0) -> SimRelay:
-        """Return a relay of a site: its gateways come first."""
+        """Return a relay of a site by its index; gateways come first."""
         return self.relays[self.hosts[site][index]]
 
     def paths(self, a: int, b: int) -> Iterable[tuple[Wire, ...]]:
-        """Give the wires of every way that a message may take from one host to another."""
+        """Return the wires of every path that a message can take from one host to another."""
         here, there = self._sites[a], self._sites[b]
         if here == there:
             yield (self.wire(a, b),)
@@ -612,11 +611,11 @@ class SimNetwork:
         return min(before_us, wire.stopped_us - known_us)
 
     def slowest_us(self, a: SimRelay, b: SimRelay) -> int:
-        """Return the longest that anything took between two relays so far."""
+        """Return the longest transit between two relays so far."""
         return max(sum(map(slowest_us, path)) for path in self.paths(a.host, b.host))
 
     def dial(self, a: int, b: int) -> None:
-        """Have a link made between two hosts, as soon as that is possible."""
+        """Connect two hosts as soon as that is possible."""
         wire = self.wire(a, b)
         if not wire.dialling:
             wire.dialling = True
@@ -650,7 +649,7 @@ class SimNetwork:
         wire.ends = [*(end for end in wire.ends if not end.closed), *ends]
 
     def link_lost(self, relay: SimRelay, host: int) -> None:
-        """An end of a link is gone: whoever dials there dials again."""
+        """Dial again after one end of a link has closed."""
         self.wire(relay.host, host).changed_us = self.now_us
         self.dial(relay.host, host)
 
@@ -664,7 +663,7 @@ class SimNetwork:
             end.inbound.hang_up(self.rng.randint(0, NOTICE_US))
 
     def stop(self, a: int, b: int) -> None:
-        """As a cable that is pulled: nothing arrives, nobody is told."""
+        """Stop the wire as a disconnected cable does: nothing arrives, and nobody is notified."""
         wire = self.wire(a, b)
         if not wire.stopped:
             wire.stopped = True
@@ -675,7 +674,7 @@ class SimNetwork:
                 pipe.stop()
 
     def heal(self, a: int, b: int) -> None:
-        """What was held up arrives, if its end is still there."""
+        """End a stop: the held frames arrive, if their end still exists."""
         wire = self.wire(a, b)
         if wire.stopped:
             wire.stopped = False
@@ -687,7 +686,7 @@ class SimNetwork:
                 pipe.go()
 
     def come_back(self, host: int) -> SimRelay:
-        """Start the relay at a host again, under a new id."""
+        """Start the relay of a host again, with a new id."""
         old = self.relays[host]
         assert not old.alive
         relay = self.relays[host] = SimRelay(self, host, old.offset_us, old.generation + 1)
@@ -714,7 +713,7 @@ class SimNetwork:
         self.run(settle_s)
 
     def check_converged(self) -> None:
-        """Once it is calm: everybody is linked, every copy of interest is the truth, and nothing is in flight."""
+        """Check, without faults, that all relays are linked, all replicas are true, and nothing is in flight."""
         if self.federated:
             self._check_sites()
         for relay in self.relays:
@@ -778,9 +777,7 @@ class SimNetwork:
             self.violate(f"{relay} has a wrong copy of the topics of {other}: {wrong}")
 
     def _check_sites(self) -> None:
-        """Every way there should be is there, and its copy is what that site wants, as far as both policies let it
-        through.
-        """
+        """Check that each site route exists, and that its replica is the interest that both policies allow."""
         truth = {site: self._wants(site) for site in self.hosts}
         for relay in self.relays:
             router = relay.router
@@ -810,7 +807,7 @@ class SimNetwork:
                         )
 
     def _wants(self, site: str) -> tuple[dict[Any, Any], dict[Any, int]]:
-        """Return what the members and subscribers of a site want, all together."""
+        """Return the interest of all members and subscribers of a site."""
         clusters: dict[Any, Any] = {}
         topics: dict[Any, int] = {}
         for host in self.hosts[site]:
@@ -829,7 +826,7 @@ class SimNetwork:
     def _visible(
         self, wants: tuple[dict[Any, Any], dict[Any, int]], here: str, there: str
     ) -> tuple[dict[Any, Any], dict[Any, int]]:
-        """Return what one site may know of another's wishes."""
+        """Return the interest of one site that both policies let another site see."""
         clusters, topics = wants
         if not self.policies:
             return clusters, topics
@@ -854,7 +851,7 @@ class SimNetwork:
                 self.violate(f"tunnel {pair} has lost an end: {ends}")
 
     def check_idle(self) -> None:
-        """Once it is calm, every handler has returned and every tunnel is over: nobody waits for anything."""
+        """Check, when all handlers have returned and all tunnels have ended, that nobody waits for anything."""
         for relay in self.relays:
             for neighbor in relay.router.neighbors.values():
                 if neighbor.tunnels:

@@ -1,4 +1,4 @@
-"""Publishing that waits, in a simulated session: `iris.core.credit` itself, with queues and handlers of virtual
+"""Publishing that waits, in a simulated session: the real `iris.core.credit`, with queues and handlers in virtual
 time on either side.
 """
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from support.sim.network import SimRelay
 
 STALL_US: Final = 1_000_000
-"""How long a publisher waits with one message."""
+"""How long a publisher waits for credit with one message."""
 LATE_US: Final = 1_000
-"""It has sent one so soon after that."""
+"""Tolerance of that time."""
 QUEUE_BYTES: Final = 4 << 20
 """Default queue limit of a subscription, in bytes."""
 
 
 class SimSink:
-    """A subscription that publishers wait for: what comes is held, and handled one bundle each `pace_us`."""
+    """A subscription that publishers wait for. It holds bundles, and handles one each `pace_us`."""
 
     waits = True
 
@@ -40,16 +40,16 @@ class SimSink:
         self.limit_bytes = QUEUE_BYTES
         self.paused = False
         self.handled = 0
-        """Bundles."""
+        """Number of bundles handled."""
         self.most_bytes = 0
-        """That were ever held."""
+        """Most bytes that were held at once."""
         self._owner = owner
         self._queue: deque[tuple[tuple[str, bytes], int]] = deque()
         self._held: dict[tuple[str, bytes], int] = {}
         self._busy = False
 
     def wants(self, flow: SimFlow) -> bool:
-        """Whether a flow is for it."""
+        """Return whether the subscription matches a flow."""
         there = self.group in flow.groups if self.group else flow.plain
         return (
             there and self.key == flow.key and self._owner.session.matches(self.pattern, flow.name)
@@ -70,7 +70,7 @@ class SimSink:
         self._go_on()
 
     def pause(self) -> None:
-        """Handle nothing more, until `resume`."""
+        """Handle nothing until `resume`."""
         self.paused = True
 
     def resume(self) -> None:
@@ -97,7 +97,7 @@ class SimSink:
 
 
 class SimFlow:
-    """What a relay declared, as `Windows` sees it."""
+    """A declaration of the relay, in the form that `Windows` needs."""
 
     is_local = False
 
@@ -111,20 +111,20 @@ class SimFlow:
 
 
 class SimPublisher:
-    """Messages for one topic, in a queue: each is sent once there is credit, or after `STALL_US`."""
+    """A queue of messages for one topic: each is sent when there is credit, or after `STALL_US`."""
 
     def __init__(self, owner: Waiting, topic: str, key: bytes) -> None:
         self.topic = topic
         self.key = key
         self.credit = Credit()
         self.queue: deque[tuple[int, int]] = deque()
-        """(messages, bytes) of bundles that were not sent."""
+        """Bundles that are not sent yet, as (messages, bytes)."""
         self.sent: list[int] = []
-        """Tags."""
+        """Tags of sent bundles."""
         self.stalls = 0
         self._owner = owner
         self._since_us = 0
-        """Since when the next message waits; 0: none does."""
+        """Time since which the next message waits; 0 if none waits."""
         self._turn = 0
 
     # The `Waiter` of its credit.
@@ -139,7 +139,7 @@ class SimPublisher:
         raise AssertionError("nobody tells it so")
 
     def pump(self) -> None:
-        """Send what there is credit for."""
+        """Send bundles while there is credit."""
         session = self._owner.session
         if session.closed or session.leaving or not session.relay.alive:
             self.queue.clear()
@@ -164,11 +164,11 @@ class SimPublisher:
         net.clock.after(STALL_US, self._stalled, self._turn)
 
     def _stalled(self, turn: int) -> None:
-        """The message waits as long as one does: it is sent without credit."""
+        """Send the next message without credit, because it has waited for `STALL_US`."""
         session = self._owner.session
         if turn != self._turn or not self._since_us or session.closed or session.leaving:
             return
-        if not session.relay.alive:  # it went without a word: there is nobody to wait for
+        if not session.relay.alive:  # the relay ended without a goodbye, so no credit can come
             self.queue.clear()
             self._since_us = 0
             return
@@ -181,7 +181,7 @@ class SimPublisher:
         self.pump()
 
     def check(self) -> None:
-        """It waits with no message for longer than it says."""
+        """Check that no message waits for longer than `STALL_US`."""
         session = self._owner.session
         late = session.net.now_us - self._since_us > STALL_US + LATE_US
         if self.queue and self._since_us and late and not session.closed:
@@ -189,16 +189,16 @@ class SimPublisher:
 
 
 class Waiting:
-    """All of a session that waits, and that is waited for."""
+    """The publishers of a session that wait, and its subscriptions that are waited for."""
 
     def __init__(self, session: SimSession) -> None:
         self.session = session
         self.sinks: dict[tuple[str, str, bytes], SimSink] = {}
         self.publishers: dict[tuple[str, bytes], SimPublisher] = {}
         self.renewals = 0
-        """How often a relay asked again."""
+        """How often the relay asked for credit again."""
         self.mute = 0
-        """WINDOWs that are still to be lost."""
+        """Number of WINDOW frames to lose."""
         self.muted = 0
         self.credits = Credits(self._say if session.minor >= WAIT_MINOR else None)
         inbound: Any = self  # of which `Windows` uses `flow` alone
@@ -230,12 +230,12 @@ class Waiting:
             self.windows.changed()
 
     def declared(self, body: frames.Declare) -> None:
-        """An alias stands for something, or for something else."""
+        """Note a declaration of an alias, or a new one."""
         if body.kind == Kind.PUBLISH:
             self._flows[body.alias] = SimFlow(body)
 
     def arrived(self, alias: int, size: int, taken: bool) -> None:
-        """A bundle came, and was taken or dropped."""
+        """Note a received bundle, which was accepted (`taken`) or dropped."""
         flow = self._flows[alias]
         if taken and self.sinks:
             for sink in self._sinks(flow):
@@ -245,7 +245,7 @@ class Waiting:
             self.windows.received(of_flow, flow.window, size)
 
     def asked(self, wait: frames.Wait) -> None:
-        """The relay asks for credit."""
+        """Answer the relay's request for credit."""
         if self.session.minor < WAIT_MINOR:
             self.session.net.violate(f"{self.session} got a WAIT, which it does not know")
         if self._flows[wait.alias].window is not None:
@@ -265,14 +265,14 @@ class Waiting:
         return publisher
 
     def sent(self, topic: str, key: bytes, size: int) -> None:
-        """A frame goes out under an alias for which somebody may wait."""
+        """Note a sent frame under an alias that may use credit."""
         publisher = self.publishers.get((topic, key))
         if publisher is not None:
             publisher.credit.sent += size
 
     @property
     def queued(self) -> int:
-        """Bundles that wait to be sent."""
+        """Number of bundles that wait to be sent."""
         return sum(len(publisher.queue) for publisher in self.publishers.values())
 
 
@@ -280,7 +280,7 @@ class Waiting:
 
 
 def flows(router: Router) -> Iterator[Flow]:
-    """Give the flows of all routes that neighbors of a relay have declared."""
+    """Yield the flows of all routes that the neighbors of a relay have declared."""
     for neighbor in router.neighbors.values():
         for route in neighbor.routes:
             if route is not None and isinstance(route.flow, Flow):
@@ -288,12 +288,12 @@ def flows(router: Router) -> Iterator[Flow]:
 
 
 def left_out(router: Router) -> list[RelayCredit]:
-    """Return whom a relay leaves out."""
+    """Return the credits of the neighbors that a relay leaves out."""
     return [credit for flow in flows(router) for credit in flow.credits.values() if credit.left_out]
 
 
 def check_credits(relay: SimRelay) -> None:
-    """When it is calm and everything was handled: nobody waits, and nothing is kept of those who have gone."""
+    """Check, without faults and with all handled, that nobody waits and no state of ended sessions is left."""
     router, net = relay.router, relay.net
     credits = router.credits
     if credits.waiting:

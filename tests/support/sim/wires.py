@@ -1,4 +1,4 @@
-"""Virtual time, and wires that carry frames in it: as bytes, in order, with a delay, until somebody cuts them."""
+"""Virtual time, and simulated connections: they carry frames in order and with a delay, until they are cut."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from relay.core.neighbor import Delivery
 from relay.core.ports import Held
 
 WINDOW_BYTES: Final = 32 << 10
-"""What a connection takes before its port has to queue: the buffers of two kernels."""
+"""Bytes that a connection holds before its port must queue, as the buffers of two kernels do."""
 
 
 class Clock:
-    """Everything that will happen, by (virtual time, serial): equals happen in the order in which they were planned."""
+    """The planned events, by (virtual time, serial). Events of the same time happen in the order of planning."""
 
     def __init__(self) -> None:
         self.now_us = 0
         self.events = 0
-        """How many happened."""
+        """Number of events so far."""
         self.digest = 0
         """Hash of every frame that was sent, in order."""
         self._heap: list[tuple[int, int, Callable[..., None], tuple[Any, ...]]] = []
         self._serial = 0
 
     def at(self, when_us: int, call: Callable[..., None], *args: Any) -> None:
-        """Plan `call(*args)`; what is planned for the past happens now."""
+        """Plan `call(*args)` at `when_us`, or now if that is past."""
         self._serial += 1
         heapq.heappush(self._heap, (max(when_us, self.now_us), self._serial, call, args))
 
@@ -40,7 +40,7 @@ class Clock:
         self.at(self.now_us + delay_us, call, *args)
 
     def run(self, until_us: int, check: Callable[[], None] | None = None) -> None:
-        """Let happen what is due by then; `check` is called after every event. The time is `until_us` afterwards."""
+        """Run all events up to `until_us`, which is the time afterwards. `check` is called after every event."""
         heap = self._heap
         while heap and heap[0][0] <= until_us:
             self.now_us, _, call, args = heapq.heappop(heap)
@@ -52,7 +52,7 @@ class Clock:
 
 
 class Pipe:
-    """One direction of a connection. What was put in comes out in order, or is lost with the pipe."""
+    """One direction of a connection. Frames arrive in order, or are lost with the pipe."""
 
     def __init__(
         self, clock: Clock, rng: random.Random, delay_us: int, window_bytes: int = WINDOW_BYTES
@@ -64,21 +64,20 @@ class Pipe:
         self.jitter_us = delay_us // 4
         self.deliver: Callable[[bytes], None] = _nowhere
         self.ended: Callable[[], None] = _nobody
-        """The other side hung up, and everything before it came out."""
+        """Called when the peer has closed, after all its frames have arrived."""
         self.drained: Callable[[], None] = _nobody
-        """Something came out: there is room."""
+        """Called when a frame has arrived, so that there is room."""
         self.flying: deque[tuple[int, bytes | None, int]] = deque()
-        """(due, frame or None for the end, when it was made)"""
+        """Frames in transit: (due, frame or None for the end, when it was created)."""
         self.bytes = 0
         self.stops = 0
-        """How many reasons there are that nothing comes out: a wire that is dead, a reader that is frozen or stalled.
-        """
+        """Number of reasons why nothing arrives: a dead wire, a frozen or stalled reader."""
         self.closed = False
         self.slowest_us = 0
-        """Longest that a frame took so far."""
+        """Longest transit of a frame so far."""
 
     def put(self, frame: bytes, since_us: int | None = None) -> None:
-        """Send a frame, which its sender made at `since_us`."""
+        """Send a frame that its sender created at `since_us`."""
         delay_us = self.delay_us + (self.rng.randrange(self.jitter_us) if self.jitter_us else 0)
         self._put(frame, delay_us, self.clock.now_us if since_us is None else since_us)
         if not self.closed:
@@ -86,7 +85,7 @@ class Pipe:
             self.clock.digest = zlib.crc32(frame, self.clock.digest)
 
     def hang_up(self, delay_us: int | None = None) -> None:
-        """The other side hears, after all that is on the way, that nothing follows."""
+        """Notify the peer, after all frames in transit, that nothing follows."""
         self._put(None, self.delay_us if delay_us is None else delay_us, 0)
 
     def _put(self, frame: bytes | None, delay_us: int, since_us: int) -> None:
@@ -97,23 +96,23 @@ class Pipe:
         self.clock.at(due_us, self._arrive)
 
     def lose(self, keep: int) -> None:
-        """Lose what is on the way, but for the first `keep` frames."""
+        """Lose the frames in transit, except the first `keep`."""
         while len(self.flying) > keep:
             _, frame, _ = self.flying.pop()
             self.bytes -= len(frame or b"")
 
     def stop(self) -> None:
-        """Nothing comes out until `go` was called as often."""
+        """Let nothing arrive until `go` was called as often as this."""
         self.stops += 1
 
     def go(self) -> None:
-        """One reason to stop is gone."""
+        """End one `stop`."""
         self.stops -= 1
         if not self.stops and self.flying:
             self.clock.after(0, self._arrive)
 
     def close(self) -> None:
-        """Nothing comes out any more."""
+        """Let nothing arrive any more."""
         self.closed = True
         self.flying.clear()
         self.bytes = 0
@@ -137,7 +136,7 @@ def _nowhere(frame: bytes) -> None:
 
 
 def _nobody() -> None:
-    """Nobody wants to know."""
+    """Do nothing."""
 
 
 def _never() -> bool:
@@ -145,35 +144,35 @@ def _never() -> bool:
 
 
 class SimPort:
-    """A relay's side of a connection, as its Router sees it: a queue with a bound in bytes before a pipe.
+    """A relay's port for its Router: a queue, bounded in bytes, in front of a pipe.
 
-    `sent` sees every frame that is taken.
+    `sent` is called with every frame that is accepted.
     """
 
     def __init__(self, pipe: Pipe, limit_bytes: int, budget: Budget | None = None) -> None:
-        """`budget` is that of the relay for all its ports; None: as much as they like."""
+        """`budget`: the relay's budget for all its ports, None if they are unlimited."""
         self.pipe = pipe
         self.budget = budget or Budget(sys.maxsize)
         self.key_of: Callable[[int], Delivery | None] = _unknown
-        """What an alias stands for here."""
+        """Returns the address that an alias stands for."""
         self.emptied: Callable[[], None] = _nobody
-        """Nothing waits here any more."""
+        """Called when the queue is empty."""
         self.dropped: Callable[[Delivery, int], None] = _ignore
-        """Messages that were queued made room for others."""
+        """Called when queued messages are dropped to make room."""
         self.limit_bytes = limit_bytes
         self.held_messages = 0
         self.queued_bytes = 0
         self.total_bytes = 0
-        """Taken since the beginning."""
+        """Bytes accepted so far."""
         self.total_frames = 0
         self.aborted = ""
         self.finishing = False
         self.closed = False
         self.writable: Callable[[], None] = _nobody
-        """There is room again after a refusal."""
+        """Called when there is room again after a refusal."""
         self.on_abort: Callable[[], None] = _nobody
         self.paused: Callable[[], bool] = _never
-        """Whether the process does nothing: what it queued stays queued."""
+        """Returns whether the process is frozen, so that the queue is not sent."""
         self.sent: Callable[[bytes], None] = _ignored
         self._refused = False
         self._room_bytes = limit_bytes // 2
@@ -289,7 +288,7 @@ class SimPort:
         self.pump()
 
     def pump(self) -> None:
-        """Write what the connection takes."""
+        """Send queued frames while the connection accepts them."""
         if not self._queue and not self._refused and not self.finishing:
             return
         if self.closed or self.paused():
@@ -311,7 +310,7 @@ class SimPort:
             self.writable()
 
     def close(self) -> int:
-        """Take and write nothing more; return how many messages were taken and are lost."""
+        """Close the port; return how many accepted messages are lost."""
         lost, self.held_messages = self.held_messages, 0
         self.closed = True
         for frame, _, held, _ in self._queue:
@@ -330,13 +329,13 @@ class SimPort:
 
 
 def _unknown(alias: int) -> Delivery | None:
-    """Nothing is known of aliases."""
+    """Return None: no alias is known."""
     return None
 
 
 def _ignore(delivery: Delivery, count: int) -> None:
-    """Nobody counts."""
+    """Do nothing."""
 
 
 def _ignored(frame: bytes) -> None:
-    """Nobody looks."""
+    """Do nothing."""

@@ -1,8 +1,8 @@
-"""A federation at size: many sites, each a full mesh, everybody subscribed to something; gateways that are killed,
-frozen and cut.
+"""A large federation: many sites in full mesh, sessions with subscriptions, and gateways that are killed, frozen and
+cut.
 
-What a life costs goes by the square of the sites: every change of one is told to the gateways of all others, and by
-them to their relays. So at size it is the traffic that is small, and everything is checked at the end.
+The cost of a life grows with the square of the sites: every change of a site is advertised to the gateways of all
+others, and by them to their relays. So a large federation has little traffic, and is checked at the end.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ FILTERS: Final = ("a.*", "a.b", "x.y", "*.y")
 GROUPS: Final = ("", "", "workers")
 STEP_S: Final = 0.1
 REACH_S: Final = 0.5
-"""In which anything arrives anywhere in a federation at peace."""
+"""Time within which any message arrives anywhere in a federation without faults."""
 WORLD_SETTLE_S: Final = 5.0
-"""Silence is noticed within 3, and everybody is connected again after a moment."""
+"""Silence is noticed within 3 s, and then all relays connect again within moments."""
 TROUBLED: Final = 5
 PROBES: Final = 5
-"""Relays that try everything in the end."""
+"""Number of relays that send messages of all kinds in the final check."""
 
 
 class World:
-    """Lives `steps` of `STEP_S` with `sites` sites of `relays` relays, two of them gateways, and is checked."""
+    """A federation of `sites` sites with `relays` relays each, two of them gateways."""
 
     def __init__(self, seed: int, *, sites: int = 50, relays: int = 20) -> None:
         self.rng = random.Random(f"world {seed}")
         hosts = {f"s{number:02}": relays for number in range(sites)}
         self.net = SimNetwork(seed, sites=hosts, pairs=True, warm_s=0)
         self.troubled = self.rng.sample(list(hosts), min(TROUBLED, sites))
-        """Where faults happen, and half of the traffic comes from."""
+        """Sites with faults, from which half of the traffic comes."""
         self.did: Counter[str] = Counter()
         self.stopped: list[tuple[int, int]] = []
         for site in self.net.hosts:
@@ -47,7 +47,7 @@ class World:
         self.net.check_converged()
 
     def attach(self, site: str = "") -> None:
-        """Somebody comes who serves, and subscribes."""
+        """Attach a session that serves a cluster and subscribes."""
         rng, net = self.rng, self.net
         host = rng.choice(net.hosts[site or rng.choice(list(net.hosts))])
         if not net.relays[host].alive:
@@ -57,7 +57,7 @@ class World:
         session.subscribe(rng.choice(FILTERS), group=rng.choice(GROUPS))
 
     def depart(self) -> None:
-        """Somebody goes, politely or not."""
+        """End a session, with or without a goodbye."""
         session = self.some_session()
         self.rng.choice((session.bye, session.die))()
 
@@ -73,12 +73,12 @@ class World:
     # -- faults ------------------------------------------------------------------------------------------------
 
     def cut(self) -> None:
-        """A WAN connection breaks, or a link of a gateway."""
+        """Cut a WAN connection, or a link of a gateway."""
         gateway = self.some_gateway()
         self.net.cut(gateway.host, self.rng.choice(self.net.wired(gateway.host)))
 
     def stop(self) -> None:
-        """A WAN connection goes silent."""
+        """Stop a WAN connection without closing it."""
         gateway = self.some_gateway()
         far = [p for p in self.net.wired(gateway.host) if self.net.site_of(p) != gateway.site]
         self._stop((gateway.host, self.rng.choice(far)))
@@ -88,7 +88,7 @@ class World:
         self.stopped.append(pair)
 
     def isolate(self) -> None:
-        """A site loses all its WAN connections, silently."""
+        """Stop all WAN connections of a site without closing them."""
         gateway = self.some_gateway()
         for host in self.net.gateways[gateway.site]:
             for other in self.net.wired(host):
@@ -125,12 +125,12 @@ class World:
     # -- a life ------------------------------------------------------------------------------------------------
 
     def run(self, steps: int) -> None:
-        """Live, then rest and be checked; raises Violation when a promise breaks."""
+        """Run `steps` steps of `STEP_S`, then rest and check everything. Raises Violation when a promise is broken."""
         try:
             self._run(steps)
         except Violation:
             raise
-        except Exception as err:  # whatever it is, the seed has to be known
+        except Exception as err:  # any error must show the seed
             raise self.net.violation(f"{type(err).__name__}: {err}") from err
 
     def _run(self, steps: int) -> None:
@@ -168,7 +168,7 @@ class World:
         self.net.clock.after(1_500_000, tunnel.close)
 
     def probe(self) -> None:
-        """At peace everything arrives everywhere: all at once, from relays of several sites."""
+        """Check that messages of all kinds, from relays of several sites at once, arrive everywhere."""
         net, rng = self.net, self.rng
         callers = [
             net.relays[host].session("probe") for host in rng.sample(range(len(net.relays)), PROBES)
@@ -214,7 +214,7 @@ class World:
             self.net.violate(f"at peace, a request of {caller} was answered by {by or 'nobody'}")
 
     def counted(self) -> Counter[str]:
-        """Return what happened."""
+        """Return the counts of events."""
         ledger, clock = self.net.ledger, self.net.clock
         figures = Counter(ledger.outcomes)
         figures.update({f"did {name}": number for name, number in self.did.items()})
