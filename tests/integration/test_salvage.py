@@ -96,8 +96,8 @@ async def test_after_salvage_readers_get_all_but_the_damage_and_one_gap(
                 assert found == kept
                 info = await one.streams.describe("orders")
                 assert (info.uuid, info.epoch, info.failed) == (made.uuid, made.epoch + 1, "")
-                gaps: list[iris.StreamGap] = []
-                async with one.streams.consumer("orders", "w", on_gap=gaps.append) as consumer:
+                lost: list[iris.StreamGap] = []
+                async with one.streams.consumer("orders", "w", on_gap=lost.append) as consumer:
                     taken = []
                     async for message in consumer:
                         consumer.ack(message)
@@ -105,5 +105,5 @@ async def test_after_salvage_readers_get_all_but_the_damage_and_one_gap(
                         if len(taken) == len(kept):
                             break
                 assert taken == sorted(kept)
-                assert [(gap.first, gap.next) for gap in gaps] == [(first, after)]
+                assert [(gap.first, gap.next) for gap in lost] == [(first, after)]
             assert await producer.streams.append("orders", b"more", timeout=PATIENCE_S) == RECORDS

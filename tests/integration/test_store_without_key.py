@@ -81,7 +81,7 @@ async def test_a_site_without_the_key_can_do_nothing_to_a_stream_and_learns_noth
                 except iris.IrisError:
                     await asyncio.sleep(0.05)
         before = await owner.streams.describe("orders")
-        before = await owner.streams.consumers("orders")
+        consumers = await owner.streams.consumers("orders")
 
         # ... and others nothing, although the relay and its gateway forward all of it.
         for session in us.router.sessions.values():
@@ -132,6 +132,6 @@ async def test_a_site_without_the_key_can_do_nothing_to_a_stream_and_learns_noth
         with pytest.raises(iris.IrisError):
             await thief.streams.describe("eu:orders", timeout=1.0)
         assert await owner.streams.describe("orders") == before
-        assert await owner.streams.consumers("orders") == before
+        assert await owner.streams.consumers("orders") == consumers
         async with owner.streams.read("orders", follow=False) as reader:
             assert [m.payload async for m in reader] == [b"%d" % n for n in range(51)]

@@ -49,7 +49,7 @@ DEAD_US: Final = 3_000_000
 HELLO_US: Final = 1_500_000
 """Time after which a connection without a HELLO is closed."""
 SETTLE_S: Final = 8.0
-"""Virtual seconds within which a network without faults converges: silence is noticed, relays redial, suspensions end."""
+"""Virtual seconds within which a network without faults converges: silence noticed, redialled, suspensions over."""
 TRACE: Final = 60
 
 
