@@ -22,7 +22,7 @@ async def test_the_blocks_of_the_page_run(capsys: pytest.CaptureFixture[str]) ->
     blocks = re.findall(r"^```python\n(.*?)^```$", text, re.S | re.M)
     assert len(blocks) == text.count("```python")
     body = textwrap.indent("\n".join(blocks), "    ")
-    space: dict[str, Any] = {}
+    space: dict[str, Any] = {"__name__": "page"}
     exec(
         compile(f"async def program(client):\n{body}", str(PAGE), "exec", dont_inherit=True), space
     )
