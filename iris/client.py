@@ -274,7 +274,8 @@ class Client:
             RequestError: NoMembers, Overloaded, RequestTimeout, RemoteError, RelayError or ConnectionLost. Its
                 `may_have_run` is False only if no handler has run.
             MessageTooLarge: the payload is over `message_limit`; nothing was sent.
-            DecodeError: the reply does not fit `type`.
+            EncodeError: the payload cannot be sent. Nothing was sent.
+            DecodeError: the reply does not fit `type`. Its `may_have_run` is True.
             KeyringError: the keyring has no key for the cluster.
             InvalidName: `cluster` or `member` is not allowed.
         """
@@ -325,7 +326,11 @@ class Client:
             raise
         if type is Message:
             return message
-        return decode_payload(message.payload, message.packed, type)
+        try:
+            return decode_payload(message.payload, message.packed, type)
+        except DecodeError as err:
+            err.may_have_run = True
+            raise
 
     @overload
     def request_many(

@@ -8,6 +8,7 @@
     ├── Closed                 your program closed the object that it uses; fix the call
     ├── MessageTooLarge        a message is over the limit and was not sent; use a tunnel (also a ValueError)
     ├── DecodeError            a payload does not fit the requested type (also a ValueError)
+    │   └── EncodeError        a value cannot be sent; nothing was sent (also a TypeError)
     ├── SealError              a message could not be sealed or opened
     │   ├── OpenError          forged, damaged, spliced or sealed under another key
     │   ├── Replayed           a copy of a message that was accepted before; it may have run
@@ -81,7 +82,20 @@ class MessageTooLarge(IrisError, ValueError):
 
 
 class DecodeError(IrisError, ValueError):
-    """A payload does not fit the requested type."""
+    """A payload does not fit the requested type.
+
+    `may_have_run` is True if the payload is a reply or an answer: then the handler has run.
+    """
+
+    may_have_run = False
+
+
+class EncodeError(DecodeError, TypeError):
+    """A value cannot be sent: msgspec cannot encode an object of its type, or a text has surrogates. Nothing was sent.
+
+    In this version it is a `DecodeError`, which such values raised before. In the next version it will not be one:
+    catch EncodeError.
+    """
 
 
 class SealError(IrisError):

@@ -20,7 +20,7 @@ from iris.core.bundle import Headers, check_headers
 from iris.core.faults import Refusal
 from iris.core.interfaces import Delivery
 from iris.core.message import Message, decode_payload, encode_payload
-from iris.errors import ConfigError
+from iris.errors import ConfigError, DecodeError
 from iris.parameters import (
     MISSING,
     Parameter,
@@ -30,6 +30,10 @@ from iris.parameters import (
     name_of,
     parameters_of,
 )
+
+
+class ArgumentError(DecodeError):
+    """The payload of a message does not fit the annotation of its handler, which has not run."""
 
 
 class Reply:
@@ -188,7 +192,7 @@ class Handler:
             for number in direct:
                 values[number] = argument
             if whole and payload:
-                values[payload[0]] = decode_payload(argument.payload, argument.packed, hint)
+                values[payload[0]] = _argument(argument, hint)
             if not names:
                 return function(*values)
             first = len(values) - len(names)  # those after it are passed by name
@@ -199,7 +203,7 @@ class Handler:
         return fill
 
     def argument(self, delivery: Delivery, defer: Callable[[], Deferred]) -> Any:
-        """Return the argument for the function. Raises DecodeError if the payload does not fit its annotation."""
+        """Return the argument for the function. Raises ArgumentError if the payload does not fit its annotation."""
         return self.convert(delivery.message, defer)
 
     def as_callback(self) -> Callable[[Message], object]:
@@ -219,13 +223,24 @@ class Handler:
         )
 
     def convert(self, message: Message, defer: Callable[[], Deferred] | None = None) -> Any:
-        """Convert a message to the annotated type of the function's parameter. Raises DecodeError."""
+        """Convert a message to the annotated type of the function's parameter. Raises ArgumentError."""
         if self.wanted is Message:
             return message
         if self.wanted is Request:
             whole = message.payload, message.name, message.headers, message.packed, message.source
             return Request(*whole, defer)
-        return decode_payload(message.payload, message.packed, self.wanted)
+        try:
+            return decode_payload(message.payload, message.packed, self.wanted)
+        except DecodeError as err:
+            raise ArgumentError(str(err)) from err
+
+
+def _argument(message: Message, wanted: Any) -> Any:
+    """Return a message's payload as `wanted`. Raises ArgumentError."""
+    try:
+        return decode_payload(message.payload, message.packed, wanted)
+    except DecodeError as err:
+        raise ArgumentError(str(err)) from err
 
 
 def encode_reply(value: object) -> tuple[bytes, Headers | None, bool]:

@@ -183,6 +183,7 @@ class Many:
             try:
                 reply = decode_payload(message.payload, message.packed, self._wanted)
             except DecodeError as err:
+                err.may_have_run = True
                 self._record_error(request, err)
                 return
         self._ended.append(Outcome(request.number, reply, None))

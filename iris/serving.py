@@ -15,8 +15,8 @@ from iris.core.bundle import Headers
 from iris.core.interfaces import Delivery, Lost
 from iris.core.message import MEMBER_HEADER, Message
 from iris.core.tunnel import TunnelEnd
-from iris.errors import ConfigError, DecodeError
-from iris.handlers import Deferred, Handler, Request, encode_reply, stopping
+from iris.errors import ConfigError
+from iris.handlers import ArgumentError, Deferred, Handler, Request, encode_reply, stopping
 from iris.logs import logger
 from iris.losses import LossLog
 from iris.parameters import Provided
@@ -443,10 +443,10 @@ class _Answer:
         if isinstance(err, faults.Refusal):
             self._finish(None, err)
             return
-        if not isinstance(err, DecodeError):
-            self._binding.failed(self._delivery, err)
+        if not isinstance(err, ArgumentError) or self._delivery.flow.kind == Kind.PUSH:
+            self._binding.failed(self._delivery, err)  # the sender of a push does not get the text
         try:
-            detail = str(err) if isinstance(err, DecodeError) else f"{type(err).__name__}: {err}"
+            detail = str(err) if isinstance(err, ArgumentError) else f"{type(err).__name__}: {err}"
         except Exception as broken:  # the __str__ of a user's exception may raise anything
             detail = f"{type(err).__name__} (its __str__ raised {type(broken).__name__})"
         self._finish(None, detail, err)
@@ -462,7 +462,7 @@ class _Answer:
                 self._delivery, str(refusal), may_have_run=True, code=refusal.code, details=refusal.packed
             )  # fmt: skip
         else:
-            may_have_run = not isinstance(err, DecodeError)
+            may_have_run = not isinstance(err, ArgumentError)
             self._binding.answer_error(self._delivery, detail, may_have_run=may_have_run)
 
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Generic, TypeVar
 
 from iris.core.message import MEMBER_HEADER, Message, decode_payload
-from iris.errors import IrisError, RemoteError
+from iris.errors import DecodeError, IrisError, RemoteError
 
 T = TypeVar("T")
 
@@ -67,7 +67,11 @@ class Survey(Generic[T]):
         wanted = self._wanted
         if wanted in (None, Message):
             return message
-        return decode_payload(message.payload, message.packed, wanted)
+        try:
+            return decode_payload(message.payload, message.packed, wanted)
+        except DecodeError as err:
+            err.may_have_run = True
+            raise
 
     # -- the session's side ----------------------------------------------------------------------------------
 

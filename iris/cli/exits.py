@@ -17,6 +17,7 @@ from iris.errors import (
     AmbiguousStream,
     ConnectionLost,
     DecodeError,
+    EncodeError,
     IrisError,
     NoMembers,
     NoStream,
@@ -46,6 +47,7 @@ class Exit(IntEnum):
 _BY_ERROR: Final[tuple[tuple[type[IrisError], Exit], ...]] = (
     (RemoteError, Exit.ANSWER),
     (RelayError, Exit.ANSWER),
+    (EncodeError, Exit.USAGE),
     (DecodeError, Exit.ANSWER),
     (NoMembers, Exit.NO_MEMBERS),
     (Overloaded, Exit.OVERLOADED),

@@ -8,12 +8,16 @@ import msgpack  # type: ignore[import-untyped]  # it ships no types
 import msgspec
 
 from iris.core.bundle import Headers
-from iris.errors import DecodeError
+from iris.errors import DecodeError, EncodeError
+from iris.wire.names import plural
 
 MEMBER_HEADER: Final = "iris-member"
 """Header of a survey's answer: the id of the member that sent it, sealed with it."""
 
 T = TypeVar("T")
+_RAW: Final = (
+    "; it was sent as raw bytes or text; send an object, or use --pack on the command line"
+)
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decoders: Final[dict[Any, msgspec.msgpack.Decoder[Any]]] = {}
 _MAX_DECODERS: Final = 256
@@ -53,7 +57,7 @@ def encode_payload(value: object) -> tuple[bytes, bool]:
     """Return (bytes, packed): bytes and str are sent raw, anything else as MessagePack.
 
     Raises:
-        DecodeError: msgspec cannot encode an object of this type, or the text holds surrogates.
+        EncodeError: msgspec cannot encode an object of this type, or the text holds surrogates.
     """
     if isinstance(value, bytes):
         return value, False
@@ -62,7 +66,7 @@ def encode_payload(value: object) -> tuple[bytes, bool]:
     try:
         return (value.encode(), False) if isinstance(value, str) else (_encode(value), True)
     except (TypeError, ValueError, OverflowError, RecursionError) as err:
-        raise DecodeError(
+        raise EncodeError(
             f"cannot encode a value of type {type(value).__name__}; send bytes instead ({err})"
         ) from err
 
@@ -88,6 +92,7 @@ def decode_payload(payload: bytes, packed: bool, wanted: Any) -> Any:
         return decoder.decode(payload)
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as err:
         shown = getattr(wanted, "__name__", wanted) if wanted is not None else "MessagePack"
+        raw = "" if packed else _RAW
         raise DecodeError(
-            f"a payload of {len(payload)} bytes does not decode as {shown}: {err}"
+            f"a payload of {plural(len(payload), 'byte')} does not decode as {shown}: {err}{raw}"
         ) from err

@@ -182,3 +182,8 @@ def printable(text: str) -> str:
     """Return text of another process with unprintable characters replaced by "?", so that it cannot
     control the terminal."""
     return text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)
+
+
+def plural(count: int, word: str) -> str:
+    """Return a number with its word: "1 byte", "2 bytes"."""
+    return f"{count} {word}" if count == 1 else f"{count} {word}s"

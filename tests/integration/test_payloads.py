@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from support.waiting import until
 
 import iris
 from iris.testing import LocalCluster
@@ -109,10 +110,95 @@ async def test_a_body_that_does_not_decode_is_an_error_that_says_so_and_did_not_
 
 async def test_an_object_that_cannot_be_sent_is_refused_at_the_caller() -> None:
     async with LocalCluster() as cluster, cluster.client() as client:
-        with pytest.raises(iris.DecodeError, match="cannot encode a value of type"):
+        with pytest.raises(iris.EncodeError, match="cannot encode a value of type object"):
             await client.request("typed", object(), timeout=5)
-        with pytest.raises(iris.DecodeError):
-            await client.publish("t", {1j: 2})
+        for cause in (TypeError, ValueError, iris.DecodeError):  # the last one for one more version
+            with pytest.raises(cause):
+                await client.publish("t", {1j: 2})
+        with pytest.raises(iris.EncodeError, match="surrogates not allowed"):
+            await client.push("t", "\udc80")
+        outcomes = [each async for each in client.request_many("typed", [object()], timeout=5)]
+        assert isinstance(outcomes[0].error, iris.EncodeError)
+        with pytest.raises(iris.EncodeError):
+            client.survey("typed", object(), timeout=5)
+        with pytest.raises(iris.EncodeError):
+            await client.streams.append("s", object())
+
+
+@pytest.mark.parametrize("coroutine", [False, True])
+async def test_an_error_of_encoding_or_decoding_inside_a_handler_says_that_it_ran(
+    coroutine: bool,
+) -> None:
+    service = iris.Service("inner")
+
+    def now(payload: bytes) -> None:
+        if payload:
+            iris.Message(b"text", "t").decode(int)
+        raise iris.EncodeError("cannot encode it")
+
+    async def later(payload: bytes) -> None:
+        now(payload)
+
+    service.on_request(later if coroutine else now)
+    async with LocalCluster() as cluster, cluster.client() as client, client.serve(service):
+        for payload, kind in ((b"", "EncodeError"), (b"x", "DecodeError")):
+            with pytest.raises(iris.RemoteError, match=kind) as caught:
+                await client.request("inner", payload, timeout=5)
+            assert caught.value.may_have_run
+        assert client.counters["failed handlers"] == 2
+
+
+async def test_a_reply_that_does_not_fit_the_type_says_that_the_handler_has_run() -> None:
+    service = iris.Service("typed")
+    service.on_request(lambda value: "text")
+    service.on_survey(lambda value: "text")
+    async with LocalCluster() as cluster, cluster.client() as client, client.serve(service):
+        with pytest.raises(iris.DecodeError, match="does not decode as Point") as caught:
+            await client.request("typed", b"", timeout=5, type=Point)
+        assert caught.value.may_have_run
+        many = client.request_many("typed", [b""], timeout=5, type=Point)
+        (outcome,) = [each async for each in many]
+        assert isinstance(outcome.error, iris.DecodeError)
+        assert outcome.error.may_have_run
+        with pytest.raises(iris.DecodeError) as caught:
+            [each async for each in client.survey("typed", b"", timeout=5, type=Point)]
+        assert caught.value.may_have_run
+    assert not iris.DecodeError.may_have_run
+
+
+async def test_a_raw_payload_for_a_typed_handler_is_answered_with_what_to_do() -> None:
+    service = iris.Service("typed")
+
+    @service.on_request
+    def run(order: dict) -> None: ...  # type: ignore[type-arg]  # as users write it
+
+    with pytest.raises(iris.RemoteError) as caught:
+        await asked(service, "7")
+    assert str(caught.value) == (
+        "typed: a payload of 1 byte does not decode as dict: Expected `object`, got `int`; "
+        "it was sent as raw bytes or text; send an object, or use --pack on the command line"
+    )
+    with pytest.raises(iris.RemoteError) as caught:
+        await asked(service, 700)
+    assert str(caught.value) == "typed: a payload of 3 bytes does not decode as dict: Expected `object`, got `int`"  # fmt: skip
+
+
+async def test_a_push_that_does_not_decode_is_in_the_log_of_the_member() -> None:
+    service = iris.Service("typed")
+
+    @service.on_push
+    def run(point: Point) -> None: ...
+
+    async with (
+        LocalCluster() as cluster,
+        cluster.client() as sender,
+        cluster.client() as member,
+        member.serve(service),
+    ):
+        await sender.push("typed", "text")
+        await until(lambda: len(sender.losses) == 1)
+        assert sender.losses[0].cause == "the member did not run it"
+        assert member.counters["failed handlers"] == 1
 
 
 async def test_a_reply_that_cannot_be_sent_is_a_remote_error() -> None:
