@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import functools
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from pathlib import Path
@@ -28,6 +29,8 @@ from iris.errors import Closed
 from iris.membership import Members
 from iris.request_many import IN_FLIGHT, Outcome
 from iris.service import Service
+from iris.streams.blocking import Streams
+from iris.subscription import QUEUE_BYTES, Policy
 from iris.tunnel import EndOfTunnel
 from iris.tunnel import Tunnel as _AsyncTunnel
 
@@ -108,9 +111,11 @@ class Client:
             self._client.push(cluster, payload, timeout=timeout, headers=headers, member=member)
         )
 
-    def broadcast(self, cluster: str, payload: object, *, headers: Headers | None = None) -> None:
+    def broadcast(
+        self, cluster: str, payload: object, *, headers: Headers | None = None, scope: _client.Scope = "federation"
+    ) -> None:  # fmt: skip
         """See `iris.Client.broadcast`."""
-        self._run(self._client.broadcast(cluster, payload, headers=headers))
+        self._run(self._client.broadcast(cluster, payload, headers=headers, scope=scope))
 
     def publish(
         self, topic: str, payload: object, *, headers: Headers | None = None, when_full: WhenFull = "drop", report: bool = False
@@ -139,6 +144,16 @@ class Client:
             yield losses
         finally:
             self._run(watching.__aexit__(None, None, None))
+
+    @functools.cached_property
+    def streams(self) -> Streams:
+        """Durable streams: create, append to, read and consume them. See `iris.Client.streams`."""
+        return Streams(self._client.streams, self._run)
+
+    @property
+    def message_limit(self) -> int:
+        """Largest payload that can be sent, in bytes."""
+        return self._client.message_limit
 
     @property
     def losses(self) -> list[Lost]:
@@ -190,51 +205,51 @@ class Client:
     @overload
     def survey(
         self, cluster: str, payload: object, *, timeout: float, headers: Headers | None = None,
-        type: None = None,
-    ) -> list[Message]: ...  # fmt: skip
+        type: None = None, scope: _client.Scope = "federation",
+    ) -> Answers[Message]: ...  # fmt: skip
     @overload
     def survey(
         self, cluster: str, payload: object, *, timeout: float, headers: Headers | None = None,
-        type: type[T],
-    ) -> list[T]: ...  # fmt: skip
+        type: type[T], scope: _client.Scope = "federation",
+    ) -> Answers[T]: ...  # fmt: skip
     @overload
     def survey(
         self, cluster: str, payload: object, *, timeout: float, headers: Headers | None = None,
-        type: Any,
-    ) -> list[Any]: ...  # fmt: skip
+        type: Any, scope: _client.Scope = "federation",
+    ) -> Answers[Any]: ...  # fmt: skip
     def survey(
-        self,
-        cluster: str,
-        payload: object,
-        *,
-        timeout: float,
-        headers: Headers | None = None,
-        type: Any = None,
-    ) -> list[Any]:
-        """Return a list of all answers; see `iris.Client.survey`."""
+        self, cluster: str, payload: object, *, timeout: float, headers: Headers | None = None, type: Any = None,
+        scope: _client.Scope = "federation",
+    ) -> Answers[Any]:  # fmt: skip
+        """Return all answers, and which members did not give one; see `iris.Client.survey`."""
 
-        async def collect() -> list[Any]:
-            return [
-                a
-                async for a in self._client.survey(
-                    cluster, payload, timeout=timeout, headers=headers, type=type
-                )
-            ]
+        async def collect() -> Answers[Any]:
+            survey = self._client.survey(
+                cluster, payload, timeout=timeout, headers=headers, type=type, scope=scope
+            )
+            answers = Answers([answer async for answer in survey])
+            answers.answered, answers.failed, answers.missing = survey.answered, survey.failed, survey.missing  # fmt: skip
+            return answers
 
         return self._run(collect())
 
     @contextlib.contextmanager
     def subscribe(
-        self, pattern: str, *, group: str = "", when_full: WhenFull = "drop"
-    ) -> Iterator[Iterator[Message]]:
+        self, pattern: str, *, group: str = "", policy: Policy = "drop-new", limit_bytes: int = QUEUE_BYTES,
+        on_gap: Callable[[Lost], object] | None = None, when_full: WhenFull = "drop",
+    ) -> Iterator[Iterator[Message]]:  # fmt: skip
         """Subscribe, and iterate over the messages in the block. See `iris.Client.subscribe`.
 
         with client.subscribe("orders.>") as messages:
             for message in messages: ...
+
+        `on_gap` is called on the client's thread.
         """
 
         async def start() -> Any:
-            subscription = self._client.subscribe(pattern, group=group, when_full=when_full)
+            subscription = self._client.subscribe(
+                pattern, group=group, policy=policy, limit_bytes=limit_bytes, on_gap=on_gap, when_full=when_full
+            )  # fmt: skip
             return await subscription.__aenter__()
 
         subscription = self._run(start())
@@ -294,7 +309,7 @@ class Client:
     def call(self, work: Callable[[_client.Client], Coroutine[Any, Any, T]]) -> T:
         """Await `work(client)` on the client's thread and return its result.
 
-        Example: `client.call(lambda c: c.streams.append("orders", b"..."))`.
+        It makes every method of `iris.Client` available: `client.call(lambda c: c.audience("orders"))`.
         """
         return self._run(work(self._client))
 
@@ -355,6 +370,19 @@ class Client:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=5)
         self._loop.close()
+
+
+class Answers(list[T]):
+    """The answers to a survey, in the order in which they arrived. The attributes are those of `iris.Survey`."""
+
+    def __init__(self, answers: Iterable[T]) -> None:
+        super().__init__(answers)
+        self.answered: list[str] = []
+        """Ids of the members that answered."""
+        self.failed: dict[str, str] = {}
+        """Members that answered with an error: id -> text of the error."""
+        self.missing: list[str] = []
+        """Ids of the members that were asked and did not answer in time."""
 
 
 class Tunnel:

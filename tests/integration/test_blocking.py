@@ -204,3 +204,13 @@ def test_a_client_that_cannot_connect_leaves_no_thread_behind() -> None:
             "/nonexistent/relay.sock", keyring=iris.Keyring.single(iris.ClusterKey(b"k" * 32))
         )
     assert threading.active_count() == before
+
+
+def test_the_blocking_client_has_the_verbs_of_the_client() -> None:
+    def names(client: object) -> set[str]:
+        return {name for name in dir(client) if not name.startswith("_")}
+
+    missing = names(iris.Client) - names(blocking.Client)
+    assert missing == {
+        "keyring", "offer_broadcast", "on_loss", "open", "open_tunnel", "received_messages", "sent_messages",
+    }  # fmt: skip

@@ -14,6 +14,11 @@ pytestmark = pytest.mark.timeout(60)
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 EXPECTED = {
+    "blocking_streams": [
+        "stored at 0",
+        "handled 20 orders, each once: True",
+        "read again: [15, 16, 17, 18, 19]",
+    ],
     "blocking_threads": ["328350", "threads can listen, too"],
     "broadcast": [f"{who} forgets user:{n}" for who in ("first", "second", "third") for n in (17, 42)],
     "deferred_reply": ["a batch of 3", "9", "16", "squares: negative numbers are not for squaring"],

@@ -1,0 +1,237 @@
+"""Durable streams for threads without an event loop: `iris.blocking.Client.streams`.
+
+Each object here stands for the object of the same name in `iris.streams`, and runs its methods on the client's thread.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import functools
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar
+
+from iris import streams as asynchronous
+from iris.errors import Closed
+from iris.streams.records import StreamGap, StreamMessage
+
+P = ParamSpec("P")
+T = TypeVar("T")
+R = TypeVar("R")
+W = TypeVar("W")
+Source = TypeVar("Source", bound="asynchronous.Reader | asynchronous.Consumer")
+
+
+class Runner(Protocol):
+    """Runs a coroutine on the client's thread, and returns its result or raises its exception."""
+
+    def __call__(self, work: Coroutine[Any, Any, R], /) -> R: ...
+
+
+class _Proxy(Generic[T]):
+    """An object on the client's thread, and the way to run its methods there."""
+
+    def __init__(self, original: T, run: Runner) -> None:
+        self._original = original
+        self._run = run
+
+
+def _waiting(
+    method: Callable[Concatenate[T, P], Awaitable[R]],
+) -> Callable[Concatenate[_Proxy[T], P], R]:
+    """Return a method that runs the coroutine function `method` and waits for its result."""
+
+    @functools.wraps(method)
+    def call(self: _Proxy[T], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        async def work() -> R:
+            return await method(self._original, *args, **kwargs)
+
+        return self._run(work())
+
+    return call
+
+
+def _calling(
+    method: Callable[Concatenate[T, P], R],
+) -> Callable[Concatenate[_Proxy[T], P], R]:
+    """Return a method that calls the plain function `method` on the client's thread."""
+
+    @functools.wraps(method)
+    def call(self: _Proxy[T], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        async def work() -> R:
+            return method(self._original, *args, **kwargs)
+
+        return self._run(work())
+
+    return call
+
+
+def _wrapping(
+    method: Callable[Concatenate[T, P], R], wrapper: Callable[[R, Runner], W]
+) -> Callable[Concatenate[_Proxy[T], P], W]:
+    """Return a method that calls `method` on the client's thread, and wraps the object that it returns."""
+    original = _calling(method)
+
+    @functools.wraps(method)
+    def call(self: _Proxy[T], /, *args: P.args, **kwargs: P.kwargs) -> W:
+        return wrapper(original(self, *args, **kwargs), self._run)
+
+    return call
+
+
+class _Messages(_Proxy[Source]):
+    """Iterates over the messages of a reader or consumer, which it gets in batches. `close` ends the iteration."""
+
+    def __init__(self, original: Source, run: Runner) -> None:
+        super().__init__(original, run)
+        self._ready: deque[StreamMessage] = deque()
+        self._closed = False
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> StreamMessage:
+        if not self._ready:
+            self._ready.extend(next(self.batches()))
+        return self._ready.popleft()
+
+    def batch(self) -> list[StreamMessage]:
+        """Return the next messages, at least one, without those that the iteration has already taken.
+
+        Raises as the original; StopAsyncIteration at the end of what is read.
+        """
+        return self._run(self._original.batch())
+
+    def batches(self) -> Iterator[list[StreamMessage]]:
+        """Iterate over lists of messages. This is faster than single messages."""
+        while True:
+            try:
+                batch = self.batch()
+            except StopAsyncIteration:
+                return
+            except (Closed, concurrent.futures.CancelledError):
+                if self._closed:
+                    return
+                raise
+            yield batch
+
+    @property
+    def gaps(self) -> list[StreamGap]:
+        """The latest 1,000 reports of missing messages, oldest first."""
+
+        async def copied() -> list[StreamGap]:
+            return list(self._original.gaps)
+
+        return self._run(copied())
+
+    def close(self) -> None:
+        """Stop, also a thread that is waiting for messages. Idempotent; may be called from any thread.
+
+        A consumer's messages that are not settled go to other workers.
+        """
+        self._closed = True
+        with contextlib.suppress(Closed):  # the client was closed first, and everything with it
+            self._run(self._original.close())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Reader(_Messages[asynchronous.Reader]):
+    """`for message in client.streams.read("orders")`; see `iris.streams.Reader`. Use it from one thread."""
+
+    @property
+    def offset(self) -> int:
+        """The offset after the last message delivered; -1 until the stream is found."""
+        return self._ready[0].offset if self._ready else self._original.offset
+
+    @property
+    def high_water(self) -> int:
+        """The end of the stream as of the last answer."""
+        return self._original.high_water
+
+
+class Consumer(_Messages[asynchronous.Consumer]):
+    """`with client.streams.consumer("orders", "invoices") as work`; see `iris.streams.Consumer`.
+
+    Messages may be settled from any thread.
+    """
+
+    ack = _calling(asynchronous.Consumer.ack)
+    ack_through = _calling(asynchronous.Consumer.ack_through)
+    nack = _calling(asynchronous.Consumer.nack)
+    touch = _calling(asynchronous.Consumer.touch)
+    flush = _waiting(asynchronous.Consumer.flush)
+
+    @property
+    def lag(self) -> int:
+        """Messages not settled yet, as of the last delivery."""
+        return self._original.lag
+
+
+class Staging(_Proxy[asynchronous.Staging]):
+    """An attempt at a writer's batch; see `iris.streams.Staging`. Use it from one thread."""
+
+    append = _waiting(asynchronous.Staging.append)
+    append_many = _waiting(asynchronous.Staging.append_many)
+    finish = _waiting(asynchronous.Staging.finish)
+    close = _calling(asynchronous.Staging.close)
+
+    @property
+    def attempt(self) -> str:
+        """The attempt's id, 32 hex digits; pass it to `discard` if the attempt failed."""
+        return self._original.attempt
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Mirror(_Proxy[asynchronous.Mirror]):
+    """A mirror of a remote site's stream; see `iris.streams.Mirror`. `run` takes as long as the mirror copies."""
+
+    run = _waiting(asynchronous.Mirror.run)
+    close = _waiting(asynchronous.Mirror.close)
+
+    @property
+    def lag(self) -> int:
+        """See `iris.streams.Mirror`."""
+        return self._original.lag
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Streams(_Proxy[asynchronous.Streams]):
+    """The streams of a client's clusters and topics; see `iris.Client.streams`."""
+
+    create = _waiting(asynchronous.Streams.create)
+    describe = _waiting(asynchronous.Streams.describe)
+    list = _waiting(asynchronous.Streams.list)
+    change = _waiting(asynchronous.Streams.change)
+    pause = _waiting(asynchronous.Streams.pause)
+    resume = _waiting(asynchronous.Streams.resume)
+    delete = _waiting(asynchronous.Streams.delete)
+    share_keys = _waiting(asynchronous.Streams.share_keys)
+    append = _waiting(asynchronous.Streams.append)
+    append_many = _waiting(asynchronous.Streams.append_many)
+    commit = _waiting(asynchronous.Streams.commit)
+    discard = _waiting(asynchronous.Streams.discard)
+    find = _waiting(asynchronous.Streams.find)
+    fetch = _waiting(asynchronous.Streams.fetch)
+    consumers = _waiting(asynchronous.Streams.consumers)
+    delete_consumer = _waiting(asynchronous.Streams.delete_consumer)
+    promote = _waiting(asynchronous.Streams.promote)
+    read = _wrapping(asynchronous.Streams.read, Reader)
+    consumer = _wrapping(asynchronous.Streams.consumer, Consumer)
+    mirror = _wrapping(asynchronous.Streams.mirror, Mirror)
+    stage = _wrapping(asynchronous.Streams.stage, Staging)
