@@ -45,6 +45,6 @@ def decoding(message: iris.Message) -> None:
 
 def threads(client: blocking.Client) -> None:
     assert_type(client.request("orders", b"", timeout=1.0, type=Receipt), Receipt)
-    assert_type(client.survey("orders", b"", timeout=1.0, type=Receipt), list[Receipt])
+    assert_type(client.survey("orders", b"", timeout=1.0, type=Receipt), blocking.Answers[Receipt])
     for outcome in client.request_many("orders", [b""], timeout=1.0, type=Receipt):
         assert_type(outcome.result(), Receipt)
