@@ -25,6 +25,7 @@ from iris.core.credit import WhenFull
 from iris.core.interfaces import Lost
 from iris.core.message import Message
 from iris.crypto.keyring import Keyring
+from iris.deadlines import HANDLED, carried_on, handled_us
 from iris.errors import Closed
 from iris.membership import Members
 from iris.request_many import IN_FLIGHT, Outcome
@@ -347,6 +348,8 @@ class Client:
                 "a handler called the blocking client on the client's own thread, which would wait for itself; "
                 "make the handler a coroutine function and use iris.Client in it"
             )
+        if HANDLED and (until_us := handled_us()):
+            work = carried_on(work, until_us)
         future = self._submit(work)
         try:
             return future.result()

@@ -29,7 +29,14 @@ from iris.core.interfaces import Lost
 from iris.core.message import Message, decode_payload
 from iris.crypto.keyring import Keyring
 from iris.crypto.keys import ClusterKey
-from iris.deadlines import deadline, milliseconds, seconds_left
+from iris.deadlines import (
+    HANDLED,
+    deadline,
+    explain_cut,
+    inherited_s,
+    milliseconds,
+    seconds_left,
+)
 from iris.dialling import REMOTE, arrivals, reach
 from iris.errors import (
     Closed,
@@ -281,6 +288,9 @@ class Client:
         """
         if member is not None:
             check_member(cluster, member)
+        own_timeout = 0.0
+        if HANDLED and (left_s := inherited_s(cluster, timeout)) is not None:
+            own_timeout, timeout = timeout, left_s
         timeout_ms = milliseconds(timeout)
         until_s = time.monotonic() + timeout
         attempts = SESSIONS_TRIED if idempotent else 1
@@ -323,6 +333,8 @@ class Client:
             self._runtime.name_timeout(err, timeout, until_s)
             if ran:
                 ran_before(err)
+            if own_timeout and isinstance(err, RequestTimeout):
+                explain_cut(err, own_timeout)
             raise
         if type is Message:
             return message
@@ -424,8 +436,9 @@ class Client:
         data, packed = self._encode(payload, headers)
 
         async def start(survey: Survey[Any]) -> Callable[[], None]:
-            until_s = deadline(timeout)
-            pump, session = await self._ready(cluster, timeout)
+            left_s = inherited_s(cluster, timeout) if HANDLED else None
+            until_s = deadline(timeout if left_s is None else left_s)
+            pump, session = await self._ready(cluster, timeout if left_s is None else left_s)
             pending = session.requests.send(
                 Kind.SURVEY, address, self._registry.cluster_keys(address)[0], data, headers, packed,
                 timeout_ms=milliseconds(seconds_left(until_s)), survey=survey,

@@ -10,6 +10,8 @@ import asyncio
 import contextlib
 import functools
 import inspect
+import math
+import time
 import types
 import typing
 from collections.abc import Callable
@@ -47,12 +49,20 @@ class Reply:
 
 
 class Request(Message, gc=True):
-    """A request or survey with `defer`, for handlers that reply later.
+    """A request, push or survey with its deadline, and with `defer` for handlers that reply later.
 
     Annotate the parameter with it to receive one.
+
+    `deadline` is the time, as `time.monotonic()` counts it, at which the caller stops waiting, or by which a push must
+    have been started. None means that there is no such time.
     """
 
     context: Any = None
+    deadline: float | None = None
+
+    def remaining(self) -> float:
+        """Return the seconds until the deadline, at least 0; `math.inf` if there is none."""
+        return math.inf if self.deadline is None else max(0.0, self.deadline - time.monotonic())
 
     def defer(self) -> Deferred:
         """Return a `Deferred` to reply with later. The return value of the handler is then ignored.
@@ -204,7 +214,12 @@ class Handler:
 
     def argument(self, delivery: Delivery, defer: Callable[[], Deferred]) -> Any:
         """Return the argument for the function. Raises ArgumentError if the payload does not fit its annotation."""
-        return self.convert(delivery.message, defer)
+        if self.wanted is not Request:
+            return self.convert(delivery.message)
+        request: Request = self.convert(delivery.message, defer)
+        if delivery.deadline_us:
+            request.deadline = delivery.deadline_us / 1e6
+        return request
 
     def as_callback(self) -> Callable[[Message], object]:
         """Return a handler that takes a Message and calls the function with the converted argument."""

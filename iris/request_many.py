@@ -11,8 +11,22 @@ from typing import Any, Final, Generic, TypeVar, cast
 from iris.core.bundle import Headers
 from iris.core.message import Message, decode_payload
 from iris.core.requests import Pending, Requests
-from iris.deadlines import milliseconds, seconds_left
-from iris.errors import ConnectionLost, DecodeError, IrisError, RequestError, ran_before
+from iris.deadlines import (
+    HANDLED,
+    explain_cut,
+    handled_us,
+    milliseconds,
+    not_sent,
+    seconds_left,
+)
+from iris.errors import (
+    ConnectionLost,
+    DecodeError,
+    IrisError,
+    RequestError,
+    RequestTimeout,
+    ran_before,
+)
 from iris.runtime import Runtime
 from iris.wire.kinds import Kind
 
@@ -62,13 +76,22 @@ class _Request:
         "pending",
         "ran",
         "sessions_left",
+        "timeout",
         "until_s",
     )
 
     def __init__(
-        self, many: Many, number: int, payload: object, until_s: float, sessions: int
+        self,
+        many: Many,
+        number: int,
+        payload: object,
+        until_s: float,
+        sessions: int,
+        timeout: float,
     ) -> None:
         self._many = many
+        self.timeout = timeout
+        """Timeout of this request: less than that of the call if the caller handles a request that leaves less."""
         self.number = number
         self.payload = payload
         self.until_s = until_s
@@ -139,9 +162,10 @@ class Many:
             return self._again.popleft()
         if len(self._waiting) + len(self._ended) < self._in_flight:
             for number, payload in self._payloads:
-                return _Request(
-                    self, number, payload, time.monotonic() + self._timeout, self._sessions
-                )
+                now_s, timeout = time.monotonic(), self._timeout
+                if HANDLED and (until_us := handled_us()):
+                    timeout = min(timeout, until_us / 1e6 - now_s)
+                return _Request(self, number, payload, now_s + timeout, self._sessions, timeout)
         return None
 
     async def _send_from(self, first: _Request) -> None:
@@ -161,6 +185,8 @@ class Many:
                 request.ended = False
                 request.sessions_left -= 1
                 try:
+                    if request.timeout <= 0 < self._timeout:
+                        raise not_sent(self._cluster)
                     data, packed = runtime.encode(request.payload, self._headers)
                     pending = requests.send(
                         Kind.REQUEST, self._cluster, key, data, self._headers, packed,
@@ -202,10 +228,12 @@ class Many:
             self._record_error(request, error)
 
     def _record_error(self, request: _Request, error: IrisError) -> None:
-        if isinstance(error, RequestError):
-            self._runtime.name_timeout(error, self._timeout, request.until_s)
+        if isinstance(error, RequestError) and request.timeout > 0:
+            self._runtime.name_timeout(error, request.timeout, request.until_s)
             if request.ran:
                 ran_before(error)
+            if request.timeout < self._timeout and isinstance(error, RequestTimeout):
+                explain_cut(error, self._timeout)
         self._ended.append(Outcome(request.number, None, error))
         self._wake()
 

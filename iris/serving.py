@@ -15,6 +15,7 @@ from iris.core.bundle import Headers
 from iris.core.interfaces import Delivery, Lost
 from iris.core.message import MEMBER_HEADER, Message
 from iris.core.tunnel import TunnelEnd
+from iris.deadlines import HANDLED
 from iris.errors import ConfigError
 from iris.handlers import ArgumentError, Deferred, Handler, Request, encode_reply, stopping
 from iris.logs import logger
@@ -31,10 +32,12 @@ log = logger("iris.service")  # the documented name of this logger
 class _Inbox:
     """Queued deliveries of one kind with a coroutine handler, and the workers (tasks) that run them."""
 
-    __slots__ = ("assigned", "handler", "idle", "queue", "queued_bytes", "workers")
+    __slots__ = ("answered", "assigned", "handler", "idle", "queue", "queued_bytes", "workers")
 
-    def __init__(self, handler: Handler) -> None:
+    def __init__(self, handler: Handler, *, answered: bool) -> None:
         self.handler = handler
+        self.answered = answered
+        """Whether callers wait for an answer, so that their deadlines limit what the handler calls."""
         self.queue: deque[Delivery] = deque()
         self.queued_bytes = 0
         """Size of all deliveries that have not been finished."""
@@ -71,7 +74,9 @@ class ServiceBinding:
             for kind, handler in service.handlers.items()
         }
         self._inboxes = {
-            int(k): _Inbox(h) for k, h in handlers.items() if k in _ANSWERED or k == Kind.PUSH
+            int(k): _Inbox(h, answered=k in _ANSWERED)
+            for k, h in handlers.items()
+            if k in _ANSWERED or k == Kind.PUSH
         }
         self._casts: deque[tuple[list[Message], int]] = deque()
         self._cast_bytes = 0
@@ -230,6 +235,8 @@ class ServiceBinding:
 
     async def _work(self, inbox: _Inbox, delivery: Delivery) -> None:
         handler = inbox.handler
+        task = asyncio.current_task()
+        assert task is not None
         while True:
             inbox.assigned.discard(delivery)
             answer = _Answer(self, delivery)
@@ -237,6 +244,8 @@ class ServiceBinding:
                 if delivery.deadline_us and delivery.deadline_us < time.monotonic_ns() // 1000:
                     self._expired(delivery)
                 else:
+                    if inbox.answered and delivery.deadline_us:
+                        HANDLED[task] = delivery.deadline_us
                     value = await handler.function(handler.argument(delivery, answer.defer))
                     answer.returned(value)
             except (Exception, asyncio.CancelledError) as err:
@@ -245,6 +254,7 @@ class ServiceBinding:
                     raise
                 answer.failed(err)
             finally:
+                HANDLED.pop(task, None)
                 inbox.queued_bytes -= delivery.size
             if self._stop_by_s is not None:
                 return  # the handler ignored its cancellation; stop() answers the rest

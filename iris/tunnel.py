@@ -14,7 +14,14 @@ from typing import Self
 
 from iris.core.bundle import Headers, check_headers
 from iris.core.tunnel import TunnelEnd
-from iris.deadlines import deadline, milliseconds, seconds_left
+from iris.deadlines import (
+    HANDLED,
+    deadline,
+    explain_cut,
+    inherited_s,
+    milliseconds,
+    seconds_left,
+)
 from iris.errors import (
     ConnectionLost,
     MessageTooLarge,
@@ -310,6 +317,19 @@ async def open_tunnel(
     runtime: Runtime, cluster: str, timeout: float, headers: Headers | None, member: str
 ) -> Tunnel:
     """Open a tunnel to one member. Raises as `Client.open_tunnel`."""
+    left_s = inherited_s(cluster, timeout) if HANDLED else None
+    if left_s is not None:
+        try:
+            return await _open_tunnel(runtime, cluster, left_s, headers, member)
+        except RequestTimeout as err:
+            explain_cut(err, timeout)
+            raise
+    return await _open_tunnel(runtime, cluster, timeout, headers, member)
+
+
+async def _open_tunnel(
+    runtime: Runtime, cluster: str, timeout: float, headers: Headers | None, member: str
+) -> Tunnel:
     until_s = deadline(timeout)
     attachment = runtime.attached()
     pump, session = await attachment.ready(cluster, timeout)

@@ -21,6 +21,10 @@ EXPECTED = {
     ],
     "blocking_threads": ["328350", "threads can listen, too"],
     "broadcast": [f"{who} forgets user:{n}" for who in ("first", "second", "third") for n in (17, 42)],
+    "deadline": [
+        "stock has less than 2 s: True", "7 left",
+        "stock has less than 2 s: True", "shop: no reply within 0.2 s", "shop: True",
+    ],
     "deferred_reply": ["a batch of 3", "9", "16", "squares: negative numbers are not for squaring"],
     "errors": [
         "nobody is there   NoMembers, may have run: False",
@@ -73,7 +77,7 @@ EXPECTED = {
 
 ARGUMENTS = {"recorded_flights": ["--january"]}
 """Arguments that make long examples short: name -> arguments."""
-ANY_ORDER = {"errors", "survey", "members"}
+ANY_ORDER = {"deadline", "errors", "survey", "members"}
 """Where several tasks print."""
 
 

@@ -1,4 +1,4 @@
-"""Publishing that waits: what is lost, or waits for good, when credit is counted wrongly."""
+"""Publishing that waits: what is lost, or waits for good, when credit is counted wrongly. Deadlines of handlers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,36 @@ from proofs.sabotages.sabotage import Sabotage
 
 WAITING = ("tests/sim/test_waiting.py", "tests/protocol/test_waiting.py")
 
+DEADLINES = ("tests/integration/test_deadlines.py",)
+
 SABOTAGES = (
+    Sabotage(
+        "deadline-kept",
+        "iris/serving.py",
+        "ServiceBinding._work",
+        "HANDLED.pop(task, None)",
+        "None",
+        DEADLINES,
+        "a worker passes on the deadline of an earlier request",
+    ),
+    Sabotage(
+        "deadline-not-inherited",
+        "iris/deadlines.py",
+        "inherited_s",
+        "left_s >= timeout",
+        "True",
+        DEADLINES,
+        "what a handler calls goes on after its caller has stopped waiting",
+    ),
+    Sabotage(
+        "deadline-of-pushes",
+        "iris/serving.py",
+        "ServiceBinding._work",
+        "inbox.answered and delivery.deadline_us",
+        "delivery.deadline_us",
+        DEADLINES,
+        "the handler of a push has only as long as the push might have waited",
+    ),
     Sabotage(
         "wait-not-counted",
         "relay/core/credit.py",
