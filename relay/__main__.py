@@ -147,12 +147,15 @@ def relay(
 def _check(environ: Mapping[str, str]) -> None:
     """Raise ConfigError or KeyringError if a relay with these settings could not start. Create and bind nothing."""
     from relay.start import network_keys
+    from relay.supervisor import check_data
 
     config = load_config({}, environ, None)
     if not config.dev:
         network_keys(environ)
     if config.site_key is not None:
         keyfiles.load_site_key(config.site_key)
+    if config.data is not None:
+        check_data(config.data.absolute())
     for setting in config.no_effect:
         sys.stderr.write(f"iris relay: {setting} has no effect any more; remove it\n")
     sys.stdout.write("settings and keys are valid\n")

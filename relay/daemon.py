@@ -49,7 +49,7 @@ from relay.rate_settings import parse_address_rates, parse_rate
 from relay.settings import load_config
 from relay.startup import StartupGate
 from relay.stopping import Stopping
-from relay.supervisor import StoreSupervisor
+from relay.supervisor import StoreSupervisor, check_data
 
 log = logging.getLogger(__name__)
 
@@ -140,6 +140,8 @@ class Relay:
 
     async def start(self) -> None:
         """Accept sessions and links. Raises ConfigError or AlreadyRunning, and then leaves nothing bound."""
+        if self.config.data is not None:
+            check_data(self.config.data.absolute())
         self._socket = socketfile.bind(
             self.config.socket_path, mode=self.config.socket_mode, group=self.config.socket_group
         )

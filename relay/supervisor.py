@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import logging
+import os
 import random
 import sys
 import time
@@ -20,6 +22,7 @@ from typing import Final
 import msgspec
 
 from iris.core.backoff import Backoff
+from iris.errors import ConfigError
 from iris.keyfiles import sync_directory
 
 log = logging.getLogger(__name__)
@@ -186,6 +189,27 @@ class StoreSupervisor:
             "last_exit": self._last_exit,
             "cannot_serve": self._cannot,
         }
+
+
+def check_data(directory: Path) -> None:
+    """Raise ConfigError if a store could not use `directory`, or create it. Creates nothing.
+
+    The text names the path that is wrong, with the system's words. What goes wrong later is logged, and the store
+    tries again.
+    """
+    nearest = directory
+    while not os.path.lexists(nearest):
+        nearest = nearest.parent
+    if not nearest.is_dir():
+        wrong = errno.ENOTDIR
+    elif os.statvfs(nearest).f_flag & os.ST_RDONLY:
+        wrong = errno.EROFS
+    elif not os.access(nearest, os.R_OK | os.W_OK | os.X_OK):
+        wrong = errno.EACCES
+    else:
+        return
+    text = f"data: cannot keep streams in {directory}: {os.strerror(wrong)}: {nearest}"
+    raise ConfigError(f"{text}; name a directory that this user can create or write to")
 
 
 def remove_complete_file(path: Path) -> None:
