@@ -29,7 +29,7 @@ def a_broken_link(path: Path) -> tuple[Path, str]:
     return path / "link", f"Not a directory: {path / 'link'}"
 
 
-@pytest.mark.parametrize("wrong", [a_file, below_a_file, a_broken_link])
+@pytest.mark.parametrize("wrong", [below_a_file, a_broken_link])
 @pytest.mark.parametrize("check", [False, True])
 def test_a_relay_does_not_start_with_a_data_directory_that_cannot_be(
     wrong: Callable[[Path], tuple[Path, str]], check: bool, tmp_path: Path
@@ -63,6 +63,12 @@ def test_a_directory_that_the_user_may_not_write_to_is_refused_with_the_systems_
     monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
     with pytest.raises(ConfigError, match=f"in {tmp_path}/new: Permission denied: {tmp_path};"):
         check_data(tmp_path / "new")
+
+
+def test_a_file_is_refused(tmp_path: Path) -> None:
+    data, words = a_file(tmp_path)
+    with pytest.raises(ConfigError, match=f"in {data}: {words};"):
+        check_data(data)
 
 
 def test_a_directory_that_exists_or_can_be_created_is_accepted_and_not_created(
