@@ -619,7 +619,7 @@ class Client:
             KeyringError: the keyring has no key for any topic that matches.
             ConfigError: an option is wrong.
         """
-        callback = subscriber(handler, Provided([self])) if handler is not None else None
+        callback = subscriber(handler, Provided(self)) if handler is not None else None
         return Subscription(
             self._runtime, pattern, callback, group, policy, limit_bytes, on_gap, concurrency, when_full
         )  # fmt: skip

@@ -117,6 +117,10 @@ class Deferred:
                 )
 
 
+class Expired(Exception):
+    """The deadline of a message passed before its handler was started."""
+
+
 class Handler:
     """A user's function and its parameters. Once resolved, it takes one argument, of the type `wanted`."""
 

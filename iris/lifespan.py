@@ -23,11 +23,13 @@ async def serving(
 ) -> AsyncIterator[ServiceBinding]:
     """Serve `service` while the block runs; see `Client.serve`. Handlers can ask for the `client`."""
     runtime.attached()
-    async with (
-        _entered(runtime, service, client) as provided,
-        _joined(runtime, service, provided) as binding,
-    ):
-        yield binding
+    async with _entered(runtime, service, client) as provided:
+        try:
+            async with _joined(runtime, service, provided) as binding:
+                yield binding
+        finally:
+            for close in provided.on_close:
+                close()
 
 
 @contextlib.asynccontextmanager
@@ -37,13 +39,13 @@ async def _entered(runtime: Runtime, service: Service, client: object) -> AsyncI
     An exception of the block is not passed to the lifespan, so what follows its `yield` always runs.
     """
     if service.lifespan is None:
-        yield Provided([client])
+        yield Provided(client)
         return
     lifespan = service.lifespan(client)
     value = await lifespan.__aenter__()
     try:
         yielded = value if type(value) is tuple else () if value is None else (value,)
-        yield Provided([client, *yielded])
+        yield Provided(client, yielded)
     finally:
         bound_s = runtime.config.drain_timeout_s
         async with asyncio.timeout(bound_s) as bound:

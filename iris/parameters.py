@@ -42,9 +42,12 @@ class Parameter(NamedTuple):
 class Provided:
     """Objects that the handlers of one service can ask for: the client, and what lifespan yielded."""
 
-    def __init__(self, objects: Iterable[object]) -> None:
+    def __init__(self, client: object, objects: Iterable[object] = ()) -> None:
         """Raises ConfigError if an object cannot be told from a payload by its type."""
-        self._objects = list(objects)
+        self.client = client
+        self.on_close: list[Callable[[], None]] = []
+        """Called when the service is no longer served."""
+        self._objects = [client, *objects]
         for each in self._objects:
             if type(each).__module__ == "builtins":
                 raise ConfigError(

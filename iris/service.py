@@ -6,12 +6,13 @@ import asyncio
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, overload
 
 from iris.config import Limits
 from iris.core.credit import WhenFull
 from iris.errors import ConfigError, InvalidName
 from iris.handlers import Handler
+from iris.threads import ThreadHandler
 from iris.wire.frames import Serving
 from iris.wire.kinds import Kind
 from iris.wire.names import check_cluster, check_filter, check_group, split_site
@@ -54,7 +55,7 @@ class Service:
     `Client.serve` raises ConfigError if nothing fits a parameter.
 
     A coroutine function runs at most `limits.concurrency` times at once. A plain function is called directly in the
-    event loop, so it must not block.
+    event loop, so it must not block, unless it is registered with `threads`.
 
     `lifespan` is called with the client and returns an async context manager. It is entered before the service joins,
     and left after the service has left and finished what it accepted; it stays entered through reconnects. Handlers
@@ -85,28 +86,53 @@ class Service:
         """Handlers of publications."""
         self.gap_handler: Handler | None = None
 
-    def on_request(self, function: F) -> F:
+    @overload
+    def on_request(self, function: F, /) -> F: ...
+    @overload
+    def on_request(self, /, *, threads: int = 0) -> Callable[[F], F]: ...
+    def on_request(self, function: Any = None, /, *, threads: int = 0) -> Any:
         """Decorator: handle requests with this function. Its return value is the reply.
 
         None is sent as an empty reply. If the function raises, the caller gets a RemoteError with the text of the
         exception; if it raises an `iris.Refusal`, with its code and details.
+
+        With `threads=8` a plain function may block: it runs in up to 8 threads of its own.
         """
-        return self._add(Kind.REQUEST, function)
+        return self._on(Kind.REQUEST, function, threads)
 
-    def on_push(self, function: F) -> F:
-        """Decorator: handle pushes with this function."""
-        return self._add(Kind.PUSH, function)
+    @overload
+    def on_push(self, function: F, /) -> F: ...
+    @overload
+    def on_push(self, /, *, threads: int = 0) -> Callable[[F], F]: ...
+    def on_push(self, function: Any = None, /, *, threads: int = 0) -> Any:
+        """Decorator: handle pushes with this function, or in `threads` as with `on_request`."""
+        return self._on(Kind.PUSH, function, threads)
 
-    def on_survey(self, function: F) -> F:
-        """Decorator: handle surveys with this function. Its return value is the answer, as with `on_request`."""
-        return self._add(Kind.SURVEY, function)
+    @overload
+    def on_survey(self, function: F, /) -> F: ...
+    @overload
+    def on_survey(self, /, *, threads: int = 0) -> Callable[[F], F]: ...
+    def on_survey(self, function: Any = None, /, *, threads: int = 0) -> Any:
+        """Decorator: handle surveys with this function. Its return value is the answer, as with `on_request`.
 
-    def on_broadcast(self, function: F) -> F:
+        `threads` is as with `on_request`.
+        """
+        return self._on(Kind.SURVEY, function, threads)
+
+    @overload
+    def on_broadcast(self, function: F, /) -> F: ...
+    @overload
+    def on_broadcast(self, /, *, threads: int = 0) -> Callable[[F], F]: ...
+    def on_broadcast(self, function: Any = None, /, *, threads: int = 0) -> Any:
         """Decorator: handle broadcasts with this function.
 
-        The broadcasts of one sender are handled in their order.
+        The broadcasts of one sender are handled in their order, so `threads` can be 1 at most.
         """
-        return self._add(Kind.BROADCAST, function)
+        if threads > 1:
+            raise ConfigError(
+                f"threads of a broadcast handler must be 1, not {threads}: broadcasts are handled one after the other"
+            )
+        return self._on(Kind.BROADCAST, function, threads)
 
     def on_tunnel(self, function: F) -> F:
         """Decorator: handle tunnels with this coroutine function, which takes an `iris.Tunnel`.
@@ -117,10 +143,17 @@ class Service:
             raise ConfigError(
                 f"the tunnel handler of {self.name} must be a coroutine function; define it with `async def`"
             )
-        return self._add(Kind.TUNNEL_OPEN, function)
+        self._add(Kind.TUNNEL_OPEN, Handler(function))
+        return function
 
     def on_publish(
-        self, pattern: str, *, group: str = "", concurrency: int = 1, when_full: WhenFull = "drop"
+        self,
+        pattern: str,
+        *,
+        group: str = "",
+        concurrency: int = 1,
+        when_full: WhenFull = "drop",
+        threads: int = 0,
     ) -> Callable[[F], F]:
         """Decorator: handle publications to topics that match the filter `pattern`.
 
@@ -128,14 +161,16 @@ class Service:
 
         A coroutine function runs at most `concurrency` times at once, and once at a time for each publisher and
         topic, so that their messages are handled in order. (`limits.concurrency` does not apply to
-        publications.)
+        publications.) With `threads`, a plain function may block: it runs in up to so many threads of its own, and
+        `concurrency` is their number.
         """
         check_filter(pattern)
         if group:
             check_group(group)
 
         def register(function: F) -> F:
-            self.topics.append(Topic(pattern, group, Handler(function), concurrency, when_full))
+            handler = _handler(function, threads)
+            self.topics.append(Topic(pattern, group, handler, threads or concurrency, when_full))
             return function
 
         return register
@@ -145,14 +180,24 @@ class Service:
         self.gap_handler = Handler(function)
         return function
 
-    def _add(self, kind: Kind, function: F) -> F:
+    def _on(self, kind: Kind, function: F | None, threads: int) -> Any:
+        if function is not None:
+            self._add(kind, Handler(function))
+            return function
+
+        def register(function: F) -> F:
+            self._add(kind, _handler(function, threads))
+            return function
+
+        return register
+
+    def _add(self, kind: Kind, handler: Handler) -> None:
         if kind in self.handlers:
             name = "tunnel" if kind == Kind.TUNNEL_OPEN else kind.name.lower()
             raise ConfigError(
                 f"service {self.name} already has a handler for this kind ({name}); it can have only one"
             )
-        self.handlers[kind] = Handler(function)
-        return function
+        self.handlers[kind] = handler
 
     @property
     def kinds(self) -> dict[int, Serving]:
@@ -160,8 +205,19 @@ class Service:
         limits = self.limits
         return {
             int(kind): Serving(
-                limits.tunnels if kind == Kind.TUNNEL_OPEN else limits.concurrency,
+                limits.tunnels if kind == Kind.TUNNEL_OPEN else _at_once(handler, limits),
                 limits.queue_bytes,
             )
-            for kind in self.handlers
+            for kind, handler in self.handlers.items()
         }
+
+
+def _handler(function: Callable[..., Any], threads: int) -> Handler:
+    return ThreadHandler(function, threads) if threads else Handler(function)
+
+
+def _at_once(handler: Handler, limits: Limits) -> int:
+    """Return how many messages a handler can run at once."""
+    if isinstance(handler, ThreadHandler):
+        return min(handler.threads, limits.concurrency)
+    return limits.concurrency

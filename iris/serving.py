@@ -17,7 +17,7 @@ from iris.core.message import MEMBER_HEADER, Message
 from iris.core.tunnel import TunnelEnd
 from iris.deadlines import HANDLED
 from iris.errors import ConfigError
-from iris.handlers import ArgumentError, Deferred, Handler, Request, encode_reply, stopping
+from iris.handlers import ArgumentError, Deferred, Expired, Handler, Request, encode_reply, stopping
 from iris.logs import logger
 from iris.losses import LossLog
 from iris.parameters import Provided
@@ -242,7 +242,7 @@ class ServiceBinding:
             answer = _Answer(self, delivery)
             try:
                 if delivery.deadline_us and delivery.deadline_us < time.monotonic_ns() // 1000:
-                    self._expired(delivery)
+                    self.expired(delivery)
                 else:
                     if inbox.answered and delivery.deadline_us:
                         HANDLED[task] = delivery.deadline_us
@@ -410,7 +410,7 @@ class ServiceBinding:
         if self.running == 0:
             self._quiet.set()
 
-    def _expired(self, delivery: Delivery) -> None:
+    def expired(self, delivery: Delivery) -> None:
         """Answer a delivery with an error without running it, because its deadline has passed."""
         self._runtime.count_dropped("expired", 1)
         detail = "the deadline passed while the message was queued at the member"
@@ -449,6 +449,9 @@ class _Answer:
     def failed(self, err: BaseException) -> None:
         if self._deferred:
             self._binding.failed(self._delivery, err)  # the deferred reply still answers
+            return
+        if isinstance(err, Expired):
+            self._binding.expired(self._delivery)
             return
         if isinstance(err, faults.Refusal):
             self._finish(None, err)

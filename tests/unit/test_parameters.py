@@ -41,7 +41,7 @@ def message(payload: bytes = b"\x81\xa1x\x07", *, packed: bool = True) -> iris.M
 
 
 def received(function: Any, *provided: object) -> Any:
-    handler = Handler(function).resolved(Provided(provided or [CLIENT, POOL]))
+    handler = Handler(function).resolved(Provided(CLIENT, provided or [POOL]))
     return handler.function(handler.convert(message()))
 
 
@@ -115,7 +115,7 @@ async def test_a_coroutine_function_stays_one() -> None:
     async def handler(point: Point, client: iris.Client) -> Any:
         return point, client
 
-    resolved = Handler(handler).resolved(Provided([CLIENT]))
+    resolved = Handler(handler).resolved(Provided(CLIENT))
     assert resolved.is_coroutine
     assert await resolved.function(Point(7)) == (Point(7), CLIENT)
 
@@ -127,7 +127,7 @@ def test_a_handler_that_takes_only_its_message_is_not_wrapped() -> None:
 
     for function in (payload, whole, own, print, lambda payload: payload):
         handler = Handler(function)
-        assert handler.resolved(Provided([CLIENT, POOL])) is handler
+        assert handler.resolved(Provided(CLIENT, [POOL])) is handler
 
 
 def test_a_payload_that_does_not_fit_is_a_decode_error_beside_other_parameters() -> None:
@@ -173,7 +173,7 @@ def test_two_parameters_for_the_payload_are_an_error_at_registration() -> None:
 @pytest.mark.parametrize("value", [{}, [], b"", "text", 1, None])
 def test_an_object_that_could_be_a_payload_cannot_be_provided(value: object) -> None:
     with pytest.raises(ConfigError, match=f"type {type(value).__name__} .*class of yours"):
-        Provided([value])
+        Provided(CLIENT, [value])
 
 
 class TestSubscriber:
@@ -196,7 +196,7 @@ class TestSubscriber:
             lambda message: None,
         ]
         for function in functions:
-            assert subscriber(function, Provided([CLIENT])) == function
+            assert subscriber(function, Provided(CLIENT)) == function
 
     def test_a_payload_is_decoded_for_its_annotation(self) -> None:
         got: list[Any] = []
@@ -208,11 +208,11 @@ class TestSubscriber:
             got.extend((whole, client))
 
         for function in (typed, both):
-            subscriber(function, Provided([CLIENT]))(message())
+            subscriber(function, Provided(CLIENT))(message())
         assert got == [Point(7), message(), CLIENT]
 
     def test_an_annotation_that_cannot_be_evaluated_means_the_message_for_one_version(self) -> None:
         def later(message: Nonexistent) -> None: ...  # type: ignore[name-defined]  # noqa: F821 - the case
 
         with pytest.warns(DeprecationWarning, match="'later': .* receives the whole message"):
-            assert subscriber(later, Provided([CLIENT])) is later
+            assert subscriber(later, Provided(CLIENT)) is later
