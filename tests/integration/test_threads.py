@@ -11,6 +11,7 @@ from integration.kit import named
 from support.waiting import PATIENCE_S, until
 
 import iris
+from iris.deadlines import handled_us
 from iris.testing import LocalCluster
 
 
@@ -97,6 +98,17 @@ async def test_a_request_whose_deadline_passes_before_a_thread_is_free_does_not_
         assert await first == 1
         await until(lambda: client.counters.get("expired") == 1)
     assert gate.passed == [1]
+
+
+async def test_what_a_thread_calls_has_the_deadline_of_its_request() -> None:
+    service = iris.Service("slow")
+
+    @service.on_request(threads=1)
+    def wait(request: iris.Request) -> bool:
+        return request.deadline == handled_us() / 1e6
+
+    async with LocalCluster() as cluster, cluster.client() as client, client.serve(service):
+        assert await client.request("slow", b"", timeout=PATIENCE_S) is True
 
 
 async def test_a_leaving_member_waits_for_its_threads() -> None:
