@@ -1,6 +1,5 @@
 """Test a promise of Iris at a given scale, and write the measured figures down: `python tests/proof.py AREA N`.
 
-
     AREA            example N  what N counts
     tunnels         10000      idle tunnels between one relay and one member
     connections     1000       sessions at once at one relay
@@ -81,7 +80,7 @@ the same code at small counts. `bench/README.md` says what each area does. MB ar
 
 
 def commit() -> str:
-    """Return the commit, and whether anything but this record differs from it."""
+    """Return the commit, with a note if any file except the record differs from it."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(proofs.ROOT), *arguments]
@@ -92,7 +91,7 @@ def commit() -> str:
 
 
 def section(area: str, count: int, seed: int, proof: Proof) -> str:
-    """Return what is written down of one run."""
+    """Return the section of the record for one run."""
     here = facts()
     machine = f"{here['cpu']}, {here['cpus']} cores, Python {here['python']}"
     verdict = "**Did not hold:** " + "; ".join(proof.broken) if proof.broken else "Held"
@@ -104,7 +103,7 @@ def section(area: str, count: int, seed: int, proof: Proof) -> str:
 
 
 def record(path: Path, text: str) -> None:
-    """Put a section into the file, in the place of the one with the same heading."""
+    """Write a section into the file; it replaces the one with the same heading."""
     before = path.read_text() if path.exists() else ""
     found = {part.split("\n", 1)[0]: part for part in re.split(r"^(?=## )", before, flags=re.M)[1:]}
     found[text.split("\n", 1)[0]] = text
@@ -118,7 +117,7 @@ def record(path: Path, text: str) -> None:
 
 
 def play(name: str, deadline_s: str, options: str) -> None:
-    """Be a role: "area.function"."""
+    """Run one role, "area.function", in this process."""
     signal.alarm(int(deadline_s))
     area, _, function = name.partition(".")
     role = getattr(importlib.import_module(_module(area)), function)
@@ -140,7 +139,7 @@ def main() -> None:
     if args.count is None and most is None:
         parser.error(f"{args.area} has no end: N must be a number")
     count = min(args.count or most, most or args.count)
-    # As Ctrl-C: the processes end, and their directory goes.
+    # Handle it as Ctrl-C, so that all processes end and their directory is removed.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     begin_s = time.monotonic()
     try:
@@ -160,7 +159,7 @@ def _module(area: str) -> str:
 
 
 def _count(text: str) -> int | None:
-    """Return a count; None for "all"."""
+    """Parse N; None stands for "all"."""
     return None if text == "all" else int(text)
 
 

@@ -1,4 +1,4 @@
-"""The promises that `tests/proof.py` proves: one module per area, each with a `run` and the roles that it starts."""
+"""The areas of `tests/proof.py`: one module each, with a function `run` and the roles that it starts as processes."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-# The harness of the benches: processes with a relay and keys of their own, and the facts of the machine.
+# For the harness of the benchmarks: processes with their own relay and keys, and the facts of the machine.
 sys.path.append(str(ROOT / "bench"))

@@ -1,4 +1,4 @@
-"""What the areas share: an outcome, cues from the proof to its roles, memory, the deadline of a run."""
+"""Helpers of all areas: the outcome, cues from the proof to its roles, memory, and the deadline of a run."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from harness import Result, Role, Roles
 from proofs import ROOT
 
 TIMEOUT_S = 60.0
-"""Longest that a role waits for anything: it fails a proof, and never slows one."""
+"""Limit of every wait in a role. It can make a proof fail, but never slows one down."""
 
 
 @dataclass(slots=True)
 class Proof:
-    """The outcome of one run: figures as they are written down, and each promise that did not hold."""
+    """The outcome of one run: the figures for the record, and each promise that did not hold."""
 
     figures: dict[str, str] = field(default_factory=dict)
     broken: list[str] = field(default_factory=list)
 
     def promise(self, text: str, holds: bool) -> None:
-        """Note that `text` was promised."""
+        """Note whether the promise `text` holds."""
         if not holds:
             self.broken.append(text)
 
 
 def deadline_s(count: int) -> float:
-    """Return the seconds after which a run of this size is given up, and all its processes are killed."""
+    """Return the seconds after which a run of this size is aborted and all its processes are killed."""
     return 60.0 + count / 100
 
 
 class Run(Roles):
-    """The processes of one proof. Each role knows the deadline, and ends with it even if the proof was killed."""
+    """The processes of one proof. Each role ends at the deadline, even if the proof was killed."""
 
     def __init__(self, deadline_s: float) -> None:
         super().__init__(deadline_s)
@@ -46,7 +46,7 @@ class Run(Roles):
 def start(
     roles: Run, name: str, env: dict[str, str], options: dict[str, Any], *, ready: bool = True
 ) -> Role:
-    """Start the role `name` ("area.function") with `options`; with `ready`, return when it has said so."""
+    """Start the role `name` ("area.function") with `options`. `ready`: return when it has reported that it is ready."""
     command = [
         str(ROOT / "tests" / "proof.py"),
         "--role",
@@ -58,14 +58,14 @@ def start(
 
 
 def settings(roles: Roles, **values: int | float) -> list[str]:
-    """Write the settings of a relay; return the arguments that it reads them with."""
+    """Write a settings file for a relay; return the arguments that make the relay read it."""
     path = roles.directory / "relay.toml"
     path.write_text("".join(f"{name} = {value}\n" for name, value in values.items()))
     return ["--config", str(path)]
 
 
 class Cues:
-    """In a role: the proof sends SIGUSR1 for the next step, SIGTERM for the end."""
+    """The cues that a role receives from the proof: SIGUSR1 for the next step, SIGTERM for the end."""
 
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
@@ -80,20 +80,20 @@ class Cues:
 
 
 def cue(*roles: Role) -> None:
-    """Let each of `roles` take its next step."""
+    """Send each of `roles` the cue for its next step."""
     for role in roles:
         role.process.send_signal(signal.SIGUSR1)
 
 
 def cue_and_wait(*roles: Role) -> None:
-    """As `cue`; return when all have done it."""
+    """Send each of `roles` the cue for its next step, and return when all have finished it."""
     cue(*roles)
     for role in roles:
         role.wait_ready()
 
 
 def memory_mb(*roles: Role) -> tuple[float, float]:
-    """Return resident and proportional memory of running processes together, in MB (10^6 bytes)."""
+    """Return the sums of resident and proportional memory of running processes, in MB (10^6 bytes)."""
     resident = proportional = 0
     for role in roles:
         lines = Path(f"/proc/{role.process.pid}/smaps_rollup").read_text().splitlines()[1:]
@@ -104,7 +104,7 @@ def memory_mb(*roles: Role) -> tuple[float, float]:
 
 
 def show_mb(memory: tuple[float, float]) -> str:
-    """Return memory as it is written down."""
+    """Return memory as text for the record."""
     return f"{memory[0]:.1f} MB resident, {memory[1]:.1f} MB proportional"
 
 
@@ -114,6 +114,6 @@ def total(results: list[Result], key: str) -> int:
 
 
 def shares(count: int, parts: int) -> list[int]:
-    """Return `count` split into at most `parts` whole numbers above 0 that differ by 1 at most."""
+    """Split `count` into at most `parts` positive integers that differ by at most 1."""
     parts = min(parts, count)
     return [count // parts + (number < count % parts) for number in range(parts)]

@@ -1,4 +1,4 @@
-"""N sessions connect to one relay at once, stay, and ask once each under a key that each has proved."""
+"""N sessions connect to one relay at once, stay, and send one request each, with a proven key."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SPARE = 16
 
 
 def allow_descriptors(count: int) -> None:
-    """Let this process, and what it starts, open `count` descriptors; raises ValueError if it may not."""
+    """Let this process and its children open `count` descriptors. Raises ValueError if that is not allowed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, count), hard))
 
@@ -74,7 +74,7 @@ async def sessions(options: dict[str, Any]) -> Result:
         return await asyncio.gather(*map(one, clients))
 
     async def ask(client: iris.Client) -> None:
-        # Listing a cluster needs its key, proved in this session; so does asking it.
+        # Both `members` and `request` need the cluster's key, proven in this session.
         there = await client.members(CLUSTER)
         if len(there) != 1 or there.others:
             failures.append(f"the relay did not take our key: {there!r} {there.others}")
@@ -97,11 +97,11 @@ async def sessions(options: dict[str, Any]) -> Result:
 
 
 def run(count: int, seed: int) -> Proof:
-    """Prove it with `count` sessions."""
+    """Run it with `count` sessions."""
     proof = Proof()
     allow_descriptors(count + 256)
     with Run(deadline_s(count)) as roles:
-        # A quarter is kept for other users.
+        # A relay keeps a quarter of its sessions for other users.
         relay = IrisRelay(roles, settings(roles, max_sessions=-(-4 * (count + SPARE) // 3)))
         served = start(roles, "connections.member", relay.env, {})
         clients = [
@@ -136,7 +136,7 @@ def run(count: int, seed: int) -> Proof:
 
 
 def percentiles(results: list[Result], key: str) -> str:
-    """Return percentiles over all sessions, in ms."""
+    """Return percentiles over all sessions, in ms, as text."""
     points = harness.percentiles_us(ns for result in results for ns in result[key])
     shown = {name: points[f"{name}_us"] / 1000 for name in ("p50", "p99", "max")}
     return ", ".join(f"{name} {ms:.1f} ms" for name, ms in shown.items())

@@ -1,7 +1,7 @@
-"""N times a direct tunnel is broken under load: by a kill of its opener, its member or the relay, or by its pair.
+"""Breaks N direct tunnels under load: by killing the opener, the member or the relay, or by shutting down the pair.
 
-Whoever is left hears of it within a second, has got every message before it whole and in order, and the relay has
-its descriptors back.
+The remaining ends must get a report within a second, and must have received all earlier messages whole and in order.
+The relay must have its descriptors back.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from proofs.common import TIMEOUT_S, Cues, Proof, Run, start
 
 CLUSTER = "proof-direct"
 KINDS = ("opener", "member", "pair", "relay")
-"""What is killed in turn; of the pair, one end shuts it down."""
+"""What is killed, in turn. "pair": one end shuts down the socket pair."""
 WITHIN_S = 1.0
 MOST_AFTER_S = 0.05
-"""Seconds of load after both directions have moved."""
+"""Most seconds of load after both directions have moved to the socket pair."""
 SIZES = (1, 100, 5_000, 65_536, 70_000, 300_000)
 SETTLE_S = 0.2
 LOOKS = 500
@@ -34,7 +34,7 @@ LOOK_S = 0.01
 
 
 class Side:
-    """One end: sends numbered messages of many sizes, checks what comes, and says when it broke."""
+    """One end of a tunnel: sends numbered messages of many sizes, checks those received, and notes when it breaks."""
 
     def __init__(self, tunnel: iris.Tunnel) -> None:
         self.tunnel = tunnel
@@ -43,7 +43,7 @@ class Side:
         self.reason = ""
 
     async def send(self) -> None:
-        """Send until it breaks."""
+        """Send until the tunnel breaks."""
         number = 0
         while True:
             size = SIZES[number % len(SIZES)]
@@ -51,7 +51,7 @@ class Side:
             number += 1
 
     async def receive(self) -> None:
-        """Receive until it breaks."""
+        """Receive until the tunnel breaks."""
         async for message in self.tunnel:
             size = SIZES[self.received % len(SIZES)]
             wanted = self.received.to_bytes(8, "little") + bytes([self.received % 251]) * size
@@ -60,7 +60,7 @@ class Side:
 
     @property
     def moved(self) -> bool:
-        """Both directions go by the pair."""
+        """Whether both directions use the socket pair."""
         direct = self.tunnel._end.direct
         return self.tunnel._end.pair is not None and direct is not None and direct.moved
 
@@ -124,14 +124,14 @@ def descriptors(role: Role) -> int:
 
 
 def at_rest(relay: IrisRelay) -> int:
-    """Return the descriptors that a relay has without sessions, after its first: some are opened once and kept."""
+    """Return a relay's number of descriptors without sessions, after a first one: some are opened once and kept."""
     relay.status()
     time.sleep(SETTLE_S)
     return descriptors(relay.role)
 
 
 def returned(relay: IrisRelay, least: int) -> bool:
-    """Whether the relay has as few descriptors as before the tunnel, after a moment."""
+    """Wait a moment, and return whether the relay has as few descriptors as before the tunnel."""
     for _ in range(LOOKS):
         if descriptors(relay.role) <= least:
             return True
@@ -140,7 +140,7 @@ def returned(relay: IrisRelay, least: int) -> bool:
 
 
 def run(count: int, seed: int) -> Proof:
-    """Break `count` tunnels."""
+    """Run it with `count` tunnels."""
     proof = Proof()
     chance = random.Random(seed)
     notified_s: dict[str, list[float]] = {kind: [] for kind in KINDS}

@@ -1,7 +1,7 @@
-"""Two hosts (network namespaces) on one switch: N starts of a relay, alone and beside another, and what idleness sends.
+"""Two hosts (network namespaces) on one switch: N starts of a relay, alone and beside another one, and idle traffic.
 
-Needs root. The times are those of the relay's own log, from the moment before its process is started: interpreter and
-imports are in them. Nothing is configured but the network key.
+Needs root. Times are measured from before the process is started to the event in the relay's log, so they include
+the interpreter and imports. Only the network key is configured.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ MEASURED_STARTS = 20
 SETTLE_S, IDLE_S = 5.0, 30.0
 """Time before idleness is measured, and length of the measurement. Shorter in proportion with fewer starts."""
 IDLE_LIMIT = 1000.0
-"""Bytes a second that a relay without links may send."""
+"""Most bytes a second that a relay without links may send."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """What an interface sent and received in a second."""
+    """Packets and bytes of an interface per second."""
 
     sent_bytes: float
     received_bytes: float
@@ -42,7 +42,7 @@ class Rate:
 
 
 def idle(nic: Nic, part: float) -> Rate:
-    """Return what passes an interface while nobody uses the relay; `part` of the usual time is measured."""
+    """Return the traffic of an interface while nobody uses the relay, measured for `part` of the usual time."""
     time.sleep(part * SETTLE_S)
     seconds = part * IDLE_S
     before = nic.traffic()
@@ -58,7 +58,7 @@ def idle(nic: Nic, part: float) -> Rate:
 
 
 def started(relay: Relay, event: str) -> float:
-    """Start a relay; return the seconds until it logged `event`, and end it."""
+    """Start a relay, measure the seconds until it logs `event`, and end it."""
     begin = len(relay.lines())
     before_s = time.time()
     relay.launch()
@@ -73,12 +73,12 @@ def started(relay: Relay, event: str) -> float:
 
 
 def show(seconds: list[float]) -> str:
-    """Return times as they are written down."""
+    """Return times as text for the record."""
     return f"median {statistics.median(seconds):.3f} s, max {max(seconds):.3f} s"
 
 
 def run(count: int, seed: int) -> Proof:
-    """Prove it over `count` starts of each kind."""
+    """Run it with `count` starts of each kind."""
     if reason := why_not():
         raise BenchError(reason)
     part = min(1.0, count / MEASURED_STARTS)

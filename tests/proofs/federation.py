@@ -1,10 +1,10 @@
-"""N lives of a simulated federation at size, a seed each: 50 sites of 20 relays, two gateways each, every site
+"""N lives of a large simulated federation, each with its seed: 50 sites of 20 relays and two gateways each, every site
 connected to every other.
 
-The code is that of `tests/support/sim/world.py`, which `make test` runs at a small size. Gateways are killed,
-frozen, retired and cut, sites are isolated and come back; then every copy of every site's interest at every relay
-has to be the truth, every bundle has to have crossed once to each site, and everything has to arrive everywhere.
-`replay(seed)` plays one seed again.
+The code is in `tests/support/sim/world.py`, which `make test` runs at a small size. Gateways are killed, frozen,
+drained and cut, and sites are isolated and return. Then every replica of every site's interest at every relay must be
+true, every bundle must have been sent once to each site, and messages must arrive everywhere.
+`replay(seed)` runs one seed again.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ SITES = 50
 RELAYS = 20
 """Relays of each site."""
 STEPS = 40
-"""Events of a life before it is checked."""
+"""Events of a life before the final check."""
 SHOWN = 5
-"""Broken seeds that are written down."""
+"""Most failed seeds in the record."""
 
 
 def live(
     seed: int, sites: int = SITES, relays: int = RELAYS
 ) -> tuple[int, str, float, Counter[str]]:
-    """Play one life; return its seed, what it broke (empty: nothing), its processor seconds and what happened in it."""
-    gc.disable()  # it would walk through a thousand relays again and again
+    """Run one life; return its seed, the violation (or ""), its processor seconds and the counts of its events."""
+    gc.disable()  # each collection would visit a thousand relays
     begin_s = time.process_time()
     broken = ""
     counted: Counter[str] = Counter()
@@ -49,7 +49,7 @@ def live(
 
 
 def replay(seed: int) -> None:
-    """Play one seed again and say what it breaks: python -c "from proofs.federation import replay; replay(1)" in
+    """Run one seed again and print its violation: python -c "from proofs.federation import replay; replay(1)" in
     bench/.
     """
     _, broken, took_s, counted = live(seed)
@@ -57,11 +57,11 @@ def replay(seed: int) -> None:
 
 
 def sim(count: int, seed: int, proof: Proof, *, sites: int = SITES, relays: int = RELAYS) -> None:
-    """Prove it with `count` seeds, from `seed` on."""
+    """Run `count` seeds, from `seed` on."""
     total: Counter[str] = Counter()
     broken: list[tuple[int, str]] = []
     longest_s = 0.0
-    # A process for each life: what it leaves behind is not collected.
+    # Each life gets a new process, because its garbage is not collected.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(os.cpu_count(), context, max_tasks_per_child=1) as pool:
         for number, text, took_s, counted in pool.map(
@@ -92,14 +92,14 @@ def sim(count: int, seed: int, proof: Proof, *, sites: int = SITES, relays: int 
 
 
 def _ended(total: Counter[str], kind: str) -> str:
-    """Return how all calls of a kind ended."""
+    """Return the outcomes of all calls of a kind, as text."""
     ends = {name.partition(" ")[2]: n for name, n in total.items() if name.startswith(f"{kind} ")}
     shown = ", ".join(f"{n:,} {end}" for end, n in sorted(ends.items(), key=lambda item: -item[1]))
     return f"{sum(ends.values()):,}: {shown}"
 
 
 def run(count: int, seed: int) -> Proof:
-    """Prove it with `count` seeds, from `seed` on."""
+    """Run `count` seeds, from `seed` on."""
     proof = Proof()
     sim(count, seed, proof)
     return proof

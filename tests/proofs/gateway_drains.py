@@ -216,7 +216,7 @@ def _free_ports(count: int) -> list[int]:
 
 
 def run(count: int, seed: int) -> Proof:
-    """Prove it with `count` drains."""
+    """Run it with `count` drains."""
     proof = Proof()
     rng = random.Random(seed)
     short_s: list[float] = []

@@ -1,9 +1,9 @@
-"""N seconds of random faults among real processes; what each wrote down is judged afterwards by `history/checker.py`.
+"""N seconds of random faults among real processes, whose histories `history/checker.py` checks afterwards.
 
-Two sites of two gateways and one more relay each, on hosts of their own (network namespaces); a store in the first.
-Members of all kinds (`history/member.py`) in both. Faults, drawn from the seed: SIGKILL, SIGTERM and SIGSTOP of
-relays, gateways, the store and members; cables and the WAN cut; clocks set an hour on and back, where libfaketime
-is installed. Needs root.
+There are two sites of two gateways and one more relay each, on separate hosts (network namespaces), with a store in
+the first site and members of all kinds (`history/member.py`) in both. The faults are drawn from the seed: SIGKILL,
+SIGTERM and SIGSTOP of relays, gateways, the store and members; cuts of cables and the WAN; and, if libfaketime is
+installed, clocks that are set an hour forward and back. Needs root.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ HOSTS: Final = {
     "appender": ("eu2",),
     "worker": ("eu1", "eu3"),
 }
-"""Who runs where."""
+"""Role -> the hosts on which it runs."""
 LISTENERS: Final = ("service", "subscriber", "sharer")
 CALM_S: Final = 5.0
-"""After the last fault, before anybody is told to end."""
+"""Pause after the last fault, before any process is stopped."""
 END_S: Final = 60.0
-"""Longest that anybody takes to end, or a relay to serve again, on a busy machine."""
+"""Limit for the end of a process, or for a relay to serve again, on a busy machine."""
 FAKETIME: Final = "/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1"
 SETTING: Final = "clock"
 MAX_SHOWN: Final = 5
 KEEP: Final = "IRIS_PROOF_KEEP"
-"""The environment's name of a folder that is not there yet: histories that break a promise are copied to it, with
+"""Environment variable with the path of a new folder, to which histories with violations are copied, with
 the faults.
 """
 
 
 class Process:
-    """A member of the run: it is started again, under another name, whenever it ends."""
+    """A member of the run. Whenever it ends, it is started again under another name."""
 
     def __init__(self, run: Campaign, role: str, relay: Relay) -> None:
         self.run, self.role, self.relay = run, role, relay
@@ -68,7 +68,7 @@ class Process:
         self.process: subprocess.Popen[bytes]
 
     def start(self) -> None:
-        """Start it, with a history of its own."""
+        """Start the process with a new history."""
         self.name = f"{self.role}-{self.relay.name}-{next(self.run.numbers)}"
         path = self.run.directory / f"{self.name}.history"
         options = {"name": self.name, "history": str(path), "seed": self.run.rng.getrandbits(32)}
@@ -79,12 +79,12 @@ class Process:
             )  # fmt: skip
 
     def started(self) -> None:
-        """Start it again, unless another fault's end did."""
+        """Start the process again, unless the end of another fault has done so."""
         if self.process.poll() is not None:
             self.start()
 
     def began(self, word: bytes = b"") -> None:
-        """Return when it is connected, and has written `word`."""
+        """Return when the process is connected and has written `word` to its history."""
         path = self.run.directory / f"{self.name}.history"
         until_s = time.monotonic() + END_S
         while not (path.exists() and path.stat().st_size and word in path.read_bytes()):
@@ -93,7 +93,7 @@ class Process:
             time.sleep(0.02)
 
     def end(self) -> None:
-        """Let it finish; raises BenchError if it does not."""
+        """Stop the process and wait for its end. Raises BenchError if it fails."""
         self.process.send_signal(signal.SIGTERM)
         try:
             code = self.process.wait(END_S)
@@ -105,7 +105,7 @@ class Process:
 
 
 class Campaign:
-    """One run: who takes part, and the faults."""
+    """One run: its processes and its faults."""
 
     def __init__(self, federation: Federation, directory: Path, seed: int) -> None:
         self.federation = federation
@@ -120,14 +120,14 @@ class Campaign:
         ]
         self.did: Counter[str] = Counter()
         self.chosen = ""
-        """What the latest fault was done to, if that has a name."""
+        """Name of the target of the latest fault, or ""."""
         self.faults: list[dict[str, Any]] = []
         self.clocks = os.path.exists(FAKETIME)
 
     # -- faults: each returns what undoes it -----------------------------------------------------------------
 
     def fault(self) -> Callable[[], None]:
-        """Do something, and return what makes it good."""
+        """Cause a random fault, and return the function that ends it."""
         faults: list[tuple[int, Callable[[], Callable[[], None]]]] = [
             (4, self.relay_killed), (4, self.relay_stopped), (3, self.relay_frozen), (3, self.cable_cut), (2, self.wan_cut),
             (2, self.wan_stalled), (2, self.store_killed), (1, self.store_frozen), (4, self.member_killed), (3, self.member_stopped),
@@ -282,13 +282,13 @@ class Campaign:
 
 
 def _launched(relay: Relay) -> None:
-    """Start a relay again, unless another fault's end did."""
+    """Start a relay again, unless the end of another fault has done so."""
     if relay.process.poll() is not None:
         relay.launch()
 
 
 def _wait(process: subprocess.Popen[bytes], what: str) -> None:
-    """Return when a process has ended that was sent SIGTERM; another fault may have frozen it meanwhile."""
+    """Wait for the end of a process after SIGTERM. Resume it first, as another fault may have frozen it."""
     process.send_signal(signal.SIGCONT)
     try:
         process.wait(END_S)
@@ -297,18 +297,18 @@ def _wait(process: subprocess.Popen[bytes], what: str) -> None:
 
 
 def _set_clock(path: Path, offset: str) -> None:
-    """In one step: a process that reads it finds the old one or the new one."""
+    """Write the offset of a clock atomically: a process that reads the file sees the old offset or the new one."""
     fresh = path.with_suffix(".new")
     fresh.write_text(offset + "\n")
     fresh.replace(path)
 
 
 def _nothing() -> None:
-    """It heals by itself."""
+    """Do nothing: the fault ends by itself."""
 
 
 def run(count: int, seed: int) -> Proof:
-    """Prove it with `count` seconds of faults."""
+    """Run it with `count` seconds of faults."""
     if reason := why_not():
         raise BenchError(f"no hosts: {reason}")
     proof = Proof()
@@ -349,7 +349,7 @@ def run(count: int, seed: int) -> Proof:
 
 
 def _restart_with_clocks(campaign: Campaign) -> None:
-    """Start every relay again under libfaketime; what it starts, and members of its host, inherit that."""
+    """Start every relay again under libfaketime, which its child processes and the members of its host inherit."""
     for relay in campaign.relays.values():
         setting = relay.directory / SETTING
         _set_clock(setting, "+0")

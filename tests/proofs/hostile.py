@@ -1,4 +1,4 @@
-"""N steps of a hostile relay and a hostile site among honest relays and sessions. They send whatever is well framed.
+"""N steps of a hostile relay and a hostile site among honest relays and sessions, with any frames of valid framing.
 
 The hostile relay holds the network key, and the hostile site is pinned. The adversaries are those of
 `tests/support/hostile`, which `make test` runs for some seconds. If a life breaks a promise, its seed and step are
@@ -29,7 +29,7 @@ KINDS = (("relay",), ("site",), ("relay", "site"))
 
 
 def live(task: tuple[int, int]) -> tuple[int, str, Counter[str], Counter[str]]:
-    """Play one life, given as (seed, steps).
+    """Run one life, given as (seed, steps).
 
     Return the seed, the violated promise or "", and how often each event and each broken rule occurred.
     """
@@ -54,7 +54,7 @@ def live(task: tuple[int, int]) -> tuple[int, str, Counter[str], Counter[str]]:
 
 
 def grown(steps: int, seed: int) -> tuple[float, str]:
-    """Play one long life; return how many MB its second half took, and what it broke."""
+    """Run one long life; return the growth of memory in its second half, in MB, and the violated promise or ""."""
     scene = Scene(seed, KINDS[2])
     peaks = []
     try:

@@ -12,7 +12,7 @@ from proofs.common import Proof, Run, memory_mb, show_mb
 SETTLE_S = 1.0
 LIMIT_MB = 50.0
 LIMIT_SHARE = 0.001
-"""Share of one processor that counts as no measurable use."""
+"""Largest share of one processor that an idle relay may use."""
 MEASURED_S = 10
 """A shorter run shows the figures, but does not compare them with the limits."""
 START_S = 30.0
@@ -25,7 +25,7 @@ def cpu_s(role: Role) -> float:
 
 
 def run(count: int, seed: int) -> Proof:
-    """Prove it over `count` seconds."""
+    """Run it for `count` seconds."""
     proof = Proof()
     with Run(count + START_S) as roles:
         relay = IrisRelay(roles)

@@ -1,10 +1,10 @@
 """Remove one of our checks at a time and run the tests named for it: each of the first N sabotages must make a test
 fail.
 
-`proofs.sabotages` lists them. Each is put into a copy of the tree that has an environment of its own, so that
-processes which the tests start import the copy, too. If the source does not contain a sabotage's expression exactly
-once, the run fails before it begins. First all tests must pass in an unchanged copy. A hang counts as a failure;
-whatever a test run started ends with it.
+`proofs.sabotages` lists them. Each is applied to a copy of the tree with its own environment, so that processes
+started by the tests import the copy, too. If the source does not contain a sabotage's expression exactly
+once, the run fails before it begins. First all tests must pass in an unchanged copy. A test that hangs counts as
+failed. All processes that a test run started are killed with it.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def sabotaged(sabotage: Sabotage, source: str) -> str:
 
 
 def _span(sabotage: Sabotage, source: str) -> tuple[int, int]:
-    """Return where the function begins and ends."""
+    """Return the start and end of the function in the source."""
     nodes: list[ast.AST] = [ast.parse(source)]
     for name in sabotage.function.split("."):
         kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
@@ -106,7 +106,7 @@ def _span(sabotage: Sabotage, source: str) -> tuple[int, int]:
 
 
 def faults(sabotages: Sequence[Sabotage], root: Path = ROOT) -> list[str]:
-    """Return the errors of a list of sabotages against the tree at `root`."""
+    """Return the errors in a list of sabotages, compared with the tree at `root`."""
     ids = Counter(one.id for one in sabotages)
     found = [f"{one.id}: the id is used twice" for one in sabotages if ids[one.id] > 1]
     for sabotage in sabotages:
@@ -155,7 +155,7 @@ def copy_tree(directory: Path) -> Path:
 
 
 def run_tests(tree: Path, tests: Sequence[str], hangs_s: float = HANGS_S) -> Outcome:
-    """Run tests in a copy. Whatever they started has ended when this returns. Call `adopt` in the process first."""
+    """Run tests in a copy. All processes that they started have ended on return. Call `adopt` in this process first."""
     hidden = ("PYTHONPATH", "PYTHONHOME", "PYTEST_ADDOPTS", "VIRTUAL_ENV")
     env = {name: value for name, value in os.environ.items() if name not in hidden}
     scratch = tree.with_name(tree.name + "t")
@@ -185,13 +185,13 @@ def run_tests(tree: Path, tests: Sequence[str], hangs_s: float = HANGS_S) -> Out
 
 
 def adopt() -> None:
-    """Become the parent of every descendant whose own parent has ended."""
+    """Become the parent of every descendant process whose parent has ended."""
     if ctypes.CDLL(None, use_errno=True).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         raise BenchError(f"no subreaper: {os.strerror(ctypes.get_errno())}")
 
 
 def end_descendants(running: subprocess.Popen[bytes] | subprocess.Popen[str]) -> None:
-    """Kill every process that this one started, directly or not, each by its id; `running` is the direct one."""
+    """Kill all descendants of this process, each by its id; `running` is the direct child."""
     while found := _descendants():
         for pid in found:
             try:
@@ -225,7 +225,7 @@ def _descendants() -> list[int]:
 
 
 def _own_tree(directory: Path) -> Path:
-    """Return this worker's copy of the tree, made at first use."""
+    """Return this worker's copy of the tree, which is created at its first use."""
     tree = directory / f"w{os.getpid()}"
     if not tree.exists():
         adopt()
@@ -249,7 +249,7 @@ def _broken(directory: Path, sabotage: Sabotage) -> Outcome:
 
 
 def _write(path: Path, text: str) -> None:
-    # Python compares compiled files by second and size, which may be the same.
+    # Python compares the time (in seconds) and size of a source with its compiled file, and both may be the same.
     for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*"):
         compiled.unlink()
     path.write_text(text)

@@ -1,4 +1,4 @@
-"""A relay of a proof that is stopped and started again at the same place."""
+"""A relay of a proof that is stopped and started again with the same socket and files."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from iris.keyfiles import create_keys
 from proofs.common import Run
 
 START_S = 30.0
-"""Longest that a relay takes to serve, or to log what is waited for, on a busy machine."""
+"""Limit for a relay to serve, or to log an event, on a busy machine."""
 
 
 class RestartableRelay:
-    """One relay, everything of it in a directory of its own inside that of `roles`; those of one `network` share
+    """One relay with all its files in its own directory inside that of `roles`. Relays of one `network` share
     their keys.
     """
 
     def __init__(
         self, roles: Run, arguments: list[str], *, name: str = "relay", network: str = "keys", keyring: str = "", **settings: str
     ) -> None:  # fmt: skip
-        """`keyring` names a network whose keyring this one has, too; `settings` go to its environment."""
+        """`keyring`: a network whose keyring this relay also has. `settings`: variables of its environment."""
         self._roles = roles
         self.name = name
         directory = roles.directory / name
@@ -45,7 +45,7 @@ class RestartableRelay:
         self.role: Role
 
     def start(self) -> None:
-        """Start it; returns when it serves."""
+        """Start the relay, and return when it serves."""
         before = _identity(self.socket)
         self.role = self._roles.start(self.name, self._command, env=self.env, reports=False)
         until_s = time.monotonic() + START_S
@@ -55,14 +55,14 @@ class RestartableRelay:
             time.sleep(0.005)
 
     def end(self, number: signal.Signals) -> float:
-        """Send a signal; return the seconds until the process is gone."""
+        """Send a signal; return the seconds until the process has ended."""
         began_s = time.monotonic()
         self.role.process.send_signal(number)
         self.role.process.wait()
         return time.monotonic() - began_s
 
     def logged(self, event: str, count: int = 1) -> None:
-        """Return when the present process has logged `event` so often."""
+        """Return when the present process has logged `event` `count` times."""
         until_s = time.monotonic() + START_S
         while self.said(event) < count:
             if self.role.process.poll() is not None or time.monotonic() > until_s:

@@ -1,8 +1,8 @@
-"""A relay is killed and stopped under load, N times alone and N times while it looks for others: no call is refused
-for want of a member.
+"""Kills and drains a relay under load, N times alone and N times while it looks for others: no call may be refused
+because a member is missing.
 
-Every cluster has one member, so whoever is not back yet is missed. A relay is away for up to `AWAY_S`, which used
-to send clients into pauses of up to 2 s; half of the restarts are SIGKILL, half SIGTERM.
+Every cluster has one member, so a call fails if that member has not returned yet. A relay is away for up to
+`AWAY_S`, after which clients used to pause for up to 2 s. Half of the ends are SIGKILL, half SIGTERM.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ WORKERS = 8
 AWAY_S = 2.0
 CALL_S = 10.0
 NOBODY = "127.0.0.1:1"
-"""Where no relay answers: looking for one there is what settling costs."""
+"""An address without a relay. Dialling it makes the relay settle for the whole time."""
 
 
 # -- roles ---------------------------------------------------------------------------------------------------
 
 
 async def member(options: dict[str, Any]) -> Result:
-    """Serve each of some clusters by a client of its own."""
+    """Serve several clusters, each with its own client."""
     cues = Cues()
     async with contextlib.AsyncExitStack() as open_until_the_end:
         for name in options["clusters"]:
@@ -49,7 +49,7 @@ async def member(options: dict[str, Any]) -> Result:
 
 
 async def caller(options: dict[str, Any]) -> Result:
-    """Ask all clusters all the time; at a cue, say when each has answered again."""
+    """Send requests to all clusters; after each cue, report when all have answered again."""
     cues = Cues()
     names = options["clusters"]
     answered: Counter[str] = Counter()
@@ -100,7 +100,7 @@ async def caller(options: dict[str, Any]) -> Result:
 
 
 def restart(arguments: list[str], count: int, rng: random.Random) -> Result:
-    """Restart one relay `count` times; return what its callers met."""
+    """Restart one relay `count` times; return the results of its callers."""
     with Run(60.0 + 15 * count) as roles:
         relay = RestartableRelay(roles, arguments)
         relay.start()
@@ -126,7 +126,7 @@ def restart(arguments: list[str], count: int, rng: random.Random) -> Result:
 
 
 def run(count: int, seed: int) -> Proof:
-    """Prove it with `count` restarts of a relay alone, and as many of one that looks for others."""
+    """Run it with `count` restarts of a relay alone, and as many of one that looks for others."""
     proof = Proof()
     rng = random.Random(seed)
     ways = {

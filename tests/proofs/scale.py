@@ -1,10 +1,10 @@
-"""N relays in full mesh, 100 cluster memberships each: how soon they agree, what a link carries, what a relay keeps.
+"""N relays in full mesh with 100 memberships each: the time until they agree, traffic per link, memory per relay.
 
-Real Routers in virtual time, with ports of memory. What passes between two relays of a mesh depends on these two
-alone (nobody speaks for a third), so above `WHOLE` relays only the links of `WATCHED` relays are made, whole at
-both ends, and each waits for its turn among the links that the other relay would be making meanwhile. The
-processor's time is a model: so many µs for a handshake, a frame, an entry; the last two are measured here, and the
-model's figures are rounded up. Handshakes are paced, so that beats go out between them.
+Real Routers in virtual time, with ports in memory. The traffic between two relays of a mesh depends only on these
+two, as no relay sends the interest of a third. So above `WHOLE` relays only the links of `WATCHED` relays are
+simulated, complete at both ends, and each waits for its turn among the links that its peer would make meanwhile.
+Processor time is a model with fixed times for a handshake, a frame and an entry. The last two are also measured
+here; the figures of the model are rounded up. Handshakes are paced, so that beats are sent between them.
 """
 
 from __future__ import annotations
@@ -33,33 +33,33 @@ CLUSTERS = 1_000
 WHOLE = 120
 WATCHED = 3
 DELAY_US = 200
-"""One way, on a LAN."""
+"""Delay in one direction, on a LAN."""
 START_US = 1_000_000
-"""All relays start within this,"""
+"""Time within which all relays start."""
 FOUND_US = 500_000
-"""and two that run have found each other within this."""
+"""Time within which two running relays discover each other."""
 HANDSHAKE_US = 6_000
-"""TLS 1.3 with two certificates, at each end."""
+"""A TLS 1.3 handshake with two certificates, at each end."""
 FRAME_US = 40
 QUEUE_US = 50_000
-"""No handshake begins at a relay that has so much to do already."""
+"""A relay with this much queued work does not begin a handshake."""
 SEND_US = 20
-"""A frame written, with its share of TLS."""
+"""Sending a frame, with its share of TLS."""
 WALK_US = 0.8
-"""A link looked at when beats are due."""
+"""Visiting a link when beats are due."""
 ENTRY_US = 12
-"""A membership in a snapshot or change: decoded, checked, filed."""
+"""Decoding, checking and adding a membership from a snapshot or change."""
 LINK_US = HANDSHAKE_US + 4 * (FRAME_US + SEND_US) + MEMBERSHIPS * ENTRY_US
-"""All that one link costs a relay until both agree."""
+"""Total work of a relay for one link until both agree."""
 KEY = bytes(16)
 KINDS = {int(kind): Serving(8, 64 << 20) for kind in SERVED_KINDS - {Kind.STREAM}}
 LIMIT_S = 30.0
-"""In which a site of any size that is proved here has to agree."""
+"""Limit within which a site of any size must agree."""
 LIMIT_MB = 512.0
 
 
 class MemoryPort:
-    """Takes everything, and gives each frame to `out`."""
+    """A port that accepts all frames and passes each to `out`."""
 
     held_messages = 0
     crowded = False
@@ -133,7 +133,7 @@ class End:
             self.begin()
 
     def begin(self) -> None:
-        """Read what has come, HELLO first, once there is time for a handshake."""
+        """Read the received frames, HELLO first, when there is time for a handshake."""
         relay = self.relay
         if not self.dialled and relay.busy_us > relay.site.now_us + QUEUE_US:
             relay.site.at(relay.busy_us - QUEUE_US // 2, self.begin)
@@ -165,7 +165,7 @@ class End:
 
 
 class Relay:
-    """A Router, and how busy its process is."""
+    """A Router, and the time until which its process is busy."""
 
     def __init__(self, site: Site, number: int) -> None:
         self.site = site
@@ -205,7 +205,7 @@ class Relay:
         return {serial for session in self.router.sessions.values() for serial in session.members}
 
     def work(self, cost_us: float) -> None:
-        """The process is busy for so long, after what it is busy with."""
+        """Add work of `cost_us` to the queue of the process."""
         self.worked_us += cost_us
         self.busy_us = max(self.busy_us, self.site.now_us) + round(cost_us)
 
@@ -229,13 +229,13 @@ class Relay:
 
 
 class Site:
-    """All relays, and what happens next."""
+    """All relays, and the queue of events."""
 
     def __init__(self, count: int, seed: int) -> None:
         self.rng = random.Random(seed)
         self.now_us = 0
         self.heard_us = 0
-        """When interest was heard last."""
+        """Time at which interest was received last."""
         self.entry_bytes = 1 << 30
         self._heap: list[tuple[int, int, Callable[..., None], tuple[Any, ...]]] = []
         self._serial = 0
@@ -251,7 +251,7 @@ class Site:
                 self._pair(self.relays[a], self.relays[b])
 
     def _entry_bytes(self, one: Relay, other: Relay) -> int:
-        """Return how long one membership is in a snapshot."""
+        """Return the size of one membership in a snapshot, in bytes."""
         sizes: list[int] = []
         port = MemoryPort(lambda frame: sizes.append(len(frame)))
         link = one.router.link_up(port, other.router.hello(0))
@@ -282,7 +282,7 @@ class Site:
         self.now_us = until_us
 
     def converged(self) -> bool:
-        """Whether every watched relay knows all members of all others, and is known by them."""
+        """Return whether every watched relay and all others know each other's members."""
         return all(
             end.link is not None
             and end.link.replica.known
@@ -294,7 +294,7 @@ class Site:
 
 
 def size_of(root: object) -> int:
-    """Return the bytes of all that an object refers to, without code, ports and what lies behind them."""
+    """Return the bytes of all objects that an object refers to, without code, ports and what only ports refer to."""
     skipped = (type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType, MemoryPort, random.Random)  # fmt: skip
     seen: set[int] = set()
     todo = [root]
@@ -310,7 +310,7 @@ def size_of(root: object) -> int:
 
 
 def measured_us() -> tuple[float, float]:
-    """Return what a beat, and what each membership of a snapshot, takes on this machine."""
+    """Return the µs for a beat, and for each membership of a snapshot, on this machine."""
     site = Site(2, 1)
     site.run(START_US + FOUND_US + 1_000_000)
     end = site.relays[0].ends[0]
@@ -328,7 +328,7 @@ def measured_us() -> tuple[float, float]:
 
 
 def run(count: int, seed: int) -> Proof:
-    """Prove it with `count` relays."""
+    """Run it with `count` relays."""
     proof = Proof()
     begin_s = time.monotonic()
     frame_us, entry_us = measured_us()
@@ -346,14 +346,14 @@ def run(count: int, seed: int) -> Proof:
     linked = size_of(relay.router)
     worked_us = relay.worked_us
 
-    # At rest: nothing but beats.
+    # At rest only beats are sent.
     site.run(site.now_us + 2_000_000)
     before, before_us = sum(port.bytes for port in ports), relay.worked_us
     site.run(site.now_us + 10_000_000)
     idle_bytes = (sum(port.bytes for port in ports) - before) / len(ports) / 10
     idle_share = (relay.worked_us - before_us) / 10e6
 
-    # One member more.
+    # Add one member.
     site.heard_us = 0
     joined_us = site.now_us
     relay.work(FRAME_US)

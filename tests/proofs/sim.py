@@ -1,8 +1,8 @@
-"""N lives of simulated networks, a seed each: 5 to 8 relays, members that come and go, links that flap, relays that
-crash.
+"""N lives of simulated networks, each with its seed: 5 to 8 relays, members that join and leave, links that flap,
+and relays that crash.
 
-The code is that of `tests/support/sim`, which `make test` runs with ten fixed seeds. A seed whose life breaks a
-promise is named, with what happened last; `python -m support.sim SEED STEPS` in tests/ replays it.
+The code is in `tests/support/sim`, which `make test` runs with ten fixed seeds. If a life breaks a promise, its seed
+and its last events are shown. `python -m support.sim SEED STEPS`, in tests/, replays it.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from proofs.common import Proof
 
 STEPS = 360
 SHOWN = 5
-"""Broken seeds that are written down."""
+"""Most failed seeds in the record."""
 
 
 def live(seed: int) -> tuple[int, str, Counter[str]]:
-    """Play one life; return its seed, what it broke (empty: nothing) and what happened in it."""
+    """Run one life; return its seed, the violation (or "") and the counts of its events."""
     chaos = Chaos(seed)
     broken = ""
     try:
@@ -51,14 +51,14 @@ def live(seed: int) -> tuple[int, str, Counter[str]]:
 
 
 def ended(total: Counter[str], kind: str) -> str:
-    """Return how all calls of a kind ended."""
+    """Return the outcomes of all calls of a kind, as text."""
     ends = {name.partition(" ")[2]: n for name, n in total.items() if name.startswith(f"{kind} ")}
     shown = ", ".join(f"{n:,} {end}" for end, n in sorted(ends.items(), key=lambda item: -item[1]))
     return f"{sum(ends.values()):,}: {shown}"
 
 
 def run(count: int, seed: int) -> Proof:
-    """Prove it with `count` seeds, from `seed` on."""
+    """Run `count` seeds, from `seed` on."""
     proof = Proof()
     begin_s = time.monotonic()
     total: Counter[str] = Counter()

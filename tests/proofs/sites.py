@@ -1,7 +1,7 @@
-"""Three sites of two gateways and one more relay each, on hosts of their own: N cuts of the WAN, N dead gateways,
+"""Three sites of two gateways and one more relay each, on separate hosts: N cuts of the WAN, N dead gateways,
 20,000 N messages.
 
-Needs root. The code is that of `proofs/scenarios/sites.py`, which `make test` runs small. 20 ms each way between sites.
+Needs root. The code is in `proofs/scenarios/sites.py`, which `make test` runs at small counts. Delay: 20 ms each way.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from proofs.scenarios import sites
 
 ONE_WAY_S = 0.02
 MESSAGES = 20_000
-"""Over the ring, for each of the count."""
+"""Messages over the ring, for each of the count."""
 
 
 def run(count: int, seed: int) -> Proof:
-    """Prove it with `count` rounds of each fault."""
+    """Run it with `count` rounds of each fault."""
     if reason := why_not():
         raise BenchError(f"no hosts: {reason}")
     proof = Proof()

@@ -1,7 +1,7 @@
-"""Spark's processes killed: drivers at three places, tasks, Python workers and a whole executor, N times each.
+"""Kills Spark's processes: drivers at three points, tasks, Python workers and a whole executor, N times each.
 Needs Java 17.
 
-The tests are those of tests/spark marked `slow`; they check that every row of every stream is there once, in whole
+Runs the tests of tests/spark that are marked `slow`. They check that every row of every stream is stored once, in whole
 batches.
 """
 
@@ -17,12 +17,12 @@ from proofs import ROOT
 from proofs.common import Proof
 
 ROUND_S = 900.0
-"""Longest that a round takes."""
+"""Time limit of a round."""
 COUNTED = re.compile(r"(\d+) passed")
 
 
 def run(count: int, seed: int) -> Proof:
-    """Prove that kills of Spark's processes lose and double no row; the seed is of nothing here."""
+    """Check that kills of Spark's processes neither lose nor repeat a row. The seed is not used."""
     proof = Proof()
     tests = ROOT / "tests"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "slow", str(tests / "spark")]  # fmt: skip

@@ -1,10 +1,10 @@
-"""Durable streams through N kills of their store, and as much else: power cuts, damaged files, a full disk, restarts.
+"""Durable streams under N kills of their store, and under power cuts, damaged files, a full disk and restarts.
 
-The scenarios are those of `proofs/scenarios`, which `make test` runs at small counts. For N kills under load, and N
-more while batches are committed: N/4 power cuts (and one on a disk that forgets what was synced, which has to be
+The scenarios are in `proofs/scenarios`, which `make test` runs at small counts. With N kills under load, and N more
+while batches are committed, there are N/4 power cuts (and one on a disk that loses synced data, which must be
 noticed), 3N/2 damaged logs, N/10 ends of relay or store while the other runs, one full disk, a read of 50,000 N
-messages, N/4 kills of workers that share 50 N, and N/5 steps of the store's clock. What is broken is told with the
-seed of its scenario.
+messages, N/4 kills of workers that share 50 N messages, and N/5 steps of the store's clock. A broken promise is
+reported with the seed of its scenario.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from proofs.scenarios import streams as scenarios
 
 Scenario = Callable[[Rig], Coroutine[None, None, Outcome]]
 LONG = 50_000
-"""Messages of the long read, for each kill."""
+"""Messages of the long read, for each of N."""
 START_S = 300.0
 CYCLE_S = 30.0
-"""Longest that one cycle may take on average; a run is given up after that."""
+"""Limit of the average time of a cycle, after which a run is aborted."""
 
 
 def run(count: int, seed: int) -> Proof:
-    """Prove it with `count` kills."""
+    """Run it with `count` kills."""
     proof = Proof()
     with tempfile.TemporaryDirectory(prefix="iris-proof-") as made:
         try:
@@ -41,7 +41,7 @@ def run(count: int, seed: int) -> Proof:
         except RuntimeError as err:
             raise BenchError(str(err)) from err
         cuts, logs, ends = max(2, count // 4), max(10, count * 3 // 2), max(4, count // 10)
-        # First: it measures the memory of this process, in which the others leave room that a leak would not show in.
+        # First, because it measures the memory of this process: room that other scenarios leave would hide a leak.
         long = count * LONG
         _play(proof, "long read", count, lambda rig: consuming.long_read(rig, long, seed))
         _play(proof, "kills", count, lambda rig: scenarios.kills(rig, count, seed))
@@ -66,7 +66,7 @@ def run(count: int, seed: int) -> Proof:
 
 
 def _play(proof: Proof, name: str, count: int, scenario: Scenario) -> None:
-    """Run one scenario in a directory of its own, and take over what it came to."""
+    """Run one scenario in its own directory, and add its outcome to the proof."""
     begin_s = time.monotonic()
     outcome = play(START_S + CYCLE_S * count, scenario)
     print(f"{name}: {time.monotonic() - begin_s:.0f} s", file=sys.stderr, flush=True)
@@ -77,7 +77,7 @@ def _play(proof: Proof, name: str, count: int, scenario: Scenario) -> None:
 
 
 def _control(proof: Proof, scenario: Scenario) -> None:
-    """What was synced is gone, too: the audit has to see it, or it proves nothing."""
+    """Check that the audit notices the loss of synced data; otherwise it would prove nothing."""
     outcome = play(START_S + CYCLE_S * 2, scenario)
     proof.figures["control: a disk that forgets what was synced"] = (
         f"noticed: {outcome.broken[0]}" if outcome.broken else "not noticed"
@@ -86,7 +86,7 @@ def _control(proof: Proof, scenario: Scenario) -> None:
 
 
 def play(within_s: float, scenario: Scenario) -> Outcome:
-    """Run a scenario with a relay and a store in a directory of their own; it is given up after `within_s`."""
+    """Run a scenario with a relay and a store in their own directory. It is aborted after `within_s`."""
 
     async def bounded() -> Outcome:
         async with asyncio.timeout(within_s):

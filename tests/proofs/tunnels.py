@@ -1,4 +1,4 @@
-"""N idle tunnels through one relay to one member: what they weigh, that all still work, that all end well."""
+"""N idle tunnels through one relay to one member: their memory, whether all still work, and whether all end well."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from proofs.common import (  # fmt: skip
 
 CLUSTER = "proof-tunnels"
 PER_OPENER = 50_000
-"""Below the 65,536 messages and tunnels that one session may have under way."""
+"""Tunnels of one opener, below the limit of 65,536 calls and tunnels of one session."""
 AT_ONCE = 64
 SAMPLE = 200
 SETTLE_S = 0.5
 LIMIT_MB, LIMIT_TUNNELS = 400.0, 10_000
-"""Relay and members together; of more tunnels, in proportion."""
+"""Memory limit of relay and members together, for this number of tunnels; in proportion for more."""
 
 
 # -- roles ---------------------------------------------------------------------------------------------------
@@ -62,7 +62,7 @@ async def member(options: dict[str, Any]) -> Result:
     async with iris.connect() as client, client.serve(service):
         harness.say_ready()
         await cues.stop.wait()
-        with contextlib.suppress(TimeoutError):  # what is missing is counted below
+        with contextlib.suppress(TimeoutError):  # missing tunnels are counted below
             async with asyncio.timeout(TIMEOUT_S):
                 await ended.wait()
         status = await client.status()
@@ -96,7 +96,7 @@ async def opener(options: dict[str, Any]) -> Result:
             async with asyncio.timeout(TIMEOUT_S):
                 wrong += await tunnel.recv() != message
         ended = sum(tunnel.closed for tunnel in tunnels)
-        # Every other one as a conversation ends, the rest as one that is given up.
+        # Finish every other tunnel, and break the others.
         for tunnel in tunnels[::2]:
             await tunnel.finish()
         async with asyncio.timeout(TIMEOUT_S):
@@ -112,7 +112,7 @@ async def opener(options: dict[str, Any]) -> Result:
 
 
 def run(count: int, seed: int) -> Proof:
-    """Prove it with `count` tunnels."""
+    """Run it with `count` tunnels."""
     proof = Proof()
     with Run(deadline_s(count)) as roles:
         relay = IrisRelay(roles)

@@ -1,7 +1,7 @@
-"""N runs, a seed each: three workers share 10,000 messages of a stream while 50 of them are killed.
+"""N runs, each with its seed: three workers share 10,000 messages of a stream while 50 of them are killed.
 
-The scenario is that of `proofs/scenarios/consuming.py`. Every message is handled or a dead letter, each poison is
-one, and no good message is. What is broken is told with the seed of its run.
+The scenario is in `proofs/scenarios/consuming.py`. Every good message must be handled, and every message that cannot
+be handled must become a dead letter. A broken promise is reported with the seed of its run.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from proofs.streams import play
 MESSAGES = 10_000
 KILLS = 50
 RUN_S = 300.0
-"""A run that takes longer is given up."""
+"""Time limit of a run."""
 
 
 def run(count: int, seed: int) -> Proof:
-    """Prove it in `count` runs."""
+    """Do `count` runs."""
     proof = Proof()
     for turn in range(count):
         begin_s = time.monotonic()

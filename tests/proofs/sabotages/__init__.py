@@ -1,7 +1,7 @@
 """Sabotages: each replaces one expression of a check, and names the tests that must notice.
 
-`find` occurs once in the function; `put` replaces it, and so removes or inverts the check. Leave out a sabotage
-that nobody could notice because another check refuses the same.
+`find` occurs once in the function. `put` replaces it, which removes or inverts the check. Do not add a sabotage
+that no test can notice because another check refuses the same.
 """
 
 from __future__ import annotations

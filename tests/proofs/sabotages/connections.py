@@ -1,4 +1,4 @@
-"""Who may connect: sockets, certificates, and what a session may do before it has proven a key."""
+"""Admission: sockets, certificates, and the rights of a session before it has proven a key."""
 
 from __future__ import annotations
 

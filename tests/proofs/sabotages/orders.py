@@ -1,4 +1,4 @@
-"""Orders of streams: who may keep, change and end one."""
+"""Orders of streams: the rights to keep, change and end a stream."""
 
 from __future__ import annotations
 

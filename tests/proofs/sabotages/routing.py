@@ -1,4 +1,4 @@
-"""Routing within a site, and the accounts of messages that did not arrive."""
+"""Routing within a site, and the reports of messages that did not arrive."""
 
 from __future__ import annotations
 

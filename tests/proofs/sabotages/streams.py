@@ -1,4 +1,4 @@
-"""Durable streams: who may have one, and that each message is stored once."""
+"""Durable streams: access, and that each message is stored once."""
 
 from __future__ import annotations
 

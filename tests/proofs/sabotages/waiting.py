@@ -1,4 +1,4 @@
-"""Publishing that waits: what is lost, or waits for good, when credit is counted wrongly. Deadlines of handlers."""
+"""Publishing that waits: wrong counts of credit, which lose messages or block publishers. Deadlines of handlers."""
 
 from __future__ import annotations
 

@@ -1,3 +1,3 @@
-"""What the proofs run at large counts and the tests at small ones: functions that are given a count, and a seed
-where they draw.
+"""Scenarios that proofs run at large counts and tests at small ones: functions with a count, and a seed if they draw
+at random.
 """

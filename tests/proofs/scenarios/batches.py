@@ -1,5 +1,5 @@
-"""A writer of batches while the store is killed: every batch is whole and there once, and nothing of attempts that
-lost is seen.
+"""Writes batches while the store is killed: every batch must be stored whole and once, and nothing of failed attempts
+may be visible.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ LOSER = 4
 
 
 class Batches:
-    """A writer of batches: their parts are staged by several clients, some in vain, and one commits, now and then
+    """A writer of batches: several clients stage the parts, some of them in vain, and one commits, sometimes
     twice.
     """
 
     def __init__(self, clients: Sequence[iris.Client], rng: random.Random, outcome: Outcome) -> None:  # fmt: skip
         self.committed = 0
         self.sent = 0
-        """Messages of the batches until now."""
+        """Number of messages in the batches so far."""
         self.ends = {0}
         """Numbers at which a batch begins or ends."""
         self.acked: dict[int, int] = {}
-        """Number -> offset."""
+        """Acknowledged messages: number -> offset."""
         self.again: Counter[str] = Counter()
         self._clients = clients
         self._rng = rng
@@ -97,7 +97,7 @@ class Batches:
                 self.again["commits that failed"] += 1
 
     async def progress(self) -> None:
-        """Return when two more batches were committed; raises TimeoutError, or why it ended."""
+        """Return when two more batches are committed. Raises TimeoutError, or the error that ended the writer."""
         until = self.committed + 2
         async with asyncio.timeout(PATIENCE_S):
             while self.committed < until:
@@ -106,7 +106,7 @@ class Batches:
                 await asyncio.sleep(0.01)
 
     async def finish(self) -> None:
-        """End with the batch that is under way. Raises why it ended before."""
+        """End after the current batch. Raises the error that ended the writer before."""
         self._ending = True
         async with asyncio.timeout(3 * PATIENCE_S):
             await self._running

@@ -1,7 +1,7 @@
-"""What readers and consumers of a stream promise: memory that does not grow with the log, and workers that may be
+"""Scenarios for readers and consumers: memory that does not grow with the log, and workers that may be
 killed.
 
-As `streams`: scenarios, each with a count and a seed, that return an `Outcome`.
+Each has a count and a seed, and returns an `Outcome`, as those of `streams`.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from proofs.scenarios.stream_worker import CONSUMER, STREAM
 HERE = Path(__file__).parent
 CHUNK = 20_000
 GROWTH_MB = 64
-"""What a reader or store may take more at the end of a long read than after its first tenth: allocators keep some."""
+"""Allowed growth of a reader or store between the first tenth and the end of a long read: allocators keep some."""
 POISON = 97
-"""Every so many messages one that no worker can handle."""
+"""One of this many messages cannot be handled by any worker."""
 
 
 def resident_mb(pid: int | str) -> float:
-    """Return the memory of a process that is resident now, in MB."""
+    """Return the resident memory of a process, in MB."""
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
 async def long_read(rig: Rig, count: int, seed: int) -> Outcome:
-    """Append `count` messages, read all of them, and watch the memory of reader and store."""
+    """Append `count` messages, read all of them, and measure the memory of reader and store."""
     outcome = Outcome(seed)
     rig.start_relay()
     await rig.serve()
@@ -83,8 +83,8 @@ async def long_read(rig: Rig, count: int, seed: int) -> Outcome:
 
 
 async def workers(rig: Rig, count: int, kills: int, seed: int) -> Outcome:
-    """Have workers handle `count` messages while `kills` of them are killed; what cannot be handled becomes a dead
-    letter.
+    """Let workers handle `count` messages while `kills` of them are killed. Messages that fail become
+    dead letters.
     """
     outcome = Outcome(seed)
     rng = random.Random(seed)
@@ -122,7 +122,7 @@ async def workers(rig: Rig, count: int, kills: int, seed: int) -> Outcome:
             async def append() -> None:
                 for n in range(count):
                     payload = b"poison %d" % n if n in poison else b"%d" % n
-                    # Records of their own, a few of one key.
+                    # Each message is a separate record; a few share a key.
                     key = f"customer {n % 50}" if n % 3 == 0 else None
                     await client.streams.append(STREAM, payload, key=key, timeout=PATIENCE_S)
 
@@ -151,7 +151,7 @@ async def workers(rig: Rig, count: int, kills: int, seed: int) -> Outcome:
         again = 0
         for file in files.iterdir():
             for line in file.read_bytes().splitlines(keepends=True):
-                if line.endswith(b"\n"):  # else it was killed in the middle of a line
+                if line.endswith(b"\n"):  # otherwise it was killed within a line
                     offset, payload, deliveries = line.split()
                     outcome.expect("a worker is handed what was appended", offset == payload)
                     handled[int(payload)] += 1
@@ -209,7 +209,7 @@ async def clock_steps(rig: Rig, count: int, seed: int, shim: Path) -> Outcome:
             async def due(
                 what: str, payload: bytes, since_s: float, after_s: float
             ) -> StreamMessage:
-                """Return the next message: it is this one, and comes so long after `since_s`."""
+                """Return the next message. It must be `payload`, and come `after_s` after `since_s` or a little later."""
                 try:
                     async with asyncio.timeout(PATIENCE_S / 2):
                         message = await anext(worker)
@@ -222,13 +222,13 @@ async def clock_steps(rig: Rig, count: int, seed: int, shim: Path) -> Outcome:
                 return message
 
             async def append(payload: bytes, after_s: float) -> None:
-                """Append what is due in `after_s` by the store's clock."""
+                """Append a message that is due in `after_s` by the store's clock."""
                 at = datetime.now(UTC) + timedelta(seconds=clock.ahead_s + after_s)
                 await client.streams.append(STREAM, payload, deliver_at=at, timeout=PATIENCE_S)
 
             for turn in range(count):
                 hours = (1, -1)[turn] if turn < 2 else rng.choice((-2, -1, 1, 2))
-                # Times count from before what they count from, so that a busy machine makes nothing early.
+                # Start each clock before the action that it measures, so that a busy machine makes nothing look early.
                 held_s = time.monotonic()
                 await client.streams.append(STREAM, b"work", timeout=PATIENCE_S)
                 held = await due("what was appended", b"work", time.monotonic(), 0.0)
@@ -250,7 +250,7 @@ async def clock_steps(rig: Rig, count: int, seed: int, shim: Path) -> Outcome:
                 worker.ack(
                     await due("what is deferred after it was set", b"deferred", deferred_s, delay_s)
                 )
-                # The lease of the first one ends when it has to, and not because of the clock.
+                # The lease of the first message ends at its time, and not because of the clock.
                 again = await due("what was not acknowledged", b"work", held_s, lease_s)
                 outcome.expect(
                     "it was handed out twice", (held.deliveries, again.deliveries) == (1, 2)

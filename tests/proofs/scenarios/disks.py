@@ -1,4 +1,4 @@
-"""What durable streams promise when their disk harms them: a bit of a file is flipped, a file is cut, there is no
+"""Scenarios for durable streams on a faulty disk: a bit of a file is flipped, a file is truncated, or there is no
 room left.
 """
 
@@ -35,7 +35,7 @@ EACH = 60
 
 
 async def damage(rig: Rig, count: int, seed: int) -> Outcome:
-    """Flip a bit or cut a file of `count` logs that were closed, several a start, each in another way."""
+    """Damage `count` closed logs, several before each start: flip a bit or truncate a file, each in another way."""
     outcome, rng = Outcome(seed), random.Random(seed)
     names = [f"stream-{number}" for number in range(VICTIMS + HEALTHY)]
     uuids: dict[str, str] = {}
@@ -43,7 +43,7 @@ async def damage(rig: Rig, count: int, seed: int) -> Outcome:
     await rig.serve()
     async with rig.client() as client:
         for half in range(2):
-            if half:  # what is there goes from the write-ahead log to tables
+            if half:  # move the records from the write-ahead log to tables
                 rig.end_store(signal.SIGTERM)
                 await rig.serve()
             for writer, name in enumerate(names):
@@ -94,8 +94,8 @@ async def damage(rig: Rig, count: int, seed: int) -> Outcome:
 
 
 def _harm(folder: Path, rng: random.Random) -> str:
-    """Flip a bit or cut a file somewhere in a log; return what was done."""
-    # All but the text that RocksDB writes for people: nothing reads it.
+    """Flip a bit or truncate a file somewhere in a log; return a description."""
+    # All files except RocksDB's text for people, which no program reads.
     files = sorted(
         file for file in folder.iterdir() if file.stat().st_size and not file.name.startswith("LOG")
     )
@@ -114,7 +114,7 @@ def _harm(folder: Path, rng: random.Random) -> str:
 
 
 async def _read_damaged(client: iris.Client, name: str, writer: int, outcome: Outcome) -> tuple[int, str]:  # fmt: skip
-    """Return how many messages could be read from the start without a break, and what came of it."""
+    """Return how many messages could be read from the start without a break, and the outcome."""
     gaps: list[StreamGap] = []
     at = 0
     try:
@@ -145,7 +145,7 @@ async def _read_damaged(client: iris.Client, name: str, writer: int, outcome: Ou
 
 
 async def _reported(client: iris.Client, name: str, uuid: str, listed: dict[str, object]) -> bool:
-    """Whether describe or list says that something is wrong with it."""
+    """Return whether describe or list reports the damage."""
     if getattr(listed.get(uuid), "failed", ""):
         return True
     try:
@@ -162,7 +162,7 @@ TRIES = 600
 
 
 async def full_disk(directory: Path, seed: int) -> Outcome:
-    """Fill the store's disk, look at what goes on, and make room. Raises PermissionError if nothing can be mounted."""
+    """Fill the store's disk, check what still works, and make room. Raises PermissionError if it cannot mount."""
     outcome = Outcome(seed)
     with small_disk(directory / "small", DISK_MB) as disk, Rig(directory, disk / "data") as rig:
         rig.start_relay()

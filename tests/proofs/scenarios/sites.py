@@ -1,8 +1,8 @@
-"""What three sites of two gateways and one more relay each have to stand: load while WAN connections, gateways and
-a site go.
+"""Scenarios for three sites of two gateways and one more relay each: load while WAN connections, gateways or a whole
+site fail.
 
-Every function runs at whatever count it is told, small in tests and large in proofs, and returns figures. A failed
-promise raises AssertionError.
+Every function takes a count, small in tests and large in proofs, and returns figures. A failed promise raises
+AssertionError.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from hosts.sites import Federation
 
 AT_ONCE = 50
 PAUSE_S = 0.02
-"""A flow under faults: 2,500 messages a second."""
+"""Pause between two bursts of a flow under faults, which makes 2,500 messages a second."""
 SETTLE_S = 0.5
 
 
 class Load:
-    """A flow of numbers out of every site, from its plain relay, and at each plain relay a subscriber and a worker
-    that tally them.
+    """A flow of numbers from the plain relay of every site, and at each plain relay a subscriber and a worker
+    that count them.
     """
 
     def __init__(
         self, federation: Federation, topic: str, *, limit: int = 0, pause_s: float = PAUSE_S
     ) -> None:
-        """`limit`: messages of each flow; without, they go on until `stop`."""
+        """`limit`: messages of each flow. Without it the flows continue until `stop`."""
         self.federation = federation
         self.topic = topic
         self.sent: dict[str, int] = {}
@@ -56,7 +56,7 @@ class Load:
             s: p.begin("flow", topic=f"{topic}.{s}", at_once=AT_ONCE, pause=pause_s, limit=limit)
             for s, p in self.publishers.items()
         }
-        # Who has heard nothing of a sender yet cannot tell what it misses.
+        # A subscriber can only report losses of senders from which it has received a message.
         for site, subscriber in self.subscribers.items():
             wait_until(lambda s=subscriber: self._begun(s), f"{site} hears every flow")  # type: ignore[misc]  # bound at once
 
@@ -65,7 +65,7 @@ class Load:
         return all(tallies.get(f"{self.topic}.{s}", {}).get("count") for s in self.publishers)
 
     def _reaches(self, publisher: Program) -> None:
-        """Publish probes under a name of their own until every subscriber has heard one."""
+        """Publish probes under a separate name until every subscriber has received one."""
         probe = f"{self.topic}.{publisher.name}"
 
         def known() -> bool:
@@ -76,18 +76,18 @@ class Load:
         wait_until(known, f"{publisher.name} reaches all")
 
     def stop(self) -> None:
-        """End the flows, and wait until what was sent last has come out everywhere."""
+        """End the flows, and wait until the last messages have arrived everywhere."""
         for site, publisher in self.publishers.items():
             publisher.do("stop_flow", topic=f"{self.topic}.{site}")
         self.ended()
 
     def ended(self) -> None:
-        """Wait for the end of the flows, and until what was sent last has come out everywhere."""
+        """Wait for the end of the flows, and until the last messages have arrived everywhere."""
         for site, flow in self._flows.items():
             self.sent[site] = _long(flow)
         for site in self.sent:
             last = self.sent[site]
-            # A loss at the very end shows with the next message only.
+            # A loss at the very end is noticed with the next message only.
             self.publishers[site].do("publish", topic=f"{self.topic}.{site}", first=last, count=1)
             self.sent[site] += 1
         for site, subscriber in self.subscribers.items():
@@ -98,8 +98,8 @@ class Load:
         return all(tallies[f"{self.topic}.{s}"]["last"] == n - 1 for s, n in self.sent.items())
 
     def check(self, *, lossless: bool) -> dict[str, Any]:
-        """Check that nothing came twice or out of order, that losses were told to the message, and that of a group
-        one got it.
+        """Check that nothing came twice or out of order, that every loss was reported, and that one member of a group
+        received each message.
         """
         lost = 0
         for site, subscriber in self.subscribers.items():
@@ -134,7 +134,7 @@ class Load:
 
 
 def _long(command: Any) -> Any:
-    """Return a command's result, however long it takes (bounded by whoever runs this)."""
+    """Return a command's result, however long it takes. The caller's deadline is the limit."""
     while not command.done:
         time.sleep(0.2)
     return command.result()
@@ -142,7 +142,7 @@ def _long(command: Any) -> Any:
 
 @contextmanager
 def loaded(federation: Federation, topic: str, **options: Any) -> Iterator[Load]:
-    """Put a federation under load; the block has to end it."""
+    """Put a federation under load. The block must end the load."""
     load = Load(federation, topic, **options)
     try:
         yield load
@@ -151,7 +151,7 @@ def loaded(federation: Federation, topic: str, **options: Any) -> Iterator[Load]
 
 
 def ring(federation: Federation, messages: int) -> dict[str, Any]:
-    """So many messages over the ring of three: exactly one copy for every subscriber, one for each group."""
+    """Send `messages` around the ring of three: one copy for each subscriber and for each group."""
     began_s = time.monotonic()
     with loaded(federation, "ring", limit=messages // 3, pause_s=0.01) as load:
         load.ended()
@@ -159,7 +159,7 @@ def ring(federation: Federation, messages: int) -> dict[str, Any]:
 
 
 def cuts(federation: Federation, rounds: int, seed: int) -> dict[str, Any]:
-    """WAN connections are reset, or stall for up to five seconds, and heal."""
+    """Reset WAN connections, or stall them for up to five seconds."""
     chance = random.Random(seed)
     done: dict[str, int] = {}
     began_s = time.monotonic()
@@ -187,7 +187,7 @@ def cuts(federation: Federation, rounds: int, seed: int) -> dict[str, Any]:
 
 
 def gateway_kills(federation: Federation, rounds: int, seed: int) -> dict[str, Any]:
-    """Gateways are killed, or frozen and resumed once their share has moved; the other gateway goes on."""
+    """Kill gateways, or freeze them until their traffic has moved to the other gateway."""
     chance = random.Random(seed)
     done: dict[str, int] = {}
     began_s = time.monotonic()
@@ -216,7 +216,7 @@ def gateway_kills(federation: Federation, rounds: int, seed: int) -> dict[str, A
 
 
 def site_lost(federation: Federation) -> dict[str, Any]:
-    """A whole site falls off and comes back: the others go on, it is missed, and it is found again."""
+    """Disconnect a whole site and connect it again: the others continue, and notice both."""
     number = len(federation.sites["eu"].hosts)
     member, caller = (
         federation.program("us", number, "lost-member"),
@@ -249,8 +249,8 @@ def site_lost(federation: Federation) -> dict[str, Any]:
 
 
 def failover(federation: Federation, rounds: int) -> dict[str, Any]:
-    """The last home member is killed, its relay is killed, its relay freezes: another site answers; it comes back:
-    home again.
+    """Kill the last local member, kill its relay, freeze its relay: another site answers. When it returns, it answers
+    again.
     """
     site = federation.sites["eu"]
     number = len(site.hosts)
@@ -299,7 +299,7 @@ def failover(federation: Federation, rounds: int) -> dict[str, Any]:
 
 
 def _answers(caller: Program, cluster: str) -> str:
-    """Return who answers a request, or the error that it ends with."""
+    """Return the member that answers a request, or the error."""
     command = caller.begin("requests", cluster=cluster, count=1, in_flight=1, timeout=0.5)
     (who,) = command.result()
     return str(who)

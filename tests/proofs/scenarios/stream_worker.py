@@ -1,8 +1,8 @@
-"""A worker of a consumer, as a process of its own that may be killed: `python stream_worker.py SOCKET STREAM
+"""A worker of a consumer, as a process that tests can kill: `python stream_worker.py SOCKET STREAM
 CONSUMER FILE`.
 
-It handles each message by writing a line "offset number deliveries" to its file, and then acknowledges it; what
-says "poison" it refuses.
+It handles each message by writing a line "offset number deliveries" to its file, and then acknowledges it. It refuses
+messages that say "poison".
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""What durable streams promise when something ends that should not: scenarios, each with a count and a seed.
+"""Scenarios for durable streams when a process or the power fails, each with a count and a seed.
 
-    kills        the store is killed, over and over, under load
-    power        its disk forgets what no sync covered
-    restarts     the relay and the store end and come back, in any order
+    kills        the store is killed repeatedly under load
+    power        its disk loses all writes without a sync
+    restarts     the relay and the store end and restart, in any order
 
-`disks.py` has damage and a full disk, `batches.py` kills while batches are staged and committed.
+`disks.py` covers damage and a full disk, `batches.py` kills while batches are staged and committed.
 
 `make proof AREA=streams N=…` runs them at large counts, `tests/adversity/test_store_crashes.py` at small ones. Each
-returns an `Outcome`: what it counted, and what was broken.
+returns an `Outcome`: its counts, and the broken promises.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ PUBLISHER = 9
 
 
 class Load:
-    """Two producers of one stream and a publisher that another one records, and what became of it all."""
+    """Two producers of one stream and a publisher whose topic another stream records, with their results."""
 
     def __init__(self, reader: iris.Client, appenders: Sequence[Appender], publisher: Publisher, outcome: Outcome) -> None:  # fmt: skip
         self.reader = reader
@@ -59,7 +59,7 @@ class Load:
         self.news = Audit(NEWS, outcome.break_)
 
     async def check(self) -> None:
-        """Read on, and compare with what was acknowledged before."""
+        """Read on, and compare with the messages acknowledged before."""
         acked = {appender.writer: dict(appender.acked) for appender in self.appenders}
         await self.orders.look(self.reader)
         for writer, known in acked.items():
@@ -78,7 +78,7 @@ class Load:
         for appender in self.appenders:
             await appender.finish()
         await self.publisher.stop()
-        # The last that was published may be lost; what comes after it tells.
+        # The latest publication may be lost, which only a later one reveals.
         end = self.publisher.sent
         until_s = time.monotonic() + PATIENCE_S
         while True:
@@ -122,7 +122,7 @@ class Load:
 
 @asynccontextmanager
 async def load(rig: Rig, outcome: Outcome, rng: random.Random) -> AsyncIterator[Load]:
-    """Two producers and a publisher at work, on new streams."""
+    """Run two producers and a publisher on new streams."""
     async with rig.client() as first, rig.client() as second, rig.client() as publishing, rig.client() as reader:  # fmt: skip
         await _make_streams(reader)
         seeds = [rng.getrandbits(32) for _ in range(2)]
@@ -137,7 +137,7 @@ async def load(rig: Rig, outcome: Outcome, rng: random.Random) -> AsyncIterator[
             await publisher.stop()
             for appender in appenders:
                 await appender.stop()
-            if outcome.broken:  # what is gone is not waited for
+            if outcome.broken:  # lost messages would never arrive
                 first.streams.end()
                 second.streams.end()
 
@@ -151,7 +151,7 @@ async def _make_streams(client: iris.Client) -> None:
 
 
 async def kills(rig: Rig, count: int, seed: int) -> Outcome:
-    """Kill the store `count` times under load, now and then while it starts."""
+    """Kill the store `count` times under load, sometimes while it starts."""
     outcome, rng = Outcome(seed), random.Random(seed)
     rig.start_relay()
     await rig.serve()
@@ -182,7 +182,7 @@ async def kills(rig: Rig, count: int, seed: int) -> Outcome:
 
 
 async def power(rig: Rig, count: int, seed: int, shim: Path, *, lie: bool = False) -> Outcome:
-    """Take the power from the disk `count` times, half of them while the store starts. `lie`: syncs do nothing."""
+    """Cut the power of the disk `count` times, half of them while the store starts. `lie`: syncs do nothing."""
     outcome, rng = Outcome(seed), random.Random(seed)
     rig.start_relay()
     await rig.serve(**lossy(shim, rig))
@@ -193,7 +193,7 @@ async def power(rig: Rig, count: int, seed: int, shim: Path, *, lie: bool = Fals
     made: set[str] = set()
 
     def environ(at: int) -> dict[str, str]:
-        # In every other cycle all goes that no sync covered, in the others some of it stays, torn.
+        # In every other cycle all unsynced writes are lost; in the others some stay, torn.
         keep = rng.getrandbits(31) | 1 if rng.random() < 0.5 and not lie else 0
         return lossy(shim, rig, at=at, after=rng.randrange(1, 16), keep=keep, lie=lie)
 
@@ -214,7 +214,7 @@ async def power(rig: Rig, count: int, seed: int, shim: Path, *, lie: bool = Fals
                     starting += 1
                 await _power_lost(rig, outcome)
             await rig.serve(**environ(0))
-            if not lie:  # its producers would wait for what is gone
+            if not lie:  # otherwise its producers would wait for lost messages
                 await work.resumes()
             await work.check()
             if outcome.broken:
@@ -234,7 +234,7 @@ async def power(rig: Rig, count: int, seed: int, shim: Path, *, lie: bool = Fals
 
 
 async def first_power(rig: Rig, seed: int, shim: Path) -> Outcome:
-    """Take the power in the first minute of a data directory: what was acknowledged there is there, too."""
+    """Cut the power in the first minute of a data directory. Acknowledged messages must be stored then, too."""
     outcome = Outcome(seed)
     rig.start_relay()
     await rig.serve(**lossy(shim, rig))
@@ -258,7 +258,7 @@ async def first_power(rig: Rig, seed: int, shim: Path) -> Outcome:
 
 
 async def _make(client: iris.Client, name: str) -> bool:
-    """Whether a new stream was created, as far as its creator knows."""
+    """Create a stream; return whether that was confirmed."""
     try:
         await client.streams.create(name, timeout=PATIENCE_S)
     except IrisError:
@@ -277,7 +277,7 @@ async def _power_lost(rig: Rig, outcome: Outcome) -> None:
 
 @dataclass(slots=True)
 class Follower:
-    """A reader that stays on for the whole time."""
+    """A reader that follows the stream for the whole time."""
 
     audit: Audit
 
@@ -295,7 +295,7 @@ class Follower:
 
 
 async def restarts(rig: Rig, count: int, seed: int) -> Outcome:
-    """End the relay or the store `count` times, in either way, while the other one runs."""
+    """Kill or stop the relay or the store `count` times, while the other one runs."""
     outcome, rng = Outcome(seed), random.Random(seed)
     rig.start_relay()
     await rig.serve()
