@@ -1,7 +1,7 @@
-"""Two sites of two gateways and one more relay each; N times one of the four gateways is stopped (SIGTERM) under
+"""Two sites of two gateways and one more relay each: N times one of the four gateways is drained (SIGTERM) under
 load and started again.
 
-What is in flight through it ends well, new calls go over the other gateway, and short tunnels go on to their end.
+Calls in flight through it must end well, new calls go over the other gateway, and short tunnels can finish.
 Once in `LONG` drains a tunnel stays open: it gets the whole grace, then it breaks, which both its ends report.
 Callers and members are at relays that stay.
 """
@@ -29,7 +29,7 @@ WORKERS = 12
 TUNNELS = 3
 MESSAGES = 10
 SLOW_S = (0.0, 0.25)
-"""Handlers take up to so long, so that there is always something in flight."""
+"""Range of a handler's time, so that some calls are always in flight."""
 GRACE_S = 3.0
 LONG = 10
 CALL_S = 20.0
@@ -39,7 +39,7 @@ CALL_S = 20.0
 
 
 async def member(options: dict[str, Any]) -> Result:
-    """Answer after a while; a tunnel gets back what it sends, and says at its end whether it broke."""
+    """Answer requests after a while and echo tunnels; report for each tunnel whether it broke."""
     cues = Cues()
     rng = random.Random(1)
     broken = 0
@@ -66,7 +66,7 @@ async def member(options: dict[str, Any]) -> Result:
 
 
 async def caller(options: dict[str, Any]) -> Result:
-    """Call and talk all the time; at a cue, say when enough calls were answered again."""
+    """Make calls and tunnels all the time; after each cue, report when enough calls were answered again."""
     cues = Cues()
     answered = short = 0
     failures: Counter[str] = Counter()
@@ -132,7 +132,7 @@ async def caller(options: dict[str, Any]) -> Result:
 
 
 async def holder(options: dict[str, Any]) -> Result:
-    """At a cue, open a tunnel and keep it until it breaks; say when it is open, and when it is broken."""
+    """At a cue, open a tunnel and keep it until it breaks; report when it is open and when it is broken."""
     cues = Cues()
     opened = broken = 0
     async with iris.connect() as client:
@@ -161,7 +161,7 @@ async def holder(options: dict[str, Any]) -> Result:
 
 
 class Sites:
-    """`us` calls `eu`; its gateways dial those of `eu`."""
+    """The relays of both sites. Callers of `us` call members of `eu`; gateways of `us` dial those of `eu`."""
 
     def __init__(self, roles: Run) -> None:
         ports = iter(_free_ports(8))
@@ -244,7 +244,7 @@ def run(count: int, seed: int) -> Proof:
                 short_s.append(drain(rng.choice(sites.gateways)))
                 done += 1
                 continue
-            # The tunnel leads over one of the two gateways at home.
+            # The tunnel uses one of the two local gateways.
             cue_and_wait(holding)
             long_s.append(max(drain(gateway) for gateway in sites.gateways[2:]))
             holding.wait_ready()

@@ -1,4 +1,4 @@
-"""A network of machines back to back; its relay's account has to balance at the end of each test."""
+"""Fixtures: a network of machines back to back, whose relay's account must balance at the end of each test."""
 
 from __future__ import annotations
 

@@ -7,8 +7,8 @@
     net.run()
     answer.value == b"pong"
 
-Nothing waits and nothing is random: `run` moves bytes until nobody has anything to say. `net.tamper` sees each
-frame that the relay sends, as a hostile relay would, and gives back what to send instead.
+Nothing waits and nothing is random: `run` moves bytes until none are left to send. `net.tamper` gets each frame that
+the relay sends, and returns the frames to send instead, as a hostile relay would.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ CLOCK_STEP_US = 3_600_000_000
 
 
 class Result:
-    """A waiter: what a request or an Ack resolves."""
+    """A waiter, which a reply or an ACK resolves."""
 
     def __init__(self) -> None:
         self.message: Any = None
@@ -62,7 +62,7 @@ class Result:
 
     @property
     def value(self) -> Any:
-        """The payload of the reply; raises what the request failed with."""
+        """The payload of the reply. Raises the error of a failed request."""
         if self.error is not None:
             raise self.error
         assert self.message is not None, "not resolved yet"
@@ -81,7 +81,7 @@ class Result:
 
 
 class Answers:
-    """A survey's sink: what was heard, in order."""
+    """A survey's sink, which collects the answers in order."""
 
     def __init__(self) -> None:
         self.roster_ids: list[str] = []
@@ -104,7 +104,7 @@ class Answers:
 
 
 class Inbox:
-    """A subscription."""
+    """A subscription, which collects messages and gaps."""
 
     def __init__(self, pattern: str, group: str) -> None:
         self.pattern = pattern
@@ -114,13 +114,13 @@ class Inbox:
         self.waits = False
         self.limit_bytes = LIMIT
         self._held: dict[tuple[str, bytes], int] = {}
-        """(topic, publisher) -> bytes that wait to be handled, if publishers are to wait."""
+        """(topic, publisher) -> bytes not handled yet, if publishers wait for this subscription."""
 
     def held(self, name: str, source: bytes) -> int:
         return self._held.get((name, source), 0)
 
     def handle(self, host: Host) -> None:
-        """Handle all that waits."""
+        """Handle all messages that wait."""
         flows, self._held = self._held, {}
         for flow in flows:
             host.session.casts.windows.freed(*flow)
@@ -140,7 +140,7 @@ class Inbox:
 
 
 class Service:
-    """A binding: takes everything unless `refusal` is set, and gives deliveries to `handler`."""
+    """A binding. It passes deliveries to `handler`, or refuses all of them if `refusal` is set."""
 
     def __init__(self, number: int, handler: Callable[[Delivery], None] | None) -> None:
         self.number = number
@@ -180,7 +180,7 @@ class Port:
         self.held_messages = 0
         self.crowded = False
         self.takes = True
-        """It has room for anything."""
+        """Whether the port accepts frames."""
 
     def _take(self, frame: bytes, count: int) -> bool:
         if self.room is not None:
@@ -231,11 +231,11 @@ class Host:
         self.inboxes: list[Inbox] = []
         self.losses: list[Lost] = []
         self.ended_because = ""
-        """The rule that either side says the other broke."""
+        """The rule that one end reported as broken by the other."""
         self.port = Port()
         self.peer = self.router.session_up(self.port, user=user)
         self.clock_us = 0
-        """How far this host's wall clock is ahead."""
+        """How far the wall clock of this host is ahead."""
         self.session = Session(self, guard, net.entropy, label=label, pid=7, message_limit=LIMIT)
         self._to_relay = FrameReader(self._at_relay, net.buffer, LIMIT + 4096)
         self._to_session = FrameReader(self.session.frame, net.own_buffer, LIMIT + 4096)
@@ -243,7 +243,7 @@ class Host:
 
     @property
     def mono_us(self) -> int:
-        """CLOCK_MONOTONIC of this host: its relay's."""
+        """CLOCK_MONOTONIC of this host, the same as its relay's."""
         return self.router.now_us
 
     # -- Owner ---------------------------------------------------------------------------------------------
@@ -275,7 +275,7 @@ class Host:
         self, name: str, handler: Callable[[Delivery], None] | None = None, *, concurrency: int = 16,
         limit_bytes: int = 1 << 20, keys: Sequence[ClusterKey] = (), only: Sequence[Kind] = (),
     ) -> Service:  # fmt: skip
-        """Join a cluster for every kind, or those in `only`; returns when the relay has answered."""
+        """Join a cluster for all kinds, or for those in `only`. Return when the relay has answered."""
         service = Service(len(self.services) + 1, handler)
         ack = Result()
         ids = [key.key_id for key in keys or (self.key,)]
@@ -296,7 +296,7 @@ class Host:
     def subscribe(
         self, pattern: str, *, group: str = "", key: ClusterKey | None = None, waits: bool = False
     ) -> Inbox:
-        """`waits`: publishers are to wait for it; what comes waits for `Inbox.handle`."""
+        """Subscribe to a filter. `waits`: publishers wait, and messages are held until `Inbox.handle`."""
         inbox = Inbox(pattern, group)
         inbox.waits = waits
         self.inboxes.append(inbox)
@@ -310,7 +310,7 @@ class Host:
         return inbox
 
     def publish(self, topic: str, *payloads: bytes, kind: Kind = Kind.PUBLISH) -> None:
-        """One bundle."""
+        """Publish the payloads as one bundle."""
         out = self.session.out
         flow = out.flow(kind, topic, self.key)
         for payload in payloads:
@@ -318,7 +318,7 @@ class Host:
         out.cut(flow)
 
     def publish_waiting(self, topic: str, payload: bytes) -> bool:
-        """One bundle, if there is credit for it."""
+        """Publish one bundle if there is credit; return whether it was sent."""
         out = self.session.out
         flow = out.flow(Kind.PUBLISH, topic, self.key)
         credit = out.credit(flow)
@@ -365,17 +365,17 @@ class Host:
         return self.session.tunnels.open(name, self.key, headers, 1000, member)
 
     def say(self, data: bytes) -> None:
-        """Put raw bytes on the way to the relay."""
+        """Send raw bytes to the relay."""
         feed(self._to_relay, data)
 
     def receive(self, data: bytes) -> None:
-        """Give the session raw bytes, as from the relay."""
+        """Deliver raw bytes to the session, as from the relay."""
         feed(self._to_session, data)
 
     # -- moving bytes --------------------------------------------------------------------------------------
 
     def speak(self) -> bool:
-        """Give the relay what the session has to say."""
+        """Deliver the session's pending bytes to the relay; return whether there were any."""
         session = self.session
         session.turn(self.net.now_us + self.clock_us, self.mono_us)
         session.flush()
@@ -386,7 +386,7 @@ class Host:
         return True
 
     def listen(self) -> bool:
-        """Give the session what the relay has to say."""
+        """Deliver the relay's pending frames to the session; return whether there were any."""
         if not self.port.out or self.session.state is State.ENDED:
             self.port.out.clear()
             return False
@@ -402,7 +402,7 @@ class Host:
         return True
 
     def lose(self, reason: str = "the connection broke") -> None:
-        """Both sides notice that the connection is gone."""
+        """Break the connection, and notify both ends."""
         self.router.session_down(self.peer)
         self.port.out.clear()
         self.session.end(reason)
@@ -432,7 +432,7 @@ class LinkEnd(Port):
         self.tamper: Callable[[bytes], Sequence[bytes]] = lambda frame: (frame,)
 
     def speak(self) -> bool:
-        """Give the other relay the next frame."""
+        """Deliver the next frame to the other relay; return whether there was one."""
         if not self.out:
             return False
         for frame in self.tamper(self.out.popleft()):
@@ -502,14 +502,14 @@ class Network:
         return ends
 
     def cut(self, ends: tuple[LinkEnd, LinkEnd]) -> None:
-        """Both relays notice that the link is gone; what was on its way is lost."""
+        """Break a link, and notify both relays. Frames in transit are lost."""
         for end in ends:
             self.ends.remove(end)
             end.router.link_down(end.link)
         self.run()
 
     def run(self) -> None:
-        """Move bytes until nobody has anything to say; what relays gather for some milliseconds included."""
+        """Move bytes until none are left to send, including those that relays gather for some milliseconds."""
         self._move()
         for _ in range(3 if len(self.routers) > 1 else 0):
             self._advance(5_000)
@@ -540,7 +540,7 @@ class Network:
                 host.session.expire(host.mono_us)
 
     def pass_time(self, seconds: float) -> None:
-        """Let virtual time pass, and what is due by then happen."""
+        """Let virtual time pass, and handle all deadlines in it."""
         left_us = int(seconds * 1e6)
         while left_us > 0:
             step_us = left_us if len(self.routers) == 1 else min(left_us, 500_000)
@@ -550,7 +550,7 @@ class Network:
         self.run()
 
     def check(self) -> None:
-        """Every relay's account balances, and nothing is held for anybody."""
+        """Check that every relay's account balances and that no relay holds messages."""
         for router in self.routers:
             assert router.accounts.balance() == 0, router.accounts.report(0)
             for neighbor in router.neighbors.values():

@@ -1,7 +1,7 @@
 """Writes the examples of docs/protocol.md: `python tests/protocol/make_examples.py` fills each ```hex and ```json
 block by its name.
 
-Everything follows from fixed keys, ids, clocks and counters, so that a run changes the file only after a change of
+All examples follow from fixed keys, ids, clocks and counters, so a run changes the file only after a change of
 the wire.
 """
 
@@ -203,7 +203,7 @@ CONTROLS: Final[dict[str, Control]] = {
 
 
 def readable(value: Any) -> Any:
-    """Return a decoded control frame as JSON shows it: bytes in hex, keys of maps as texts."""
+    """Return a decoded control frame for JSON: bytes in hex, keys of maps as texts."""
     if isinstance(value, bytes):
         return value.hex()
     if isinstance(value, list):
@@ -219,7 +219,7 @@ def readable(value: Any) -> Any:
 
 
 class Sealing:
-    """One sender, its counter, and the frames that it seals."""
+    """One sender with its counter, which seals frames."""
 
     def __init__(self, sender_id: bytes) -> None:
         self.sender_id = sender_id
@@ -229,7 +229,7 @@ class Sealing:
         self, kind: Kind, name: str, payloads: list[bytes], *, alias: int = 0, hop: int = 0, flags: int = 0, deadline: int = 0,
         timeout: int = 0, first: int = 0, headers: list[Headers | None] | None = None, answers: tuple[bytes, int] | None = None,
     ) -> tuple[bytes, dict[str, Any]]:  # fmt: skip
-        """Return (frame, what its JSON says)."""
+        """Return (frame, its fields for JSON)."""
         counter = self.sealer.counter
         plain = encode_bundle(payloads, headers, False)
         end = END.pack(SENT_US, timeout, len(payloads), first)
@@ -253,7 +253,7 @@ class Sealing:
 
 
 def sealed() -> dict[str, tuple[bytes, dict[str, Any]]]:
-    """Return every sealed example, in the order in which they are sealed."""
+    """Return all sealed examples, in the order of sealing."""
     caller, member = Sealing(CALLER), Sealing(MEMBER)
     found = {
         "publish": caller.frame(
@@ -304,7 +304,7 @@ def run(
     kind: Kind, singles: list[tuple[bytes, dict[str, Any]]], *, alias: int = 0, hop: int = 0, deadline: int = 0,
     hops: list[int] | None = None,
 ) -> tuple[bytes, dict[str, Any]]:  # fmt: skip
-    """Return a run of frames that were sealed alone, and what its JSON says."""
+    """Return a run of separately sealed frames, and its fields for JSON."""
     said = singles[0][1]
     bodies = [frame[50:] for frame, _ in singles]
     body = b"".join(number.to_bytes(8, "little") for number in hops or [])
@@ -372,7 +372,7 @@ def tunnel() -> dict[str, tuple[bytes, dict[str, Any]]]:
 
 
 def derived() -> dict[str, dict[str, Any]]:
-    """Return the blocks without a frame: what follows from the key, and from senders under it."""
+    """Return the blocks without a frame: values derived from the key and its senders."""
     senders = {}
     for name, sender_id in (("caller", CALLER), ("member", MEMBER), ("appender", APPENDER)):
         kid = int.from_bytes(sender_id[:8])
@@ -412,7 +412,7 @@ def derived() -> dict[str, dict[str, Any]]:
 
 
 class Opening:
-    """The channel of the examples: the calls that open it, and both of its sides."""
+    """The channel of the examples: the calls that open it, and both of its ends."""
 
     def __init__(self, uuid: bytes) -> None:
         drawn = iter((KNOCK_NONCE, CALLER_SHARE))
@@ -450,7 +450,7 @@ class Opening:
 
 
 def long_code() -> dict[str, Any]:
-    """Return the code of a long body, from the primitives."""
+    """Return the authentication code of a long body, from the primitives."""
     keys = Opening(STREAM_UUID).keys()
     body, end, counter = b"\x80" * 1500, END.pack(SENT_US, 0, 1, 0), 5
     head = b"\xc1" + STREAM_CHANNEL.to_bytes(8, "little") + counter.to_bytes(8, "little")
@@ -615,7 +615,7 @@ def _json(value: Any) -> str:
 
 
 def fill(document: str, found: dict[tuple[str, str], str]) -> str:
-    """Return the document with every block's content replaced by what `found` has for it."""
+    """Return the document with the content of every block replaced by that in `found`."""
 
     def block(match: re.Match[str]) -> str:
         language, name = match[1], match[2]

@@ -1,4 +1,4 @@
-"""Socket pairs in memory, for sessions and relays back to back: see `protocol.kit`."""
+"""Socket pairs in memory, for sessions and relays back to back. See `protocol.kit`."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from iris.core.tunnel import TunnelEnd
 
 
 class MemoryPair:
-    """A pair, as the relay and the two who fetch its ends see it."""
+    """A socket pair, for the relay and the two sessions that fetch its ends."""
 
     def __init__(self, pairs: MemoryPairs, number: int) -> None:
         self.pairs = pairs
         self.tokens = bytes([0, number] * 8), bytes([1, number] * 8)
         self.ways: list[MemoryWay | None] = [None, None]
         self.queues: tuple[deque[bytes], deque[bytes]] = (deque(), deque())
-        """What is on its way to each side."""
+        """Bytes in transit to each end."""
         self.over = False
 
     def end(self) -> None:
-        """Shut it down: what is in it can be read."""
+        """Shut the pair down. Bytes in it can still be read."""
         self.over = True
         for token in self.tokens:
             self.pairs.waiting.pop(token, None)
 
 
 class MemoryWay:
-    """One end of a pair. It takes `room` records before the other side has to read."""
+    """One end of a pair. It accepts `room` records until the other end reads."""
 
     def __init__(self, pair: MemoryPair, side: int, host: Host, end: TunnelEnd) -> None:
         self.pair = pair
@@ -86,7 +86,7 @@ class MemoryWay:
         self.closed = True
 
     def turn(self) -> bool:
-        """Do what a turn of the event loop does; whether anything was done."""
+        """Do the work of one turn of the event loop; return whether there was any."""
         if self.closed:
             return False
         before = (self.received_records, len(self.waiting), self.lost)
@@ -100,7 +100,7 @@ class MemoryWay:
 
 
 class MemoryPairs:
-    """Makes the pairs of a network's first relay, whose `hosts` can be handed descriptors."""
+    """Creates the pairs of a network's first relay, which can pass descriptors to `hosts`."""
 
     def __init__(self, net: Network, *hosts: Host) -> None:
         self.net = net
@@ -113,7 +113,7 @@ class MemoryPairs:
             self.admit(host)
 
     def admit(self, host: Host) -> None:
-        """Let the relay hand descriptors to a host, and the host fetch them."""
+        """Let the relay pass descriptors to a host, and the host fetch them."""
         host.peer.takes_descriptors = True
         host.session.tunnels.fetch = lambda token, end: self.fetch(host, token, end)
 
@@ -127,7 +127,7 @@ class MemoryPairs:
         return pair
 
     def fetch(self, host: Host, token: bytes, end: TunnelEnd) -> None:
-        """Hand an end over at once."""
+        """Let a host fetch an end at once."""
         found = self.waiting.pop(token, None)
         if found is None:
             return
@@ -137,7 +137,7 @@ class MemoryPairs:
         host.session.tunnels.attach_pair(end, way)
 
     def run(self) -> None:
-        """Move bytes by relay and pairs until nobody has anything to say."""
+        """Move bytes through relay and pairs until none are left to send."""
         busy = True
         while busy:
             self.net.run()

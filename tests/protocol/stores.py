@@ -1,5 +1,5 @@
-"""A caller's session and a store's, whole frames between them, and in the middle a relay that says whatever a test
-wants.
+"""Sessions of callers and of a store, and between them a relay that forwards or replaces their frames as a test
+requires.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Frames = Callable[[bytearray], list[bytearray]]
 
 
 class Waiter:
-    """Holds a call's result."""
+    """Holds the result of a call."""
 
     def __init__(self) -> None:
         self.got: Any = UNASKED
@@ -46,7 +46,7 @@ class Waiter:
 
 
 class Caller:
-    """A session of a client with some keys; `said` are the frames of its calls."""
+    """A client's session with some keys; `said` are the frames of its calls."""
 
     def __init__(self, *keys: ClusterKey) -> None:
         self.keys = {key.key_id: key for key in keys}
@@ -74,7 +74,7 @@ class Caller:
         self.session.frame(buf, 0, len(buf))
 
     def frames(self) -> list[bytearray]:
-        """Return the calls that it sent, and note what it declared."""
+        """Return the calls that it sent, and note its declarations."""
         said, calls = b"".join(self.session.out.chunks), []
         self.session.out.chunks.clear()
         while said:
@@ -90,14 +90,14 @@ class Caller:
 
 
 class Relay:
-    """A relay between callers and a store. `calls` and `answers` are the functions that it applies to frames."""
+    """A relay between callers and a store. It applies the functions `calls` and `answers` to the frames."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
         self.calls: Frames = lambda frame: [frame]
         self.answers: Frames = lambda frame: [frame]
         self.recorded: list[tuple[frames.Declare, bytes]] = []
-        """Every call that reached the store, with its address."""
+        """All calls that reached the store, with their addresses."""
         self._hops: dict[int, tuple[Caller, int]] = {}
         self._next = 0
         self._aliases: dict[tuple[str, bytes], int] = {}
@@ -130,7 +130,7 @@ class Relay:
         return answers
 
     def hand(self, declared: frames.Declare, frame: bytes, caller: Caller) -> None:
-        """Give the store a call of any sender under any address, and claim that the sender holds the key."""
+        """Deliver a call of any sender and address to the store, and claim that the sender has proven the key."""
         target = (declared.name, declared.key_id)
         alias = self._aliases.get(target)
         if alias is None:
@@ -176,7 +176,7 @@ class Relay:
         return waiter.got
 
     def send(self, caller: Caller, call: Any, *, key: ClusterKey | None = KEY, name: str = NAME, own: bool = False, writes: bool = False) -> Waiter:  # fmt: skip
-        """Let a caller make a call; `run` forwards it."""
+        """Make a call, which `run` forwards."""
         waiter = Waiter()
         caller.session.store_calls.send(
             name, key, encode(call), timeout_ms=5000, waiter=waiter, writes=writes, to_store=own
@@ -198,7 +198,7 @@ def append(number: int, producer: bytes = b"p" * 16, size: int = 8) -> streams.A
 
 
 def state(store: Store) -> Any:
-    """Return all that a call could change."""
+    """Return all state that a call could change."""
     return [
         (
             stream.uuid,
@@ -232,7 +232,7 @@ ATTACKS: dict[str, Any] = {
 
 
 def raw(relay: Relay, body: bytes, *, name: str = UUID.hex(), key_id: bytes = KEY.key_id) -> Any:
-    """Hand a body directly to the store, as a relay that claims its sender has proven the key; return the answer."""
+    """Deliver a body directly to the store, claiming that its sender has proven the key; return the answer."""
     caller = Caller()
     declared = frames.Declare(0, Kind.STREAM, name, key_id, bytes(16))
     end = NOW_US.to_bytes(8, "little") + bytes(4) + (1).to_bytes(4, "little") + bytes(8)
@@ -243,7 +243,7 @@ def raw(relay: Relay, body: bytes, *, name: str = UUID.hex(), key_id: bytes = KE
 
 
 def open_store(directory: Path) -> Store:
-    """Return a store on a directory; close it."""
+    """Return a store on a directory. The caller closes it."""
     (directory / "streams").mkdir(exist_ok=True)
     made = Store(directory, STORE_KEY, "here", lambda: None, lambda: None)
     made.load(NOW_US)
@@ -251,7 +251,7 @@ def open_store(directory: Path) -> Store:
 
 
 def relay_of(store: Store) -> Relay:
-    """Return a relay of a store with one stream: three messages, a consumer that holds one of them, and an attempt."""
+    """Return a relay of a store with one stream: three messages, a consumer with one in flight, and an attempt."""
     relay = Relay(store)
     owner = Caller(KEY)
     made = relay.ask(owner, streams.Create([order()]), key=None, name=store.address)

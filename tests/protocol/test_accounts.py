@@ -1,9 +1,9 @@
-"""Everything that is counted for somebody, over thousands of random steps: whichever way it ends, it is counted no
-more.
+"""All counts for sessions, users and keys over thousands of random steps: in whatever way an entry ends, its count is
+reduced.
 
 Sessions of several users at three relays in two sites join, watch, subscribe, call, answer, refuse, credit, open
-tunnels, leave, and go; links and WAN connections are cut and come back; ports are full; relays drain; time passes.
-After each step what is counted is what is there, and in the end it is nothing.
+tunnels, leave and disconnect; links and WAN connections are cut and return; ports are full; relays drain; time passes.
+After each step the counts must equal the existing entries, and in the end they must be 0.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PENDING = 6
 
 
 class Actor(Party):
-    """A session that may do anything that the protocol allows, and at times what it does not."""
+    """A session that does anything that the protocol allows, and sometimes what it forbids."""
 
     def __init__(self, router: Router, user: str, rng: random.Random) -> None:
         super().__init__(router, user)
@@ -47,14 +47,14 @@ class Actor(Party):
         self.hop = 0
         self.aliases: dict[tuple[int, str, str], int] = {}
         self.tasks: list[bytes] = []
-        """Calls that it was handed and has not ended."""
+        """Calls in flight at this member."""
         self.tunnels: list[int] = []
         self.names: dict[int, tuple[int, str, int]] = {}
-        """What the relay's aliases stand for: kind, name, member."""
+        """The relay's aliases: alias -> (kind, name, member)."""
         self.ended = False
 
     def tell(self, body: frames.Control | bytes) -> None:
-        """Say it; an offence ends the session, as the daemon does."""
+        """Send a frame. If it breaks a rule, end the session, as the daemon does."""
         if self.session.closed:
             self.ended = True
         if self.ended:
@@ -77,7 +77,7 @@ class Actor(Party):
         return number
 
     def listen(self) -> None:
-        """Take what came."""
+        """Handle all received frames."""
         while self.port.out:
             frame = self.port.out.popleft()
             kind = frame[4]
@@ -135,7 +135,7 @@ class Actor(Party):
             self.tunnels.append(hop)
 
     def answers(self) -> None:
-        """End something that it was handed, in one of all ways."""
+        """End a call in flight in one of all possible ways."""
         self.listen()
         if not self.tasks:
             return
@@ -182,7 +182,7 @@ class Actor(Party):
         self.lose()
 
     def fills(self) -> None:
-        """Its port takes no more messages, or does again."""
+        """Let the port refuse messages, or accept them again."""
         if self.port.room is None:
             self.port.room = 0
         else:
@@ -191,7 +191,7 @@ class Actor(Party):
 
 
 class World:
-    """Three relays in two sites, and whoever is there now."""
+    """Three relays in two sites, and the present sessions."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -243,7 +243,7 @@ class World:
             if self.link is None:
                 self.link = self.net.link(0, 1)
             else:
-                if self.rng.random() < 0.3:  # the relay says goodbye: nothing of it is suspended
+                if self.rng.random() < 0.3:  # with a goodbye, after which no entry is suspended
                     self.link[0].control(encode_control(frames.Bye("leaving")))
                     self.net.run()
                 self.net.cut(self.link)
@@ -257,7 +257,7 @@ class World:
     # -- what must be -------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """What is counted is what is there."""
+        """Check that all counts equal the existing entries."""
         for router in self.net.routers:
             assert router.accounts.balance() == 0
             self._check_tables(router)
@@ -298,7 +298,7 @@ class World:
                     surveys[handed.survey] = surveys.get(handed.survey, 0) + 1
                 elif handed.waits:
                     waiting[handed.origin.number] += 1
-                else:  # only what is late or given up
+                else:  # only late or abandoned calls
                     assert handed.deadline_us < router.now_us
                     assert handed.deadline_us or not handed.until_us
         for survey, count in surveys.items():
@@ -354,7 +354,7 @@ class World:
 
 
 def nothing_is_left(world: World) -> None:
-    """Everybody goes: no count, table or mark is left anywhere."""
+    """End all sessions, and check that no count, table or mark is left anywhere."""
     for actor in world.actors:
         actor.lose()
     world.net.run()
@@ -383,7 +383,7 @@ def join(keys: list[bytes], served: dict[int, Serving], number: int) -> frames.J
 
 
 def honest_users_are_served(world: World) -> None:
-    """A user who did all that before, and one who comes first now, may do everything."""
+    """Check that the users from before, and a new one, can do everything again."""
     net = world.net
     for router in net.routers:
         router.limits.pending = 64
@@ -424,7 +424,7 @@ def honest_users_are_served(world: World) -> None:
 
 @pytest.fixture(autouse=True)
 def short_lives(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call without a deadline is given up soon."""
+    """Shorten the time after which a call without a deadline is abandoned."""
     monkeypatch.setattr(overdue_module, "LIFE_US", LIFE_US)
     monkeypatch.setattr(calls_module, "LIFE_US", LIFE_US)
 
@@ -436,7 +436,7 @@ def test_whichever_way_it_ends_nothing_stays_counted(seed: int) -> None:
         world.step()
         world.check()
     quotas = [table for router in world.net.routers for table in world.tables(router).values()]
-    assert sum(table.refused for table in quotas)  # what is not full tells nothing
+    assert sum(table.refused for table in quotas)  # without a refusal the quotas are not tested
     nothing_is_left(world)
     honest_users_are_served(world)
     nothing_is_left(world)

@@ -1,4 +1,4 @@
-"""Publishers ask who hears them and who is slow: no answer of another relay ends anybody's session or link."""
+"""Publishers ask for their audience and its slow receivers: no answer of another relay ends a session or link."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from iris.wire.frames import SlowEntry
 from iris.wire.kinds import Kind
 
 WIDE = "\U00020000"
-"""A character of four bytes that is printed."""
+"""A printable character of four bytes."""
 
 
 def longest(count: int) -> list[SlowEntry]:
-    """Entries as long as a relay may name them."""
+    """Return entries of the greatest length that a relay may send."""
     most = (1 << 63) - 1
     entry = SlowEntry(WIDE * 64, most, most, most, WIDE * 64, (1 << 32) - 1, WIDE * 300, True)
     return [entry] * count
 
 
 def says(end: LinkEnd, slow: list[SlowEntry]) -> None:
-    """The relay at this end names these in its answers."""
+    """Let the relay at this end name these slow receivers in its answers."""
 
     def tamper(frame: bytes) -> list[bytes]:
         if kind_of(frame) != Kind.AUDIENCE:
@@ -48,7 +48,7 @@ def test_answers_that_are_too_long_together_are_cut_to_what_a_frame_takes(silent
     asker.subscribe("a")
     says(links[0][1], longest(36))
     says(links[1][1], longest(36))
-    if silent:  # what has come is told when time is over
+    if silent:  # after the time limit the received answers are reported
         links[2][1].tamper = lambda frame: [frame] if kind_of(frame) != Kind.AUDIENCE else []
     answer = ask(asker)
     net.run()

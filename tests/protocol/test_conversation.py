@@ -1,4 +1,4 @@
-"""A session and a router back to back: what members and callers see of each other."""
+"""Sessions and a router back to back: calls and casts between members and callers."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def opened(net: Network, *, pairs: bool = True) -> tuple[MemoryPairs, Host, Host
 
 
 def carry(pairs: MemoryPairs, source: TunnelEnd, sink: TunnelEnd, size: int) -> int:
-    """Send so many bytes in messages of 64 KiB, and check that they arrive; return how many came."""
+    """Send `size` bytes in messages of 64 KiB, check that they arrive, and return their number."""
     count = -(-size // len(MESSAGE))
     came = b""
     for number in range(count):
@@ -57,7 +57,7 @@ def carry(pairs: MemoryPairs, source: TunnelEnd, sink: TunnelEnd, size: int) -> 
 
 
 def moved(net: Network) -> tuple[MemoryPairs, Host, Host, TunnelEnd, TunnelEnd]:
-    """Return the same of a tunnel that has moved, both directions."""
+    """Return the same for a tunnel whose directions both use the pair."""
     made = opened(net)
     pairs, _, _, left, right = made
     carry(pairs, left, right, DIRECT_AFTER_BYTES + MIB)
@@ -229,7 +229,7 @@ def test_half_close_passes_and_the_other_direction_goes_on(net: Network) -> None
 def test_all_that_was_written_before_close_is_read_though_the_end_overtakes_it(
     net: Network,
 ) -> None:
-    """TUNNEL_END goes by the relay, and the last records by the pair."""
+    """TUNNEL_END goes through the relay, and the last records through the pair."""
     pairs, _, _, left, right = moved(net)
     right.direct.pair.reading = False  # type: ignore[union-attr]  # its event loop is elsewhere
     left.write(memoryview(b"last"), 0)
@@ -283,12 +283,12 @@ def test_a_pair_that_breaks_breaks_the_tunnel_at_both_ends(net: Network) -> None
 
 
 def test_a_pair_that_the_relay_shuts_because_of_a_close_breaks_nothing(net: Network) -> None:
-    """Its end is seen before TUNNEL_END is read, and the other direction has never moved."""
+    """The end of the pair is seen before TUNNEL_END is read, while the other direction has never moved."""
     pairs, opener, member, left, right = opened(net)
     carry(pairs, left, right, DIRECT_AFTER_BYTES + MIB)
     left.write(memoryview(b"last"), 0)
     left.close()
-    opener.speak()  # the relay has told the member, and shut the pair
+    opener.speak()  # the relay has notified the member, and shut the pair
     assert pairs.pairs[0].over
     (way,) = [w for w in pairs.ways if w.host is member]
     way.drain()
@@ -346,7 +346,7 @@ class _Nobody:
 
 @pytest.mark.parametrize("how", ["refused", "lost"])
 def test_an_opening_that_comes_to_nothing_gives_the_pair_back(net: Network, how: str) -> None:
-    """The session asks for the pair before its tunnel is open."""
+    """The session requests the pair before its tunnel is open."""
     opener, member = net.host("opener"), net.host("member")
     pairs = MemoryPairs(net, opener, member)
     service = member.serve("db")
@@ -430,7 +430,7 @@ def test_a_side_that_finished_before_the_pair_was_there_still_moves_or_ends_well
     left.finish()
     pairs.run()
     assert held
-    pairs.fetch(member, *held[0])  # `ready` comes to a side that has finished
+    pairs.fetch(member, *held[0])  # `ready` arrives at an end that has finished
     pairs.run()
     assert left.pair is not None
     carry(pairs, right, left, 2 * MIB)
@@ -445,7 +445,7 @@ def test_a_side_that_finished_before_the_pair_was_there_still_moves_or_ends_well
 
 
 class Talk:
-    """One direction of a tunnel, at random: what was sent, and what came."""
+    """One direction of a tunnel with random messages: those sent and those received."""
 
     def __init__(self, source: TunnelEnd, sink: TunnelEnd) -> None:
         self.source = source
@@ -457,7 +457,7 @@ class Talk:
         self.at = 0
 
     def write(self, rng: random.Random) -> None:
-        """Begin a message, or go on with it."""
+        """Begin a message, or continue it."""
         if self.source.ended or self.source.finished:
             return
         if self.message is None:
@@ -478,8 +478,8 @@ class Talk:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_a_tunnel_at_random_loses_nothing_and_ends_as_it_was_ended(seed: int) -> None:
-    """Descriptors come at any time, or never; the relay and the pair overtake each other; either side finishes,
-    closes or goes.
+    """Descriptors arrive at any time, or never; relay and pair overtake each other; either end finishes,
+    closes or disconnects.
     """
     rng = random.Random(seed)
     net = Network(relay_seed=seed)

@@ -1,5 +1,5 @@
-"""A relay that stops: what was sent before its sender heard of it still finds whom it is for, and nobody holds the
-relay up for long.
+"""A relay that drains: messages sent before their sender is notified still arrive, and no session can delay the relay
+for long.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ def pong(delivery: Delivery) -> None:
 
 
 def receive_all(host: Host) -> None:
-    """Let a host read what it was sent, without an answer yet."""
+    """Let a host read its frames, without sending anything yet."""
     while host.listen():
         pass
 
 
 def leave(host: Host, member: int) -> Result:
-    """Take a member away, as its client does when the relay stops."""
+    """Let a member leave, as its client does when the relay drains."""
     ack = Result()
     host.session.ask(lambda number: frames.Leave(number, member), ack)
     return ack
@@ -45,7 +45,7 @@ def test_a_call_that_was_sent_before_its_caller_was_notified_reaches_the_member_
     left = leave(bob, service.member)
     bob.speak()
     answer = alice.request("db")
-    alice.speak()  # she has not read a word
+    alice.speak()  # alice has not read the notice yet
     assert not left.done()
     net.run()
     assert answer.value == b"pong"
@@ -59,7 +59,7 @@ def test_a_call_from_another_relay_that_was_on_the_way_finds_the_member_that_lea
     alice, bob = net.host("alice"), net.host("bob", relay=1)
     service = bob.serve("db", pong)
     answer = alice.request("db")
-    alice.speak()  # it lies on the link
+    alice.speak()  # it is in transit on the link
     net.routers[1].drain(GRACE_MS)
     receive_all(bob)
     left = leave(bob, service.member)

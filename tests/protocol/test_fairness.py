@@ -1,4 +1,4 @@
-"""What one session does, or fails to do, never closes the relay to another cluster, sender or member."""
+"""No act or failure of one session keeps other clusters, senders or members from using the relay."""
 
 from __future__ import annotations
 

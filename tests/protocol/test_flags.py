@@ -106,7 +106,7 @@ def test_frames_that_the_relay_forwards_have_no_flags(kind: int) -> None:
 
 
 def pair(minor: int) -> tuple[Network, LinkEnd]:
-    """Two relays, and the link's end at the second, which receives frames that we make."""
+    """Return two relays, and the link's end at the second, to which tests send frames."""
     net = Network(relays=2)
     _, there = net.link(0, 1)
     there.link.minor = minor
@@ -153,7 +153,7 @@ def test_flags_that_an_older_relay_forwards_cost_it_nothing(kind: int, flags: in
     net._move()
     assert not there.why
     assert not bob.ended_because
-    assert not inbox.messages  # it does not open
+    assert not inbox.messages  # the seal is not valid
     assert all(data[FLAGS_AT] == 0 for data in seen)
     if kind in (*CASTS, Kind.REQUEST, Kind.PUSH, Kind.SURVEY, Kind.TUNNEL_OPEN):
         assert any(kind_of(data) == kind for data in seen)

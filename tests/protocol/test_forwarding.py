@@ -1,4 +1,4 @@
-"""What other relays and sites send, and what a relay forwards: only the liar may lose something."""
+"""False frames from other relays and sites, and what a relay forwards: only the sender of false frames may lose."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def ask(host: Host, kind: int) -> Any:
 
 
 def answer(end: LinkEnd, kind: int, name: str, key_id: bytes, hop_class: int, site: str = "") -> None:  # fmt: skip
-    """Let the other side of a connection answer all calls that it was handed."""
+    """Let the other end of a connection answer all calls dispatched to it."""
     declared = frames.Declare(900, kind, name, key_id, SENDER, True, [], 0, hop_class, site)
     hops = list(end.link.in_flight)
     for data in (encode_control(declared), *(misfit(kind, hop) for hop in hops)):
@@ -123,7 +123,7 @@ def test_an_answer_of_a_site_that_is_of_another_address_or_kind_stops_at_the_gat
 
 
 def test_credit_for_a_call_that_was_given_up_ends_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A site that finishes nothing: the caller's relay forgets late calls, and the gateway may still get their ends."""
+    """A site finishes no calls: the caller's relay forgets them, and the gateway may still receive their ends."""
     monkeypatch.setattr(overdue, "LATE_US", 0)
     net = Sites("ams", "ams", "ber")
     for router in net.routers:
@@ -192,7 +192,7 @@ def test_sites_that_name_more_than_a_frame_holds_end_no_link_and_no_session(
 
 
 def test_a_loss_that_names_many_groups_ends_no_link() -> None:
-    """A frame of the largest size, which grows when its default fields are added."""
+    """The frame has the largest size, and grows when its default fields are added."""
     net = Sites("ams", "ams", "ber")
     link = net.ends[:2]
     ours, _ = net.connect(0, 2)
@@ -223,7 +223,7 @@ def test_a_loss_that_names_many_groups_ends_no_link() -> None:
 
 
 def test_a_record_that_is_too_long_ends_its_sender() -> None:
-    """The next relay would refuse the frame and end the link."""
+    """Otherwise the next relay would refuse the frame and end the link."""
     net = Network(relays=2)
     here, there = net.link(0, 1)
     alice, bob = net.host("alice"), net.host("bob", relay=1)

@@ -1,4 +1,4 @@
-"""What a session that holds no key may do, by which order, and nothing else."""
+"""The rights of a session without a key: exactly those that its order grants."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHARE = {int(Kind.PUSH): Serving(1, 1), int(Kind.BROADCAST): Serving(1, 1)}
 
 
 class Wire:
-    """A port that keeps the control frames it was given."""
+    """A port that collects control frames."""
 
     def __init__(self) -> None:
         self.received: list[frames.Control] = []
@@ -45,7 +45,7 @@ class Wire:
 
 @dataclasses.dataclass
 class Party:
-    """A session of a router, asked for one thing at a time."""
+    """A session of a router that sends one frame at a time."""
 
     router: Router
     wire: Wire

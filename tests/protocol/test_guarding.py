@@ -1,4 +1,4 @@
-"""What a hostile relay can do with honest frames: nothing that goes unnoticed."""
+"""A hostile relay misuses honest frames: every misuse is noticed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def echo(delivery: Delivery) -> None:
 
 
 class Recorder:
-    """A relay that keeps a copy of the frames of some kinds, and goes on honestly."""
+    """A relay that copies frames of some kinds, and is honest otherwise."""
 
     def __init__(self, net: Network, *kinds: Kind) -> None:
         self.frames: list[bytes] = []
@@ -201,7 +201,7 @@ def test_bundles_in_another_order_are_a_gap_and_never_out_of_order(net: Network)
 
 
 def sharing(net: Network, **bounds: int) -> Host:
-    """A process that holds both keys and serves both, with small tables."""
+    """Return a process that serves under both keys, with small tables."""
     guard = Guard(FRESHNESS_US, **bounds)
     guard.keys = 2
     return net.host("both", keys=(KEY, OTHER_KEY), guard=guard)
@@ -218,7 +218,7 @@ def test_a_holder_of_one_key_does_not_fill_the_replay_windows_of_another(
     answers = [net.host(keys=(flooding,)).request("theirs") for _ in range(40)]
     net.run()
     refused = [answer for answer in answers if answer.error is not None]
-    assert len(answers) - len(refused) == 12  # its share of 4, and the 8 that are for anybody
+    assert len(answers) - len(refused) == 12  # its share of 4, and the 8 that any key may use
     assert all(isinstance(answer.error, Overloaded) for answer in refused)
     assert member.guard.refused_senders == 28
     honest = [net.host(keys=(other,)).request("mine", b"x") for _ in range(4)]
@@ -442,7 +442,7 @@ def test_a_changed_byte_of_what_is_authenticated_is_noticed(net: Network, at: in
 def test_a_bundle_that_does_not_hold_as_many_messages_as_it_says_is_lost_as_a_whole(
     net: Network,
 ) -> None:
-    """The count is sealed, too. Only a member can falsify it, and then only the relays' accounts are wrong."""
+    """The count is also sealed. Only a member can falsify it, and then only the relays' accounts are wrong."""
     sender, receiver = net.host(), net.host()
     inbox = receiver.subscribe("a")
     out = sender.session.out

@@ -1,7 +1,7 @@
 """A relay that sends each frame in each state of a client's session: that session ends with a named error, or
 nothing happens at all.
 
-And each table that what a relay says, or passes on, can make grow has a bound, and an answer when it is full.
+Each table that frames from a relay can make grow has a limit, and a defined outcome when it is full.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ HOPS = (0, 1, 2, 3, 4, 5, 6, 7, RELAY_HOP | 1, RELAY_HOP | 2, (1 << 64) - 1)
 
 
 def bodies() -> dict[type, list[Control]]:
-    """Return some of each control frame, well formed."""
+    """Return some valid control frames of each type."""
     info = frames.MemberInfo("m", [64], [KEY.key_id], "r")
     declares = [
         frames.Declare(alias, kind, "db", key_id, SENDER, plain, groups, member)
@@ -125,7 +125,7 @@ BODIES = bodies()
 
 
 def data(rng: random.Random, kind: int) -> bytes:
-    """Return a data frame that may be anything: cut short, of unknown aliases and hop ids, with flags."""
+    """Return a random data frame: truncated, with unknown aliases and hop ids, or with flags."""
     end = (
         b""
         if kind in TUNNEL_KINDS
@@ -149,7 +149,7 @@ def data(rng: random.Random, kind: int) -> bytes:
 def any_frame(rng: random.Random) -> bytes:
     if rng.random() < 0.45:
         return data(rng, rng.choice(DATA))
-    # What ends a session comes rarely, so that the others are heard, too.
+    # Frames that end a session are rare, so that the others are received, too.
     common = (
         frames.Declare,
         frames.Gap,
@@ -164,7 +164,7 @@ def any_frame(rng: random.Random) -> bytes:
 
 
 class Relay:
-    """A session of a client whose relay is this test: what it says goes nowhere."""
+    """A client's session whose relay is this test. Its own frames are discarded."""
 
     def __init__(self, net: Network, guard: Guard, state: str) -> None:
         self.host = host = net.host("victim", guard=guard)
@@ -277,7 +277,7 @@ def test_any_frames_one_after_the_other_end_the_session_by_name_or_nothing(seed:
 
 
 def test_the_end_of_a_survey_ends_no_request() -> None:
-    """Its caller would wait for ever, beyond its own timeout."""
+    """Otherwise the caller of the request would wait forever, beyond its timeout."""
     net = Network()
     alice = net.host("alice")
     net.host("bob").serve("db", lambda delivery: None)
@@ -293,7 +293,7 @@ def test_the_end_of_a_survey_ends_no_request() -> None:
 
 
 def test_nothing_runs_after_the_relay_said_goodbye() -> None:
-    """The client counts its callers' answers as lost then, and would run what nobody can hear of."""
+    """The client counts all answers as lost then, so it would run calls whose answers cannot arrive."""
     net = Network()
     member, caller = net.host("member"), net.host("caller")
     ran: list[bytes] = []
@@ -328,7 +328,7 @@ def test_senders_beyond_the_table_are_refused_and_counted() -> None:
     guard = Guard(FRESHNESS_US, max_senders=8, max_sequences=8)
     taken = [guard.sender(KEY.key_id, sender(n), START_US) is not None for n in range(20)]
     assert (taken.count(True), guard.refused_senders) == (8, 12)
-    # Another key's half is its own; nobody fresh is thrown out.
+    # Each key has its own half, and no fresh entry is removed.
     guard.keys = 2
     assert guard.sender(OTHER_KEY.key_id, sender(1), START_US) is not None
     assert len(guard._senders) == 9
@@ -340,7 +340,7 @@ def test_senders_beyond_the_table_are_refused_and_counted() -> None:
 
 
 def test_sequences_beyond_the_table_are_refused_and_counted() -> None:
-    """`_sequences`: 262,144 (`MAX_SEQUENCES`), told as lost; `_reported`: 4,096, the oldest makes room."""
+    """`_sequences`: 262,144 (`MAX_SEQUENCES`), reported as lost; `_reported`: 4,096, then the oldest is removed."""
     guard = Guard(FRESHNESS_US, max_senders=8, max_sequences=8)
     flow_keys = [(int(Kind.PUBLISH), 0, "t", KEY.key_id, sender(n)) for n in range(6000)]
     taken = [guard.sequence(key, START_US) is not None for key in flow_keys[:20]]
@@ -360,7 +360,7 @@ def test_the_tables_of_a_process_have_the_size_that_the_text_says(table: str, mo
 
 
 def test_aliases_and_what_is_kept_for_them_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`_flows`, `_strange`, `replies`, `_group_bytes`: one for each of 65,536 aliases; `_openers`: 16,384, made
+    """`_flows`, `_strange`, `replies`, `_group_bytes`: one for each of 65,536 aliases; `_openers`: 16,384, created
     again when they are declared again.
     """
     assert (MAX_ALIASES, inbound_module.MAX_OPENERS) == (65_536, 16_384)
@@ -423,7 +423,7 @@ def test_half_open_tunnels_are_bounded_for_each_key() -> None:
 
 
 def test_what_is_dropped_is_counted_under_a_few_words() -> None:
-    """`dropped`: no word of it comes from a peer."""
+    """`dropped`: none of its keys comes from a peer."""
     rng = random.Random(1)
     net, guard = Network(), Guard(FRESHNESS_US)
     words: set[str] = set()

@@ -1,4 +1,4 @@
-"""What is counted for somebody is counted no more once it ended, whichever way it ended."""
+"""Counts for a session, user or key are reduced when an entry ends, in whatever way it ends."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KINDS = (Kind.REQUEST, Kind.PUSH, Kind.SURVEY, Kind.TUNNEL_OPEN)
 
 
 def call(party: Party, kind: Kind, hop: int, *, name: str = "db", deadline_us: int = 0) -> None:
-    """Send a call of any kind under an alias of its own."""
+    """Send a call of any kind under a new alias."""
     if not party.session.routes:
         for alias, each in enumerate(KINDS):
             party.say(frames.Declare(alias, each, name, KEY_ID, bytes(16)))
@@ -39,14 +39,14 @@ def serve(party: Party, name: str = "db", concurrency: int = 8) -> None:
 
 
 def handed(party: Party) -> list[bytes]:
-    """Return the calls that a member's session was handed since this was asked last."""
+    """Return the calls dispatched to a member's session since the last call of this function."""
     calls = [bytes(frame) for frame in party.port.out if frame[4] in KINDS]
     party.port.out.clear()
     return calls
 
 
 def test_a_request_that_waits_under_the_hop_id_of_a_tunnel_s_opening_ends_without_it() -> None:
-    """Otherwise a second opening of that id is taken, and of the first one the member never hears again."""
+    """Otherwise a second opening with that id would be accepted, and the member would never get the first one's end."""
     net = Network(relays=2)
     ends = net.link(0, 1)
     far = Party(net.routers[1])
@@ -70,7 +70,7 @@ def test_a_request_that_waits_under_the_hop_id_of_a_tunnel_s_opening_ends_withou
 
 
 def test_a_call_that_was_given_up_is_handed_to_nobody_else() -> None:
-    """Its caller has heard that it is lost, and nothing would end it a second time."""
+    """Its loss was reported to the caller, and nothing would end it a second time."""
     net = Network(relays=2)
     net.link(0, 1)
     other = Party(net.routers[1])
@@ -101,13 +101,13 @@ def test_a_call_that_was_given_up_is_handed_to_nobody_else() -> None:
 
 
 def test_watches_of_a_name_under_other_keys_are_not_looked_at() -> None:
-    """Anybody may watch a name under a key that he made up: whoever joins there must not pay for it."""
+    """Any session may watch a name under a made-up key, which must not cost members that join there."""
     router = Network().router
     other_id = OTHER_KEY.key_id
     looked_at = 0
 
     class Ids(tuple[bytes, ...]):
-        """The key ids of a watch, which tell that they were read."""
+        """The key ids of a watch, which count how often they are read."""
 
         __slots__ = ()
 
@@ -158,7 +158,7 @@ def test_a_watch_under_two_keys_is_notified_once_of_a_member_under_both() -> Non
 def test_sessions_that_have_used_up_what_may_wait_cost_one_look_a_second_together(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With a look each, some sessions that fill their own bound keep the relay from everybody else's calls."""
+    """With a scan for each, a few sessions at their own limit would keep the relay from all other calls."""
     net = Network(limits=Limits(pending=4))
     member = Party(net.router)
     serve(member, concurrency=1000)
@@ -199,7 +199,7 @@ def long_groups(number: int) -> list[str]:
 
 
 def test_groups_that_a_session_names_are_not_kept() -> None:
-    """They are for relays to say; 65,536 aliases of 64 KB would be 4 GB of one session's making."""
+    """Only relays may name groups. 65,536 aliases of 64 KB would let one session use 4 GB."""
     router = Network().router
     party = Party(router)
     for alias in range(8):
@@ -250,7 +250,7 @@ def test_groups_that_a_relay_names_to_a_client_are_kept_within_a_bound(
     for alias in range(100, 102):
         declare(alias, long_groups(alias))
     strange = OTHER_KEY.key_id
-    for alias in range(102, 110):  # of keys that are not ours as well
+    for alias in range(102, 110):  # also of keys that are not ours
         declare(alias, long_groups(alias), strange if alias % 2 else KEY_ID)
     flows, unknown = alice.session._inbound._flows, alice.session._inbound._unknown
     assert [len(flow.groups) for flow in flows[100:110] if flow] == [200, 200, 0, 0, 0, 0]

@@ -1,4 +1,4 @@
-"""Several relays: real sessions and routers, links of memory, a clock of its own for each relay."""
+"""Several relays: real sessions and routers, links in memory, and a separate clock for each relay."""
 
 from __future__ import annotations
 
@@ -628,7 +628,7 @@ def test_loads_are_reported_no_longer_than_somebody_asks() -> None:
 
 
 def test_a_call_for_an_address_that_nobody_serves_leaves_nothing_to_report() -> None:
-    """Or each report, of a hundred a second, would look at all addresses that another relay ever made up."""
+    """Otherwise each report, of a hundred a second, would scan all addresses that another relay ever made up."""
     net = linked()
     alice, bob = net.host("alice"), net.host("bob", relay=1)
     bob.serve("db")

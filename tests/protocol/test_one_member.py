@@ -198,7 +198,7 @@ def test_a_store_is_not_sent_requests() -> None:
     caller, host = net.host("caller"), net.host("member")
     service = host.serve("db", only=[Kind.BROADCAST])
     member = host.peer.members[service.member]
-    member.listed = False  # what serves streams alone is a store
+    member.listed = False  # a member that only serves streams is a store
     answer = caller.request("db", member=member_id(host, service))
     net.run()
     assert isinstance(answer.error, NoMembers)

@@ -1,4 +1,4 @@
-"""What became of a call or a message is told once, and the first attempt's truth stays."""
+"""The outcome of a call or message is reported once, and the outcome of the first attempt counts."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_a_loss_that_both_ends_of_a_link_report_is_reported_once() -> None:
 
 
 def test_what_a_relay_sent_before_it_stood_still_is_reported_when_it_is_back() -> None:
-    """A stopped process hears nothing and sends nothing: however long that is, its last words may not have arrived."""
+    """A stopped process neither receives nor sends. However long it stops, its last frames may not have arrived yet."""
     net = Network(relays=2)
     ends = net.link(0, 1)
     sender, listener = net.host(), net.host(relay=1)
@@ -157,7 +157,7 @@ def test_what_a_relay_sent_before_it_stood_still_is_reported_when_it_is_back() -
     net.run()
     for router in net.routers:
         router.now_us += 60_000_000
-    net.host().publish("b", b"something else")  # before it notices that the link is gone
+    net.host().publish("b", b"something else")  # before it notices that the link is down
     net.cut(ends)
     net.link(0, 1)
     assert [gap.count for gap in inbox.gaps] == [None]

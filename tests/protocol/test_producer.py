@@ -1,8 +1,8 @@
-"""A producer and a store back to back: whatever happens to calls and answers on the way, each message is stored
+"""A producer and a store back to back: whatever happens to calls and answers in transit, each message is stored
 once, in order.
 
-The one machine is `iris.core.producer`, the other `relay.store.producers` over a log that is a list. Between them
-is a way that loses, repeats, delays and refuses, in virtual time, by a seed or as a test says.
+One machine is `iris.core.producer`, the other `relay.store.producers` with a list as its log. Between them is a path
+that loses, repeats, delays and refuses calls in virtual time, drawn from a seed or as a test demands.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ MAX_CALLS = 10_000
 
 
 class Waiter:
-    """Holds what an append came to: the offset of its record, or an error."""
+    """Holds the outcome of an append: the offset of its record, or an error."""
 
     def __init__(self) -> None:
         self.got: Any = None
@@ -62,7 +62,7 @@ class Waiter:
 
 
 class Log:
-    """A store's side: the table of producers, and the messages that are stored."""
+    """The store: its table of producers, and the stored messages."""
 
     def __init__(self) -> None:
         self.producers = Producers(())
@@ -91,7 +91,7 @@ def _opened(key: ClusterKey, sender_id: bytes, end: bytes, body: bytes) -> list[
 
 
 class World:
-    """A producer, a store, and the way between them. `way` is given each call, and has `take`, `tell` and `lose`
+    """A producer, a store, and the path between them. `way` gets each call, and can use `take`, `tell` and `lose`
     for it.
     """
 
@@ -102,12 +102,12 @@ class World:
         self.uuid, self.key = LOG, OLD
         self.held = {key.key_id: key for key in (OLD, NEW)}
         self.opened = 0
-        """Records that were begun."""
+        """Number of records that were begun."""
         self.taken: set[Sent[Waiter]] = set()
         self.way: Callable[[Sent[Waiter]], None] = self.deliver
         self.calls: list[Sent[Waiter]] = []
         self.appends: list[tuple[bytes, Waiter, int]] = []
-        """What was added, and who waits for it."""
+        """Added messages: (payload, waiter, index within the record)."""
         self._numbers = itertools.count()
         self._events: list[tuple[int, int, Callable[[], object]]] = []
         self._out = Outbound(
@@ -124,7 +124,7 @@ class World:
     # -- what a test does ------------------------------------------------------------------------------------
 
     def add(self, *payloads: bytes, extras: Extras = PLAIN) -> list[Waiter]:
-        """Append messages in one turn; return who waits for each."""
+        """Append messages in one turn; return the waiter of each."""
         for payload in payloads:
             waiter, index = self.producer.add(payload, None, False, extras)
             self.appends.append((payload, waiter, index))
@@ -135,13 +135,13 @@ class World:
         heapq.heappush(self._events, (self.now_us + after_us, next(self._numbers), event))
 
     def run(self) -> None:
-        """Go on until nothing is left to happen, and all has ended."""
+        """Run until no event is left, and all appends have ended."""
         self.run_until_waiting()
         assert self.producer.idle
         assert self.producer.bytes == 0
 
     def run_until_waiting(self) -> None:
-        """Go on until nothing happens by itself."""
+        """Run until no event is left."""
         while True:
             due_us = self.producer.due_us if self.producer.busy else NEVER_US
             if due_us <= self.now_us:
@@ -175,11 +175,11 @@ class World:
         return self.producer.lost(sent, error, self.now_us)
 
     def deliver(self, sent: Sent[Waiter]) -> None:
-        """The usual: the store takes it, and the answer comes."""
+        """Deliver a call to the store, and the answer to the producer."""
         self.at(ANSWER_US, lambda: self.tell(sent, self.take(sent)))
 
     def once(self, first: Callable[[Sent[Waiter]], None]) -> None:
-        """Let `first` be the way of the next call."""
+        """Use `first` for the next call only."""
 
         def way(sent: Sent[Waiter]) -> None:
             self.way = self.deliver
@@ -190,7 +190,7 @@ class World:
     # -- what holds ------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Each message has ended as it was told, is stored at most once, and in order."""
+        """Check that each message has its reported outcome, and that messages are stored in order and at most once."""
         stored = self.log.stored
         assert len(set(stored)) == len(stored), "stored twice"
         order = {payload: number for number, (payload, *_) in enumerate(self.appends)}
@@ -204,7 +204,7 @@ class World:
 
 
 def away(cause: Exception | None = None) -> StreamError:
-    """Return what says that the store is away for a moment: its own word, or a relay's."""
+    """Return the error for a store that is temporarily away, from the store itself or (`cause`) from a relay."""
     error = NoStream("orders", "no store holds it") if cause else StreamUnavailable("orders", "it restarts")  # fmt: skip
     error.passing = True
     error.__cause__ = cause
@@ -212,7 +212,7 @@ def away(cause: Exception | None = None) -> StreamError:
 
 
 def denial(said: str) -> Exception:
-    """Return how a call ends that a relay says has not run."""
+    """Return the error of a call that, according to a relay, has not run."""
     error: Any = getattr(iris, said)("orders", "so says the relay")
     error.may_have_run = False
     return away(error) if said == "NoMembers" else error
@@ -222,7 +222,7 @@ def denial(said: str) -> Exception:
 
 
 class Chaos:
-    """Draws what becomes of each call, until a time; afterwards all is well."""
+    """Draws the fate of each call until some time, after which all calls succeed."""
 
     def __init__(self, world: World, calm_us: int, *, refuses: bool) -> None:
         self.world = world
@@ -235,13 +235,13 @@ class Chaos:
         delay_us = rng.randrange(1, 20_000)
         if fate < 0.1:  # the call is lost
             world.at(delay_us, lambda: world.lose(sent, ConnectionLost("orders", "cut")))
-        elif fate < 0.2:  # its answer is
+        elif fate < 0.2:  # its answer is lost
             world.at(delay_us // 2, lambda: world.take(sent))
             world.at(delay_us, lambda: world.lose(sent, RequestTimeout("orders", "too late")))
-        elif fate < 0.3:  # the call comes after its sender stopped waiting for it
+        elif fate < 0.3:  # the call arrives after its sender has stopped waiting
             world.at(delay_us, lambda: world.lose(sent, Overloaded("orders", "so says a relay")))
             world.at(delay_us + rng.randrange(50_000), lambda: world.take(sent))
-        elif fate < 0.4:  # it comes twice
+        elif fate < 0.4:  # it arrives twice
             world.at(delay_us, lambda: world.tell(sent, world.take(sent)))
             world.at(delay_us + rng.randrange(50_000), lambda: world.take(sent))
         elif fate < 0.5:
@@ -268,7 +268,7 @@ def test_each_append_is_stored_once_and_in_order_over_loss_duplication_and_late_
     world.check()
     assert len(world.appends) == next(number)
     results = [waiter.got for _, waiter, _ in world.appends]
-    if not refuses:  # then there is no reason for another epoch, and so to give anything up
+    if not refuses:  # then no new epoch is needed, so no message is abandoned
         assert all(isinstance(got, int) for got in results)
     assert max(call.call.epoch for call in world.calls) == 0 or refuses
 
@@ -297,7 +297,7 @@ def test_what_was_lost_goes_out_again_in_order_before_anything_new() -> None:
         lambda sent: world.at(1000, lambda: world.lose(sent, ConnectionLost("orders", "cut")))
     )
     world.add(b"0", b"1")
-    world.at(500, lambda: world.add(b"2"))  # while nobody knows that 0 and 1 are lost
+    world.at(500, lambda: world.add(b"2"))  # before the loss of 0 and 1 is noticed
     world.at(1001, lambda: world.add(b"3"))
     world.run()
     assert world.log.stored == [b"0", b"1", b"2", b"3"]
@@ -401,7 +401,7 @@ def test_a_lost_record_sealed_under_the_old_key_is_never_stored_under_the_new_on
     world.once(lose)
     (lost,) = world.add(b"on the way")
     world.run()
-    if retired:  # nobody knows whether it was stored, and its key is gone
+    if retired:  # it may be stored or not, and its key is retired
         assert isinstance(lost.got, StreamUnavailable)
         assert lost.got.may_have_run
     else:
@@ -412,7 +412,7 @@ def test_a_lost_record_sealed_under_the_old_key_is_never_stored_under_the_new_on
     assert after.got == (not retired or stored_first)
     assert world.log.stored == [b"on the way", b"after"][retired and not stored_first :]
     sealed = {record.body: sent.key for sent in world.calls for record in sent.records}
-    assert list(sealed.values()) == [OLD, NEW]  # the lost one under the old key alone
+    assert list(sealed.values()) == [OLD, NEW]  # the lost one only under the old key
 
 
 @pytest.mark.parametrize("retired", [False, True])
@@ -432,7 +432,7 @@ def test_a_refused_record_sealed_under_the_old_key_is_stored_and_readable_in_the
     world.run()
     world.check()
     assert refused.got == 0
-    assert world.log.stored == [b"refused"]  # and so it was opened with the key that it came under
+    assert world.log.stored == [b"refused"]  # so it was opened with the key under which it came
     assert [sent.key for sent in world.calls] == [OLD, NEW if retired else OLD]
 
 

@@ -1,4 +1,4 @@
-"""docs/protocol.md is true: its examples decode, encode, seal and open; its tables name every field and limit."""
+"""docs/protocol.md is correct: its examples decode, encode, seal and open; its tables name every field and limit."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_control_frame_decodes_to_its_fields_and_encodes_to_its_bytes(name: st
 
 @pytest.mark.parametrize("name", CONTROLS)
 def test_a_control_frame_is_a_plain_messagepack_map(name: str) -> None:
-    """Read without our structs, as another language would, and with a field that we do not know."""
+    """Read it without our structs, as other languages do, and with an unknown field."""
     data = HEX[name]
     fields = msgspec.msgpack.decode(data[6:])
     said = {key: value for key, value in JSON[name].items() if key != "frame"}
@@ -110,7 +110,7 @@ def test_a_store_accepts_the_countersigned_order_after_the_first() -> None:
 
 
 def _table(title: str) -> dict[str, list[str]]:
-    """Return the cells of the first table under a heading that begins so, by the names in its first column."""
+    """Return the rows of the first table under a heading that begins with `title`, by the name in the first column."""
     _, _, rest = TEXT.partition(f"#### {title}")
     assert rest, f"no section {title}"
     section = re.split(r"^#{2,4} ", rest, maxsplit=1, flags=re.MULTILINE)[0]
@@ -198,7 +198,7 @@ def _hmac(key: bytes, data: bytes, algorithm: hashes.HashAlgorithm) -> bytes:
 
 
 def _expand(prk: bytes, info: bytes, size: int, algorithm: hashes.HashAlgorithm) -> bytes:
-    """HKDF-Expand of RFC 5869."""
+    """Return HKDF-Expand of RFC 5869."""
     out = block = b""
     for number in itertools.count(1):
         if len(out) >= size:
@@ -238,7 +238,7 @@ def test_a_senders_keys_follow_as_written(name: str) -> None:
 
 
 def _fields(data: bytes) -> dict[str, int]:
-    """Return the hop and end fields of a data frame by the offsets of the document."""
+    """Return the hop and end fields of a data frame, at the offsets of the document."""
     layout = {"alias": (6, 4), "hop": (10, 8), "deadline": (18, 8)}
     if Kind(data[4]) not in TUNNEL_KINDS:
         layout |= {"sent": (26, 8), "timeout": (34, 4), "count": (38, 4), "first": (42, 8)}
@@ -255,7 +255,7 @@ def test_the_fields_of_a_data_frame_are_where_the_document_says(name: str) -> No
 
 
 def _metadata(said: dict[str, Any]) -> bytes:
-    """Put metadata together as §7 writes it, not as the codec does."""
+    """Encode metadata as §7 describes, without the codec."""
     name: bytes = said["declared"]["name"].encode()
     data = bytes((1, Kind[said["frame"]])) + len(name).to_bytes(2, "little") + name
     data += KEY.key_id + bytes.fromhex(said["declared"]["sender_id"])
@@ -287,7 +287,7 @@ def test_a_sealed_body_is_sealed_and_opened_as_written(name: str) -> None:
 
 @pytest.mark.parametrize("name", SEALED)
 def test_a_sealed_body_is_aes_gcm_of_the_written_keys(name: str) -> None:
-    """From RFC 9605's description alone: one byte of header, 8 of KID, a counter below 8."""
+    """Computed from RFC 9605 only: one byte of header, 8 bytes of KID, a counter below 8."""
     data, said = HEX[name], JSON[name]
     sender = next(
         s for s in JSON["sealing"].values() if s["sender_id"] == said["declared"]["sender_id"]
@@ -418,7 +418,7 @@ def test_the_tunnel_is_opened_and_used_as_written() -> None:
 
 
 def _items(plain: bytes) -> list[list[Any]]:
-    """Read a record's items by the table of §11."""
+    """Decode a record's items as the table of §11 describes."""
     found: list[list[Any]] = []
     while plain:
         kind, size = plain[0], int.from_bytes(plain[1:5], "little")
@@ -442,7 +442,7 @@ CODED: Final = [name for name, said in JSON.items() if "code" in said and "frame
 
 
 def test_a_channel_is_opened_as_written() -> None:
-    """Check, from §19.9 alone, what both sign and how the keys are derived."""
+    """Check, from §19.9 only, what both ends sign and how the keys are derived."""
     knock, door, opening, opened = (
         JSON[f"stream-{name}"]["body"] for name in ("knock", "door", "open", "opened")
     )

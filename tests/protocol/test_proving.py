@@ -1,4 +1,4 @@
-"""Proofs of keys hold in their own session, at their own relay, under their own key; and nobody speaks for another
+"""A proof of a key is valid only in its session, at its relay and for its key. No session can use the id of another
 sender.
 """
 
@@ -16,7 +16,7 @@ from iris.wire.kinds import Kind
 
 
 def proof_of(host: Host) -> bytes:
-    """The PROVE frame that this host would send."""
+    """Return the PROVE frame that this host would send."""
     return encode_control(
         frames.Prove(
             0,

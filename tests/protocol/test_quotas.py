@@ -1,4 +1,4 @@
-"""Shares: nobody fills a shared table, and entries that a peer announces beyond a bound end no connection."""
+"""Shares of tables: no session can fill a shared table, and entries of a peer beyond a limit end no connection."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ HOUR_S = 3600
 
 
 class Party:
-    """A hand-made session whose keys count as proven; its calls are answered at once."""
+    """A session that sends plain frames, whose keys count as proven; its calls are answered at once."""
 
     def __init__(
         self, router: Router, user: str = "uid 1", keys: tuple[bytes, ...] = (KEY_ID,)
@@ -73,7 +73,7 @@ class Party:
         return self.ask(lambda number: frames.Subscribe(number, pattern, self.keys, group))
 
     def call(self, kind: Kind, hop: int, name: str = "db", *, deadline_us: int = 0) -> None:
-        """Send one frame; its alias is declared the first time."""
+        """Send one call; declare its alias at its first use."""
         if not self.session.routes:
             for alias, each in enumerate((Kind.REQUEST, Kind.PUSH, Kind.SURVEY)):
                 self.say(frames.Declare(alias, each, name, KEY_ID, bytes(16)))
@@ -83,17 +83,17 @@ class Party:
 
 
 def receive(end: LinkEnd, *bodies: frames.Control) -> str:
-    """Give frames to one end of a link; return the rule that they broke, if any."""
+    """Deliver frames to one end of a link; return the rule that they broke, or ""."""
     for body in bodies:
         feed(end.reader, encode_control(body))
     return end.why
 
 
 def never(delivery: Any) -> None:
-    """A handler that answers nothing."""
+    """Do not answer."""
 
 
-# -- what a relay is told ----------------------------------------------------------------------------------------
+# -- interest from other relays ---------------------------------------------------------------------------------------
 
 
 def test_members_beyond_the_bound_end_no_link_when_they_join_or_leave(
@@ -116,9 +116,9 @@ def test_members_beyond_the_bound_end_no_link_when_they_join_or_leave(
     assert not receive(end, frames.Interest(0, 11, entries, reset=True))
     assert (len(link.copy.members), link.dropped_entries) == (4, 4)
     assert not receive(end, frames.Interest(11, 12, left=[4, 5]))
-    (link,) = net.router.mesh.status(0)["links"]  # type: ignore[misc]
-    assert link["untaken"] == 4
-    # Only as many unknown members may leave as were dropped.
+    (entry,) = net.router.mesh.status(0)["links"]  # type: ignore[misc]
+    assert entry["untaken"] == 4
+    # At most as many unknown members may leave as were dropped.
     assert "had not joined" in receive(end, frames.Interest(12, 13, left=[4]))
 
 
@@ -232,11 +232,11 @@ def test_many_made_up_keys_cost_callers_of_a_name_nothing() -> None:
     assert len(str(net.router.status()["clusters"])) < 4096
 
 
-# -- what other sites are told -----------------------------------------------------------------------------------
+# -- interest for other sites ------------------------------------------------------------------------------------
 
 
 def with_wan_limit(entries: int, monkeypatch: pytest.MonkeyPatch) -> Sites:
-    """Return two sites that announce a number of clusters and topics to each other."""
+    """Return two sites that accept at most `entries` clusters and topics from each other."""
     for module in (sites_module, federation_module):
         monkeypatch.setattr(module, "MAX_WANTED", entries)
     return Sites("ams", "ber")
@@ -259,7 +259,7 @@ def test_entries_without_room_are_held_back_and_announced_when_there_is_room(
     way = theirs.link.site_route
     assert (len(way.clusters), len(way.topics), way.dropped_entries) == (7, 7, 0)
     assert net.router.status()["sites_untold"] == 6
-    # A key has all but the last quarter: the other key's members are called and hear.
+    # A key can use all but the last quarter, so members of the other key can still be called and receive.
     bob = net.host("bob", relay=1)
     answer = bob.request("db", b"ping")
     bob.publish("news", b"text")
@@ -338,7 +338,7 @@ def test_sites_with_much_interest_do_not_cut_a_gateway_off_from_its_own_relays(
 
 
 def fill(host: Host, count: int, **options: Any) -> int:
-    """Send requests that nobody answers; return how many were refused."""
+    """Send `count` requests that are not answered; return how many were refused."""
     answers = [host.request("db", timeout_ms=60_000, **options) for _ in range(count)]
     host.net.run()
     assert all(isinstance(answer.error, Overloaded) for answer in answers if answer.done())
@@ -379,7 +379,7 @@ def test_one_session_does_not_take_all_the_places_of_a_link_or_wan(wan: bool) ->
     for host in (alice, carol, dora):
         host.lose()
     assert not far.shares
-    assert far.users  # what alice left behind still waits there, and counts
+    assert far.users  # alice's former calls still wait there, and count
     answer_all(service)
     net.settle()
     assert not far.users
@@ -542,7 +542,7 @@ def test_a_member_that_finishes_nothing_is_handed_a_bounded_number_of_calls(
 
 
 def watch(party: Party, number: int, name: str = "db") -> str:
-    """Return why there is no watch, or an empty text: its first answer came."""
+    """Start a watch; return the error, or "" if its first answer came."""
     party.say(frames.Members(number, name, [KEY_ID], True))
     answers = (frames.Ack, frames.Membership)
     (answer,) = [body for body in party.received(object) if isinstance(body, answers)]
@@ -566,7 +566,7 @@ def test_a_watch_too_many_is_refused_and_its_session_goes_on(
     )
     assert [bool(watch(other, n)) for n in range(1, 4)] == [False, False, True]
     assert "the relay's limit of 8 watches, each counted once per key is reached" in watch(other, 9)
-    # Without a watch all of them are answered, and who is in a watch hears of changes.
+    # Without a watch all of them are answered, and those with a watch are notified of changes.
     third.say(frames.Members(2, "db", [KEY_ID]))
     assert len(third.received(frames.Membership)) == 1
     assert not third.join("db")
@@ -591,7 +591,7 @@ def test_a_watch_too_many_is_refused_and_no_other_watch_ends(
     session = alice.session
     session.watch("db", [KEY_ID], received.append, refused=refused.append, stay=True)
     second = session.watch("web", [KEY_ID], received.append, refused=refused.append, stay=True)
-    session.watch("web", [KEY_ID], received.append, stay=True)  # who does not care
+    session.watch("web", [KEY_ID], received.append, stay=True)  # without a limit
     net.run()
     assert [text.split(",")[0] for text in refused] == ["this session already has 1 watches"]
     session.unwatch(second)
@@ -625,7 +625,7 @@ async def test_a_watcher_that_is_refused_says_so(monkeypatch: pytest.MonkeyPatch
 def test_sessions_with_many_filters_do_not_part_the_mesh_at_the_bound_of_today(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As above with what is told beyond the bound at the receiver alone: 17 sessions, the last of them one too many."""
+    """As above, but only the receiver's limit is exceeded: 17 sessions, of which the last is one too many."""
     monkeypatch.setattr(link_module, "MAX_COPY", 16 * 64)
     monkeypatch.setattr(peer_interest_module, "MAX_COPY", 16 * 64)
     net = Network(relays=2)

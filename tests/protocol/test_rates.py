@@ -1,4 +1,4 @@
-"""Rate quotas: what a session, and all sessions to one address, may send in a second."""
+"""Rate quotas: how much one session, and all sessions to one address, may send per second."""
 
 from __future__ import annotations
 

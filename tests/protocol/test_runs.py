@@ -1,4 +1,4 @@
-"""Runs: what one sender asks of one address in one turn is one frame, whatever becomes of its calls."""
+"""Runs: calls of one sender to one address in one turn are one frame, and each has its own outcome."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from relay.core.limits import Limits
 
 @pytest.fixture
 def two() -> Iterator[Network]:
-    """Two relays that are linked."""
+    """Two linked relays."""
     network = Network(relays=2)
     network.link(0, 1)
     yield network
@@ -29,7 +29,7 @@ def two() -> Iterator[Network]:
 
 
 class Wire:
-    """Counts what the relays send to each host: (kind of frame, calls in it)."""
+    """Notes what the relays send to each host: (kind of frame, calls in it)."""
 
     def __init__(self, net: Network) -> None:
         self.to: dict[str, list[tuple[Kind, int]]] = {}

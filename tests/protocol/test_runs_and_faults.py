@@ -1,4 +1,4 @@
-"""A fault in one call costs that call: the others of its run, and the session, go on."""
+"""A fault in one call only affects that call: the others of its run, and the session, continue."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def echo(delivery: Delivery) -> None:
 
 
 def fails(host: Host, kind: Kind, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Have the host's next seals fail; the function returned ends that."""
+    """Make the host's next seals fail; return the function that ends this."""
     sealer = host.session.out.flow(kind, "db", KEY).sealer
     good = sealer._encrypt
 

@@ -1,5 +1,5 @@
-"""Runs drawn from a seed: cut, refused in part, answered late, twice, apart or never, through members and links
-that go.
+"""Random runs, drawn from a seed: truncated, refused in part, answered late, twice, separately or never, while members
+and links are lost.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ RELAYS = 3
 
 
 class Moody(Service):
-    """Refuses at random, and keeps what it takes until somebody has it answer."""
+    """Refuses calls at random, and holds the others until a test makes it answer."""
 
     def __init__(self, number: int, rng: random.Random, ran: Counter[bytes]) -> None:
         super().__init__(number, None)
@@ -41,7 +41,7 @@ class Moody(Service):
 
 
 class Life:
-    """A network, its callers and members, and what they did."""
+    """A network with its callers and members, and counts of their actions."""
 
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
@@ -110,7 +110,7 @@ class Life:
                 delivery.reply(b"re " + delivery.message.payload, None, False)
 
     def lie(self) -> None:
-        """A member answers what it was not asked, or what it answered before."""
+        """Let a member answer a call that it did not get, or answer one twice."""
         if not self.members:
             return
         host, _ = self.rng.choice(self.members)
@@ -157,7 +157,7 @@ class Life:
             self.net.pass_time(self.rng.choice((0.2, 2.0)))
 
     def rest(self) -> None:
-        """Everybody reads, everything is answered, and time passes."""
+        """Let all hosts read and answer everything, and let time pass."""
         for host in self.net.hosts:
             host.port.room = None
             if not host.peer.closed:
@@ -176,7 +176,7 @@ class Life:
 
 
 def play(seed: int) -> Counter[Kind]:
-    """Live it, check every promise, and return how many runs of each kind hosts got."""
+    """Run one life, check every promise, and return how many runs of each kind the hosts received."""
     life = Life(seed)
     seen: Counter[Kind] = Counter()
 

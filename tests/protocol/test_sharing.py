@@ -1,4 +1,4 @@
-"""A queue group shares what is published in one turn."""
+"""A queue group shares the messages that are published in one turn."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from iris.wire.kinds import MAX_PARTS, Kind
 
 
 def burst(publisher: Host, count: int, size: int = 0) -> None:
-    """Publish so much in one turn, in payloads of at least `size` bytes."""
+    """Publish `count` messages in one turn, with payloads of at least `size` bytes."""
     out = publisher.session.out
     flow = out.flow(0x47, "t", publisher.key)
     for number in range(count):
@@ -25,7 +25,7 @@ def numbers(inbox: Inbox) -> list[int]:
 
 
 def check(inboxes: list[Inbox], least: int, most: int) -> None:
-    """Each has its part of 0 to 199, in rising order, and nobody has what another has."""
+    """Check that each member received a part of the numbers 0 to 199, in rising order, and no number twice."""
     assert sorted(n for inbox in inboxes for n in numbers(inbox)) == list(range(200))
     for inbox in inboxes:
         assert least <= len(inbox.messages) <= most
@@ -34,7 +34,7 @@ def check(inboxes: list[Inbox], least: int, most: int) -> None:
 
 
 def begin(net: Network, inboxes: list[Inbox]) -> Host:
-    """The first bundle is one: it is what tells the relay that somebody publishes there."""
+    """Publish a first bundle of one message, from which the relay learns of the publisher."""
     publisher = net.host("publisher")
     publisher.publish("t", b"0")
     net.run()

@@ -1,5 +1,5 @@
-"""Gateways back to back: real sessions and routers, links and WAN connections of memory. What a gateway may not
-say, and what it costs.
+"""Gateways back to back: real sessions and routers, with links and WAN connections in memory. The rules for frames of
+gateways, and the outcome when a gateway breaks them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class WanEnd(LinkEnd):
                 end.router.wan_down(end.link)
 
     def receive(self, *bodies: frames.Control) -> str:
-        """Take these from the other gateway; return which rule they broke, if one."""
+        """Deliver frames from the other gateway; return the rule that they broke, or ""."""
         for body in bodies:
             self.receive_frame(encode_control(body))
         return self.why
@@ -58,7 +58,7 @@ class WanEnd(LinkEnd):
 
 
 class Sites(Network):
-    """Relays of several sites: `Sites("ams", "ams", "ber")`. Links within a site are made, WAN connections by
+    """Relays of several sites: `Sites("ams", "ams", "ber")`. Relays of a site are linked. WAN connections are made by
     `connect`.
     """
 
@@ -84,14 +84,14 @@ class Sites(Network):
         return ends
 
     def lose(self, ends: tuple[WanEnd, WanEnd]) -> None:
-        """Both gateways notice that the connection is gone; what was on its way is lost."""
+        """Break a connection, and notify both gateways. Frames in transit are lost."""
         for end in ends:
             self.ends.remove(end)
             end.router.wan_down(end.link)
         self.settle()
 
     def settle(self) -> None:
-        """Let everybody hear of what changed."""
+        """Let changes reach all relays."""
         for _ in range(8):
             self._move()
             self._advance(25_000)
@@ -190,7 +190,7 @@ def test_what_a_site_does_not_import_or_export_is_refused_at_both_gateways_and_c
     ours, theirs = net.connect(0, 1)
     net.router.sites.policy = Policy(["news.>"], ["db"])
     net.routers[1].sites.policy = Policy(["db"], ["news.>"])
-    # Ams says nothing of the sort itself: this is what Ber makes of it.
+    # Ams does not send this itself; Ber made it up.
     publish = frames.Declare(0, Kind.PUBLISH, "other", KEY_ID, SENDER, True, [], 0, 2, "ber")
     call = frames.Declare(1, Kind.REQUEST, "web", KEY_ID, SENDER, True, [], 0, 2, "ber")
     assert not theirs.receive(publish, call)
@@ -204,7 +204,7 @@ def test_what_a_site_does_not_import_or_export_is_refused_at_both_gateways_and_c
     assert router.accounts.dropped == {"not allowed": 1}
     (fail,) = theirs.said(frames.Fail)
     assert (fail.cause, fail.detail) == (Cause.REFUSED, "web is not exported")
-    # What Ber says it has and Ams does not import stays unknown.
+    # Entries of Ber that Ams does not import stay unknown.
     entries = [SiteCluster("ber", name, KEY_ID, {Kind.REQUEST: 1}, 1) for name in ("db", "web")]
     topics = [SiteTopic("ber", name, KEY_ID, "", 1) for name in ("news.*", "other")]
     version = ours.link.replica.version
@@ -299,12 +299,12 @@ BREACHES: dict[str, tuple[frames.Control, str]] = {
 
 @pytest.fixture
 def net() -> Sites:
-    """Two gateways of Ams, one of Ber and one of Cph, with Alice and Bob at work."""
+    """Two gateways of Ams, one of Ber and one of Cph, with sessions of Alice and Bob."""
     return Sites("ams", "ams", "ber", "cph")
 
 
 class Victim:
-    """Ams' first gateway, and what has to go on working whatever Ber says to it."""
+    """The first gateway of Ams, and the functions that must work whatever Ber sends to it."""
 
     def __init__(self, net: Sites) -> None:
         self.net = net
@@ -318,7 +318,7 @@ class Victim:
         net.settle()
 
     def works(self) -> None:
-        """Everybody else notices nothing."""
+        """Check that all other sessions and relays still work."""
         answers = [self.alice.request(name) for name in ("bobs", "carols")]
         self.alice.publish("news", b"text")
         self.net.settle()
@@ -418,7 +418,7 @@ def test_credit_is_given_for_pushes_alone_and_once(net: Sites) -> None:
     assert not victim.end.receive(frames.Credit(0, Kind.PUSH, [hop]))
     assert not victim.end.receive(
         frames.Credit(0, Kind.PUSH, [hop, hop, 5])
-    )  # late, for all we know
+    )  # this may be a late answer
     victim.alice.push("mallorys")
     net.run()
     (hop,) = victim.end.link.in_flight
@@ -512,7 +512,7 @@ def test_a_survey_of_a_site_names_at_most_so_many_that_it_only_counts(
     victim.end.receive(interest(clusters=[SiteCluster("ber", "many", KEY_ID, {Kind.SURVEY: 1 << 40}, 1 << 31)]))  # fmt: skip
     net.settle()
     answers = victim.alice.survey("many")
-    net.ends.remove(victim.other)  # nothing comes back
+    net.ends.remove(victim.other)  # no answer comes back
     net.run()
     net.router.wan_down(victim.end.link)
     net.run()
@@ -604,7 +604,7 @@ def test_a_snapshot_takes_the_place_of_what_was_known_and_leaves_alone_what_stay
     end.receive(interest(clusters=[cluster(name="a"), cluster(name="b")], site_topics=[topic()]))
     (way,) = net.router.sites.site_routes["ber"].values()
     load = way.load(Kind.REQUEST, "b", KEY_ID)
-    # In parts, of which the first alone changes nothing.
+    # The snapshot comes in parts; the first one alone changes nothing.
     parts = {"clusters": [cluster(name="b")]}, {"clusters": [cluster(name="c")]}
     end.receive(frames.Interest(0, 20, reset=True, more=True, **parts[0]))
     assert sorted(name for name, _ in way.clusters) == ["a", "b"]
@@ -621,7 +621,7 @@ def test_a_change_that_does_not_follow_is_asked_for_again(net: Sites) -> None:
     end.receive(frames.Interest(version + 1, version + 2, clusters=[cluster()]))
     assert [resync.version for resync in end.said(frames.Resync)] == [version]
     end.receive(frames.Interest(version + 2, version + 3, clusters=[cluster(name="late")]))
-    assert len(end.said(frames.Resync)) == 1  # the snapshot will have it
+    assert len(end.said(frames.Resync)) == 1  # the snapshot will contain it
     net.settle()
     assert not end.why
     assert not other.why
@@ -787,7 +787,7 @@ def test_a_lost_connection_reports_the_loss_to_the_relays_behind_it(net: Sites) 
 
 
 def test_a_bundle_crosses_once_although_one_copy_lags_behind(net: Sites) -> None:
-    # Both gateways of Ams reach Ber; the first has not heard of the group yet.
+    # Both gateways of Ams reach Ber; the first does not know the group yet.
     first, second = net.connect(0, 2)[0], net.connect(1, 2)[0]
     alice, bob = net.host("alice"), net.host("bob", relay=2)
     plain, group = bob.subscribe("news"), bob.subscribe("news", group="workers")
@@ -822,7 +822,7 @@ def test_a_loss_of_messages_that_a_site_does_not_import_is_not_reported(net: Sit
 
 
 def test_a_beat_looks_only_at_the_losses_whose_second_is_over(net: Sites) -> None:
-    """However many the other site makes up: it says how often it beats, too."""
+    """However many losses the other site makes up: it also chooses how often it beats."""
 
     class CountingDict(dict[Any, int]):
         looked = 0
@@ -885,7 +885,7 @@ def test_a_group_that_left_here_and_still_is_in_another_site_breaks_nothing(
 def test_a_loss_whose_number_nobody_knows_is_reported_in_the_site_it_was_sent_to(
     net: Sites,
 ) -> None:
-    # A link between a publisher's relay and its gateway goes: the other site hears of it.
+    # A link between a publisher's relay and its gateway is lost, which is reported to the other site.
     ends = net.connect(1, 2)
     alice, bob = net.host("alice"), net.host("bob", relay=2)
     inbox = bob.subscribe("news")

@@ -1,4 +1,4 @@
-"""Whoever holds a key of a stream, or sits on the way to it, and means harm: a store and its other callers go on."""
+"""Attacks by holders of a stream's key, and by relays on the path to it: a store and its other callers continue."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ ends = st.builds(
 
 
 def values(kind: Any) -> st.SearchStrategy[Any]:
-    """Return what to put in a field of this type: mostly what it takes, at its edges."""
+    """Return values for a field of this type: mostly valid ones, at the limits."""
     if isinstance(kind, msgspec.inspect.IntType):
         low, high = kind.ge or 0, kind.le or (1 << 63) - 1
         fits = [n for n in (*HUGE, low, high) if low <= n <= high]
@@ -102,7 +102,7 @@ def values(kind: Any) -> st.SearchStrategy[Any]:
 
 
 def call_of(kind: type) -> st.SearchStrategy[Any]:
-    """Return bodies of calls of a kind: their fields at the edges, some missing, some too many."""
+    """Return bodies of calls of a kind: fields at their limits, some missing, some unknown."""
     info = msgspec.inspect.type_info(kind)
     assert isinstance(info, msgspec.inspect.StructType)
     fields = {f.encode_name: values(f.type) for f in info.fields}
@@ -122,11 +122,11 @@ def call_of(kind: type) -> st.SearchStrategy[Any]:
 def written(
     relay: Relay, caller: Caller, body: bytes, *, name: str = NAME, own: bool = False
 ) -> Any:
-    """Return what becomes of a body that a holder of the key sends through a channel."""
+    """Send a body through a channel, as a holder of the key; return the outcome."""
     waiter = Waiter()
     caller.session.store_calls.send(name, KEY, body, timeout_ms=5000, waiter=waiter, to_store=own)
     relay.run(caller)
-    if not waiter.done():  # a reader that waits
+    if not waiter.done():  # a reader that waits for messages
         relay.store.now_us += 61_000_000
         relay.store.tend()
         relay.store.now_us = NOW_US
@@ -181,7 +181,7 @@ KEPT: dict[type, Store] = {}
 
 
 def refuse_sealed(relay: Relay, code: str = "channel") -> None:
-    """From now on the relay answers each call of a channel itself, with a refusal."""
+    """Let the relay answer each call of a channel itself, with a refusal."""
     forged = encode(Refused(code, "says the relay"))
 
     def forge(frame: bytearray) -> list[bytearray]:
@@ -245,7 +245,7 @@ def test_calls_that_were_given_up_while_a_channel_opens_hold_nothing(relay: Rela
     calling.expire(caller.session.mono_us)
     assert len(channel.held) == 0
     assert all(isinstance(called.waiter.got, RequestTimeout) for called in given_up[10:])
-    # Whoever comes after them is served by the channel that was asked for.
+    # Later callers are served by the channel that was requested.
     waiter = relay.send(caller, streams.Describe())
     relay.calls = lambda frame: [frame]
     relay.hand(caller.declared[HOP.unpack_from(knock[0])[3]], bytes(knock[0]), caller)
@@ -337,14 +337,14 @@ def test_who_made_up_many_keys_ends_no_channels_of_another_stream(relay: Relay) 
     for caller in honest:
         assert isinstance(relay.ask(caller, streams.Describe()), streams.Described)
     assert relay.store.calls.refused == 0
-    # And the honest still get in.
+    # Honest callers are still served.
     assert isinstance(relay.ask(Caller(KEY), streams.Describe()), streams.Described)
 
 
 def test_a_call_of_another_time_or_stream_is_nothing_through_a_channel_of_today(
     relay: Relay,
 ) -> None:
-    """After a restart, and in a stream of the same name under another key or uuid, what was recorded is refused."""
+    """Recorded calls are refused after a restart, and in a stream of the same name under another key or uuid."""
     old = Caller(KEY)
     assert isinstance(relay.ask(old, append(3), writes=True), streams.Appended)
     recorded = [(declared, frame) for declared, frame in relay.recorded if frame[BODY_AT] == MARK]
@@ -372,7 +372,7 @@ def test_a_call_of_another_time_or_stream_is_nothing_through_a_channel_of_today(
 def test_a_key_that_is_retired_while_its_channel_opens_or_is_refused_leaves_nobody_waiting(
     relay: Relay,
 ) -> None:
-    """The calls that were made under it end with an answer; a session of the new keyring opens channels of its own."""
+    """Calls under the key end with an answer; a session with the new keyring opens new channels."""
     caller = Caller(KEY)
     opening = [relay.send(caller, streams.Describe()), relay.send(caller, append(3), writes=True)]
     caller.keys.clear()

@@ -1,6 +1,6 @@
 """A store relies on no relay: a call that no holder of the stream's key authenticated is refused, and changes nothing.
 
-The relay between them says whatever a test wants.
+The relay between them sends any frames that a test requires.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ def test_a_party_without_the_key_learns_no_name_of_a_stream(relay: Relay) -> Non
     answer = raw(relay, old, name=store, key_id=NO_KEY)
     assert isinstance(answer, Refused)
     assert "upgrade the client" in answer.detail
-    # A holder of another key cannot, either, through its own channel.
+    # A holder of another key cannot do it through its own channel, either.
     answer = relay.ask(Caller(OTHER), streams.ListStreams(), key=OTHER, name=store, own=True)
     assert isinstance(answer, Refused)
     assert answer.code == "no-stream"
-    # The holder of each key sees the streams of that key.
+    # The holder of a key sees the streams of that key.
     theirs = b"o" * 16
     relay.ask(Caller(), streams.Create([order(OTHER, uuid=theirs, name="other")]), key=None, name=store)  # fmt: skip
     for key, uuid in ((KEY, UUID), (OTHER, theirs)):
@@ -91,7 +91,9 @@ def test_a_channel_to_a_store_lists_and_does_nothing_else(relay: Relay) -> None:
     for call in ATTACKS.values():
         answer = relay.ask(caller, call, name=relay.store.address, own=True)
         assert isinstance(answer, Refused)
-    assert isinstance(relay.ask(caller, streams.ListStreams()), Refused)  # by one to a stream
+    assert isinstance(
+        relay.ask(caller, streams.ListStreams()), Refused
+    )  # refused in a channel of a stream
     assert state(relay.store) == before
 
 
@@ -259,7 +261,7 @@ def test_a_forged_refusal_never_means_that_a_write_was_not_done(relay: Relay) ->
         count = len(relay.recorded)
         answer = relay.ask(Caller(KEY), streams.Describe())
         assert isinstance(answer, ConnectionLost)
-        assert len(relay.recorded) - count == 6  # twice: knock, open, describe
+        assert len(relay.recorded) - count == 6  # twice each: knock, open, describe
 
 
 # -- who the store is --------------------------------------------------------------------------------------------
@@ -286,7 +288,7 @@ def test_a_store_without_the_key_that_the_order_names_is_not_accepted(relay: Rel
         answer = relay.ask(Caller(KEY), append(3), writes=True)
         assert isinstance(answer, Refused), case
         assert "is not signed by a key of this keyring" in answer.detail
-        assert len(relay.recorded) == count + 1, case  # the knock, and nothing of the call
+        assert len(relay.recorded) == count + 1, case  # only the knock was sent, not the call
 
 
 def test_a_store_that_shows_the_order_and_lacks_the_store_key_cannot_open_a_channel(
@@ -306,11 +308,11 @@ def test_a_store_that_shows_the_order_and_lacks_the_store_key_cannot_open_a_chan
     answer = relay.ask(Caller(KEY), append(3), writes=True)
     assert isinstance(answer, ConnectionLost)
     assert not answer.may_have_run
-    assert len(relay.recorded) == count + 2  # nothing of the call left
+    assert len(relay.recorded) == count + 2  # the call was not sent
 
 
 def replaced(answer: Any) -> Frames:
-    """Answer in the store's place."""
+    """Answer calls instead of the store."""
     body = encode(answer)
 
     def change(frame: bytearray) -> list[bytearray]:
@@ -348,7 +350,7 @@ def test_a_recorded_conversation_does_nothing_again_here_or_on_another_connectio
             again.hand(declared, frame, Caller())
         relay.store.commit()
         answers = [decode_answer(one[BODY_AT:]) for one in again.received()]
-        assert isinstance(answers[0], streams.Door)  # a knock is answered to anybody
+        assert isinstance(answers[0], streams.Door)  # a knock from any sender is answered
         assert [type(one) for one in answers[1:]] == [Refused] * 4
         assert state(relay.store) == before
     assert len(relay.store.calls.channels) == opened
@@ -391,13 +393,13 @@ def test_in_a_full_table_the_channel_idle_longest_makes_room_and_is_opened_again
     callers = [Caller(KEY) for _ in range(4)]
     for caller in callers[:3]:
         relay.ask(caller, streams.Describe())
-    relay.ask(callers[0], streams.Describe())  # the second is idle longest now
+    relay.ask(callers[0], streams.Describe())  # the second has been idle for the longest time now
     relay.ask(callers[3], streams.Describe())
     assert len(table) == 3
     for caller in (callers[0], callers[2], callers[3]):
         assert isinstance(relay.ask(caller, streams.Describe()), streams.Described)
     assert relay.store.calls.refused == 0
-    # A read is sent again by itself, of a write its caller hears.
+    # A read is repeated automatically; the outcome of a write is reported to its caller.
     lost = relay.ask(callers[1], append(3), writes=True)
     assert isinstance(lost, ConnectionLost)
     assert isinstance(relay.ask(callers[1], append(3), writes=True), streams.Appended)
@@ -412,7 +414,7 @@ def test_a_client_that_uses_too_many_streams_opens_the_first_again(
     caller = Caller(KEY)
     for name in (NAME, UUID.hex(), NAME, UUID.hex()):
         assert isinstance(relay.ask(caller, streams.Describe(), name=name), streams.Described)
-    assert len(relay.store.calls.channels) == 3  # one is of the owner
+    assert len(relay.store.calls.channels) == 3  # one belongs to the owner
     waiters = [relay.send(caller, append(n), name=name, writes=True) for n, name in ((3, "a"), (4, NAME), (5, "b"))]  # fmt: skip
     relay.run(caller)
     assert [type(w.got) for w in waiters] == [Refused, streams.Appended, Refused]

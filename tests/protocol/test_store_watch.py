@@ -16,7 +16,7 @@ SERVING = {int(Kind.STREAM): Serving(16, 1 << 20)}
 
 
 def call(host: Host, name: str = "orders", timeout_ms: int = 60_000) -> Result:
-    """Ask a stream something; nobody here answers."""
+    """Make a call to a stream, which is not answered here."""
     result = Result()
     host.session.turn(host.net.now_us, host.mono_us)
     host.session.out.prove(KEY)
@@ -34,7 +34,7 @@ def join(host: Host, name: str, key_id: bytes) -> None:
 
 
 def up(host: Host) -> None:
-    """Be a store that holds `orders`."""
+    """Register as a store with the stream `orders`."""
     join(host, STORES, NO_KEY)
     join(host, "orders", KEY.key_id)
     host.net.run()
@@ -80,7 +80,7 @@ def test_a_call_that_waits_in_vain_says_what_for() -> None:
 
 @pytest.mark.parametrize("ours", [True, False])
 def test_a_store_that_was_lost_is_waited_for(ours: bool) -> None:
-    """One that the relay starts itself until it is back, another one for a while."""
+    """The relay waits for its own store until it returns, and for another one for a limited time."""
     net = Network(relays=2)
     net.link(0, 1)
     store = net.host("store", user=RELAYS_STORE if ours else "uid 7")

@@ -1,4 +1,4 @@
-"""Tunnels between two sessions: the handshake, credit, and the ways to end, without a loop."""
+"""Tunnels between two sessions, without an event loop: the handshake, credit, and all ways to end."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def opened(
 
 
 def drain(end: TunnelEnd) -> list[bytes]:
-    """Return the whole messages that are there."""
+    """Return the complete messages received so far."""
     messages, parts = [], b""
     while (chunk := end.next_chunk()) is not None:
         flags, data = chunk

@@ -1,4 +1,4 @@
-"""A publisher that waits sends what its subscribers have room for, and waits for nobody longer than it says."""
+"""A publisher that waits sends what its subscribers have room for, and waits for at most its limit."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from iris.wire.kinds import UNLIMITED, Kind
 
 BUNDLE = bytes(8 << 10)
 WHOLE = FIRST_WINDOW // len(BUNDLE)
-"""Bundles that make up a window; with their headers they are more than it."""
+"""Bundles that fill a window. With their headers they exceed it."""
 TOPIC = "t"
 
 
 @pytest.fixture(params=[1, 2], ids=["one relay", "two relays"])
 def linked(request: pytest.FixtureRequest) -> Network:
-    """Publishers are at the first relay, subscribers at the last."""
+    """A network with publishers at the first relay and subscribers at the last one."""
     net = Network(relays=request.param)
     if request.param == 2:
         net.link(0, 1)
@@ -35,7 +35,7 @@ def subscriber(
 
 
 def fill(net: Network, publisher: Host, most: int = 1000, topic: str = TOPIC) -> int:
-    """Publish until there is no credit, or so many bundles; return how many."""
+    """Publish bundles until there is no credit, at most `most`; return their number."""
     sent = 0
     while sent < most and publisher.publish_waiting(topic, BUNDLE):
         sent += 1
@@ -44,7 +44,7 @@ def fill(net: Network, publisher: Host, most: int = 1000, topic: str = TOPIC) ->
 
 
 def stall(net: Network, publisher: Host) -> None:
-    """The publisher has waited for as long as it does, and goes on."""
+    """Let the publisher wait for its limit, after which it continues."""
     out = publisher.session.out
     flow = out.flow(Kind.PUBLISH, TOPIC, KEY)
     out.stalled(flow)
@@ -204,7 +204,7 @@ def test_members_of_a_group_at_two_relays_are_waited_for_only_while_none_has_cre
 
 
 def test_a_subscriber_that_two_aliases_of_a_publisher_lead_to_has_one_credit_for_both() -> None:
-    """The relay of the publisher names a group or not, as its turn is; the subscriber beside it gets everything."""
+    """The publisher's relay names a group in turn; the subscriber without a group gets everything."""
     net = Network(relays=2)
     net.link(0, 1)
     publisher = net.host("alice")
@@ -250,7 +250,7 @@ def test_one_that_stalls_is_dropped_for_until_it_has_room_and_the_others_get_eve
     slow = linked.routers[-1].slow.report(linked.routers[-1].now_us)
     assert "bob" in str(slow)
     assert "carol" not in str(slow)
-    # Half of its window is free: it takes part again, and hears what it missed.
+    # Half of its window is free: it receives again, and its losses are reported.
     stalled.handle(bob)
     linked.run()
     other.handle(carol)
@@ -266,7 +266,7 @@ def test_what_a_stalled_subscriber_missed_is_reported_to_it_though_nothing_follo
     linked: Network,
 ) -> None:
     publisher = linked.host("alice")
-    bob, inbox = subscriber(linked, group="g")  # of a group nobody sees a gap in what comes
+    bob, inbox = subscriber(linked, group="g")  # a member of a group cannot notice a gap
     fill(linked, publisher)
     stall(linked, publisher)
     assert dropped(linked) == 1
@@ -357,7 +357,7 @@ def test_a_lost_link_holds_nobody_back_and_one_that_is_back_starts_again() -> No
 def test_two_that_publish_to_each_other_and_handle_only_once_they_have_published_go_on(
     linked: Network,
 ) -> None:
-    """Each holds the other back: after `stall_s` it goes on, and what is lost is told."""
+    """Each makes the other wait. After `stall_s` it continues, and losses are reported."""
     alice, bob = linked.host("alice"), linked.host("bob", relay=len(linked.routers) - 1)
     to_alice, to_bob = alice.subscribe("a", waits=True), bob.subscribe("b", waits=True)
     fill(linked, alice, topic="b")
@@ -433,7 +433,7 @@ def test_an_answer_to_an_earlier_question_is_ignored(net: Network) -> None:
 
 
 def asked(net: Network, bob: Host) -> list[int]:
-    """Return the serial numbers of the WAITs that a host will get."""
+    """Return the serial numbers of the WAITs that are queued for a host."""
     seen: list[int] = []
 
     def see(host: Host, frame: bytes) -> Sequence[bytes]:

@@ -209,7 +209,7 @@ async def clock_steps(rig: Rig, count: int, seed: int, shim: Path) -> Outcome:
             async def due(
                 what: str, payload: bytes, since_s: float, after_s: float
             ) -> StreamMessage:
-                """Return the next message. It must be `payload`, and come `after_s` after `since_s` or a little later."""
+                """Return the next message. It must be `payload`, and come at least `after_s` after `since_s`."""
                 try:
                     async with asyncio.timeout(PATIENCE_S / 2):
                         message = await anext(worker)

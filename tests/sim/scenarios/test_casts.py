@@ -90,7 +90,7 @@ def test_what_was_sent_while_a_link_was_down_is_reported_behind_it_when_it_is_ba
     before.publish("a.b")
     net.stop(0, 1)
     net.run(8.0)
-    before = len(listener.gaps)
+    seen = len(listener.gaps)
     publisher, gone = net.relays[0].session("publisher"), net.relays[0].session("gone")
     for sender in (publisher, gone):
         sender.publish("a.b")
@@ -103,8 +103,8 @@ def test_what_was_sent_while_a_link_was_down_is_reported_behind_it_when_it_is_ba
     casters = {publisher.sender_id, gone.sender_id}
     publishers = {*casters, before.sender_id}
     for gaps, senders in (
-        ([gap for gap in listener.gaps[before:] if gap.plain], publishers),
-        ([gap for gap in listener.gaps[before:] if not gap.plain], publishers),
+        ([gap for gap in listener.gaps[seen:] if gap.plain], publishers),
+        ([gap for gap in listener.gaps[seen:] if not gap.plain], publishers),
         (member.gaps, casters),
     ):
         assert {gap.sender_id for gap in gaps} == senders
