@@ -86,7 +86,10 @@ def served(member: MemberInfo) -> list[str]:
 
 async def hint(client: iris.Client, cluster: str) -> str:
     """Return which kinds the members under our keys serve, as an addition to a NoMembers; "" if there are no
-    members."""
+    members.
+
+    Relays of this version say so themselves.
+    """
     try:
         found = await client.members(cluster, timeout=1.0)
     except IrisError:  # the original error matters more
@@ -96,13 +99,18 @@ async def hint(client: iris.Client, cluster: str) -> str:
     return f"{cluster} has {count}, serving: {kinds or 'publications'}" if found else ""
 
 
+def says_kinds(detail: str) -> bool:
+    """Return whether the text of a NoMembers names what the members serve, as relays of this version do."""
+    return "; " in detail
+
+
 @contextlib.asynccontextmanager
 async def hint_at_served(client: iris.Client, cluster: str) -> AsyncIterator[None]:
     """Add `hint` to a NoMembers, so that a verb that no member serves is not mistaken for a wrong name."""
     try:
         yield
     except NoMembers as error:
-        served = await hint(client, cluster)
+        served = "" if says_kinds(error.detail) else await hint(client, cluster)
         raise (
             NoMembers(cluster, f"{error.detail}; {served}") if served else error
         ) from error.__cause__

@@ -12,7 +12,7 @@ import iris
 from iris.causes import print_causes
 from iris.cli import options, output, stdin
 from iris.cli.exits import Exit, complain, exit_code, run
-from iris.cli.members import hint
+from iris.cli.members import hint, says_kinds
 from iris.errors import NoMembers, RelayError
 
 
@@ -48,7 +48,7 @@ def send(
             nonlocal code, lost
             lost += loss.count or 1
             code = Exit.CONNECTION if loss.error is None else exit_code(loss.error)
-            if isinstance(loss.error, NoMembers):
+            if isinstance(loss.error, NoMembers) and not says_kinds(loss.error.detail):
                 unserved.add(loss.name)
             complain(f"{loss.kind} to {loss.name} failed: {loss.cause}")
             if loss.error is not None:

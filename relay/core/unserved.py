@@ -6,6 +6,7 @@ from collections.abc import Container
 from typing import Final
 
 from iris.wire.kinds import HERE, MEMBER_MINOR, Cause, Kind
+from iris.wire.names import plural
 from relay.core.interest import Interest
 from relay.core.mesh import Mesh
 from relay.core.neighbor import Route
@@ -107,10 +108,30 @@ class Unserved:
             and route.site not in self._sites.site_routes
         ):
             return f"no gateway here is connected to site {route.site!r}; check the name, or add it to peer_site on a gateway"
-        text = f"no members of {route.name} serve {_PLURAL[route.kind]} under your key {route.key_id[:4].hex()}…"
+        text = f"no members serve {_PLURAL[route.kind]}"
+        if served := self._served(route):
+            return f"{text}; {served}"
         others = self._interest.other_keys(route.name, (route.key_id,))
         for elsewhere in (self._mesh, self._sites):
             for short, more in elsewhere.other_keys(route.name, (route.key_id,)).items():
                 others[short] = others.get(short, 0) + more
         there = ", ".join(f"{count} under {key_id}…" for key_id, count in list(others.items())[:4])
-        return f"{text}; members under other keys: {there}" if there else text
+        if not there:
+            return "no members have joined under this name; check its spelling, and that the service runs"
+        key = f"{route.key_id[:4].hex()}…"
+        return f"{text} under your key {key}; members under other keys: {there}; compare `iris key show`"
+
+    def _served(self, route: Route) -> str:
+        """Return what the members of this site under the caller's key serve, or "" if there are none."""
+        kinds: dict[int, None] = {}
+        count = 0
+        for served, listed, _ in self._interest.serving(route.name, route.key_id):
+            if listed:
+                count += 1
+                kinds |= dict.fromkeys(served)
+        names = ", ".join(map(kind_name, sorted(kinds))) or "publications"
+        return (
+            f"{plural(count, 'member')} {'serves' if count == 1 else 'serve'}: {names}"
+            if count
+            else ""
+        )

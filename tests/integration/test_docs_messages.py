@@ -44,5 +44,5 @@ async def test_the_blocks_of_the_page_run(
     ):
         await space["program"](client, other)
     out = capsys.readouterr().out
-    assert out.startswith("push thumbnails 1 no members of thumbnails serve pushes ")
+    assert out.startswith("push thumbnails 1 no members have joined under this name; ")
     assert out.endswith("again\n")

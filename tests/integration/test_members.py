@@ -148,3 +148,30 @@ async def test_one_watch_too_many_ends_neither_the_session_nor_another_watch(
             assert len(await anext(changes)) == 1
         await changes.aclose()
         assert (await client.members("echo")).cluster == "echo"
+
+
+async def test_a_call_that_no_member_serves_is_answered_with_what_there_is() -> None:
+    service = iris.Service("hearer")
+    service.on_broadcast(lambda message: None)
+    service.on_survey(lambda message: None)
+    strange = iris.Keyring.single(iris.ClusterKey(bytes(32)))
+    async with (
+        LocalCluster() as cluster,
+        cluster.client() as caller,
+        cluster.client() as member,
+        cluster.client(keyring=strange) as other,
+        member.serve(service),
+        member.serve(service),
+    ):
+        with pytest.raises(iris.NoMembers) as caught:
+            await caller.request("hearer", b"", timeout=5)
+        assert str(caught.value) == "hearer: no members serve requests; 2 members serve: survey, broadcast"  # fmt: skip
+        with pytest.raises(iris.NoMembers) as caught:
+            await caller.request("haerer", b"", timeout=5)
+        assert str(caught.value) == (
+            "haerer: no members have joined under this name; check its spelling, and that the service runs"
+        )
+        with pytest.raises(iris.NoMembers) as caught:
+            await other.request("hearer", b"", timeout=5)
+        assert str(caught.value).startswith("hearer: no members serve requests under your key ")
+        assert "; members under other keys: 2 under " in str(caught.value)
