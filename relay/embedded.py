@@ -29,6 +29,7 @@ class MemoryTransport(asyncio.Transport):
         self._low = 16 << 10
         self._writing_paused = False
         self._reading_paused = False
+        self._held = False
         self._scheduled = False
         self._closing = False
         self._lost = False
@@ -55,14 +56,20 @@ class MemoryTransport(asyncio.Transport):
             self.write(data)
 
     def _schedule(self) -> None:
-        if not self._scheduled and not self._reading_paused and not self._lost:
+        if not self._scheduled and not self._reading_paused and not self._held and not self._lost:
             self._scheduled = True
             self._loop.call_soon(self._deliver)
 
     def _deliver(self) -> None:
         self._scheduled = False
         budget = 256 << 10
-        while self._incoming and budget > 0 and not self._reading_paused and not self._lost:
+        while (
+            self._incoming
+            and budget > 0
+            and not self._reading_paused
+            and not self._held
+            and not self._lost
+        ):
             data = self._incoming.popleft()
             done = 0
             while done < len(data) and not self._lost:
@@ -110,6 +117,11 @@ class MemoryTransport(asyncio.Transport):
         self._reading_paused = False
         self._schedule()
 
+    def hold(self, held: bool) -> None:
+        """Deliver nothing to this end while `held`, whatever its protocol wants. For tests: what arrives is late."""
+        self._held = held
+        self._schedule()
+
     def is_reading(self) -> bool:
         return not self._reading_paused
 
@@ -142,6 +154,12 @@ class EmbeddedRelay:
 
     async def connect(self, factory: Callable[[], asyncio.BufferedProtocol]) -> None:
         """Attach the protocol that `factory` makes, as a session; raises RelayUnavailable after `close`."""
+        self.attach(factory)
+
+    def attach(
+        self, factory: Callable[[], asyncio.BufferedProtocol]
+    ) -> tuple[MemoryTransport, MemoryTransport]:
+        """Do what `connect` does, and return both ends of the pipe: the session's and the relay's."""
         if self._closed:
             raise RelayUnavailable("the embedded relay was closed; make a new EmbeddedRelay")
         if self._sweeper is None:
@@ -152,6 +170,7 @@ class EmbeddedRelay:
         right.join(left)
         ours.connection_made(right)
         theirs.connection_made(left)
+        return left, right
 
     async def close(self) -> None:
         """End every session. Idempotent."""

@@ -36,6 +36,13 @@ EXPECTED = {
         "three at once     done",
         "too slow          RequestTimeout, may have run: True",
     ],
+    "faults": [
+        "at first: 3",
+        "without a member: NoMembers, may have run: False",
+        "when it is back: 3",
+        "when it is slow: RequestTimeout, may have run: True",
+        "after a restart of the relay: 3",
+    ],
     "headers": ["report for acme {'content-type': 'text/plain'}"],
     "hello": ["Hello, world!"],
     "lifespan": ["the database is open", "3", "7", "the database is closed"],

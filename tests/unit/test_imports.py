@@ -6,7 +6,7 @@ import ast
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("iris", "relay", "pyspark_iris")
+PACKAGES = ("iris", "relay", "pyspark_iris", "pytest_iris")
 TREES = {
     ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): ast.parse(file.read_text())
     for package in PACKAGES
