@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import settings
 
-# The same examples in every run: a failure belongs to the change that shows it. Random ones are for
+# The same examples in every run, so a failure belongs to the change that shows it. Random examples are for
 # `make proof`. No deadline, because tests assert outcomes and a busy machine is slow.
 settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
 settings.load_profile("ci")

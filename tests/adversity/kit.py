@@ -1,4 +1,4 @@
-"""A session that says whatever it is told to, and the well-behaved beside it.
+"""A session that sends any frames that a test gives it, and honest clients beside it.
 
 with Daemon(tmp_path) as relay:
     async with Wire(relay.socket) as wire:
@@ -30,12 +30,12 @@ from iris.wire.frames import Control
 from iris.wire.kinds import Kind
 
 OTHER_KEY = ClusterKey(bytes(range(1, 33)))
-"""What offenders hold: a key of their own, or none."""
+"""The key of offenders, which honest clients do not have."""
 C = TypeVar("C", bound=Control)
 
 
 class Wire:
-    """A session by hand: whole frames, or any bytes."""
+    """A session under a test's control: it sends whole frames, or any bytes."""
 
     def __init__(self, path: Path, key: ClusterKey = OTHER_KEY) -> None:
         self.path = path
@@ -57,10 +57,10 @@ class Wire:
         try:
             await self.writer.wait_closed()
         except OSError:
-            return  # it may have been cut: that is what it is for
+            return  # the relay may have closed it: many tests provoke that
 
     async def greet(self) -> Self:
-        """Say HELLO; returns after WELCOME."""
+        """Send HELLO, and return after WELCOME."""
         await self.send(frames.Hello(1, 0, "offender", os.getpid()))
         self.welcome = await self.expect(frames.Welcome)
         return self
@@ -72,7 +72,7 @@ class Wire:
         return self
 
     def proof(self, key: ClusterKey) -> frames.Prove:
-        """Return a PROVE that holds in this session."""
+        """Return a PROVE that is valid in this session."""
         signature = key.sign_proof(
             relay_id=self.welcome.relay_id,
             session_id=self.welcome.session_id,
@@ -87,14 +87,14 @@ class Wire:
                 self.writer.write(part if isinstance(part, bytes) else encode_control(part))
             await self.writer.drain()
         except ConnectionError:
-            return  # what it said before is still to be read
+            return  # what the relay sent before can still be read
 
     def stop_reading(self) -> None:
-        """Leave what the relay sends in the socket."""
+        """Stop reading from the socket."""
         self.writer.transport.pause_reading()  # type: ignore[attr-defined]  # a socket's transport
 
     def read_again(self) -> None:
-        """Take it up again."""
+        """Read from the socket again."""
         self.writer.transport.resume_reading()  # type: ignore[attr-defined]  # a socket's transport
 
     async def frame(self) -> tuple[int, bytes]:
@@ -108,7 +108,7 @@ class Wire:
         return body[0], head + body
 
     async def expect(self, wanted: type[C]) -> C:
-        """Return the next control frame of this type; others are passed over."""
+        """Return the next control frame of this type, and ignore frames before it."""
         while True:
             kind, frame = await self.frame()
             if kind < Kind.REQUEST:
@@ -124,7 +124,7 @@ class Wire:
                 return frame
 
     async def error(self) -> str:
-        """Return what the relay's Error says, after checking that nothing follows it."""
+        """Return the text of the relay's ERROR, after checking that no frame follows it."""
         detail = (await self.expect(frames.Error)).detail
         await self.gone()
         return detail
@@ -138,12 +138,12 @@ class Wire:
             return
 
     async def alive(self) -> None:
-        """Raise EOFError unless the relay still answers, so what came before was no offence."""
+        """Raise EOFError if the relay does not answer any more, because of an offence before."""
         await self.send(frames.Ping(4242))
         assert (await self.expect(frames.Pong)).id == 4242
 
     async def join(self, name: str, kind: int, *, concurrency: int = 8, limit_bytes: int = 1 << 20) -> int:  # fmt: skip
-        """Become a member; returns its number."""
+        """Join a cluster, and return the member's number."""
         serving = {kind: frames.Serving(concurrency, limit_bytes)}
         await self.send(frames.Join(77, name, [self.key.key_id], serving))
         ack = await self.expect(frames.Ack)
@@ -180,7 +180,7 @@ def control_frame(kind: int, body: bytes) -> bytes:
 
 
 class Neighbours:
-    """Two well-behaved clients: one serves `echo`, one asks it."""
+    """Two honest clients: one serves `echo`, the other calls it."""
 
     def __init__(self, member: iris.Client, caller: iris.Client) -> None:
         self.member = member
@@ -189,7 +189,7 @@ class Neighbours:
         self.received: list[bytes] = []
 
     async def check(self) -> None:
-        """Everything works: a request, a push's absence of failure, a publication, the relay's account."""
+        """Check that requests, pushes and publications work, and that the relay's account balances."""
         self.asked += 1
         number = b"%d" % self.asked
         assert await self.caller.request("echo", number, timeout=PATIENCE_S) == number
@@ -204,7 +204,7 @@ class Neighbours:
         return await self.caller.status(timeout=PATIENCE_S)
 
     async def settled(self, sessions: int) -> dict[str, Any]:
-        """Return the status once only `sessions` sessions are left, and nothing is held."""
+        """Return the status when only `sessions` sessions are left and no message is held."""
         async with asyncio.timeout(PATIENCE_S):
             while True:
                 status = await self.status()
@@ -215,7 +215,7 @@ class Neighbours:
 
 @asynccontextmanager
 async def neighbours(relay: Path) -> AsyncIterator[Neighbours]:
-    """Attach the well-behaved to the relay at this socket."""
+    """Attach honest clients to the relay at this socket."""
     service = iris.Service("echo")
 
     @service.on_request
@@ -234,16 +234,16 @@ async def neighbours(relay: Path) -> AsyncIterator[Neighbours]:
 
 
 def unaccounted(status: dict[str, Any]) -> int:
-    """Return the messages that the relay's account does not explain: 0."""
+    """Return the number of messages that the relay's account does not explain, which should be 0."""
     account = status["accounts"]
     leaving = [account[name] for name in ("out", "refused", "expired", "held")]
     return account["in"] + account["copied"] - sum(leaving) - sum(account["dropped"].values())  # type: ignore[no-any-return]  # JSON
 
 
 def tables(status: dict[str, Any]) -> dict[str, Any]:
-    """Return what of a status must be as it was once an offender is gone."""
+    """Return the part of a status that must be the same after an offender has left."""
     sessions = [
-        # A well-behaved client proves its keys when it needs them.
+        # An honest client proves its keys when it needs them.
         {name: value for name, value in session.items() if name != "keys"}
         for session in status["sessions"]
     ]

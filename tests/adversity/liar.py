@@ -1,4 +1,4 @@
-"""A relay that lies: answers like a relay until a script says otherwise."""
+"""A lying relay, which answers like a relay unless a script does something else."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from iris.wire.frames import Control
 from iris.wire.kinds import Kind
 
 Script = Callable[["Peer", Control | bytes], Awaitable[None] | None]
-"""Called with each frame of a client: a decoded control frame, or a whole data frame."""
+"""A function that gets each frame of a client: a decoded control frame, or a whole data frame."""
 
 WELCOME = frames.Welcome(1, 0, b"R" * 16, b"S" * 8, b"C" * 32, 1 << 20)
 SENDER = b"\xa5" * 16
 
 
 class Peer:
-    """One client's connection at the liar."""
+    """The connection of one client at the lying relay."""
 
     def __init__(self, writer: asyncio.StreamWriter, number: int) -> None:
         self.number = number
-        """1 for the first connection."""
+        """Number of the connection, from 1."""
         self.declared: dict[int, frames.Declare] = {}
-        """What the client's aliases stand for."""
+        """The client's aliases and their declarations."""
         self.got: list[Control | bytes] = []
         self.sealers: dict[bytes, Sealer] = {}
         self._writer = writer
@@ -59,14 +59,14 @@ class Peer:
         self._writer.close()
 
     def count(self, kind: int) -> int:
-        """Return how many data frames of this kind came."""
+        """Return how many data frames of this kind were received."""
         return sum(isinstance(frame, bytes) and frame[4] == kind for frame in self.got)
 
     def sealed(
         self, kind: int, name: str, payload: bytes, *, alias: int = 0, hop: int = 0, first: int = 0,
         suffix: bytes = b"", key: ClusterKey = KEY, true: bool = True,
     ) -> bytes:  # fmt: skip
-        """Return a data frame as a holder of `key` would have sent it; damaged unless `true`."""
+        """Return a data frame of a holder of `key`, with a damaged seal unless `true`."""
         sealer = self.sealers.setdefault(key.key_id, Sealer(key, SENDER))
         plain = (1).to_bytes(4, "little") + bytes(8) + len(payload).to_bytes(4, "little") + payload
         end = END.pack(time.time_ns() // 1000, 0, 1, first)
@@ -82,7 +82,7 @@ class Peer:
         return frames.Declare(alias, kind, name, key.key_id, SENDER, member=member)
 
     def suffix(self, request: bytes) -> bytes:
-        """Return what an answer to this request is bound to, as only a key holder would know it."""
+        """Return the data that binds an answer to this request, which only a key holder can know."""
         alias = HOP.unpack_from(request)[3]
         header = request[END_AT + 24 :]
         kid_bytes, ctr = 1 + (header[0] >> 4 & 7), header[0] & 15
@@ -97,7 +97,7 @@ def hop_of(frame: bytes) -> int:
 
 
 class Liar:
-    """A Unix socket server that greets, acknowledges and otherwise leaves all to `script`."""
+    """A Unix socket server that greets and acknowledges, and leaves everything else to `script`."""
 
     def __init__(
         self, directory: Path, script: Script, *, greeting: Control | bytes | None = WELCOME
@@ -171,7 +171,7 @@ class Liar:
 
 
 def acknowledging(peer: Peer, body: Control | bytes) -> None:
-    """A script that does what is asked, as far as control frames go."""
+    """A script that answers control frames as a relay does."""
     match body:
         case frames.Join():
             peer.send(frames.Ack(body.id, "", 7))
@@ -185,4 +185,4 @@ def acknowledging(peer: Peer, body: Control | bytes) -> None:
 
 
 def silent(peer: Peer, body: Control | bytes) -> None:
-    """A script that never says anything."""
+    """A script that never sends anything."""

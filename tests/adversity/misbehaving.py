@@ -1,4 +1,4 @@
-"""Sessions that break rules, and another cluster's tunnel that must not be affected.
+"""Sessions that break rules, and a tunnel of another cluster that must not be affected.
 
 async with vault(caller_path, member_path) as open_vault:
     assert "flags" in await say_more(caller_path)
@@ -46,11 +46,11 @@ class Vault:
 
     async def _ask(self) -> None:
         while True:
-            with contextlib.suppress(iris.NoMembers):  # its relay has not said so yet
+            with contextlib.suppress(iris.NoMembers):  # its relay does not know the member yet
                 await self.caller.request("echo", b"ping", timeout=PATIENCE_S)
 
     async def ask_a_liar(self) -> None:
-        """Call `echo`, whose only member answers under a key that is not its own; only that call ends."""
+        """Call `echo`, whose only member answers under a wrong key. Only that call may fail."""
         with pytest.raises(iris.ConnectionLost) as lost:
             await self._ask()
         assert lost.value.may_have_run
@@ -81,7 +81,7 @@ async def vault(caller_path: Path, member_path: Path) -> AsyncIterator[Vault]:
 
 
 async def _opened(caller: iris.Client) -> AbstractAsyncContextManager[iris.Tunnel]:
-    """Open it once the caller's relay knows the member."""
+    """Open the tunnel as soon as the caller's relay knows the member."""
     async with asyncio.timeout(PATIENCE_S):
         while True:
             try:
@@ -93,7 +93,7 @@ async def _opened(caller: iris.Client) -> AbstractAsyncContextManager[iris.Tunne
 
 
 async def say_more(path: Path, kind: int) -> str:
-    """Send frames with `more` to `PLACE`, as only relays may; return the relay's error."""
+    """Send frames with the flag MORE to `TARGET`, as only relays may; return the relay's error."""
     async with Wire(path) as wire:
         await wire.prove()
         if kind == Kind.TUNNEL_DATA:
@@ -110,7 +110,7 @@ async def say_more(path: Path, kind: int) -> str:
 
 @asynccontextmanager
 async def wanting(path: Path) -> AsyncIterator[Wire]:
-    """Serve and subscribe to `PLACE`, so that messages for it cross to this relay."""
+    """Serve and subscribe to `TARGET`, so that messages for it are sent to this relay."""
     async with Wire(path) as wire:
         await wire.prove()
         await wire.join(TARGET, Kind.REQUEST)
@@ -122,7 +122,7 @@ async def wanting(path: Path) -> AsyncIterator[Wire]:
 
 @asynccontextmanager
 async def liar(path: Path) -> AsyncIterator[asyncio.Task[str]]:
-    """Act as the member of `echo` that answers one request under its own key; yields the relay's error."""
+    """Act as the member of `echo` that answers one request under a wrong key; yield a task with the relay's error."""
     async with Wire(path) as wire:
         await wire.prove()
         await wire.send(wire.proof(STRANGE_KEY))

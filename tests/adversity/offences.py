@@ -1,4 +1,4 @@
-"""Everything a session can do wrong, and the rule that the relay names when it ends it."""
+"""All offences of a session, and the rule that the relay names when it ends the session."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from iris.wire.kinds import FLAG_MORE, FLAG_REFUSED, Kind, Refusal
 
 Offence = Callable[[Wire], Awaitable[None]]
 OFFENCES: Final[dict[str, tuple[Offence, str]]] = {}
-"""Name -> (what is done, what the Error says)."""
+"""Name -> (function that commits the offence, regular expression for the ERROR)."""
 
 FIRST_LIMIT: Final = 65_536
 LIMIT: Final = DEFAULT_MESSAGE_LIMIT + FRAME_OVERHEAD
@@ -23,7 +23,7 @@ CLUSTER: Final = "offended"
 
 
 def offence(rule: str) -> Callable[[Offence], Offence]:
-    """Register a function of a connected session; `rule` is a regular expression for the Error."""
+    """Register an offence of a connected session; `rule` is a regular expression for the ERROR."""
 
     def register(function: Offence) -> Offence:
         OFFENCES[function.__name__.replace("_", " ")] = function, rule
@@ -360,7 +360,7 @@ async def a_stores_answer_to_a_survey(wire: Wire) -> None:
 
 
 async def answer_under(wire: Wire, kind: int, name: str, asked: int) -> None:
-    """Call the own session, and answer with a frame of `kind` for the cluster `name`."""
+    """Call this session itself, and answer with a frame of `kind` for the cluster `name`."""
     await wire.prove()
     await wire.join(CLUSTER, asked)
     await wire.send(wire.declare(0, asked, CLUSTER), wire.sealed(asked, CLUSTER, hop=6))

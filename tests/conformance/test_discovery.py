@@ -1,4 +1,4 @@
-"""What every source of sightings keeps to, whatever it searches."""
+"""The rules for every source of sightings, whatever it searches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WAIT_S = 10.0
 
 
 async def never(name: str, port: int) -> list[str]:
-    """Look up a name as a name server that does not answer would."""
+    """Look up a name at a name server that does not answer."""
     await asyncio.Event().wait()
     return []
 
@@ -68,7 +68,7 @@ async def test_closing_ends_the_reader_and_leaves_no_task(source: Source) -> Non
     async with asyncio.timeout(WAIT_S):
         await discovery.close()
         assert await reader == []
-    # what was cancelled needs one turn of the loop to end
+    # cancelled tasks need one turn of the loop to end
     await asyncio.sleep(0)
     assert others() == set()
 

@@ -1,8 +1,8 @@
-"""What faces bytes that others chose. Each target takes any bytes: they are accepted, or raise the one documented
+"""The parsers of bytes from others. Each target takes any bytes: they are accepted, or raise the one documented
 error.
 
-`TARGETS` maps a name to a function of bytes, so that a fuzzer of another make can drive the same code, and so that the
-inputs kept in `corpus/<name>/` are run again by every test run.
+`TARGETS` maps a name to a function of bytes, so that other fuzzers can drive the same code. Every test run repeats the
+inputs in `corpus/<name>/`.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ NOW_US: Final = 1_700_000_000_000_000
 CLUSTER: Final = "db"
 SERVED: Final = (Kind.REQUEST, Kind.PUSH, Kind.SURVEY, Kind.BROADCAST, Kind.TUNNEL_OPEN)
 DECLARED: Final = (*SERVED, Kind.PUBLISH, Kind.REPLY, Kind.FAULT, Kind.ANSWER)
-"""The kinds that the fuzzed session has declared aliases 0 to 8 for."""
+"""The kinds of aliases 0 to 8, which the fuzzed session has declared."""
 
 
 def split(data: bytes) -> Iterator[bytes]:
-    """Cut `data` into frames where it says so, and what is left into one more: lengths are made true."""
+    """Split `data` into frames at the lengths in it, with the rest as the last frame. All lengths are made true."""
     pos = 0
     while len(data) - pos > 4:
         size = max(2, int.from_bytes(data[pos : pos + 2], "little"))
@@ -70,7 +70,7 @@ def split(data: bytes) -> Iterator[bytes]:
 
 
 def control(data: bytes) -> None:
-    """A control frame: whatever is accepted, is written and read as the same again."""
+    """Decode a control frame: if it is accepted, it is encoded and decoded to the same again."""
     frame = memoryview(len(data).to_bytes(4, "little") + data.ljust(2, b"\0"))
     try:
         body = decode_control(frame, 0, len(frame))
@@ -81,7 +81,7 @@ def control(data: bytes) -> None:
 
 
 def reader(data: bytes) -> None:
-    """A stream, in reads whose sizes the first bytes choose: frames come out as they went in, until one is wrong."""
+    """Read a byte stream in reads whose sizes the first bytes choose: frames are unchanged, until one is wrong."""
     sizes, stream = data[:8] or b"\1", data[8:]
     got: list[bytes] = []
     limit = 100_000
@@ -114,7 +114,7 @@ def reader(data: bytes) -> None:
 
 
 def bundle(data: bytes) -> None:
-    """The plain text of a bundle, from a holder of the key."""
+    """Decode the plain text of a bundle from a holder of the key."""
     try:
         payloads, keys, headers, packed = decode_keyed(data)
     except DecodeError:
@@ -132,7 +132,7 @@ def bundle(data: bytes) -> None:
 
 
 def keyring(data: bytes) -> None:
-    """A key file's text."""
+    """Parse the text of a key file."""
     text = data.decode(errors="replace")
     for parse in (Keyring.parse, parse_network_keys):
         try:
@@ -147,7 +147,7 @@ def keyring(data: bytes) -> None:
 
 
 def tunnel(data: bytes) -> None:
-    """Records of a tunnel whose other end holds the key: first its items as they are, then single ones."""
+    """Receive records of a tunnel whose peer holds the key: first the items as they are, then single ones."""
     sent: list[bytes] = []
     ends = [
         TunnelEnd(
@@ -173,13 +173,13 @@ def tunnel(data: bytes) -> None:
         if member.broken:
             assert not member.buffered
             break
-    member.received(memoryview(data[:60_000]))  # no record at all
+    member.received(memoryview(data[:60_000]))  # this is not a record
     assert member.broken or member.ended
     assert read <= len(data) * 2
 
 
 class _Port:
-    """Takes all it is given, and refuses every `full`th frame."""
+    """A port that accepts frames, and refuses every `full`th."""
 
     def __init__(self, full: int) -> None:
         self.full = full
@@ -212,7 +212,9 @@ class _Port:
 
     def control(self, frame: bytes) -> None:
         if frame[4] != Kind.TUNNEL_END:
-            decode_control(memoryview(frame), 0, len(frame))  # what we send, a session can read
+            decode_control(
+                memoryview(frame), 0, len(frame)
+            )  # a session must be able to decode our frames
         self.frames.append(frame)
 
     def finish(self) -> None:
@@ -223,7 +225,7 @@ class _Port:
 
 
 def router(data: bytes) -> None:
-    """Frames of a session that has proven a key, beside two that are well-behaved: it is ended, or all goes on."""
+    """Route frames of a session that has proven a key, beside two honest ones: it is ended, or everything works."""
     full, data = (data[0] % 7, data[1:]) if data else (0, b"")
     relay = Router(bytes(16), entropy=bytes, message_limit=1 << 20)
     relay.now_us = NOW_US
@@ -277,8 +279,8 @@ def router(data: bytes) -> None:
 
 
 def link(data: bytes) -> None:
-    """Frames of a relay that holds the network key, beside a well-behaved member and caller: the link ends, or all
-    goes on.
+    """Route frames of a relay with the network key, beside an honest member and caller: the link ends, or everything
+    works.
     """
     full, data = (data[0] % 7, data[1:]) if data else (0, b"")
     relay = Router(bytes(16), entropy=bytes, message_limit=1 << 20)
@@ -314,7 +316,7 @@ def link(data: bytes) -> None:
         )
         name = CLUSTER if kind == Kind.PUBLISH else "far"
         take(session, encode_control(frames.Declare(alias, kind, name, KEY.key_id, sender)))
-        if kind in SERVED:  # something of ours is over there
+        if kind in SERVED:  # the other relay has a call of ours
             call = HOP.pack(48, kind, 0, alias, alias, 0) + bytes(8) + b"\1\0\0\0" * 2 + bytes(10)
             take(session, call)
     for frame in split(data):
@@ -345,7 +347,7 @@ def link(data: bytes) -> None:
 
 
 def assembly(data: bytes) -> None:
-    """Frames of a link whose long ones come in pieces: what is whole comes out, within the bound."""
+    """Assemble long frames of a link from pieces: complete frames come out, within the limit."""
     limit = 1 << 20
     parts = Assembly(limit)
     came = 0
@@ -363,7 +365,7 @@ def assembly(data: bytes) -> None:
 
 
 class _Owner:
-    """A client with everything in it, that only looks at what it is given."""
+    """A client with all features, which only reads its deliveries."""
 
     number = 1
 
@@ -418,7 +420,7 @@ class _Owner:
 
 
 def session(data: bytes) -> None:
-    """Frames of a relay that holds no key: its client raises nothing but IrisError, and hands nothing on."""
+    """Receive frames of a relay without keys: the client raises only IrisError, and delivers nothing."""
     owner: Any = _Owner()
     under_test = Session(
         owner, Guard(600_000_000), lambda size: bytes(size), label="", pid=0, message_limit=1 << 20
@@ -461,7 +463,7 @@ def session(data: bytes) -> None:
 
 
 def stream_call(data: bytes) -> None:
-    """A call to a store: whatever is accepted, is written and read as the same again."""
+    """Decode a call to a store: if it is accepted, it is encoded and decoded to the same again."""
     try:
         call = streams.decode_call(data)
     except DecodeError:
@@ -470,7 +472,7 @@ def stream_call(data: bytes) -> None:
 
 
 def stream_answer(data: bytes) -> None:
-    """A store's answer, likewise."""
+    """Decode a store's answer, likewise."""
     try:
         answer = streams.decode_answer(data)
     except DecodeError:
@@ -479,7 +481,7 @@ def stream_answer(data: bytes) -> None:
 
 
 class _Store:
-    """A store that takes nothing."""
+    """A store that refuses everything."""
 
     def __init__(self) -> None:
         self.taken = 0
@@ -504,7 +506,7 @@ class _Store:
 
 
 def store(data: bytes) -> None:
-    """Frames of a relay to a store: it raises nothing but IrisError."""
+    """Receive frames of a relay at a store: it raises only IrisError."""
     under_test = StoreSession(
         _Store(), lambda size: bytes(size), label="", pid=0, message_limit=1 << 20
     )
@@ -529,7 +531,7 @@ def store(data: bytes) -> None:
 
 
 def channel(data: bytes) -> None:
-    """Parse authenticated bodies from a sender without the channel's keys: nothing opens, and no channel is made."""
+    """Parse authenticated bodies from a sender without the channel's keys: none opens, and no channel is created."""
     ours, theirs = (
         Channel(1, bytes(16), KEY.key_id, *keys) for keys in ((bytes(64), b"s" * 64), (b"s" * 64, bytes(64)))
     )  # fmt: skip
@@ -556,7 +558,7 @@ def channel(data: bytes) -> None:
 
 
 class _OldHost:
-    """Takes whatever a client of the first Iris says, and answers at once or never."""
+    """A host for a client of the first Iris, which answers at once or never."""
 
     def __init__(self) -> None:
         self.machine: Machine
@@ -619,8 +621,8 @@ class _OldTunnel:
 
 
 def iris1(data: bytes) -> None:
-    """A client of the first Iris, in reads whose size the first byte chooses: its frames are taken, or one is a
-    Violation.
+    """Receive frames of a client of the first Iris, in reads of the size in the first byte: they are valid, or one is
+    a Violation.
     """
     step, data = (data[0] + 1, data[1:]) if data else (1, b"")
     host = _OldHost()
@@ -647,7 +649,7 @@ def iris1(data: bytes) -> None:
     assert machine.tunnel_count <= 8
     assert len(machine._pending) <= 8
     machine.end()
-    # One reply for every request and one confirmation for every tunnel, whatever happened.
+    # There is one reply for every request and one confirmation for every tunnel, in all cases.
     for op, count in owed.items():
         assert sum(part[0] == op for part in said) == count
 

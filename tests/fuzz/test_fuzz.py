@@ -1,4 +1,4 @@
-"""Bytes that others chose: accepted, or refused with the one documented error. Small counts, the same in every run."""
+"""Random bytes are accepted, or refused with the one documented error. Few examples, the same in each run."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ anything = st.one_of(st.none(), st.booleans(), ids, st.floats(), st.binary(max_s
 
 @st.composite
 def control_frames(draw: st.DrawFn) -> bytes:
-    """A control frame whose fields mostly have the right types."""
+    """Draw a control frame whose fields mostly have the right types."""
     struct = draw(st.sampled_from(CONTROLS))
     body: dict[str, Any] = {}
     for field in msgspec.structs.fields(struct):
@@ -102,7 +102,7 @@ def control_frames(draw: st.DrawFn) -> bytes:
 
 @st.composite
 def data_frames(draw: st.DrawFn) -> bytes:
-    """A data frame with fields that may mean something."""
+    """Draw a data frame with plausible fields."""
     index = draw(st.integers(0, len(DECLARED) + 1))
     kind = DECLARED[index] if index < len(DECLARED) else draw(st.sampled_from(list(Kind)))
     alias = index if draw(st.integers(0, 9)) else draw(VALUES["alias"])
@@ -122,7 +122,7 @@ def data_frames(draw: st.DrawFn) -> bytes:
 
 
 def _frame(body: bytes) -> bytes:
-    """As `targets.split` takes it: true length, which is cut to 16 bits there."""
+    """Return a frame as `targets.split` reads it: with its length, which is truncated to 16 bits there."""
     return len(body).to_bytes(4, "little") + body
 
 
@@ -132,7 +132,7 @@ byte = st.integers(0, 255).map(lambda value: bytes((value,)))
 
 @st.composite
 def tunnel_items(draw: st.DrawFn) -> bytes:
-    """Items of a tunnel record with true lengths, most of the time."""
+    """Draw items of a tunnel record, mostly with true lengths."""
     parts = []
     for _ in range(draw(st.integers(1, 12))):
         kind = draw(st.one_of(st.sampled_from([1, 2, 3, 4, 5, 6, 0x12, 0x22, 0x32]), st.integers(0, 255)))  # fmt: skip
@@ -144,7 +144,7 @@ def tunnel_items(draw: st.DrawFn) -> bytes:
 
 @st.composite
 def key_files(draw: st.DrawFn) -> bytes:
-    """Text that is nearly a key file."""
+    """Draw text that is almost a key file."""
     header = st.sampled_from(
         ["[default]", '[clusters."db"]', '[topics."a.b"]', "[network]", '[topics."a b"]', "[clusters]", "x = 1"]
     )  # fmt: skip
@@ -157,7 +157,7 @@ def key_files(draw: st.DrawFn) -> bytes:
 
 @st.composite
 def pieces(draw: st.DrawFn) -> bytes:
-    """Pieces of a few frames under a few aliases, mostly in order."""
+    """Draw pieces of a few frames under a few aliases, mostly in order."""
     parts = []
     for _ in range(draw(st.integers(1, 30))):
         more = draw(st.sampled_from([1, 1, 0]))
@@ -182,7 +182,7 @@ BODIES: dict[str, st.SearchStrategy[Any]] = {
 
 @st.composite
 def stream_bodies(draw: st.DrawFn, union: Any) -> bytes:
-    """The body of a call or an answer whose fields mostly have the right types."""
+    """Draw the body of a call or an answer whose fields mostly have the right types."""
     struct = draw(st.sampled_from(get_args(union)))
     body: dict[str, Any] = {"op": struct.__struct_config__.tag}
     for field in msgspec.structs.fields(struct):
@@ -193,7 +193,7 @@ def stream_bodies(draw: st.DrawFn, union: Any) -> bytes:
 
 @st.composite
 def iris1_said(draw: st.DrawFn) -> bytes:
-    """What a client of the first Iris may say, nearly."""
+    """Draw bytes that are almost valid for a client of the first Iris."""
     number = st.one_of(
         st.integers(0, 9),
         st.sampled_from([127, 128, 65_536, 100_001, 1 << 30, (1 << 64) - 1, 1 << 64]),

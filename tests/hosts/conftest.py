@@ -1,4 +1,4 @@
-"""Hosts for tests: network namespaces, which are gone after each test, however it ended."""
+"""Hosts for tests: network namespaces, which are removed after each test, however it ended."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hosts.kit import Network
 from support.namespaces import Lan, why_not
 
 REQUIRED = "IRIS_TEST_HOSTS"
-"""Set to "required", these tests fail where they would be skipped."""
+"""Environment variable: if it is "required", these tests fail instead of being skipped."""
 LOG_BYTES = 6000
 
 networks = pytest.StashKey[list[Network]]()
@@ -36,7 +36,7 @@ def lan(_hosts_can_be_built: None) -> Iterator[Lan]:
 def make_network(
     lan: Lan, tmp_path: Path, request: pytest.FixtureRequest
 ) -> Callable[..., Network]:
-    """A function that makes a network (by name) with new keys and no relay, on the LAN of this test."""
+    """Return a function that creates a named network with new keys and no relay, on the LAN of this test."""
     made = request.node.stash.setdefault(networks, [])
 
     def make(name: str = "net") -> Network:

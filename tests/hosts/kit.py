@@ -1,4 +1,4 @@
-"""Relays and programs on the hosts of a `Lan`: start them, hurt them, wait for what follows."""
+"""Relays and programs on the hosts of a `Lan`: start them, cause faults, and wait for the effects."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ import iris
 from iris import keyfiles
 
 PATIENCE_S = 30.0
-"""Longest that anything is waited for: it fails a test, and never slows one."""
+"""Limit of every wait. It can make a test fail, but never slows one down."""
 MEMBER = Path(__file__).with_name("member.py")
 
 
 class Failed(Exception):
-    """A program's command ended with an error of Iris."""
+    """The error of Iris with which a program's command ended."""
 
     def __init__(self, error: str, detail: str, may_have_run: bool | None) -> None:
         super().__init__(f"{error}: {detail}")
@@ -37,7 +37,7 @@ class Failed(Exception):
 
 
 def received_by(programs: Iterable[Program], what: str, count: int) -> list[Any]:
-    """Return what came in by one way at all of `programs`, once that is `count` together."""
+    """Return the messages of one kind that `programs` received, when they are `count` in total."""
     received: list[Any] = []
 
     def enough() -> bool:
@@ -49,7 +49,7 @@ def received_by(programs: Iterable[Program], what: str, count: int) -> list[Any]
 
 
 def wait_until(true: Callable[[], object], what: str) -> None:
-    """Return once `true()` is; fails after `PATIENCE_S`, saying `what` did not happen."""
+    """Return when `true()` is true. Fails after `PATIENCE_S` with a text that names `what`."""
     until_s = time.monotonic() + PATIENCE_S
     while not true():
         assert time.monotonic() < until_s, f"it did not happen in {PATIENCE_S:g} s: {what}"
@@ -57,7 +57,7 @@ def wait_until(true: Callable[[], object], what: str) -> None:
 
 
 class Network:
-    """One network: its keys, which every host of it has a copy of, and its relays. The end of its `Lan` ends them."""
+    """One network: its keys, of which every host has a copy, and its relays, which end with its `Lan`."""
 
     def __init__(self, lan: Lan, directory: Path, name: str = "net") -> None:
         self.lan = lan
@@ -68,20 +68,20 @@ class Network:
         self.relays: dict[str, Relay] = {}
 
     def share_keyring(self, other: Network) -> None:
-        """Take the cluster keys of another network; the network key stays our own."""
+        """Use the cluster keys of another network, with a separate network key."""
         shutil.copy2(other.keys / keyfiles.KEYRING_FILE, self.keys / keyfiles.KEYRING_FILE)
         self.keyring = other.keyring
 
     def relay(self, host: Host, *arguments: str, name: str = "") -> Relay:
-        """Start a relay on a host; returns when it serves. The arguments stay for its restarts.
+        """Start a relay on a host, and return when it serves. Restarts use the same arguments.
 
-        Another than the host's first has a name of its own.
+        A second relay on a host needs a `name`.
         """
         relay = self.relays[name or host.name] = Relay(self, host, arguments, name or host.name)
         return relay.start()
 
     def relays_on(self, *hosts: Host, arguments: Sequence[str] = ()) -> list[Relay]:
-        """As `relay` on each host, all at once."""
+        """Start a relay on each host, all at once."""
         relays = [Relay(self, host, tuple(arguments), host.name) for host in hosts]
         for relay in relays:
             self.relays[relay.host.name] = relay
@@ -91,14 +91,14 @@ class Network:
         return relays
 
     def hosts(self, names: str, *, arguments: Sequence[str] = (), **plug: Any) -> list[Relay]:
-        """Make a host per letter of `names` on one switch, with a relay on each; `plug` goes to `Host.plug`."""
+        """Create a host with a relay for each letter of `names`, on one switch; `plug` is passed to `Host.plug`."""
         hosts = [self.lan.host(name) for name in names]
         for host in hosts:
             host.plug(**plug)
         return self.relays_on(*hosts, arguments=arguments)
 
     def members(self, *relays: Relay, cluster: str = "echo") -> list[Program]:
-        """Start a member of `cluster` on each relay's host, all at once; returns when every relay knows all of them."""
+        """Start a member of `cluster` on each relay's host, and return when every relay knows all of them."""
         programs = [relay.program() for relay in relays]
         serving = [program.begin("serve", cluster=cluster) for program in programs]
         for command in serving:
@@ -108,7 +108,7 @@ class Network:
         return programs
 
     def access(self, name: str) -> Path:
-        """Make an access file, as an operator does, and return its path."""
+        """Create an access file, as an operator does, and return its path."""
         path = self.directory / name
         environ = {"PATH": os.environ["PATH"], "IRIS_CONFIG": str(self.keys)}
         command = commands.command("key", "access", str(path))
@@ -116,7 +116,7 @@ class Network:
         return path
 
     def guest(self, host: Host, address: str, access: Path) -> Program:
-        """Start a program on a host without a relay: its relay is at `address`, tls://host:port."""
+        """Start a program on a host without a relay; its relay is at `address`, tls://host:port."""
         directory = self.directory / host.name
         keys = directory / "keys"
         keys.mkdir(mode=0o700, parents=True)
@@ -131,7 +131,7 @@ class Network:
         return Program(host, host.name, environ, directory)
 
     def meshed(self, *relays: Relay) -> None:
-        """Return when each of `relays` (all, if none is named) has a link to every other, and to nobody else."""
+        """Return when `relays` (by default all) are linked to each other, and to no other relay."""
         among = relays or tuple(self.relays.values())
         ids = {relay.id for relay in among}
         for relay in among:
@@ -159,17 +159,17 @@ class Relay:
         }
         self.process: subprocess.Popen[bytes]
         self.id = ""
-        """Its relay id, in hex; another one after each start."""
+        """Relay id in hex, which changes with each start."""
         self._arguments = arguments
         self._before = 0
 
     def start(self) -> Self:
-        """Start it, or start it again; returns when it serves."""
+        """Start the relay, also again, and return when it serves."""
         self.launch()
         return self.serves()
 
     def launch(self) -> None:
-        """Start it, or start it again."""
+        """Start the relay, also again, without waiting."""
         self._before = len(self.lines())
         with self.log.open("ab") as log:
             self.process = self.host.start(
@@ -192,7 +192,7 @@ class Relay:
         return self
 
     def lines(self, event: str = "") -> list[dict[str, Any]]:
-        """Return its log so far, of all its starts: all events, or one. Fails if there is anything but JSON lines."""
+        """Return the log of all its starts so far: all events, or one. Fails if a line is not JSON."""
         if not self.log.exists():
             return []
         text = self.log.read_text()
@@ -202,7 +202,7 @@ class Relay:
         return [line for line in lines if not event or line["event"] == event]
 
     def says(self, event: str, count: int = 1) -> dict[str, Any]:
-        """Return the latest log line of this event once there are `count` of them."""
+        """Return the latest log line of this event when there are `count` of them."""
         wait_until(
             lambda: len(self.lines(event)) >= count,
             f"{event} x {count} in the log of {self.name}",
@@ -223,12 +223,12 @@ class Relay:
         return {link["peer"]: link for link in self.status()["links"]}
 
     def linked_to(self, *peers: Relay | str) -> None:
-        """Return when it has links to exactly these relays."""
+        """Return when the relay has links to exactly these relays."""
         ids = {peer if isinstance(peer, str) else peer.id for peer in peers}
         wait_until(lambda: set(self.links()) == ids, f"{self.name} has {len(ids)} links")
 
     def settled(self) -> dict[str, Any]:
-        """Return its status once it holds no message; its account has to balance then."""
+        """Return its status when it holds no message. Its account must balance then."""
         seen: list[dict[str, Any]] = []
 
         def quiet() -> bool:
@@ -245,12 +245,12 @@ class Relay:
         return seen[0]
 
     def kill(self) -> None:
-        """End it without a word, as a power failure would."""
+        """Kill the relay without a goodbye, as a power failure does."""
         self.process.kill()
         self.process.wait(PATIENCE_S)
 
     def freeze(self) -> None:
-        """Stop it where it is; its connections stay open."""
+        """Freeze the process; its connections stay open."""
         self.process.send_signal(signal.SIGSTOP)
 
     def thaw(self) -> None:
@@ -258,23 +258,23 @@ class Relay:
         self.process.send_signal(signal.SIGCONT)
 
     def stop(self) -> int:
-        """End it as an operator would; returns its exit code."""
+        """Stop the relay as an operator does, and return its exit code."""
         self.process.terminate()
         return self.process.wait(PATIENCE_S)
 
     def program(self, name: str = "") -> Program:
-        """Start a program on this host. It may be told what to do before it is connected."""
+        """Start a program on this host. It accepts commands before it is connected."""
         return Program(self.host, name or self.host.name, self.environ, self.directory)
 
     def member(self, cluster: str = "echo", name: str = "") -> Program:
-        """As `program`; it serves `cluster`."""
+        """Start a program that serves `cluster` on this host."""
         program = self.program(name)
         program.do("serve", cluster=cluster)
         return program
 
 
 class Command:
-    """A command that a program is working on."""
+    """A command that a program is running."""
 
     def __init__(self, program: Program, number: int) -> None:
         self._program = program
@@ -282,11 +282,11 @@ class Command:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended."""
+        """Whether the command has ended."""
         return self._number in self._program.answers
 
     def result(self) -> Any:
-        """Return its value; raises Failed with the error that it ended with."""
+        """Return the command's value. Raises Failed with its error."""
         self._program.wait(lambda: self.done, f"command {self._number} ends")
         answer = self._program.answers[self._number]
         if "error" in answer:
@@ -295,7 +295,7 @@ class Command:
 
 
 class Program:
-    """`member.py` on a host: see there for what it can do."""
+    """A process of `member.py` on a host. That module lists its commands."""
 
     def __init__(self, host: Host, name: str, environ: dict[str, str], directory: Path) -> None:
         self.name = name
@@ -311,13 +311,13 @@ class Program:
                 env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
             )  # fmt: skip
         assert self.process.stdout is not None
-        output, self.process.stdout = self.process.stdout, None  # the thread's own: it closes it
+        output, self.process.stdout = self.process.stdout, None  # the thread owns it, and closes it
         threading.Thread(
             target=self._read, args=(output,), name=f"reader of {name}", daemon=True
         ).start()
 
     def begin(self, verb: str, /, **arguments: Any) -> Command:
-        """Tell it to do something; `result` of what is returned waits for the end of that."""
+        """Send a command to the program; `result` of the returned object waits for its end."""
         number = next(self._numbers)
         assert self.process.stdin is not None
         line = json.dumps({"id": number, "do": verb, **arguments}) + "\n"
@@ -326,7 +326,7 @@ class Program:
         return Command(self, number)
 
     def do(self, verb: str, /, **arguments: Any) -> Any:
-        """Tell it to do something and return the result."""
+        """Send a command to the program and return its result."""
         return self.begin(verb, **arguments).result()
 
     def request(self, cluster: str, payload: str, timeout: float = PATIENCE_S, **more: Any) -> str:
@@ -335,7 +335,7 @@ class Program:
         return reply
 
     def received(self, what: str, count: int) -> list[Any]:
-        """Return what came in by one way once there are `count`, or what there is after `PATIENCE_S`."""
+        """Return the received messages of one kind when there are `count`, or those after `PATIENCE_S`."""
         items: list[Any] = self.do("received", what=what, count=count, timeout=PATIENCE_S * 0.8)
         return items
 
@@ -345,8 +345,8 @@ class Program:
         assert there == count, f"{self.name} sees {there} members of {cluster}, not {count}"
 
     def reaches(self, topic: str, *subscribers: Program) -> None:
-        """Publish probes until each of `subscribers` has heard one: a subscription is known to other relays a little
-        after it is to its own."""
+        """Publish probes until each of `subscribers` has received one: other relays learn of a subscription a little
+        later than its own relay."""
         waiting = list(subscribers)
 
         def all_received() -> bool:
@@ -359,7 +359,7 @@ class Program:
         wait_until(all_received, f"what is published to {topic} reaches all")
 
     def event(self, name: str, count: int = 1) -> dict[str, Any]:
-        """Return the latest event of this name once there are `count` of them."""
+        """Return the latest event of this name when there are `count` of them."""
 
         def found() -> list[dict[str, Any]]:
             return [event for event in self.events if event["event"] == name]
@@ -368,19 +368,19 @@ class Program:
         return found()[-1]
 
     def wait(self, true: Callable[[], object], what: str) -> None:
-        """Return once `true()` is; fails if the program ends first, or after `PATIENCE_S`."""
+        """Return when `true()` is true. Fails if the program ends before, or after `PATIENCE_S`."""
         with self._changed:
             happened = self._changed.wait_for(lambda: self._ended or true(), PATIENCE_S)
         assert happened, f"{self.name}: it did not happen in {PATIENCE_S:g} s: {what}"
         assert true(), f"{self.name} ended before {what}: {self._errors.read_text()[-2000:]}"
 
     def kill(self) -> None:
-        """End it without a word."""
+        """Kill the program without a goodbye."""
         self.process.kill()
         self.process.wait(PATIENCE_S)
 
     def freeze(self) -> None:
-        """Stop it where it is."""
+        """Freeze the process."""
         self.process.send_signal(signal.SIGSTOP)
 
     def thaw(self) -> None:
@@ -388,7 +388,7 @@ class Program:
         self.process.send_signal(signal.SIGCONT)
 
     def leave(self) -> int:
-        """Let it end by itself, gracefully; returns its exit code."""
+        """Let the program end by itself, and return its exit code."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         return self.process.wait(PATIENCE_S)

@@ -1,11 +1,11 @@
-"""A program on a host: it serves, listens and calls as it is told. Uses nothing but the public names of Iris.
+"""A program on a host that serves, subscribes and calls on command. It uses only the public names of Iris.
 
-Reads a JSON object a line, {"id": 1, "do": "request", …}, and does each as a task of its own. Writes a JSON object
+Reads a JSON object a line, {"id": 1, "do": "request", …}, and runs each as a separate task. Writes a JSON object
 a line: {"id": 1, "value": …}, {"id": 1, "error": "NoMembers", "detail": …, "may_have_run": false}, or {"event":
-"holding", …} by itself. Ends, leaving gracefully, at the end of its input.
+"holding", …} without a command. Leaves all clusters and ends at the end of its input.
 
-The service answers with its own name and what it got, "b: hello". A request, or a tunnel's message, that begins
-with "hold" is kept until "release" is done.
+The service answers with its own name and the payload, "b: hello". A request, or a tunnel's message, that begins
+with "hold" is held until the command "release".
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import Any
 import iris
 
 Value = Any
-"""What JSON can say."""
+"""A JSON value."""
 PROBE = "-1"
-"""Published to find out whether a subscription is known yet; kept apart from what is heard otherwise."""
+"""Payload of probes, which show whether a subscription is known yet. They are kept apart from other messages."""
 
 
 def write(document: dict[str, Any]) -> None:
@@ -32,7 +32,7 @@ def write(document: dict[str, Any]) -> None:
 
 
 class Received:
-    """What came in by one way, in order; wait for enough of it."""
+    """The received messages of one kind, in order."""
 
     def __init__(self) -> None:
         self.items: list[Value] = []
@@ -43,24 +43,24 @@ class Received:
         self._changed.set()
 
     async def wait(self, count: int) -> None:
-        """Return when at least `count` are there."""
+        """Return when there are at least `count` messages."""
         while len(self.items) < count:
             self._changed.clear()
             await self._changed.wait()
 
 
 class Tally:
-    """The numbers received under one name: how many, and whether in order."""
+    """Counts of the numbers received under one name."""
 
     def __init__(self) -> None:
         self.count = 0
         self.last = -1
         self.inversions = 0
-        """Numbers not above the one before: late, or come twice."""
+        """Numbers not above the previous one: late or repeated."""
         self.missing = 0
-        """Told as lost, with their number."""
+        """Messages reported as lost with their number."""
         self.unknown = 0
-        """Told as lost, without."""
+        """Reports of losses without a number."""
 
     def receive(self, number: int) -> None:
         self.count += 1
@@ -69,7 +69,7 @@ class Tally:
 
 
 class Program:
-    """One client, and what it was told to do with it."""
+    """One client and the commands for it."""
 
     def __init__(self, name: str, client: iris.Client) -> None:
         self.name = name
@@ -100,7 +100,7 @@ class Program:
         )
 
     async def hold(self, text: str) -> None:
-        """Wait for "release" if the text asks for it."""
+        """Wait for "release" if the text begins with "hold"."""
         if text.startswith("hold"):
             write({"event": "holding", "payload": text})
             await self.released.wait()
@@ -108,7 +108,7 @@ class Program:
     # -- serving -----------------------------------------------------------------------------------------------
 
     def service(self, cluster: str, limits: iris.Limits) -> iris.Service:
-        """Return a service of all kinds."""
+        """Return a service with handlers of all kinds."""
         service = iris.Service(cluster, limits=limits)
 
         @service.on_request
@@ -154,7 +154,7 @@ class Program:
     async def do_serve(
         self, cluster: str, concurrency: int = 8, limit_bytes: int = 64 << 20
     ) -> None:
-        """Join a cluster; returns when the relay of this host knows."""
+        """Join a cluster, and return when the relay of this host has confirmed it."""
         stack = contextlib.AsyncExitStack()
         limits = iris.Limits(concurrency=concurrency, queue_bytes=limit_bytes)
         await stack.enter_async_context(self.client.serve(self.service(cluster, limits)))
@@ -172,11 +172,11 @@ class Program:
         self.released.clear()
 
     async def do_release(self) -> None:
-        """Let go what is held, and hold nothing any more."""
+        """Release all held messages, and hold none from now on."""
         self.released.set()
 
     async def do_subscribe(self, pattern: str, group: str = "") -> None:
-        """Subscribe; returns when the relay of this host knows."""
+        """Subscribe, and return when the relay of this host has confirmed it."""
 
         def receive(message: iris.Message) -> None:
             text = message.payload.decode()
@@ -193,7 +193,7 @@ class Program:
         self.endings[pattern] = stack
 
     async def do_tally(self, pattern: str, group: str = "") -> None:
-        """Subscribe to numbers; they are tallied by the name that they come under, and not kept."""
+        """Subscribe to numbers, and count them by topic without keeping them."""
 
         def receive(message: iris.Message) -> None:
             tally = self.tallies.setdefault(message.name, Tally())
@@ -213,11 +213,11 @@ class Program:
         self.endings[pattern] = stack
 
     async def do_tallies(self) -> Value:
-        """Return what was tallied so far, by name."""
+        """Return the counts so far, by topic."""
         return {name: vars(tally) for name, tally in self.tallies.items()}
 
     async def do_flow(self, topic: str, at_once: int, pause: float, limit: int = 0) -> int:
-        """Publish rising numbers from 0 on until `stop_flow`, or `limit`; return how many they were."""
+        """Publish rising numbers from 0 until `stop_flow` or `limit`; return their count."""
         stop = self.flowing[topic] = asyncio.Event()
         number = 0
         while not stop.is_set() and (not limit or number < limit):
@@ -230,27 +230,27 @@ class Program:
         return number
 
     async def do_stop_flow(self, topic: str) -> None:
-        """Let a flow end."""
+        """End a flow."""
         self.flowing[topic].set()
 
     async def do_received(self, what: str, count: int = 0, timeout: float = 0.0) -> list[Value]:
-        """Return what came in by one way, once that is `count`; with fewer after `timeout` seconds, those."""
+        """Return the received messages of one kind when there are `count`, or those after `timeout` seconds."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 await self.received[what].wait(count)
         return self.received[what].items
 
     async def do_forget(self) -> None:
-        """Forget what came in."""
+        """Forget all received messages."""
         for received in self.received.values():
             received.items.clear()
 
     async def do_forget_probes(self) -> None:
-        """Forget that a subscription was known."""
+        """Forget the received probes."""
         self.received["probe"].items.clear()
 
     async def do_await_last(self, what: str, item: Value, timeout: float) -> None:
-        """Return when the latest of what came in by one way is `item`, or after `timeout` seconds."""
+        """Return when the latest message of one kind is `item`, or after `timeout` seconds."""
         received = self.received[what]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
@@ -270,7 +270,7 @@ class Program:
     async def do_requests(
         self, cluster: str, count: int, in_flight: int, timeout: float, first: int = 0
     ) -> Value:
-        """Send requests numbered from `first`, some at once; return how many ended how: by the answering member, or
+        """Send requests numbered from `first`, several at once; return the number of each outcome: answering member, or
         error.
         """
         ended: dict[str, int] = {}
@@ -311,13 +311,13 @@ class Program:
         await self.client.flush(timeout=20.0)
 
     async def do_publish(self, topic: str, first: int, count: int) -> None:
-        """Publish `count` numbers from `first` on."""
+        """Publish `count` numbers from `first`."""
         for number in range(first, first + count):
             await self.client.publish(topic, str(number))
         await self.client.flush(timeout=20.0)
 
     async def do_tunnel(self, cluster: str, count: int, size: int, timeout: float) -> Value:
-        """Send `count` messages through a tunnel while reading them back; return how many came back right, in order."""
+        """Send `count` messages through a tunnel; return how many came back unchanged and in order."""
         right = 0
         async with self.client.tunnel(cluster, timeout=timeout) as tunnel:
 
@@ -342,12 +342,12 @@ class Program:
         return (await tunnel.recv()).decode()
 
     async def do_wait_members(self, cluster: str, count: int, timeout: float) -> list[str]:
-        """Return the ids of the members once there are at least `count`."""
+        """Return the ids of the members when there are at least `count`."""
         members = await self.client.wait_for_members(cluster, count, timeout=timeout)
         return [member.member for member in members]
 
     async def do_watch_members(self, cluster: str, count: int, timeout: float) -> int:
-        """Return how many members there are, once that is `count`, or at the end of `timeout` seconds."""
+        """Return the number of members when it is `count`, or after `timeout` seconds."""
         there = -1
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
@@ -358,22 +358,22 @@ class Program:
         return there
 
     async def do_sites(self, cluster: str) -> dict[str, int]:
-        """Return how many members there are in other sites."""
+        """Return the number of members in each remote site."""
         members = await self.client.members(cluster)
         return members.sites
 
     async def do_record(self, name: str, topic: str) -> None:
-        """Make a stream of a topic, or find that it is there."""
+        """Create a stream of a topic unless it exists."""
         await self.client.streams.create(name, topic=topic)
 
     async def do_mirror(self, source: str, name: str) -> int:
-        """Copy a stream to its end; return how many messages that were."""
+        """Mirror a stream up to its end; return the number of messages."""
         async with self.client.streams.mirror(source, name, follow=False) as mirror:
             await mirror.run()
             return mirror.copied
 
     async def do_read(self, name: str) -> list[str]:
-        """Return what a stream holds."""
+        """Return the payloads in a stream."""
         reader = self.client.streams.read(name, follow=False)
         return [message.payload.decode() async for message in reader]
 
@@ -382,7 +382,7 @@ class Program:
 
 
 async def perform(program: Program, command: dict[str, Any]) -> None:
-    """Do one command and write how it ended."""
+    """Run one command and write its outcome."""
     number = command.pop("id")
     work: Callable[..., Awaitable[Value]] = getattr(program, f"do_{command.pop('do')}")
     try:
@@ -405,7 +405,7 @@ async def commands() -> AsyncIterator[dict[str, Any]]:
 
 
 async def main(name: str) -> None:
-    """Run until the input ends. A command that fails other than by an error of Iris ends the program."""
+    """Run until the input ends. An exception other than an error of Iris ends the program."""
     config = iris.ClientConfig(label=name, drain_timeout_s=1.0, reconnect_max_s=0.2)
     async with iris.connect(config=config) as client, asyncio.TaskGroup() as group:
         program = Program(name, client)

@@ -1,11 +1,11 @@
-"""Sites for tests: each a switch with relays that are gateways, and a router between them whose proxies delay,
+"""Sites for tests: each is a switch with gateways; a router between them has proxies that delay,
 lose, stall and cut.
 
     eu: a, b ── switch eu ──┐            ┌── switch us ── us: c, d
                              └─ router ──┘
                                   └───── switch ap ── ap: e, f
 
-Every gateway of a site dials every gateway of the sites named after it, each through a proxy of its own on the router.
+Every gateway of a site dials every gateway of the sites named after it, each through its own proxy on the router.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ GATEWAY_PORT = 7440
 
 
 class Site:
-    """One site: its network, its key and its relays: on `hosts` gateways, on `plain` hosts others."""
+    """One site: its network, its key and its relays, which are gateways on `hosts` and others on `plain` hosts."""
 
     def __init__(self, federation: Federation, name: str, gateways: int, plain: int) -> None:
         self.federation = federation
@@ -47,30 +47,30 @@ class Site:
             host.inside(partial(_route, host, self.router.ipv4, nic.name))
         self.hosts, self.plain = hosts[:gateways], hosts[gateways:]
         self.relays: list[Relay] = []
-        """The gateways first."""
+        """The relays, gateways first."""
 
     def arguments(self) -> list[str]:
-        """Return what its gateways are started with, but for the sites that they dial."""
+        """Return the arguments of its gateways, without the sites that they dial."""
         return [
             "--site", self.name, "--site-key", str(self.key_file), "--gateway", f"tls://0.0.0.0:{GATEWAY_PORT}",
         ]  # fmt: skip
 
     def cut(self) -> None:
-        """Take the whole site off the others; its own network stays."""
+        """Disconnect the whole site from the others; its own network still works."""
         self.router.cut()
 
     def heal(self) -> None:
-        """Put it back."""
+        """Connect the site again."""
         self.router.heal()
 
     @property
     def received_bytes(self) -> int:
-        """What has come in to the site over the router's cable."""
+        """Bytes that the site has received over the router's cable."""
         return self.router.traffic().sent_bytes
 
 
 class Federation:
-    """Sites and the router between them. A context manager: at its end the proxies are gone; relays go with their
+    """Sites and the router between them. A context manager that ends the proxies; relays end with their
     `Lan`.
     """
 
@@ -78,14 +78,14 @@ class Federation:
         self, lan: Lan, directory: Path, names: Sequence[str] = ("eu", "us", "ap"), *, gateways: int = 2, plain: int = 0, delay_s: float = 0.0,
         arguments: Callable[[str], Sequence[str]] = lambda host: (),
     ) -> None:  # fmt: skip
-        """`delay_s` is one way; `arguments` says what else the gateway of a host is started with."""
+        """`delay_s`: in each direction. `arguments`: further arguments for the gateway of a host."""
         self.lan = lan
         self.directory = directory
         self.router = lan.host("router")
         self.router.inside(lambda: Path("/proc/sys/net/ipv4/ip_forward").write_text("1"))
         self.sites = {name: Site(self, name, gateways, plain) for name in names}
         self.proxies: dict[tuple[str, str], FaultProxy] = {}
-        """(host that dials, host that is dialled) -> what lies between."""
+        """(host that dials, host that is dialled) -> proxy between them."""
         self._stack = contextlib.ExitStack()
         self._delay_s = delay_s
         self._arguments = arguments
@@ -108,7 +108,7 @@ class Federation:
         self._stack.close()
 
     def _lay(self) -> dict[str, list[str]]:
-        """Start the proxies; return what each gateway is told of other sites, by its host's name."""
+        """Start the proxies; return the arguments for other sites of each gateway, by its host's name."""
         dials: dict[str, list[str]] = {
             host.name: [] for site in self.sites.values() for host in site.hosts
         }
@@ -183,12 +183,12 @@ class Federation:
         ]
 
     def stall(self, one: str, other: str) -> None:
-        """Let nothing pass between two sites, and tell nobody."""
+        """Let nothing pass between two sites, without closing a connection."""
         for proxy in self.between(one, other):
             proxy.stall()
 
     def flow(self, one: str, other: str) -> None:
-        """Let it pass again."""
+        """Let bytes pass between two sites again."""
         for proxy in self.between(one, other):
             proxy.flow()
 
@@ -204,7 +204,7 @@ class Federation:
 
 
 def own_ways(relay: Relay) -> dict[str, int]:
-    """Return how many WAN connections a gateway has of its own, by site."""
+    """Return the number of a gateway's own WAN connections, by site."""
     return {
         site["site"]: sum(way["own"] for way in site["ways"])
         for site in relay.status()["sites"]
@@ -213,7 +213,7 @@ def own_ways(relay: Relay) -> dict[str, int]:
 
 
 def make_site_key(path: Path) -> str:
-    """Make a site's key as an operator does; return its fingerprint."""
+    """Create a site key, as an operator does, and return its fingerprint."""
     environ = {"PATH": os.environ["PATH"], "HOME": str(path.parent)}
     done = subprocess.run(
         command("federation", "key", str(path)),

@@ -1,4 +1,4 @@
-"""What the command line does over several hosts: a bench by workers elsewhere, and a stream that is kept elsewhere."""
+"""Commands over several hosts: a benchmark with workers on other hosts, and a stream in a store on another host."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.timeout(120), pytest.mark.net]
 
 
 def command(relay: Relay, *arguments: str, said: str = "") -> subprocess.Popen[bytes]:
-    """Start `iris ...` on a relay's host; its output goes to a file if `said` names one, else to a pipe."""
+    """Start `iris ...` on a relay's host, with its output to the file `said`, or to a pipe."""
     output: Any = (relay.directory / said).open("wb") if said else subprocess.PIPE
     try:
         return relay.host.start(
@@ -28,7 +28,7 @@ def command(relay: Relay, *arguments: str, said: str = "") -> subprocess.Popen[b
 
 
 def ends(process: subprocess.Popen[bytes]) -> str:
-    """Return what a command wrote once it has ended well."""
+    """Wait until a command has ended with 0, and return its output."""
     out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, err.decode()
     return out.decode()
@@ -51,7 +51,7 @@ def test_workers_on_other_hosts_bench_together(network: Network, verb: str) -> N
     report: dict[str, Any] = {}
 
     def both() -> bool:
-        # Its relay hears of the members of the others within milliseconds, not at once.
+        # Its relay learns of members at other relays within milliseconds, not at once.
         asked = command(
             a, "bench", verb, "--rate", "100", "--seconds", "0.5", "--size", "256", *with_workers
         )
@@ -93,7 +93,7 @@ def test_a_stream_is_kept_on_one_host_and_used_from_the_others(
 
     wait_until(lambda: len(read()) == 2, "both are in the stream")
     assert read() == ["appended on c", "published on b"]
-    # The keeper's host is lost, and comes back with its disk.
+    # The host of the store fails, and returns with its disk.
     keeper.kill()
     wait_until(
         lambda: (

@@ -1,6 +1,4 @@
-"""Four hosts, hurt at random while all of them work: what is promised always holds always, and quiet restores
-everything.
-"""
+"""Random faults on four hosts under load: permanent promises always hold, and afterwards everything works again."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ LONG_S = 60.0
 
 
 class Chaos:
-    """What is hurt, and how it is mended."""
+    """The present faults, and the functions that end them."""
 
     def __init__(self, relays: list[Relay], seed: int) -> None:
         self.relays = relays
@@ -29,7 +27,7 @@ class Chaos:
         self.done: list[str] = []
 
     def step(self) -> None:
-        """Hurt a host that is well, or mend one that is not; two at least are well."""
+        """Cause a fault on a host, or end one. At least two hosts are always without a fault."""
         relay = self.chance.choice(self.relays)
         if relay in self.mends:
             self.done.append(f"mend {relay.host.name}")
@@ -99,7 +97,7 @@ def test_whatever_fails_requests_end_and_run_once_and_publications_keep_their_or
 
 
 def check(relays: list[Relay], members: list[Program], asked: int, ends: dict[str, int]) -> None:
-    """Nothing is lost without a word, run twice or out of order; every account balances."""
+    """Check that nothing was lost without a report, run twice or received out of order; every account must balance."""
     assert sum(ends.values()) == asked
     assert set(ends) <= {"a", "b", "c", "d", "ConnectionLost"}
     ran = [number for member in members for number in member.do("received", what="request")]

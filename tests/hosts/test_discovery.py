@@ -1,4 +1,4 @@
-"""Relays on one LAN find each other, on whatever interfaces there are, and nobody else."""
+"""Relays of a network on one LAN discover each other, on any interfaces, and no other relays."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FLAGS_RESPONSE, TYPE_PTR, CLASS_IN = 0x8400, 12, 1
 
 
 def talk(*relays: Relay) -> None:
-    """A request passes between each two hosts, both ways."""
+    """Check that a request passes between each two hosts, in both directions."""
     programs = relays[0].network.members(*relays)
     for one, other in itertools.permutations(programs, 2):
         cluster = f"only-{one.name}-{other.name}"
@@ -96,7 +96,7 @@ def test_an_interface_that_is_replaced_is_used_in_its_place(network: Network) ->
 def test_two_relays_of_one_host_find_each_other_and_those_of_other_hosts(
     lan: Lan, network: Network
 ) -> None:
-    """The second takes another port, because the first has the usual one."""
+    """The second relay uses another port, because the first has the usual one."""
     first, _ = network.hosts("ab")
     network.relay(first.host, name="second")
     network.meshed()
@@ -135,7 +135,7 @@ def test_a_host_whose_address_changes_is_found_again(lan: Lan, network: Network)
 
 
 def test_hosts_of_two_switches_meet_only_where_they_have_a_way(lan: Lan, network: Network) -> None:
-    """`b` is on both; nothing is passed on from link to link, so `a` and `c` do not reach each other."""
+    """`b` is on both switches. Relays do not forward from link to link, so `a` and `c` do not reach each other."""
     a, b, c = (lan.host(name) for name in "abc")
     a.plug("left"), b.plug("left"), b.plug("right"), c.plug("right")
     left, middle, right = network.relays_on(a, b, c)
@@ -153,7 +153,7 @@ def test_hosts_of_two_switches_meet_only_where_they_have_a_way(lan: Lan, network
 
 
 def test_two_networks_on_one_lan_never_meet(lan: Lan, make_network: Callable[..., Network]) -> None:
-    """Not even with the same cluster keys."""
+    """They do not even if they have the same cluster keys."""
     red, blue = make_network("red"), make_network("blue")
     blue.share_keyring(red)
     reds, blues = red.hosts("ab"), blue.hosts("cd")
@@ -171,7 +171,7 @@ def test_two_networks_on_one_lan_never_meet(lan: Lan, make_network: Callable[...
 
 
 def says_goodbye(host: Host, relay: Relay) -> None:
-    """Tell the LAN in the name of `relay` that it is gone, as anybody there could."""
+    """Send a goodbye in the name of `relay` to the LAN, as any host there could."""
     name = "_iris-relay._tcp.local."
     message = DNSOutgoing(FLAGS_RESPONSE)
     message.add_answer_at_time(DNSPointer(name, TYPE_PTR, CLASS_IN, 0, f"{relay.id}.{name}"), 0.0)
@@ -192,7 +192,7 @@ def test_an_advert_that_vanishes_does_not_cut_a_live_link(lan: Lan, network: Net
     network.meshed()
     stranger = lan.host("stranger")
     stranger.plug(ipv6="off")
-    # b may have dialled first: a goodbye counts only for whom a has heard of.
+    # b may have dialled first. A goodbye only counts for relays that a has discovered.
     received = lambda: any(line["relay"] == b.id for line in a.lines("discovery.sighted"))  # noqa: E731
     wait_until(received, "a has heard of b")
     says_goodbye(stranger, b)
@@ -226,7 +226,7 @@ def test_a_relay_back_under_the_same_address_is_linked_again(end: str, network: 
 def test_where_multicast_does_not_reach_one_address_is_enough_for_all(
     lan: Lan, network: Network
 ) -> None:
-    """`b` and `c` name `a` alone; it introduces them to each other."""
+    """`b` and `c` only have the address of `a`, which introduces them to each other."""
     hosts = [lan.host(name) for name in "abc"]
     for host in hosts:
         host.plug(ipv6="off").deafen()
@@ -265,7 +265,7 @@ def test_a_relay_that_is_named_before_it_is_there_is_joined_when_it_comes(
 def test_all_addresses_of_a_name_are_joined_and_it_is_resolved_again(
     lan: Lan, network: Network
 ) -> None:
-    """As a headless service of Kubernetes: the name has an address for each relay there is."""
+    """The name has an address for each relay, as that of a headless service of Kubernetes."""
     a, b, c = (lan.host(name) for name in "abc")
     for host in (a, b, c):
         host.plug()

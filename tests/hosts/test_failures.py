@@ -1,4 +1,4 @@
-"""Cables are pulled, relays are killed and frozen: what was under way ends, what others can serve goes on, nothing
+"""Cables are cut, relays are killed and frozen: calls in flight end, others are served elsewhere, and nothing
 runs twice.
 """
 
@@ -15,11 +15,11 @@ from support.proxy import FaultProxy
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.net]
 LONG_S = 60.0
-"""A deadline that plays no part: what ends sooner ends for another reason."""
+"""A deadline so late that calls end for another reason."""
 
 
 class Scene:
-    """A caller on `a`, and a member on `b` that keeps two requests of it; then one on `c` that keeps nothing."""
+    """A caller on `a`, a member on `b` that holds two of its requests, and later a member on `c` that holds none."""
 
     def __init__(self, network: Network) -> None:
         self.network = network
@@ -42,7 +42,7 @@ class Scene:
         )
 
     def check_ends(self) -> None:
-        """The two requests that `b` keeps end as they should, and every further one is answered by `c`."""
+        """Check that the two requests held by `b` end correctly, and that further ones are answered by `c`."""
         with pytest.raises(Failed) as failed:
             self.once.result()
         assert (failed.value.error, failed.value.may_have_run) == ("ConnectionLost", True)
@@ -52,7 +52,7 @@ class Scene:
         assert self.spare.received("request", 201).count("hold once") == 0
 
     def check_return(self) -> None:
-        """All are linked again, and the member on `b` answers again; what it had kept disturbs nobody."""
+        """Check that all are linked again and that `b` answers again; its old requests have no effect."""
         self.network.meshed()
         self.caller.sees_members(2)
         self.keeper.do("release")
@@ -188,7 +188,7 @@ def test_a_survey_ends_without_the_host_that_is_lost_and_names_its_member(
 
 
 class Way:
-    """`a` and `b` on switches of their own, and a proxy between them that is their only way."""
+    """`a` and `b` on separate switches, with a proxy as the only path between them."""
 
     def __init__(self, network: Network, lan: Lan) -> None:
         self.lan = lan
@@ -202,7 +202,7 @@ class Way:
 
     @contextmanager
     def open(self) -> Iterator[FaultProxy]:
-        """Start the proxy, and the relays; they are linked when the block begins."""
+        """Start the proxy and the relays, which are linked when the block begins."""
 
         def listen() -> socket.socket:
             return socket.create_server(("", 7000))
@@ -243,7 +243,7 @@ def test_a_slow_and_lossy_way_costs_time_alone(way: Way) -> None:
         with pytest.raises(Failed) as failed:
             caller.request("echo", "too late", timeout=0.05)
         assert failed.value.error == "RequestTimeout"
-        # It reached the member after its deadline, or not at all: it never started.
+        # It reached the member after its deadline or not at all, so it never started.
         way.b.settled()
         assert "too late" not in member.received("request", 0)
         assert way.a.lines("link.down") == []
@@ -316,7 +316,7 @@ def test_through_flaps_nothing_is_received_twice_or_out_of_order_and_gaps_are_re
                 gap["count"] for gap in listener.do("received", what="gap") if gap["kind"] == what
             ]
             lost = count - len(numbers)
-            # None is a loss whose size nobody knew.
+            # None stands for a loss of unknown size.
             assert sum(filter(None, reported)) == lost or (None in reported and lost), (
                 what,
                 reported,

@@ -1,4 +1,4 @@
-"""The hosts themselves: what is sent arrives, a cable can be pulled, and nothing is left behind."""
+"""The simulated hosts: packets arrive, a cable can be disconnected, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GROUP4, GROUP6, PORT = "239.77.0.1", "ff02::77", 7777
 
 
 def hears(host: Host, interface: str, *, ipv6: bool) -> socket.socket:
-    """Return a socket of `host` that receives what is sent to the group."""
+    """Return a socket of `host` that receives multicast of the group."""
 
     def make() -> socket.socket:
         made = socket.socket(socket.AF_INET6 if ipv6 else socket.AF_INET, socket.SOCK_DGRAM)
@@ -43,7 +43,7 @@ def hears(host: Host, interface: str, *, ipv6: bool) -> socket.socket:
 
 
 def says(host: Host, interface: str, text: bytes, *, ipv6: bool) -> None:
-    """Send to the group from `host`."""
+    """Send a multicast packet to the group from `host`."""
 
     def send() -> None:
         with socket.socket(socket.AF_INET6 if ipv6 else socket.AF_INET, socket.SOCK_DGRAM) as made:
@@ -83,7 +83,7 @@ def test_nothing_passes_a_cable_that_is_pulled_until_it_is_put_back(lan: Lan) ->
             try:
                 says(a, "eth0", b"lost", ipv6=False)
             except OSError:
-                assert hurt == nic.down  # there is no way out of a host that is switched off
+                assert hurt == nic.down  # a host whose interface is off cannot send
             mend()
             wait_until(lambda: "UP" in ip("-n", a.namespace, "-br", "link").split(), "it is up")
             says(a, "eth0", b"arrives", ipv6=False)
@@ -147,7 +147,7 @@ def build(lan):
 
 @contextmanager
 def run(script: str, path: Path, *command: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a program that builds hosts; it is killed at the end of the block."""
+    """Start a program that creates hosts, and kill it at the end of the block."""
     path.write_text(SCRIPT.format(tests=str(TESTS)) + textwrap.dedent(script))
     command = (sys.executable, *command, str(path))
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
@@ -158,7 +158,7 @@ def run(script: str, path: Path, *command: str) -> Iterator[subprocess.Popen[byt
 
 
 def built(process: subprocess.Popen[bytes]) -> tuple[list[int], str]:
-    """Return the process ids and the prefix that the program prints."""
+    """Return the process ids and the prefix printed by the program."""
     assert process.stdout is not None
     lines: list[str] = []
     while len(lines) < 3:
@@ -170,7 +170,7 @@ def built(process: subprocess.Popen[bytes]) -> tuple[list[int], str]:
 
 
 def command_of(pid: int) -> str:
-    """Return the name of what a process runs, or nothing if it has ended."""
+    """Return the name of a process's command, or "" if the process has ended."""
     try:
         return Path(f"/proc/{pid}/comm").read_text().strip()
     except OSError:
@@ -215,7 +215,7 @@ def test_nothing_is_left_after_a_test_that_failed(tmp_path: Path) -> None:
 
 
 def test_nothing_is_left_after_an_interrupt(tmp_path: Path) -> None:
-    # Whoever runs the tests in the background has SIGINT ignored, and that is inherited.
+    # If tests run in the background, SIGINT is ignored, and children inherit this.
     script = """
     import signal, time
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -242,7 +242,7 @@ def test_the_processes_of_a_run_that_was_killed_die_with_it_and_the_next_run_rem
     """
     with run(script, tmp_path / "it.py") as process:
         pids, prefix = built(process)
-        # Before that they had no time to ask to die with it.
+        # Before, they may not have requested to die with their parent.
         wait_until(lambda: {command_of(pid) for pid in pids} == {"sleep"}, "they run")
         process.kill()
         process.wait(PATIENCE_S)
@@ -264,7 +264,7 @@ def test_the_machines_own_interfaces_stay_as_they_are() -> None:
 
 
 def test_a_proxy_between_two_hosts_delays_stalls_and_cuts_what_passes(lan: Lan) -> None:
-    """Between two switches that have no other connection."""
+    """The proxy is between two switches without another connection."""
     a, middle, b = lan.host("a"), lan.host("middle"), lan.host("b")
     a.plug("left"), middle.plug("left"), middle.plug("right"), b.plug("right")
 

@@ -1,4 +1,4 @@
-"""Every pattern, between members on three hosts."""
+"""All patterns of messages, between members on three hosts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Mesh:
         self.caller.sees_members(3)
 
     def only(self, program: Program, cluster: str) -> None:
-        """Let one program alone serve a cluster; returns when the caller's relay knows."""
+        """Let a single program serve a cluster, and return when the caller's relay knows it."""
         program.do("serve", cluster=cluster)
         self.caller.sees_members(1, cluster)
 
@@ -35,7 +35,7 @@ def mesh(_hosts_can_be_built: None) -> Iterator[Mesh]:
     with tempfile.TemporaryDirectory(prefix="iris-hosts-") as directory, Lan() as lan:
         built = Mesh(Network(lan, Path(directory)))
         yield built
-        # Whatever the tests did: every relay's account balances, and none holds anything.
+        # After every test all accounts must balance, and no relay may hold messages.
         for relay in built.relays:
             status = relay.settled()
             assert {link["held"] for link in status["links"]} == {0}
@@ -95,7 +95,7 @@ def test_many_requests_are_shared_by_the_members_of_all_hosts(mesh: Mesh) -> Non
 
 
 def test_a_full_member_refuses_and_another_host_answers(mesh: Mesh) -> None:
-    """One at a time each: what finds its own host busy runs elsewhere, and nothing runs twice."""
+    """Each runs one call at a time: calls that find their host busy run elsewhere, and none runs twice."""
     for member in mesh.members:
         member.do("serve", cluster="single", concurrency=1)
     mesh.caller.sees_members(3, "single")

@@ -15,7 +15,7 @@ PROOF = Path(__file__).resolve().parents[1] / "proof.py"
 @pytest.mark.timeout(120)
 def test_the_proof_of_discovery_runs_and_writes_its_figures_down(tmp_path: Path) -> None:
     record = tmp_path / "proof.md"
-    # Bounded by the proof itself, which ends its processes.
+    # The proof itself has a deadline, at which it ends its processes.
     done = subprocess.run(
         [sys.executable, PROOF, "discovery", "1", "--record", record],
         capture_output=True,

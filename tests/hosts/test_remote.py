@@ -1,4 +1,4 @@
-"""Programs on hosts without a relay, over TLS to one on another host."""
+"""Programs on hosts without a relay, which connect to a relay on another host over TLS."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PORT = 7431
 def test_a_host_without_a_relay_serves_and_calls_through_one_of_another_host(
     lan: Lan, network: Network
 ) -> None:
-    """The guest's relay is `a`; the member that it talks to is on `b`."""
+    """The guest's relay is `a`, and the member is on `b`."""
     a, b, batch = (lan.host(name) for name in ("a", "b", "batch"))
     for host in (a, b, batch):
         host.plug()

@@ -1,7 +1,7 @@
-"""Three sites of two gateways and one more relay each, joined through proxies: what one cloud sees of another, and
-what it stands.
+"""Three sites of two gateways and one more relay each, connected through proxies: their view of each other, and
+faults.
 
-`make proof AREA=federation` runs the tests under load at size.
+`make proof AREA=sites` runs the tests under load at large counts.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class World:
         return [*self.programs.values(), *self.callers.values()]
 
     def sees(self, site: str, cluster: str, home: int, away: dict[str, int]) -> None:
-        """Return when a site's caller knows so many members at home and away."""
+        """Return when a site's caller knows these numbers of local and remote members."""
         caller = self.callers[site]
         caller.sees_members(home, cluster)
         wait_until(
@@ -59,7 +59,7 @@ def world(_hosts_can_be_built: None) -> Iterator[World]:
     ):
         federation.joined()
         yield World(federation)
-        # Whatever the tests did: every account balances, and no relay holds anything.
+        # After every test all accounts must balance, and no relay may hold messages.
         federation.settled()
 
 
@@ -73,7 +73,7 @@ def _clean(world: World) -> Iterator[None]:
 
 
 def store_at_each(directory: str) -> Callable[[str], Sequence[str]]:
-    """Return what a host's gateway is started with besides: the first of us and eu have a store."""
+    """Return the further arguments of a host's gateway: the first of us and of eu has a store."""
     return lambda host: ("--data", f"{directory}/{host}") if host in ("us1", "eu1") else ()
 
 
@@ -227,18 +227,18 @@ def test_what_nobody_wants_over_there_costs_no_wan_byte(world: World) -> None:
 
     def publish() -> None:
         caller.do("publish", topic="quiet.x", first=0, count=COUNT)
-        # It is as far to ap: by then some of it would be there.
+        # ap is as far away, so some messages would have arrived there by now.
         assert len(wanted.received("publish", COUNT)) == COUNT
 
     grown, took_s = _growth(federation, "ap", publish)
-    # Beats and acknowledgements go on, for as long as a slow machine takes.
+    # Beats and acknowledgements continue, for as long as a slow machine takes.
     idle, _ = _growth(federation, "ap", lambda: time.sleep(took_s))
-    # 2,000 messages of 4 bytes and their seals would be far more.
+    # 2,000 messages of 4 bytes with their seals would be many more bytes.
     assert grown < idle + 6_000, (idle, grown)
 
 
 def _growth(federation: Federation, site: str, work: Callable[[], object]) -> tuple[int, float]:
-    """Return how many bytes came in to a site while `work` was done, and how long that took."""
+    """Do `work`; return the bytes that a site received meanwhile, and the time."""
     before, began_s = federation.sites[site].received_bytes, time.monotonic()
     work()
     took_s = time.monotonic() - began_s
@@ -265,7 +265,7 @@ def test_a_stream_of_another_site_is_read_and_mirrored_by_its_name(world: World)
 
 
 def hears_of(reader: Program, stream: str) -> None:
-    """Return when a stream of another site is known where `reader` is."""
+    """Return when a stream of another site is known at the relay of `reader`."""
 
     def known() -> bool:
         try:

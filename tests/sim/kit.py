@@ -1,4 +1,4 @@
-"""What tests of simulated networks do again and again."""
+"""Helpers for tests of simulated networks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from support.sim import SimCall, SimNetwork, SimSession
 
 REACH_S = 0.4
-"""In which anything arrives anywhere."""
+"""Time within which any message arrives anywhere."""
 
 
 def federation(seed: int = 1, **shape: Any) -> SimNetwork:
@@ -20,13 +20,13 @@ def federation(seed: int = 1, **shape: Any) -> SimNetwork:
 
 
 def settle(net: SimNetwork) -> None:
-    """Let everything arrive, and hold the network against what is true."""
+    """Let all messages arrive, and check that the network has converged."""
     net.run(REACH_S)
     net.check_converged()
 
 
 def rest(net: SimNetwork) -> None:
-    """End every fault; all copies have to be true then, and nothing may be left over."""
+    """End all faults, and check that all replicas are true and no state is left over."""
     net.calm()
     net.check_converged()
     net.check_idle()

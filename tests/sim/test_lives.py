@@ -26,7 +26,7 @@ def test_every_promise_holds_through_a_life_of_faults(seed: int) -> None:
     ledger = chaos.net.ledger
     assert sum(chaos.did.values()) == STEPS
     assert chaos.rounds == STEPS // 120
-    # The life was one: things were said, heard and served, over links too.
+    # The life was not empty: messages were sent, received and served, also over links.
     assert ledger.outcomes["request reply"] > 10
     assert ledger.audited > 5
     assert ledger.loops_checked > 50

@@ -1,4 +1,4 @@
-"""Publishers that wait and subscribers that are waited for: nobody waits for good, and between those that go on
+"""Publishers that wait for subscribers: none waits forever, and between those that continue
 nothing is lost.
 """
 
@@ -18,7 +18,7 @@ from iris.wire.kinds import WAIT_MINOR, Kind
 
 SIZE = 8 << 10
 WHOLE = FIRST_WINDOW // SIZE
-"""Bundles that make up a first window."""
+"""Bundles that fill a first window."""
 STALL_S = 1.0
 MANY = 10 * WHOLE
 
@@ -45,8 +45,8 @@ def drained(*publishers: SimSession) -> Callable[[], bool]:
 
 
 def rest(net: SimNetwork) -> None:
-    """Let everybody handle what there is; nobody waits then, all losses were told, and the relays keep nothing of
-    who has gone.
+    """Let all handle their messages; check that nobody waits, losses were reported, and relays keep no state of
+    ended sessions.
     """
     for one in net.sessions:
         for sink in one.waiting.sinks.values():
@@ -144,7 +144,7 @@ def test_publishers_that_come_and_leave_are_forgotten(end: str) -> None:
         if turn == 1:
             before = net.table_sizes()[
                 1
-            ]  # what came over a link stands until its alias is taken again
+            ]  # a declaration of a link stays until its alias is used again
     rest(net)
     here, there = net.table_sizes()
     for table in tables:
@@ -162,7 +162,7 @@ def held_back(*sinks: SimSink) -> None:
 
 @pytest.mark.parametrize("relays", [1, 2, 3])
 def test_a_ring_whose_members_handle_only_once_they_have_published_goes_on(relays: int) -> None:
-    """Each holds the next one back: all go on, a message a stall, and then without any."""
+    """Each makes the next one wait: all continue, first one message per stall, and then without stalls."""
     net = network(relays)
     size = max(2, relays)
     ring = [session(net, f"r{at}", at % relays) for at in range(size)]
@@ -386,7 +386,7 @@ def test_random_lives_stall_renew_and_recover_and_keep_every_promise(seed: int) 
 
 
 def test_who_would_wait_for_good_is_found_out() -> None:
-    """The check itself: of a relay that gives no credit, to a publisher that never gives up."""
+    """The check itself is tested with a relay that grants no credit and a publisher that never stalls."""
     net = network(1)
     alice, bob = session(net, "alice"), session(net, "bob")
     held_back(bob.subscribe_waiting("t"))

@@ -1,4 +1,4 @@
-"""A federation at size, small: the code of `make proof AREA=federation`."""
+"""The code of `make proof AREA=federation`, at a small size."""
 
 from __future__ import annotations
 

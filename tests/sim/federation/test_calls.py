@@ -1,4 +1,4 @@
-"""Calls in a federation, one scenario each: answered where somebody serves, once, and an error otherwise."""
+"""Calls in a federation, one scenario each: answered once if there is a member, and an error otherwise."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_deadlines_are_mapped_over_every_hop_and_time_on_a_stalled_way_counts() 
     net.heal(a, b)
     net.run(1.0)
     assert (call.outcome, late.outcome) == ("timeout", "timeout")
-    assert not member.executed  # the ledger holds each deadline against the way's length
+    assert not member.executed  # the ledger compares each deadline with the length of the path
     rest(net)
 
 
@@ -274,7 +274,7 @@ def test_who_was_not_named_yet_when_a_site_is_lost_is_counted() -> None:
     net.at("ber", 1).session("beyond").serve("db")
     settle(net)
     near.service_us = FOREVER_US
-    net.stop(2, 3)  # the gateway's word comes, that of the relay behind it does not
+    net.stop(2, 3)  # the gateway's answer arrives, that of the relay behind it does not
     survey = surveyor.survey("db", timeout_ms=20_000)
     net.run(REACH_S)
     assert survey.roster == [near.member_id]

@@ -1,5 +1,5 @@
-"""What is published and broadcast in a federation, one scenario each: one copy for a site, none for who wants none,
-and what sites let through.
+"""Casts in a federation, one scenario each: one copy for an interested site, none for others,
+and the policies of sites.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ def test_a_queue_group_gives_each_message_to_one_member_of_the_whole_federation(
         assert sum(got(worker, tag) for worker in groups) == 1
         assert got(plain, tag) == 1
         assert net.ledger.groups_reached(tag) == {"workers"}
-    # The nearest site has them all, and there they are spread.
+    # The nearest site gets all of them, and spreads them over its members.
     assert {worker.relay.site for worker in groups if worker.casts} in ({"ber"}, {"cph"})
     assert len([worker for worker in groups if worker.casts]) > 1
     rest(net)
@@ -237,7 +237,7 @@ def test_each_publication_takes_one_gateway_and_many_publishers_share_them() -> 
         return {label: net.ledger.wan_via[(tag, "ber")][0] for label, tag in tags.items()}
 
     before = ways()
-    assert ways() == before  # each keeps its way
+    assert ways() == before  # each keeps its route
     assert set(before.values()) == set(net.gateways["ams"])
     lost = net.gateways["ams"][0]
     net.relays[lost].crash()
@@ -245,7 +245,7 @@ def test_each_publication_takes_one_gateway_and_many_publishers_share_them() -> 
     during = ways()
     assert set(during.values()) == {net.gateways["ams"][1]}
     net.calm()
-    # What moved stays where it is until that is lost, so nothing overtakes anything.
+    # A moved flow stays on its route until that is lost, so no message overtakes another.
     assert ways() == during
     rest(net)
     assert not net.ledger.late
@@ -292,7 +292,7 @@ def test_a_cluster_is_called_where_it_is_exported_and_imported() -> None:
     assert outcome(stranger, "mail") == "reply"
     assert outcome(stranger, "secret.db") == "no_members"
     refused = net.at("ams").router.sites.policy.refused
-    assert not refused  # what is not used is not even tried
+    assert not refused  # unused kinds are not even tried
     rest(net)
 
 

@@ -1,4 +1,4 @@
-"""What a federation loses is told, and no more than that: gateways and WAN connections that go and come back."""
+"""A federation reports exactly its losses when gateways and WAN connections fail and return."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_gateway_that_goes_away_costs_a_reported_gap_and_no_duplicate_or_inver
                 victim.freeze()
             else:
                 victim.crash(silent=how == "without power")
-        if number == 75:  # its share has moved by then
+        if number == 75:  # its flows have moved by then
             victim.thaw()
         net.run(0.08)
     rest(net)
@@ -46,11 +46,11 @@ def test_a_gateway_that_goes_away_costs_a_reported_gap_and_no_duplicate_or_inver
     for publisher, subscriber in lost:
         gaps = [gap for gap in subscriber.gaps if gap.sender_id == publisher.sender_id]
         known = [h for flow, h in net.ledger._known.items() if flow[0] == subscriber.uid and flow[-1] == publisher.sender_id]  # fmt: skip
-        # Either it was told, or it saw the sequence go on.
+        # Either the loss was reported, or the sequence continued.
         assert gaps or (known[0].since, known[0].until) == (0, 120)
     for subscriber in subscribers:
         if subscriber.relay is not victim:
-            assert len(subscriber.casts) > 70 * len(publishers)  # others carried on
+            assert len(subscriber.casts) > 70 * len(publishers)  # the others continued
     if how == "frozen":
         gaps = [gap for subscriber in subscribers for gap in subscriber.gaps]
         assert any(gap.count == UNKNOWN_COUNT for gap in gaps)
@@ -71,7 +71,7 @@ def test_a_gateway_that_stops_in_order_costs_at_most_what_is_overtaken_by_the_ne
                 net.at(side).retire(1_000_000)
             net.run(0.05)
         net.run(REACH_S)
-        # What takes a faster way from now on may come before the last on the former.
+        # Messages on a faster route may arrive before the last ones on the former route.
         late, net.ledger.late = net.ledger.late, 0
         assert len(subscriber.casts) + late == 60 * len(publishers)
         assert late <= len(publishers)
@@ -177,9 +177,9 @@ def test_a_full_queue_anywhere_on_the_way_to_another_site_is_reported(
     net.run(REACH_S)
     assert len(subscriber.casts) < 202
     counts = [gap.count for gap in subscriber.gaps]
-    if wire == (2, 3):  # within the site that they were for
+    if wire == (2, 3):  # within the destination site
         assert len(subscriber.casts) + sum(counts) == 202
-    else:  # no number is taken from another site, and once a second is enough
+    else:  # numbers of another site are not trusted, and one report a second is enough
         assert 1 <= counts.count(UNKNOWN_COUNT) <= 4
     rest(net)
 

@@ -1,4 +1,4 @@
-"""Calls over several relays, one scenario each, in virtual time: answered once or an error, by whoever has room."""
+"""Calls over several relays, one scenario each, in virtual time: each is answered once by a free member, or fails."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ def test_a_member_that_leaves_is_handed_nothing_new_and_its_refusals_go_elsewher
 
 
 def test_a_deadline_is_the_callers_on_every_host_whatever_its_clock_shows(net: SimNetwork) -> None:
-    # The ledger holds every deadline against the caller's own, give or take the slowest delay of the link.
+    # The ledger compares every deadline with the caller's, within the slowest delay of the link.
     assert len({relay.offset_us for relay in net.relays}) == 3
     caller, server = net.relays[0].session("caller"), net.relays[1].session("server")
     member = server.serve("echo", concurrency=1)
@@ -285,7 +285,7 @@ def test_a_reply_that_finds_no_room_at_its_callers_relay_is_reported() -> None:
 
 
 def closed_loop(net: SimNetwork, callers: dict[int, int], count: int) -> list[SimCall]:
-    """Let `callers` (host -> how many) request one after the other until `count` are answered; return all calls."""
+    """Let `callers` (host -> number) send one request after another until `count` are answered; return all calls."""
     calls: list[SimCall] = []
     ended: list[SimCall] = []
 

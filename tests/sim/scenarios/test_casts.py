@@ -1,4 +1,4 @@
-"""What is published, broadcast, surveyed, tunnelled and watched, one scenario each, in virtual time."""
+"""Casts, surveys, tunnels and watches, one scenario each, in virtual time."""
 
 from __future__ import annotations
 
@@ -255,7 +255,7 @@ def test_of_a_lost_relay_whose_members_answered_in_part_all_others_are_reported_
     net.run(0.2)
     assert survey.outcome == "done"
     assert len(survey.answers) == 1
-    # Answers are sealed: who of a lost relay did answer, only the surveyor can tell.
+    # Answers are sealed, so only the surveyor knows which members of a lost relay have answered.
     assert set(survey.lost) - set(survey.answers) == {member.member_id for member in there[1:]}
 
 

@@ -1,4 +1,4 @@
-"""What relays know of each other's members and topics, one scenario each, in virtual time."""
+"""The interest of relays in each other's replicas, one scenario each, in virtual time."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_a_relay_learns_how_busy_others_keep_the_members_elsewhere() -> None:
     busy.service_us = FOREVER_US
     for _ in range(8):
         first.request("work", timeout_ms=60_000)
-    second.request("work", timeout_ms=60_000)  # who has asked lately is told
+    second.request("work", timeout_ms=60_000)  # relays with recent calls are notified
     net.run(0.1)
     free = net.relays[3].session("free").serve("work", concurrency=8)
     net.run(0.1)
@@ -195,7 +195,7 @@ def test_a_link_keeps_nothing_of_processes_that_came_spoke_and_went(how: str) ->
     server = net.relays[1].session("server")
     server.serve("db")
     server.subscribe("a.b")
-    net.run(20.0)  # all samples of clocks are there
+    net.run(20.0)  # all samples of the clocks are taken
     sizes = []
     for number in range(100):
         session = net.relays[0].session("short")
