@@ -16,6 +16,7 @@ from iris.errors import ConnectionLost, RelayError, RequestTimeout
 from iris.runtime import Runtime
 from iris.wire import frames
 from iris.wire.kinds import AUDIENCE_MINOR
+from iris.wire.names import plural
 
 WAIT_MIN_S: Final = 0.005
 WAIT_MAX_S: Final = 0.1
@@ -105,6 +106,6 @@ async def wait_for_subscribers(runtime: Runtime, topic: str, count: int, timeout
                 return found
             left_s = until_s - time.monotonic()
         if left_s <= 0:
-            text = f"the topic has {found} of {count} subscribers after {timeout:g} s"
+            text = f"the topic has {found} of {plural(count, 'subscriber')} after {timeout:g} s"
             raise RequestTimeout(topic, text + runtime.away_text(timeout, until_s))
         await asyncio.sleep(min(backoff.failed(), left_s))

@@ -37,7 +37,7 @@ from iris.deadlines import (
     milliseconds,
     seconds_left,
 )
-from iris.dialling import REMOTE, arrivals, reach
+from iris.dialling import REMOTE, arrivals, find_keys, reach
 from iris.errors import (
     Closed,
     ConfigError,
@@ -65,7 +65,7 @@ from iris.tunnel import Tunnel, open_tunnel
 from iris.wire import frames
 from iris.wire.codec import MIN_MESSAGE_LIMIT
 from iris.wire.kinds import HERE, Kind
-from iris.wire.names import check_address, check_member
+from iris.wire.names import check_address, check_member, plural
 
 if TYPE_CHECKING:
     from relay.embedded import EmbeddedRelay
@@ -154,7 +154,7 @@ class Client:
         keyring = self._given_keyring
         if keyring is None and self._embedded and not has_keys(os.environ):
             keyring = Keyring.single(ClusterKey(self._entropy(32)))
-        keyring = keyring or load_keys(os.environ)
+        keyring = keyring or await find_keys(self.config, os.environ)
         if self.config.keep_freed_memory:
             keep_freed_memory()
         self._loop = asyncio.get_running_loop()
@@ -709,7 +709,7 @@ class Client:
                         self._attached()
             except TimeoutError:
                 found = len(watcher.members())
-                text = f"the cluster has {found} of {count} members after {timeout:g} s"
+                text = f"the cluster has {found} of {plural(count, 'member')} after {timeout:g} s"
                 if not listed:
                     text = f"the relay did not list the members within {timeout:g} s"
                 text += self._runtime.away_text(timeout, until_s)

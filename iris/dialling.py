@@ -21,8 +21,9 @@ from typing import Final, NamedTuple
 
 from iris import paths
 from iris.config import ClientConfig
+from iris.crypto.keyring import Keyring
 from iris.errors import ConfigError, KeyringError, RelayUnavailable
-from iris.keyfiles import config_directory, distrust
+from iris.keyfiles import NoKeyring, config_directory, distrust, load_keys
 from iris.logs import logger
 from iris.remote import load_access
 
@@ -70,6 +71,34 @@ async def reach(
         connection.close()
         raise
     return path
+
+
+async def find_keys(config: ClientConfig, environ: Mapping[str, str]) -> Keyring:
+    """Return the keyring that `iris.keyfiles.load_keys` finds.
+
+    Raises:
+        KeyringError: there is none, or it cannot be used. If no relay runs either, the text says so, because then
+            one command can start both.
+    """
+    try:
+        return load_keys(environ)
+    except NoKeyring as error:
+        relay = str(config.relay or environ.get(paths.RELAY_VARIABLE) or "")
+        if relay.startswith(REMOTE):
+            raise
+        path: Path | str = relay or paths.candidate_sockets(environ, os.geteuid())[0]
+        try:
+            path = Path(relay) if relay else find_relay(environ, config.relay_user)
+            (await dial(path, config.relay_user)).close()
+        except RelayUnavailable as unreachable:
+            hidden = "unset IRIS_CONFIG and " if environ.get("IRIS_CONFIG") else ""
+            raise NoKeyring(
+                f"no relay runs at {path}, and there is no keyring in {error.directory}; to try Iris on this host, "
+                f"{hidden}start `iris relay --dev`, which also makes keys; else make keys with `iris key new` and start "
+                "`iris relay`",
+                error.directory,
+            ) from unreachable
+        raise
 
 
 def arrivals(config: ClientConfig, environ: Mapping[str, str]) -> Callable[[], bool]:

@@ -33,6 +33,14 @@ MAX_FILE_BYTES: Final = 1 << 20
 _T = TypeVar("_T")
 
 
+class NoKeyring(KeyringError):
+    """There is no keyring at all; `directory` is where one was looked for."""
+
+    def __init__(self, text: str, directory: Path) -> None:
+        super().__init__(text)
+        self.directory = directory
+
+
 def config_directory(environ: Mapping[str, str]) -> Path:
     """Return the directory of the key files: $IRIS_CONFIG, else $XDG_CONFIG_HOME/iris, else ~/.config/iris.
 
@@ -58,7 +66,8 @@ def load_keys(environ: Mapping[str, str]) -> Keyring:
     If IRIS_CONFIG names the directory, only that one is used.
 
     Raises:
-        KeyringError: there is no keyring (the text says how to make one), or it cannot be used.
+        NoKeyring: there is no keyring; the text says how to make one.
+        KeyringError: it cannot be used.
     """
     directory = config_directory(environ)
     if has_keys(environ):
@@ -67,13 +76,14 @@ def load_keys(environ: Mapping[str, str]) -> Keyring:
         dev = paths.dev_key_directory(environ, os.geteuid()) / KEYRING_FILE
         if os.path.exists(dev):
             return load_keyring(dev)
-    raise KeyringError(
+    raise NoKeyring(
         f"no keyring in {directory}; make one with `iris key new`, or "
         + (
             "unset IRIS_CONFIG, which hides the keys of `iris relay --dev`"
             if environ.get("IRIS_CONFIG")
             else "start `iris relay --dev`"
-        )
+        ),
+        directory,
     )
 
 

@@ -13,7 +13,7 @@ import typer
 from iris import keyfiles
 from iris.causes import print_causes
 from iris.errors import IrisError
-from relay.settings import as_environment, load_config
+from relay.settings import as_environment, defaults, load_config
 
 _SITES: Final = "Other sites"
 
@@ -26,8 +26,10 @@ def relay(
         Path | None, typer.Option(help="Settings (TOML).", exists=True, dir_okay=False)
     ] = None,
     group: Annotated[str | None, typer.Option(help="Group whose users may connect, besides this user and root.")] = None,
-    log_level: Annotated[str | None, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = None,
-    log_format: Annotated[str | None, typer.Option(help="json, or text: sentences for people.")] = None,
+    log_level: Annotated[str | None, typer.Option(help="DEBUG, INFO, WARNING or ERROR.", show_default="INFO")] = None,
+    log_format: Annotated[
+        str | None, typer.Option(help="json, or text: sentences for people.", show_default="json")
+    ] = None,
     join: Annotated[
         list[str] | None,
         typer.Option(
@@ -106,6 +108,9 @@ def relay(
         bool,
         typer.Option("--check", help="Check settings and keys and exit: code 0, or 2 with what is wrong."),
     ] = False,
+    settings: Annotated[
+        bool, typer.Option("--settings", help="Print every setting with its default, as a settings file, and exit.")
+    ] = False,
 ) -> None:  # fmt: skip
     """Run this host's relay until SIGTERM or Ctrl-C (a second one ends it at once).
 
@@ -122,6 +127,10 @@ def relay(
       iris relay --site eu --site-key eu.toml --gateway tls://0.0.0.0:7440 \\
           --peer-site us=tls://gw.us.example:7440#FINGERPRINT
     """
+    if settings:
+        for name, default in defaults().items():
+            sys.stdout.write(f"{name} = {default}\n" if default else f"# {name} =\n")
+        return
     try:
         overrides: dict[str, object] = {
             "socket_path": socket and socket.absolute(), "socket_group": group, "log_level": log_level, "log_format": log_format, "dev": dev or None,

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any
 
 from iris import paths
 from iris.errors import ConfigError
+from iris.wire.names import did_you_mean
 from relay.config import ENVIRONMENT_PREFIX, FIELDS, SETTINGS, RelayConfig, dev, lan, whole
 
 
@@ -66,6 +68,16 @@ def load_config(
         raise ConfigError(f"{sources[name]}{colon}{rest}") from err
 
 
+def defaults() -> dict[str, str]:
+    """Return every setting with its default as TOML; "" if it has none, or one that depends on the host."""
+    known = {found.name: found for found in fields(RelayConfig)}
+    values = {name: known[FIELDS.get(name, name)].default for name in sorted(_PARSERS)}
+    return {
+        name: "" if value in (MISSING, None, "") else json.dumps(value)
+        for name, value in values.items()
+    }
+
+
 def as_environment(argv_overrides: Mapping[str, object], file: Path | None) -> dict[str, str]:
     """Return the environment variables from which `load_config` reads the settings of these flags and this file."""
     variables = {
@@ -91,7 +103,8 @@ def _parse(name: str, value: object, where: str) -> object:
     """Return `value` converted to the type of field `name`; errors begin with `where`."""
     parser = _PARSERS.get(name)
     if parser is None:
-        raise ConfigError(f"{where}: is not a setting; check its spelling (`iris relay --help`)")
+        hint = did_you_mean(name, _PARSERS) or "; `iris relay --settings` lists them"
+        raise ConfigError(f"{where}: is not a setting{hint}")
     parsed = parser(value)
     if parsed is None:
         raise ConfigError(f"{where}: {value!r} is not {_WANTED[parser]}")

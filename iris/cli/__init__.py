@@ -4,6 +4,7 @@ them."""
 from __future__ import annotations
 
 import os
+import sys
 from importlib import import_module
 from importlib.metadata import version
 from typing import Annotated, Any, Final
@@ -12,6 +13,8 @@ import typer
 from typer.core import TyperGroup
 
 from iris.causes import VARIABLE, print_causes
+from iris.cli.arguments import read_plainly
+from iris.wire.names import did_you_mean
 
 VERBS: Final = {
     "request": "iris.cli.request",
@@ -34,6 +37,18 @@ VERBS: Final = {
     "demo": "iris.cli.demo",
 }
 """Verb -> its module. The module has a function named after the verb, or an `app` with sub-verbs."""
+
+OTHER_WORDS: Final = {
+    "call": "request",
+    "emit": "publish",
+    "listen": "subscribe",
+    "pub": "publish",
+    "send": "push",
+    "serve": "run",
+    "start": "run",
+    "sub": "subscribe",
+}
+"""Words of similar tools -> the verb that does it here."""
 
 HELP = """Send messages to clusters by name, and run relays and services.
 
@@ -80,8 +95,34 @@ HELP = """Send messages to clusters by name, and run relays and services.
     """
 
 
+CLICK_ERROR: Final[type[Exception]] = typer.BadParameter.__mro__[2]
+"""ClickException, the base of all errors of usage. Typer does not export it."""
+
+
 class Verbs(TyperGroup):
     """Import a verb's module by the verb's name, so that one verb does not wait for the imports of all the others."""
+
+    def main(self, *args: Any, **more: Any) -> Any:
+        """Run a verb and exit. An error of usage is one line on stderr, as every other error is."""
+        if not more.get("standalone_mode", True):
+            return super().main(*args, **more)
+        try:
+            code = super().main(*args, **{**more, "standalone_mode": False})
+        except typer.Abort:
+            sys.exit(1)
+        except CLICK_ERROR as error:
+            _print_usage_error(error)
+            sys.exit(2)
+        sys.exit(code if isinstance(code, int) else 0)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the verb that the arguments begin with, or fail with the verb that was probably meant."""
+        word = args[0]
+        if word not in VERBS and not word.startswith("-"):
+            meant = OTHER_WORDS.get(word)
+            hint = f"; did you mean {meant!r}?" if meant else did_you_mean(word, VERBS)
+            ctx.fail(f"there is no command {word!r}{hint}")
+        return super().resolve_command(ctx, args)
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the verbs in the order in which the help shows them."""
@@ -96,7 +137,7 @@ class Verbs(TyperGroup):
         if app is None:
             app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
             app.command(cmd_name)(getattr(module, cmd_name))
-        return typer.main.get_command(app)
+        return read_plainly(typer.main.get_command(app))
 
 
 app = typer.Typer(
@@ -129,12 +170,22 @@ def iris(
         os.environ.pop(VARIABLE, None)
 
 
+def _print_usage_error(error: Any) -> None:
+    """Print an error of usage as one line, with its causes below it if `iris --verbose` was given.
+
+    The help of a command that was given without its sub-command is printed whole.
+    """
+    if type(error).__name__ == "NoArgsIsHelpError":
+        error.show()
+        return
+    text = " ".join(error.format_message().split()).removesuffix(".")
+    where = error.ctx.command_path if getattr(error, "ctx", None) else "iris"
+    hint = "" if text.endswith("?") else f"; `{where} --help` shows the usage"
+    typer.echo(f"iris: {text}{hint}", err=True)
+    if error.__cause__ or error.__context__:
+        print_causes(error)
+
+
 def main() -> None:
     """Entry point of `iris`."""
-    try:
-        app(prog_name="iris")
-    except SystemExit as end:
-        usage = end.__context__  # typer has printed this error, but not what caused it
-        if isinstance(usage, typer.BadParameter) and (usage.__cause__ or usage.__context__):
-            print_causes(usage)
-        raise
+    app(prog_name="iris")

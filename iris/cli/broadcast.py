@@ -6,6 +6,7 @@ from typing import Any
 
 import iris
 from iris.cli import options
+from iris.cli.exits import Exit
 from iris.cli.sending import send
 from iris.wire.kinds import HERE
 from iris.wire.names import check_address
@@ -25,7 +26,7 @@ def broadcast(
     """Send a message to every member of a cluster that serves broadcasts.
 
     Succeeds when the relay has routed it. If no member serves broadcasts, a
-    line on stderr says so.
+    line on stderr says so, and the exit code is 3 as with `iris push`.
 
     \b
     Examples:
@@ -49,4 +50,5 @@ def broadcast(
     send(
         call, payload, lines=lines, pack=pack, timeout=timeout, as_json=json, relay=relay,
         receivers=receivers, counted_as="members", none=f"no member of {cluster} serves broadcasts",
+        code_if_none=Exit.NO_MEMBERS,
     )  # fmt: skip

@@ -18,6 +18,7 @@ from iris.cli.exits import Exit, run
 from iris.crypto.keyring import DEFAULT, TOPIC, Keyring
 from iris.crypto.keys import SECRET_BYTES, ClusterKey
 from iris.errors import KeyringError, RelayUnavailable
+from iris.wire.names import plural
 
 app = typer.Typer(
     name="key", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="""Make, show and rotate keys.
@@ -278,7 +279,7 @@ def _find(keyring: Keyring, name: str, text: str) -> bytes | None:
     ]
     if len(found) != 1:
         raise KeyringError(
-            f"{name}: {len(found)} keys begin with {text!r}, not 1; `iris key show` lists them"
+            f"{name}: {plural(len(found), 'key')} begin with {text!r}, not 1; `iris key show` lists them"
         )
     return found[0]
 
@@ -288,7 +289,7 @@ async def _share_stream_keys(keyring: Keyring, relay: str | None) -> None:
     try:
         async with iris.connect(relay, keyring=keyring) as client:
             for info in await client.streams.share_keys():
-                _say(f"stream {info.name}: kept under {len(info.key_ids)} keys")
+                _say(f"stream {info.name}: kept under {plural(len(info.key_ids), 'key')}")
     except RelayUnavailable:
         _say(
             "no relay is running: durable streams kept under the old key do not record messages under the new key"
@@ -329,7 +330,7 @@ async def _check_everybody_holds(
         ) from error
     if behind:
         raise KeyringError(
-            f"{len(behind)} members hold only old keys and could not open messages sealed with {key.key_id.hex()[:8]}…: "
+            f"{plural(len(behind), 'member')} hold only old keys and could not open messages sealed with {key.key_id.hex()[:8]}…: "
             f"{'; '.join(behind[:5])}{' …' if len(behind) > 5 else ''}. Copy the keyring to them and reload it (SIGHUP), "
             "or use --force"
         )

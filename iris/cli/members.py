@@ -14,7 +14,7 @@ from iris.cli.exits import Exit, complain, run, until_stopped
 from iris.errors import IrisError, NoMembers
 from iris.wire.frames import MemberInfo
 from iris.wire.kinds import Kind
-from iris.wire.names import printable
+from iris.wire.names import plural, printable
 
 
 def members(
@@ -56,7 +56,7 @@ def members(
         elif found:
             _print_table(found)
         for site, count in {} if json else found.sites.items():
-            output.write(f"{count} members in site {printable(site)}\n".encode())
+            output.write(f"{plural(count, 'member')} in site {printable(site)}\n".encode())
         if found or found.sites:
             return Exit.OK
         complain(f"no members of {cluster}" + _elsewhere(found.others))
@@ -95,8 +95,9 @@ async def hint(client: iris.Client, cluster: str) -> str:
     except IrisError:  # the original error matters more
         return ""
     kinds = ", ".join(dict.fromkeys(kind for member in found for kind in served(member)))
-    count = f"{len(found)} member{'s' if len(found) > 1 else ''}"
-    return f"{cluster} has {count}, serving: {kinds or 'publications'}" if found else ""
+    if not found:
+        return ""
+    return f"{cluster} has {plural(len(found), 'member')}, serving: {kinds or 'publications'}"
 
 
 def says_kinds(detail: str) -> bool:

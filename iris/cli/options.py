@@ -10,6 +10,7 @@ from typing import Annotated, Any, Final, Literal
 import typer
 
 import iris
+from iris.wire.names import split_site
 
 MAX_PAYLOAD_BYTES: Final = 64 << 20
 LOG_LEVELS: Final = ("DEBUG", "INFO", "WARNING", "ERROR")
@@ -64,6 +65,17 @@ def check_log_level(level: str) -> None:
         )
 
 
+def note_site(topic: str) -> None:
+    """Say on stderr that a topic or filter names no site, if it looks as if it did."""
+    site, rest = split_site(topic)
+    if site:
+        typer.echo(
+            f"iris: a topic names no site: {topic!r} is a topic of its own, not {rest!r} in site {site!r}; other sites "
+            "receive what they subscribe to",
+            err=True,
+        )
+
+
 def parse_headers(texts: list[str] | None) -> dict[str, str] | None:
     """Return the headers given by `--header` options; None if there are none.
 
@@ -103,6 +115,12 @@ def unpack(data: bytes) -> Any:
     try:
         return json.loads(data)
     except ValueError as error:
+        where = ""
+        if isinstance(error, json.JSONDecodeError):
+            where = f" at line {error.lineno}, column {error.colno}"
+        shown = data[:40].decode(errors="replace") + ("…" if len(data) > 40 else "")
         raise typer.BadParameter(
-            f"the payload is not JSON: {error}", param_hint="--pack"
+            f"the payload {shown!r} is not JSON{where}; write JSON, such as '\"text\"' or '{{\"n\": 1}}', or leave "
+            "out --pack to send the text as it is",
+            param_hint="--pack",
         ) from error

@@ -79,12 +79,18 @@ def as_bytes(message: Message) -> bytes:
     return message.payload if encoding == "msgpack" else msgspec.json.encode(payload)
 
 
-def show(message: Message, *, as_json: bool, end: bytes = b"\n") -> None:
-    """Write one message and then `end`; with `as_json`, a line of JSON."""
+def show(message: Message, *, as_json: bool, end: bytes | None = b"\n") -> None:
+    """Write one message and then `end`; with `as_json`, a line of JSON.
+
+    `end=None` stands for a newline unless the message ends with one.
+    """
     if as_json:
         write_json(as_document(message))
-    else:
-        write(as_bytes(message) + end)
+        return
+    data = as_bytes(message)
+    if end is None:
+        end = b"" if data.endswith(b"\n") else b"\n"
+    write(data + end)
 
 
 def show_bytes(data: bytes, *, as_json: bool) -> None:
@@ -94,11 +100,6 @@ def show_bytes(data: bytes, *, as_json: bool) -> None:
         write_json({"payload": payload, "encoding": encoding})
     else:
         write(data + b"\n")
-
-
-def line_end(data: bytes) -> bytes:
-    """Return the line end to write after a reply: a newline on a terminal, nothing in a pipe."""
-    return b"\n" if sys.stdout.isatty() and not data.endswith(b"\n") else b""
 
 
 def console() -> Console:

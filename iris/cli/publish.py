@@ -36,7 +36,8 @@ def publish(
     """Publish to a topic.
 
     Succeeds when the relay has routed it. If there is no subscriber, a line on
-    stderr says so.
+    stderr says so, and --json shows it; the exit code is 0, because a topic
+    may have no subscribers.
 
     \b
     Examples:
@@ -45,6 +46,7 @@ def publish(
       zcat access.log.gz | iris publish logs.web --lines --wait
     """
     headers = options.parse_headers(header)
+    options.note_site(topic)
 
     async def call(client: iris.Client, body: Any) -> None:
         await client.publish(topic, body, headers=headers, when_full="wait" if wait else "drop")

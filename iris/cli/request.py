@@ -26,18 +26,22 @@ def request(
     ] = False,
     member: options.Member = None,
     pack: options.Pack = False,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Write the bytes of the reply, and no newline after them.")
+    ] = False,
     json: options.AsJson = False,
     relay: options.RelayPath = None,
 ) -> None:
     """Send a request to one member of a cluster and print its reply.
 
-    A reply of bytes is printed unchanged, an object as JSON. If the handler
-    refuses the request, --json also prints its code and details.
+    A reply of bytes is printed as it is, an object as JSON. A newline is added
+    if the reply does not end with one; not with --raw. If the handler refuses
+    the request, --json also prints its code and details.
 
     \b
     Examples:
       iris request databases "select 1"
-      iris request thumbnails --timeout 30 < photo.jpg > small.jpg
+      iris request thumbnails --raw --timeout 30 < photo.jpg > small.jpg
       iris request delays --pack '{"origin": "JFK", "carrier": "B6"}'
     """
     body = options.read_payload(payload, pack=pack)
@@ -54,7 +58,7 @@ def request(
                 if json:
                     output.write_json(output.as_error(err))
                 raise
-        output.show(reply, as_json=json, end=output.line_end(reply.payload))
+        output.show(reply, as_json=json, end=b"" if raw else None)
         return Exit.OK
 
     run(work)

@@ -14,18 +14,20 @@ from iris.cli import options, output, stdin
 from iris.cli.exits import Exit, complain, exit_code, run
 from iris.cli.members import hint, says_kinds
 from iris.errors import NoMembers, RelayError
+from iris.wire.kinds import NO_MEMBERS
+from iris.wire.names import plural
 
 
 def send(
     call: Callable[[iris.Client, Any], Awaitable[None]], payload: str | None, *, lines: bool, pack: bool, timeout: float,
     as_json: bool, relay: str | None, receivers: Callable[[iris.Client], Awaitable[int | None]] | None = None, counted_as: str = "subscribers",
-    none: str = "",
+    none: str = "", code_if_none: Exit = Exit.OK,
 ) -> None:  # fmt: skip
     """Send one message, or one per line of standard input, with `call`; return when the relay has routed them.
 
     `receivers` returns how many receive the messages, None if that is not known. `--json` shows the number as
-    `counted_as`; if it is 0, `none` is printed on stderr. Each loss is a line on stderr, and the exit code is that
-    of the last loss.
+    `counted_as`; if it is 0, `none` is printed on stderr and the exit code is `code_if_none`. Each loss is a line on
+    stderr, and the exit code is that of the last loss.
     """
     if lines and payload not in (None, "-"):
         raise typer.BadParameter(
@@ -41,12 +43,16 @@ def send(
             yield options.unpack(line) if pack else line
 
     async def work() -> int:
-        code, sent, lost = Exit.OK, 0, 0
+        code, sent, lost, to_nobody = Exit.OK, 0, 0, 0
         unserved: set[str] = set()
 
         def on_loss(loss: iris.Lost) -> None:
-            nonlocal code, lost
+            nonlocal code, lost, to_nobody
             lost += loss.count or 1
+            if loss.kind == "broadcast" and loss.cause == NO_MEMBERS:  # reported once, below
+                code = Exit.NO_MEMBERS
+                to_nobody += loss.count or 1
+                return
             code = Exit.CONNECTION if loss.error is None else exit_code(loss.error)
             if isinstance(loss.error, NoMembers) and not says_kinds(loss.error.detail):
                 unserved.add(loss.name)
@@ -73,6 +79,10 @@ def send(
                 report[counted_as] = max(count, await receivers(client) or 0)
                 if not report[counted_as]:
                     complain(none)
+                    code = code_if_none
+                    to_nobody = 0
+            if to_nobody:
+                complain(f"no member served broadcasts when {plural(to_nobody, 'message')} arrived")
         if as_json:
             output.write_json(report)
         return code

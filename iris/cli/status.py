@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import iris
 from iris.cli import options, output
 from iris.cli.exits import Exit, run
-from iris.wire.names import printable
+from iris.wire.names import plural, printable
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -28,6 +28,19 @@ def status(
 
     Anything unusual is a line of its own: slow receivers, full queues, limits
     that were reached, refused connections. docs/operation.md explains them.
+
+    \b
+    Columns of programs, other relays and sites:
+      MEMBERS        clusters that it serves
+      SUBSCRIPTIONS  topics and filters that it receives
+      RUNNING        calls that it is working on
+      WAITING        its own calls that wait for an answer
+      TUNNELS        open tunnels
+      HELD           messages queued for it, because it does not read fast enough
+      KEYS           first digits of the ids of the keys that it has proved
+      IN/S, OUT/S    frames a second from and to the other relay
+      COST           what decides between sites: round trip plus configured cost
+      WAYS           gateway connections that lead there
 
     \b
     Examples:
@@ -94,9 +107,7 @@ def _print_tables(report: dict[str, Any], before: dict[str, Any]) -> None:
             console.print(table)
     for target in report.get("dialling", {}).get("unlinked", ()):
         if target["error"]:
-            line = (
-                f"not linked: {target['source']}: {target['error']} ({target['failures']} attempts)"
-            )
+            line = f"not linked: {target['source']}: {target['error']} ({plural(target['failures'], 'attempt')})"
             console.print(printable(line), markup=False)
     found = report.get("discovery", {}).get("nothing_found")
     if found:
@@ -130,13 +141,14 @@ def _print_tables(report: dict[str, Any], before: dict[str, Any]) -> None:
         f"{accounts['expired']} expired, {accounts['held']} held; dropped: {dropped or 'none'}",
         markup=False,
     )
+    console.print("columns: `iris status --help`", style="dim")
 
 
 def _waiting(report: dict[str, Any]) -> Iterator[str]:
     """Yield a line if publishers are waiting for subscribers."""
     count = report.get("publishers_waiting")
     if count:
-        yield f"publishers waiting: {count} topics whose subscribers are full, or are being dropped for"
+        yield f"publishers waiting: {plural(count, 'topic')} with subscribers that are full, or for which messages are dropped"
 
 
 def _queues(report: dict[str, Any]) -> Iterator[str]:
@@ -167,7 +179,7 @@ def _slow(report: dict[str, Any]) -> Iterator[str]:
         what = "slow: link to" if slow["link"] else "slow:"
         topics = ", ".join(slow["topics"])
         yield (
-            f"{what} {slow['label']} ({', '.join(who)}): {slow['dropped']} messages dropped since {since:%Y-%m-%d %H:%M:%S}, "
+            f"{what} {slow['label']} ({', '.join(who)}): {plural(slow['dropped'], 'message')} dropped since {since:%Y-%m-%d %H:%M:%S}, "
             f"the last {_duration(slow['last_s'])} ago; topics: {topics}"
         )
 

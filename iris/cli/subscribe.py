@@ -10,6 +10,7 @@ import iris
 from iris.cli import options, output
 from iris.cli.exits import Exit, complain, run, until_stopped
 from iris.errors import RequestTimeout
+from iris.wire.names import plural
 
 
 def subscribe(
@@ -54,6 +55,7 @@ def subscribe(
       iris subscribe 'logs.>' --json | jq -r .payload
       iris subscribe orders.new --group billing --count 1
     """
+    options.note_site(pattern)
     seen = 0
 
     async def follow() -> None:
@@ -80,7 +82,7 @@ def subscribe(
             if isinstance(error, RequestTimeout):
                 raise
             if count is not None:
-                complain(f"received {seen} of {count} messages within {timeout:g} s")
+                complain(f"received {seen} of {plural(count, 'message')} within {timeout:g} s")
                 return Exit.TIMEOUT
         return Exit.OK
 
@@ -88,5 +90,7 @@ def subscribe(
 
 
 def _report_loss(loss: iris.Lost) -> None:
-    number = "an unknown number of" if loss.count is None else loss.count
-    complain(f"lost {number} messages to {loss.name}: {loss.cause}")
+    number = (
+        "an unknown number of messages" if loss.count is None else plural(loss.count, "message")
+    )
+    complain(f"lost {number} to {loss.name}: {loss.cause}")

@@ -24,6 +24,7 @@ import msgspec
 
 from iris.core.compression import expanded
 from iris.errors import DecodeError, LocalProtocolError
+from iris.wire.names import plural
 
 CUT_BYTES: Final = 65 << 10
 """Largest size of a bundle of several messages. 64 KiB of payloads fit if each has 512 bytes or more,
@@ -264,7 +265,9 @@ def _offsets(values: Sequence[bytes]) -> bytes:
 def _find(plain: bytes, start: int, count: int) -> Column:
     base = start + 4 * (count + 1)
     if not count or base > len(plain):
-        raise DecodeError(f"a bundle of {len(plain)} bytes cannot hold {count} messages")
+        raise DecodeError(
+            f"a bundle of {plural(len(plain), 'byte')} cannot hold {plural(count, 'message')}"
+        )
     first, last = _I32.unpack_from(plain, start)[0], _I32.unpack_from(plain, base - 4)[0]
     if first or not 0 <= last <= len(plain) - base:
         raise DecodeError(f"offsets of a bundle do not match its size of {len(plain)} bytes")

@@ -26,6 +26,8 @@ WAIT_MINOR: Final = 4
 """From this minor version on, sessions and relays accept WAIT and WINDOW."""
 UNROUTED_MINOR: Final = 5
 """From this minor version on, sessions accept UNROUTED."""
+NO_MEMBERS: Final = "no members"
+"""Cause in UNROUTED of a broadcast that reached no member."""
 MEMBER_MINOR: Final = 5
 """From this minor version on, relays accept calls to one member, and members answer requests that they do not serve."""
 MAX_PARTS: Final = 16

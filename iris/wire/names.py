@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Final
 
 from iris.errors import InvalidName
@@ -187,3 +188,11 @@ def printable(text: str) -> str:
 def plural(count: int, word: str) -> str:
     """Return a number with its word: "1 byte", "2 bytes"."""
     return f"{count} {word}" if count == 1 else f"{count} {word}s"
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return "; did you mean 'queue_bytes'?" if one of the `known` names resembles `name`, else ""."""
+    from difflib import get_close_matches  # only for errors
+
+    found = get_close_matches(name, list(known), n=1)
+    return f"; did you mean {found[0]!r}?" if found else ""

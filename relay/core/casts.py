@@ -16,7 +16,15 @@ from iris.core.aliases import Alias
 from iris.errors import PeerProtocolError
 from iris.wire.codec import ALIAS, ALIAS_AT, BODY_AT, CAST, FIRST, FIRST_AT
 from iris.wire.frames import Gap, Share, Unrouted
-from iris.wire.kinds import MAX_PARTS, RUN_MINOR, UNKNOWN_COUNT, UNROUTED_MINOR, HopClass, Kind
+from iris.wire.kinds import (
+    MAX_PARTS,
+    NO_MEMBERS,
+    RUN_MINOR,
+    UNKNOWN_COUNT,
+    UNROUTED_MINOR,
+    HopClass,
+    Kind,
+)
 from relay.core.credit import Credits, Flow
 from relay.core.flags import route_of
 from relay.core.interest import Interest
@@ -119,7 +127,7 @@ class Casts:
                 and not sender.hop_class
                 and sender.minor >= UNROUTED_MINOR
             ):
-                sender.control(Unrouted(route.kind, route.name, route.key_id, count, "no members"))
+                sender.control(Unrouted(route.kind, route.name, route.key_id, count, NO_MEMBERS))
             return
         accounts.copied += count * (len(targets) - 1)
         frame = bytearray(buf[start:end])

@@ -107,7 +107,10 @@ class Unserved:
             route.site not in ("", HERE, self._sites.site)
             and route.site not in self._sites.site_routes
         ):
-            return f"no gateway here is connected to site {route.site!r}; check the name, or add it to peer_site on a gateway"
+            return (
+                f"no gateway here is connected to a site {route.site!r}; what stands before ':' names a site, so leave it "
+                "out if the cluster is in this one, or add the site to peer_site on a gateway"
+            )
         text = f"no members serve {_PLURAL[route.kind]}"
         if served := self._served(route):
             return f"{text}; {served}"

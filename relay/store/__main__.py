@@ -36,9 +36,11 @@ def store(
         Path | None,
         typer.Option(help="The relay's socket. Default: the socket of `iris relay` on this host."),
     ] = None,
-    log_level: Annotated[str | None, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = None,
+    log_level: Annotated[
+        str | None, typer.Option(help="DEBUG, INFO, WARNING or ERROR.", show_default="INFO")
+    ] = None,
     log_format: Annotated[
-        str | None, typer.Option(help="json, or text: sentences for people.")
+        str | None, typer.Option(help="json, or text: sentences for people.", show_default="json")
     ] = None,
     supervised: Annotated[
         bool, typer.Option("--supervised", hidden=True, help="Exit when standard input ends.")

@@ -217,10 +217,62 @@ def test_without_a_relay_the_error_says_how_to_start_one(tmp_path: Path) -> None
         assert "start one with `iris relay`" in said
 
 
-def test_without_keys_the_error_says_how_to_make_some(tmp_path: Path) -> None:
-    said = Shell(tmp_path)("request", "echo", "x", code=2)
-    assert b"iris key new" in said
-    assert b"iris relay --dev" in said
+def test_without_keys_and_without_a_relay_the_error_names_both(tmp_path: Path) -> None:
+    said = Shell(tmp_path)("request", "echo", "x", code=2).decode()
+    assert said.count("\n") == 1
+    assert f"no relay runs at {tmp_path}/iris/relay.sock" in said
+    assert f"no keyring in {tmp_path}/config/iris" in said
+    assert "start `iris relay --dev`, which also makes keys" in said
+    hidden = Shell(tmp_path, IRIS_CONFIG=str(tmp_path))("status", code=2)
+    assert b"unset IRIS_CONFIG and start `iris relay --dev`" in hidden
+
+
+def test_without_keys_but_with_a_relay_the_error_says_how_to_make_keys(
+    relay: Path, tmp_path: Path
+) -> None:
+    said = Shell(tmp_path, IRIS_RELAY=str(relay))("request", "echo", "x", code=2)
+    assert b"no relay" not in said
+    assert b"make one with `iris key new`" in said
+
+
+USAGE = {
+    "requst a b": "there is no command 'requst'; did you mean 'request'?",
+    "serve orders": "there is no command 'serve'; did you mean 'run'?",
+    "zzz": "there is no command 'zzz'; `iris --help` shows the usage",
+    "stream lst": "No such command 'lst'. Did you mean 'list'?",
+    "request a --timeout abc": "Invalid value for '--timeout' / '-t': 'abc' is not a number; `iris request --help` shows the usage",
+    "request a --timeout 0": "Invalid value for '--timeout' / '-t': 0 is too small; the least is 0.001; `iris request --help` shows the usage",
+    "request a --timeout nan": "Invalid value for '--timeout' / '-t': 'nan' is not a number; `iris request --help` shows the usage",
+    "subscribe t -n 1.5": "Invalid value for '--count' / '-n': '1.5' is not a whole number; `iris subscribe --help` shows the usage",
+    "run x --log-format xml": "Invalid value for '--log-format': 'xml' is not accepted; use json or text; `iris run --help` shows the usage",
+    "publish": "Missing argument 'TOPIC'; `iris publish --help` shows the usage",
+    "request a --pack {": """Invalid value for --pack: the payload '{' is not JSON at line 1, column 2; write JSON, such as '"text"' or '{"n": 1}', or leave out --pack to send the text as it is; `iris request --help` shows the usage""",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("line", USAGE)
+def test_an_error_of_usage_is_one_line_that_says_what_to_write(tmp_path: Path, line: str) -> None:
+    assert Shell(tmp_path)(*line.split(), code=2).decode() == f"iris: {USAGE[line]}\n"
+
+
+def test_an_unknown_setting_is_answered_with_the_one_that_resembles_it(tmp_path: Path) -> None:
+    (tmp_path / "relay.toml").write_text("queue_byte = 1\n")
+    shell = Shell(tmp_path)
+    said = shell("relay", "--config", str(tmp_path / "relay.toml"), "--check", code=2)
+    assert b"queue_byte: is not a setting; did you mean 'queue_bytes'?" in said
+    far = Shell(tmp_path, IRIS_RELAY_FRUIT="apple")("relay", "--check", code=2)
+    assert b"IRIS_RELAY_FRUIT: is not a setting; `iris relay --settings` lists them" in far
+    listed = shell("relay", "--settings").decode()
+    assert "queue_bytes = 134217728\n" in listed
+    (tmp_path / "all.toml").write_text(listed)
+    shell("relay", "--dev", "--check", "--config", str(tmp_path / "all.toml"))
+
+
+@pytest.mark.parametrize("verb", ["run", "relay", "store"])
+def test_help_shows_the_default_of_the_log(verb: str) -> None:
+    said = " ".join(CliRunner().invoke(cli.app, [verb, "--help"]).output.replace("│", " ").split())
+    assert "[default: json]" in said or "[default: (json)]" in said
+    assert "[default: INFO]" in said or "[default: (INFO)]" in said
 
 
 def test_a_relay_without_a_network_key_names_the_two_ways_to_get_one(tmp_path: Path) -> None:
@@ -240,12 +292,12 @@ def test_a_second_relay_is_refused_with_the_pid_of_the_first(shell: Shell, relay
 @pytest.mark.parametrize(
     ("line", "cause"),
     [
-        ("request echo x", "ConnectionRefusedError: "), ("stream list", "iris.errors.KeyringError: "),
+        ("request echo x", "ConnectionRefusedError: "), ("stream list", "iris.errors.RelayUnavailable: "),
         ("run nowhere", "ModuleNotFoundError: No module named 'nowhere'"), ("key show", "iris.errors.KeyringError: "),
         ("relay --port 99999", "iris.errors.ConfigError: "), ("relay", "network_keys(environ)"),
         ("store", "iris.errors.ConfigError: "), ("store salvage nowhere", "iris.errors.ConfigError: "),
-        ("bridge iris1", "iris.errors.KeyringError: "), ("bridge sp -c nowhere", "FileNotFoundError: "),
-        ("stream import x", "iris.errors.KeyringError: "), ("request --pack echo {", "JSONDecodeError: "),
+        ("bridge iris1", "iris.errors.RelayUnavailable: "), ("bridge sp -c nowhere", "FileNotFoundError: "),
+        ("stream import x", "iris.errors.RelayUnavailable: "), ("request --pack echo {", "JSONDecodeError: "),
     ],
 )  # fmt: skip
 def test_verbose_prints_the_causes_of_an_error_below_its_line(
@@ -279,11 +331,16 @@ def test_verbose_prints_the_causes_of_an_error_below_its_line(
 # -- request ---------------------------------------------------------------------------------------------------
 
 
-def test_a_request_gives_back_exactly_the_bytes_of_the_reply(shell: Shell, member: str) -> None:
+def test_a_raw_request_gives_back_exactly_the_bytes_of_the_reply(shell: Shell, member: str) -> None:
     every_byte = bytes(range(256)) * 10
-    assert shell.process("request", "echo", stdin=every_byte) == every_byte
-    assert shell("request", "echo", "-", stdin=b"") == b""
-    assert shell("request", "echo", "héllo") == "héllo".encode()
+    assert shell.process("request", "echo", "--raw", stdin=every_byte) == every_byte
+    assert shell("request", "echo", "--raw", "-", stdin=b"") == b""
+
+
+def test_the_output_of_a_request_ends_with_one_newline(shell: Shell, member: str) -> None:
+    assert shell("request", "echo", "héllo") == "héllo\n".encode()
+    assert shell("request", "echo", "-", stdin=b"line\n") == b"line\n"
+    assert shell("request", "echo", "-", stdin=b"") == b"\n"
 
 
 def test_json_says_how_the_payload_is_written(shell: Shell, member: str) -> None:
@@ -295,7 +352,7 @@ def test_json_says_how_the_payload_is_written(shell: Shell, member: str) -> None
     assert (binary["payload"], binary["encoding"]) == ("/wA=", "base64")
     packed = json.loads(shell("request", "echo", "--json", "--pack", '{"n": [1, null]}'))
     assert (packed["payload"], packed["encoding"]) == ({"n": [1, None]}, "object")
-    assert shell("request", "echo", "--pack", "[1, 2]") == b"[1,2]"
+    assert shell("request", "echo", "--pack", "[1, 2]") == b"[1,2]\n"
 
 
 def test_a_refusal_prints_its_code_and_details_and_json_prints_them_as_an_object(
@@ -314,7 +371,7 @@ def test_a_refusal_prints_its_code_and_details_and_json_prints_them_as_an_object
 def test_a_member_can_be_named(shell: Shell, member: str) -> None:
     (line,) = shell("members", "echo", "--json").splitlines()
     one = json.loads(line)["member"]
-    assert shell("request", "echo", "hi", "--member", one) == b"hi"
+    assert shell("request", "echo", "hi", "--member", one) == b"hi\n"
     gone = f"{one.partition('.')[0]}.99999"
     said = shell("request", "echo", "hi", "--member", gone, code=Exit.NO_MEMBERS)
     assert f"member {gone} has left" in said.decode()
@@ -342,7 +399,7 @@ def test_overload_timeout_and_a_lost_member_have_codes_of_their_own(
     wait_until(lambda: running(observer, narrow) == 1)
     shell("request", "narrow", "more", code=4)
     shell("push", "narrow", "go")
-    assert end(blocked)[0] == b"done after block"
+    assert end(blocked)[0] == b"done after block\n"
     wait_until(lambda: running(observer, narrow) == 0)
     assert b"narrow" in shell("request", "narrow", "die", code=6)
     end(narrow, 9)
@@ -368,7 +425,7 @@ def test_push_and_broadcast_arrive_whole_or_line_by_line(shell: Shell, member: s
     shell("broadcast", "echo", stdin=b"5\n6")
     shell.process("broadcast", "echo", "--lines", stdin=b"7\n8\n")
     noted = shell("request", "echo", "noted")
-    assert noted == b"push:1 push:2 push:3 push: push:4 cast:5\n6 cast:7 cast:8"
+    assert noted == b"push:1 push:2 push:3 push: push:4 cast:5\n6 cast:7 cast:8\n"
 
 
 def test_a_push_that_fails_is_reported(shell: Shell, relay: Path) -> None:
@@ -376,6 +433,35 @@ def test_a_push_that_fails_is_reported(shell: Shell, relay: Path) -> None:
     assert b'{"sent":2,"lost":2}' in said
     assert said.count(b"push to nobody failed") == 2
     assert b"leave PAYLOAD out" in shell("push", "nobody", "x", "--lines", code=2)
+
+
+def test_a_broadcast_to_nobody_ends_with_the_code_of_a_push_to_nobody(
+    shell: Shell, relay: Path
+) -> None:
+    said = shell.process("broadcast", "nobody", "x", "--json", code=3)
+    assert said.endswith(b"iris: no member of nobody serves broadcasts\n")
+    assert json.loads(said.splitlines()[0]) == {"sent": 1, "lost": 1, "members": 0}
+    shell("push", "nobody", "x", code=3)
+    said = shell("broadcast", "nobody", "x", "--scope", "site", code=3)
+    assert said == b"iris: no member of nobody serves broadcasts\n"
+
+
+def test_a_publication_to_nobody_succeeds_and_says_so(shell: Shell, relay: Path) -> None:
+    said = shell.printed("publish", "nobody.listens", "x", "--json")
+    assert json.loads(said[0]) == {"sent": 1, "lost": 0, "subscribers": 0}
+    assert said[1] == b"iris: nobody subscribes to nobody.listens\n"
+
+
+def test_a_name_with_a_colon_that_names_a_site_which_is_not_there_says_so(
+    shell: Shell, relay: Path
+) -> None:
+    said = shell("request", "eu:billing", "x", code=3)
+    assert b"no gateway here is connected to a site 'eu'" in said
+    assert b"what stands before ':' names a site" in said
+    _, said = shell.printed("publish", "eu:orders", "x")
+    assert b"a topic names no site: 'eu:orders' is a topic of its own" in said
+    (shell.root / "colon.py").write_text("import iris\nservice = iris.Service('eu:billing')\n")
+    assert b"leave the site out" in shell.process("run", "colon", code=2)
 
 
 def test_a_survey_prints_answers_and_names_who_failed_or_is_missing(
@@ -492,7 +578,9 @@ def test_subscribe_reports_a_lost_relay_in_one_line() -> None:
 
 
 def test_subscribe_that_waits_in_vain_ends_with_code_5(shell: Shell, relay: Path) -> None:
-    assert b"0 of 1 messages" in shell("subscribe", "t", "-n", "1", "--timeout", "0.1", code=5)
+    assert b"0 of 1 message within" in shell(
+        "subscribe", "t", "-n", "1", "--timeout", "0.1", code=5
+    )
     assert shell("subscribe", "t", "--timeout", "0.1") == b""
 
 
@@ -596,6 +684,7 @@ def test_members_watch_shows_who_joins_and_leaves(
 def test_status_shows_sessions_clusters_and_the_account(shell: Shell, member: str) -> None:
     table = shell.process("status").decode()
     assert "iris run echo" in table
+    assert table.endswith("columns: `iris status --help`\n")
     assert re.search(r"echo +[0-9a-f]{8}… +1", table)
     report = json.loads(shell("status", "--json"))
     assert {"relay", "sessions", "clusters", "accounts", "pid", "socket"} <= report.keys()
@@ -639,7 +728,7 @@ def test_run_answers_a_request_that_was_under_way_when_it_was_told_to_stop(
     process.send_signal(signal.SIGINT)
     wait_until(lambda: len(observer.members("patient")) == 0)
     (home / "go").touch()
-    assert end(request)[0] == b"done"
+    assert end(request)[0] == b"done\n"
     end(process)
 
 
@@ -747,11 +836,11 @@ def test_keys_rotate_under_a_member_that_keeps_serving(
         )
     )
     shell.process("key", "promote", "narrow", "--key", new[1][:8])
-    assert shell("request", "narrow", "x") == b"done after x"
+    assert shell("request", "narrow", "x") == b"done after x\n"
     assert info.key_ids[0].hex().encode() in shell("key", "retire", "narrow")
     process.send_signal(signal.SIGHUP)
     wait_until(lambda: len(observer.members("narrow")) == 0)  # the observer has the old key only
-    assert shell("request", "narrow", "y") == b"done after y"
+    assert shell("request", "narrow", "y") == b"done after y\n"
     process.terminate()
     end(process)
 

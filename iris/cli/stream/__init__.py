@@ -20,7 +20,7 @@ from iris.cli import options, output
 from iris.cli.exits import Exit, run
 from iris.cli.stream import consumers, mirroring, reading, texts, writing
 from iris.streams import StreamInfo
-from iris.wire.names import printable
+from iris.wire.names import plural, printable
 
 app = typer.Typer(
     name="stream", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="""Keep messages on disk and read them later: durable streams.
@@ -249,7 +249,9 @@ def keys(timeout: options.Timeout = 10.0, relay: options.RelayPath = None) -> No
     async def work() -> int:
         async with iris.connect(relay) as client:
             for info in await client.streams.share_keys(timeout=timeout):
-                output.write(f"{info.name}: kept under {len(info.key_ids)} keys\n".encode())
+                output.write(
+                    f"{info.name}: kept under {plural(len(info.key_ids), 'key')}\n".encode()
+                )
         return Exit.OK
 
     run(work)

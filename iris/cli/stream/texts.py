@@ -13,7 +13,7 @@ import typer
 
 from iris.cli import output
 from iris.streams import StreamGap
-from iris.wire.names import printable
+from iris.wire.names import plural, printable
 
 _UNITS: Final = {"b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -126,8 +126,8 @@ def gap_text(gap: StreamGap) -> str:
     cause = printable(gap.cause)
     if gap.count == 0:
         return f"nothing at {where}: {cause}"
-    number = "an unknown number of" if gap.count is None else gap.count
-    return f"missing at {where}: {number} messages: {cause}"
+    number = "an unknown number of messages" if gap.count is None else plural(gap.count, "message")
+    return f"missing at {where}: {number}: {cause}"
 
 
 def print_table(

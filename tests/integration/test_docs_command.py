@@ -1,0 +1,75 @@
+"""docs/command.md is true: its commands run, in their order, and print what the page says."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support import commands
+from support.commands import Shell, dev_relay, end
+from support.waiting import PATIENCE_S, wait_until
+
+pytestmark = pytest.mark.timeout(120)
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "command.md").read_text("utf-8")
+
+
+def sessions() -> list[tuple[str, str]]:
+    """Return each command of the page with the output that the page shows; "…" stands for any text."""
+    found: list[tuple[str, str]] = []
+    for block in re.findall(r"(?:^    .*\n)+", PAGE, re.M):
+        lines = [line.removeprefix("    ") for line in block.splitlines()]
+        if lines[0].startswith("$ "):
+            for part in "\n".join(lines).removeprefix("$ ").split("\n$ "):
+                command, _, output = part.partition("\n")
+                found.append((command, output))
+    return found
+
+
+@pytest.fixture
+def environ() -> Iterator[dict[str, str]]:
+    """The environment of a shell on a host with a relay and the service of the README."""
+    (program,) = (
+        block
+        for block in re.findall(
+            r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text("utf-8"), re.S | re.M
+        )
+        if "def greet" in block
+    )
+    with commands.short_directory("iris-page-") as root, dev_relay(root):
+        (root / "greetings.py").write_text(program)
+        shell = Shell(root)
+        process = shell.start("run", "greetings")
+        wait_until(lambda: shell.run("members", "greeter").returncode == 0)
+        yield shell.environ | {
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "HOME": str(root), "PWD": str(root),
+        }  # fmt: skip
+        process.terminate()
+        end(process)
+        shell.finish()
+
+
+def test_the_commands_of_the_page_print_what_it_says(environ: dict[str, str]) -> None:
+    assert len(sessions()) == PAGE.count("\n    $ ")
+    for command, output in sessions():
+        done = subprocess.run(
+            ["bash", "-c", command], env=environ, cwd=environ["PWD"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True, timeout=PATIENCE_S, check=False,
+        )  # fmt: skip
+        pattern = re.escape(output.strip()).replace("…", ".*")
+        assert re.fullmatch(pattern, done.stdout.strip(), re.S), (command, done.stdout)
+
+
+def test_every_verb_and_flag_of_the_page_exists() -> None:
+    for verb, flag in re.findall(r"`iris ([a-z]+)[^`]*?(--[a-z-]+)[^`]*`", PAGE):
+        done = subprocess.run(
+            commands.command(verb, "--help"), env={**os.environ, "COLUMNS": "200"}, capture_output=True, text=True,
+            check=True,
+        )  # fmt: skip
+        assert flag in done.stdout, (verb, flag)
