@@ -13,6 +13,7 @@ Processes and connections
     member        a session that serves a cluster; it has proved to its relay that it holds the cluster's key
     service       the handlers of a member (`iris.Service`)
     handler       a function that runs for each message of one kind
+    middleware    a function around all handlers of a service, or around the requests and pushes of a client
     link          an authenticated, encrypted connection between two relays
     site          the relays that share a network key and are all linked to each other: a LAN, or a cloud region
     gateway       a relay with connections to the gateways of other sites
@@ -123,6 +124,7 @@ from iris.errors import (
 )
 from iris.handlers import Deferred, Reply, Request
 from iris.membership import Members
+from iris.middleware import Call, CallNext, Middleware
 from iris.request_many import Outcome
 from iris.service import Service
 from iris.streams import (
@@ -142,6 +144,8 @@ from iris.tunnel import EndOfTunnel, Tunnel
 __all__ = [
     "AmbiguousStream",
     "Audience",
+    "Call",
+    "CallNext",
     "Client",
     "ClientConfig",
     "Closed",
@@ -162,6 +166,7 @@ __all__ = [
     "Members",
     "Message",
     "MessageTooLarge",
+    "Middleware",
     "NoMembers",
     "NoStream",
     "OffsetConflict",

@@ -13,7 +13,7 @@ import concurrent.futures
 import contextlib
 import functools
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar, overload
 
@@ -28,6 +28,7 @@ from iris.crypto.keyring import Keyring
 from iris.deadlines import HANDLED, carried_on, handled_us
 from iris.errors import Closed
 from iris.membership import Members
+from iris.middleware import Middleware
 from iris.request_many import IN_FLIGHT, Outcome
 from iris.service import Service
 from iris.streams.blocking import Streams
@@ -40,15 +41,21 @@ T = TypeVar("T")
 
 def connect(
     relay: str | Path | None = None, *, keyring: Keyring | None = None, config: ClientConfig | None = None,
-    embedded: bool = False,
+    embedded: bool = False, middleware: Sequence[Middleware] = (),
 ) -> Client:  # fmt: skip
     """Return a connected client. Close it, or use it as a context manager. See `iris.connect`.
+
+    Middleware consists of coroutine functions here, too; they run in the client's own thread.
 
     Raises:
         RelayUnavailable: no relay answered.
         KeyringError: there is no keyring, or it cannot be used.
     """
-    return Client(_client.connect(relay, keyring=keyring, config=config, embedded=embedded))
+    return Client(
+        _client.connect(
+            relay, keyring=keyring, config=config, embedded=embedded, middleware=middleware
+        )
+    )
 
 
 class Client:

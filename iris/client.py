@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import cached_property, partial
 from pathlib import Path
@@ -52,6 +52,7 @@ from iris.keyfiles import has_keys, load_keys
 from iris.lifespan import serving
 from iris.membership import Members
 from iris.memory import keep_freed_memory
+from iris.middleware import Middleware, checked, wrap_push, wrap_request
 from iris.parameters import Provided
 from iris.registry import Registry
 from iris.request_many import IN_FLIGHT, SESSIONS_TRIED, Many, Outcome
@@ -77,7 +78,7 @@ Scope = Literal["site", "federation"]
 
 def connect(
     relay: str | Path | None = None, *, keyring: Keyring | None = None, config: ClientConfig | None = None,
-    embedded: bool = False,
+    embedded: bool = False, middleware: Sequence[Middleware] = (),
 ) -> Client:  # fmt: skip
     """Return a client that connects when entered: `async with iris.connect() as client`.
 
@@ -89,6 +90,9 @@ def connect(
 
     `embedded=True` runs a relay inside this process, for a program whose parts talk to each other only.
 
+    `middleware` runs around `request` and `push`, the first one outermost: coroutine functions
+    `async def middleware(call: iris.Call, call_next)` that return what `await call_next(call)` returned, or raise.
+
     Raises:
         ConfigError: `relay` is given here and in `config`, or a setting is wrong.
     """
@@ -97,7 +101,7 @@ def connect(
         config = ClientConfig(relay=relay if remote or relay is None else Path(relay))
     elif relay is not None:
         raise ConfigError("the relay is given twice; pass it as `relay` or in `config`, not both")
-    return Client(config, keyring, embedded=embedded)
+    return Client(config, keyring, embedded=embedded, middleware=middleware)
 
 
 class Client:
@@ -109,6 +113,7 @@ class Client:
     def __init__(
         self, config: ClientConfig, keyring: Keyring | None = None, *, embedded: bool = False,
         connector: Connector | None = None, entropy: Callable[[int], bytes] = os.urandom,
+        middleware: Sequence[Middleware] = (),
     ) -> None:  # fmt: skip
         self.config = config
         self._runtime = runtime = Runtime(config)
@@ -131,6 +136,10 @@ class Client:
         self._encode = runtime.encode
         self._take = runtime.take
         self._has_credit = runtime.has_credit
+        if middleware:  # instead of a look at it in each call
+            around = checked(middleware)
+            self.request = wrap_request(self.request, around)  # type: ignore[method-assign]  # for this client only
+            self.push = wrap_push(self.push, around)  # type: ignore[method-assign]  # for this client only
 
     # -- life ------------------------------------------------------------------------------------------------
 

@@ -150,6 +150,14 @@ class Handler:
         return Handler(function, parameters, name=self.name, is_coroutine=self.is_coroutine)
 
     def resolved(self, provided: Provided, *, has_message: bool = True) -> Handler:
+        """Return a handler of one argument, inside the middleware if the argument is a message; see `filled`."""
+        handler = self.filled(provided, has_message=has_message)
+        if has_message and provided.wrap is not None:
+            wrapped: Handler = provided.wrap(handler)
+            return wrapped
+        return handler
+
+    def filled(self, provided: Provided, *, has_message: bool = True) -> Handler:
         """Return a handler of one argument: each parameter has its provided object, or gets the message or payload.
 
         It is this handler itself if the payload or message is all that it takes. Without `has_message` the argument is

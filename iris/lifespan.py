@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from functools import partial
 
 from iris.deadlines import within
+from iris.middleware import MiddlewareHandler
 from iris.parameters import Provided
 from iris.runtime import Runtime
 from iris.service import Service
@@ -38,14 +40,17 @@ async def _entered(runtime: Runtime, service: Service, client: object) -> AsyncI
 
     An exception of the block is not passed to the lifespan, so what follows its `yield` always runs.
     """
+    wrap = None
+    if service.middleware:
+        wrap = partial(MiddlewareHandler, middleware=service.middleware)
     if service.lifespan is None:
-        yield Provided(client)
+        yield Provided(client, wrap=wrap)
         return
     lifespan = service.lifespan(client)
     value = await lifespan.__aenter__()
     try:
         yielded = value if type(value) is tuple else () if value is None else (value,)
-        yield Provided(client, yielded)
+        yield Provided(client, yielded, wrap)
     finally:
         bound_s = runtime.config.drain_timeout_s
         async with asyncio.timeout(bound_s) as bound:

@@ -42,9 +42,13 @@ class Parameter(NamedTuple):
 class Provided:
     """Objects that the handlers of one service can ask for: the client, and what lifespan yielded."""
 
-    def __init__(self, client: object, objects: Iterable[object] = ()) -> None:
+    def __init__(
+        self, client: object, objects: Iterable[object] = (), wrap: Callable[[Any], Any] | None = None
+    ) -> None:  # fmt: skip
         """Raises ConfigError if an object cannot be told from a payload by its type."""
         self.client = client
+        self.wrap = wrap
+        """Puts middleware around a handler; None if there is none."""
         self.on_close: list[Callable[[], None]] = []
         """Called when the service is no longer served."""
         self._objects = [client, *objects]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, NamedTuple, TypeVar, overload
 
@@ -12,6 +12,7 @@ from iris.config import Limits
 from iris.core.credit import WhenFull
 from iris.errors import ConfigError, InvalidName
 from iris.handlers import Handler
+from iris.middleware import Middleware, checked
 from iris.threads import ThreadHandler
 from iris.wire.frames import Serving
 from iris.wire.kinds import Kind
@@ -61,14 +62,19 @@ class Service:
     and left after the service has left and finished what it accepted; it stays entered through reconnects. Handlers
     receive what it yields, an object or a tuple of objects, by the annotation of a parameter.
 
+    `middleware` runs around all handlers of messages, the first one outermost: coroutine functions
+    `async def middleware(request: iris.Request, call_next)` that return what `await call_next(request)` returned, or
+    another reply, or raise. With middleware all handlers run within `limits.concurrency`.
+
     Raises:
         InvalidName: the name is not allowed.
-        ConfigError: `lifespan` is an async generator function.
+        ConfigError: `lifespan` is an async generator function, or `middleware` holds no coroutine functions.
     """
 
     def __init__(
-        self, name: str, *, limits: Limits | None = None, lifespan: Lifespan | None = None
-    ) -> None:
+        self, name: str, *, limits: Limits | None = None, lifespan: Lifespan | None = None,
+        middleware: Sequence[Middleware] = (),
+    ) -> None:  # fmt: skip
         self.name = check_cluster(name)
         if split_site(name)[0]:
             raise InvalidName(
@@ -81,6 +87,7 @@ class Service:
                 f"decorate it with @contextlib.asynccontextmanager"
             )
         self.lifespan = lifespan
+        self.middleware = checked(middleware)
         self.handlers: dict[Kind, Handler] = {}
         self.topics: list[Topic] = []
         """Handlers of publications."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -18,6 +18,7 @@ from iris.config import ClientConfig
 from iris.crypto.keyring import Keyring
 from iris.crypto.keys import ClusterKey
 from iris.errors import ConfigError, RelayUnavailable
+from iris.middleware import Middleware
 from iris.service import Service
 
 if TYPE_CHECKING:
@@ -96,8 +97,8 @@ class LocalCluster:
             self.check_accounts()
 
     def client(
-        self, *, keyring: Keyring | None = None, config: ClientConfig | None = None
-    ) -> Client:
+        self, *, keyring: Keyring | None = None, config: ClientConfig | None = None, middleware: Sequence[Middleware] = ()
+    ) -> Client:  # fmt: skip
         """Return a client of this cluster, which connects when entered. By default it has the shared key."""
         wire = _Wire(self)
         client = Client(
@@ -105,6 +106,7 @@ class LocalCluster:
             keyring or self.keyring,
             connector=wire.connect,
             entropy=self._entropy,
+            middleware=middleware,
         )
         self._wires[client] = wire
         return client

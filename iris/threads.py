@@ -34,7 +34,7 @@ class ThreadHandler(Handler):
             raise ConfigError(f"threads of handler {self.name!r} must be at least 1, not {threads}")
         self.threads = threads
 
-    def resolved(self, provided: Provided, *, has_message: bool = True) -> Handler:
+    def filled(self, provided: Provided, *, has_message: bool = True) -> Handler:
         """Return the handler with its pool, which ends with `provided`."""
         for parameter in self.parameters:
             if provided.find(parameter.type) is provided.client:
@@ -42,7 +42,7 @@ class ThreadHandler(Handler):
                     f"handler {self.name!r} runs in threads, and a client must be used in its event loop; use a "
                     f"coroutine function, or an iris.blocking client of your own"
                 )
-        plain = super().resolved(provided, has_message=has_message)
+        plain = super().filled(provided, has_message=has_message)
         pooled = _Pooled(plain, self.threads)
         provided.on_close.append(pooled.close)
         return pooled

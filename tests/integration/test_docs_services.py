@@ -30,4 +30,4 @@ async def test_the_blocks_of_the_page_run(capsys: pytest.CaptureFixture[str]) ->
         await space["program"](client)
     printed = capsys.readouterr().out.splitlines()
     assert sorted(printed[:2]) == ["order 7 is placed", "placed 7"]
-    assert printed[2:] == ["30", "closed", "report 7"]
+    assert printed[2:] == ["30", "closed", "report 7", "safe 7 is open", "unauthorized"]

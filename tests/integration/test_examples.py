@@ -57,6 +57,9 @@ EXPECTED = {
         "B6 only: flights.EWR.B6 news of flights.EWR.B6",
         "all flights: ['flights.JFK.B6', 'flights.LGA.UA', 'flights.EWR.B6']",
     ],
+    "middleware": [
+        "hello, world", "again, because NoMembers", "nobody is there", "timed: ['Request of greeter', 'Call of greeter']",
+    ],
     "push_workers": ["20 thumbnails", "lost: push to thumbnails failed"],
     "queue_group": ["{'anna': 15, 'audit': 30, 'bert': 15}"],
     "recorded_flights": [
