@@ -1,48 +1,44 @@
-"""docs/messages.md is true: its Python blocks run, one after the other, as one program."""
+"""docs/messages.md is true: its first Python block is a program, and runs with all other blocks inside it."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import re
+import sys
 import textwrap
 from pathlib import Path
-from typing import Any
 
 import pytest
-
-import iris
-from iris.testing import LocalCluster
 
 pytestmark = pytest.mark.timeout(60)
 
 PAGE = Path(__file__).parents[2] / "docs" / "messages.md"
+PLACE = re.compile(r"^( +)\.\.\. .*\n", re.M)
+"""The line of the program that stands for the other blocks."""
 
 
-@pytest.fixture
-def quiet_logging() -> Any:
-    """The page adds a handler to the library's log."""
-    log = logging.getLogger("iris")
-    before = list(log.handlers)
-    yield
-    log.handlers[:] = before
+def program() -> str:
+    """Return the program of the page, with the other blocks in place of its `...`."""
+    page = PAGE.read_text("utf-8")
+    first, *others = re.findall(r"^```python\n(.*?)^```$", page, re.S | re.M)
+    assert 1 + len(others) == page.count("```python")
+    (place,) = PLACE.finditer(first)
+    body = textwrap.indent("\n".join(others), place.group(1))
+    return first[: place.start()] + body + first[place.end() :]
 
 
-async def test_the_blocks_of_the_page_run(
-    quiet_logging: None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text("utf-8"), re.S | re.M)
-    assert len(blocks) == PAGE.read_text("utf-8").count("```python")
-    body = textwrap.indent("\n".join(blocks), "    ")
-    space: dict[str, Any] = {"asyncio": asyncio, "iris": iris, "logging": logging}
-    exec(compile(f"async def program(client, other):\n{body}", str(PAGE), "exec"), space)
-    async with (
-        LocalCluster() as cluster,
-        cluster.client() as client,
-        cluster.client() as other,
-        asyncio.timeout(30),
-    ):
-        await space["program"](client, other)
-    out = capsys.readouterr().out
-    assert out.startswith("push thumbnails 1 no members have joined under this name; ")
-    assert out.endswith("again\n")
+async def test_the_program_of_the_page_runs_with_its_other_blocks(tmp_path: Path) -> None:
+    script = tmp_path / "page.py"
+    script.write_text(program(), "utf-8")
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        script,
+        cwd=tmp_path,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    out, err = (text.decode() for text in await process.communicate())
+    assert process.returncode == 0, err
+    first, last = out.splitlines()
+    assert first.startswith("push thumbnails 1 no members have joined under this name; ")
+    assert last == "again"
