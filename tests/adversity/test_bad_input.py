@@ -1,4 +1,4 @@
-"""Whatever a session sends, it alone is ended for it, hears which rule it broke, and leaves nothing behind."""
+"""A session that breaks a rule is ended with an error that names the rule, leaves no state, and affects no other."""
 
 from __future__ import annotations
 

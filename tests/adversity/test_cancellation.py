@@ -1,4 +1,4 @@
-"""Every public awaitable, cancelled at each of its awaits: the client stays usable, and no table keeps a trace."""
+"""Every public awaitable, cancelled at each of its awaits: the client stays usable, and no table keeps an entry."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class World:
         }  # fmt: skip
 
     async def settled(self, wanted: dict[str, object], client: iris.Client) -> None:
-        """Return once the tables are as `wanted`; fails with the difference."""
+        """Return when the tables are as `wanted`. Fails with the difference."""
         until_s = asyncio.get_running_loop().time() + PATIENCE_S
         while (found := self.traces(client)) != wanted:
             if asyncio.get_running_loop().time() > until_s:
@@ -180,7 +180,7 @@ CALLS: list[Call] = [
 
 
 async def cancelled_after(steps: int, call: Awaitable[object]) -> bool:
-    """Run `call` for so many turns of the loop and cancel it; False when it had ended before."""
+    """Run `call` for `steps` turns of the loop and cancel it; return False if it had ended before."""
     task = asyncio.ensure_future(call)
     for _ in range(steps):
         await asyncio.sleep(0)
@@ -310,7 +310,7 @@ async def test_close_cancelled_at_any_await_closes_at_once(world: World) -> None
 
 
 async def ended(subscription: iris.Subscription) -> AsyncIterator[iris.Message]:
-    """Iterate over what is left of a subscription whose client is closed."""
+    """Iterate over the remaining messages of a subscription whose client is closed."""
     try:
         async for message in subscription:
             yield message
@@ -338,7 +338,7 @@ async def test_a_call_that_waits_for_the_relay_to_come_back_can_be_cancelled(wor
     attachment = world.caller._attachment
     assert attachment is not None
     await world.cluster.stop_relay()
-    await eventually(lambda: attachment.pump is None)  # else a call ends with the session
+    await eventually(lambda: attachment.pump is None)  # otherwise a call ends with the session
     for call in (request, push_and_flush, survey, tunnel, status, members):
         task = asyncio.create_task(call(world.caller))
         await asyncio.sleep(0.001)

@@ -1,4 +1,4 @@
-"""A relay answers every call of a channel itself, with a refusal: callers hear of it in time, at small cost, and
+"""A relay answers every call of a channel itself, with a refusal: callers get an error in time, at small cost, and
 nothing is done twice.
 """
 
@@ -27,15 +27,15 @@ WRITES = (Append, Change, Delete)
 
 
 class Forger:
-    """Puts a refusal in the place of each authenticated answer, while `code` says which; and counts who knocks."""
+    """Replaces each authenticated answer by a refusal with `code`, if that is set; counts the knocks."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.code = ""
         self.writes: bool | None = None
-        """Whether only what writes is refused, or only what does not; None: all."""
+        """Refuse only calls that write (True), only others (False), or all (None)."""
         self.knocks = 0
         self.done: list[Any] = []
-        """Calls that a store was handed, but for those that open a channel."""
+        """Calls that the store got, except those that open a channel."""
         answer, door = StoreSession.answer, Channels.door
 
         def forged(session: StoreSession, question: Any, body: bytes) -> None:

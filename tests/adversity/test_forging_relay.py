@@ -1,4 +1,4 @@
-"""What a relay forges, swaps, repeats or seals under a key that was retired is never delivered."""
+"""Messages that a relay forges, swaps, repeats or seals under a retired key are never delivered."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.timeout(30), pytest.mark.usefixtures("nothing_hangs")]
 
 
 def answering(*answers: Any) -> Any:
-    """Return a script that answers each request with what `answers` make of it, in turn."""
+    """Return a script that answers each request with the result of the next function in `answers`."""
     turn = iter(answers)
 
     def script(peer: Peer, body: Control | bytes) -> None:
@@ -90,7 +90,7 @@ async def test_a_reply_of_another_cluster_or_to_nobody_is_never_delivered(tmp_pa
 
 
 async def test_a_forged_failure_is_an_error_and_says_so(tmp_path: Path) -> None:
-    """FAIL is the relay's own word: it may deny, and every cause, known or not, is a documented error."""
+    """FAIL is not authenticated: a relay may deny service, and every cause, known or not, is a documented error."""
     causes = iter([*Cause, 99])
 
     def script(peer: Peer, body: Control | bytes) -> None:
@@ -107,7 +107,7 @@ async def test_a_forged_failure_is_an_error_and_says_so(tmp_path: Path) -> None:
 
 
 def failing(cause: Cause, detail: str) -> Any:
-    """Return a script that delivers every message and tells its sender that it has not run."""
+    """Return a script that delivers every message and reports to its sender that it has not run."""
 
     def script(peer: Peer, body: Control | bytes) -> None:
         if isinstance(body, bytes):
@@ -123,7 +123,7 @@ def failing(cause: Cause, detail: str) -> Any:
 async def test_nothing_that_a_relay_says_seals_a_request_twice_that_may_run_once(
     cause: Cause, detail: str, tmp_path: Path
 ) -> None:
-    """ "Pay 100" is sent once, whatever the relay says of it."""
+    """ "Pay 100" is sent once, whatever the relay reports."""
     async with Liar(tmp_path, failing(cause, detail)) as liar, liar.client() as client:
         with pytest.raises(iris.RequestError, match=detail) as failed:
             await client.request("db", b"pay 100", timeout=5)
@@ -151,7 +151,7 @@ async def test_a_relay_that_always_says_stale_is_not_asked_for_ever(tmp_path: Pa
 
 
 async def test_a_relay_that_hangs_up_after_each_message_gets_each_once(tmp_path: Path) -> None:
-    """A message under way when the connection ends is sent again only if it is idempotent."""
+    """A message in transit when the connection ends is sent again only if it is idempotent."""
 
     def script(peer: Peer, body: Control | bytes) -> None:
         if isinstance(body, bytes):
@@ -213,7 +213,7 @@ async def test_forged_and_repeated_publications_are_never_delivered(tmp_path: Pa
         await eventually(lambda: len(received) == 2)
         await client.flush()
         assert received == [b"one", b"two"]
-        # All three stand in the place of one message: that one is told as lost once, and the others are counted.
+        # All three replace one message: that one is reported as lost once, and the others are counted.
         assert sum(lost.count or 0 for lost in client.losses) == 1
         session = client._attachment.session  # type: ignore[union-attr]
         assert session.dropped["late or repeated"] >= 3
@@ -251,7 +251,7 @@ def noting(ran: list[bytes]) -> iris.Service:
 async def test_a_message_reaches_only_the_service_that_it_is_addressed_to(
     kind: Kind, tmp_path: Path
 ) -> None:
-    """The relay names the member; the seal names the cluster and the key. They have to agree."""
+    """The relay names the member; the seal names the cluster and the key. They must agree."""
     ran: list[bytes] = []
     service = noting(ran)
     keyring = iris.Keyring({"default": (OTHER_KEY,), "db": (KEY,)})

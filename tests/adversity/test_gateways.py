@@ -1,5 +1,5 @@
-"""Strangers, impostors and floods at the door of a gateway: refused, counted, said once, and no connection is worse
-for it.
+"""Strangers, impostors and floods at a gateway: they are refused, counted and logged once, and no connection suffers
+from them.
 """
 
 from __future__ import annotations
@@ -120,11 +120,11 @@ async def test_a_gateway_that_is_dialled_and_says_nothing_is_given_up_and_tried_
 async def test_of_too_many_half_open_connections_the_oldest_of_the_busiest_host_is_dropped(
     world: World, eu: Relay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who floods crowds out itself: a gateway that is slow because it is far away gets through."""
+    """A flooding host only displaces its own connections: a distant, slow gateway can still connect."""
     monkeypatch.setattr("relay.net.hub.MAX_HALF_OPEN", 8)
     monkeypatch.setattr(
         "relay.net.hub.HELLO_S", 60.0
-    )  # nobody is dropped for the time that this takes
+    )  # the time of this test is too short for a timeout
     loop = asyncio.get_running_loop()
     async with Stranger(eu, host="127.0.0.3") as slow, Stranger(eu, host="127.0.0.4") as slower:
         await eventually(lambda: len(hub(eu).ports) == 2)
@@ -179,7 +179,7 @@ async def test_a_flood_of_connections_that_come_and_go_leaves_nothing(
 
 
 def client_hello(context: ssl.SSLContext, name: str) -> bytes:
-    """Return how a dialler begins."""
+    """Return the CLIENT_HELLO of a dialler."""
     sent = ssl.MemoryBIO()
     tls = context.wrap_bio(ssl.MemoryBIO(), sent, server_hostname=name)
     with pytest.raises(ssl.SSLWantReadError):
@@ -304,7 +304,7 @@ async def test_one_site_has_so_many_connections_and_no_more(
         assert "2 connections" in (await three.receive(frames.Error)).detail
         again = Impostor(world, eu, relay_id=one.relay_id)
         async with again:
-            await again.say(again.hello(dial_us=6))  # takes the place of its older one
+            await again.say(again.hello(dial_us=6))  # replaces its older connection
             await again.receive(frames.LinkHello)
             await one.gone()
             await eventually(lambda: len(hub(eu).up) == 2)

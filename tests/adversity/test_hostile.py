@@ -1,6 +1,6 @@
-"""A hostile relay and a hostile site among honest ones: whatever they send, sessions that do not talk to them go on.
+"""A hostile relay and a hostile site among honest ones cannot affect sessions that do not communicate with them.
 
-`support.hostile` plays them, on real routers and sessions joined by memory. `make proof AREA=hostile N=100000`
+`support.hostile` has the adversaries, with real routers and sessions in memory. `make proof AREA=hostile N=100000`
 takes more steps.
 """
 
@@ -14,7 +14,7 @@ from support.hostile import DEEDS, Scene
 
 
 class Hostilities(RuleBasedStateMachine):
-    """Hypothesis chooses the next step, and shortens a sequence that broke something."""
+    """Hypothesis chooses each step, and shortens a sequence that broke a promise."""
 
     scene: Scene
 
@@ -23,7 +23,7 @@ class Hostilities(RuleBasedStateMachine):
         kinds=st.sampled_from([("relay",), ("site",), ("relay", "site")]),
     )
     def begin(self, seed: int, kinds: tuple[str, ...]) -> None:
-        """Honest relays and sessions, and the adversaries."""
+        """Create honest relays and sessions, and the adversaries."""
         self.scene = Scene(seed, kinds)
 
     @rule(
@@ -45,7 +45,7 @@ class Hostilities(RuleBasedStateMachine):
 
     @rule()
     def probe(self) -> None:
-        """Check that sessions that do not talk to them go on."""
+        """Check that the other sessions still work."""
         self.scene.probe()
 
     @invariant()

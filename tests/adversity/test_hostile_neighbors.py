@@ -1,6 +1,6 @@
-"""A hostile relay and a hostile gateway over real TLS, attack by attack: an honest pair beside them notices nothing.
+"""A hostile relay and a hostile gateway over real TLS, attack by attack: an honest pair beside them is not affected.
 
-`test_hostile` plays them at random, in memory; `test_links` and `test_gateways` have what strangers and liars get.
+`test_hostile` has random attacks in memory; `test_links` and `test_gateways` cover strangers and impostors.
 """
 
 from __future__ import annotations
@@ -117,25 +117,25 @@ class Hostile:
         return {"hop_class": int(HopClass.MESH)}
 
     def wanting(self, topic: str) -> dict[str, Any]:
-        """Return the INTEREST of a subscription of its own."""
+        """Return the INTEREST for a subscription of the adversary."""
         if self.own:
             return {"site_topics": [frames.SiteTopic(self.own, topic, KEY.key_id, "", 1)]}
         return {"topics": [frames.TopicEntry(topic, KEY.key_id, "", 1)]}
 
     async def received(self, relay: Relay, wire: Connection) -> None:
-        """Return once a relay has processed everything: a snapshot with a new version is sent last."""
+        """Return when a relay has handled all frames: send a snapshot with a new version as the last one."""
         self.version += 1
         await wire.say(frames.Interest(0, self.version, reset=True, **self.wanting("calm.>")))
         await eventually(lambda: self.version_at(relay) == self.version)
 
     def version_at(self, relay: Relay) -> int:
-        """Return the version of its interest that a relay has. Its connection must not have ended."""
+        """Return the version of the adversary's interest at a relay. Its connection must not have ended."""
         neighbor: Any = self.neighbor(relay)
         assert neighbor is not None, "its connection ended"
         return int(neighbor.replica.version)
 
     def own_hop(self, relay: Relay, number: int, *, ours: bool) -> int:
-        """Return a hop id of those that it, or the relay, chooses."""
+        """Return a hop id from the range of the adversary, or of the relay (`ours`)."""
         neighbor = self.neighbor(relay)
         assert neighbor is not None
         theirs = neighbor.own_hop
@@ -152,7 +152,7 @@ class Hostile:
 
 
 async def pieces(hostile: Hostile, honest: Honest) -> None:
-    """Send fragments that never end, that are mixed, and that exceed the bounds."""
+    """Send fragments that never end, that are mixed, and that exceed the limits."""
 
     def piece(alias: int, size: int = 1000, hop: int = 0) -> bytes:
         return data_frame(Kind.PUBLISH, bytes(size), alias=alias, hop=hop, flags=FLAG_MORE)
@@ -177,7 +177,7 @@ async def pieces(hostile: Hostile, honest: Honest) -> None:
 
 
 async def losses(hostile: Hostile, honest: Honest) -> None:
-    """Report losses of an honest publisher that never happened: of the next message, of many, and of past ones."""
+    """Report false losses of an honest publisher: of the next message, of many, and of past ones."""
     first, second = hostile.relays
     async with hostile.at(first) as here, hostile.at(second) as there:
         publisher = asyncio.create_task(here.receive(frames.Declare))
@@ -206,7 +206,7 @@ def _made_up(number: int, site: str) -> frames.Gap:
 
 
 async def answers(hostile: Hostile, honest: Honest) -> None:
-    """Answer, fail and end calls that it was not handed, while a call is under way between the relays."""
+    """Answer, fail and end calls that were not dispatched to it, while a call between the relays is in flight."""
     honest.hold.clear()
     honest.asked.clear()
     asking = asyncio.create_task(honest.caller.request("quiet", b"held", timeout=PATIENCE_S))
@@ -237,7 +237,7 @@ async def answers(hostile: Hostile, honest: Honest) -> None:
 
 
 async def interest(hostile: Hostile, honest: Honest) -> None:
-    """Announce members and topics beyond the bounds, by changes and by a snapshot: they are counted and dropped."""
+    """Advertise members and topics beyond the limits, by changes and by a snapshot: they are counted and dropped."""
     count = 2 * BOUND
     for relay in hostile.relays:
         async with hostile.at(relay) as wire:
@@ -261,7 +261,7 @@ async def interest(hostile: Hostile, honest: Honest) -> None:
 
 
 def _taken(hostile: Hostile, relay: Relay) -> tuple[int, int]:
-    """Return how many of its members and topics a relay keeps."""
+    """Return how many members and topics of the adversary a relay holds."""
     neighbor: Any = hostile.neighbor(relay)
     if hostile.own:
         return len(neighbor.site_route.clusters), len(neighbor.site_route.topics)
@@ -303,7 +303,7 @@ async def hostile_site(directory: Path) -> AsyncIterator[Hostile]:
 
 @asynccontextmanager
 async def honest_pair(one: Relay, two: Relay) -> AsyncIterator[Honest]:
-    """A caller and publisher at `one`; its member and subscriber at `two`."""
+    """A caller and publisher at `one`, with its member and subscriber at `two`."""
     ring = iris.Keyring.single(KEY)
     async with (
         iris.connect(one.config.socket_path, keyring=ring) as caller,
@@ -317,7 +317,9 @@ async def honest_pair(one: Relay, two: Relay) -> AsyncIterator[Honest]:
         async with member.serve(honest.service()), member.subscribe("calm.news", receive):
             async with asyncio.timeout(PATIENCE_S):
                 while not honest.received:
-                    with contextlib.suppress(iris.NoMembers):  # its relay has not said so yet
+                    with contextlib.suppress(
+                        iris.NoMembers
+                    ):  # its relay does not know the member yet
                         await caller.request("quiet", b"", timeout=PATIENCE_S)
                         await honest.publish()
                     await asyncio.sleep(0.01)

@@ -1,4 +1,4 @@
-"""Strangers, liars and floods at the port for links: refused, counted, said once, and no link is worse for it."""
+"""Strangers, impostors and floods at the port for links: they are refused, counted and logged once; no link suffers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def relay(tmp_path: Path) -> AsyncIterator[Relay]:
 
 
 async def still_links(relay: Relay, tmp_path: Path) -> None:
-    """A relay of the network links all the same, and nothing of the strangers is left."""
+    """Assert that a relay of the network can still link, and that the strangers left no state."""
     friend = await start(tmp_path / "friend", f"127.0.0.1:{hub(relay).port}")
     await eventually(lambda: friend.router.relay_id in relay.router.links)
     await eventually(lambda: len(hub(relay).ports) == 1)
@@ -47,7 +47,7 @@ async def still_links(relay: Relay, tmp_path: Path) -> None:
 
 
 class Stranger(Connection):
-    """Something that connects to the port for links."""
+    """A connection to the port for links without a key of the network."""
 
     def __init__(
         self, relay: Relay, context: ssl.SSLContext | None = None, network: NetworkKey = NETWORK
@@ -56,7 +56,7 @@ class Stranger(Connection):
 
 
 class Impostor(Stranger):
-    """A holder of the network key that gets as far as TLS."""
+    """A holder of the network key whose TLS handshake succeeds."""
 
     def __init__(self, relay: Relay, relay_id: bytes = b"\x42" * 16) -> None:
         super().__init__(relay, Credentials(NETWORK, relay_id).dialling)
@@ -75,7 +75,7 @@ class Impostor(Stranger):
 
 
 def showing(pem: str | bytes, tmp_path: Path, alpn: str = LINK_ALPN) -> ssl.SSLContext:
-    """Return a context that trusts anybody and shows a certificate."""
+    """Return a context that trusts every peer and shows this certificate."""
     file = tmp_path / "shown.pem"
     file.write_bytes(pem.encode() if isinstance(pem, str) else pem)
     context = blind(alpn)
@@ -84,14 +84,14 @@ def showing(pem: str | bytes, tmp_path: Path, alpn: str = LINK_ALPN) -> ssl.SSLC
 
 
 async def refused(relay: Relay, reason: str, stranger: Stranger, *said: Control | bytes) -> None:
-    """Let a stranger try: it is cut, and counted as `reason` once."""
+    """Let a stranger connect and send: assert that it is disconnected, and counted once as `reason`."""
     assert reason not in hub(relay).refusals
     try:
         async with stranger:
             await stranger.say(*said)
             await stranger.gone()
     except (ssl.SSLError, ConnectionError):
-        pass  # in TLS, or after it: that is the relay's to choose
+        pass  # the relay may refuse during TLS or after it
     await eventually(lambda: not hub(relay).ports)
     assert hub(relay).refusals == {reason: 1}
     assert not relay.router.links
@@ -166,9 +166,7 @@ async def test_a_handshake_that_goes_on_and_on_is_cut(relay: Relay, tmp_path: Pa
 async def test_who_says_nothing_or_half_of_something_is_cut(
     relay: Relay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "relay.net.hub.HELLO_S", 2.0
-    )  # one of them has to get through TLS meanwhile
+    monkeypatch.setattr("relay.net.hub.HELLO_S", 2.0)  # one of them must complete TLS meanwhile
     hello = Impostor(relay).hello()
     async with Stranger(relay) as silent, Stranger(relay) as begun, Impostor(relay) as shaken:
         await begun.say(b"\x16\x03\x01\x02\x00\x01\x00")
@@ -302,7 +300,7 @@ async def test_of_two_dials_of_one_relay_the_newer_counts_and_the_older_is_not_r
         await older.link()
         await newer.say(newer.hello(dial_us=6))
         await newer.receive(frames.Interest)
-        await older.say(b"\xff" * 100)  # an offence, if anybody read it
+        await older.say(b"\xff" * 100)  # an offence, if it were read
         await older.gone()
         assert len(relay.router.links) == 1
         assert hub(relay).protocol_errors == 0
@@ -315,7 +313,7 @@ async def test_an_older_dial_that_comes_late_does_not_replace_a_newer_one(relay:
         await newer.say(newer.hello(dial_us=6))
         await newer.receive(frames.Interest)
         await older.say(older.hello(dial_us=5))
-        # No BYE: whoever took it for a link already would think that the relay stops.
+        # Without BYE, because a peer that already has the link would take it for a drain.
         assert (await older.receive(frames.Error)).detail == "linked already"
         await older.gone()
         await newer.receive(frames.Beat)
@@ -331,14 +329,14 @@ async def test_a_relay_that_drops_a_link_as_one_too_many_does_not_thereby_say_go
         await impostor.gone()
     await eventually(lambda: not hub(relay).ports)
     assert hub(relay).protocol_errors == 0
-    # It may be linked again in a moment: what its members are is remembered until then.
+    # It may be linked again soon, so its members are remembered until then.
     assert relay.router.mesh.copies[impostor.relay_id].link is None
 
 
 async def test_a_relay_that_refuses_our_certificate_after_the_handshake_is_not_a_fault_of_ours(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In TLS 1.3 the dialler is done before the other side has looked at its certificate."""
+    """In TLS 1.3 the dialler finishes before its peer has checked the certificate."""
     foreign = mutual_context(
         ssl.PROTOCOL_TLS_SERVER,
         alpn=LINK_ALPN,
@@ -355,7 +353,7 @@ async def test_a_relay_that_refuses_our_certificate_after_the_handshake_is_not_a
             try:
                 tls.do_handshake()
             except ssl.SSLWantReadError:
-                pass  # more is to come
+                pass  # more data will follow
             except ssl.SSLError:
                 shaking = False
             writer.write(outgoing.read())
@@ -410,7 +408,7 @@ async def test_an_address_that_no_host_can_have_costs_a_dial_and_no_more(
 
 
 async def test_a_body_that_a_newer_link_interrupts_is_finished_by_nothing(relay: Relay) -> None:
-    """What its first pieces began ends with the old link: the next frame of that alias is one of its own."""
+    """Its first pieces are discarded with the old link; the next frame of that alias is a new one."""
     declared = frames.Declare(1, Kind.PUBLISH, "t", bytes(16), bytes(16), hop_class=HopClass.MESH)
     async with Impostor(relay) as older, Impostor(relay) as newer:
         await older.link()

@@ -1,4 +1,4 @@
-"""A relay can deny service and nothing else: what it forges is never delivered, and nobody waits for ever."""
+"""A lying relay can deny service and nothing else: forged messages are never delivered, and no call waits forever."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ WRONG: dict[str, Control | bytes] = {
 async def test_a_relay_that_breaks_the_protocol_loses_its_session(
     name: str, tmp_path: Path
 ) -> None:
-    """What is in flight hears of it at once; the client looks for a relay again, and works."""
+    """Calls in flight end at once; the client connects to a relay again, and works."""
 
     def script(peer: Peer, body: Control | bytes) -> None:
         if peer.number == 1 and isinstance(body, bytes):
@@ -335,7 +335,7 @@ async def test_a_message_that_a_relay_gives_only_to_a_group_is_reported_to_all_o
 async def test_a_subscription_that_ended_gets_no_report_of_messages_to_its_group(
     tmp_path: Path,
 ) -> None:
-    """A frame that was under way when the subscription ended is legitimate."""
+    """A frame that was in transit when the subscription ended is legitimate."""
     every, shared = Received(), Received()
     async with (
         Liar(tmp_path, acknowledging) as liar,
@@ -351,7 +351,7 @@ async def test_a_subscription_that_ended_gets_no_report_of_messages_to_its_group
         for _ in range(2):
             peer.send(peer.sealed(Kind.PUBLISH, "a.b", b"share", alias=1, first=first))
             async with client.subscribe("a.b", every.take, on_gap=every.gap):
-                # The publisher's relay has not heard of it yet.
+                # The publisher's relay does not know it yet.
                 peer.send(peer.sealed(Kind.PUBLISH, "a.b", b"share", alias=1, first=first + 2))
                 peer.send(peer.sealed(Kind.PUBLISH, "a.b", b"all", first=first + 4))
                 await client.flush()
@@ -385,7 +385,7 @@ async def test_a_publication_that_is_said_to_be_for_a_member_comes_once(tmp_path
 async def test_a_publication_for_a_group_whose_last_member_has_left_ends_nothing(
     tmp_path: Path,
 ) -> None:
-    """Either it was under way, or the relay lies and nobody here was ever in that group."""
+    """Either it was in transit, or the relay lies and no session here was ever in that group."""
     shared = Received()
     async with Liar(tmp_path, acknowledging) as liar, liar.client() as client:
         async with client.subscribe("a.b", shared.take, on_gap=shared.gap, group="x"):

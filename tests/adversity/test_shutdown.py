@@ -1,4 +1,4 @@
-"""However a relay ends, what runs gets its chance, the next one starts, and clients find it."""
+"""In whatever way a relay ends, running calls can finish, the next relay starts, and clients connect to it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def again(daemon: Daemon) -> subprocess.CompletedProcess[str]:
 
 
 def accepts(path: Path) -> bool:
-    """Return whether somebody listens at a socket."""
+    """Return whether a process listens at a socket."""
     with socket.socket(socket.AF_UNIX) as session:
         return session.connect_ex(str(path)) == 0
 
@@ -78,7 +78,7 @@ async def test_a_signal_drains_and_what_runs_is_finished(number: int, daemon: Da
                 async with client(daemon.socket):
                     await asyncio.sleep(0.01)
                     continue
-            break  # it takes no new session, and the request still runs
+            break  # it accepts no new session, and the request still runs
         assert not waiting.done()
         finish.set()
         assert await waiting == b"done"
@@ -112,9 +112,9 @@ async def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
         async with client(daemon.socket) as member, member.serve(service):
             tunnel = await member.open_tunnel("never", timeout=PATIENCE_S)
             daemon.process.send_signal(signal.SIGTERM)
-            # Two signals at once are one: the first has to be heard.
+            # Two signals at once count as one, so the first must be handled before.
             await eventually(lambda: not accepts(daemon.socket))
-            assert daemon.process.poll() is None  # an open tunnel is work
+            assert daemon.process.poll() is None  # an open tunnel keeps the relay running
             assert await asyncio.to_thread(daemon.stop) == 1
             with pytest.raises(iris.TunnelBroken):
                 await tunnel.recv()

@@ -1,4 +1,4 @@
-"""Sessions that say nothing, say half of something, never listen, or come by the thousand."""
+"""Sessions that send nothing, send half a frame, never read, or connect by the thousand."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(90)
 
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    """A relay that is patient for a second."""
+    """A relay with time limits of one second."""
     settings = {"IRIS_RELAY_HELLO_TIMEOUT_S": "1", "IRIS_RELAY_FRAME_TIMEOUT_S": "1"}
     with Daemon(tmp_path_factory.mktemp("relay"), settings=settings) as daemon:
         yield daemon
@@ -56,7 +56,7 @@ async def test_a_client_that_connects_and_sends_nothing_gets_an_error_and_is_cut
 
 
 async def test_half_a_frame_and_silence_is_cut(relay: Path) -> None:
-    """Whatever it announces: less than the shared buffer, or more, which gets memory of its own."""
+    """The announced length may be less than the shared buffer, or more, which requires separate memory."""
     hello = encode_control(frames.Hello(1, 0))
     publication = data_frame(Kind.PUBLISH, bytes(900_000))
 
@@ -129,13 +129,13 @@ async def test_who_floods_and_never_reads_is_not_read_from_and_costs_bounded_mem
         start_bytes = resident_bytes(daemon.process.pid)
         async with Wire(relay) as wire:
             await wire.prove()
-            # Nobody serves it, so each is answered with FAIL, and the answers are never read.
+            # It has no member, so each is answered with FAIL, and the answers are never read.
             await wire.send(wire.declare(0, Kind.REQUEST, "nobody"))
             wire.stop_reading()
             batch = b"".join(data_frame(Kind.REQUEST, bytes(8), hop=hop) for hop in range(2000))
             sending = asyncio.create_task(wire.send(*[batch] * 500))
             await asyncio.wait((sending,), timeout=1.0)
-            assert not sending.done()  # the rest of a million is not read from it
+            assert not sending.done()  # the relay does not read the rest of the million
             sending.cancel()
             for _ in range(20):
                 await others.check()
@@ -151,14 +151,14 @@ async def test_who_floods_and_never_reads_is_not_read_from_and_costs_bounded_mem
 async def test_who_breaks_a_rule_and_never_reads_why_is_forgotten_all_the_same(
     daemon: Daemon, relay: Path
 ) -> None:
-    """Its connection ends, too, once it has not read for as long as a frame may take."""
+    """Its connection also ends after it has not read for the time limit of a frame."""
     async with neighbours(relay) as others, Wire(relay) as wire:
         await wire.prove()
         await wire.alive()
-        count = descriptors(daemon.process.pid)  # of which one is its own
+        count = descriptors(daemon.process.pid)  # one of them is its own
         await wire.send(wire.declare(0, Kind.REQUEST, "nobody"))
         wire.stop_reading()
-        # Enough answers to fill its socket, and then the offence.
+        # Send enough calls that the answers fill its socket, and then commit the offence.
         requests = (data_frame(Kind.REQUEST, bytes(8), hop=hop) for hop in range(6000))
         await wire.send(*requests)
         await wire.send(b"\0\0\0\0")
@@ -171,7 +171,7 @@ async def test_who_breaks_a_rule_and_never_reads_why_is_forgotten_all_the_same(
 async def test_a_reader_that_stalls_loses_only_its_own_messages_and_is_told_how_many(
     relay: Path,
 ) -> None:
-    """It is not cut, nobody waits for it, and the account names what it missed."""
+    """It stays connected, no other session waits for it, and the account counts its losses."""
     async with neighbours(relay) as others:
         before = await others.status()
         async with Wire(relay) as wire, client(relay, OTHER_KEY) as publisher:
@@ -193,7 +193,7 @@ async def test_a_reader_that_stalls_loses_only_its_own_messages_and_is_told_how_
             while seen < total - lost:
                 kind, _ = await wire.frame()
                 seen += kind == Kind.PUBLISH
-            # The count follows once there is room again.
+            # The count follows when there is room again.
             reported = 0
             while reported < lost:
                 gap = await wire.expect(frames.Gap)
@@ -240,7 +240,7 @@ async def test_a_thousand_connections_at_once_are_all_served(tmp_path: Path) -> 
 
 
 async def test_sessions_over_the_bound_are_turned_away_and_places_come_back(tmp_path: Path) -> None:
-    # Of five one user may have four.
+    # One user may have four of five.
     with Daemon(tmp_path, settings={"IRIS_RELAY_MAX_SESSIONS": "5"}) as daemon:
         async with neighbours(daemon.socket) as others:
             async with Wire(daemon.socket) as one, Wire(daemon.socket) as two:
@@ -273,7 +273,7 @@ async def test_without_descriptors_the_relay_serves_those_it_has_and_accepts_aga
             assert 0 < len(served) < 30
             for _ in range(5):
                 await others.check()
-            # Those who wait are in the backlog, not refused: a place that becomes free is theirs.
+            # The others wait in the backlog, and are accepted when a session ends.
             for wire in served:
                 wire.writer.close()
             await eventually(lambda: sum(welcome.done() for welcome in welcomes) >= 2 * len(served))

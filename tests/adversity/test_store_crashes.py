@@ -1,6 +1,6 @@
-"""However a store ends, and whatever its disk does: what it acknowledged is there, and what is lost is told.
+"""After any end of a store and any fault of its disk, acknowledged messages are stored, and losses are reported.
 
-The scenarios are those of `make proof AREA=streams`, at small counts with fixed seeds.
+Runs the scenarios of `make proof AREA=streams` at small counts with fixed seeds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(240)  # a busy machine is slow; all of it takes
 
 @pytest.fixture
 def directory() -> Iterator[Path]:
-    """Return a directory with a short name: the relay's socket is in it."""
+    """A directory with a short name, for the relay's socket."""
     with tempfile.TemporaryDirectory(prefix="iris-crash-") as name:
         yield Path(name)
 
@@ -52,14 +52,14 @@ def clock_shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def cannot(reason: str) -> NoReturn:
-    """Skip a test here; where everything has to run (.ci/run), fail it."""
+    """Skip a test, or fail it where every test must run (.ci/run)."""
     if os.environ.get("IRIS_TEST_HOSTS") == "required":
         pytest.fail(reason)
     pytest.skip(reason)
 
 
 def held(outcome: Outcome) -> None:
-    """Print what was counted; fail with what was broken."""
+    """Print the counts, and fail if a promise was broken."""
     for name, value in outcome.figures.items():
         print(f"{name}: {value}")  # noqa: T201 - shown with a failure, or by -rP
     assert not outcome.broken, "\n".join(outcome.broken)

@@ -1,4 +1,4 @@
-"""What a session may say and be wrong about: it is answered or dropped, and nobody is ended for it."""
+"""Wrong frames that are tolerated: they are answered or dropped, and no session is ended."""
 
 from __future__ import annotations
 
@@ -112,12 +112,12 @@ async def test_a_session_is_in_at_most_128_queue_groups(relay: Path) -> None:
         longest = [f"{number:03}{'g' * 252}" for number in range(129)]
         await wire.send(wire.proof(KEY))
         for number, group in enumerate(longest):
-            # Under one key the sessions of one user have all but a quarter of the groups.
+            # With one key, the sessions of one user can use all but a quarter of the groups.
             key = OTHER_KEY if number < 96 else KEY
             await wire.send(frames.Subscribe(number, "a", [key.key_id], group))
             error = (await wire.expect(frames.Ack)).error
             assert bool(error) == (number == 128), error
-        # All of them fit one declaration, so a publication reaches them.
+        # All of them fit into one declaration, so a publication reaches them.
         await wire.send(wire.declare(3, Kind.PUBLISH, "a"))
         await wire.send(wire.sealed(Kind.PUBLISH, "a", alias=3))
         declared = await wire.expect(frames.Declare)
@@ -173,7 +173,7 @@ async def test_answers_to_what_was_never_handed_over_are_dropped_and_counted(rel
 
 
 async def test_a_member_that_answers_with_anothers_hop_id_answers_nobody(relay: Path) -> None:
-    """Hop ids are looked up in the table of the session that answers, so another's mean nothing."""
+    """Hop ids are looked up in the table of the answering session, so those of other sessions are unknown."""
     service = iris.Service(CLUSTER)
     deferred: list[iris.Deferred] = []
 
@@ -261,7 +261,7 @@ async def test_every_reason_of_a_refusal_ends_the_request_with_a_known_cause(
 async def test_no_burst_of_small_messages_becomes_a_frame_over_the_limit(
     limit_bytes: int, tmp_path: Path
 ) -> None:
-    """Bundles are cut by what they take with headers."""
+    """Bundles are cut by their size with headers."""
     settings = {"IRIS_RELAY_MESSAGE_LIMIT_BYTES": str(limit_bytes)}
     received: list[bytes] = []
     with Daemon(tmp_path, settings=settings) as daemon:

@@ -1,4 +1,4 @@
-"""A JVM for this folder, relays with stores, and clients of them. One Spark session serves all tests: starting one
+"""Fixtures: a JVM, relays with stores, and clients. One Spark session serves all tests of this folder, because a start
 takes seconds.
 """
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import iris.blocking
 
 REQUIRED = "IRIS_TEST_SPARK"
-"""Set to "required", these tests fail where they would be skipped."""
+"""Environment variable: if it is "required", these tests fail instead of being skipped."""
 HERE = Path(__file__).parent
 LOG_BYTES = 6000
 TIMEOUT_S = 300
@@ -37,7 +37,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.spark)
             if item.get_closest_marker("timeout") is None:
                 item.add_marker(pytest.mark.timeout(TIMEOUT_S))
-            # py4j leaves the sockets of its gateway to the collector.
+            # py4j leaves the sockets of its gateway to the garbage collector.
             item.add_marker(
                 pytest.mark.filterwarnings("ignore:unclosed <socket.socket:ResourceWarning")
             )
@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def java() -> str:
-    """The home of a Java that runs Spark; without one, or without pyspark, the test is skipped."""
+    """The home of a Java for Spark. Without it, or without pyspark, the test is skipped."""
     if importlib.util.find_spec("pyspark") is None:
         _do_without("pyspark is not installed: pip install 'iris-messaging[spark]'")
     found = subprocess.run(
@@ -58,7 +58,7 @@ def java() -> str:
 
 @pytest.fixture(scope="session", autouse=True)
 def _spark_can_run(java: str) -> None:
-    """Nothing of this folder runs without."""
+    """Check that Spark can run, for all tests of this folder."""
 
 
 def _do_without(reason: str) -> None:
@@ -83,7 +83,7 @@ def spark_home(java: str, tmp_path_factory: pytest.TempPathFactory) -> str:
 def spark(
     java: str, spark_home: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[SparkSession]:
-    """A session of two threads that knows the format "iris"; its files are in a directory of its own."""
+    """A session of two threads that knows the format "iris", with its files in a separate directory."""
     from pyspark import SparkContext
     from pyspark.sql import SparkSession
 
@@ -115,7 +115,7 @@ def spark(
         "spark.sql.warehouse.dir": str(directory / "warehouse"),
         "spark.sql.streaming.metricsEnabled": "false",
         "spark.sql.streaming.pollingDelay": "20ms",
-        # Tests look for batches in what a query tells; what it tells of idle triggers must not push them out.
+        # Tests read the progress reports of batches, which reports of idle triggers must not displace.
         "spark.sql.streaming.numRecentProgressUpdates": "1000",
         **QUICK,
     }
@@ -154,7 +154,7 @@ def flights(
     tmp_path_factory: pytest.TempPathFactory,
     request: pytest.FixtureRequest,
 ) -> Iterator[Example | None]:
-    """The example, begun with the first test if it is wanted at all: it has a JVM of its own, and the tests before
+    """The example, started with the first test if any test needs it: it has its own JVM, and the tests before
     it do not wait for it.
     """
     if not any(item.path.stem == "test_flights" for item in request.session.items):
@@ -186,7 +186,7 @@ def flights(
 
 @pytest.fixture(scope="session")
 def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Relay]:
-    """A relay with a store, which all tests share: nobody ends it."""
+    """A relay with a store, shared by tests that do not end them."""
     relay = Relay(tmp_path_factory.mktemp("stage"))
     try:
         relay.start()
@@ -197,13 +197,13 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Relay]:
 
 @pytest.fixture(scope="session")
 def client(stage: Relay) -> iris.blocking.Client:
-    """A client of the stage."""
+    """A client of the shared relay."""
     return stage.client()
 
 
 @pytest.fixture
 def make_relay(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[[], Relay]]:
-    """A function that starts a relay with a store for this test, which may end them."""
+    """Return a function that starts a relay with a store for this test, which may end them."""
     made = request.node.stash.setdefault(relays, [])
 
     def make() -> Relay:
@@ -219,19 +219,19 @@ def make_relay(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Calla
 
 @pytest.fixture
 def relay(make_relay: Callable[[], Relay]) -> Relay:
-    """A relay with a store, for this test alone."""
+    """A relay with a store, for this test only."""
     return make_relay()
 
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """A directory for a query's checkpoint; it is not there yet."""
+    """The path of a directory for a query's checkpoint, which does not exist yet."""
     return tmp_path / "checkpoint"
 
 
 @pytest.fixture
 def name() -> str:
-    """A name for a stream, group, cluster or topic that no other test has."""
+    """A unique name for a stream, group, cluster or topic."""
     return f"t{next(_names)}"
 
 

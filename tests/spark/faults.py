@@ -1,5 +1,5 @@
-"""Ways to halt or end what Spark runs at a chosen place in the middle of a batch, and drivers as processes of their
-own.
+"""Faults that halt or end Spark's processes at a chosen point of a batch, and Spark drivers as separate
+processes.
 
     fault = Fault(tmp_path, point="read", action="halt", at=3)
     query = spark.readStream.format(FORMAT).options(**relay.options).options(**fault.options)...
@@ -7,7 +7,7 @@ own.
     relay.kill_store()
     fault.release()
 
-What happens in Spark's processes is in `spark.faulty`.
+The part in Spark's processes is `spark.faulty`.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ PATIENCE_S: Final = 60.0
 FORMAT: Final = "iris-faults"
 OPTION: Final = "fault"
 POINTS: Final = ("task", "read", "write", "staged", "commit", "committed")
-"""Before a task reads; in its range; in the rows that a task stages; after it staged them; before and after the
-driver's commit to
+"""Points: before a task reads; within its range; within the rows that a task stages; after it has staged them; before
+and after the driver's commit to
 the store."""
 
 
 class Fault:
-    """What is to happen, once, to the first process that comes to `place`; `at`: after so many batches of rows."""
+    """A fault of the first process that reaches `point`, which happens once; `at`: after this many batches of rows."""
 
     def __init__(self, directory: Path, *, point: str, action: str, at: int = 1) -> None:
         assert point in POINTS
@@ -49,7 +49,7 @@ class Fault:
         }
 
     def wait(self, query: Any = None) -> None:
-        """Return when it has happened; raises what the query has failed with before."""
+        """Return when the fault has happened. Raises the error of the query if that fails before."""
         until_s = time.monotonic() + PATIENCE_S
         while not self.happened:
             if query is not None and query.exception() is not None:
@@ -60,10 +60,10 @@ class Fault:
 
     @contextlib.contextmanager
     def meanwhile(self, work: Callable[[], None]) -> Iterator[None]:
-        """Do `work` in another thread once it has happened, while this one runs what makes it happen. Raises what
+        """Do `work` in another thread after the fault has happened; the block must cause it. Raises what
         `work` does.
 
-        Spark knows a session's formats in the threads in which it is active: ours.
+        Spark knows a session's formats only in the threads in which the session is active, such as this one.
         """
 
         def when() -> None:
@@ -79,12 +79,12 @@ class Fault:
             doing.result(PATIENCE_S)
 
     def release(self) -> None:
-        """Let what has halted go on."""
+        """Let the halted process continue."""
         (self.directory / "go").touch()
 
     @property
     def happened(self) -> bool:
-        """Whether somebody came to its place."""
+        """Whether a process has reached the point."""
         return (self.directory / "happened").exists()
 
 
@@ -100,7 +100,7 @@ def register(spark: Any) -> None:
 
 
 def secrets(keyring: Path) -> list[bytes]:
-    """Return the cluster keys of a file, in the ways in which they may be written."""
+    """Return the cluster keys of a file, in all encodings in which they might be written."""
     found = []
     for keys in load_keyring(keyring).entries().values():
         for key in keys:
@@ -131,7 +131,7 @@ class Driver:
         self._environ = environ
 
     def run(self, phases: list[dict[str, Any]]) -> int:
-        """Run the phases one after the other; fails if that takes too long."""
+        """Run the phases one after the other. Fails if that takes too long."""
         text = json.dumps({"master": self.master, "conf": self.conf, "phases": phases, "dir": str(self.directory)})  # fmt: skip
         tests = Path(__file__).parent.parent
         environ = {
@@ -151,11 +151,11 @@ class Driver:
         try:
             return process.wait(3 * PATIENCE_S)
         finally:
-            # Its JVM and workers go with it, however it ended.
+            # Its JVM and workers end with it, however it ended.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
     def last_words(self) -> str:
-        """Return the end of what it said."""
+        """Return the end of its output."""
         return self.said.read_text(errors="replace")[-6000:]

@@ -1,6 +1,6 @@
-"""The format "iris-faults": the source and sink of Iris, with the faults that `spark.faults` asks for.
+"""The format "iris-faults": the source and sink of Iris with the faults of `spark.faults`.
 
-The product's classes do the work, and call nothing here. Run as a program this is a driver: see
+The product's classes do the work, and call nothing here. As a program this module is a driver: see
 `spark.faults.Driver`. Needs pyspark.
 """
 
@@ -34,7 +34,7 @@ class _Plan:
         self.at = plan["at"]
 
     def reach(self, point: str) -> None:
-        """Do it, if this is the place and nobody was here before."""
+        """Cause the fault if this is its point and it has not happened yet."""
         if point != self.point:
             return
         try:
@@ -53,7 +53,7 @@ class _Plan:
             _end(self.action)
 
     def count(self, point: str, items: Iterator[Any]) -> Iterator[Any]:
-        """Yield items; the place is reached after `at` of them were taken, at the latest with the last."""
+        """Yield items. The point is reached after `at` of them, or with the last one."""
         number = 0
         for number, item in enumerate(items, 1):
             yield item
@@ -62,13 +62,13 @@ class _Plan:
 
 
 def _end(action: str) -> None:
-    """End a process with SIGKILL, and this one, which is a child of it."""
+    """Kill a parent process of this one, and this one."""
     pids = []
     if action == "executor":
         pids = [next(pid for pid, name in _parents() if "CoarseGrainedExecutorBackend" in name)]
     elif action == "driver":
         jvm = next(at for at, (_, name) in enumerate(_parents()) if "SparkSubmit" in name)
-        # Python's first, or it would say that its JVM went away.
+        # Python first, or it would report that its JVM has ended.
         pids = [pid for pid, _ in (_parents()[jvm + 1], _parents()[jvm])]
     else:
         assert action == "worker", action
@@ -111,7 +111,7 @@ class _Writing:
         return written
 
     def commit(self, messages: Any, *batch: int) -> None:
-        # Not at a query's first batch, which is empty.
+        # Skip a query's first batch, which is empty.
         rows = any(written.rows for written in messages)
         if rows:
             self._plan.reach("commit")
@@ -140,10 +140,10 @@ class FaultyStreamWriter(_Writing, IrisStreamWriter):
 
 
 class FaultySource(IrisSource):
-    """The format."""
+    """The data source of the format."""
 
     def __init__(self, options: dict[str, str]) -> None:
-        # A dictionary that knows no case, and has to stay one.
+        # A case-insensitive dictionary, which must stay one.
         self._plan = _Plan(options.get(OPTION, ""))
         options = type(options)(options)
         options.pop(OPTION, None)
@@ -176,7 +176,7 @@ class FaultySource(IrisSource):
 
 
 def copy(spark: Any, *, source: dict[str, str], sink: dict[str, str], checkpoint: str) -> None:
-    """Copy one stream to another in batches, until there is no more."""
+    """Copy one stream to another in batches, up to its end."""
     rows = spark.readStream.format(FORMAT).options(**source).load()
     query = (
         rows.select("value")
@@ -190,7 +190,7 @@ def copy(spark: Any, *, source: dict[str, str], sink: dict[str, str], checkpoint
 
 
 def copy_batch(spark: Any, *, source: dict[str, str], sink: dict[str, str], fail: str = "") -> None:
-    """Copy one stream to another in one go; `fail`: a file, and the task that makes it fails in its last row."""
+    """Copy one stream to another in one batch. `fail`: a file; the task that creates it fails at its last row."""
     rows = spark.read.format(FORMAT).options(**source).load().select("value")
     if fail:
         rows = rows.mapInArrow(_failing(fail), rows.schema)
@@ -217,7 +217,7 @@ def main(text: str) -> None:
 
     options = json.loads(text)
     directory = options["dir"]
-    # A JVM that is killed leaves what it unpacked: where the test's own directory goes with it.
+    # A killed JVM leaves its unpacked files, so they go to the directory that is removed after the test.
     java = f"-Djava.io.tmpdir={directory} -XX:+UseSerialGC -XX:TieredStopAtLevel=1 -Xss4m"
     conf = {
         "spark.ui.enabled": "false",

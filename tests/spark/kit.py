@@ -1,4 +1,4 @@
-"""A relay and a store for tests of Spark, and rows that say who wrote them."""
+"""A relay and a store for tests of Spark, and rows that name their writer."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 PATIENCE_S = 120.0
-"""How long anything is waited for before the test fails; nothing is measured by it."""
+"""Limit of every wait, after which the test fails. No measurement depends on it."""
 JVM = "-XX:MetaspaceSize=256m -XX:+UseSerialGC -XX:TieredStopAtLevel=1 -XX:+UnlockDiagnosticVMOptions -XX:-BytecodeVerificationRemote"
-"""Options of a JVM that lives for minutes: it collects, compiles and verifies less."""
+"""Options of a JVM that runs for minutes: less garbage collection, compilation and verification."""
 QUICK = {
-    # Plans of a few rows, each run once: to compile or to reconsider them costs more than it saves.
+    # Plans of a few rows run once, so compiling or adapting them takes longer than it saves.
     "spark.sql.adaptive.enabled": "false",
     "spark.sql.codegen.wholeStage": "false",
     "spark.sql.codegen.factoryMode": "NO_CODEGEN",
     # The other one starts a program for each file of a checkpoint that it looks at.
     "spark.sql.streaming.checkpointFileManagerClass": "org.apache.spark.sql.execution.streaming.checkpointing.FileSystemBasedCheckpointFileManager",
 }
-"""Settings with which Spark does the same with less work."""
+"""Settings with which Spark does less work for the same result."""
 
 FLIGHTS: Final = Path(__file__).parents[2] / "examples" / "spark" / "flights.py"
 
@@ -67,7 +67,7 @@ class Relay:
 
     @property
     def options(self) -> dict[str, str]:
-        """Options by which a source or sink gets here; both are paths."""
+        """Options with which a source or sink connects to this relay; both are paths."""
         return {"relay": str(self.socket), "keyringFile": str(self.keyring)}
 
     def env(self) -> dict[str, str]:
@@ -75,7 +75,7 @@ class Relay:
         return {**self.rig.environ, "IRIS_RELAY": str(self.socket)}
 
     def client(self) -> iris.blocking.Client:
-        """Return a client of its own; it is closed with the relay."""
+        """Return a new client, which is closed with the relay."""
         made = iris.blocking.connect(self.socket, keyring=load_keyring(self.keyring))
         self._clients.append(made)
         return made
@@ -90,7 +90,7 @@ class Relay:
     def stop(self) -> None:
         """Close the clients and end both. Idempotent."""
         for client in self._clients:
-            # A test may have left it without a relay.
+            # The client may have no relay any more.
             with contextlib.suppress(IrisError, TimeoutError, OSError):
                 client.close()
         self._clients.clear()
@@ -98,12 +98,12 @@ class Relay:
         self.rig.end_relay(signal.SIGTERM)
 
     def start_relay(self) -> None:
-        """Start the relay again, and return when it serves; the store comes back by itself: `wait_for_store`."""
+        """Start the relay again, and return when it serves. The store reconnects by itself: see `wait_for_store`."""
         self.rig.mark_said()
         self.rig.start_relay()
 
     def kill_relay(self) -> None:
-        """End the relay with SIGKILL; the store lives on and waits for another."""
+        """End the relay with SIGKILL. The store keeps running, and waits for another relay."""
         self.rig.end_relay(signal.SIGKILL)
 
     def restart_relay(self) -> None:
@@ -127,15 +127,15 @@ class Relay:
         self.start_store()
 
     def pause_store(self) -> None:
-        """Stop the store where it is: it answers nothing until `resume_store`."""
+        """Freeze the store, which answers nothing until `resume_store`."""
         self.rig.signal_store(signal.SIGSTOP)
 
     def resume_store(self) -> None:
-        """Let a paused store go on."""
+        """Let a frozen store continue."""
         self.rig.signal_store(signal.SIGCONT)
 
     def wait_for_store(self) -> None:
-        """Return when the store serves the relay that runs now; fails if it has ended."""
+        """Return when the store serves the present relay. Fails if the store has ended."""
         assert asyncio.run(self.rig.attached()), self.rig.last_words()
 
 
@@ -150,7 +150,7 @@ def make_row(tag: str, number: int, size: int = 40) -> bytes:
 def append_rows(
     client: iris.blocking.Client, stream: str, count: int, *, tag: str = "a", first: int = 0, size: int = 40,
 ) -> list[bytes]:  # fmt: skip
-    """Append `count` rows to a stream that is there, and return them once they are on disk."""
+    """Append `count` rows to an existing stream, and return them when they are on disk."""
     rows = [make_row(tag, number, size) for number in range(first, first + count)]
     client.call(lambda c: c.streams.append_many(stream, rows, timeout=PATIENCE_S))
     return rows
@@ -160,7 +160,7 @@ def publish_rows(
     client: iris.blocking.Client, topic: str, count: int, *, tag: str = "a", first: int = 0, size: int = 40,
     headers: dict[str, str] | None = None,
 ) -> list[bytes]:  # fmt: skip
-    """Publish `count` rows, live, and return them once the relay has them."""
+    """Publish `count` rows, and return them when the relay has handled them. A store may record them later."""
     rows = [make_row(tag, number, size) for number in range(first, first + count)]
 
     async def publish(c: iris.Client) -> None:
@@ -175,7 +175,7 @@ def publish_rows(
 
 
 def read_stream(client: iris.blocking.Client, stream: str) -> list[bytes]:
-    """Return the payloads that a stream holds now, in order."""
+    """Return the payloads that are in a stream now, in order."""
 
     async def read(c: iris.Client) -> list[bytes]:
         async with c.streams.read(stream, follow=False) as reader:
@@ -213,7 +213,7 @@ def streams_of(client: iris.blocking.Client, prefix: str) -> list[str]:
 
 
 def until(true: Callable[[], Any], query: Any = None) -> Any:
-    """Return what `true()` does once that is true; fails after `PATIENCE_S`, or when the query does."""
+    """Return the value of `true()` when that is true. Fails after `PATIENCE_S`, or when the query fails."""
     until_s = time.monotonic() + PATIENCE_S
     while not (found := true()):
         if query is not None and query.exception() is not None:
@@ -224,7 +224,7 @@ def until(true: Callable[[], Any], query: Any = None) -> Any:
 
 
 def finish(query: Any) -> None:
-    """Wait for a query that ends by itself; raises what it failed with."""
+    """Wait for the end of a query. Raises its error if it failed."""
     assert query.awaitTermination(int(PATIENCE_S)), "the query did not end in time"
 
 
@@ -248,7 +248,7 @@ def _texts(options: dict[str, Any]) -> dict[str, str]:
 
 
 def expect_code(query: Any, code: str, *also: Sequence[str]) -> str:
-    """Wait until a query has failed, and return what it said: it names the code of `iris.spark.errors`."""
+    """Wait until a query has failed, and return its error, which must contain `code` (see `iris.spark.errors`)."""
     try:
         query.awaitTermination(int(PATIENCE_S))
     except Exception as err:

@@ -1,4 +1,4 @@
-"""Rows that are gone, or that our keys do not open: the query says so under a stable code, and never gives fewer
+"""Rows that are lost, or that our keys do not open: the query fails with a stable error code, and never returns fewer
 rows instead.
 """
 
@@ -47,14 +47,14 @@ def oldest(client: iris.blocking.Client, stream: str) -> int:
 
 
 def trim(client: iris.blocking.Client, stream: str, keep: int) -> None:
-    """Let the stream keep so many messages, and return when others are gone."""
+    """Set a stream to keep `keep` messages, and return when the others are deleted."""
     before = oldest(client, stream)
     client.call(lambda c: c.streams.change(stream, max_messages=keep))
     until(lambda: oldest(client, stream) > before)
 
 
 class Planned:
-    """A batch read whose ranges are fixed before `change` happens, and whose tasks read after it."""
+    """A batch read that plans its ranges before `change`, and whose tasks read after it."""
 
     def __init__(self, spark: SparkSession, relay: Relay, directory: Path, **options: Any) -> None:
         faults.register(spark)
@@ -64,7 +64,7 @@ class Planned:
         self._frame = reader.options(**texts, **self._fault.options).load()
 
     def rows_after(self, change: Callable[[], object]) -> list[bytes]:
-        """Return what its tasks read after `change()`."""
+        """Return the rows that its tasks read after `change()`."""
 
         def work() -> None:
             try:
@@ -77,20 +77,20 @@ class Planned:
         return [bytes(row.value) for row in sorted(found)]
 
     def failure_after(self, change: Callable[[], object]) -> str:
-        """Return what its tasks fail with after `change()`."""
+        """Return the error of its tasks after `change()`."""
         with pytest.raises(Exception, match="IRIS_") as caught:
             self.rows_after(change)
         return str(caught.value)
 
 
 def run(frame: DataFrame, checkpoint: Path) -> Any:
-    """Run a query over what there is, and return it; it may have failed."""
+    """Run a query over the existing rows, and return it. It may have failed."""
     writer = frame.select("value").writeStream.format("noop")
     return writer.option("checkpointLocation", str(checkpoint)).trigger(availableNow=True).start()
 
 
 def failure(frame: DataFrame) -> str:
-    """Return what a batch read fails with."""
+    """Return the error of a batch read."""
     with pytest.raises(Exception, match="IRIS_") as caught:
         frame.collect()
     return str(caught.value)
@@ -106,7 +106,7 @@ def test_rows_that_retention_removed_fail_a_read_unless_configured_to_go_on(
     rows: list[bytes] = []
     for _ in range(10):
         rows += append_rows(client, name, 50, first=len(rows))
-    # They go while a task is about to read them.
+    # The rows are deleted just before a task reads them.
     strict = Planned(spark, stage, tmp_path / "strict", stream=name)
     text = strict.failure_after(lambda: trim(client, name, 300))
     assert "IRIS_DATA_LOSS: " in text
@@ -116,12 +116,12 @@ def test_rows_that_retention_removed_fail_a_read_unless_configured_to_go_on(
     first = oldest(client, name)
     assert found == rows[first:]
 
-    # They were gone before.
+    # The rows were deleted before.
     options: dict[str, Any] = {"stream": name, "startingOffsets": from_first(name)}
     text = failure(source(spark, stage, **options))
     assert f"IRIS_DATA_LOSS: stream '{name}': retention removed offsets 0 to {first}" in text
     assert values(source(spark, stage, **options, failOnDataLoss=False)) == rows[first:]
-    # `earliest` is what there is.
+    # `earliest` begins with the first existing row.
     assert values(source(spark, stage, stream=name)) == rows[first:]
 
 
@@ -203,7 +203,7 @@ def test_what_the_store_could_not_record_fails_a_read_unless_configured_to_go_on
 
 @pytest.fixture
 def own_keys(stage: Relay, tmp_path: Path) -> Callable[[iris.Keyring], str]:
-    """A function that puts a keyring where this test's queries look for theirs, and returns the path."""
+    """Return a function that writes a keyring file for this test's queries, and returns its path."""
 
     def put(keyring: iris.Keyring) -> str:
         save_keyring(tmp_path / "keyring.toml", keyring)
@@ -216,7 +216,7 @@ def test_rows_under_a_key_that_a_task_does_not_hold_are_an_error_of_authenticati
     spark: SparkSession, stage: Relay, client: iris.blocking.Client, name: str, own_keys: Callable[[iris.Keyring], str],
     tmp_path: Path,
 ) -> None:  # fmt: skip
-    """They are loss as well, where that may be."""
+    """They also count as loss, which may be allowed."""
     ours = load_keyring(stage.keyring)
     (key,) = ours.for_cluster(name)
     new = iris.ClusterKey(os.urandom(32))
@@ -256,7 +256,7 @@ def test_a_keyring_without_any_key_of_a_stream_reads_nothing_of_it(
     foreign = iris.Keyring.single(iris.ClusterKey(os.urandom(32)))
     text = task.failure_after(lambda: own_keys(foreign))
     assert "IRIS_AUTH: " in text
-    # To the driver it is as if there were no such stream.
+    # To the driver the stream does not seem to exist.
     options["fetchOffset.numRetries"] = 0
     assert "IRIS_NO_STREAM: " in failure(source(spark, stage, **options))
 

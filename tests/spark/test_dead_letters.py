@@ -33,7 +33,7 @@ def fill(client: iris.blocking.Client, name: str) -> dict[int, bytes]:
 
 
 def letters(client: iris.blocking.Client, stream: str) -> list[Any]:
-    """Return what a stream of dead letters holds."""
+    """Return the dead letters in a stream."""
 
     async def read(c: iris.Client) -> list[Any]:
         async with c.streams.read(stream, follow=False) as reader:

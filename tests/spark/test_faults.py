@@ -1,4 +1,4 @@
-"""A relay or a store that ends in the middle of a batch: the batch goes on, and every row is there once."""
+"""A relay or store that ends within a batch: the batch continues, and every row is stored once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 ROWS = 2000
 SIZE = 1000
-"""Bytes of a row: 64 of them are a record, and each is fetched by itself."""
+"""Bytes of a row, so large that 64 rows fill a record, and each record is fetched separately."""
 SMALL = {"fetchBytes": "1", "minPartitions": "2", "startingOffsets": "earliest"}
 
 
@@ -36,7 +36,7 @@ def _faults(spark: SparkSession) -> None:
 
 @pytest.fixture(params=["relay", "store"])
 def strike(request: pytest.FixtureRequest, relay: Relay) -> Callable[..., None]:
-    """A function that waits for a fault, kills relay or store, lets the query go on without, and starts it again."""
+    """Return a function that waits for a fault, kills relay or store, lets the query continue, and restarts it."""
 
     def strike(fault: Fault, query: Any = None) -> None:
         fault.wait(query)
@@ -56,7 +56,7 @@ def strike(request: pytest.FixtureRequest, relay: Relay) -> Callable[..., None]:
 def start_copy(
     spark: SparkSession, relay: Relay, name: str, checkpoint: Path, source: dict[str, str], sink: dict[str, str]
 ) -> Any:  # fmt: skip
-    """Start a query that copies the stream `name` to `name.out` in batches of 700, and ends with it."""
+    """Start a query that copies the stream `name` to `name.out` in batches of 700, up to its end."""
     reader = spark.readStream.format(faults.FORMAT).options(**relay.options).options(**SMALL)
     rows = reader.options(stream=name, maxOffsetsPerTrigger="700", **source).load().select("value")
     writer = rows.writeStream.format(faults.FORMAT).options(**relay.options)
@@ -99,7 +99,7 @@ def test_a_write_goes_on_over_a_lost_relay_or_store(
 def test_a_query_goes_on_over_a_lost_relay_or_store(
     spark: SparkSession, relay: Relay, name: str, checkpoint: Path, tmp_path: Path, strike: Callable[..., None]
 ) -> None:  # fmt: skip
-    """Lost while it reads, and again when it commits what it has staged."""
+    """It is lost while the query reads, and again while it commits the staged rows."""
     client = relay.client()
     make_stream(client, name)
     make_stream(client, f"{name}.out")
@@ -117,7 +117,7 @@ def test_a_query_goes_on_over_a_lost_relay_or_store(
 def test_a_query_that_gave_up_on_a_silent_store_goes_on_when_it_is_started_again(
     spark: SparkSession, relay: Relay, name: str, checkpoint: Path, tmp_path: Path
 ) -> None:
-    """Whether its last commit came through, it does not know."""
+    """The query does not know whether its last commit succeeded."""
     client = relay.client()
     make_stream(client, name)
     make_stream(client, f"{name}.out")

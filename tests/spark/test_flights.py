@@ -1,4 +1,4 @@
-"""The demo of Spark: it agrees with the file, says so, and leaves nothing behind."""
+"""The demo of Spark: its results agree with the file, it reports that, and it leaves nothing behind."""
 
 from __future__ import annotations
 

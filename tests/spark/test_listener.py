@@ -1,4 +1,4 @@
-"""The listener tells how far behind a query is, and never gets in its way."""
+"""The listener reports the lag of a query, and never delays it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ RUN = uuid.UUID(int=7)
 
 
 def listener(**settings: Any) -> Any:
-    """Return a listener that hears from nobody but the test."""
+    """Return a listener that gets events only from the test."""
     from iris.spark.listener import IrisLagListener
 
     return IrisLagListener(**settings)

@@ -1,6 +1,6 @@
-"""Drivers, executors and Python workers that are killed in the middle of a batch: every row is in the stream once.
+"""Drivers, executors and Python workers are killed within a batch: every row is stored once.
 
-Each driver is a process of its own; what happens in it is in `spark.faults`.
+Each driver is a separate process; see `spark.faults`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Job:
 def test_a_killed_driver_goes_on_from_its_checkpoint(
     stage: Relay, client: iris.blocking.Client, name: str, tmp_path: Path
 ) -> None:
-    """Killed before its tasks stage, after that, and after the store has committed what Spark does not know of."""
+    """It is killed before its tasks stage, after that, and after a commit of the store that Spark does not know of."""
     job = Job(stage, client, name, tmp_path)
     events = tmp_path / "events"
     events.mkdir()
@@ -68,7 +68,7 @@ def test_a_killed_driver_goes_on_from_its_checkpoint(
         tmp_path / "driver", stage.env(), master="local[2]",
         **{"spark.eventLog.enabled": "true", "spark.eventLog.dir": events.as_uri(), "spark.eventLog.compress": "false"},
     )  # fmt: skip
-    # What was committed when it died: whole batches, and of the last one all or nothing.
+    # Whole batches were committed when it was killed; of the last one all rows or none.
     for point, left in (("read", 0), ("commit", 0), ("committed", 500)):
         fault = Fault(tmp_path / point, point=point, action="driver")
         assert driver.run([job.phase(fault=fault.options)]) == KILLED, driver.last_words()
@@ -77,7 +77,7 @@ def test_a_killed_driver_goes_on_from_its_checkpoint(
     assert driver.run([job.phase()]) == 0, driver.last_words()
     assert job.copied == job.rows
 
-    # Spark's own log of it all tells no key.
+    # Spark's event log must not contain a key.
     logged = b"".join(path.read_bytes() for path in events.rglob("*") if path.is_file())
     assert b"SparkListenerTaskEnd" in logged
     for secret in secrets(stage.keyring):
@@ -113,7 +113,7 @@ def test_tasks_that_fail_or_are_killed_leave_no_row_twice(
 def test_a_killed_executor_leaves_no_row_twice(
     stage: Relay, client: iris.blocking.Client, name: str, tmp_path: Path
 ) -> None:
-    """While it reads, and while it writes; both are in one task."""
+    """It is killed while it reads, and while it writes; both are in one task."""
     jobs, phases, checks = [], [], []
     for number, point in enumerate(("read", "write")):
         job = Job(stage, client, f"{name}{number}", tmp_path / str(number))

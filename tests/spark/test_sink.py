@@ -1,4 +1,4 @@
-"""`df.write` and `df.writeStream` of the format "iris": a batch is there whole, once, or it is not there."""
+"""`df.write` and `df.writeStream` of the format "iris": a batch is stored whole and once, or not at all."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     import iris.blocking
 
 ROW = "rpad(concat('a:', id, ':'), 40, '.')"
-"""As `make_row("a", id)`."""
+"""The same value as `make_row("a", id)`, as an SQL expression."""
 OWN = ["spark-batch", "spark-partition", "spark-query", "spark-row"]
 
 
 def frame_of(spark: SparkSession, count: int, *columns: str, parts: int = 2) -> DataFrame:
-    """Return rows 0 to `count` of `parts` partitions."""
+    """Return a frame of rows 0 to `count` in `parts` partitions."""
     return spark.range(0, count, 1, parts).selectExpr(f"{ROW} value", *columns)
 
 
@@ -180,7 +180,7 @@ def test_keys_and_headers_come_back_as_they_went(
         headers = None if row.headers is None else [(h.key, bytes(h.value)) for h in row.headers]
         expected = [("n", str(number).encode()), ("é", "ü".encode())]
         assert headers == (None if number % 4 == 0 else expected)
-    # What was read can be written as it is.
+    # Rows can be written as they were read.
     copy = make_stream(client, f"{name}b")
     frame = source(spark, stage, stream=name, includeHeaders=True)
     save(frame.select("key", "value", "headers"), stage, stream=copy)

@@ -1,4 +1,4 @@
-"""`spark.read.format("iris")`: what is read is what is there, each row once, in Kafka's columns."""
+"""`spark.read.format("iris")`: a read returns all stored rows, each once, in Kafka's columns."""
 
 from __future__ import annotations
 
@@ -300,7 +300,7 @@ def test_a_cluster_is_read_as_a_member_that_takes_its_share(
 
 
 WRONG = [
-    # Spark tells a source its options in lower case.
+    # Spark passes options to a source in lower case.
     ({"startingOffset": "earliest"}, "startingoffset: the iris format has no such option for reading; did you mean startingOffsets?"),
     ({"maxOffsetsPerTrigger": "many"}, "maxOffsetsPerTrigger: "),
     ({"startingOffsets": '{"other": {"0": 3}}'}, "startingOffsets: this query does not read 'other'"),

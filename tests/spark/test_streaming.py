@@ -1,4 +1,4 @@
-"""`spark.readStream.format("iris")`: every row once, in batches as the limits say, from where the query was."""
+"""`spark.readStream.format("iris")`: every row once, in batches within the limits, from the query's last position."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ IDLE = "spark.sql.streaming.noDataProgressEventInterval"
 
 @pytest.fixture
 def _idle_is_reported(spark: SparkSession) -> Iterator[None]:
-    """Triggers that find nothing are told at once, rather than every ten seconds."""
+    """Let Spark report idle triggers at once instead of every ten seconds."""
     spark.conf.set(IDLE, "50")
     yield
     spark.conf.unset(IDLE)
 
 
 class Kept:
-    """What a query gave to foreachBatch: the rows of each batch."""
+    """The rows of each batch that a query passed to foreachBatch."""
 
     def __init__(self, frame: DataFrame, checkpoint: Path, **trigger: Any) -> None:
         self.batches: list[list[bytes]] = []
@@ -61,7 +61,7 @@ class Kept:
 
     @property
     def sizes(self) -> list[int]:
-        """Rows read by the batches, as Spark counted them."""
+        """The numbers of rows in the batches, as counted by Spark."""
         sizes = [p.numInputRows for p in self.query.recentProgress if p.numInputRows]
         assert sizes == [len(batch) for batch in self.batches if batch]
         return sizes
@@ -71,7 +71,7 @@ class Kept:
         until(lambda: sum(p.numInputRows for p in self.query.recentProgress) >= count, self.query)
 
     def wait_until_idle(self, stream: str, end: int) -> None:
-        """Return when a trigger has seen that the stream ends at `end`, and did nothing."""
+        """Return when a trigger has found no rows after `end`."""
         until(lambda: any(_saw(p, stream, end) for p in self.query.recentProgress), self.query)
 
 
@@ -104,7 +104,7 @@ def test_a_query_reads_what_there_is_in_batches_of_the_limit_and_goes_on_after_a
 def test_a_trigger_waits_for_the_least_rows_unless_it_has_waited_long_enough(
     spark: SparkSession, stage: Relay, client: iris.blocking.Client, name: str, checkpoint: Path
 ) -> None:
-    """And two queries of one stream get all of it each."""
+    """Two queries of one stream both get all rows."""
     make_stream(client, name)
     options: dict[str, Any] = {
         "stream": name,
@@ -131,7 +131,7 @@ def test_a_trigger_waits_for_the_least_rows_unless_it_has_waited_long_enough(
 def test_what_comes_while_a_trigger_waits_goes_into_it(
     stage: Relay, client: iris.blocking.Client, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rather than into the next one, which Spark begins a pause later; unless there are to be more."""
+    """They do not have to wait for the next trigger, which Spark starts after a pause, unless a minimum is set."""
     make_stream(client, name)
     wait = Planner._wait
 
@@ -187,7 +187,7 @@ def test_a_limit_in_bytes_makes_several_batches(
 def test_a_late_query_begins_at_the_first_row_or_at_the_next_as_configured(
     spark: SparkSession, stage: Relay, client: iris.blocking.Client, name: str, checkpoint: Path
 ) -> None:
-    """The place is that of its start, not of its first batch."""
+    """The position is that of its start, not of its first batch."""
     make_stream(client, name)
     old = append_rows(client, name, 100)
     late = Kept(stream_source(spark, stage, stream=name), checkpoint)
@@ -226,7 +226,7 @@ def test_foreach_batch_may_read_its_rows_more_than_once(
         .start()
     )
     finish(query)
-    # The first batch holds nothing but the place where the query begins.
+    # The first batch only holds the offset at which the query begins.
     assert seen == [(0, 0, []), (1, 200, sorted(rows[:200])), (2, 200, sorted(rows[200:]))]
 
 
@@ -234,7 +234,7 @@ def test_foreach_batch_may_read_its_rows_more_than_once(
 def test_a_query_without_a_group_finds_its_own_stream_again(
     spark: SparkSession, stage: Relay, client: iris.blocking.Client, name: str, checkpoint: Path
 ) -> None:
-    """What is published while it does not run is read when it does again."""
+    """Messages published while it does not run are read when it runs again."""
     frame = stream_source(spark, stage, subscribe=f"{name}.>", groupIdPrefix=name)
     kept = Kept(frame, checkpoint)
     (stream,) = until(lambda: streams_of(client, f"spark.{name}-"), kept.query)

@@ -1,9 +1,9 @@
-"""A client of the first Iris's relay protocol, v1.0-draft2, written from its description and after the manner of
+"""A client for the relay protocol of the first Iris, v1.0-draft2, written from its description and modelled on
 its Go binding.
 
-It has no timers: whatever a relay owes it, it waits for. What would wedge or crash the binding (a reply for no
-request, a confirmation of no tunnel, an end without CLOSE) is kept in `broken`, and `close` raises it. Limits of
-threads, memory and expiry are the binding's own: they are applied here, behind the wire.
+It has no timers: it waits for everything that a relay owes it. Frames that would block or crash the binding (a reply
+without a request, a confirmation without a tunnel, an end without CLOSE) are noted in `broken`, and `close` raises
+them. Limits of threads, memory and expiry belong to the binding, so they are applied here and not by the relay.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Closed(Exception):
 
 
 class Remote(Exception):
-    """RemoteError: the fault's bytes."""
+    """RemoteError, with the bytes of the fault."""
 
     def __init__(self, text: bytes) -> None:
         super().__init__(text)
@@ -38,7 +38,7 @@ class Remote(Exception):
 
 
 class Denied(Exception):
-    """The relay's DENY, with its reason."""
+    """A DENY of the relay, with its reason."""
 
 
 def number(value: int) -> bytes:
@@ -67,7 +67,7 @@ class Limits:
 
 
 class Pool:
-    """The binding's: `threads` at once, `memory` bytes queued; what is over is dropped."""
+    """The binding's thread pool: `threads` tasks at once, `memory` bytes queued; the rest is dropped."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
@@ -102,7 +102,7 @@ class Pool:
 
 
 class Handler:
-    """ServiceHandler; a test overrides what it needs."""
+    """ServiceHandler; tests override the methods that they need."""
 
     async def broadcast(self, message: bytes) -> None:
         raise NotImplementedError
@@ -118,7 +118,7 @@ class Handler:
 
 
 class Binding:
-    """A connection; with a cluster and a handler, a service."""
+    """A connection. With a cluster and a handler it is a service."""
 
     def __init__(
         self, cluster: str = "", handler: Handler | None = None, *, broadcasts: Limits | None = None,
@@ -140,7 +140,7 @@ class Binding:
         self.tasks: set[asyncio.Task[Any]] = set()
         self.stray_events = 0
         self.clock: Callable[[], float] = time.monotonic
-        """In seconds; by it requests expire in their queue."""
+        """Clock in seconds, for the expiry of queued requests."""
         self.reader: asyncio.StreamReader
         self.writer: asyncio.StreamWriter
 
@@ -166,7 +166,7 @@ class Binding:
         task.add_done_callback(self.tasks.discard)
 
     async def close(self) -> None:
-        """Say CLOSE and wait for the relay's; raises what would have broken the binding."""
+        """Send CLOSE and wait for the relay's. Raises the first fault that would have broken the binding."""
         self.write(b"\x02")
         async with asyncio.timeout(PATIENCE_S):
             await self.ended.wait()
@@ -175,7 +175,7 @@ class Binding:
         assert not self.broken, self.broken
 
     async def hang_up(self) -> None:
-        """Close the socket without a word."""
+        """Close the socket without CLOSE."""
         for task in list(self.tasks):
             task.cancel()
         for pool in (self.casts, self.asks, *(pool for _, pool in self.topics.values())):
@@ -203,7 +203,7 @@ class Binding:
         self.write(b"\x08" + blob(topic.encode()) + blob(event))
 
     async def request(self, cluster: str, request: bytes, timeout_ms: int) -> bytes:
-        """Wait for the relay's one answer; there is no timer here, only the test's patience."""
+        """Wait for the relay's answer. There is no timer here, except the time limit of the test."""
         id, self.next_request = self.next_request, self.next_request + 1
         waiter: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self.replies[id] = waiter
@@ -214,7 +214,7 @@ class Binding:
             return await waiter
 
     async def settled(self) -> None:
-        """Return when the relay has acted on all that was said before."""
+        """Return when the relay has handled all frames sent before."""
         with suppress(TimedOut):
             await self.request("nobody-is-there", b"x", 1000)
 
@@ -375,7 +375,7 @@ class Binding:
 
 
 class Tunnel:
-    """One tunnel, as the binding's: whole messages, allowances, and a send that may give up midway."""
+    """One tunnel of the binding: whole messages, allowances, and a send that may stop within a message."""
 
     def __init__(self, binding: Binding, id: int, limit: int) -> None:
         self.binding = binding
@@ -411,7 +411,7 @@ class Tunnel:
         self.arrived.set()
 
     async def send(self, message: bytes, timeout_s: float = PATIENCE_S) -> None:
-        """Send chunk by chunk as allowed; raises TimedOut with the message abandoned midway."""
+        """Send chunk by chunk as allowed. Raises TimedOut, with the rest of the message not sent."""
         assert message
         size = len(message)
         try:

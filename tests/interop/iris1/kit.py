@@ -28,11 +28,11 @@ class Side:
 
     @property
     def counters(self) -> dict[str, int]:
-        """What the bridge counted, by cause."""
+        """The bridge's counters, by cause."""
         return self.bridge.counters
 
     async def connect(self) -> Binding:
-        """Return a pure client."""
+        """Return a client without a service."""
         return await self._keep(Binding())
 
     async def register(self, name: str, handler: Handler, **limits: Limits) -> Binding:
@@ -50,7 +50,7 @@ class Side:
         assert not set(binding.broken) - {WITHOUT_CLOSE}, binding.broken
 
     async def raw(self) -> Raw:
-        """Return a socket that says whatever it is told to."""
+        """Return a socket that sends any bytes."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         raw = Raw(reader, writer)
         self._bindings.push_async_callback(raw.hang_up)
@@ -61,7 +61,7 @@ class Side:
 
 
 class Raw:
-    """A socket."""
+    """A socket to the bridge, which sends any bytes."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader = reader
@@ -75,7 +75,7 @@ class Raw:
             return await self.reader.readexactly(size)
 
     async def rest(self) -> bytes:
-        """Return all that comes until the bridge says no more."""
+        """Return all bytes until the bridge closes the connection."""
         data = b""
         async with asyncio.timeout(PATIENCE_S):
             try:
@@ -95,7 +95,7 @@ class Raw:
 
 @asynccontextmanager
 async def bridged(**settings: Any) -> AsyncIterator[Side]:
-    """A relay and a bridge; at the end everything has left, and the relay's account balances. `session`: settings
+    """A relay and a bridge. At the end no session may be left, and the account must balance. `session`: settings
     of each client's.
     """
     session: dict[str, Any] = settings.pop("session", {})
@@ -125,14 +125,14 @@ async def bridged(**settings: Any) -> AsyncIterator[Side]:
 
 
 async def until(true: Callable[[], object]) -> None:
-    """Return once `true()` is."""
+    """Return when `true()` is true."""
     async with asyncio.timeout(PATIENCE_S):
         while not true():  # noqa: ASYNC110 - what it waits for has no event of its own
             await asyncio.sleep(0.001)
 
 
 class Echo(Handler):
-    """Answers requests and tunnels with what it got, and keeps broadcasts."""
+    """Echoes requests and tunnels, and collects broadcasts."""
 
     def __init__(self) -> None:
         self.received: list[bytes] = []
@@ -156,7 +156,7 @@ class Echo(Handler):
 
 
 def collecting(into: list[bytes]) -> Callable[[bytes], Awaitable[None]]:
-    """A topic handler that keeps what it gets."""
+    """Return a topic handler that appends all events to `into`."""
 
     async def receive(event: bytes) -> None:
         into.append(event)

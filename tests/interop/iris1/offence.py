@@ -1,4 +1,4 @@
-"""Who offends, by hand, and who is beside them."""
+"""Connections that break rules, and honest programs beside them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WELCOME = b"\x00" + blob(b"iris-relay-magic") + blob(b"v1.0-draft2")
 
 @asynccontextmanager
 async def beside(side: Side) -> AsyncIterator[None]:
-    """A service and its caller, to whom nothing may happen."""
+    """A service and its caller, which must not be affected."""
     await side.register("well-behaved", Echo())
     caller = await side.connect()
     yield
@@ -27,7 +27,7 @@ async def beside(side: Side) -> AsyncIterator[None]:
 
 
 class Mute(Echo):
-    """Keeps requests, and never answers."""
+    """Collects requests, and never answers."""
 
     async def request(self, request: bytes) -> bytes:
         self.received.append(request)
@@ -36,7 +36,7 @@ class Mute(Echo):
 
 
 def connection(side: Side, raw: Raw) -> ClientConnection:
-    """The bridge's end of a socket."""
+    """Return the bridge's end of a socket."""
     peer = "{}:{}".format(*raw.writer.get_extra_info("sockname")[:2])
     (found,) = (c for c in side.bridge.connections if c.peer == peer)
     return found
@@ -50,14 +50,14 @@ async def greeted(side: Side, cluster: bytes = b"") -> Raw:
 
 
 async def opened(raw: Raw, id: int, cluster: bytes) -> None:
-    """Open a tunnel by hand."""
+    """Open a tunnel with raw bytes."""
     raw.send(b"\x09" + number(id) + blob(cluster) + number(20_000))
     assert await raw.read(6) == b"\x0a" + number(id) + b"\x00" + number(65536)
     assert await raw.read(6) == b"\x0b" + number(id) + number(4 << 20)
 
 
 def sleeper(name: str) -> iris.Service:
-    """A service of ours that accepts tunnels and never reads them."""
+    """Return a native service that accepts tunnels and never reads them."""
     service = iris.Service(name)
 
     @service.on_tunnel

@@ -1,4 +1,4 @@
-"""Frames and names, without a socket: whatever way the bytes come, and whatever they say."""
+"""Frames and names, without a socket: in reads of any size, and with any content."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def kept(data: bytes) -> bytes | Oversized:
 
 
 def frame(*parts: bytes | int) -> bytes:
-    """An operation, then varints for numbers and binaries for bytes."""
+    """Return an operation, followed by varints for numbers and binaries for bytes."""
     op, *fields = parts
     assert isinstance(op, int)
     said = (blob(field) if isinstance(field, bytes) else number(field) for field in fields)

@@ -1,6 +1,6 @@
-"""What the Go binding's own tests assert against a live relay, one test a row, under the row's name.
+"""The assertions of the Go binding's tests against a live relay, one test for each of them, under its name.
 
-Each client is of the binding's kind (`binding.py`): it has no timers, and what would break it fails the test.
+Each client is like the binding (`binding.py`): it has no timers, and a frame that would break it fails the test.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 class Slow(Echo):
-    """Takes its time."""
+    """Answers slowly."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Slow(Echo):
 
 
 class Paced(Echo):
-    """Takes `milliseconds` of a time that passes when the test says so: a busy machine's own would prove nothing."""
+    """Takes `milliseconds` of a time that the test controls, because real time proves nothing on a busy machine."""
 
     def __init__(self, milliseconds: float) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Paced(Echo):
         return request
 
     async def let_pass(self, milliseconds: float) -> None:
-        """Let time pass; who begins when another has ended begins at that time."""
+        """Let time pass. A handler that starts when another ends starts at the end of that one."""
         until_ms = self.now_ms + milliseconds
         while self.running and min(self.running)[0] <= until_ms:
             due = min(self.running)

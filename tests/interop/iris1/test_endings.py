@@ -1,4 +1,4 @@
-"""The relay goes, keys change, the bridge stops: what its clients notice of it."""
+"""The effects on clients when the relay ends, keys change, or the bridge stops."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from relay.bridges.iris1.connection import ClientConnection
 pytestmark = pytest.mark.timeout(60)
 
 HASTY = iris.ClientConfig(drain_timeout_s=0.2)
-"""For clients whose handlers never end: a longer wait would change nothing."""
+"""Configuration for clients whose handlers never end, for which a longer wait is useless."""
 
 
 async def test_a_lost_relay_ends_calls_as_timeouts_and_comes_back_unnoticed() -> None:
@@ -104,7 +104,7 @@ async def test_a_changed_keyring_is_taken_up_by_every_client_and_who_cannot_is_n
 
 
 async def test_close_forgets_requests_and_refuses_tunnels_that_are_being_built() -> None:
-    """As the original does: a timeout after CLOSE would be told to a caller who closed, not waited."""
+    """As in the original: a timeout after CLOSE would be reported to a caller that has closed and does not wait."""
     async with bridged() as side:
         mute = Mute()
         await side.register("mute", mute)

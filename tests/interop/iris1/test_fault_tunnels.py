@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 async def tunnelled(side: Side) -> tuple[Raw, Handler]:
-    """A client by hand with tunnel 5 open to an echo."""
+    """Return a raw client with tunnel 5 open to an echo."""
     echo = Echo()
     await side.register("tn", echo)
     raw = await greeted(side)

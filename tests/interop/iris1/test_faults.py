@@ -1,4 +1,4 @@
-"""What a client may do wrong in its handshake, its frames and its going: a clear end for it, nothing for anybody
+"""Faults of a client in its handshake, its frames and its end: it gets a clear error, and nothing happens to anybody
 else, bounded and counted.
 """
 

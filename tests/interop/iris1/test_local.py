@@ -1,4 +1,4 @@
-"""What programs of one bridge say to each other: once, in order, within the limits, whoever else is there."""
+"""Messages between programs of one bridge: once, in order and within the limits, whatever other programs there are."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 class Naming(Echo):
-    """Answers with its name."""
+    """Answers requests with its name."""
 
     def __init__(self, name: bytes) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def native(name: str, received: list[bytes]) -> iris.Service:
 
 
 async def members_known(side: Side, cluster: str, count: int) -> None:
-    """Return when the bridge knows how many members there are."""
+    """Return when the bridge knows `count` members of a cluster."""
     await until(lambda: side.bridge.local._groups[cluster].total == count)
 
 
@@ -121,7 +121,7 @@ async def test_casts_between_two_bridges_of_a_relay_arrive_once() -> None:
 
 
 async def test_events_arrive_once_while_sessions_change() -> None:
-    """Lost relays and changed keys give every program another session, under other sender ids."""
+    """Lost relays and changed keys give every program a new session, with a new sender id."""
     key = iris.ClusterKey(b"k" * 32)
     async with bridged() as side:
         config = iris.ClientConfig(drain_timeout_s=0.2, reconnect_min_s=0.005, reconnect_max_s=0.02)
@@ -257,7 +257,7 @@ async def test_a_member_that_is_alone_gets_all_requests_up_to_its_bound() -> Non
 
 
 async def test_requests_of_many_bytes_do_not_cut_a_member_that_is_slow() -> None:
-    """Beyond a bound in bytes the relay holds them; all are answered in the end."""
+    """Beyond a limit in bytes the relay holds requests; all are answered in the end."""
     async with bridged(queue_bytes=24 << 20) as side:
         service = await greeted(side, b"cl")
         await members_known(side, "cl", 1)
@@ -368,7 +368,7 @@ async def test_an_oversized_reply_is_a_fault() -> None:
 
 
 class Accepting(Echo):
-    """Keeps its tunnels and does nothing with them."""
+    """Accepts tunnels and does not use them."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Programs of the first Iris and of ours in one cluster: every pattern, both directions."""
+"""Programs of the first Iris and native ones in one cluster: every pattern, in both directions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 def native(name: str) -> tuple[iris.Service, list[bytes]]:
-    """A service of ours that says where an answer came from."""
+    """Return a native service whose answers contain its name, and the list of its events."""
     service = iris.Service(name)
     received: list[bytes] = []
 
@@ -49,7 +49,7 @@ def native(name: str) -> tuple[iris.Service, list[bytes]]:
 
 
 class Old(Echo):
-    """A service of the first Iris that says so."""
+    """A service of the first Iris whose answers say so."""
 
     async def request(self, request: bytes) -> bytes:
         if request == b"fail":

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 class Process:
-    """The bridge."""
+    """The bridge as a process."""
 
     def __init__(self, relay: Daemon, *arguments: str) -> None:
         self.log = relay.runtime / "bridge.log"
@@ -113,7 +113,7 @@ async def test_programs_of_both_kinds_talk_and_sigterm_ends_it_cleanly(
 
 
 async def closed_for_others(port: int) -> None:
-    """Return when nobody listens any more."""
+    """Return when no process listens at the port any more."""
 
     def refused() -> bool:
         try:

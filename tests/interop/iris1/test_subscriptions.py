@@ -1,4 +1,4 @@
-"""A subscription holds for all that programs of the bridge say after it, however busy the host is."""
+"""A subscription gets all events that programs of the bridge publish after it, however busy the host is."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TOPICS = [f"topic-{number}" for number in range(7)]
 SUBSCRIBES = b"".join(b"\x06" + blob(topic.encode()) for topic in TOPICS)
 PUBLISHES = b"".join(b"\x08" + blob(topic.encode()) + blob(b"event") for topic in TOPICS)
 DELIVERED = PUBLISHES
-"""An event arrives as it was sent, byte for byte."""
+"""The operation code of a delivered event equals that of a published one, so the frames are equal."""
 BUSY = "while True: pass"
 
 
@@ -50,7 +50,7 @@ async def test_what_is_said_after_a_subscription_comes_after_it(publishes_first:
 
 
 async def test_what_is_said_after_many_subscriptions_comes_after_all_of_them() -> None:
-    """They take many turns, and another program has its own between them."""
+    """They take many turns, between which another program has its turns."""
     async with bridged() as side:
         subscriber, publisher = await greeted(side), await greeted(side)
         subscriber.send(b"".join(b"\x06" + blob(b"t%d" % turn) for turn in range(300)))
@@ -60,7 +60,7 @@ async def test_what_is_said_after_many_subscriptions_comes_after_all_of_them() -
 
 
 async def test_a_service_of_ours_that_is_asked_after_a_subscription_publishes_to_it() -> None:
-    """The relay knows of it before it routes another program's request."""
+    """The relay knows the subscription before it routes another program's request."""
     async with bridged() as side, side.cluster.client() as native:
         service = iris.Service("ours")
 
@@ -124,7 +124,7 @@ def bridge(tmp_path: Path) -> Iterator[Process]:
 
 @pytest.fixture
 def busy() -> Iterator[None]:
-    """Every processor has something else to do, too."""
+    """Keep every processor busy."""
     idlers = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(2)]
     try:
         yield
@@ -156,7 +156,7 @@ async def publish_to_all(port: int, between: Callable[[], None]) -> None:
 
 
 async def test_a_bridge_that_was_stopped_meanwhile_misses_no_event(bridge: Process) -> None:
-    """It wakes with subscriptions and events in all sockets at once."""
+    """The bridge resumes with subscriptions and events in all sockets at once."""
     port = await asyncio.to_thread(bridge.port)
 
     def stop() -> None:

@@ -10,7 +10,7 @@ import pytest
 from interop.sp.kit import NNGCAT, Bridge, World, a_world, make_ws_bridge
 
 REQUIRED = "IRIS_TEST_NNG"
-"""Set to "required", these tests fail where they would be skipped."""
+"""Environment variable: if it is "required", these tests fail instead of being skipped."""
 TIMEOUT_S = 60
 HERE = Path(__file__).parent
 
@@ -42,7 +42,7 @@ def world(_foreign_programs: None) -> Iterator[World]:
 
 @pytest.fixture
 def bridge(shared_bridge: Bridge) -> Iterator[Bridge]:
-    """The one bridge process of all tests that do not end it; the next finds no peer of this one there."""
+    """The shared bridge, for tests that do not end it. After each test it has no peer left."""
     yield shared_bridge
     shared_bridge.until_alone()
 

@@ -1,4 +1,4 @@
-"""A relay, bridges and foreign programs, each a process of its own, in one directory with a short path."""
+"""A relay, bridges and foreign programs as processes, in one directory with a short path."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ import iris
 from iris.keyfiles import create_keys, load_keys
 
 WAIT_S = 20.0
-"""Longest that a test waits for what has to happen."""
+"""Limit of every wait of a test."""
 NNGCAT = shutil.which("nngcat")
 
 
@@ -43,21 +43,21 @@ class Process:
         return self._log.read_text(errors="replace")
 
     def events(self, event: str) -> list[dict[str, Any]]:
-        """Return all lines of the log that tell of `event`."""
+        """Return all lines of the log with `event`."""
         text = self.written()
         whole = text[: text.rfind("\n") + 1].splitlines()  # the last may be half written
         lines = [json.loads(line) for line in whole if line[:1] == "{"]
         return [line for line in lines if line["event"] == event]
 
     def logged(self, event: str, count: int = 1) -> list[dict[str, Any]]:
-        """Return them when there are `count`."""
+        """Return the log lines with `event` when there are `count`."""
         until(lambda: len(self.events(event)) >= count or self.process.poll() is not None)
         found = self.events(event)
         assert len(found) >= count, self.written()
         return found
 
     def end(self, number: int = signal.SIGTERM) -> int:
-        """Return the exit code that it ends with after a signal."""
+        """Send a signal, and return the exit code."""
         self.process.send_signal(number)
         return self.process.wait(WAIT_S)
 
@@ -88,18 +88,18 @@ class Bridge(Process):
 
     @property
     def hit_by_nng(self) -> bool:
-        """Whether nng's fault over ws ended it; see `docs/bridges-sp.md`."""
+        """Whether nng's fault over ws ended the process; see `docs/bridges-sp.md`."""
         aborted = self.process.poll() == -signal.SIGABRT
         return aborted and "panic: pthread_mutex_lock" in self.written()
 
     def url(self, socket: str) -> str:
-        """Return where an entry listens."""
+        """Return the URL of an entry."""
         (line,) = [line for line in self.events("bridge.open") if line["socket"] == socket]
         url: str = line["url"]
         return url
 
     def statuses(self) -> list[dict[str, Any]]:
-        """Return the account of every entry as it is now."""
+        """Return the current account of every entry."""
         before = len(self.events("bridge.status"))
         entries = len(self.events("bridge.open"))
         self.process.send_signal(signal.SIGUSR1)
@@ -111,13 +111,13 @@ class Bridge(Process):
         return line
 
     async def until_peers(self, socket: str, count: int) -> None:
-        """Return when an entry has so many connections."""
+        """Return when an entry has `count` connections."""
         await eventually(lambda: self.status(socket)["peers"] == count)
 
     async def until_serving(self, socket: str, peers: int = 1) -> None:
-        """Return when an entry has so many connections and is a member, which it stays while they last.
+        """Return when an entry has `peers` connections and is a member, which it remains while they last.
 
-        Membership outlives the last connection for a while: what other members see may be about to end.
+        Membership outlasts the last connection for a while, so other members may see one that is about to end.
         """
 
         def serving() -> bool:
@@ -136,7 +136,7 @@ class Bridge(Process):
         assert not any(peers()), self.statuses()
 
     async def until_lost(self, socket: str, cause: str, count: int = 1) -> None:
-        """Return when an entry has counted so many under a cause."""
+        """Return when an entry has counted `count` losses of this cause."""
         await eventually(lambda: self.status(socket)["lost"].get(cause, 0) >= count)
 
 
@@ -185,7 +185,7 @@ class World:
 
 
 def until(condition: Callable[[], object]) -> None:
-    """Return when `condition` holds, or after WAIT_S: what follows looks again."""
+    """Return when `condition` holds, or after WAIT_S. The caller must check it again."""
     end_s = time.monotonic() + WAIT_S
     while not condition() and time.monotonic() < end_s:
         time.sleep(0.01)
@@ -212,7 +212,7 @@ class Nngcat:
         return line.decode().strip().strip('"')
 
     async def rest(self) -> list[str]:
-        """Return all that follows, when it has ended by itself."""
+        """Wait until the program ends by itself, and return the remaining messages."""
         async with asyncio.timeout(WAIT_S):
             out, _ = await self.process.communicate()
         return [line.strip('"') for line in out.decode().splitlines()]
@@ -268,7 +268,7 @@ def make_certificate(root: Path, file: str) -> None:
 
 
 def a_world() -> Iterator[World]:
-    """For fixtures: a world, and nothing left of it."""
+    """For fixtures: create a world, and remove it completely."""
     made = World()
     try:
         yield made
@@ -294,7 +294,7 @@ def make_ws_bridge(world: World) -> Bridge:
 
 
 def outlives_nng(test: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
-    """Repeat a test of ws with a new bridge if nng's fault ended the first; at most twice."""
+    """Repeat a test of ws with a new bridge, at most twice, if nng's fault ended the bridge."""
 
     @functools.wraps(test)
     async def run(world: World, ws_bridge: Bridge, **others: Any) -> None:

@@ -1,4 +1,4 @@
-"""What a peer may do wrong, and that nobody else notices."""
+"""Faults of a peer, which do not affect others."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def raw(bridge: Bridge, entry: str = "rep-tcp") -> socket.socket:
 
 
 async def still_answers(world: World, bridge: Bridge) -> None:
-    """A good peer on the same socket gets its answer."""
+    """Assert that an honest peer on the same socket gets its answer."""
     service = iris.Service("answers")
     service.on_request(bytes.upper)
     async with world.client() as client, client.serve(service):
@@ -36,7 +36,7 @@ async def still_answers(world: World, bridge: Bridge) -> None:
 
 
 def ends(connection: socket.socket) -> bool:
-    """Whether the other side ends the connection."""
+    """Return whether the peer ends the connection."""
     try:
         while connection.recv(4096):
             pass

@@ -34,7 +34,7 @@ async def test_the_bus_and_the_broadcasts_of_a_cluster_are_one(
             async with asyncio.timeout(20):
                 await come.wait()
             await client.broadcast("bus", b"from the cluster")
-            # The first that comes: what a peer said does not come back to it, or to its bus.
+            # This is the first to arrive: a peer's message is not returned to it or to its bus.
             assert await one.arecv() == b"from the cluster"
             assert await two.arecv() == b"from the cluster"
     assert received == [b"from the bus", b"from the cluster"]

@@ -1,4 +1,4 @@
-"""Starting, stopping, and what a bridge lives through."""
+"""Start, stop, and the events that a bridge must survive."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ def test_it_ends_with_success_when_stopped_before_its_relay_answers(own_world: W
 
 
 def handles(pid: int, number: int) -> bool:
-    """Whether a process has a handler for a signal."""
+    """Return whether a process has a handler for a signal."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     (caught,) = [line.split()[1] for line in lines if line.startswith("SigCgt:")]
     return bool(int(caught, 16) >> (number - 1) & 1)

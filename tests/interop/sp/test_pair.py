@@ -13,7 +13,7 @@ import iris
 
 
 def archive(ended: asyncio.Queue[str]) -> iris.Service:
-    """A member that answers every message, and says how its tunnels end."""
+    """Return a member that answers every message, and puts the outcomes of its tunnels into `ended`."""
     service = iris.Service("archive")
 
     @service.on_tunnel

@@ -12,7 +12,7 @@ import iris
 
 
 class Worker:
-    """A member that keeps what it is given."""
+    """A member that collects its messages."""
 
     def __init__(self, cluster: str) -> None:
         self.service = iris.Service(cluster)

@@ -134,7 +134,7 @@ async def test_a_respondent_that_reads_nothing_is_waited_for_once_and_counted(
 
 @contextlib.contextmanager
 def socket_of_a_respondent(path: Path) -> Iterator[socket.socket]:
-    """A peer that says hello over ipc and then neither reads nor writes."""
+    """A peer that sends its header over ipc and then neither reads nor writes."""
     with socket.socket(socket.AF_UNIX) as peer:
         peer.connect(str(path))
         peer.sendall(b"\0SP\0\0\x63\0\0")

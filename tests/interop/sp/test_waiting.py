@@ -1,4 +1,4 @@
-"""SP peers that are slow hold up publishers that wait, and lose nothing."""
+"""Publishers wait for slow SP peers, which lose nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import iris
 
 MANY = 3000
 BODY = bytes(4000)
-"""A payload. `MANY` of them are more than nng, the bridge's queue and a publisher's window hold together."""
+"""A payload. nng, the bridge's queue and a publisher's window together hold fewer than `MANY` of them."""
 
 
 def entry(world: World, protocol: str, more: str) -> str:
@@ -23,7 +23,7 @@ def entry(world: World, protocol: str, more: str) -> str:
 
 
 def waiting(world: World) -> iris.Client:
-    """A client that waits for as long as a test takes."""
+    """Return a client that waits for credit for as long as a test takes."""
     return world.client(stall_s=60.0)
 
 
@@ -33,7 +33,7 @@ async def publish(client: iris.Client, count: int = MANY) -> None:
 
 
 async def numbers(socket: pynng.Socket, head: bytes, received: list[int]) -> None:
-    """Read slowly at first: until the publisher has had to wait, nobody hurries."""
+    """Read numbers, slowly until the publisher has had to wait."""
     with contextlib.suppress(pynng.Timeout):
         while len(received) < MANY:
             data = await socket.arecv()
