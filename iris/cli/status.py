@@ -31,7 +31,7 @@ def status(
 
     \b
     Columns of programs, other relays and sites:
-      MEMBERS        clusters that it serves
+      MEMBERS        clusters that it serves; members of a cluster, or at another relay
       SUBSCRIPTIONS  topics and filters that it receives
       RUNNING        calls that it is working on
       WAITING        its own calls that wait for an answer
@@ -39,7 +39,7 @@ def status(
       HELD           messages queued for it, because it does not read fast enough
       KEYS           first digits of the ids of the keys that it has proved
       IN/S, OUT/S    frames a second from and to the other relay
-      COST           what decides between sites: round trip plus configured cost
+      COST           configured cost (site_cost); sites are compared by it plus the round trip
       WAYS           gateway connections that lead there
 
     \b
