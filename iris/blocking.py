@@ -26,7 +26,7 @@ from iris.core.interfaces import Lost
 from iris.core.message import Message
 from iris.crypto.keyring import Keyring
 from iris.deadlines import HANDLED, carried_on, handled_us
-from iris.errors import Closed
+from iris.errors import Closed, RemoteError
 from iris.membership import Members
 from iris.middleware import Middleware
 from iris.request_many import IN_FLIGHT, Outcome
@@ -92,31 +92,34 @@ class Client:
     @overload
     def request(
         self, cluster: str, payload: object, *, timeout: float, headers: Headers | None = None, idempotent: bool = False,
-        type: type[T], member: str | None = None,
+        type: type[T], member: str | None = None, method: str | None = None,
     ) -> T: ...  # fmt: skip
     @overload
     def request(
         self, cluster: str, payload: object, *, timeout: float, headers: Headers | None = None, idempotent: bool = False,
-        type: Any = None, member: str | None = None,
+        type: Any = None, member: str | None = None, method: str | None = None,
     ) -> Any: ...  # fmt: skip
     def request(
         self, cluster: str, payload: object, *, timeout: float, headers: Headers | None = None, idempotent: bool = False,
-        type: Any = None, member: str | None = None,
+        type: Any = None, member: str | None = None, method: str | None = None,
     ) -> Any:  # fmt: skip
         """See `iris.Client.request`."""
         return self._run(
             self._client.request(
                 cluster, payload, timeout=timeout, headers=headers, idempotent=idempotent, type=type, member=member,
+                method=method,
             )
         )  # fmt: skip
 
     def push(
         self, cluster: str, payload: object, *, timeout: float = 5.0, headers: Headers | None = None,
-        member: str | None = None,
+        member: str | None = None, method: str | None = None,
     ) -> None:  # fmt: skip
         """See `iris.Client.push`."""
         self._run(
-            self._client.push(cluster, payload, timeout=timeout, headers=headers, member=member)
+            self._client.push(
+                cluster, payload, timeout=timeout, headers=headers, member=member, method=method
+            )
         )
 
     def broadcast(
@@ -189,22 +192,23 @@ class Client:
     @overload
     def request_many(
         self, cluster: str, payloads: Iterable[object], *, timeout: float, headers: Headers | None = None, idempotent: bool = False,
-        type: type[T], in_flight: int = IN_FLIGHT,
+        type: type[T], in_flight: int = IN_FLIGHT, method: str | None = None,
     ) -> list[Outcome[T]]: ...  # fmt: skip
     @overload
     def request_many(
         self, cluster: str, payloads: Iterable[object], *, timeout: float, headers: Headers | None = None, idempotent: bool = False,
-        type: Any = None, in_flight: int = IN_FLIGHT,
+        type: Any = None, in_flight: int = IN_FLIGHT, method: str | None = None,
     ) -> list[Outcome[Any]]: ...  # fmt: skip
     def request_many(
         self, cluster: str, payloads: Iterable[object], *, timeout: float, headers: Headers | None = None, idempotent: bool = False,
-        type: Any = None, in_flight: int = IN_FLIGHT,
+        type: Any = None, in_flight: int = IN_FLIGHT, method: str | None = None,
     ) -> list[Outcome[Any]]:  # fmt: skip
         """Return one `Outcome` for each payload, in the order of the payloads; see `iris.Client.request_many`."""
 
         async def collect() -> list[Outcome[Any]]:
             asking = self._client.request_many(
-                cluster, payloads, timeout=timeout, headers=headers, idempotent=idempotent, type=type, in_flight=in_flight
+                cluster, payloads, timeout=timeout, headers=headers, idempotent=idempotent, type=type, in_flight=in_flight,
+                method=method,
             )  # fmt: skip
             return sorted([outcome async for outcome in asking], key=lambda one: one.number)
 
@@ -213,30 +217,31 @@ class Client:
     @overload
     def survey(
         self, cluster: str, payload: object, *, timeout: float, headers: Headers | None = None,
-        type: None = None, scope: _client.Scope = "federation",
+        type: None = None, scope: _client.Scope = "federation", method: str | None = None,
     ) -> Answers[Message]: ...  # fmt: skip
     @overload
     def survey(
         self, cluster: str, payload: object, *, timeout: float, headers: Headers | None = None,
-        type: type[T], scope: _client.Scope = "federation",
+        type: type[T], scope: _client.Scope = "federation", method: str | None = None,
     ) -> Answers[T]: ...  # fmt: skip
     @overload
     def survey(
         self, cluster: str, payload: object, *, timeout: float, headers: Headers | None = None,
-        type: Any, scope: _client.Scope = "federation",
+        type: Any, scope: _client.Scope = "federation", method: str | None = None,
     ) -> Answers[Any]: ...  # fmt: skip
     def survey(
         self, cluster: str, payload: object, *, timeout: float, headers: Headers | None = None, type: Any = None,
-        scope: _client.Scope = "federation",
+        scope: _client.Scope = "federation", method: str | None = None,
     ) -> Answers[Any]:  # fmt: skip
         """Return all answers, and which members did not give one; see `iris.Client.survey`."""
 
         async def collect() -> Answers[Any]:
             survey = self._client.survey(
-                cluster, payload, timeout=timeout, headers=headers, type=type, scope=scope
-            )
+                cluster, payload, timeout=timeout, headers=headers, type=type, scope=scope, method=method
+            )  # fmt: skip
             answers = Answers([answer async for answer in survey])
             answers.answered, answers.failed, answers.missing = survey.answered, survey.failed, survey.missing  # fmt: skip
+            answers.errors = survey.errors
             return answers
 
         return self._run(collect())
@@ -391,6 +396,8 @@ class Answers(list[T]):
         """Ids of the members that answered."""
         self.failed: dict[str, str] = {}
         """Members that answered with an error: id -> text of the error."""
+        self.errors: dict[str, RemoteError] = {}
+        """The same errors with their codes and details: id -> RemoteError."""
         self.missing: list[str] = []
         """Ids of the members that were asked and did not answer in time."""
 

@@ -66,7 +66,7 @@ from iris.tunnel import Tunnel, open_tunnel
 from iris.wire import frames
 from iris.wire.codec import MIN_MESSAGE_LIMIT
 from iris.wire.kinds import HERE, Kind
-from iris.wire.names import check_address, check_member, plural
+from iris.wire.names import check_address, check_member, check_method, plural
 
 if TYPE_CHECKING:
     from relay.embedded import EmbeddedRelay
@@ -261,16 +261,16 @@ class Client:
     @overload
     async def request(
         self, cluster: str, payload: object, *, timeout: float, headers: Headers | None = None, idempotent: bool = False,
-        type: type[T], member: str | None = None,
+        type: type[T], member: str | None = None, method: str | None = None,
     ) -> T: ...  # fmt: skip
     @overload
     async def request(
         self, cluster: str, payload: object, *, timeout: float, headers: Headers | None = None, idempotent: bool = False,
-        type: Any = None, member: str | None = None,
+        type: Any = None, member: str | None = None, method: str | None = None,
     ) -> Any: ...  # fmt: skip
     async def request(
         self, cluster: str, payload: object, *, timeout: float, headers: Headers | None = None, idempotent: bool = False,
-        type: Any = None, member: str | None = None,
+        type: Any = None, member: str | None = None, method: str | None = None,
     ) -> Any:  # fmt: skip
         """Send a request to one member and return its reply.
 
@@ -286,6 +286,10 @@ class Client:
         With `member`, an id from `members`, the request goes to that member alone. It fails with NoMembers if the
         member has left, and is never sent to another one. Only members of this site can be called so.
 
+        With `method`, the handler of that name runs (`Service.on_request("place")`). A member that has none answers
+        with a RemoteError of the code "no_method". Members of earlier versions of Iris refuse the request with a
+        RelayError. In both cases `may_have_run` is False.
+
         Raises:
             RequestError: NoMembers, Overloaded, RequestTimeout, RemoteError, RelayError or ConnectionLost. Its
                 `may_have_run` is False only if no handler has run.
@@ -293,10 +297,12 @@ class Client:
             EncodeError: the payload cannot be sent. Nothing was sent.
             DecodeError: the reply does not fit `type`. Its `may_have_run` is True.
             KeyringError: the keyring has no key for the cluster.
-            InvalidName: `cluster` or `member` is not allowed.
+            InvalidName: `cluster`, `member` or `method` is not allowed.
         """
         if member is not None:
             check_member(cluster, member)
+        if method is not None:
+            check_method(method)
         own_timeout = 0.0
         if HANDLED and (left_s := inherited_s(cluster, timeout)) is not None:
             own_timeout, timeout = timeout, left_s
@@ -323,6 +329,7 @@ class Client:
                 pending = session.requests.send(
                     Kind.REQUEST, cluster, self._registry.cluster_keys(cluster)[0], data, headers, packed,
                     timeout_ms=timeout_ms, waiter=waiter, idempotent=idempotent, member=member or "",
+                    method=method or "",
                 )  # fmt: skip
                 pump.touch()
                 try:
@@ -356,16 +363,16 @@ class Client:
     @overload
     def request_many(
         self, cluster: str, payloads: Iterable[object], *, timeout: float, headers: Headers | None = None, idempotent: bool = False,
-        type: type[T], in_flight: int = IN_FLIGHT,
+        type: type[T], in_flight: int = IN_FLIGHT, method: str | None = None,
     ) -> AsyncIterator[Outcome[T]]: ...  # fmt: skip
     @overload
     def request_many(
         self, cluster: str, payloads: Iterable[object], *, timeout: float, headers: Headers | None = None, idempotent: bool = False,
-        type: Any = None, in_flight: int = IN_FLIGHT,
+        type: Any = None, in_flight: int = IN_FLIGHT, method: str | None = None,
     ) -> AsyncIterator[Outcome[Any]]: ...  # fmt: skip
     def request_many(
         self, cluster: str, payloads: Iterable[object], *, timeout: float, headers: Headers | None = None, idempotent: bool = False,
-        type: Any = None, in_flight: int = IN_FLIGHT,
+        type: Any = None, in_flight: int = IN_FLIGHT, method: str | None = None,
     ) -> AsyncIterator[Outcome[Any]]:  # fmt: skip
         """Send one request for each payload; yield an `Outcome` for each, in the order in which they end.
 
@@ -376,26 +383,28 @@ class Client:
         and requests that are sent together travel together.
 
         At most `in_flight` requests are unanswered or not yet yielded. Payloads are taken from the iterable as there
-        is room.
+        is room. `method` is as in `request`.
 
         Raises:
-            InvalidName: the name of the cluster is not allowed. Nothing was sent.
+            InvalidName: the name of the cluster or of the method is not allowed. Nothing was sent.
             KeyringError: the keyring has no key for the cluster. Nothing was sent.
         """
+        if method is not None:
+            check_method(method)
         many = Many(
             self._runtime, cluster, payloads, timeout=timeout, headers=headers, idempotent=idempotent, wanted=type,
-            in_flight=max(1, in_flight),
+            in_flight=max(1, in_flight), method=method or "",
         )  # fmt: skip
         return many.outcomes()
 
     async def push(
         self, cluster: str, payload: object, *, timeout: float = 5.0, headers: Headers | None = None,
-        member: str | None = None,
+        member: str | None = None, method: str | None = None,
     ) -> None:  # fmt: skip
         """Send a message to one member, without a reply. It runs at most once.
 
         `timeout` is how long the message may wait until a handler starts. Returns when the message is on its way.
-        `member` is as in `request`.
+        `member` and `method` are as in `request`.
 
         A push that fails (no members, all at capacity, member lost, not started in time) is reported to `on_loss` and
         in `losses`. After `flush`, all failures of earlier pushes have been reported.
@@ -407,12 +416,16 @@ class Client:
         """
         if member is not None:
             check_member(cluster, member)
+        if method is not None:
+            check_method(method)
         until_s = deadline(timeout)
         pump, session = await self._ready(cluster, timeout)
         data, packed = self._encode(payload, headers)
         key = self._registry.cluster_keys(cluster)[0]
         left_ms = milliseconds(seconds_left(until_s))
-        session.requests.push(cluster, key, data, headers, packed, left_ms, member or "")
+        session.requests.push(
+            cluster, key, data, headers, packed, left_ms, member or "", method or ""
+        )
         pump.touch()
         if (attachment := self._attached()).blocked:
             await attachment.wait_writable()
@@ -420,28 +433,31 @@ class Client:
     @overload
     def survey(
         self, cluster: str, payload: object, *, timeout: float, headers: Headers | None = None,
-        type: None = None, scope: Scope = "federation",
+        type: None = None, scope: Scope = "federation", method: str | None = None,
     ) -> Survey[Message]: ...  # fmt: skip
     @overload
     def survey(
         self, cluster: str, payload: object, *, timeout: float, headers: Headers | None = None,
-        type: type[T], scope: Scope = "federation",
+        type: type[T], scope: Scope = "federation", method: str | None = None,
     ) -> Survey[T]: ...  # fmt: skip
     @overload
     def survey(
         self, cluster: str, payload: object, *, timeout: float, headers: Headers | None = None,
-        type: Any, scope: Scope = "federation",
+        type: Any, scope: Scope = "federation", method: str | None = None,
     ) -> Survey[Any]: ...  # fmt: skip
     def survey(
         self, cluster: str, payload: object, *, timeout: float, headers: Headers | None = None, type: Any = None,
-        scope: Scope = "federation",
+        scope: Scope = "federation", method: str | None = None,
     ) -> Survey[Any]:  # fmt: skip
         """Ask all members and iterate over their answers: `async for answer in client.survey(...)`.
 
         It asks the members of all sites, or with `scope="site"` only those of this site. The iteration ends when all
         have answered, or at the timeout. After that, `missing` lists the members that did not answer; see `Survey`.
+        `method` is as in `request`.
         """
         address = _scoped(cluster, scope)
+        if method is not None:
+            check_method(method)
         data, packed = self._encode(payload, headers)
 
         async def start(survey: Survey[Any]) -> Callable[[], None]:
@@ -450,7 +466,7 @@ class Client:
             pump, session = await self._ready(cluster, timeout if left_s is None else left_s)
             pending = session.requests.send(
                 Kind.SURVEY, address, self._registry.cluster_keys(address)[0], data, headers, packed,
-                timeout_ms=milliseconds(seconds_left(until_s)), survey=survey,
+                timeout_ms=milliseconds(seconds_left(until_s)), survey=survey, method=method or "",
             )  # fmt: skip
             pump.touch()
             return lambda: session.requests.forget(pending)

@@ -21,7 +21,7 @@ from warnings import warn as deprecate
 from iris.core.bundle import Headers, check_headers
 from iris.core.faults import Refusal
 from iris.core.interfaces import Delivery
-from iris.core.message import Message, decode_payload, encode_payload
+from iris.core.message import Message, MethodMessage, decode_payload, encode_payload
 from iris.errors import ConfigError, DecodeError
 from iris.parameters import (
     MISSING,
@@ -59,6 +59,7 @@ class Request(Message, gc=True):
 
     context: Any = None
     deadline: float | None = None
+    method: str = ""
 
     def remaining(self) -> float:
         """Return the seconds until the deadline, at least 0; `math.inf` if there is none."""
@@ -224,6 +225,10 @@ class Handler:
 
         return fill
 
+    def chosen(self, message: Message) -> Handler:
+        """Return the handler that runs for a message: this one, unless it stands for several."""
+        return self
+
     def argument(self, delivery: Delivery, defer: Callable[[], Deferred]) -> Any:
         """Return the argument for the function. Raises ArgumentError if the payload does not fit its annotation."""
         if self.wanted is not Request:
@@ -255,7 +260,10 @@ class Handler:
             return message
         if self.wanted is Request:
             whole = message.payload, message.name, message.headers, message.packed, message.source
-            return Request(*whole, defer)
+            request = Request(*whole, defer)
+            if type(message) is MethodMessage:
+                request.method = message.method
+            return request
         try:
             return decode_payload(message.payload, message.packed, self.wanted)
         except DecodeError as err:

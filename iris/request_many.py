@@ -119,7 +119,7 @@ class Many:
 
     def __init__(
         self, runtime: Runtime, cluster: str, payloads: Iterable[object], *, timeout: float, headers: Headers | None,
-        idempotent: bool, wanted: Any, in_flight: int,
+        idempotent: bool, wanted: Any, in_flight: int, method: str,
     ) -> None:  # fmt: skip
         self._runtime = runtime
         self._cluster = cluster
@@ -129,6 +129,7 @@ class Many:
         self._idempotent = idempotent
         self._wanted = wanted
         self._in_flight = in_flight
+        self._method = method
         self._sessions = SESSIONS_TRIED if idempotent else 1
         self._waiting: set[_Request] = set()
         self._again: deque[_Request] = deque()
@@ -191,6 +192,7 @@ class Many:
                     pending = requests.send(
                         Kind.REQUEST, self._cluster, key, data, self._headers, packed,
                         timeout_ms=milliseconds(seconds_left(request.until_s)), waiter=request, idempotent=self._idempotent,
+                        method=self._method,
                     )  # fmt: skip
                 except IrisError as err:
                     self._record_error(request, err)

@@ -12,6 +12,7 @@ from iris.config import Limits
 from iris.core.credit import WhenFull
 from iris.errors import ConfigError, InvalidName
 from iris.handlers import Handler
+from iris.methods import Methods, check_served
 from iris.middleware import Middleware, checked
 from iris.threads import ThreadHandler
 from iris.wire.frames import Serving
@@ -55,6 +56,9 @@ class Service:
     A handler may have several parameters, one of them for the payload. They are resolved when the service is served:
     `Client.serve` raises ConfigError if nothing fits a parameter.
 
+    A service may have several handlers for requests, pushes and surveys: `@service.on_request("place")` handles the
+    requests that name the method "place".
+
     A coroutine function runs at most `limits.concurrency` times at once. A plain function is called directly in the
     event loop, so it must not block, unless it is registered with `threads`.
 
@@ -97,8 +101,12 @@ class Service:
     def on_request(self, function: F, /) -> F: ...
     @overload
     def on_request(self, /, *, threads: int = 0) -> Callable[[F], F]: ...
+    @overload
+    def on_request(self, method: str, /, *, threads: int = 0) -> Callable[[F], F]: ...
     def on_request(self, function: Any = None, /, *, threads: int = 0) -> Any:
         """Decorator: handle requests with this function. Its return value is the reply.
+
+        With the name of a method, `@service.on_request("place")`, it handles the requests that name this method.
 
         None is sent as an empty reply. If the function raises, the caller gets a RemoteError with the text of the
         exception; if it raises an `iris.Refusal`, with its code and details.
@@ -111,16 +119,25 @@ class Service:
     def on_push(self, function: F, /) -> F: ...
     @overload
     def on_push(self, /, *, threads: int = 0) -> Callable[[F], F]: ...
+    @overload
+    def on_push(self, method: str, /, *, threads: int = 0) -> Callable[[F], F]: ...
     def on_push(self, function: Any = None, /, *, threads: int = 0) -> Any:
-        """Decorator: handle pushes with this function, or in `threads` as with `on_request`."""
+        """Decorator: handle pushes with this function, or with a name those that name this method.
+
+        `threads` is as with `on_request`.
+        """
         return self._on(Kind.PUSH, function, threads)
 
     @overload
     def on_survey(self, function: F, /) -> F: ...
     @overload
     def on_survey(self, /, *, threads: int = 0) -> Callable[[F], F]: ...
+    @overload
+    def on_survey(self, method: str, /, *, threads: int = 0) -> Callable[[F], F]: ...
     def on_survey(self, function: Any = None, /, *, threads: int = 0) -> Any:
-        """Decorator: handle surveys with this function. Its return value is the answer, as with `on_request`.
+        """Decorator: handle surveys with this function, or with a name those that name this method.
+
+        Its return value is the answer, as with `on_request`.
 
         `threads` is as with `on_request`.
         """
@@ -135,6 +152,10 @@ class Service:
 
         The broadcasts of one sender are handled in their order, so `threads` can be 1 at most.
         """
+        if isinstance(function, str):
+            raise ConfigError(
+                f"broadcasts name no method, so on_broadcast cannot have the name {function!r}"
+            )
         if threads > 1:
             raise ConfigError(
                 f"threads of a broadcast handler must be 1, not {threads}: broadcasts are handled one after the other"
@@ -187,24 +208,36 @@ class Service:
         self.gap_handler = Handler(function)
         return function
 
-    def _on(self, kind: Kind, function: F | None, threads: int) -> Any:
-        if function is not None:
+    def _on(self, kind: Kind, function: F | str | None, threads: int) -> Any:
+        if function is not None and not isinstance(function, str):
             self._add(kind, Handler(function))
             return function
+        method = "" if function is None else check_served(function)
 
         def register(function: F) -> F:
-            self._add(kind, _handler(function, threads))
+            self._add(kind, _handler(function, threads), method)
             return function
 
         return register
 
-    def _add(self, kind: Kind, handler: Handler) -> None:
-        if kind in self.handlers:
+    def _add(self, kind: Kind, handler: Handler, method: str = "") -> None:
+        present = self.handlers.get(kind)
+        if method and not isinstance(present, Methods):
+            present = Methods(self.name, kind, {"": present} if present is not None else {})
+        if isinstance(present, Methods) and (method or "" not in present.handlers):
+            handler = present.with_method(method, handler)
+        elif present is not None:
             name = "tunnel" if kind == Kind.TUNNEL_OPEN else kind.name.lower()
             raise ConfigError(
                 f"service {self.name} already has a handler for this kind ({name}); it can have only one"
             )
         self.handlers[kind] = handler
+
+    @property
+    def methods(self) -> list[str]:
+        """Names of the methods of all kinds, sorted."""
+        found = [h.handlers for h in self.handlers.values() if isinstance(h, Methods)]
+        return sorted({name for handlers in found for name in handlers if name})
 
     @property
     def kinds(self) -> dict[int, Serving]:
@@ -225,6 +258,8 @@ def _handler(function: Callable[..., Any], threads: int) -> Handler:
 
 def _at_once(handler: Handler, limits: Limits) -> int:
     """Return how many messages a handler can run at once."""
+    if isinstance(handler, Methods):
+        return max(_at_once(each, limits) for each in handler.handlers.values())
     if isinstance(handler, ThreadHandler):
         return min(handler.threads, limits.concurrency)
     return limits.concurrency

@@ -20,6 +20,7 @@ from iris.errors import ConfigError
 from iris.handlers import ArgumentError, Deferred, Expired, Handler, Request, encode_reply, stopping
 from iris.logs import logger
 from iris.losses import LossLog
+from iris.methods import Methods, no_method
 from iris.parameters import Provided
 from iris.runtime import Runtime
 from iris.service import Service
@@ -161,6 +162,18 @@ class ServiceBinding:
             task.add_done_callback(inbox.workers.discard)
         else:
             inbox.queue.append(delivery)
+
+    def call(self, delivery: Delivery, method: str) -> None:
+        """Run the handler of a method as `dispatch` does, or answer that this member has none."""
+        kind = delivery.flow.kind
+        inbox = self._inboxes.get(kind)
+        methods = inbox.handler.handlers if inbox and isinstance(inbox.handler, Methods) else {}
+        if method in methods:
+            self.dispatch(delivery)
+            return
+        self.running += 1
+        delivery.session.running += 1
+        _Answer(self, delivery).failed(no_method(self.service.name, kind, method, methods))
 
     def _not_served(self, delivery: Delivery) -> None:
         """Answer a request to exactly this member, which has no handler for requests."""
@@ -418,7 +431,8 @@ class ServiceBinding:
 
     def failed(self, delivery: Delivery, error: BaseException) -> None:
         """Count and log an exception of the handler of a request, push or survey."""
-        self._failed("handler", self._inboxes[delivery.flow.kind].handler, error)
+        handler = self._inboxes[delivery.flow.kind].handler.chosen(delivery.message)
+        self._failed("handler", handler, error)
 
     def _failed(self, what: str, handler: Handler, error: BaseException) -> None:
         self._runtime.handler_failed(f"{what} of {self.service.name}", handler.function, error)
@@ -472,7 +486,8 @@ class _Answer:
         elif isinstance(detail, faults.Refusal):
             refusal = detail
             self._binding.answer_error(
-                self._delivery, str(refusal), may_have_run=True, code=refusal.code, details=refusal.packed
+                self._delivery, str(refusal), may_have_run=refusal.may_have_run, code=refusal.code,
+                details=refusal.packed,
             )  # fmt: skip
         else:
             may_have_run = not isinstance(err, ArgumentError)

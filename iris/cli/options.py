@@ -37,6 +37,10 @@ Member = Annotated[
     str | None,
     typer.Option("--member", metavar="ID", help="Send it to this member alone, by its id as `iris members` shows it.", show_default=False),
 ]  # fmt: skip
+Method = Annotated[
+    str | None,
+    typer.Option("--method", metavar="NAME", help="Call the handler of this name.", show_default=False),
+]  # fmt: skip
 Pack = Annotated[
     bool,
     typer.Option(

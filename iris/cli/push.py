@@ -16,6 +16,7 @@ def push(
     timeout: options.Timeout = 5.0,
     header: options.HeaderList = None,
     member: options.Member = None,
+    method: options.Method = None,
     pack: options.Pack = False,
     json: options.AsJson = False,
     relay: options.RelayPath = None,
@@ -33,6 +34,8 @@ def push(
     headers = options.parse_headers(header)
 
     async def call(client: iris.Client, body: Any) -> None:
-        await client.push(cluster, body, timeout=timeout, headers=headers, member=member)
+        await client.push(
+            cluster, body, timeout=timeout, headers=headers, member=member, method=method
+        )
 
     send(call, payload, lines=lines, pack=pack, timeout=timeout, as_json=json, relay=relay)

@@ -25,6 +25,7 @@ def request(
         ),
     ] = False,
     member: options.Member = None,
+    method: options.Method = None,
     pack: options.Pack = False,
     raw: Annotated[
         bool, typer.Option("--raw", help="Write the bytes of the reply, and no newline after them.")
@@ -52,7 +53,7 @@ def request(
             try:
                 reply: iris.Message = await client.request(
                     cluster, body, timeout=timeout, headers=headers, idempotent=idempotent, type=iris.Message,
-                    member=member,
+                    member=member, method=method,
                 )  # fmt: skip
             except iris.RemoteError as err:
                 if json:

@@ -13,6 +13,7 @@ def survey(
     payload: options.Payload = None,
     timeout: options.Timeout = 5.0,
     header: options.HeaderList = None,
+    method: options.Method = None,
     pack: options.Pack = False,
     scope: options.Scope = "federation",
     json: options.AsJson = False,
@@ -33,7 +34,9 @@ def survey(
 
     async def work() -> int:
         async with iris.connect(relay) as client, hint_at_served(client, cluster):
-            answers = client.survey(cluster, body, timeout=timeout, headers=headers, scope=scope)
+            answers = client.survey(
+                cluster, body, timeout=timeout, headers=headers, scope=scope, method=method
+            )
             async for message in answers:
                 output.show(message, as_json=json)
         for member, detail in answers.failed.items():

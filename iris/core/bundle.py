@@ -1,12 +1,14 @@
 """Bundles: several messages for one address, stored as columns. A bundle is the plain text of one seal.
 
-    u32 count | u32 flags | payload column [| key column] [| headers column]
+    u32 count | u32 flags | payload column [| key column] [| headers column] [| method column]
     column = (count + 1) x i32 offsets, the first 0, then the bytes; the next column starts at a multiple of 8
 
 Flag 1: there is a headers column; each entry is a MessagePack map of str to str, or empty.
 Flag 2: the payloads are MessagePack.
 Flag 4: there is a key column; an empty entry means that the message has no key.
 Flag 8: the bundle is compressed (`iris.core.compression`).
+Flag 16: there is a method column, in a call of a method only. Receivers that do not know methods refuse the flag, so
+    they never run such a call with their only handler.
 
 The offsets and bytes of a column form an Arrow binary array without conversion.
 """
@@ -23,8 +25,8 @@ from typing import Final
 import msgspec
 
 from iris.core.compression import expanded
-from iris.errors import DecodeError, LocalProtocolError
-from iris.wire.names import plural
+from iris.errors import DecodeError, InvalidName, LocalProtocolError
+from iris.wire.names import check_method, plural
 
 CUT_BYTES: Final = 65 << 10
 """Largest size of a bundle of several messages. 64 KiB of payloads fit if each has 512 bytes or more,
@@ -34,6 +36,7 @@ MESSAGE_BYTES: Final = 8
 HEADERS: Final = 1
 PACKED: Final = 2
 KEYS: Final = 4
+METHOD: Final = 16
 MAX_HEADERS_BYTES: Final = 3072
 
 _HEAD: Final = struct.Struct("<II")
@@ -109,6 +112,7 @@ class Columns(msgspec.Struct, frozen=True, gc=False):
     payloads: Column
     keys: Column | None
     headers: Column | None
+    methods: Column | None = None
 
 
 def encode_bundle(
@@ -131,11 +135,19 @@ def encode_bundle(
     return join_columns(count, flags, [(_offsets(column), column) for column in columns])
 
 
-def encode_single(payload: bytes, headers: Headers | None, packed: bool) -> bytes:
-    """Return the plain text of a bundle of one message."""
+def encode_single(payload: bytes, headers: Headers | None, packed: bool, method: str = "") -> bytes:
+    """Return the plain text of a bundle of one message, which is a call of `method` if that is not empty."""
+    if method:
+        return _encode_call(payload, headers, packed, method)
     if headers:
         return encode_bundle((payload,), (headers,), packed)
     return _ONE.pack(1, PACKED if packed else 0, 0, len(payload)) + payload
+
+
+def _encode_call(payload: bytes, headers: Headers | None, packed: bool, method: str) -> bytes:
+    flags = METHOD | (HEADERS if headers else 0) | (PACKED if packed else 0)
+    columns = [payload, *([_encode_headers(headers)] if headers else []), method.encode()]
+    return join_columns(1, flags, [(_offsets((column,)), (column,)) for column in columns])
 
 
 def join_columns(
@@ -189,21 +201,25 @@ def decode_bundle(plain: bytes) -> tuple[list[bytes], list[Headers | None] | Non
     return payloads, headers, packed
 
 
-def decode_single(plain: bytes) -> tuple[bytes, Headers | None, bool]:
-    """Return (payload, headers, packed) of a bundle of one message.
+def decode_single(plain: bytes) -> tuple[bytes, Headers | None, bool, str]:
+    """Return (payload, headers, packed, method) of a bundle of one message. The method is empty if it has none.
 
     Raises:
-        DecodeError: as `decode_bundle`, or the bundle holds several messages.
+        DecodeError: as `decode_bundle`, or the bundle holds several messages, or the method is not a method name.
     """
     size = len(plain)
     if size >= 16:
         count, flags, zero, first = _ONE.unpack_from(plain)
         if count == 1 and not flags & ~PACKED and not zero and first == size - 16:
-            return plain[16:], None, flags != 0
-    payloads, headers, packed = decode_bundle(plain)
-    if len(payloads) != 1:
-        raise DecodeError(f"a frame of this kind must carry 1 message, not {len(payloads)}")
-    return payloads[0], headers[0] if headers else None, packed
+            return plain[16:], None, flags != 0, ""
+    plain = expanded(plain)
+    found = find_columns(plain, HEADERS | PACKED | KEYS | METHOD)
+    if found.count != 1:
+        raise DecodeError(f"a frame of this kind must carry 1 message, not {found.count}")
+    headers = decode_headers(plain, found.headers)[0] if found.headers is not None else None
+    (payload,) = _values(plain, found.payloads)
+    method = _decode_method(plain, found.methods) if found.methods is not None else ""
+    return payload, headers, found.flags & PACKED != 0, method
 
 
 def decode_keyed(
@@ -217,8 +233,8 @@ def decode_keyed(
     return _values(plain, found.payloads), keys, headers, found.flags & PACKED != 0
 
 
-def find_columns(plain: bytes) -> Columns:
-    """Return the positions of the columns of an expanded bundle.
+def find_columns(plain: bytes, known: int = HEADERS | PACKED | KEYS) -> Columns:
+    """Return the positions of the columns of an expanded bundle, whose flags must all be `known`.
 
     The columns fill the bundle exactly. Only the first and last offset of each column are checked.
 
@@ -229,22 +245,25 @@ def find_columns(plain: bytes) -> Columns:
     if size < 16:
         raise DecodeError(f"a bundle of {size} bytes is shorter than the minimum of 16")
     count, flags = _HEAD.unpack_from(plain)
-    if flags & ~(HEADERS | PACKED | KEYS):
+    if flags & ~known:
         raise DecodeError(
             f"bundle flags {flags:#x} are not known; the sender may run a later version of Iris"
         )
     payloads = _find(plain, 8, count)
     end = payloads.end
-    keys = headers = None
+    keys = headers = methods = None
     if flags & KEYS:
         keys = _find(plain, end + (-end % 8), count)
         end = keys.end
     if flags & HEADERS:
         headers = _find(plain, end + (-end % 8), count)
         end = headers.end
+    if flags & METHOD:
+        methods = _find(plain, end + (-end % 8), count)
+        end = methods.end
     if end != size:
         raise DecodeError(f"a bundle has {size - end} bytes after its last column")
-    return Columns(count, flags, payloads, keys, headers)
+    return Columns(count, flags, payloads, keys, headers, methods)
 
 
 def decode_headers(plain: bytes, column: Column) -> list[Headers | None]:
@@ -253,6 +272,13 @@ def decode_headers(plain: bytes, column: Column) -> list[Headers | None]:
         return [_decode_headers(h) if h else None for h in _values(plain, column)]
     except (msgspec.DecodeError, UnicodeDecodeError) as err:
         raise DecodeError(f"headers of a bundle cannot be decoded: {err}") from err
+
+
+def _decode_method(plain: bytes, column: Column) -> str:
+    try:
+        return check_method(_values(plain, column)[0].decode())
+    except (UnicodeDecodeError, InvalidName) as err:
+        raise DecodeError(f"the method of a call cannot be decoded: {err}") from err
 
 
 def _offsets(values: Sequence[bytes]) -> bytes:

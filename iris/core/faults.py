@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import re
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import msgspec
 
@@ -42,6 +42,8 @@ class Refusal(Exception):
         TypeError: the details cannot be encoded.
     """
 
+    may_have_run: ClassVar = True
+
     def __init__(self, code: str, text: str = "", /, **details: object) -> None:
         super().__init__(code, text)
         self.code = _checked(code)
@@ -67,6 +69,15 @@ class Refusal(Exception):
     def __str__(self) -> str:
         more = ", ".join(f"{name}={value!r}" for name, value in self.details.items())
         return self.code + (f": {self.text}" if self.text else "") + (f" ({more})" if more else "")
+
+
+class NoMethod(Refusal):
+    """The answer to a call of a method that the member does not have. No handler has run."""
+
+    may_have_run: ClassVar = False
+
+    def __init__(self, text: str) -> None:
+        super().__init__(NO_METHOD, text)
 
 
 def _checked(code: object) -> str:

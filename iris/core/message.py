@@ -37,6 +37,11 @@ class Message(msgspec.Struct, gc=False):
     source: bytes = b""
 
     @property
+    def method(self) -> str:
+        """The method that was called; empty if none was named."""
+        return ""
+
+    @property
     def value(self) -> Any:
         """The payload: bytes if it was sent raw, else the decoded object."""
         return decode_payload(self.payload, self.packed, None)
@@ -51,6 +56,12 @@ class Message(msgspec.Struct, gc=False):
         Raises DecodeError if it does not match.
         """
         return decode_payload(self.payload, self.packed, type)
+
+
+class MethodMessage(Message, gc=False):
+    """A request, push or survey that names a method."""
+
+    method: str = ""
 
 
 def encode_payload(value: object) -> tuple[bytes, bool]:

@@ -293,10 +293,11 @@ class Outbound:
             flow.cuts = 0
 
     def call(
-        self, flow: OutFlow, payload: bytes, headers: Headers | None, packed: bool, deadline_us: int, timeout_ms: int
+        self, flow: OutFlow, payload: bytes, headers: Headers | None, packed: bool, deadline_us: int, timeout_ms: int,
+        method: str = "",
     ) -> tuple[int, int]:  # fmt: skip
         """Seal a request or push into the flow's run. Return its hop id and its seal counter."""
-        plain = encode_single(payload, headers, packed)
+        plain = encode_single(payload, headers, packed, method)
         if self._compressor is not None:
             plain = self._compressor.compressed(plain)
         if flow.bodies and (
@@ -405,10 +406,10 @@ class Outbound:
 
     def single(
         self, flow: OutFlow, payload: bytes, headers: Headers | None, packed: bool, hop: int, deadline_us: int,
-        timeout_ms: int, suffix: bytes = b"",
+        timeout_ms: int, suffix: bytes = b"", method: str = "",
     ) -> int:  # fmt: skip
         """Seal and frame one message at once; return its seal counter."""
-        plain = encode_single(payload, headers, packed)
+        plain = encode_single(payload, headers, packed, method)
         first = flow.first
         flow.first = first + 1
         counter = self._seal(flow, plain, hop, deadline_us, timeout_ms, 1, first, suffix)

@@ -54,6 +54,8 @@ class Pending:
     idempotent: bool
     member: str
     """Id of the one member that it is for; empty if the relays choose one."""
+    method: str
+    """The method that it calls; empty if it names none."""
     attempts: int = 1
     ran: bool = False
     """Whether an earlier attempt may have run."""
@@ -81,7 +83,7 @@ class Requests:
     def send(
         self, kind: int, name: str, key: ClusterKey, payload: bytes, headers: Headers | None, packed: bool, *,
         timeout_ms: int, waiter: Waiter | None = None, survey: SurveySink | None = None, idempotent: bool = False,
-        member: str = "",
+        member: str = "", method: str = "",
     ) -> Pending:  # fmt: skip
         """Send a request or survey; with `member`, a request to the one member with this id.
 
@@ -108,6 +110,7 @@ class Requests:
             survey,
             idempotent,
             member,
+            method,
         )
         if deadline < self._session.deadline_us:
             self._session.deadline_us = deadline
@@ -124,12 +127,14 @@ class Requests:
             flow = out.flow(kind, pending.name, pending.key)
         if kind == Kind.REQUEST:
             hop, counter = out.call(
-                flow, pending.payload, pending.headers, pending.packed, pending.deadline_us, pending.timeout_ms
+                flow, pending.payload, pending.headers, pending.packed, pending.deadline_us, pending.timeout_ms,
+                pending.method,
             )  # fmt: skip
         else:
             hop = session.next_hop()
             counter = out.single(
-                flow, pending.payload, pending.headers, pending.packed, hop, pending.deadline_us, pending.timeout_ms
+                flow, pending.payload, pending.headers, pending.packed, hop, pending.deadline_us, pending.timeout_ms,
+                method=pending.method,
             )  # fmt: skip
         pending.hop, pending.counter, pending.sender_id = hop, counter, flow.sender_id
         self._pending[hop] = pending
@@ -143,6 +148,7 @@ class Requests:
         packed: bool,
         timeout_ms: int,
         member: str = "",
+        method: str = "",
     ) -> None:
         """Send a push. Only a failure comes back; the owner gets a report of it (`Owner.lost`).
 
@@ -156,7 +162,7 @@ class Requests:
             flow = out.flow_to(Kind.PUSH, name, key, member)
         else:
             flow = out.flow(Kind.PUSH, name, key)
-        hop, _ = out.call(flow, payload, headers, packed, deadline_us, timeout_ms)
+        hop, _ = out.call(flow, payload, headers, packed, deadline_us, timeout_ms, method)
         self._pushes[hop] = (name, deadline_us)
         if len(self._pushes) > MAX_PENDING:
             del self._pushes[next(iter(self._pushes))]
@@ -205,7 +211,9 @@ class Requests:
             _, plain = flow.opener.open(
                 body, metadata + answer_suffix(pending.sender_id, pending.counter)
             )
-            payload, headers, packed = decode_single(plain)
+            payload, headers, packed, method = decode_single(plain)
+            if method:
+                raise DecodeError("an answer names a method; only calls do")
         except (OpenError, DecodeError) as err:
             self._session.drop("unreadable")
             if pending.survey is None:

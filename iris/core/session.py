@@ -20,7 +20,7 @@ from iris.core.heartbeat import Heartbeat
 from iris.core.inbound import InFlow, UnknownKey
 from iris.core.interfaces import Delivery, Owner
 from iris.core.local_senders import LocalSenders
-from iris.core.message import Message
+from iris.core.message import Message, MethodMessage
 from iris.core.outbound import Outbound
 from iris.core.requests import Requests
 from iris.core.session_base import SessionBase
@@ -360,7 +360,7 @@ class Session(SessionBase):
         metadata = flow.prefix + end_fields
         sender: Sender | None = None
         back: list[tuple[int, int, Refusal]] = []
-        name, sender_id = flow.name, flow.sender_id
+        name, sender_id, method = flow.name, flow.sender_id, ""
         for number, length in enumerate(sizes):
             body = buf[at : at + length]
             at += length
@@ -375,12 +375,16 @@ class Session(SessionBase):
                     if held > size and binding.admit(kind, held) is not None:
                         refusal = Refusal.FULL
                     else:
-                        payload, headers, packed = decode_single(plain)
+                        payload, headers, packed, method = decode_single(plain)
                 except (OpenError, DecodeError):
                     self.drop("unreadable")
                     refusal = Refusal.UNREADABLE
             if refusal is None:
-                message = Message(payload, name, headers, packed, sender_id)
+                message = (
+                    MethodMessage(payload, name, headers, packed, sender_id, method)
+                    if method
+                    else Message(payload, name, headers, packed, sender_id)
+                )
                 delivery = Delivery(self, flow, hop + number, deadline_us, counter, message, held)
                 if stale:
                     refusal = self._too_old(delivery, sent_us)
@@ -402,7 +406,10 @@ class Session(SessionBase):
                     self.drop("replayed" if isinstance(err, Replayed) else "stale")
                     refusal = Refusal.REPLAYED if isinstance(err, Replayed) else Refusal.STALE
             if refusal is None:
-                binding.dispatch(delivery)
+                if method:
+                    binding.call(delivery, method)
+                else:
+                    binding.dispatch(delivery)
             elif back and back[-1][2] is refusal and sum(back[-1][:2]) == number:
                 back[-1] = (back[-1][0], back[-1][1] + 1, refusal)
             else:

@@ -5,6 +5,7 @@
     filter  = part *("." part) ["." ">"]      part is a token or "*"; ">" alone matches every topic
     token   = 1*char                          any character but ".", "*", ">", white space and controls
     member  = 32(0-9 / a-f) "." 1*digit       the id of a relay, and the number of one of its members
+    method  = a-z *(a-z / 0-9 / "_" / "-" / ".")   1 to 64 characters, in either case; "iris.…" belongs to the library
     site    = a-z *(a-z / 0-9 / "-")          1 to 32 characters; "site:name" is the cluster or stream of that site
 
 `*` matches exactly one token, a final `>` one or more. Names compare byte by byte: case matters, nothing is normalised.
@@ -20,11 +21,15 @@ from iris.errors import InvalidName
 
 MAX_NAME_BYTES: Final = 255
 MAX_TOKENS: Final = 32
+MAX_METHOD_BYTES: Final = 64
+RESERVED_METHODS: Final = "iris."
+"""Start of the names of methods that the library itself answers."""
 
 _TOKEN: Final = r"[^\s.*>\x00-\x1f\x7f-\x9f\ud800-\udfff]+"
 _NAME: Final = re.compile(rf"{_TOKEN}(?:\.{_TOKEN})*")
 _MEMBER: Final = re.compile(r"[0-9a-f]{32}\.[1-9][0-9]{0,18}")
 _SITE: Final = re.compile(r"[a-z][a-z0-9-]{0,31}")
+_METHOD: Final = re.compile(rf"[A-Za-z][A-Za-z0-9_.-]{{0,{MAX_METHOD_BYTES - 1}}}")
 _FILTER: Final = re.compile(rf"(?:>|(?:{_TOKEN}|\*)(?:\.(?:{_TOKEN}|\*))*(?:\.>)?)")
 
 
@@ -46,6 +51,16 @@ def check_filter(name: str) -> str:
 def check_group(name: str) -> str:
     """Return `name`. Raises InvalidName if it is not a queue group name, whose grammar is that of a cluster name."""
     return _check(name, _NAME, "queue group")
+
+
+def check_method(name: object) -> str:
+    """Return `name`. Raises InvalidName if it is not the name of a method."""
+    if not isinstance(name, str) or not _METHOD.fullmatch(name):
+        raise InvalidName(
+            f"{str(name)[:80]!r} is not the name of a method; use 1 to {MAX_METHOD_BYTES} letters, digits, '_', '-' and '.', "
+            "beginning with a letter"
+        )
+    return name
 
 
 def check_site(name: str) -> str:

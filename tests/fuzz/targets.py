@@ -7,13 +7,20 @@ inputs in `corpus/<name>/`.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any, Final
 
-from iris.core.bundle import decode_bundle, decode_keyed, encode_bundle
+from iris.core.bundle import (
+    decode_bundle,
+    decode_keyed,
+    decode_single,
+    encode_bundle,
+    encode_single,
+)
 from iris.core.guard import Guard
 from iris.core.inbound import InFlow
 from iris.core.interfaces import Lost
@@ -115,6 +122,9 @@ def reader(data: bytes) -> None:
 
 def bundle(data: bytes) -> None:
     """Decode the plain text of a bundle from a holder of the key."""
+    with contextlib.suppress(DecodeError):
+        one = decode_single(data)
+        assert decode_single(encode_single(*one)) == (one[0], one[1] or None, *one[2:])
     try:
         payloads, keys, headers, packed = decode_keyed(data)
     except DecodeError:
@@ -390,6 +400,9 @@ class _Owner:
         return None
 
     def dispatch(self, delivery: Any) -> None:
+        self.delivered.append(delivery)
+
+    def call(self, delivery: Any, method: str) -> None:
         self.delivered.append(delivery)
 
     def broadcast(self, messages: list[Any], size: int) -> None:

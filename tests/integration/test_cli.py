@@ -40,7 +40,7 @@ import asyncio, os
 import iris
 
 echo = iris.Service("echo")
-noted = []
+noted, pushed = [], []
 
 @echo.on_request
 def answer(message: iris.Message):
@@ -51,6 +51,22 @@ def answer(message: iris.Message):
     if message.payload == b"refuse":
         raise iris.Refusal("sold_out", "sorry", left=0, until=b"x")
     return message.value if message.packed else iris.Reply(message.payload, message.headers)
+
+@echo.on_request("shout")
+def shout(message: str):
+    return message.upper() + "!"
+
+@echo.on_push("later")
+def later(message: bytes):
+    pushed.append(message)
+
+@echo.on_request("pushed")
+def what_was_pushed(message: bytes):
+    return b" ".join(pushed)
+
+@echo.on_survey("who")
+def who(message: str):
+    return "me"
 
 @echo.on_push
 def push(message: bytes):
@@ -378,6 +394,19 @@ def test_a_member_can_be_named(shell: Shell, member: str) -> None:
     said = shell("push", "echo", "hi", "--member", gone, code=Exit.NO_MEMBERS)
     assert f"member {gone} has left" in said.decode()
     assert b"is not a member id" in shell("request", "echo", "hi", "--member", "7", code=Exit.USAGE)
+
+
+def test_method_calls_the_handler_of_that_name(shell: Shell, member: str) -> None:
+    assert shell("request", "echo", "hi", "--method", "shout") == b"HI!"
+    assert shell("survey", "echo", "hi", "--method", "who") == b"me\n"
+    shell("push", "echo", "x", "--method", "later")
+    wait_until(lambda: shell("request", "echo", "", "--method", "pushed") == b"x")
+    said = shell("request", "echo", "hi", "--method", "whisper", "--json", code=1)
+    assert json.loads(said.splitlines()[0])["code"] == "no_method"
+    assert b"has no method 'whisper' for requests; its methods are pushed, shout" in said
+    assert b"is not the name of a method" in shell(
+        "request", "echo", "x", "--method", "a b", code=2
+    )
 
 
 def test_exit_codes_tell_failures_apart(shell: Shell, member: str) -> None:

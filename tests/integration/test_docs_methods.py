@@ -16,6 +16,9 @@ pytestmark = pytest.mark.timeout(60)
 
 PAGE = Path(__file__).parents[2] / "docs" / "methods.md"
 PRINTED = """\
+placed
+True
+no_method False
 out_of_stock 2 True
 shop: out_of_stock: come back on Monday (sku='lamp', left=2)
 0 None sold_out

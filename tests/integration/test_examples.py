@@ -52,6 +52,10 @@ EXPECTED = {
     "one_member": [
         "anna: 1", "bert: 1", "anna: 2", "carl: 1", "anna: 3", "has left: True may have run: False",
     ],
+    "methods": [
+        "placed lamp", "cancelled lamp", "cancel: unknown_order, may have run: True", "refund: no_method, may have run: False",
+        "noted: all done",
+    ],
     "publish_subscribe": [
         "B6 only: flights.JFK.B6 news of flights.JFK.B6",
         "B6 only: flights.EWR.B6 news of flights.EWR.B6",

@@ -246,6 +246,6 @@ async def test_time_spent_waiting_for_a_relay_counts_against_the_timeout(
             return await ready(name, timeout)
 
         monkeypatch.setattr(client, "_ready", late)
-        monkeypatch.setattr(Requests, "push", lambda *args: left.append(args[-2]))
+        monkeypatch.setattr(Requests, "push", lambda *args: left.append(args[-3]))
         await client.push("c", b"x", timeout=5)
         assert left[0] <= 4901

@@ -147,6 +147,8 @@ class Service:
         self.handler = handler
         self.refusal: Refusal | None = None
         self.deliveries: list[Delivery] = []
+        self.methods: list[str] = []
+        """Methods of the calls that named one."""
         self.casts: list[Message] = []
         self.tunnels: list[TunnelEnd] = []
         self.gaps: list[Lost] = []
@@ -159,6 +161,10 @@ class Service:
         self.deliveries.append(delivery)
         if self.handler is not None:
             self.handler(delivery)
+
+    def call(self, delivery: Delivery, method: str) -> None:
+        self.methods.append(method)
+        self.dispatch(delivery)
 
     def broadcast(self, messages: list[Message], size: int) -> None:
         self.casts += messages
@@ -330,22 +336,25 @@ class Host:
 
     def request(
         self, name: str, payload: bytes = b"", *, timeout_ms: int = 1000, idempotent: bool = False,
-        headers: Headers | None = None, kind: Kind = Kind.REQUEST, member: str = "",
+        headers: Headers | None = None, kind: Kind = Kind.REQUEST, member: str = "", method: str = "",
     ) -> Result:  # fmt: skip
         result = Result()
         self.send(
             name, payload, result, timeout_ms=timeout_ms, idempotent=idempotent, headers=headers, member=member,
+            method=method,
         )  # fmt: skip
         return result
 
     def send(
         self, name: str, payload: bytes, waiter: Result | None = None, *, survey: Answers | None = None,
         timeout_ms: int = 1000, idempotent: bool = False, headers: Headers | None = None, member: str = "",
+        method: str = "",
     ) -> Pending:  # fmt: skip
         self.session.turn(self.net.now_us + self.clock_us, self.mono_us)
         return self.session.requests.send(
             Kind.REQUEST if survey is None else Kind.SURVEY, name, self.key, payload, headers, False,
             timeout_ms=timeout_ms, waiter=waiter, survey=survey, idempotent=idempotent, member=member,
+            method=method,
         )  # fmt: skip
 
     def survey(self, name: str, payload: bytes = b"", *, timeout_ms: int = 1000) -> Answers:
@@ -354,10 +363,10 @@ class Host:
         return answers
 
     def push(
-        self, name: str, payload: bytes = b"", *, timeout_ms: int = 1000, member: str = ""
-    ) -> None:
+        self, name: str, payload: bytes = b"", *, timeout_ms: int = 1000, member: str = "", method: str = ""
+    ) -> None:  # fmt: skip
         self.session.turn(self.net.now_us + self.clock_us, self.mono_us)
-        self.session.requests.push(name, self.key, payload, None, False, timeout_ms, member)
+        self.session.requests.push(name, self.key, payload, None, False, timeout_ms, member, method)
 
     def open_tunnel(
         self, name: str, headers: Headers | None = None, *, member: str = ""

@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF, HKDFExpand
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from iris.core.bundle import Headers, encode_bundle
+from iris.core.bundle import Headers, encode_bundle, encode_single
 from iris.core.faults import Refusal as HandlerRefusal
 from iris.core.faults import fault_headers
 from iris.core.tunnel import prologue
@@ -597,6 +597,10 @@ def blocks() -> dict[tuple[str, str], str]:
     found["hex", "bundle-keys"] = _hex(encode_bundle(payloads, None, False, keys))
     found["json", "bundle-keys"] = _json(
         {"payloads": ["one", "three"], "keys": ["AA", ""], "headers": None, "packed": False}
+    )
+    found["hex", "bundle-method"] = _hex(encode_single(b"7", None, True, "place"))
+    found["json", "bundle-method"] = _json(
+        {"payload": "7", "headers": None, "packed": True, "method": "place"}
     )
     for name, said in derived().items():
         found["json", name] = _json(said)

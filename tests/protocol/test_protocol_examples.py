@@ -23,8 +23,15 @@ from protocol.make_examples import BLOCK, DOCUMENT, KEY, MEMBER_EPHEMERAL, OPENE
 from iris.config import ClientConfig
 from iris.core import bundle, credit, guard, inbound, requests, tunnel, tunnels
 from iris.core.aliases import MAX_ALIASES
-from iris.core.bundle import decode_bundle, decode_keyed, encode_bundle
+from iris.core.bundle import (
+    decode_bundle,
+    decode_keyed,
+    decode_single,
+    encode_bundle,
+    encode_single,
+)
 from iris.core.direct import DIRECT_AFTER_BYTES
+from iris.core.faults import MAX_DETAILS_BYTES
 from iris.core.tunnel import prologue
 from iris.crypto import channel, noise, sframe
 from iris.crypto.keys import ClusterKey, verify_proof
@@ -361,6 +368,16 @@ def test_a_bundle_has_its_keys_between_payloads_and_headers() -> None:
     assert decode_bundle(data) == (payloads, headers, packed)
 
 
+def test_a_bundle_of_a_call_ends_with_its_method() -> None:
+    data, said = HEX["bundle-method"], JSON["bundle-method"]
+    payload, headers, packed, method = decode_single(data)
+    assert {
+        "payload": payload.decode(), "headers": headers, "packed": packed, "method": method,
+    } == said  # fmt: skip
+    assert encode_single(payload, headers, packed, method) == data
+    assert int.from_bytes(data[4:8], "little") == 16 | 2
+
+
 @pytest.mark.parametrize("name", ["bundle-one", "bundle-headers", "bundle-refusal"])
 def test_a_bundle_has_the_columns_as_written(name: str) -> None:
     data, said = HEX[name], JSON[name]
@@ -507,6 +524,8 @@ LIMITS: Final = {
     "control frame's map": codec.MAX_CONTROL_BYTES,
     "control frame with a relay's list (MEMBERSHIP, ROSTER, DONE, REPORT)": codec.MAX_REPORT_BYTES,
     "headers of a message": bundle.MAX_HEADERS_BYTES,
+    "details of a refusal, before base64": MAX_DETAILS_BYTES,
+    "name of a method, code of a refusal": names.MAX_METHOD_BYTES,
     "bundle of more than one message, counted as in §8": bundle.CUT_BYTES,
     "aliases per direction": (MAX_ALIASES, _CONFIG.max_aliases),
     "keys proven per session": _CONFIG.max_keys_per_session,

@@ -15,7 +15,10 @@ from iris.core.bundle import (
     check_headers,
     decode_bundle,
     decode_keyed,
+    decode_single,
     encode_bundle,
+    encode_single,
+    find_columns,
 )
 from iris.errors import DecodeError, LocalProtocolError
 
@@ -143,3 +146,49 @@ def test_headers_have_a_bound() -> None:
     assert check_headers({"a": "x" * (MAX_HEADERS_BYTES - 10)})
     with pytest.raises(LocalProtocolError, match="over"):
         check_headers({"a": "x" * MAX_HEADERS_BYTES})
+
+
+METHOD_NAMES = st.from_regex(r"[A-Za-z][A-Za-z0-9_.-]{0,63}", fullmatch=True)
+
+
+@given(st.binary(max_size=60), HEADERS, st.booleans(), st.one_of(st.just(""), METHOD_NAMES))
+def test_a_call_keeps_its_method(
+    payload: bytes, headers: Headers | None, packed: bool, method: str
+) -> None:
+    plain = encode_single(payload, headers, packed, method)
+    assert decode_single(plain) == (payload, headers, packed, method)
+
+
+@given(st.binary(max_size=60), HEADERS, METHOD_NAMES)
+def test_only_a_receiver_of_single_messages_opens_a_bundle_with_a_method(
+    payload: bytes, headers: Headers | None, method: str
+) -> None:
+    plain = encode_single(payload, headers, False, method)
+    for receiver in (decode_bundle, decode_keyed, find_columns):
+        with pytest.raises(DecodeError, match="may run a later version"):
+            receiver(plain)
+
+
+@pytest.mark.parametrize("name", [b"", b"a b", b"9", b"a" * 65, b"\xff", b"a\n"])
+def test_a_method_outside_the_grammar_is_a_decode_error(name: bytes) -> None:
+    plain = encode_single(b"ping", None, False, "x")
+    size = len(plain)
+    assert plain[-9:] == struct.pack("<ii", 0, 1) + b"x"
+    with pytest.raises(DecodeError, match="method of a call cannot be decoded"):
+        decode_single(plain[: size - 5] + struct.pack("<i", len(name)) + name)
+
+
+@settings(max_examples=200)
+@given(st.binary(max_size=30), HEADERS, st.data())
+def test_a_damaged_call_raises_decode_error_only(
+    payload: bytes, headers: Headers | None, data: st.DataObject
+) -> None:
+    plain = bytearray(encode_single(payload, headers, False, "place"))
+    for _ in range(data.draw(st.integers(1, 4))):
+        plain[data.draw(st.integers(0, len(plain) - 1))] = data.draw(st.integers(0, 255))
+    damaged = bytes(plain[: data.draw(st.integers(0, len(plain)))])
+    try:
+        found = decode_single(damaged)
+    except DecodeError:
+        return
+    assert len(found[0]) <= len(damaged)

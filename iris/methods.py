@@ -1,0 +1,110 @@
+"""Methods: several handlers of one service for one kind of message, of which each call names one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from iris.core.faults import NoMethod
+from iris.core.interfaces import Delivery
+from iris.core.message import Message
+from iris.errors import ConfigError, InvalidName
+from iris.handlers import Deferred, Handler, Request
+from iris.parameters import Parameter, Provided
+from iris.wire.kinds import Kind
+from iris.wire.names import RESERVED_METHODS, check_method
+
+_SHOWN = 20
+"""Methods that the error of a call without its method lists."""
+
+
+class Methods(Handler):
+    """The handlers of one kind of message as one handler, which runs the one that the message names.
+
+    The handler of messages that name no method has the name "".
+    """
+
+    __slots__ = ("handlers", "kind", "service")
+
+    def __init__(self, service: str, kind: Kind, handlers: dict[str, Handler]) -> None:
+        self.service = service
+        self.kind = kind
+        self.handlers = handlers
+        self.is_coroutine = any(handler.is_coroutine for handler in handlers.values())
+        takes_request = any(handler.wanted is Request for handler in handlers.values())
+        run: Callable[..., Any] = _await if self.is_coroutine else _call
+        super().__init__(
+            run,
+            [Parameter("message", Request if takes_request else Message)],
+            name=kind.name.lower(),
+            is_coroutine=self.is_coroutine,
+        )
+
+    def with_method(self, method: str, handler: Handler) -> Methods:
+        """Return these handlers and one more. Raises ConfigError if there is one of this name."""
+        if method in self.handlers:
+            what = f"the method {method!r}" if method else "requests without a method"
+            raise ConfigError(
+                f"service {self.service} already has a handler for {what} ({self.kind.name.lower()}); it can have only one"
+            )
+        return Methods(self.service, self.kind, {**self.handlers, method: handler})
+
+    def resolved(self, provided: Provided, *, has_message: bool = True) -> Methods:
+        """Return these handlers, each resolved."""
+        handlers = {
+            method: handler.resolved(provided, has_message=has_message)
+            for method, handler in self.handlers.items()
+        }
+        return Methods(self.service, self.kind, handlers)
+
+    def chosen(self, message: Message) -> Handler:
+        """Return the handler of the method that a message names; all of them if there is none."""
+        return self.handlers.get(message.method, self)
+
+    def _handler(self, message: Message) -> Handler:
+        handler = self.handlers.get(message.method)
+        if handler is None:
+            raise no_method(self.service, self.kind, message.method, self.handlers)
+        return handler
+
+    def argument(self, delivery: Delivery, defer: Callable[[], Deferred]) -> Any:
+        """Return the handler of the method, and the argument for it. Raises NoMethod or DecodeError."""
+        handler = self._handler(delivery.message)
+        return handler, handler.argument(delivery, defer)
+
+    def convert(self, message: Message, defer: Callable[[], Deferred] | None = None) -> Any:
+        """Return the handler of the method, and the argument for it. Raises NoMethod or DecodeError."""
+        handler = self._handler(message)
+        return handler, handler.convert(message, defer)
+
+
+def check_served(method: str) -> str:
+    """Return the name of a method that a service may have. Raises InvalidName."""
+    if check_method(method).startswith(RESERVED_METHODS):
+        raise InvalidName(
+            f"{method!r} is reserved: methods beginning with {RESERVED_METHODS!r} are answered by the library; "
+            "choose another name"
+        )
+    return method
+
+
+def no_method(service: str, kind: int, method: str, handlers: dict[str, Handler]) -> NoMethod:
+    """Return the answer to a call of a method that a member does not have."""
+    plural = f"{Kind(kind).name.lower()}s" if kind != Kind.PUSH else "pushes"
+    names = sorted(name for name in handlers if name)
+    shown = ", ".join(names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
+    if not method:
+        return NoMethod(f"{plural} to {service} must name a method: {shown}")
+    there = f"its methods are {shown}" if names else "it has none"
+    return NoMethod(f"this member of {service} has no method {method!r} for {plural}; {there}")
+
+
+def _call(call: tuple[Handler, Any]) -> Any:
+    handler, argument = call
+    return handler.function(argument)
+
+
+async def _await(call: tuple[Handler, Any]) -> Any:
+    handler, argument = call
+    value = handler.function(argument)
+    return await value if handler.is_coroutine else value
