@@ -127,6 +127,7 @@ from iris.membership import Members
 from iris.middleware import Call, CallNext, Middleware
 from iris.request_many import Outcome
 from iris.service import Service
+from iris.stats import ServiceStats, Stats, SubscriptionStats
 from iris.streams import (
     CommitInfo,
     StagedAttempt,
@@ -182,10 +183,12 @@ __all__ = [
     "RequestTimeout",
     "Scope",
     "Service",
+    "ServiceStats",
     "SlowReceiver",
     "StagedAttempt",
     "StagedMissing",
     "Staging",
+    "Stats",
     "StreamDamaged",
     "StreamError",
     "StreamExists",
@@ -196,6 +199,7 @@ __all__ = [
     "StreamRecord",
     "StreamUnavailable",
     "Subscription",
+    "SubscriptionStats",
     "Survey",
     "Tunnel",
     "TunnelBroken",

@@ -142,8 +142,12 @@ class Attachment:
         self._offline: deque[Cast] = deque()
         """Casts held for the next session."""
         self._offline_bytes = 0
-        self._ended: dict[str, int] = {"sent": 0, "received": 0}
-        """Messages sent and received over sessions that have ended."""
+        self._ended = {"sent": 0, "received": 0, "sent bytes": 0, "received bytes": 0}
+        """Messages and bytes sent and received over sessions that have ended."""
+        self.reconnects = 0
+        """Sessions that were adopted after one was lost."""
+        self.connected_s: float | None = None
+        """Time (seconds since 1970) at which the session in use was adopted; None while there is none."""
 
     # -- life ------------------------------------------------------------------------------------------------
 
@@ -388,12 +392,14 @@ class Attachment:
         self._vacant.clear()
         self._end_waiting()
         self.pump, self.session, self.out = pump, pump.session, pump.session.out
+        self.connected_s = time.time()
         self.blocked = False
         if self._lost_s is not None:
             away_s = round(self._loop.time() - self._lost_s, 3)
             log.info("client.connected", extra={"fields": {"away_s": away_s}})
             now_s = time.monotonic()
             self._absences.append((now_s - away_s, now_s))
+            self.reconnects += 1
             self._lost_s = None
         pump.turn()
         self._registry.adopted(pump.session)
@@ -457,6 +463,7 @@ class Attachment:
         """Stop using the current session, and wake `_run` to look for the next."""
         self._end_waiting()
         self.session = self.out = self.pump = None
+        self.connected_s = None
         self.blocked = True
         self._up.clear()
         self._vacant.set()
@@ -548,15 +555,24 @@ class Attachment:
             writable.set_result(None)
 
     def messages(self, direction: str) -> int:
-        """Return the number of data messages "sent" or "received" over all sessions, accepted or not."""
-        count = self._ended[direction]
+        """Return the number of data messages "sent" or "received", or of "sent bytes" or "received bytes".
+
+        It is counted over all sessions, accepted or not.
+        """
+        return self._ended[direction] + sum(_traffic(pump)[direction] for pump in self._live())
+
+    def dropped(self) -> list[tuple[str, int]]:
+        """Return (cause, number) of the messages dropped in sessions that have not ended."""
+        return [each for pump in self._live() for each in pump.session.dropped.items()]
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of casts held for the next session."""
+        return self._offline_bytes
+
+    def _live(self) -> list[Pump[Session]]:
         pumps = [*self._leaving] if self.pump is None else [*self._leaving, self.pump]
-        for pump in pumps:
-            if pump.connected:
-                session = pump.session
-                sent = direction == "sent"
-                count += session.out.sent_messages if sent else session.received_messages
-        return count
+        return [pump for pump in pumps if pump.connected]
 
     def poison(self) -> None:
         """Disable this client in the child of a fork, because counters, nonces and socket belong to the parent."""
@@ -590,8 +606,8 @@ class Attachment:
         """Clean up after a connection that ended, and hold its unsent casts for the next session."""
         session = pump.session
         if session.started:
-            self._ended["sent"] += session.out.sent_messages
-            self._ended["received"] += session.received_messages
+            for direction, count in _traffic(pump).items():
+                self._ended[direction] += count
         for cause, count in session.dropped.items():
             self._client.count_dropped(cause, count)
         self._registry.ended(session)
@@ -611,3 +627,13 @@ class Attachment:
                 self._report_lost(cast, err.detail)
         if self.state is OPEN:
             self._client.detached(reason)
+
+
+def _traffic(pump: Pump[Session]) -> dict[str, int]:
+    """Return the messages and bytes that went through a connection."""
+    return {
+        "sent": pump.session.out.sent_messages,
+        "received": pump.session.received_messages,
+        "sent bytes": pump.sent_bytes,
+        "received bytes": pump.received_bytes,
+    }

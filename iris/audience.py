@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from iris.checks import check_whole
 from iris.core.backoff import Backoff
 from iris.deadlines import deadline
 from iris.errors import ConnectionLost, RelayError, RequestTimeout
@@ -94,6 +95,7 @@ async def ask_audience(runtime: Runtime, topic: str, timeout: float, *, slow: bo
 
 async def wait_for_subscribers(runtime: Runtime, topic: str, count: int, timeout: float) -> int:
     """Wait until a topic has at least `count` subscribers and return their number. Raises RequestTimeout."""
+    check_whole("count", count, 0)
     until_s = deadline(timeout)
     backoff = Backoff(WAIT_MIN_S, WAIT_MAX_S, random.random)
     found = 0

@@ -31,6 +31,7 @@ from iris.membership import Members
 from iris.middleware import Middleware
 from iris.request_many import IN_FLIGHT, Outcome
 from iris.service import Service
+from iris.stats import Stats
 from iris.streams.blocking import Streams
 from iris.subscription import QUEUE_BYTES, Policy
 from iris.tunnel import EndOfTunnel
@@ -174,6 +175,14 @@ class Client:
             return list(self._client.losses)
 
         return self._run(copied())
+
+    def stats(self) -> Stats:
+        """See `iris.Client.stats`."""
+
+        async def taken() -> Stats:
+            return self._client.stats()
+
+        return self._run(taken())
 
     def offer(
         self, topic: str, payload: object, *, headers: Headers | None = None, when_full: WhenFull = "drop"

@@ -22,6 +22,7 @@ import msgspec
 
 from iris.attachment import OPEN, Attachment, Connector, unwatched
 from iris.audience import Audience, ask_audience, wait_for_subscribers
+from iris.checks import check_whole
 from iris.config import ClientConfig
 from iris.core.bundle import CUT_BYTES, MESSAGE_BYTES, Headers
 from iris.core.credit import WhenFull
@@ -59,6 +60,7 @@ from iris.request_many import IN_FLIGHT, SESSIONS_TRIED, Many, Outcome
 from iris.runtime import Runtime
 from iris.service import Service
 from iris.serving import ServiceBinding
+from iris.stats import Stats, snapshot
 from iris.streams import Streams
 from iris.subscription import QUEUE_BYTES, Policy, Subscription
 from iris.survey import Survey
@@ -120,7 +122,10 @@ class Client:
         self.losses = runtime.losses
         """The latest 1,000 losses, oldest first."""
         self.counters = runtime.counters
-        """Messages dropped in this process, by cause, and the number of handlers that failed: name -> count."""
+        """Messages dropped in this process, by cause, and the number of handlers that failed: name -> count.
+
+        What a session drops by itself is added when it ends; `stats` counts it at once.
+        """
         self._given_keyring = keyring
         self._embedded = embedded
         self._entropy = entropy
@@ -255,6 +260,10 @@ class Client:
     def received_messages(self) -> int:
         """Number of data messages received over all sessions, accepted or not."""
         return self._runtime.messages("received")
+
+    def stats(self) -> Stats:
+        """Return what this client has sent, received, dropped and holds now. Raises Closed unless it is open."""
+        return snapshot(self._runtime)
 
     # -- requests --------------------------------------------------------------------------------------------
 
@@ -393,7 +402,7 @@ class Client:
             check_method(method)
         many = Many(
             self._runtime, cluster, payloads, timeout=timeout, headers=headers, idempotent=idempotent, wanted=type,
-            in_flight=max(1, in_flight), method=method or "",
+            in_flight=in_flight, method=method or "",
         )  # fmt: skip
         return many.outcomes()
 
@@ -722,6 +731,7 @@ class Client:
 
         Raises RequestTimeout after `timeout` seconds.
         """
+        check_whole("count", count, 0)
         until_s = deadline(timeout)
         listed = False
         with self._runtime.watching(cluster) as watcher:

@@ -7,6 +7,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from iris.checks import check_number, check_whole
 from iris.errors import ConfigError
 from iris.wire.codec import DEFAULT_MESSAGE_LIMIT, MAX_MESSAGE_LIMIT, MIN_MESSAGE_LIMIT
 
@@ -105,11 +106,8 @@ class ClientConfig:
     """User whose relay is trusted, besides root and the user of this process."""
 
     def __post_init__(self) -> None:
-        if not MIN_MESSAGE_LIMIT <= self.message_limit_bytes <= MAX_MESSAGE_LIMIT:
-            raise ConfigError(
-                f"message_limit_bytes must be from {MIN_MESSAGE_LIMIT} to {MAX_MESSAGE_LIMIT}, "
-                f"not {self.message_limit_bytes}"
-            )
+        limits = MIN_MESSAGE_LIMIT, MAX_MESSAGE_LIMIT
+        check_whole("message_limit_bytes", self.message_limit_bytes, *limits)
         for name in (
             "connect_timeout_s",
             "drain_timeout_s",
@@ -118,16 +116,13 @@ class ClientConfig:
             "freshness_s",
             "stall_s",
         ):
+            check_number(name, getattr(self, name))
             if not 0 < getattr(self, name) <= 86_400:
                 raise ConfigError(
                     f"{name} must be above 0 and at most 86400 s (a day), not {getattr(self, name)}"
                 )
-        if self.offline_bytes < 0:
-            raise ConfigError(f"offline_bytes must be at least 0, not {self.offline_bytes}")
-        if self.write_high_bytes < 4096:
-            raise ConfigError(
-                f"write_high_bytes must be at least 4096, not {self.write_high_bytes}"
-            )
+        check_whole("offline_bytes", self.offline_bytes, 0)
+        check_whole("write_high_bytes", self.write_high_bytes, 4096)
         if len(self.label) > 64:
             raise ConfigError(f"label must have at most 64 characters, not {len(self.label)}")
 
@@ -150,5 +145,4 @@ class Limits:
 
     def __post_init__(self) -> None:
         for name in ("concurrency", "queue_bytes", "tunnels"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
+            check_whole(name, getattr(self, name), 1)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Final, ParamSpec, TypeVar
 
+from iris.checks import check_number
 from iris.errors import ConfigError, RequestError, RequestTimeout, with_deadline
 
 LONGEST_MS: Final = 0xFFFFFFFF
@@ -114,8 +115,12 @@ def milliseconds(timeout: float) -> int:
 
     Raises ConfigError if it is not above 0.
     """
-    if not timeout > 0:
-        raise ConfigError(f"timeout must be above 0 s, not {timeout}")
+    try:
+        if not timeout > 0:
+            raise ConfigError(f"timeout must be above 0 s, not {timeout}")
+    except TypeError:
+        check_number("timeout", timeout)
+        raise
     return round(timeout * 1000) or 1 if timeout < LONGEST_S else LONGEST_MS
 
 

@@ -33,10 +33,14 @@ class Served(Binding, Protocol):
     service: Service
     key_ids: set[bytes]
     leaving: bool
+    member_id: str
+    running: int
 
     @property
     def expects_broadcasts(self) -> bool: ...
     def joined(self, member: int, member_id: str, key_ids: Iterable[bytes]) -> None: ...
+    @property
+    def queued_bytes(self) -> int: ...
     def leave(self) -> Coroutine[Any, Any, None]: ...
     async def stop(self) -> None: ...
 
@@ -46,6 +50,10 @@ class Subscriber(Sink, Protocol):
 
     filter: str
     group: str
+    lost: int
+
+    @property
+    def queued_bytes(self) -> int: ...
 
     def stop(self) -> None: ...
     def end(self) -> None: ...
@@ -242,6 +250,10 @@ class Registry:
             text = f"{pattern!r} may match topics of {len(keys)} keys, over the limit of {MAX_KEY_IDS}; use narrower filters"
             raise KeyringError(text)
         return keys
+
+    def subscriptions(self) -> list[Subscriber]:
+        """Return all subscriptions."""
+        return [each for registered in self._subscriptions.values() for each in registered]
 
     async def ready(self, subscription: Subscriber) -> None:
         """Wait until the relay has registered the subscription; raises the error if it refused."""

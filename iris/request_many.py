@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import Any, Final, Generic, TypeVar, cast
 
+from iris.checks import check_whole
 from iris.core.bundle import Headers
 from iris.core.message import Message, decode_payload
 from iris.core.requests import Pending, Requests
@@ -128,7 +129,9 @@ class Many:
         self._headers = headers
         self._idempotent = idempotent
         self._wanted = wanted
-        self._in_flight = in_flight
+        check_whole("in_flight", in_flight, 0)
+        milliseconds(timeout)
+        self._in_flight = max(1, in_flight)
         self._method = method
         self._sessions = SESSIONS_TRIED if idempotent else 1
         self._waiting: set[_Request] = set()

@@ -49,6 +49,8 @@ from iris.wire.kinds import AUDIENCE_MINOR, Kind
 
 log = logger("iris.client")  # the documented name of this logger
 
+FAILED_HANDLERS: Final = "failed handlers"
+"""Name of the counter of handlers that raised."""
 MAX_LOSSES: Final = 1000
 """Number of losses that `Client.losses` keeps."""
 TUNNEL: Final = "; send it through a tunnel"
@@ -71,6 +73,8 @@ class Runtime:
         self.config = config
         self.losses: deque[Lost] = deque(maxlen=MAX_LOSSES)
         """The latest losses, at most `MAX_LOSSES`, oldest first."""
+        self.reported_losses = 0
+        """Losses added to `losses`, also those that it no longer keeps."""
         self.on_loss: Callable[[Lost], object] | None = None
         """Called with every loss."""
         self.counters: dict[str, int] = {}
@@ -439,6 +443,7 @@ class Runtime:
     def report_loss(self, lost: Lost) -> None:
         """Add a loss, which is counted and logged already, to `losses`, and call `on_loss` with it."""
         self.losses.append(lost)
+        self.reported_losses += 1
         if self.on_loss is not None:
             try:
                 self.on_loss(lost)
@@ -450,7 +455,7 @@ class Runtime:
 
         `handler` says what it is the handler of: "handler of thumbnails". Call it in an except block.
         """
-        self.count_dropped("failed handlers", 1)
+        self.count_dropped(FAILED_HANDLERS, 1)
         name = function_name(function)
         fields: dict[str, object] = {
             "handler": handler,

@@ -101,6 +101,11 @@ class ServiceBinding:
         self.member_id = member_id
         self.key_ids.update(key_ids)
 
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes that are queued or running."""
+        return self._cast_bytes + sum(inbox.queued_bytes for inbox in self._inboxes.values())
+
     # -- what the session calls ------------------------------------------------------------------------------
 
     @property

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any, Final, Literal, Self
 
+from iris.checks import check_whole
 from iris.core.credit import MIN_QUEUE_BYTES, WhenFull
 from iris.core.interfaces import Lost
 from iris.core.message import Message
@@ -62,6 +63,7 @@ class Subscription:
             raise ConfigError(f"policy must be 'drop-new', 'drop-old' or 'cut', not {policy!r}")
         if when_full not in ("drop", "wait"):
             raise ConfigError(f"when_full must be 'drop' or 'wait', not {when_full!r}")
+        check_whole("limit_bytes", limit_bytes, 1)
         if when_full == "wait" and limit_bytes < MIN_QUEUE_BYTES:
             raise ConfigError(
                 f"limit_bytes must be at least {MIN_QUEUE_BYTES} with when_full='wait', not {limit_bytes}"
@@ -76,8 +78,7 @@ class Subscription:
         self._handler = handler
         self._coroutine = handler if inspect.iscoroutinefunction(handler) else None
         """The handler, if it is a coroutine function."""
-        if not 1 <= concurrency <= MAX_CONCURRENCY:
-            raise ConfigError(f"concurrency must be from 1 to {MAX_CONCURRENCY}, not {concurrency}")
+        check_whole("concurrency", concurrency, 1, MAX_CONCURRENCY)
         if concurrency > 1 and self._coroutine is None:
             raise ConfigError(
                 f"concurrency={concurrency} needs a handler that is a coroutine function; define it with `async def`"
@@ -236,6 +237,11 @@ class Subscription:
     def _tasks(self) -> list[asyncio.Task[None]]:
         """Tasks that run the coroutine handler."""
         return [*self._workers] if self._worker is None else [self._worker]
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes that were received and not handled yet."""
+        return self._queued_bytes
 
     # -- the session's side ----------------------------------------------------------------------------------
 

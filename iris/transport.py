@@ -151,6 +151,10 @@ class Pump(asyncio.BufferedProtocol, Generic[S]):
         self._timer_us = NEVER_US
         self.closed = asyncio.Event()
         self.connected = False
+        self.sent_bytes = 0
+        """Bytes handed to the connection."""
+        self.received_bytes = 0
+        """Bytes read from the connection."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's do not derive from it
@@ -173,6 +177,7 @@ class Pump(asyncio.BufferedProtocol, Generic[S]):
 
     def buffer_updated(self, nbytes: int) -> None:
         self._in_batch = True
+        self.received_bytes += nbytes
         try:
             self.session.turn(time.time_ns() // 1000, time.monotonic_ns() // 1000)
             self.session.mark_alive()
@@ -257,6 +262,7 @@ class Pump(asyncio.BufferedProtocol, Generic[S]):
             size = out.chunk_bytes
             out.chunks = []
             out.chunk_bytes = 0
+            self.sent_bytes += size
             self._writer.write(chunks, size)
 
     @property

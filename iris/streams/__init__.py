@@ -15,14 +15,16 @@ from typing import Final
 
 from msgspec import structs
 
+from iris.checks import check_number, check_whole
 from iris.core.bundle import Headers
 from iris.core.producer import PLAIN
-from iris.deadlines import seconds_left
+from iris.deadlines import deadline, seconds_left
 from iris.errors import ConfigError, NoStream, StreamError, StreamUnavailable
 from iris.runtime import Runtime
 from iris.streams.appending import Appender, append_expecting
 from iris.streams.consuming import BATCH_MESSAGES, Consumer
 from iris.streams.definitions import (
+    check_limits,
     check_local_name,
     check_same,
     end_stream,
@@ -109,6 +111,7 @@ class Streams:
             StreamUnavailable: there is no store, or it did not answer.
         """
         check_local_name(name)
+        check_limits(max_bytes, max_messages, max_age, dedup_window)
         definition = Definition(
             name,
             topic,
@@ -120,7 +123,7 @@ class Streams:
             dedup_window_us=round(dedup_window * 1e6),
         )
         check_definition(definition)
-        until_s = time.monotonic() + timeout
+        until_s = deadline(timeout)
         try:
             found = await self._stores.describe(name, "", timeout=timeout)
         except NoStream:
@@ -371,6 +374,9 @@ class Streams:
             StreamError: NoStream, StreamDamaged, StreamUnavailable.
         """
         check_address(name)
+        check_whole("max_bytes", max_bytes, 1)
+        check_number("wait", wait, 0)
+        check_number("timeout", timeout)
         until_s = time.monotonic() + timeout + wait
         call = Fetch(start, max_bytes, round(wait * 1000))
         fetched = await self._stores.ask_stream(

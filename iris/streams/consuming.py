@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Final, Self
 
+from iris.checks import check_number, check_whole
 from iris.errors import Closed, IrisError, RequestError, StreamError, StreamUnavailable
 from iris.streams.reading import MAX_GAPS, Start, resolve_dead, start_offset
 from iris.streams.records import RecordOpener, StreamGap, StreamMessage, to_gap
@@ -52,6 +53,9 @@ class Consumer:
         self._start = start
         self._group = group
         self._durable = durable
+        check_number("ack_timeout", ack_timeout, 0)
+        check_whole("max_deliver", max_deliver, 0)
+        check_whole("max_messages", max_messages, 1)
         self._ack_timeout_us = round(ack_timeout * 1e6)
         self._max_deliver = max_deliver
         self._max_messages = max_messages

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from msgspec import structs
 
+from iris.checks import check_number, check_whole
 from iris.crypto.keys import ClusterKey, public_id
 from iris.deadlines import seconds_left
 from iris.errors import ConfigError, NoStream, StreamError, StreamExists
@@ -32,9 +33,22 @@ def given_fields(
     *, max_age: float | None = None, dedup_window: float | None = None, **given: Any
 ) -> dict[str, Any]:
     """Return the fields of a definition that are not None; times in seconds become µs."""
+    check_limits(given.get("max_bytes"), given.get("max_messages"), max_age, dedup_window)
     for field, seconds in (("max_age_us", max_age), ("dedup_window_us", dedup_window)):
         given[field] = None if seconds is None else round(seconds * 1e6)
     return {field: value for field, value in given.items() if value is not None}
+
+
+def check_limits(
+    max_bytes: int | None, max_messages: int | None, max_age: float | None, dedup_window: float | None
+) -> None:  # fmt: skip
+    """Raise ConfigError unless the limits of a stream are numbers of at least 0, or None."""
+    for name, whole in (("max_bytes", max_bytes), ("max_messages", max_messages)):
+        if whole is not None:
+            check_whole(name, whole, 0)
+    for name, seconds in (("max_age", max_age), ("dedup_window", dedup_window)):
+        if seconds is not None:
+            check_number(name, seconds, 0)
 
 
 async def make_stream(stores: Stores, definition: Definition, timeout: float) -> VerifiedStream:

@@ -16,10 +16,9 @@ import msgspec
 from iris.core.backoff import Backoff
 from iris.core.channels import is_named, trusted_orders
 from iris.crypto.keys import ClusterKey
-from iris.deadlines import milliseconds, seconds_left
+from iris.deadlines import deadline, milliseconds, seconds_left
 from iris.errors import (
     AmbiguousStream,
-    ConfigError,
     ConnectionLost,
     DecodeError,
     IrisError,
@@ -225,7 +224,7 @@ class Stores:
         Raises:
             StreamError: the store refused; StreamUnavailable if it did not answer in time.
         """
-        until_s = asked_until_s = _deadline_s(timeout)
+        until_s = asked_until_s = deadline(timeout)
         asked = timeout if asked is None else asked
         backoff = Backoff(PAUSE_MIN_S, PAUSE_MAX_S, random.random)
         trying = lost = False
@@ -380,7 +379,7 @@ class Stores:
         self, name: str, uuid: str, *, timeout: float
     ) -> tuple[ClusterKey, bytes]:
         """Return the (key, uuid) that the stream's key hashes are made with. Raises as `describe`."""
-        until_s = _deadline_s(timeout)
+        until_s = deadline(timeout)
         location = await self.locate(name, uuid, timeout=timeout)
         of = self._key_uuids.get(location.uuid)
         if of is None:
@@ -398,7 +397,7 @@ class Stores:
 
         Raises StreamError without a dedup window, and as `describe`.
         """
-        until_s = _deadline_s(timeout)
+        until_s = deadline(timeout)
         location = await self.locate(name, uuid, timeout=timeout)
         if location.uuid not in self._dedup_logs:
             stream = await self.describe(name, location.uuid.hex(), timeout=seconds_left(until_s))
@@ -505,12 +504,6 @@ def checked(answer: object, wanted: type[T], shown: str) -> T:
     raise StreamUnavailable(
         shown, f"the store sent an answer of the wrong type: {type(answer).__name__}"
     )
-
-
-def _deadline_s(timeout: float) -> float:
-    if not timeout > 0:
-        raise ConfigError(f"timeout: {timeout} s is too short; it must be above 0")
-    return time.monotonic() + timeout
 
 
 _ERRORS: Final[dict[str, Callable[[str, str], IrisError]]] = {

@@ -43,6 +43,13 @@ EXPECTED = {
         "when it is slow: RequestTimeout, may have run: True",
         "after a restart of the relay: 3",
     ],
+    "failures": [
+        "shrunk to b'0123456789'",
+        "RemoteError (may have run: True): thumbnails: ValueError: the photo is empty",
+        "lost push nobody: 1 (no members have joined under this name; check its spelling, and that the service runs)",
+        "lost broadcast nobody: 1 (no members)",
+        "sent 7 messages, 2 losses, 2 failed handlers",
+    ],
     "headers": ["report for acme {'content-type': 'text/plain'}"],
     "hello": ["Hello, world!"],
     "lifespan": ["the database is open", "3", "7", "the database is closed"],

@@ -9,7 +9,7 @@ import iris
 
 VERBS = {
     "audience", "broadcast", "close", "flush", "members", "offer", "offer_broadcast", "open", "open_tunnel", "publish", "push",
-    "reload_keys", "request", "request_many", "serve", "status", "subscribe", "survey", "tunnel", "wait_for_members", "wait_for_subscribers",
+    "reload_keys", "request", "request_many", "serve", "stats", "status", "subscribe", "survey", "tunnel", "wait_for_members", "wait_for_subscribers",
     "watch_losses", "watch_members",
 }  # fmt: skip
 ATTRIBUTES = {
