@@ -144,6 +144,11 @@ class Handler:
         self.wanted = self.parameters[0].hint
         """Type of the argument; None if it is not annotated."""
 
+    @property
+    def in_loop(self) -> list[Callable[..., Any]]:
+        """The user's functions that this handler calls in the event loop."""
+        return [self.function]
+
     def replaced(self, function: Callable[[Any], Any], wanted: Any) -> Handler:
         """Return a handler that calls `function` with an argument of the type `wanted`."""
         parameters = [Parameter("message", wanted)]

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from functools import partial
 
 from iris.deadlines import within
+from iris.loop_watch import watching
 from iris.middleware import MiddlewareHandler
 from iris.parameters import Provided
 from iris.runtime import Runtime
@@ -27,8 +28,9 @@ async def serving(
     runtime.attached()
     async with _entered(runtime, service, client) as provided:
         try:
-            async with _joined(runtime, service, provided) as binding:
-                yield binding
+            with watching(service.name, service.in_loop):
+                async with _joined(runtime, service, provided) as binding:
+                    yield binding
         finally:
             for close in provided.on_close:
                 close()

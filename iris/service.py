@@ -240,6 +240,17 @@ class Service:
         return sorted({name for handlers in found for name in handlers if name})
 
     @property
+    def in_loop(self) -> list[Callable[..., Any]]:
+        """Functions of the service that are called in the event loop."""
+        handlers = [*self.handlers.values(), *(topic.handler for topic in self.topics)]
+        if self.gap_handler is not None:
+            handlers.append(self.gap_handler)
+        return [
+            *self.middleware,
+            *(function for handler in handlers for function in handler.in_loop),
+        ]
+
+    @property
     def kinds(self) -> dict[int, Serving]:
         """Kinds that the service serves, with their limits, as JOIN carries them."""
         limits = self.limits

@@ -34,6 +34,10 @@ class ThreadHandler(Handler):
             raise ConfigError(f"threads of handler {self.name!r} must be at least 1, not {threads}")
         self.threads = threads
 
+    @property
+    def in_loop(self) -> list[Callable[..., Any]]:
+        return []
+
     def filled(self, provided: Provided, *, has_message: bool = True) -> Handler:
         """Return the handler with its pool, which ends with `provided`."""
         for parameter in self.parameters:

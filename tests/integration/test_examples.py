@@ -86,6 +86,11 @@ EXPECTED = {
         "{'name': 'a', 'entries': 120}", "{'name': 'b', 'entries': 45}", "165 entries in 2 caches",
         "failed: ['OSError: disk on fire']", "missing: 1 (the slow one)",
     ],
+    "tagged_union": [
+        "order 7 of one lamp", "order 7 is cancelled: too bright", "order 8 is cancelled: none given",
+        "refused: a payload of 23 bytes does not decode as __main__.Placed | __main__.Cancelled: Invalid value 'Returned'"
+        " - at `$.type`",
+    ],
     "threads": ["['report 0', 'report 1', 'report 2', 'report 3']", "4 at once"],
     "tunnel": [
         *(f"block {n}: {'x' * 20}" for n in range(3)), "then 5,000,000 bytes in one message", "and that was all",
