@@ -4,9 +4,9 @@ A thread looks every `TICK_S` which Python functions the event loop's thread is 
 the loop to report when it gets to run, and looks twice as often. If the loop has not reported after `LIMIT_S`, and the
 same call of the handler has been there each time, this handler holds up the loop.
 
-So a message costs nothing. The looks take about 1 ms of processor time a second. A call that holds the loop for `LIMIT_S` +
-`TICK_S` is always found, and a shorter one by chance. What never lets another thread run (a long call of a C function
-that keeps the GIL) is not seen.
+So a message costs nothing. The looks take about 1 ms of processor time a second. A call that holds the loop for
+`LIMIT_S` + `TICK_S` is always found, and a shorter one by chance. What never lets another thread run (a long call of a
+C function that keeps the GIL) is not seen.
 """
 
 from __future__ import annotations
