@@ -264,6 +264,8 @@ class Handler:
         if self.wanted is Message:
             return message
         if self.wanted is Request:
+            if type(message) is Request:  # made for middleware
+                return message
             whole = message.payload, message.name, message.headers, message.packed, message.source
             request = Request(*whole, defer)
             if type(message) is MethodMessage:

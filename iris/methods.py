@@ -40,6 +40,10 @@ class Methods(Handler):
             is_coroutine=self.is_coroutine,
         )
 
+    @property
+    def in_loop(self) -> list[Callable[..., Any]]:
+        return [function for handler in self.handlers.values() for function in handler.in_loop]
+
     def with_method(self, method: str, handler: Handler) -> Methods:
         """Return these handlers and one more. Raises ConfigError if there is one of this name."""
         if method in self.handlers:

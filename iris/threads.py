@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from iris.core.interfaces import Delivery
 from iris.deadlines import carried
 from iris.errors import ConfigError
-from iris.handlers import Deferred, Expired, Handler
+from iris.handlers import Deferred, Expired, Handler, Request
 from iris.parameters import Parameter, Provided
 
 
@@ -85,7 +85,10 @@ class _Pooled(Handler):
         self._loop = asyncio.get_running_loop()
 
     def argument(self, delivery: Delivery, defer: Callable[[], Deferred]) -> Any:
-        return _Timed(super().argument(delivery, _cannot_defer), delivery.deadline_us)
+        argument = super().argument(delivery, _cannot_defer)
+        if isinstance(argument, Request):
+            argument.context = _cannot_defer  # middleware may have made the request
+        return _Timed(argument, delivery.deadline_us)
 
     async def _run(self, argument: Any) -> Any:
         """Wait for a free thread and run the function there. Raises Expired if the deadline has passed by then."""

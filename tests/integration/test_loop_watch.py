@@ -92,7 +92,7 @@ async def test_a_handler_in_threads_is_not_watched() -> None:
     @service.on_request(threads=1)
     def threaded(payload: bytes) -> None: ...
 
-    @service.on_push
+    @service.on_push("now")
     async def awaiting(payload: bytes) -> None: ...
 
     assert service.in_loop == [awaiting]

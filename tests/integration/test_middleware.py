@@ -148,6 +148,31 @@ async def test_a_request_inside_middleware_can_be_deferred_and_has_its_deadline(
         assert await asking == b"later"
 
 
+async def test_methods_are_inside_middleware_and_keep_their_name() -> None:
+    seen: list[str] = []
+
+    async def naming(request: iris.Request, call_next: iris.CallNext) -> Any:
+        seen.append(request.method)
+        return await call_next(request)
+
+    service = iris.Service("orders", middleware=[naming])
+
+    @service.on_request("place")
+    def place(number: int, request: iris.Request) -> Any:
+        return number, request.method
+
+    @service.on_request("wait", threads=1)
+    def wait(request: iris.Request) -> Any:
+        request.defer()
+
+    async with LocalCluster() as cluster, cluster.client() as client, client.serve(service):
+        asked = {"timeout": PATIENCE_S}
+        assert await client.request("orders", 7, method="place", **asked) == [7, "place"]
+        with pytest.raises(iris.RemoteError, match="runs in threads cannot defer"):
+            await client.request("orders", 7, method="wait", **asked)
+    assert seen == ["place", "wait"]
+
+
 async def test_a_member_that_stops_cancels_middleware() -> None:
     events: list[Any] = []
     service = iris.Service("orders", middleware=[Recorder("a", events)])
