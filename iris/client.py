@@ -354,6 +354,10 @@ class Client:
                 finally:
                     if not waiter.done() or waiter.cancelled():
                         session.requests.forget(pending)
+                        if (
+                            not self._loop.is_closed()
+                        ):  # else this coroutine is collected as garbage
+                            pump.touch()
         except RequestError as err:
             self._runtime.name_timeout(err, timeout, until_s)
             if ran:
@@ -478,7 +482,12 @@ class Client:
                 timeout_ms=milliseconds(seconds_left(until_s)), survey=survey, method=method or "",
             )  # fmt: skip
             pump.touch()
-            return lambda: session.requests.forget(pending)
+
+            def forget() -> None:
+                session.requests.forget(pending)
+                pump.touch()
+
+            return forget
 
         return Survey(cluster, start, type)
 

@@ -125,7 +125,7 @@ class Expired(Exception):
 class Handler:
     """A user's function and its parameters. Once resolved, it takes one argument, of the type `wanted`."""
 
-    __slots__ = ("function", "is_coroutine", "name", "parameters", "wanted")
+    __slots__ = ("cancels", "function", "is_coroutine", "name", "parameters", "wanted")
 
     def __init__(
         self, function: Callable[..., Any], parameters: list[Parameter] | None = None, *, name: str = "",
@@ -136,6 +136,8 @@ class Handler:
         Raises ConfigError if the function cannot be a handler.
         """
         self.function = function
+        self.cancels = False
+        """Whether the function is cancelled when its caller leaves."""
         self.parameters = parameters_of(function) if parameters is None else parameters
         self.name = name or name_of(function)
         if is_coroutine is None:

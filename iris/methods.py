@@ -39,6 +39,7 @@ class Methods(Handler):
             name=kind.name.lower(),
             is_coroutine=self.is_coroutine,
         )
+        self.cancels = any(handler.cancels for handler in handlers.values())
 
     @property
     def in_loop(self) -> list[Callable[..., Any]]:

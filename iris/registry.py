@@ -174,7 +174,7 @@ class Registry:
             self._bindings[ack.member] = binding
 
         session.ask(
-            lambda number: frames.Join(number, service.name, ids, service.kinds),
+            lambda number: frames.Join(number, service.name, ids, service.kinds_for(session.minor)),
             AckWaiter(done, service.name, joined),
         )
         return done

@@ -159,6 +159,8 @@ class Many:
             for request in self._waiting:
                 requests, pending = request.pending
                 requests.forget(pending)
+            if self._waiting:
+                self._runtime.touch()
 
     def _next(self) -> _Request | None:
         """Return the next request to send; None if all were sent, or `in_flight` is reached."""

@@ -6,7 +6,9 @@ import asyncio
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Any, NamedTuple, TypeVar, overload
+from typing import Any, Literal, NamedTuple, TypeVar, overload
+
+from msgspec.structs import replace
 
 from iris.config import Limits
 from iris.core.credit import WhenFull
@@ -16,10 +18,12 @@ from iris.methods import Methods, check_served
 from iris.middleware import Middleware, checked
 from iris.threads import ThreadHandler
 from iris.wire.frames import Serving
-from iris.wire.kinds import Kind
+from iris.wire.kinds import CANCEL_MINOR, Kind
 from iris.wire.names import check_cluster, check_filter, check_group, split_site
 
 F = TypeVar("F", bound=Callable[..., Any])
+OnCancel = Literal["finish", "cancel"]
+"""What happens to a handler whose caller has left."""
 Lifespan = Callable[[Any], AbstractAsyncContextManager[object]]
 """Function of the client that returns the context manager of a service's lifespan."""
 
@@ -100,10 +104,16 @@ class Service:
     @overload
     def on_request(self, function: F, /) -> F: ...
     @overload
-    def on_request(self, /, *, threads: int = 0) -> Callable[[F], F]: ...
+    def on_request(
+        self, /, *, threads: int = 0, on_cancel: OnCancel = "finish"
+    ) -> Callable[[F], F]: ...
     @overload
-    def on_request(self, method: str, /, *, threads: int = 0) -> Callable[[F], F]: ...
-    def on_request(self, function: Any = None, /, *, threads: int = 0) -> Any:
+    def on_request(
+        self, method: str, /, *, threads: int = 0, on_cancel: OnCancel = "finish"
+    ) -> Callable[[F], F]: ...
+    def on_request(
+        self, function: Any = None, /, *, threads: int = 0, on_cancel: OnCancel = "finish"
+    ) -> Any:
         """Decorator: handle requests with this function. Its return value is the reply.
 
         With the name of a method, `@service.on_request("place")`, it handles the requests that name this method.
@@ -112,8 +122,11 @@ class Service:
         exception; if it raises an `iris.Refusal`, with its code and details.
 
         With `threads=8` a plain function may block: it runs in up to 8 threads of its own.
+
+        A handler runs to its end even if its caller has left. With `on_cancel="cancel"` a coroutine function is
+        cancelled when its caller cancels the request, reaches its timeout or is lost.
         """
-        return self._on(Kind.REQUEST, function, threads)
+        return self._on(Kind.REQUEST, function, threads, on_cancel)
 
     @overload
     def on_push(self, function: F, /) -> F: ...
@@ -131,17 +144,23 @@ class Service:
     @overload
     def on_survey(self, function: F, /) -> F: ...
     @overload
-    def on_survey(self, /, *, threads: int = 0) -> Callable[[F], F]: ...
+    def on_survey(
+        self, /, *, threads: int = 0, on_cancel: OnCancel = "finish"
+    ) -> Callable[[F], F]: ...
     @overload
-    def on_survey(self, method: str, /, *, threads: int = 0) -> Callable[[F], F]: ...
-    def on_survey(self, function: Any = None, /, *, threads: int = 0) -> Any:
+    def on_survey(
+        self, method: str, /, *, threads: int = 0, on_cancel: OnCancel = "finish"
+    ) -> Callable[[F], F]: ...
+    def on_survey(
+        self, function: Any = None, /, *, threads: int = 0, on_cancel: OnCancel = "finish"
+    ) -> Any:
         """Decorator: handle surveys with this function, or with a name those that name this method.
 
         Its return value is the answer, as with `on_request`.
 
-        `threads` is as with `on_request`.
+        `threads` and `on_cancel` are as with `on_request`.
         """
-        return self._on(Kind.SURVEY, function, threads)
+        return self._on(Kind.SURVEY, function, threads, on_cancel)
 
     @overload
     def on_broadcast(self, function: F, /) -> F: ...
@@ -208,14 +227,25 @@ class Service:
         self.gap_handler = Handler(function)
         return function
 
-    def _on(self, kind: Kind, function: F | str | None, threads: int) -> Any:
+    def _on(
+        self, kind: Kind, function: F | str | None, threads: int, on_cancel: OnCancel = "finish"
+    ) -> Any:
+        if on_cancel not in ("finish", "cancel"):
+            raise ConfigError(f"on_cancel must be 'finish' or 'cancel', not {on_cancel!r}")
         if function is not None and not isinstance(function, str):
             self._add(kind, Handler(function))
             return function
         method = "" if function is None else check_served(function)
 
         def register(function: F) -> F:
-            self._add(kind, _handler(function, threads), method)
+            handler = _handler(function, threads)
+            handler.cancels = on_cancel == "cancel"
+            if handler.cancels and not handler.is_coroutine:
+                raise ConfigError(
+                    f"handler {handler.name!r} has on_cancel='cancel', but only a coroutine function can be cancelled; "
+                    f"define it with `async def`, without threads"
+                )
+            self._add(kind, handler, method)
             return function
 
         return register
@@ -252,15 +282,23 @@ class Service:
 
     @property
     def kinds(self) -> dict[int, Serving]:
-        """Kinds that the service serves, with their limits, as JOIN carries them."""
+        """Kinds that the service serves, with their limits, as JOIN carries them to a relay of this version."""
         limits = self.limits
         return {
             int(kind): Serving(
                 limits.tunnels if kind == Kind.TUNNEL_OPEN else _at_once(handler, limits),
                 limits.queue_bytes,
+                handler.cancels,
             )
             for kind, handler in self.handlers.items()
         }
+
+    def kinds_for(self, minor: int) -> dict[int, Serving]:
+        """Return `kinds` as JOIN carries them to a relay of this minor version."""
+        kinds = self.kinds
+        if minor < CANCEL_MINOR:
+            return {kind: replace(serving, cancel=False) for kind, serving in kinds.items()}
+        return kinds
 
 
 def _handler(function: Callable[..., Any], threads: int) -> Handler:

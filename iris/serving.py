@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
+from iris.cancelling import Cancelling
 from iris.core import faults
 from iris.core.bundle import Headers
 from iris.core.interfaces import Delivery, Lost
@@ -33,10 +34,14 @@ log = logger("iris.service")  # the documented name of this logger
 class _Inbox:
     """Queued deliveries of one kind with a coroutine handler, and the workers (tasks) that run them."""
 
-    __slots__ = ("answered", "assigned", "handler", "idle", "queue", "queued_bytes", "workers")
+    __slots__ = (
+        "answered", "assigned", "cancelling", "handler", "idle", "queue", "queued_bytes", "workers",
+    )  # fmt: skip
 
-    def __init__(self, handler: Handler, *, answered: bool) -> None:
+    def __init__(self, handler: Handler, *, answered: bool, cancelling: Cancelling | None) -> None:
         self.handler = handler
+        self.cancelling = cancelling
+        """Deliveries whose handlers are cancelled when their callers leave; None if all run to their end."""
         self.answered = answered
         """Whether callers wait for an answer, so that their deadlines limit what the handler calls."""
         self.queue: deque[Delivery] = deque()
@@ -75,7 +80,11 @@ class ServiceBinding:
             for kind, handler in service.handlers.items()
         }
         self._inboxes = {
-            int(k): _Inbox(h, answered=k in _ANSWERED)
+            int(k): _Inbox(
+                h,
+                answered=k in _ANSWERED,
+                cancelling=Cancelling(service.handlers[k]) if service.handlers[k].cancels else None,
+            )
             for k, h in handlers.items()
             if k in _ANSWERED or k == Kind.PUSH
         }
@@ -155,6 +164,8 @@ class ServiceBinding:
                     answer.returned(value)
             return
         inbox.queued_bytes += delivery.size
+        if inbox.cancelling is not None:
+            inbox.cancelling.expect(delivery)
         if inbox.idle:
             inbox.assigned.add(delivery)
             inbox.idle.pop().set_result(delivery)
@@ -179,6 +190,11 @@ class ServiceBinding:
         self.running += 1
         delivery.session.running += 1
         _Answer(self, delivery).failed(no_method(self.service.name, kind, method, methods))
+
+    def _given_up(self, delivery: Delivery) -> None:
+        """Answer a delivery whose caller left before it ran. Nobody reads the answer, but relays count it."""
+        self._runtime.count_dropped("caller left", 1)
+        self.answer_error(delivery, "the caller left before it ran", may_have_run=False)
 
     def _not_served(self, delivery: Delivery) -> None:
         """Answer a request to exactly this member, which has no handler for requests."""
@@ -252,25 +268,38 @@ class ServiceBinding:
             self._cast_worker = None
 
     async def _work(self, inbox: _Inbox, delivery: Delivery) -> None:
-        handler = inbox.handler
+        handler, cancelling = inbox.handler, inbox.cancelling
         task = asyncio.current_task()
         assert task is not None
         while True:
             inbox.assigned.discard(delivery)
             answer = _Answer(self, delivery)
+            cancelled = False
             try:
                 if delivery.deadline_us and delivery.deadline_us < time.monotonic_ns() // 1000:
+                    if cancelling is not None:
+                        cancelling.end(delivery)
                     self.expired(delivery)
+                elif cancelling is not None and not cancelling.begin(delivery, task):
+                    cancelling.end(delivery)
+                    self._given_up(delivery)
                 else:
                     if inbox.answered and delivery.deadline_us:
                         HANDLED[task] = delivery.deadline_us
-                    value = await handler.function(handler.argument(delivery, answer.defer))
+                    try:
+                        value = await handler.function(handler.argument(delivery, answer.defer))
+                    finally:
+                        if cancelling is not None:
+                            cancelled = cancelling.end(delivery)
                     answer.returned(value)
             except (Exception, asyncio.CancelledError) as err:
                 if stopping():
                     answer.failed(RuntimeError("the member stopped before it answered"))
                     raise
-                answer.failed(err)
+                if cancelled and isinstance(err, asyncio.CancelledError):
+                    answer.cancelled()
+                else:
+                    answer.failed(err)
             finally:
                 HANDLED.pop(task, None)
                 inbox.queued_bytes -= delivery.size
@@ -360,6 +389,8 @@ class ServiceBinding:
             inbox.queue.clear()
             for delivery in given_up:
                 inbox.queued_bytes -= delivery.size
+                if inbox.cancelling is not None:
+                    inbox.cancelling.end(delivery)
                 self.answer_error(
                     delivery, "the member stopped before it ran this message", may_have_run=False
                 )
@@ -464,6 +495,11 @@ class _Answer:
     def returned(self, value: object) -> None:
         if not self._deferred:
             self._finish(value, None)
+
+    def cancelled(self) -> None:
+        """Answer a delivery whose handler was cancelled with its caller. Nobody reads it, but relays count it."""
+        if not self._deferred:  # else the deferred reply still answers
+            self._finish(None, "the handler was cancelled because its caller left")
 
     def failed(self, err: BaseException) -> None:
         if self._deferred:

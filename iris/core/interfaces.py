@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from iris.core.bundle import Headers
@@ -112,6 +112,8 @@ class Answering(Protocol):
     relay_id: bytes
     running: int
     """Deliveries of this session whose handlers have not ended yet. The bindings count them."""
+    cancels: dict[int, Callable[[], None]]
+    """Hop id -> what to call when the caller of that delivery leaves, or can no longer be answered."""
 
     def answer(
         self, delivery: Delivery, kind: int, payload: bytes, headers: Headers | None, packed: bool

@@ -28,7 +28,8 @@ from iris.errors import (
 )  # fmt: skip
 from iris.wire import frames
 from iris.wire.codec import ALIAS, ALIAS_AT, BODY_AT, END_AT, HOP, answer_suffix
-from iris.wire.kinds import MEMBER_MINOR, NEVER_US, STALE, Cause, Kind
+from iris.wire.frames import MAX_CREDIT
+from iris.wire.kinds import CANCEL_MINOR, MEMBER_MINOR, NEVER_US, STALE, Cause, Kind
 from iris.wire.names import split_site
 from iris.wire.runs import read_answers, single_end
 
@@ -67,11 +68,13 @@ class Pending:
 class Requests:
     """Unfinished requests and surveys of one session, and its latest pushes."""
 
-    __slots__ = ("_pending", "_pushes", "_session", "routed")
+    __slots__ = ("_left", "_pending", "_pushes", "_session", "routed")
 
     def __init__(self, session: SessionBase) -> None:
         self._session = session
         self._pending: dict[int, Pending] = {}
+        self._left: list[int] = []
+        """Hop ids of calls that this side gave up in this turn."""
         self.routed = 0
         """Last hop id up to which the relay has routed everything."""
         self._pushes: dict[int, tuple[str, int]] = {}
@@ -168,8 +171,20 @@ class Requests:
             del self._pushes[next(iter(self._pushes))]
 
     def forget(self, pending: Pending) -> None:
-        """Forget a call whose caller no longer waits. A later answer is dropped and counted."""
-        self._pending.pop(pending.hop, None)
+        """Forget a call whose caller no longer waits. A later answer is dropped and counted.
+
+        The relay is told at the end of the turn, because its handler may end with its caller.
+        """
+        if self._pending.pop(pending.hop, None) is not None:
+            self._left.append(pending.hop)
+
+    def flush(self) -> None:
+        """Report the calls that were given up, to a relay that knows of that."""
+        left, self._left = self._left, []
+        session = self._session
+        if left and session.minor >= CANCEL_MINOR:
+            for at in range(0, len(left), MAX_CREDIT):
+                session.control(frames.CallerLeft(left[at : at + MAX_CREDIT]))
 
     def answered(self, buf: memoryview, start: int, end: int) -> None:
         """Handle a REPLY, FAULT or ANSWER to a request or survey of this session."""
@@ -305,6 +320,7 @@ class Requests:
                 late.append(hop)
             elif pending.deadline_us < soonest:
                 soonest = pending.deadline_us
+        self._left += late
         for hop in late:
             pending = self._pending[hop]
             if pending.survey is not None:
@@ -319,6 +335,7 @@ class Requests:
     def end(self, reason: str, *, routed: bool) -> None:
         """End all calls because the connection has ended. `routed`: the relay has routed everything that was sent."""
         pending, self._pending = self._pending, {}
+        self._left.clear()
         for item in pending.values():
             lost = ConnectionLost(item.name, reason)
             if item.survey is not None:

@@ -78,6 +78,8 @@ class Session(SessionBase):
         """Grace time after which the relay, which is stopping, ends this session; None before DRAIN."""
         self.callers_left = 0
         """Calls dispatched to members of this session whose callers left before the answer."""
+        self.cancels: dict[int, Callable[[], None]] = {}
+        """Calls at members of this session that end when their caller leaves: hop id -> what to call then."""
         self.requests = requests = Requests(self)
         self.tunnels = tunnels = Tunnels(self)
         self.store_calls = StoreCalls(self)
@@ -156,6 +158,7 @@ class Session(SessionBase):
         """Seal what the turn collected, and return the credit of pushes that ended."""
         if self.state is not UP:
             return
+        self.requests.flush()
         self.out.flush()
         self.tunnels.flush()
         if self._credits:
@@ -214,6 +217,9 @@ class Session(SessionBase):
         if self.started:
             self.out.retire_senders()
             self.out.credits.end()
+        cancels, self.cancels = self.cancels, {}
+        for cancel in cancels.values():  # no answer can reach these callers any more
+            cancel()
         self.requests.end(reason, routed=routed)
         self.tunnels.end(reason)
         self.store_calls.end(reason)
@@ -468,11 +474,16 @@ class Session(SessionBase):
     # -- incoming frames: control ------------------------------------------------------------------------------
 
     def _on_left(self, left: frames.CallerLeft) -> None:
-        """Count callers that no longer wait.
+        """Count callers that no longer wait, and end the handlers that asked for that.
 
-        Their handlers still run to the end, because work that was begun is finished.
+        The others run to the end, because work that was begun is finished.
         """
         self.callers_left += len(left.hops)
+        if self.cancels:
+            for hop in left.hops:
+                cancel = self.cancels.pop(hop, None)
+                if cancel is not None:
+                    cancel()
 
     def _on_fail(self, fail: frames.Fail) -> None:
         self.requests.failed(fail)

@@ -163,11 +163,13 @@ class Declare(Control, frozen=True):
     """From a session that calls one member: the id of that member's relay. Left out in every other case."""
 
 
-class Serving(Struct, frozen=True):
+class Serving(Struct, frozen=True, omit_defaults=True):
     """Limits of a member for one kind: concurrent handlers, and bytes in flight at the member."""
 
     concurrency: Annotated[int, Meta(ge=1, le=1 << 20)]
     limit_bytes: Annotated[int, Meta(ge=1, le=1 << 40)]
+    cancel: bool = False
+    """Request for CallerLeft when the caller of a request or survey stops waiting, because its handler ends then."""
 
 
 class Join(Control, frozen=True):
@@ -220,7 +222,10 @@ class Credit(Control, frozen=True, omit_defaults=True):
 
 
 class CallerLeft(Control, frozen=True):
-    """Hop ids of unanswered calls whose callers no longer wait."""
+    """Hop ids of unanswered calls whose callers no longer wait.
+
+    A session sends it for its own requests and surveys; a relay passes it on to whoever has them.
+    """
 
     FRAME = Kind.CALLER_LEFT
     hops: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=MAX_CREDIT)]

@@ -30,6 +30,8 @@ NO_MEMBERS: Final = "no members"
 """Cause in UNROUTED of a broadcast that reached no member."""
 MEMBER_MINOR: Final = 5
 """From this minor version on, relays accept calls to one member, and members answer requests that they do not serve."""
+CANCEL_MINOR: Final = 5
+"""From this minor version on, sessions report callers that left with CALLER_LEFT, and JOIN asks for such reports."""
 MAX_PARTS: Final = 16
 """Most parts that SHARE can request."""
 

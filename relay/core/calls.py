@@ -99,7 +99,7 @@ class Calls:
             accounts, interest, neighbors, self.tunnels, self.surveys, self.ended, self.release
         )
         self._overdue = Overdue(neighbors, self.surveys, self.release)
-        self.leaving = Leaving(neighbors, limits.pending)
+        self.leaving = Leaving(neighbors, limits.pending, mesh.links, sites.wans, self.parking)
 
     # -- out to members --------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from iris.wire.codec import FRAME_OVERHEAD, MAX_REPORT_BYTES, decode_control
 from iris.wire.frames import MAX_KEY_IDS
 from iris.wire.kinds import (
     BOUND_PROOF_MINOR,
+    CANCEL_MINOR,
     HERE,
     NO_KEY,
     PROTOCOL_MINOR,
@@ -56,6 +57,7 @@ class SessionControl:
     def __init__(self, router: Parts, calls: Calls) -> None:
         self._router = router
         self._answers = calls.answers
+        self._leaving = calls.leaving
         self._next_serial = 1
         self._documents: dict[bool, str] = {}
         """Status documents as of `_documents_us`: for the relay's own user (True) and for others (False)."""
@@ -81,6 +83,7 @@ class SessionControl:
             frames.Direct: router.direct.asked,
             frames.Carried: router.direct.carried,
             frames.Beat: self._on_beat,
+            frames.CallerLeft: self._on_left,
             frames.Bye: self._on_bye,
         }
 
@@ -191,6 +194,7 @@ class SessionControl:
         self._router.quotas.members.take(session.user, len(key_ids))
         member = Member(session, serial, join.name, key_ids, join.kinds, printable(join.tag))
         session.members[serial] = member
+        self._leaving.asked = self._leaving.asked or bool(member.cancels)
         self._router.interest.join(member)
         self._router.advertiser.joined(member, self._router.now_us)
         session.control(frames.Ack(join.id, "", serial, self._router.fresh))
@@ -278,6 +282,11 @@ class SessionControl:
         load = member.loads.get(credit.kind) if member is not None else None
         if load is not None:
             self._answers.credited(session, load, credit, self._router.now_us)
+
+    def _on_left(self, session: Session, left: frames.CallerLeft) -> None:
+        if session.minor < CANCEL_MINOR:
+            raise PeerProtocolError(f"CALLER_LEFT from a session of minor version {session.minor}")
+        self._leaving.callers_left(session, left, self._router.now_us)
 
     def _on_members(self, session: Session, ask: frames.Members) -> None:
         if self._unproven(session, [k for k in ask.key_ids if not ask.streams or k != NO_KEY]):

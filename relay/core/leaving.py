@@ -1,18 +1,24 @@
 """Notifies members, stores and relays with a call in flight that its caller has left.
 
-No handler is stopped: it runs to its end unless it reacts itself, and a store takes back a call that waits.
-No table lists the calls that a connection waits for, so they are searched: once for all callers that left
-since the last search. The more calls there are, the less often.
+    session lost, or its CALLER_LEFT ──► search ──► CALLER_LEFT to the members, stores and relays that have its calls
+    link lost ──► search for stores and surveys ──► after the dead time, if it did not come back: the other calls
+
+A handler runs to its end unless its member asked for these notes (JOIN, `cancel`), and a store takes back a call
+that waits. No table lists the calls that a connection waits for, so they are searched: once for all callers that
+left since the last search. The more calls there are, the less often.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Final
+from collections.abc import Mapping, Sized
+from typing import Any, Final
 
 from iris.wire.frames import MAX_CREDIT, CallerLeft
-from iris.wire.kinds import NEVER_US, Kind
-from relay.core.neighbor import Neighbor
+from iris.wire.kinds import CANCEL_MINOR, NEVER_US, Kind
+from relay.core.link import SUSPENDED_US, Link
+from relay.core.neighbor import Dispatched, Neighbor
+from relay.core.parking import Parking
+from relay.core.site_routes import Wan
 
 LEFT_MINOR: Final = 2
 """Minor version of sessions and relays that CALLER_LEFT is sent to."""
@@ -27,13 +33,23 @@ _NOTIFIED_KINDS: Final = frozenset({Kind.REQUEST, Kind.SURVEY, Kind.STREAM})
 class Leaving:
     """Notifies holders of calls whose callers left. `due_us` is when `expire` is due."""
 
-    def __init__(self, neighbors: Mapping[int, Neighbor], limit: int) -> None:
+    def __init__(
+        self, neighbors: Mapping[int, Neighbor], limit: int, links: Mapping[bytes, Link], wans: Mapping[bytes, Wan],
+        parking: Parking,
+    ) -> None:  # fmt: skip
         self._neighbors = neighbors
         self._limit = limit
+        self._links = links
+        self._wans = wans
+        self._parking = parking
         self._rest_until_us = 0
         """Time before which no search is made."""
         self._down: set[Neighbor] = set()
         """Neighbors that disconnected since the last search."""
+        self._away: dict[Neighbor, int] = {}
+        """Lost links and WAN connections -> when their relay is given up, unless it has come back."""
+        self.asked = False
+        """A member has ever asked for callers that left."""
         self.due_us = NEVER_US
         self.notified = 0
         """Calls for which CALLER_LEFT was sent to a member, store or relay."""
@@ -43,47 +59,86 @@ class Leaving:
         neighbor.left_hops = set()  # all of its callers left
         if neighbor.pending > 0:
             self._down.add(neighbor)
+            if neighbor.hop_class:
+                self._away[neighbor] = now_us + SUSPENDED_US
+                self.due_us = min(self.due_us, now_us + SUSPENDED_US)
             self._look(now_us)
 
     def callers_left(self, neighbor: Neighbor, left: CallerLeft, now_us: int) -> None:
-        """Note hop ids of callers behind a relay that have left.
+        """Note hop ids of callers that have left: of a session, or of those behind a relay.
 
         Ids of calls that were answered meanwhile are ignored.
         """
+        if not neighbor.hop_class and not self._matters():
+            return
         room = self._limit - len(neighbor.left_hops)
         neighbor.left_hops.update(left.hops[:room])
         neighbor.dropped_entries += max(0, len(left.hops) - room)
         if neighbor.left_hops:
             self._look(now_us)
 
+    def _matters(self) -> bool:
+        """Whether anybody may want to know of a caller that left but is still connected."""
+        others: tuple[Sized, ...] = (self._links, self._wans, self._parking.waiting)
+        return self.asked or any(map(len, others))
+
     def expire(self, now_us: int) -> None:
         """Search the calls of callers that left, and send CALLER_LEFT to their holders."""
-        self.due_us = NEVER_US
+        if self._parking.waiting:
+            self._parking.callers_left()
+        down, self._down = self._down, set()
+        gone = {neighbor for neighbor, due_us in self._away.items() if now_us >= due_us}
+        for neighbor in gone:
+            del self._away[neighbor]
+        lost = {neighbor for neighbor in gone if not self._is_back(neighbor)}
         seen = 0
-        neighbor_down, self._down = self._down, set()
         for neighbor in self._neighbors.values():
             seen += len(neighbor.in_flight)
+            if neighbor.minor < LEFT_MINOR or neighbor.closed:
+                continue
             hops = []
             for hop, dispatched in neighbor.in_flight.items():
                 origin = dispatched.origin
-                left = (
-                    origin in neighbor_down
-                    if origin.closed
-                    else dispatched.origin_hop(hop) in origin.left_hops
-                )
-                if left and dispatched.load.kind in _NOTIFIED_KINDS:
+                if dispatched.load.kind not in _NOTIFIED_KINDS:
+                    continue
+                if origin.closed:
+                    left = origin in (lost if _may_return(dispatched, neighbor) else down)
+                else:
+                    left = dispatched.origin_hop(hop) in origin.left_hops
+                    left = left and (bool(origin.hop_class) or _wants(dispatched, neighbor))
+                if left:
                     hops.append(hop)
-            if hops and neighbor.minor >= LEFT_MINOR and not neighbor.closed:
-                self.notified += len(hops)
-                for at in range(0, len(hops), MAX_CREDIT):
-                    neighbor.control(CallerLeft(hops[at : at + MAX_CREDIT]))
+            self.notified += len(hops)
+            for at in range(0, len(hops), MAX_CREDIT):
+                neighbor.control(CallerLeft(hops[at : at + MAX_CREDIT]))
         for neighbor in self._neighbors.values():
             if neighbor.left_hops:
                 neighbor.left_hops = set()
         self._rest_until_us = now_us + max(REST_US, REST_PER_CALL_US * seen)
+        away_us = min(self._away.values(), default=NEVER_US)
+        self.due_us = max(away_us, self._rest_until_us) if self._away else NEVER_US
+
+    def _is_back(self, neighbor: Any) -> bool:
+        """Whether the relay behind a lost link or WAN connection is connected again."""
+        return neighbor.relay_id in (self._links if isinstance(neighbor, Link) else self._wans)
 
     def _look(self, now_us: int) -> None:
         if now_us >= self._rest_until_us:
             self.expire(now_us)
         else:
-            self.due_us = self._rest_until_us
+            self.due_us = min(self.due_us, self._rest_until_us)
+
+
+def _may_return(dispatched: Dispatched, holder: Neighbor) -> bool:
+    """Whether a call of a lost link waits for the link's return, because a handler could be cancelled."""
+    if not dispatched.origin.hop_class or dispatched.load.kind == Kind.STREAM:
+        return False
+    return holder.minor >= CANCEL_MINOR if holder.hop_class else _wants(dispatched, holder)
+
+
+def _wants(dispatched: Dispatched, holder: Neighbor) -> bool:
+    """Whether the holder of a call is told that its caller, which is still connected, has left it."""
+    if holder.hop_class:
+        return holder.minor >= CANCEL_MINOR
+    member = dispatched.load.member
+    return member is not None and dispatched.load.kind in member.cancels

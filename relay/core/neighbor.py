@@ -6,7 +6,7 @@ a neighbor.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final, Protocol
 
 from iris.core.aliases import Alias, AliasTable
@@ -65,6 +65,10 @@ class LocalMember(Protocol):
     def serial(self) -> int: ...
     @property
     def left(self) -> bool: ...
+    @property
+    def cancels(self) -> Collection[int]:
+        """Kinds whose handlers end when their caller leaves."""
+
     def forget_if_done(self) -> None:
         """Forget the member once it has left and finished its calls."""
 

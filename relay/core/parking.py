@@ -25,6 +25,8 @@ from relay.core.session import Session
 
 PARKED_BYTES: Final = 16 << 20
 """Bytes that may wait in total. One session may have half of them."""
+ANSWERED_KINDS: Final = frozenset({Kind.REQUEST, Kind.SURVEY})
+"""Kinds of calls that end when their caller leaves while they wait here."""
 PARKED_US: Final = 50_000
 """Interval at which waiting calls are checked if the interest does not change."""
 
@@ -119,6 +121,16 @@ class Parking:
                 self._accounts.drop("given up", 1)
                 return True
         return False
+
+    def callers_left(self) -> None:
+        """Drop the waiting calls whose callers have left (`Neighbor.left_hops`)."""
+        for _ in range(len(self.waiting)):
+            entry = self.waiting.popleft()
+            if entry.hop in entry.origin.left_hops and entry.route.kind in ANSWERED_KINDS:
+                self._forget(entry)
+                self._accounts.drop("given up", 1)
+            else:
+                self.waiting.append(entry)
 
     @property
     def deadline_us(self) -> int:

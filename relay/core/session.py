@@ -119,6 +119,7 @@ class Member:
     """One JOIN of one session."""
 
     __slots__ = (
+        "cancels",
         "key_ids",
         "left",
         "listed",
@@ -151,6 +152,8 @@ class Member:
             kind: Load(session, self, kind, serving.concurrency, serving.limit_bytes)
             for kind, serving in sorted(kinds.items())
         }
+        self.cancels = frozenset(kind for kind, serving in kinds.items() if serving.cancel)
+        """Kinds whose handlers end when their caller leaves, so that it is told of these callers."""
         self.unserved: Load | None = None
         """Requests to exactly this member in flight, if it does not serve requests; its library answers them."""
 

@@ -21,6 +21,9 @@ EXPECTED = {
     ],
     "blocking_threads": ["328350", "threads can listen, too"],
     "broadcast": [f"{who} forgets user:{n}" for who in ("first", "second", "third") for n in (17, 42)],
+    "cancel": [
+        "begin May", "nobody waits for May", "begin July", "report of July", "given up before they began: 1",
+    ],
     "deadline": [
         "stock has less than 2 s: True", "7 left",
         "stock has less than 2 s: True", "shop: no reply within 0.2 s", "shop: True",

@@ -279,16 +279,19 @@ class Host:
 
     def serve(
         self, name: str, handler: Callable[[Delivery], None] | None = None, *, concurrency: int = 16,
-        limit_bytes: int = 1 << 20, keys: Sequence[ClusterKey] = (), only: Sequence[Kind] = (),
+        limit_bytes: int = 1 << 20, keys: Sequence[ClusterKey] = (), only: Sequence[Kind] = (), cancel: bool = False,
     ) -> Service:  # fmt: skip
-        """Join a cluster for all kinds, or for those in `only`. Return when the relay has answered."""
+        """Join a cluster for all kinds, or for those in `only`. Return when the relay has answered.
+
+        `cancel`: ask for callers that left.
+        """
         service = Service(len(self.services) + 1, handler)
         ack = Result()
         ids = [key.key_id for key in keys or (self.key,)]
         for key in keys or (self.key,):
             self.session.out.prove(key)
         kinds = {
-            int(kind): Serving(concurrency, limit_bytes)
+            int(kind): Serving(concurrency, limit_bytes, cancel)
             for kind in only or SERVED_KINDS - {Kind.STREAM}
         }
         self.session.ask(lambda number: frames.Join(number, name, ids, kinds), ack)

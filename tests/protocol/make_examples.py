@@ -146,6 +146,9 @@ CONTROLS: Final[dict[str, Control]] = {
     ),
     "declare-delivery": frames.Declare(3, Kind.PUBLISH, TOPIC, KEY.key_id, CALLER, False, ["archive"]),
     "join": frames.Join(2, CLUSTER, [KEY.key_id], {int(Kind.REQUEST): Serving(8, 64 << 20)}),
+    "join-cancel": frames.Join(
+        2, CLUSTER, [KEY.key_id], {int(Kind.REQUEST): Serving(8, 64 << 20, True)}
+    ),
     "leave": frames.Leave(3, 7),
     "subscribe": frames.Subscribe(4, "flights.JFK.>", [KEY.key_id], "archive"),
     "unsubscribe": frames.Unsubscribe(5, "flights.JFK.>", "archive"),
@@ -213,9 +216,20 @@ def readable(value: Any) -> Any:
     if hasattr(value, "__struct_fields__"):
         if value.__struct_config__.array_like:
             return [readable(getattr(value, name)) for name in value.__struct_fields__]
-        fields = ((name, getattr(value, name)) for name in value.__struct_fields__)
-        return {name: readable(field) for name, field in fields if field is not msgspec.UNSET}
+        return {
+            field.name: readable(getattr(value, field.name))
+            for field in msgspec.structs.fields(value)
+            if getattr(value, field.name) is not msgspec.UNSET and not _left_out(value, field)
+        }
     return value
+
+
+def _left_out(value: msgspec.Struct, field: msgspec.structs.FieldInfo) -> bool:
+    """Return whether a field is not encoded because it has its default."""
+    if not value.__struct_config__.omit_defaults or field.required:
+        return False
+    default = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
+    return bool(getattr(value, field.name) == default)
 
 
 class Sealing:

@@ -119,12 +119,13 @@ def test_what_a_relay_says_of_calls_that_are_not_there_is_ignored_and_bounded() 
     assert not ends[1].link.closed
 
 
-def test_a_session_does_not_say_so() -> None:
+def test_a_session_of_an_earlier_version_does_not_say_so() -> None:
     net = Network()
     host = net.host()
+    host.peer.minor = 4
     host.say(encode_control(CallerLeft([1])))
     net.run()
-    assert "CallerLeft" in host.ended_because
+    assert "CALLER_LEFT" in host.ended_because
 
 
 def test_many_that_leave_at_once_are_looked_for_together() -> None:

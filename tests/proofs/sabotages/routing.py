@@ -30,9 +30,82 @@ RUNS = ("tests/protocol/test_runs.py",)
 BUDGET = ("tests/unit/relay/test_budget.py", "tests/integration/test_budget.py")
 SHARING = ("tests/protocol/test_sharing.py",)
 
+CANCELLING = ("tests/protocol/test_cancelling.py", "tests/integration/test_cancelling.py")
 ONE_MEMBER = ("tests/protocol/test_one_member.py",)
 
 SABOTAGES = (
+    Sabotage(
+        "cancel-of-others",
+        "relay/core/leaving.py",
+        "Leaving.expire",
+        "dispatched.origin_hop(hop) in origin.left_hops",
+        "any(dispatched.origin_hop(hop) in n.left_hops for n in self._neighbors.values())",
+        CANCELLING,
+        "a session ends the calls of another by guessing hop ids",
+    ),
+    Sabotage(
+        "cancel-unasked",
+        "relay/core/leaving.py",
+        "_wants",
+        "member is not None and dispatched.load.kind in member.cancels",
+        "member is not None",
+        CANCELLING,
+        "members that did not ask for it are told of every caller that gives up",
+    ),
+    Sabotage(
+        "cancel-at-a-blink",
+        "relay/core/leaving.py",
+        "Leaving.expire",
+        "neighbor for neighbor in gone if not self._is_back(neighbor)",
+        "neighbor for neighbor in gone",
+        CANCELLING,
+        "a link that blinks cancels handlers",
+    ),
+    Sabotage(
+        "cancel-before-the-dead-time",
+        "relay/core/leaving.py",
+        "Leaving.expire",
+        "lost if _may_return(dispatched, neighbor) else down",
+        "down",
+        CANCELLING,
+        "a link that blinks cancels handlers at once",
+    ),
+    Sabotage(
+        "cancel-runs-queued",
+        "iris/cancelling.py",
+        "Cancelling.begin",
+        "delivery in self._left",
+        "False",
+        CANCELLING,
+        "a queued call runs although its caller has left",
+    ),
+    Sabotage(
+        "cancel-ends-the-worker",
+        "iris/cancelling.py",
+        "Cancelling.end",
+        "task.uncancel()",
+        "task",
+        CANCELLING,
+        "the worker ends with the first handler that is cancelled",
+    ),
+    Sabotage(
+        "cancel-after-the-reply",
+        "iris/cancelling.py",
+        "Cancelling.end",
+        "delivery.session.cancels.pop(delivery.hop, None)",
+        "None",
+        CANCELLING,
+        "what ended is remembered for as long as the session lasts",
+    ),
+    Sabotage(
+        "cancel-parked",
+        "relay/core/parking.py",
+        "Parking.callers_left",
+        "entry.hop in entry.origin.left_hops",
+        "False",
+        CANCELLING,
+        "a call whose caller left while it waited for a relay runs later",
+    ),
     Sabotage(
         "member-chosen",
         "relay/core/calls.py",
