@@ -87,121 +87,35 @@ Durable streams
 (SciTools Iris, for Earth science, is imported by the same name: the two do not fit in one environment.)
 """
 
-from iris.audience import Audience, SlowReceiver
-from iris.client import Client, Scope, connect
-from iris.config import ClientConfig, Limits
-from iris.core.faults import Refusal
-from iris.core.interfaces import Lost
-from iris.core.message import Message
-from iris.crypto.keyring import Keyring
-from iris.crypto.keys import ClusterKey
-from iris.errors import (
-    AmbiguousStream,
-    Closed,
-    ConfigError,
-    ConnectionLost,
-    DecodeError,
-    EncodeError,
-    InvalidName,
-    IrisError,
-    KeyringError,
-    MessageTooLarge,
-    NoMembers,
-    NoStream,
-    OffsetConflict,
-    Overloaded,
-    RelayError,
-    RelayUnavailable,
-    RemoteError,
-    RequestError,
-    RequestTimeout,
-    StagedMissing,
-    StreamDamaged,
-    StreamError,
-    StreamExists,
-    StreamUnavailable,
-    TunnelBroken,
-)
-from iris.handlers import Deferred, Reply, Request
-from iris.membership import Members
-from iris.middleware import Call, CallNext, Middleware
-from iris.request_many import Outcome
-from iris.service import Service
-from iris.stats import ServiceStats, Stats, SubscriptionStats
-from iris.streams import (
-    CommitInfo,
-    StagedAttempt,
-    Staging,
-    StreamGap,
-    StreamInfo,
-    StreamMessage,
-    StreamPage,
-    StreamRecord,
-)
-from iris.subscription import Subscription
-from iris.survey import Survey
-from iris.tunnel import EndOfTunnel, Tunnel
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "AmbiguousStream",
-    "Audience",
-    "Call",
-    "CallNext",
-    "Client",
-    "ClientConfig",
-    "Closed",
-    "ClusterKey",
-    "CommitInfo",
-    "ConfigError",
-    "ConnectionLost",
-    "DecodeError",
-    "Deferred",
-    "EncodeError",
-    "EndOfTunnel",
-    "InvalidName",
-    "IrisError",
-    "Keyring",
-    "KeyringError",
-    "Limits",
-    "Lost",
-    "Members",
-    "Message",
-    "MessageTooLarge",
-    "Middleware",
-    "NoMembers",
-    "NoStream",
-    "OffsetConflict",
-    "Outcome",
-    "Overloaded",
-    "Refusal",
-    "RelayError",
-    "RelayUnavailable",
-    "RemoteError",
-    "Reply",
-    "Request",
-    "RequestError",
-    "RequestTimeout",
-    "Scope",
-    "Service",
-    "ServiceStats",
-    "SlowReceiver",
-    "StagedAttempt",
-    "StagedMissing",
-    "Staging",
-    "Stats",
-    "StreamDamaged",
-    "StreamError",
-    "StreamExists",
-    "StreamGap",
-    "StreamInfo",
-    "StreamMessage",
-    "StreamPage",
-    "StreamRecord",
-    "StreamUnavailable",
-    "Subscription",
-    "SubscriptionStats",
-    "Survey",
-    "Tunnel",
-    "TunnelBroken",
-    "connect",
-]
+if TYPE_CHECKING:
+    from iris.public import *  # noqa: F403 - the public names have one list, `iris.public.__all__`
+    from iris.public import __all__ as __all__
+else:  # type checkers do not see this, or they would take any name for one of this module
+
+    def __getattr__(name: str) -> object:
+        """Load all public names when the first is used.
+
+        So a module of Iris can be imported alone, which makes the command `iris` start in half the time. A program
+        does not load some of them later, when it would hold up its event loop.
+        """
+        from importlib import import_module
+        from importlib.util import find_spec
+
+        if not name.startswith("_") and find_spec(f"iris.{name}"):
+            return import_module(
+                f"iris.{name}"
+            )  # else `from iris import paths` would load all, in a circle
+        if name == "__all__" or not name.startswith("_"):
+            public = import_module("iris.public")
+            globals().update({each: getattr(public, each) for each in public.__all__})
+            globals()["__all__"] = public.__all__
+            if name in globals():
+                return globals()[name]
+        raise AttributeError(f"module 'iris' has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        from iris import public
+
+        return sorted({*globals(), *public.__all__})

@@ -61,7 +61,6 @@ from iris.runtime import Runtime
 from iris.service import Service
 from iris.serving import ServiceBinding
 from iris.stats import Stats, snapshot
-from iris.streams import Streams
 from iris.subscription import QUEUE_BYTES, Policy, Subscription
 from iris.survey import Survey
 from iris.tunnel import Tunnel, open_tunnel
@@ -71,6 +70,7 @@ from iris.wire.kinds import HERE, Kind
 from iris.wire.names import check_address, check_member, check_method, plural
 
 if TYPE_CHECKING:
+    from iris.streams import Streams
     from relay.embedded import EmbeddedRelay
 
 T = TypeVar("T")
@@ -227,6 +227,10 @@ class Client:
     @cached_property
     def streams(self) -> Streams:
         """Durable streams: create, append to, read and consume them."""
+        from iris.streams import (
+            Streams,  # `import iris` has imported it; the command may do without it
+        )
+
         return Streams(self._runtime)
 
     @property

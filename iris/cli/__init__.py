@@ -1,16 +1,14 @@
-"""The `iris` command. Each verb is a module, which is imported when the verb is called; `--help` imports all of
-them."""
+"""The `iris` command. Each verb is a module, which is imported when the verb is called."""
 
 from __future__ import annotations
 
 import os
 import sys
 from importlib import import_module
-from importlib.metadata import version
 from typing import Annotated, Any, Final
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from iris.causes import VARIABLE, print_causes
 from iris.cli.arguments import read_plainly
@@ -37,6 +35,28 @@ VERBS: Final = {
     "demo": "iris.cli.demo",
 }
 """Verb -> its module. The module has a function named after the verb, or an `app` with sub-verbs."""
+
+SUMMARIES: Final = {
+    "request": "Send a request to one member of a cluster and print its reply.",
+    "push": "Send a message to one member of a cluster, without waiting for a reply.",
+    "survey": "Ask every member of a cluster and print each answer on a line, as it arrives.",
+    "broadcast": "Send a message to every member of a cluster that serves broadcasts.",
+    "publish": "Publish to a topic.",
+    "subscribe": "Print messages published to matching topics, one per line, until Ctrl-C.",
+    "tunnel": "Open a tunnel to one member: send it the lines of standard input, and print what it sends back.",
+    "members": "List the members of a cluster: id, what they serve, keys, relay, program.",
+    "status": "Show the relay: sessions, clusters, links to other relays, other sites, and counts of messages.",
+    "run": "Serve one or more services, imported from the current directory or the Python environment.",
+    "relay": "Run this host's relay until SIGTERM or Ctrl-C (a second one ends it at once).",
+    "store": "Store durable streams for the relay on this host. Runs until SIGTERM or Ctrl-C; a second signal ends it at once.",
+    "stream": "Keep messages on disk and read them later: durable streams.",
+    "key": "Make, show and rotate keys.",
+    "federation": "Connect sites, each a network of relays, through gateways.",
+    "bridge": "Connect programs of other protocols to clusters and topics.",
+    "bench": "Measure latency and throughput of your own network.",
+    "demo": "See Iris at work on a year of real flight departures from New York.",
+}
+"""Verb -> the first sentence of its help, so that `iris --help` imports no verb."""
 
 OTHER_WORDS: Final = {
     "call": "request",
@@ -102,6 +122,10 @@ CLICK_ERROR: Final[type[Exception]] = typer.BadParameter.__mro__[2]
 class Verbs(TyperGroup):
     """Import a verb's module by the verb's name, so that one verb does not wait for the imports of all the others."""
 
+    def __init__(self, **more: Any) -> None:
+        super().__init__(**more)
+        read_plainly(self)
+
     def main(self, *args: Any, **more: Any) -> Any:
         """Run a verb and exit. An error of usage is one line on stderr, as every other error is."""
         if not more.get("standalone_mode", True):
@@ -118,7 +142,9 @@ class Verbs(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the verb that the arguments begin with, or fail with the verb that was probably meant."""
         word = args[0]
-        if word not in VERBS and not word.startswith("-"):
+        if word in VERBS:
+            return word, load(word), args[1:]
+        if not word.startswith("-"):
             meant = OTHER_WORDS.get(word)
             hint = f"; did you mean {meant!r}?" if meant else did_you_mean(word, VERBS)
             ctx.fail(f"there is no command {word!r}{hint}")
@@ -129,15 +155,20 @@ class Verbs(TyperGroup):
         return list(VERBS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return the command for a verb; None if there is no such verb."""
+        """Return what the list of verbs shows of one; None if there is no such verb. `resolve_command` loads it."""
         if cmd_name not in VERBS:
             return None
-        module = import_module(VERBS[cmd_name])
-        app = getattr(module, "app", None)
-        if app is None:
-            app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-            app.command(cmd_name)(getattr(module, cmd_name))
-        return read_plainly(typer.main.get_command(app))
+        return TyperCommand(cmd_name, help=SUMMARIES[cmd_name])
+
+
+def load(verb: str) -> Any:
+    """Import a verb's module, and return its command."""
+    module = import_module(VERBS[verb])
+    app = getattr(module, "app", None)
+    if app is None:
+        app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        app.command(verb)(getattr(module, verb))
+    return read_plainly(typer.main.get_command(app))
 
 
 app = typer.Typer(
@@ -150,6 +181,8 @@ app = typer.Typer(
 
 def _version(wanted: bool) -> None:
     if wanted:
+        from importlib.metadata import version
+
         typer.echo(f"iris {version('iris-messaging')}")
         raise typer.Exit
 

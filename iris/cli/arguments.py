@@ -22,19 +22,28 @@ def read_plainly(command: Any) -> Any:
 
     It sets an attribute that Typer (0.29) fills in at the first use. With a Typer that lacks it nothing changes.
     """
-    for parameter in command.params:
-        descriptor = getattr(parameter, "type_descriptor", None)
-        if descriptor is not None and hasattr(parameter, "_runtime_param"):
-            info = descriptor.parameter_info
-            if info.parser is not None:
-                continue
-            annotation = descriptor.annotation
-            inner = get_args(annotation)[0] if get_origin(annotation) is list else annotation
-            if inner in (str, int, float, bool) or get_origin(inner) is Literal:
-                parameter._runtime_param = Reader(inner, info.min, info.max)
+    list_params = command.get_params
+
+    def get_params(ctx: Any) -> list[Any]:
+        found: list[Any] = list_params(ctx)  # among them --help, which is made here
+        for parameter in found:
+            _choose_reader(parameter)
+        return found
+
+    command.get_params = get_params
     for each in getattr(command, "commands", {}).values():
         read_plainly(each)
     return command
+
+
+def _choose_reader(parameter: Any) -> None:
+    descriptor = getattr(parameter, "type_descriptor", None)
+    if descriptor is None or getattr(parameter, "_runtime_param", parameter) is not None:
+        return
+    annotation, info = descriptor.annotation, descriptor.parameter_info
+    inner = get_args(annotation)[0] if get_origin(annotation) is list else annotation
+    if info.parser is None and (inner in (str, int, float, bool) or get_origin(inner) is Literal):
+        parameter._runtime_param = Reader(inner, info.min, info.max)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import iris
 from iris import keyfiles
 from iris.cli import options, output
 from iris.cli.exits import Exit, complain, run
+from iris.client import connect
 from iris.wire.names import printable
 
 app = typer.Typer(
@@ -141,7 +142,7 @@ def ping(
 
 
 async def _report(relay: str | None, timeout: float) -> dict[str, Any]:
-    async with iris.connect(relay) as client:
+    async with connect(relay) as client:
         report = await client.status(timeout=timeout)
     if "limited" in report:
         raise iris.IrisError(

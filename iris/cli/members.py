@@ -11,6 +11,7 @@ import typer
 import iris
 from iris.cli import options, output
 from iris.cli.exits import Exit, complain, run, until_stopped
+from iris.client import connect
 from iris.errors import IrisError, NoMembers
 from iris.wire.frames import MemberInfo
 from iris.wire.kinds import Kind
@@ -46,7 +47,7 @@ def members(
         if watch:
             await until_stopped(_follow(cluster, relay, as_json=json))
             return Exit.OK
-        async with iris.connect(relay) as client:
+        async with connect(relay) as client:
             found = await client.members(cluster, timeout=timeout)
         if json:
             for member in found:
@@ -119,7 +120,7 @@ async def hint_at_served(client: iris.Client, cluster: str) -> AsyncIterator[Non
 
 async def _follow(cluster: str, relay: Any, *, as_json: bool) -> None:
     known: dict[str, MemberInfo] = {}
-    async with iris.connect(relay) as client:
+    async with connect(relay) as client:
         async for found in client.watch_members(cluster):
             now = {member.member: member for member in found}
             for number, member in known.items():

@@ -9,7 +9,6 @@ from typing import Annotated, Any, Final, Literal
 
 import typer
 
-import iris
 from iris.wire.names import split_site
 
 MAX_PAYLOAD_BYTES: Final = 64 << 20
@@ -17,7 +16,7 @@ LOG_LEVELS: Final = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 Cluster = Annotated[str, typer.Argument(metavar="CLUSTER", help="Name of the cluster.")]
 Scope = Annotated[
-    iris.Scope,
+    Literal["site", "federation"],  # iris.Scope
     typer.Option(
         "--scope", help="Reach members of this site only, or of all sites.", show_default=True
     ),

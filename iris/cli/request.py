@@ -10,6 +10,9 @@ import iris
 from iris.cli import options, output
 from iris.cli.exits import Exit, run
 from iris.cli.members import hint_at_served
+from iris.client import connect
+from iris.core.message import Message
+from iris.errors import RemoteError
 
 
 def request(
@@ -49,13 +52,13 @@ def request(
     headers = options.parse_headers(header)
 
     async def work() -> int:
-        async with iris.connect(relay) as client, hint_at_served(client, cluster):
+        async with connect(relay) as client, hint_at_served(client, cluster):
             try:
                 reply: iris.Message = await client.request(
-                    cluster, body, timeout=timeout, headers=headers, idempotent=idempotent, type=iris.Message,
+                    cluster, body, timeout=timeout, headers=headers, idempotent=idempotent, type=Message,
                     member=member, method=method,
                 )  # fmt: skip
-            except iris.RemoteError as err:
+            except RemoteError as err:
                 if json:
                     output.write_json(output.as_error(err))
                 raise

@@ -13,6 +13,7 @@ from iris.causes import print_causes
 from iris.cli import options, output, stdin
 from iris.cli.exits import Exit, complain, exit_code, run
 from iris.cli.members import hint, says_kinds
+from iris.client import connect
 from iris.errors import NoMembers, RelayError
 from iris.wire.kinds import NO_MEMBERS
 from iris.wire.names import plural
@@ -60,7 +61,7 @@ def send(
             if loss.error is not None:
                 print_causes(loss.error)
 
-        async with iris.connect(relay) as client:
+        async with connect(relay) as client:
             client.on_loss = on_loss
             count: int | None = None
             if receivers is not None:

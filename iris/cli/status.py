@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final
 
-import iris
 from iris.cli import options, output
 from iris.cli.exits import Exit, run
+from iris.client import connect
 from iris.wire.names import plural, printable
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def status(
     """
 
     async def work() -> int:
-        async with iris.connect(relay) as client:
+        async with connect(relay) as client:
             report = await client.status(timeout=timeout)
             before = report
             if report.get("links") and not json:

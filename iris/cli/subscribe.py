@@ -9,6 +9,7 @@ import typer
 import iris
 from iris.cli import options, output
 from iris.cli.exits import Exit, complain, run, until_stopped
+from iris.client import connect
 from iris.errors import RequestTimeout
 from iris.wire.names import plural
 
@@ -61,7 +62,7 @@ def subscribe(
     async def follow() -> None:
         nonlocal seen
         async with (
-            iris.connect(relay) as client,
+            connect(relay) as client,
             client.subscribe(
                 pattern, group=group, on_gap=_report_loss, when_full="wait" if wait else "drop"
             ) as messages,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import iris
 from iris.cli import options, output
 from iris.cli.exits import Exit, complain, run
 from iris.cli.members import hint_at_served
+from iris.client import connect
 
 
 def survey(
@@ -33,7 +33,7 @@ def survey(
     headers = options.parse_headers(header)
 
     async def work() -> int:
-        async with iris.connect(relay) as client, hint_at_served(client, cluster):
+        async with connect(relay) as client, hint_at_served(client, cluster):
             answers = client.survey(
                 cluster, body, timeout=timeout, headers=headers, scope=scope, method=method
             )

@@ -11,6 +11,7 @@ import iris
 from iris.cli import options, output, stdin
 from iris.cli.exits import Exit, run
 from iris.cli.members import hint_at_served
+from iris.client import connect
 from iris.errors import Closed
 
 
@@ -44,7 +45,7 @@ def tunnel(
 
     async def work() -> int:
         async with (
-            iris.connect(relay) as client,
+            connect(relay) as client,
             hint_at_served(client, cluster),
             client.tunnel(cluster, timeout=timeout, headers=headers, member=member) as line,
         ):

@@ -397,7 +397,7 @@ def test_a_member_can_be_named(shell: Shell, member: str) -> None:
 
 
 def test_method_calls_the_handler_of_that_name(shell: Shell, member: str) -> None:
-    assert shell("request", "echo", "hi", "--method", "shout") == b"HI!"
+    assert shell("request", "echo", "hi", "--method", "shout") == b"HI!\n"
     assert shell("survey", "echo", "hi", "--method", "who") == b"me\n"
     shell("push", "echo", "x", "--method", "later")
     wait_until(lambda: shell("request", "echo", "", "--method", "pushed") == b"x")

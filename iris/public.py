@@ -1,0 +1,120 @@
+"""The public names of `iris`, which `import iris` loads all at once when the first of them is used."""
+
+from iris.audience import Audience, SlowReceiver
+from iris.client import Client, Scope, connect
+from iris.config import ClientConfig, Limits
+from iris.core.faults import Refusal
+from iris.core.interfaces import Lost
+from iris.core.message import Message
+from iris.crypto.keyring import Keyring
+from iris.crypto.keys import ClusterKey
+from iris.errors import (
+    AmbiguousStream,
+    Closed,
+    ConfigError,
+    ConnectionLost,
+    DecodeError,
+    EncodeError,
+    InvalidName,
+    IrisError,
+    KeyringError,
+    MessageTooLarge,
+    NoMembers,
+    NoStream,
+    OffsetConflict,
+    Overloaded,
+    RelayError,
+    RelayUnavailable,
+    RemoteError,
+    RequestError,
+    RequestTimeout,
+    StagedMissing,
+    StreamDamaged,
+    StreamError,
+    StreamExists,
+    StreamUnavailable,
+    TunnelBroken,
+)
+from iris.handlers import Deferred, Reply, Request
+from iris.membership import Members
+from iris.middleware import Call, CallNext, Middleware
+from iris.request_many import Outcome
+from iris.service import Service
+from iris.stats import ServiceStats, Stats, SubscriptionStats
+from iris.streams import (
+    CommitInfo,
+    StagedAttempt,
+    Staging,
+    StreamGap,
+    StreamInfo,
+    StreamMessage,
+    StreamPage,
+    StreamRecord,
+)
+from iris.subscription import Subscription
+from iris.survey import Survey
+from iris.tunnel import EndOfTunnel, Tunnel
+
+__all__ = [
+    "AmbiguousStream",
+    "Audience",
+    "Call",
+    "CallNext",
+    "Client",
+    "ClientConfig",
+    "Closed",
+    "ClusterKey",
+    "CommitInfo",
+    "ConfigError",
+    "ConnectionLost",
+    "DecodeError",
+    "Deferred",
+    "EncodeError",
+    "EndOfTunnel",
+    "InvalidName",
+    "IrisError",
+    "Keyring",
+    "KeyringError",
+    "Limits",
+    "Lost",
+    "Members",
+    "Message",
+    "MessageTooLarge",
+    "Middleware",
+    "NoMembers",
+    "NoStream",
+    "OffsetConflict",
+    "Outcome",
+    "Overloaded",
+    "Refusal",
+    "RelayError",
+    "RelayUnavailable",
+    "RemoteError",
+    "Reply",
+    "Request",
+    "RequestError",
+    "RequestTimeout",
+    "Scope",
+    "Service",
+    "ServiceStats",
+    "SlowReceiver",
+    "StagedAttempt",
+    "StagedMissing",
+    "Staging",
+    "Stats",
+    "StreamDamaged",
+    "StreamError",
+    "StreamExists",
+    "StreamGap",
+    "StreamInfo",
+    "StreamMessage",
+    "StreamPage",
+    "StreamRecord",
+    "StreamUnavailable",
+    "Subscription",
+    "SubscriptionStats",
+    "Survey",
+    "Tunnel",
+    "TunnelBroken",
+    "connect",
+]
