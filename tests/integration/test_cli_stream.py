@@ -38,7 +38,7 @@ from iris.errors import (
     StreamExists,
     StreamUnavailable,
 )
-from iris.streams import StreamGap
+from iris.streams import ConsumerInfo, StreamGap
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -645,3 +645,13 @@ async def test_consumers_of_a_stream_are_listed_and_forgotten(
     assert await said("list", stream) == b""
     assert (await said("delete", stream, "billing", code=1)).count(b"\n") == 1
     assert (await said("list", "nothing", code=3)).count(b"\n") == 1
+
+
+def test_the_page_and_the_help_say_what_every_field_of_a_consumer_means(shell: Shell) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "streams.md").read_text("utf-8")
+    shown = shell("stream", "consumer", "list", "--help").decode()
+    for field in ConsumerInfo.__struct_fields__:
+        if field not in ("name", "group", "durable"):
+            assert f"| `{field}`" in page, field
+            assert re.search(rf"\b{field}\b", shown), field
+    assert "unstored" in shown

@@ -14,6 +14,8 @@ from iris.streams import ConsumerInfo
 from iris.wire.names import printable
 
 COLUMNS: Final = ("name", "kind", "floor", "position", "lag", "pending", "redelivering", "workers", "dead")  # fmt: skip
+TITLES: Final = (*COLUMNS[:-1], "unstored")
+"""Titles of the columns: a dead letter counts in `dead` only until it is stored in the stream of dead letters."""
 
 app = typer.Typer(
     name="consumer", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="""List and delete the consumers of a stream.
@@ -44,7 +46,13 @@ def list_consumers(
       pending       messages delivered to workers and not done
       redelivering  messages waiting to be delivered again
       workers       connected workers
-      dead          dead letters
+      unstored      dead letters that are not in the stream NAME.dead yet
+
+    \b
+    --json names the last one `dead`, and has two counters since the consumer was
+    created: `missed` (messages removed or damaged before they were done) and
+    `late` (acks of messages that were done already). Dead letters are counted
+    by `iris stream info NAME.dead`.
 
     \b
     Examples:
@@ -59,7 +67,7 @@ def list_consumers(
             for consumer in found:
                 output.write_json(consumer)
         else:
-            texts.print_table(COLUMNS, [_row(consumer) for consumer in found], right=COLUMNS[2:])
+            texts.print_table(TITLES, [_row(consumer) for consumer in found], right=TITLES[2:])
         return Exit.OK
 
     run(work)
