@@ -127,6 +127,6 @@ def parameters_of(function: Callable[..., Any]) -> list[Parameter]:
     if len(payloads) > 1:
         raise ConfigError(
             f"handler {name!r} has {len(payloads)} parameters for the payload ({', '.join(map(str, payloads))}), but "
-            f"only one argument can be; annotate the others with what they receive, such as iris.Client"
+            f"only one can receive it; annotate the others with what they receive, such as iris.Client"
         )
     return found

@@ -427,7 +427,7 @@ class Runtime:
                 watched.append(lost)
             if self.on_loss is None and not self._watched:
                 key = (lost.kind, lost.name, type(lost.error))
-                self._repeats.warning(log, "client.lost", key, None, {"lost": repr(lost)})
+                self._repeats.warning(log, "client.lost", key, None, {"lost": str(lost)})
         self.report_loss(lost)
 
     @contextlib.contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from iris.core.bundle import Headers
 from iris.core.faults import fault_headers
@@ -74,6 +74,14 @@ class Owner(Protocol):
     def out_full(self) -> None: ...
 
 
+_NOUNS: Final = {
+    "push": ("push", "pushes"),
+    "publish": ("publication", "publications"),
+    "broadcast": ("broadcast", "broadcasts"),
+}
+"""What one and several messages of each kind of loss are called."""
+
+
 class Lost:
     """A report of messages that did not arrive: `count` of them (None if unknown), and the `cause`.
 
@@ -91,6 +99,11 @@ class Lost:
         self.count = count
         self.cause = cause
         self.error = error
+
+    def __str__(self) -> str:
+        one, many = _NOUNS.get(self.kind, ("message", "messages"))
+        number = "an unknown number of" if self.count is None else self.count
+        return f"{number} {one if self.count == 1 else many} to {self.name}: {self.cause}"
 
     def __repr__(self) -> str:
         return f"Lost({self.kind} {self.name!r}: {'?' if self.count is None else self.count}, {self.cause})"

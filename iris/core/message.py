@@ -15,9 +15,6 @@ MEMBER_HEADER: Final = "iris-member"
 """Header of a survey's answer: the id of the member that sent it, sealed with it."""
 
 T = TypeVar("T")
-_RAW: Final = (
-    "; it was sent as raw bytes or text; send an object, or use --pack on the command line"
-)
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decoders: Final[dict[Any, msgspec.msgpack.Decoder[Any]]] = {}
 _MAX_DECODERS: Final = 256
@@ -103,7 +100,11 @@ def decode_payload(payload: bytes, packed: bool, wanted: Any) -> Any:
         return decoder.decode(payload)
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as err:
         shown = getattr(wanted, "__name__", wanted) if wanted is not None else "MessagePack"
-        raw = "" if packed else _RAW
-        raise DecodeError(
-            f"a payload of {plural(len(payload), 'byte')} does not decode as {shown}: {err}{raw}"
-        ) from err
+        size = plural(len(payload), "byte")
+        if not packed and wanted is not str:
+            text = (
+                f"a payload of {size} was sent as bytes or text, not as {shown}; send an object (on the command line "
+                "with --pack), or receive str or bytes"
+            )
+            raise DecodeError(text) from err
+        raise DecodeError(f"a payload of {size} does not decode as {shown}: {err}") from err

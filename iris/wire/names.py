@@ -180,11 +180,11 @@ def _check(name: object, grammar: re.Pattern[str], what: str) -> str:
     shown = name if len(name) <= 80 else name[:77] + "..."
     if not grammar.fullmatch(name):
         raise InvalidName(
-            f"{shown!r} is not a {what}; use tokens joined by '.', without spaces"
+            f"{shown!r} is not a {what}; use tokens joined by '.', "
             + (
-                ", '*' or '>'"
+                "and no spaces, no '*' and no '>'"
                 if grammar is _NAME
-                else ": '*' stands for one token, a final '>' for one or more"
+                else "and no spaces: '*' stands for one token, a final '>' for one or more"
             )
         )
     if len(name.encode()) > MAX_NAME_BYTES or name.count(".") >= MAX_TOKENS:

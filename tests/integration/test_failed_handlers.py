@@ -142,6 +142,6 @@ async def test_losses_of_different_clusters_do_not_hide_each_other(plain: io.Str
         await client.flush()
         await until(lambda: len(client.losses) == 3)
     text = plain.getvalue()
-    assert "client.lost: Messages were lost: Lost(push 'a': 1, " in text
-    assert "client.lost: Messages were lost: Lost(push 'b': 1, " in text
+    assert "client.lost: Messages were lost: 1 push to a: " in text
+    assert "client.lost: Messages were lost: 1 push to b: " in text
     assert "and 1 more losses like it were not logged" in text
