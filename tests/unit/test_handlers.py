@@ -72,7 +72,7 @@ def test_methods_partials_callables_and_builtins_are_handlers() -> None:
 
 @pytest.mark.parametrize("function", [lambda: None, lambda a, b: None])
 def test_a_handler_has_one_argument_for_the_payload(function: Any) -> None:
-    with pytest.raises(ConfigError, match="one argument|only one can receive"):
+    with pytest.raises(ConfigError, match=r"one argument|only one can receive"):
         Handler(function)
 
 
