@@ -287,17 +287,19 @@ class Parts:
 
     def _address_member(self, route: Route, declared: frames.Declare) -> None:
         """Let a route lead to the one member that its DECLARE names. Raises PeerProtocolError."""
-        relay_id = b""
-        if not route.neighbor.hop_class:
-            if isinstance(declared.relay, UnsetType):
-                return  # the number alone has no meaning in a session
-            relay_id = declared.relay if declared.relay != self.relay_id else b""
+        if route.neighbor.hop_class:
+            if route.hop_class == HopClass.MESH and declared.kind in MEMBER_KINDS:
+                route.member = declared.member
+            return
+        if isinstance(declared.relay, UnsetType):
+            return  # the number alone has no meaning in a session
         if declared.kind not in MEMBER_KINDS:
             kind = Kind(declared.kind).name
             raise PeerProtocolError(f"{kind} cannot be sent to one member; only calls can")
-        if route.hop_class not in (HopClass.LOCAL, HopClass.MESH) or route.site not in ("", HERE):
+        if route.site not in ("", HERE):
             raise PeerProtocolError("a call to one member cannot be sent to another site")
-        route.member, route.relay_id = declared.member, relay_id
+        route.member = declared.member
+        route.relay_id = declared.relay if declared.relay != self.relay_id else b""
 
     # -- reports ---------------------------------------------------------------------------------------------
 

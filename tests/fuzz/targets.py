@@ -46,7 +46,7 @@ from iris.wire.codec import (
     encode_control,
 )
 from iris.wire.frames import Serving
-from iris.wire.kinds import Kind, Refusal
+from iris.wire.kinds import PROTOCOL_MINOR, Kind, Refusal
 from iris.wire.names import check_cluster, check_topic
 from relay.bridges.iris1.core.frames import Request, TunInit, Violation
 from relay.bridges.iris1.core.machine import Machine, State
@@ -246,7 +246,7 @@ def router(data: bytes) -> None:
 
     def attach(port: _Port) -> Any:
         session = relay.session_up(port)
-        take(session, encode_control(frames.Hello(1, 0)))
+        take(session, encode_control(frames.Hello(1, PROTOCOL_MINOR)))
         signature = KEY.sign_proof(
             relay_id=bytes(16), session_id=session.session_id, challenge=session.challenge
         )
@@ -254,7 +254,7 @@ def router(data: bytes) -> None:
         return session
 
     ids = [KEY.key_id]
-    serving = {int(kind): Serving(2, 1000) for kind in SERVED}
+    serving = {int(kind): Serving(2, 1000, cancel=True) for kind in SERVED}
     member = attach(_Port(full))
     take(member, encode_control(frames.Join(1, CLUSTER, ids, serving)))
     take(member, encode_control(frames.Subscribe(2, ">", ids)))
@@ -301,7 +301,7 @@ def link(data: bytes) -> None:
         relay.frame_in(neighbor, buf, 0, len(buf))
 
     session = relay.session_up(_Port(full))
-    take(session, encode_control(frames.Hello(1, 0)))
+    take(session, encode_control(frames.Hello(1, PROTOCOL_MINOR)))
     signature = KEY.sign_proof(
         relay_id=bytes(16), session_id=session.session_id, challenge=session.challenge
     )

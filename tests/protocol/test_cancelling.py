@@ -6,6 +6,7 @@ import random
 
 import pytest
 from protocol.kit import Answers, Host, Network, Result, Service, kind_of
+from protocol.test_sites import Sites
 
 from iris.core.interfaces import Delivery
 from iris.core.requests import Pending
@@ -318,6 +319,36 @@ def test_a_call_that_waits_for_a_relay_is_dropped_when_its_caller_leaves() -> No
     member.answer_all()
     net.run()
     assert waiting.waiter.value == b"waiting"  # type: ignore[union-attr]
+    net.check()
+
+
+@pytest.mark.parametrize("sites", [("ams", "ber"), ("ams", "ams", "ber", "ber")])
+def test_a_cancel_crosses_sites(sites: tuple[str, ...]) -> None:
+    net = Sites(*sites)
+    middle = len(sites) // 2
+    ends = net.connect(middle - 1, middle)
+    caller, member = net.host("caller"), Member(net.host("member", relay=len(sites) - 1))
+    net.pass_time(1.0)
+    given_up, other = ask(caller, b"given up"), ask(caller, b"other")
+    net.run()
+    caller.session.requests.forget(given_up)
+    net.pass_time(1.0)
+    assert member.ended == [b"given up"]
+    member.answer_all()
+    net.pass_time(1.0)
+    assert other.waiter.value == b"other"  # type: ignore[union-attr]
+    net.check()
+    ask(caller, b"lost")
+    net.run()
+    for end in ends:
+        net.ends.remove(end)
+        end.router.wan_down(end.link)
+    net.pass_time(SUSPENDED_US / 1e6 - 0.5)
+    assert member.ended == [b"given up"]
+    net.pass_time(1.5)
+    assert member.ended == [b"given up", b"lost"], "the other site has not come back"
+    member.answer_all()
+    net.run()
     net.check()
 
 
