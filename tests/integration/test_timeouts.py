@@ -75,7 +75,7 @@ async def test_waits_for_members_and_subscribers_name_the_absence() -> None:
         away = r"0\.05 s \(the relay was away for [\d.]+ s of it\)$"
         with pytest.raises(iris.RequestTimeout, match="^a: the relay did not list the members within " + away):  # fmt: skip
             await client.members("a", timeout=0.05)
-        with pytest.raises(iris.RequestTimeout, match="^t: the topic has 0 of 1 subscribers after " + away):  # fmt: skip
+        with pytest.raises(iris.RequestTimeout, match="^t: the topic has 0 of 1 subscriber after " + away):  # fmt: skip
             await client.wait_for_subscribers("t", 1, timeout=0.05)
         with pytest.raises(iris.StreamUnavailable, match="^stream s: not acknowledged within " + away[:-1]):  # fmt: skip
             await client.streams.append("s", b"", timeout=0.05)
