@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from iris import paths
 from iris.causes import print_causes
 from iris.errors import ConfigError, IrisError
 from iris.wire.names import printable
@@ -65,9 +64,8 @@ def store(
                 "--data is missing; give the directory of the streams, for example --data /var/lib/iris"
             )
         process = _process()
-        socket = relay or paths.default_socket(os.environ, os.geteuid())
         flags: dict[str, object] = {
-            "socket_path": socket.absolute(),
+            "socket_path": relay and relay.absolute(),
             "log_level": log_level,
             "log_format": log_format,
         }

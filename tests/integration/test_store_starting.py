@@ -6,6 +6,8 @@ import asyncio
 import fcntl
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -13,7 +15,7 @@ import pytest
 from support.commands import Shell
 from support.links import start
 from support.relays import KEY, Daemon, client
-from support.waiting import PATIENCE_S, eventually
+from support.waiting import PATIENCE_S, eventually, wait_until
 
 import iris
 from iris.config import ClientConfig
@@ -139,3 +141,23 @@ async def test_a_call_over_a_link_is_answered_as_soon_as_the_store_is_there(
     finally:
         await other.stop(drain_s=0)
         await keeper.stop(drain_s=0)
+
+
+def test_a_store_finds_the_relays_socket_where_the_relay_does(tmp_path: Path) -> None:
+    """`socket_path` of the environment names the socket for both."""
+    with Daemon(tmp_path) as relay:
+        environ = {
+            "PATH": os.environ["PATH"],
+            "HOME": str(tmp_path),
+            "IRIS_RELAY_SOCKET_PATH": str(relay.socket),
+        }
+        log = tmp_path / "store.log"
+        command = [sys.executable, "-m", "relay.store", "--data", str(tmp_path / "data")]
+        with log.open("wb") as output:
+            store = subprocess.Popen(command, env=environ, stderr=output)
+        try:
+            wait_until(lambda: b"store.attached" in log.read_bytes() or store.poll() is not None)
+            assert store.poll() is None, log.read_text()
+        finally:
+            store.terminate()
+            assert store.wait(PATIENCE_S) == 0
