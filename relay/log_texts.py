@@ -29,7 +29,7 @@ SENTENCES: Final[dict[str, str | tuple[str, ...]]] = {
     "relay.stopped": "The relay {relay} stopped.",
     "settings.no_effect": "The setting {setting} has no effect any more. Remove it.",
     "attendance.not_kept": "The number of members could not be written to {path}: {error}. After a restart, calls will not wait for members to return.",
-    "notify.failed": "The service manager at {address} (NOTIFY_SOCKET) could not be notified: {error}. The relay continues.",
+    "notify.failed": "The service manager at {address} (NOTIFY_SOCKET) could not be notified: {error}. The process continues.",
     "router.fault": f"Routing failed at a timer with an internal error and is tried again. {_BUG}",
     "port.fault": f"One connection was closed because of an internal error; the others continue. {_BUG}",
     # Sessions wait at a restart for the store and links

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import importlib
 import os
-import signal
 import sys
 import sysconfig
 import traceback
@@ -19,44 +16,70 @@ import iris
 from iris.cli import options
 from iris.cli.exits import Exit
 from iris.cli.exits import run as run_work
-from iris.config import ClientConfig
-from iris.errors import ConfigError, IrisError
-from iris.logs import logger
-
-log = logger(__name__)
+from iris.errors import ConfigError
 
 
 def run(
     services: Annotated[
         list[str], typer.Argument(metavar="MODULE[:SERVICE]…", help="Module with an iris.Service, and its name there. Default name: 'service'.")
     ],
+    workers: Annotated[
+        int, typer.Option("--workers", "-w", min=1, max=1024, metavar="N", help="Processes that serve, each started again if it ends.")
+    ] = 1,
+    reload: Annotated[
+        bool, typer.Option("--reload", help="For development: start again when a Python file below this directory changes.")
+    ] = False,
+    no_wait: Annotated[
+        bool, typer.Option("--no-wait", help="Exit with code 2 if no relay runs, instead of waiting for one.")
+    ] = False,
     log_level: Annotated[str, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = "INFO",
     log_format: options.LogFormat = "json",
     relay: options.RelayPath = None,
+    status_fd: Annotated[int | None, typer.Option("--status-fd", hidden=True)] = None,
 ) -> None:  # fmt: skip
     """Serve one or more services, imported from the current directory or the Python environment.
 
-    SIGTERM or Ctrl-C stops accepting messages, finishes those accepted and
-    exits with code 0; a second one exits at once. SIGHUP reloads the keyring
-    without losing a message. Logs go to stderr; see --log-format.
+    If no relay runs, it waits for one. SIGTERM or Ctrl-C stops accepting
+    messages, finishes those accepted and exits with code 0; a second one exits
+    at once, with code 130. SIGHUP reloads the keyring without losing a message.
+    Logs go to stderr; see --log-format. systemd is told when the services are
+    ready (Type=notify-reload).
 
     \b
     Examples:
       iris run lookup:service
-      iris run shop.orders shop.billing:accounts
+      iris run shop.orders shop.billing:accounts --workers 4
+      iris run lookup --reload --log-format text
     """
+    from iris.cli.worker import Line, serve
     from iris.memory import keep_freed_memory
     from relay.logs import configure
 
     options.check_log_level(log_level)
     configure(log_level, log_format)
-    keep_freed_memory()
+
+    async def supervise() -> int:
+        from iris.cli.supervisor import Supervisor, python_changes, worker_command
+
+        own = ["--no-wait"] * no_wait + ([f"--relay={relay}"] if relay else [])
+        command = worker_command(
+            [*services, f"--log-level={log_level}", f"--log-format={log_format}", *own]
+        )
+        changes = python_changes(os.getcwd()) if reload else None
+        return await Supervisor(command, workers, changes=changes).run()
 
     async def work() -> int:
-        await serve([find_service(path) for path in services], relay)
+        line = Line(status_fd)
+        found = [find_service(path) for path in services]
+        line.loaded()
+        await serve(found, relay, line, wait=not no_wait)
         return Exit.OK
 
-    run_work(work)
+    if status_fd is None and (reload or workers > 1):
+        run_work(supervise)
+    else:
+        keep_freed_memory()
+        run_work(work)
 
 
 def find_service(path: str) -> iris.Service:
@@ -131,44 +154,3 @@ def _own_frames(error: BaseException) -> str:
     if isinstance(error, SyntaxError):  # its position is not in a frame
         lines = traceback.format_exception_only(error)[:-1]
     return "".join(lines)
-
-
-async def serve(services: list[iris.Service], relay: str | None) -> None:
-    """Serve until SIGTERM or SIGINT; a second one exits at once. SIGHUP reloads the keys."""
-    loop = asyncio.get_running_loop()
-    stop = asyncio.Event()
-    reloads: set[asyncio.Task[None]] = set()
-
-    def on_stop() -> None:
-        if stop.is_set():
-            os._exit(Exit.INTERRUPTED)
-        stop.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_stop)
-    names = [service.name for service in services]
-    config = ClientConfig(relay=relay, label=f"iris run {' '.join(names)}"[:64])
-    async with iris.connect(config=config) as client, contextlib.AsyncExitStack() as stack:
-
-        def on_hangup() -> None:
-            task = loop.create_task(_reload(client), name="iris-reload")
-            reloads.add(task)
-            task.add_done_callback(reloads.discard)
-
-        loop.add_signal_handler(signal.SIGHUP, on_hangup)
-        for service in services:
-            await stack.enter_async_context(client.serve(service))
-        log.info("run.serving", extra={"fields": {"clusters": names, "pid": os.getpid()}})
-        await stop.wait()
-        log.info("run.stopping", extra={"fields": {"clusters": names}})
-        if reloads:
-            await asyncio.wait(reloads)
-
-
-async def _reload(client: iris.Client) -> None:
-    try:
-        await client.reload_keys()
-    except IrisError as error:  # the old keys remain in use
-        log.error("run.keys_not_reloaded", extra={"fields": {"error": str(error)}})
-    else:
-        log.info("run.keys_reloaded")

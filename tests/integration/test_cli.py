@@ -400,7 +400,7 @@ def test_method_calls_the_handler_of_that_name(shell: Shell, member: str) -> Non
     assert shell("request", "echo", "hi", "--method", "shout") == b"HI!\n"
     assert shell("survey", "echo", "hi", "--method", "who") == b"me\n"
     shell("push", "echo", "x", "--method", "later")
-    wait_until(lambda: shell("request", "echo", "", "--method", "pushed") == b"x")
+    wait_until(lambda: shell("request", "echo", "", "--method", "pushed") == b"x\n")
     said = shell("request", "echo", "hi", "--method", "whisper", "--json", code=1)
     assert json.loads(said.splitlines()[0])["code"] == "no_method"
     assert b"has no method 'whisper' for requests; its methods are pushed, shout" in said

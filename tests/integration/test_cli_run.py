@@ -1,0 +1,259 @@
+"""`iris run` for service managers and developers: it waits for its relay, and keeps several processes running."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support import commands
+from support.commands import Shell, dev_relay, end
+from support.waiting import PATIENCE_S, wait_until
+
+import iris.blocking
+from iris import keyfiles
+
+pytestmark = pytest.mark.timeout(90)
+
+SOURCE = """
+import os
+import iris
+service = iris.Service("pool")
+@service.on_request
+async def answer(text: str) -> str:
+    if text == "die":
+        os._exit(9)
+    if text.startswith("/"):
+        import asyncio
+        while not os.path.exists(text):
+            await asyncio.sleep(0.01)
+    return f"{VERSION} {os.getpid()}"
+other = iris.Service("other")
+@other.on_request
+def more(text: str) -> str:
+    return text
+"""
+
+
+@pytest.fixture
+def home() -> Iterator[Path]:
+    """A directory with a module of two services."""
+    with commands.short_directory("iris-run-") as root:
+        (root / "app.py").write_text("VERSION = 1\n" + SOURCE)
+        yield root
+
+
+@pytest.fixture
+def relay(home: Path) -> Iterator[Path]:
+    """A relay with throw-away keys; gives its socket."""
+    with dev_relay(home) as path:
+        yield path
+
+
+@pytest.fixture
+def shell(home: Path) -> Iterator[Shell]:
+    """A shell in the directory of the module."""
+    shell = Shell(home)
+    yield shell
+    shell.finish()
+    assert commands.processes_under(home) == []
+
+
+@pytest.fixture
+def observer(home: Path, relay: Path) -> Iterator[iris.blocking.Client]:
+    """A client that sees what the relay sees."""
+    keyring = keyfiles.load_keyring(home / "iris" / "dev" / "keyring.toml")
+    with iris.blocking.connect(relay, keyring=keyring) as client:
+        yield client
+
+
+class Manager:
+    """The socket on which a service manager is notified."""
+
+    def __init__(self, path: Path) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.bind(os.fspath(path))
+        self._socket.settimeout(PATIENCE_S)
+
+    def next(self) -> str:
+        """Return the first line of the next notification."""
+        return self._socket.recv(1024).decode().splitlines()[0]
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+@pytest.fixture
+def manager(home: Path) -> Iterator[Manager]:
+    """A service manager that `shell.environ` may name."""
+    manager = Manager(home / "notify")
+    yield manager
+    manager.close()
+
+
+def events(log: bytes) -> list[str]:
+    return [json.loads(line)["event"] for line in log.splitlines() if line.startswith(b"{")]
+
+
+def pids(observer: iris.blocking.Client) -> set[int]:
+    """Return the processes that serve the cluster pool, as the relay sees them."""
+    sessions = observer.status()["sessions"]
+    return {s["pid"] for s in sessions if s["label"].startswith("iris run") and s["members"]}
+
+
+def test_run_waits_for_the_relay_and_serves_when_there_is_one(
+    home: Path, shell: Shell, manager: Manager
+) -> None:
+    shell.environ["NOTIFY_SOCKET"] = str(home / "notify")
+    process = shell.start("run", "app")
+    assert process.stderr is not None
+    waiting = json.loads(process.stderr.readline())
+    assert waiting["event"] == "run.waiting_for_relay"
+    assert "no relay runs at" in waiting["error"]
+    del shell.environ["NOTIFY_SOCKET"]
+    with dev_relay(home):
+        assert manager.next() == "READY=1"
+        assert shell("request", "pool", "x") == b"1 %d\n" % process.pid
+        process.terminate()
+        assert manager.next() == "STOPPING=1"
+        assert events(end(process)[1]) == ["run.serving", "run.stopping"]
+
+
+def test_run_without_waiting_leaves_when_there_is_no_relay(home: Path, shell: Shell) -> None:
+    assert b"no relay runs at" in shell.process("run", "app", "--no-wait", code=2)
+
+
+def test_a_signal_ends_the_wait_for_a_relay(shell: Shell) -> None:
+    process = shell.start("run", "app")
+    assert process.stderr is not None
+    process.stderr.readline()
+    process.terminate()
+    end(process)
+
+
+def test_one_process_serves_several_services(
+    shell: Shell, observer: iris.blocking.Client, relay: Path
+) -> None:
+    process = shell.start("run", "app:service", "app:other")
+    observer.wait_for_members("pool", 1, timeout=PATIENCE_S)
+    observer.wait_for_members("other", 1, timeout=PATIENCE_S)
+    assert shell("request", "other", "hi") == b"hi\n"
+    process.terminate()
+    end(process)
+
+
+def test_workers_serve_together_and_a_crashed_one_is_started_again(
+    home: Path, shell: Shell, observer: iris.blocking.Client, manager: Manager
+) -> None:
+    shell.environ["NOTIFY_SOCKET"] = str(home / "notify")
+    process = shell.start("run", "app", "--workers", "2")
+    del shell.environ["NOTIFY_SOCKET"]
+    assert manager.next() == "READY=1"
+    observer.wait_for_members("pool", 2, timeout=PATIENCE_S)
+    before = pids(observer)
+    assert len(before) == 2
+    assert process.pid not in before
+    shell("request", "pool", "die", code=6)
+    wait_until(lambda: len(pids(observer)) == 2 and pids(observer) != before)
+    assert len(pids(observer) & before) == 1
+    process.terminate()
+    wait_until(lambda: not pids(observer))
+    said = end(process)[1]
+    ended = [json.loads(line) for line in said.splitlines() if b"run.worker_ended" in line]
+    assert [line["exit"] for line in ended] == [9]
+    assert events(said).count("run.stopping") == 2
+
+
+def test_workers_finish_what_they_accepted_and_a_second_signal_ends_them_at_once(
+    home: Path, shell: Shell, observer: iris.blocking.Client, relay: Path
+) -> None:
+    process = shell.start("run", "app", "--workers", "2")
+    observer.wait_for_members("pool", 2, timeout=PATIENCE_S)
+    request = shell.start("request", "pool", str(home / "go"), "--timeout", "30")
+    wait_until(lambda: any(s["running"] for s in observer.status()["sessions"]))
+    process.send_signal(signal.SIGINT)
+    wait_until(lambda: not observer.members("pool"))
+    (home / "go").touch()
+    assert end(request)[0].startswith(b"1 ")
+    end(process)
+
+    stuck = shell.start("run", "app", "--workers", "2")
+    observer.wait_for_members("pool", 2, timeout=PATIENCE_S)
+    request = shell.start("request", "pool", str(home / "never"), "--timeout", "30")
+    wait_until(lambda: any(s["running"] for s in observer.status()["sessions"]))
+    stuck.terminate()
+    wait_until(lambda: not observer.members("pool"))
+    stuck.terminate()
+    end(stuck, 130)
+    end(request, 6)
+
+
+def test_workers_end_when_their_supervisor_is_killed(
+    shell: Shell, observer: iris.blocking.Client, relay: Path
+) -> None:
+    process = shell.start("run", "app", "--workers", "2")
+    observer.wait_for_members("pool", 2, timeout=PATIENCE_S)
+    process.kill()
+    wait_until(lambda: not pids(observer))
+    process.communicate()
+
+
+def test_a_hangup_lets_every_worker_read_the_keys_again(
+    home: Path, shell: Shell, observer: iris.blocking.Client, manager: Manager
+) -> None:
+    shell.environ["NOTIFY_SOCKET"] = str(home / "notify")
+    process = shell.start("run", "app", "--workers", "2")
+    del shell.environ["NOTIFY_SOCKET"]
+    assert manager.next() == "READY=1"
+    shell("key", "add", "pool")
+    process.send_signal(signal.SIGHUP)
+    assert manager.next() == "RELOADING=1"
+    assert manager.next() == "READY=1"
+    wait_until(lambda: [len(member.key_ids) for member in observer.members("pool")] == [2, 2])
+    process.terminate()
+    assert events(end(process)[1]).count("run.keys_reloaded") == 2
+
+
+def test_a_mistake_in_the_services_ends_all_workers_with_one_line(
+    home: Path, shell: Shell, relay: Path
+) -> None:
+    said = shell.process("run", "app:nothing", "--workers", "3", code=2)
+    assert said.count(b"app has no iris.Service called 'nothing'") == 1
+
+
+def test_reload_serves_the_changed_file_and_waits_out_a_syntax_error(
+    home: Path, shell: Shell, observer: iris.blocking.Client, relay: Path
+) -> None:
+    process = shell.start("run", "app", "--reload")
+    observer.wait_for_members("pool", 1, timeout=PATIENCE_S)
+    assert shell("request", "pool", "x").startswith(b"1 ")
+    (home / "app.py").write_text("VERSION = = 2\n" + SOURCE)
+    assert process.stderr is not None
+    shown = b""
+    while b"run.waiting_for_change" not in shown:
+        shown += process.stderr.readline()
+    assert b"SyntaxError: invalid syntax" in shown
+    (home / "app.py").write_text("VERSION = 3\n" + SOURCE)
+    observer.wait_for_members("pool", 1, timeout=PATIENCE_S)
+    assert shell("request", "pool", "x").startswith(b"3 ")
+    process.terminate()
+    end(process)
+
+
+def test_ctrl_c_in_a_terminal_drains_the_workers(
+    home: Path, shell: Shell, observer: iris.blocking.Client, relay: Path
+) -> None:
+    """A terminal sends SIGINT to the whole process group; the workers are in sessions of their own."""
+    process = subprocess.Popen(
+        commands.command("run", "app", "--workers", "2"), env=shell.environ, cwd=home, stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, process_group=0,
+    )  # fmt: skip
+    shell.started.append(process)
+    observer.wait_for_members("pool", 2, timeout=PATIENCE_S)
+    os.killpg(process.pid, signal.SIGINT)
+    assert events(end(process)[1]).count("run.stopping") == 2
