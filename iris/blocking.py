@@ -26,6 +26,7 @@ from iris.core.interfaces import Lost
 from iris.core.message import Message
 from iris.crypto.keyring import Keyring
 from iris.deadlines import HANDLED, carried_on, handled_us
+from iris.describing import Description, PerMember, Ping
 from iris.errors import Closed, RemoteError
 from iris.membership import Members
 from iris.middleware import Middleware
@@ -319,6 +320,14 @@ class Client:
     def wait_for_members(self, cluster: str, count: int, *, timeout: float) -> Members:
         """See `iris.Client.wait_for_members`."""
         return self._run(self._client.wait_for_members(cluster, count, timeout=timeout))
+
+    def describe(self, cluster: str, *, timeout: float = 5.0) -> PerMember[Description]:
+        """See `iris.Client.describe`."""
+        return self._run(self._client.describe(cluster, timeout=timeout))
+
+    def ping(self, cluster: str, *, timeout: float = 5.0) -> PerMember[Ping]:
+        """See `iris.Client.ping`."""
+        return self._run(self._client.ping(cluster, timeout=timeout))
 
     def status(self, *, timeout: float = 5.0) -> dict[str, Any]:
         """See `iris.Client.status`."""

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import cached_property, partial
 from pathlib import Path
@@ -38,6 +38,7 @@ from iris.deadlines import (
     milliseconds,
     seconds_left,
 )
+from iris.describing import DESCRIBE, PING, Description, PerMember, Ping, ask_members
 from iris.dialling import REMOTE, arrivals, find_keys, reach
 from iris.errors import (
     Closed,
@@ -763,6 +764,40 @@ class Client:
                 text += self._runtime.away_text(timeout, until_s)
                 raise RequestTimeout(cluster, text) from None
             return watcher.members()
+
+    async def describe(self, cluster: str, *, timeout: float = 5.0) -> PerMember[Description]:
+        """Ask each member of a cluster in this site what it is: its handlers and their types, counts and times.
+
+        The library of the member answers, also while all handlers are busy. `failed` has the members that did not
+        answer, such as those of earlier versions of Iris, and `sites` counts the members of other sites, which cannot
+        be asked. Raises RequestTimeout if the relay does not list the members within `timeout` seconds.
+        """
+        return await self._ask_members(
+            cluster, timeout, partial(self._ask_member, cluster, DESCRIBE, Description)
+        )
+
+    async def ping(self, cluster: str, *, timeout: float = 5.0) -> PerMember[Ping]:
+        """Measure the round trip to each member of a cluster in this site. `failed` and `sites` as in `describe`."""
+
+        async def ping(member: str, left_s: float) -> Ping:
+            started_s = time.perf_counter()
+            await self._ask_member(cluster, PING, None, member, left_s)
+            return Ping(member, time.perf_counter() - started_s)
+
+        return await self._ask_members(cluster, timeout, ping)
+
+    async def _ask_members(
+        self, cluster: str, timeout: float, ask: Callable[[str, float], Awaitable[T]]
+    ) -> PerMember[T]:
+        until_s = deadline(timeout)
+        members = await self.members(cluster, timeout=timeout)
+        return await ask_members(members, ask, seconds_left(until_s))
+
+    def _ask_member(
+        self, cluster: str, method: str, type: Any, member: str, left_s: float
+    ) -> Awaitable[Any]:
+        # Without the middleware of this client, which is for the requests of the program.
+        return Client.request(self, cluster, b"", timeout=left_s, member=member, method=method, type=type)  # fmt: skip
 
     async def status(self, *, timeout: float = 5.0) -> dict[str, Any]:
         """Return the status of the local relay: its counters and tables, as `iris status --json` shows them.

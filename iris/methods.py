@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from iris.core.message import Message
 from iris.errors import ConfigError, InvalidName
 from iris.handlers import Deferred, Handler, Request
 from iris.parameters import Parameter, Provided
+from iris.tally import Tally
 from iris.wire.kinds import Kind
 from iris.wire.names import RESERVED_METHODS, check_method
 
@@ -24,12 +26,14 @@ class Methods(Handler):
     The handler of messages that name no method has the name "".
     """
 
-    __slots__ = ("handlers", "kind", "service")
+    __slots__ = ("handlers", "kind", "service", "tallies")
 
     def __init__(self, service: str, kind: Kind, handlers: dict[str, Handler]) -> None:
         self.service = service
         self.kind = kind
         self.handlers = handlers
+        self.tallies = {method: Tally() for method in handlers}
+        """Method -> counts and times of its handler."""
         self.is_coroutine = any(handler.is_coroutine for handler in handlers.values())
         takes_request = any(handler.wanted is Request for handler in handlers.values())
         run: Callable[..., Any] = _await if self.is_coroutine else _call
@@ -66,21 +70,22 @@ class Methods(Handler):
         """Return the handler of the method that a message names; all of them if there is none."""
         return self.handlers.get(message.method, self)
 
-    def _handler(self, message: Message) -> Handler:
-        handler = self.handlers.get(message.method)
+    def _handler(self, message: Message) -> tuple[Handler, Tally]:
+        method = message.method
+        handler = self.handlers.get(method)
         if handler is None:
-            raise no_method(self.service, self.kind, message.method, self.handlers)
-        return handler
+            raise no_method(self.service, self.kind, method, self.handlers)
+        return handler, self.tallies[method]
 
     def argument(self, delivery: Delivery, defer: Callable[[], Deferred]) -> Any:
-        """Return the handler of the method, and the argument for it. Raises NoMethod or DecodeError."""
-        handler = self._handler(delivery.message)
-        return handler, handler.argument(delivery, defer)
+        """Return the handler of the method, its counts, and its argument. Raises NoMethod or ArgumentError."""
+        handler, tally = self._handler(delivery.message)
+        return handler, tally, handler.argument(delivery, defer)
 
     def convert(self, message: Message, defer: Callable[[], Deferred] | None = None) -> Any:
-        """Return the handler of the method, and the argument for it. Raises NoMethod or DecodeError."""
-        handler = self._handler(message)
-        return handler, handler.convert(message, defer)
+        """Return the handler of the method, its counts, and its argument. Raises NoMethod or ArgumentError."""
+        handler, tally = self._handler(message)
+        return handler, tally, handler.convert(message, defer)
 
 
 def check_served(method: str) -> str:
@@ -104,12 +109,19 @@ def no_method(service: str, kind: int, method: str, handlers: dict[str, Handler]
     return NoMethod(f"this member of {service} has no method {method!r} for {plural}; {there}")
 
 
-def _call(call: tuple[Handler, Any]) -> Any:
-    handler, argument = call
-    return handler.function(argument)
-
-
-async def _await(call: tuple[Handler, Any]) -> Any:
-    handler, argument = call
+def _call(call: tuple[Handler, Tally, Any]) -> Any:
+    handler, tally, argument = call
+    started_ns = time.monotonic_ns()
     value = handler.function(argument)
-    return await value if handler.is_coroutine else value
+    tally.returned(started_ns)
+    return value
+
+
+async def _await(call: tuple[Handler, Tally, Any]) -> Any:
+    handler, tally, argument = call
+    started_ns = time.monotonic_ns()
+    value = handler.function(argument)
+    if handler.is_coroutine:
+        value = await value
+    tally.returned(started_ns)
+    return value

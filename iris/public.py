@@ -8,6 +8,7 @@ from iris.core.interfaces import Lost
 from iris.core.message import Message
 from iris.crypto.keyring import Keyring
 from iris.crypto.keys import ClusterKey
+from iris.describing import Description, HandlerInfo, PerMember, Ping
 from iris.errors import (
     AmbiguousStream,
     Closed,
@@ -69,8 +70,10 @@ __all__ = [
     "ConnectionLost",
     "DecodeError",
     "Deferred",
+    "Description",
     "EncodeError",
     "EndOfTunnel",
+    "HandlerInfo",
     "InvalidName",
     "IrisError",
     "Keyring",
@@ -86,6 +89,8 @@ __all__ = [
     "OffsetConflict",
     "Outcome",
     "Overloaded",
+    "PerMember",
+    "Ping",
     "Refusal",
     "RelayError",
     "RelayUnavailable",

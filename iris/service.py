@@ -74,6 +74,8 @@ class Service:
     `async def middleware(request: iris.Request, call_next)` that return what `await call_next(request)` returned, or
     another reply, or raise. With middleware all handlers run within `limits.concurrency`.
 
+    `version` and `description` are shown to those who ask with `Client.describe`.
+
     Raises:
         InvalidName: the name is not allowed.
         ConfigError: `lifespan` is an async generator function, or `middleware` holds no coroutine functions.
@@ -81,7 +83,7 @@ class Service:
 
     def __init__(
         self, name: str, *, limits: Limits | None = None, lifespan: Lifespan | None = None,
-        middleware: Sequence[Middleware] = (),
+        middleware: Sequence[Middleware] = (), version: str = "", description: str = "",
     ) -> None:  # fmt: skip
         self.name = check_cluster(name)
         if split_site(name)[0]:
@@ -96,6 +98,8 @@ class Service:
             )
         self.lifespan = lifespan
         self.middleware = checked(middleware)
+        self.version = version
+        self.description = description
         self.handlers: dict[Kind, Handler] = {}
         self.topics: list[Topic] = []
         """Handlers of publications."""

@@ -17,6 +17,7 @@ from iris.core.interfaces import Delivery, Lost
 from iris.core.message import MEMBER_HEADER, Message
 from iris.core.tunnel import TunnelEnd
 from iris.deadlines import HANDLED
+from iris.describing import DESCRIBE, PING, Description, describe_handlers, library_version
 from iris.errors import ConfigError
 from iris.handlers import ArgumentError, Deferred, Expired, Handler, Request, encode_reply, stopping
 from iris.logs import logger
@@ -25,6 +26,7 @@ from iris.methods import Methods, no_method
 from iris.parameters import Provided
 from iris.runtime import Runtime
 from iris.service import Service
+from iris.tally import TIMED_EVERY, Tally
 from iris.tunnel import EndOfTunnel, Tunnel
 from iris.wire.kinds import Kind, Refusal
 
@@ -35,7 +37,8 @@ class _Inbox:
     """Queued deliveries of one kind with a coroutine handler, and the workers (tasks) that run them."""
 
     __slots__ = (
-        "answered", "assigned", "cancelling", "handler", "idle", "queue", "queued_bytes", "workers",
+        "answered", "assigned", "cancelling", "handler", "idle", "queue", "queued_bytes", "tallies", "tally", "timed",
+        "workers",
     )  # fmt: skip
 
     def __init__(self, handler: Handler, *, answered: bool, cancelling: Cancelling | None) -> None:
@@ -52,6 +55,15 @@ class _Inbox:
         self.idle: list[asyncio.Future[Delivery]] = []
         """Workers without a delivery: each waits for the next one on its future."""
         self.workers: set[asyncio.Task[None]] = set()
+        self.tallies = handler.tallies if isinstance(handler, Methods) else {"": Tally()}
+        """Method -> counts and times of its handler."""
+        self.tally = Tally() if isinstance(handler, Methods) else self.tallies[""]
+        """Counts and times of the handler; of all methods together if it has several."""
+        self.timed = self.tally.timing(handler.function)
+
+    def tally_of(self, message: Message) -> Tally:
+        """Return the counts of the handler of a message."""
+        return self.tallies.get(message.method, self.tally)
 
 
 class ServiceBinding:
@@ -75,6 +87,8 @@ class ServiceBinding:
         self._attachment = runtime.attached()
         self.loop = asyncio.get_running_loop()
         self._limits = service.limits
+        self._provided = provided
+        self._served_since_s = time.monotonic()
         handlers = {
             kind: handler.resolved(provided, has_message=kind != Kind.TUNNEL_OPEN)
             for kind, handler in service.handlers.items()
@@ -149,12 +163,15 @@ class ServiceBinding:
         handler = inbox.handler
         if not handler.is_coroutine:
             answer = None
+            tally = inbox.tally
+            function = handler.function if tally.handled % TIMED_EVERY else inbox.timed
             try:
                 if handler.wanted is Request:
                     answer = _Answer(self, delivery)
-                    value = handler.function(handler.argument(delivery, answer.defer))
+                    value = function(handler.argument(delivery, answer.defer))
                 else:
-                    value = handler.function(handler.convert(delivery.message))
+                    value = function(handler.convert(delivery.message))
+                tally.handled += 1
             except (Exception, asyncio.CancelledError) as err:
                 (answer or _Answer(self, delivery)).failed(err)
             else:
@@ -187,6 +204,11 @@ class ServiceBinding:
         if method in methods:
             self.dispatch(delivery)
             return
+        if method in (DESCRIBE, PING) and kind in _ANSWERED:
+            self.running += 1
+            delivery.session.running += 1
+            self.answer(delivery, self.describe(delivery) if method == DESCRIBE else None)
+            return
         self.running += 1
         delivery.session.running += 1
         _Answer(self, delivery).failed(no_method(self.service.name, kind, method, methods))
@@ -195,6 +217,21 @@ class ServiceBinding:
         """Answer a delivery whose caller left before it ran. Nobody reads the answer, but relays count it."""
         self._runtime.count_dropped("caller left", 1)
         self.answer_error(delivery, "the caller left before it ran", may_have_run=False)
+
+    def describe(self, delivery: Delivery) -> Description:
+        """Return the description of this member, for the answer to a delivery."""
+        inboxes = self._inboxes
+
+        def tally_of(kind: Kind, method: str) -> Tally | None:
+            return inboxes[kind].tallies[method] if kind in inboxes else None
+
+        service = self.service
+        return Description(
+            _member_id(delivery), service.name, service.version, service.description,
+            describe_handlers(service, self._provided, tally_of), self.running - 1,
+            sum(len(inbox.queue) + len(inbox.assigned) for inbox in inboxes.values()) + len(self._casts),
+            time.monotonic() - self._served_since_s, library_version(),
+        )  # fmt: skip
 
     def _not_served(self, delivery: Delivery) -> None:
         """Answer a request to exactly this member, which has no handler for requests."""
@@ -275,8 +312,9 @@ class ServiceBinding:
             inbox.assigned.discard(delivery)
             answer = _Answer(self, delivery)
             cancelled = False
+            started_ns = time.monotonic_ns()
             try:
-                if delivery.deadline_us and delivery.deadline_us < time.monotonic_ns() // 1000:
+                if delivery.deadline_us and delivery.deadline_us < started_ns // 1000:
                     if cancelling is not None:
                         cancelling.end(delivery)
                     self.expired(delivery)
@@ -291,6 +329,7 @@ class ServiceBinding:
                     finally:
                         if cancelling is not None:
                             cancelled = cancelling.end(delivery)
+                    inbox.tally.returned(started_ns)
                     answer.returned(value)
             except (Exception, asyncio.CancelledError) as err:
                 if stopping():
@@ -462,13 +501,22 @@ class ServiceBinding:
     def expired(self, delivery: Delivery) -> None:
         """Answer a delivery with an error without running it, because its deadline has passed."""
         self._runtime.count_dropped("expired", 1)
+        self._tally(delivery).expired += 1
         detail = "the deadline passed while the message was queued at the member"
         self.answer_error(delivery, detail, may_have_run=False)
 
     def failed(self, delivery: Delivery, error: BaseException) -> None:
         """Count and log an exception of the handler of a request, push or survey."""
+        self._tally(delivery).failed += 1
         handler = self._inboxes[delivery.flow.kind].handler.chosen(delivery.message)
         self._failed("handler", handler, error)
+
+    def refused(self, delivery: Delivery) -> None:
+        """Count a delivery that its handler refused, or whose payload does not fit."""
+        self._tally(delivery).refused += 1
+
+    def _tally(self, delivery: Delivery) -> Tally:
+        return self._inboxes[delivery.flow.kind].tally_of(delivery.message)
 
     def _failed(self, what: str, handler: Handler, error: BaseException) -> None:
         self._runtime.handler_failed(f"{what} of {self.service.name}", handler.function, error)
@@ -513,6 +561,8 @@ class _Answer:
             return
         if not isinstance(err, ArgumentError) or self._delivery.flow.kind == Kind.PUSH:
             self._binding.failed(self._delivery, err)  # the sender of a push does not get the text
+        else:
+            self._binding.refused(self._delivery)
         try:
             detail = str(err) if isinstance(err, ArgumentError) else f"{type(err).__name__}: {err}"
         except Exception as broken:  # the __str__ of a user's exception may raise anything
@@ -526,6 +576,8 @@ class _Answer:
             self._binding.answer(self._delivery, value)
         elif isinstance(detail, faults.Refusal):
             refusal = detail
+            if refusal.may_have_run:
+                self._binding.refused(self._delivery)
             self._binding.answer_error(
                 self._delivery, str(refusal), may_have_run=refusal.may_have_run, code=refusal.code,
                 details=refusal.packed,

@@ -27,7 +27,7 @@ from iris.cli.exits import Exit
 pytestmark = pytest.mark.timeout(60)
 
 VERBS = [
-    "request", "push", "survey", "broadcast", "publish", "subscribe", "tunnel", "members", "status", "run", "relay",
+    "request", "push", "survey", "broadcast", "publish", "subscribe", "tunnel", "members", "describe", "ping", "status", "run", "relay",
     "key new", "key show", "key add", "key promote", "key retire", "demo", "bench serve", "bench request", "bench publish",
     "bench tunnel", "store", "federation key", "federation list", "federation ping", "bridge iris1", "bridge sp", *(f"stream {verb}" for verb in (
         "create", "list", "info", "read", "append", "export", "import", "change", "pause", "resume", "delete", "keys",
@@ -394,6 +394,20 @@ def test_a_member_can_be_named(shell: Shell, member: str) -> None:
     said = shell("push", "echo", "hi", "--member", gone, code=Exit.NO_MEMBERS)
     assert f"member {gone} has left" in said.decode()
     assert b"is not a member id" in shell("request", "echo", "hi", "--member", "7", code=Exit.USAGE)
+
+
+def test_describe_and_ping_ask_every_member(shell: Shell, member: str) -> None:
+    text = shell("describe", "echo").decode()
+    assert text.startswith("member ")
+    assert "  request shout(str)\n" in text
+    assert " handled, " in text
+    one = json.loads(shell("describe", "echo", "--json"))
+    assert {"shout", "pushed", ""} <= {h["name"] for h in one["handlers"] if h["kind"] == "request"}
+    pinged = json.loads(shell("ping", "echo", "--json"))
+    assert pinged["member"] == one["member"]
+    assert shell("ping", "echo").startswith(one["member"].encode())
+    for verb in ("describe", "ping"):
+        assert b"no members of nobody in this site" in shell(verb, "nobody", code=3)
 
 
 def test_method_calls_the_handler_of_that_name(shell: Shell, member: str) -> None:

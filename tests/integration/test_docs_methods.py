@@ -21,6 +21,8 @@ True
 no_method False
 out_of_stock 2 True
 shop: out_of_stock: come back on Monday (sku='lamp', left=2)
+2.1 request price str {'type': 'number'} 1
+[True]
 0 None sold_out
 1 1 None
 """

@@ -8,7 +8,7 @@ from pathlib import Path
 import iris
 
 VERBS = {
-    "audience", "broadcast", "close", "flush", "members", "offer", "offer_broadcast", "open", "open_tunnel", "publish", "push",
+    "audience", "broadcast", "close", "describe", "flush", "members", "offer", "offer_broadcast", "open", "open_tunnel", "ping", "publish", "push",
     "reload_keys", "request", "request_many", "serve", "stats", "status", "subscribe", "survey", "tunnel", "wait_for_members", "wait_for_subscribers",
     "watch_losses", "watch_members",
 }  # fmt: skip
