@@ -68,12 +68,12 @@ class Pending:
 class Requests:
     """Unfinished requests and surveys of one session, and its latest pushes."""
 
-    __slots__ = ("_left", "_pending", "_pushes", "_session", "routed")
+    __slots__ = ("_pending", "_pushes", "_session", "left", "routed")
 
     def __init__(self, session: SessionBase) -> None:
         self._session = session
         self._pending: dict[int, Pending] = {}
-        self._left: list[int] = []
+        self.left: list[int] = []
         """Hop ids of calls that this side gave up in this turn."""
         self.routed = 0
         """Last hop id up to which the relay has routed everything."""
@@ -176,11 +176,11 @@ class Requests:
         The relay is told at the end of the turn, because its handler may end with its caller.
         """
         if self._pending.pop(pending.hop, None) is not None:
-            self._left.append(pending.hop)
+            self.left.append(pending.hop)
 
     def flush(self) -> None:
         """Report the calls that were given up, to a relay that knows of that."""
-        left, self._left = self._left, []
+        left, self.left = self.left, []
         session = self._session
         if left and session.minor >= CANCEL_MINOR:
             for at in range(0, len(left), MAX_CREDIT):
@@ -320,7 +320,7 @@ class Requests:
                 late.append(hop)
             elif pending.deadline_us < soonest:
                 soonest = pending.deadline_us
-        self._left += late
+        self.left += late
         for hop in late:
             pending = self._pending[hop]
             if pending.survey is not None:
@@ -335,7 +335,7 @@ class Requests:
     def end(self, reason: str, *, routed: bool) -> None:
         """End all calls because the connection has ended. `routed`: the relay has routed everything that was sent."""
         pending, self._pending = self._pending, {}
-        self._left.clear()
+        self.left.clear()
         for item in pending.values():
             lost = ConnectionLost(item.name, reason)
             if item.survey is not None:

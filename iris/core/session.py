@@ -158,7 +158,8 @@ class Session(SessionBase):
         """Seal what the turn collected, and return the credit of pushes that ended."""
         if self.state is not UP:
             return
-        self.requests.flush()
+        if self.requests.left:
+            self.requests.flush()
         self.out.flush()
         self.tunnels.flush()
         if self._credits:
