@@ -2,7 +2,8 @@
 
 `iris.crypto.keyring` defines their content. All have mode 0600. A file is opened once and checked through its
 descriptor, so that nobody can swap it between check and read. A file that other users can read, or that another user
-owns, is refused and not repaired, because its secret may be known already.
+owns, is refused and not repaired, because its secret may be known already. A process that is not root's also accepts a
+file of root that its group can read: root decided who is in the group.
 """
 
 from __future__ import annotations
@@ -229,7 +230,11 @@ def read_secret(path: Path, *, group_reads: bool = False) -> str:
         # O_NONBLOCK: opening a FIFO without a writer would block forever.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
-            _check_status(path, os.fstat(descriptor), 0o037 if group_reads else 0o077)
+            status = os.fstat(descriptor)
+            given = (
+                status.st_uid == 0 != os.geteuid()
+            )  # root gave the file to a group, as Kubernetes does
+            _check_status(path, status, 0o037 if group_reads or given else 0o077)
             with open(descriptor, "rb", closefd=False) as file:
                 # st_size is not a bound, because the file may grow while it is read.
                 content = file.read(MAX_FILE_BYTES + 1)

@@ -23,7 +23,7 @@ from iris.crypto.keys import NetworkKey
 from iris.errors import ConfigError, IrisError
 from iris.memory import give_back_when_idle, keep_freed_memory
 from iris.wire.frames import MAX_ADDRESSES
-from relay import notify
+from relay import notify, watchdog
 from relay.config import RelayConfig
 from relay.core.limits import Limits
 from relay.core.policy import Policy
@@ -426,12 +426,16 @@ async def serve(config: RelayConfig, environ: Mapping[str, str]) -> None:
         await relay.start()
         tidying = asyncio.create_task(give_back_when_idle(), name="iris-memory")
         notify.ready(environ)
+        pinging = asyncio.create_task(watchdog.keep_alive(environ), name="iris-watchdog")
         try:
             await stop.wait()
         finally:
             notify.stopping(environ)
             tidying.cancel()
-            await relay.stop()
+            try:
+                await relay.stop()
+            finally:
+                pinging.cancel()
 
 
 def read_again(relay: Relay, environ: Mapping[str, str]) -> None:

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 from collections.abc import Hashable, Mapping
 from datetime import UTC, datetime
+from typing import Final
 
 from iris.logs import describe, event_of, plain
 from iris.wire.names import printable
@@ -71,10 +73,42 @@ class Sentences(logging.Formatter):
         return "\n".join(lines)
 
 
+PRIORITIES: Final = {"DEBUG": 7, "INFO": 6, "WARNING": 4, "ERROR": 3, "CRITICAL": 2}
+"""Level -> its priority in the journal (syslog(3))."""
+
+
+class Journal(logging.Formatter):
+    """Lines of another formatter, each with its priority in front: "<4>" for a warning, as in sd-daemon(3).
+
+    The journal removes the prefix and files the line under the priority, for `journalctl -p warning`.
+    """
+
+    def __init__(self, inner: logging.Formatter) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def format(self, record: logging.LogRecord) -> str:
+        prefix = f"<{PRIORITIES.get(record.levelname, 6)}>"
+        return "\n".join(prefix + line for line in self.inner.format(record).split("\n"))
+
+
+def is_journal(environ: Mapping[str, str], descriptor: int) -> bool:
+    """Return whether `descriptor` is the connection to the journal that JOURNAL_STREAM names (systemd.exec(5))."""
+    named = environ.get("JOURNAL_STREAM", "")
+    if not named:
+        return False
+    try:
+        found = os.fstat(descriptor)
+    except OSError:  # closed
+        return False
+    return named == f"{found.st_dev}:{found.st_ino}"
+
+
 def configure(level: str, log_format: str = "json") -> logging.Handler:
     """Send the process's log at `level` ("INFO") and above to stderr, as JSON lines or, with "text", as sentences.
 
-    Calling it again replaces the handler that the last call installed. Returns the handler.
+    If stderr is the journal of systemd, each line has its priority (`Journal`). Calling it again replaces the handler
+    that the last call installed. Returns the handler.
     """
     root = logging.getLogger()
     for handler in [handler for handler in root.handlers if handler.name == __name__]:
@@ -82,7 +116,9 @@ def configure(level: str, log_format: str = "json") -> logging.Handler:
         handler.close()
     handler = logging.StreamHandler(sys.stderr)
     handler.name = __name__
-    handler.setFormatter(Sentences() if log_format == "text" else JsonLines())
+    formatter = Sentences() if log_format == "text" else JsonLines()
+    journal = is_journal(os.environ, 2)
+    handler.setFormatter(Journal(formatter) if journal else formatter)
     root.addHandler(handler)
     root.setLevel(level)
     return handler

@@ -20,7 +20,7 @@ _SIOCGIFFLAGS: Final = 0x8913
 _IFF_UP: Final = 0x1
 _IFF_RUNNING: Final = 0x40
 _IFF_MULTICAST: Final = 0x1000
-_IF_INET6: Final = Path("/proc/net/if_inet6")
+_IF_INET6: Final = Path("/proc/self/net/if_inet6")  # with ProcSubset=pid, systemd hides /proc/net
 # tentative (duplicate detection is running, and it cannot be bound yet), or a duplicate
 _UNUSABLE_V6: Final = 0x40 | 0x08
 

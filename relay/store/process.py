@@ -19,8 +19,9 @@ import os
 import random
 import socket
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
 from iris import keyfiles
@@ -34,6 +35,7 @@ from iris.memory import keep_freed_memory
 from iris.transport import Pump
 from iris.wire.codec import MAX_MESSAGE_LIMIT, ReceiveBuffer
 from iris.wire.frames import Bye, Ping
+from relay import notify, watchdog
 from relay.logs import configure
 from relay.process import loop_factory, raise_descriptor_limit, stop_on_signals
 from relay.store.catalogue import is_stream
@@ -387,8 +389,13 @@ def locked(directory: Path) -> Iterator[Path]:
         os.close(descriptor)
 
 
-async def serve(directory: Path, relay: Path, relay_user: str, *, supervised: bool) -> None:
-    """Run a store until SIGTERM or SIGINT; a second signal ends the process at once."""
+async def serve(
+    directory: Path, relay: Path, relay_user: str, *, supervised: bool, environ: Mapping[str, str] = MappingProxyType({})
+) -> None:  # fmt: skip
+    """Run a store until SIGTERM or SIGINT; a second signal ends the process at once.
+
+    `environ` names the service manager of a store that is not supervised: it is notified when the directory is open.
+    """
     loop = asyncio.get_running_loop()
     stop = stop_on_signals(loop)
 
@@ -405,6 +412,8 @@ async def serve(directory: Path, relay: Path, relay_user: str, *, supervised: bo
     elif not await _open_when_possible(process, stop):
         return
     running = loop.create_task(process.run(), name="iris-store")
+    notify.ready(environ)
+    pinging = loop.create_task(watchdog.keep_alive(environ), name="iris-watchdog")
     try:
         stopped = loop.create_task(stop.wait())
         await asyncio.wait((running, stopped), return_when=asyncio.FIRST_COMPLETED)
@@ -414,9 +423,13 @@ async def serve(directory: Path, relay: Path, relay_user: str, *, supervised: bo
         if running.done():
             running.result()
     finally:
+        notify.stopping(environ)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
-        await process.close()
+        try:
+            await process.close()
+        finally:
+            pinging.cancel()
 
 
 async def _open_when_possible(process: StoreProcess, stop: asyncio.Event) -> bool:
@@ -473,4 +486,7 @@ def run(
     raise_descriptor_limit()
     keep_freed_memory()
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
-        runner.run(serve(directory, relay, relay_user, supervised=supervised))
+        environ = (
+            {} if supervised else os.environ
+        )  # the relay's service manager is not that of its store
+        runner.run(serve(directory, relay, relay_user, supervised=supervised, environ=environ))

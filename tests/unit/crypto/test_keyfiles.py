@@ -135,6 +135,26 @@ def test_a_file_open_to_others_is_refused_with_the_command_that_helps(
         load(keyring_path)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to a group")
+@pytest.mark.parametrize(("mode", "loads"), [(0o640, True), (0o440, True), (0o644, False), (0o660, False), (0o650, False)])  # fmt: skip
+def test_a_file_of_root_that_its_group_can_read_loads_for_others_than_root(
+    keyring_path: Path, mode: int, loads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So do the files of a Secret in Kubernetes look to a program with an `fsGroup`."""
+    keyring_path.chmod(mode)
+    with pytest.raises(KeyringError, match="open to other users"):
+        load_keyring(keyring_path)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    if loads:
+        assert load_keyring(keyring_path) == Keyring.single(A)
+    else:
+        with pytest.raises(KeyringError, match="open to other users"):
+            load_keyring(keyring_path)
+    os.chown(keyring_path, 1000, -1)  # a program's own file is for the program alone
+    with pytest.raises(KeyringError, match="open to other users"):
+        load_keyring(keyring_path)
+
+
 @pytest.mark.parametrize("own", [0o600, 0o400])
 def test_a_file_of_our_own_loads(keyring_path: Path, own: int) -> None:
     keyring_path.chmod(own)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relay.logs import JsonLines, Quiet, Sentences, configure
+from relay.logs import Journal, JsonLines, Quiet, Sentences, configure, is_journal
 
 
 class Kept(logging.Handler):
@@ -229,3 +231,39 @@ def test_every_warning_is_either_a_line_or_counted(
     for key in range(7):
         times_s = [at_s for said, at_s in lines_s if said == key]
         assert all(b - a >= 10.0 for a, b in pairwise(times_s))
+
+
+# -- the journal -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("level", "priority"),
+    [(10, 7), (20, 6), (30, 4), (40, 3), (50, 2), (25, 6)],
+)
+def test_a_line_of_the_journal_begins_with_its_priority(level: int, priority: int) -> None:
+    record = log.makeRecord(log.name, level, "", 0, "some.event", (), None)
+    line = Journal(JsonLines()).format(record)
+    assert line.startswith(f"<{priority}>{{")
+    assert json.loads(line[3:])["event"] == "some.event"
+
+
+def test_every_line_of_a_traceback_has_the_priority_of_its_record() -> None:
+    try:
+        raise ValueError("odd")
+    except ValueError as error:
+        record = log.makeRecord(log.name, logging.ERROR, "", 0, "some.fault", (), (type(error), error, None))  # fmt: skip
+    lines = Journal(Sentences()).format(record).split("\n")
+    assert len(lines) > 1
+    assert all(line.startswith("<3>") for line in lines)
+
+
+def test_only_the_stream_that_systemd_named_is_the_journal(tmp_path: Path) -> None:
+    with (tmp_path / "stream").open("wb") as stream, (tmp_path / "redirected").open("wb") as other:
+        found = os.fstat(stream.fileno())
+        environ = {"JOURNAL_STREAM": f"{found.st_dev}:{found.st_ino}"}
+        assert is_journal(environ, stream.fileno())
+        assert not is_journal(environ, other.fileno())  # such as `iris relay 2>file` in a unit
+        assert not is_journal({}, stream.fileno())
+        closed = os.dup(stream.fileno())
+        os.close(closed)
+        assert not is_journal(environ, closed)
