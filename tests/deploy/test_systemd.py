@@ -1,0 +1,153 @@
+"""The units of systemd start what they say, may do little else, and their files land where programs look."""
+
+from __future__ import annotations
+
+import configparser
+import os
+import re
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.waiting import PATIENCE_S
+
+from iris import keyfiles, paths
+from relay.settings import load_config
+
+SYSTEMD = Path(__file__).parents[2] / "deploy" / "systemd"
+UNITS = sorted(SYSTEMD.glob("*.service"))
+INSTALLED = "/opt/iris/bin"
+BIN = Path(sys.executable).parent
+EXPOSURE_LIMIT = 20
+"""In tenths, as systemd counts: from 0 (no exposure) to 100."""
+
+needs_systemd = pytest.mark.skipif(
+    shutil.which("systemd-analyze") is None, reason="systemd is not installed (package systemd)"
+)
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to a user")
+each_unit = pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
+
+
+class Unit(configparser.RawConfigParser):
+    """A unit file: the last value of each setting."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(strict=False, delimiters=("=",), comment_prefixes=("#",))
+        self.read_string(path.read_text())
+
+    def optionxform(self, optionstr: str) -> str:
+        return optionstr
+
+    def command(self, root: Path) -> list[str]:
+        """Return what the unit starts, with this environment's `iris` and with its directories below `root`."""
+        return shlex.split(below(root, self["Service"]["ExecStart"]))
+
+    def environment(self, root: Path) -> dict[str, str]:
+        pairs = shlex.split(below(root, self["Service"].get("Environment", "")))
+        return dict(pair.partition("=")[::2] for pair in pairs)
+
+
+def below(root: Path, text: str) -> str:
+    text = text.replace(INSTALLED, str(BIN))
+    return re.sub(r"(?<![\w/])/(?=(?:etc|run|var/lib)/iris\b)", f"{str(root).rstrip('/')}/", text)
+
+
+def test_there_is_a_unit_for_the_relay_and_one_for_the_store() -> None:
+    assert [unit.name for unit in UNITS] == ["iris-relay.service", "iris-store.service"]
+
+
+@needs_systemd
+@each_unit
+def test_systemd_finds_nothing_wrong_with_a_unit(unit: Path, tmp_path: Path) -> None:
+    for each in UNITS:  # together, because one names the other
+        (tmp_path / each.name).write_text(each.read_text().replace(INSTALLED, str(BIN)))
+    done = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", str(tmp_path / unit.name)],
+        capture_output=True, text=True, timeout=PATIENCE_S,
+    )  # fmt: skip
+    ours = [line for line in done.stderr.splitlines() if "iris" in line]
+    assert (done.returncode, ours) == (0, [])
+
+
+@needs_systemd
+@each_unit
+def test_the_exposure_of_a_unit_is_under_two(unit: Path) -> None:
+    command = ["systemd-analyze", "security", "--offline=true", "--no-pager", f"--threshold={EXPOSURE_LIMIT}", str(unit)]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
+    found = re.search(r"exposure level for \S+: ([0-9.]+)", done.stdout)
+    assert found, done.stdout + done.stderr
+    assert done.returncode == 0, found[0]
+    assert float(found[1]) < EXPOSURE_LIMIT / 10
+
+
+@each_unit
+def test_what_a_unit_starts_is_ready_and_pings_within_the_units_watchdog(
+    unit: Path, tmp_path: Path
+) -> None:
+    settings = Unit(unit)
+    service = settings["Service"]
+    for name in ("etc", "run", "var/lib"):
+        (tmp_path / name / "iris").mkdir(parents=True, mode=0o755)
+    keyfiles.create_keys(tmp_path / "etc" / "iris")
+    (tmp_path / "etc" / "iris" / "relay.toml").write_text("port = 0\nmdns = false\n")
+    seconds = {"30": 30, "3min": 180}[service["WatchdogSec"]]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(tmp_path / "notify"))
+        manager.settimeout(PATIENCE_S)
+        with (tmp_path / "log").open("wb") as log:
+            process = subprocess.Popen(
+                settings.command(tmp_path), stderr=log, cwd="/", umask=int(service["UMask"], 8),
+                env={**settings.environment(tmp_path), "PATH": os.environ["PATH"],
+                     "NOTIFY_SOCKET": str(tmp_path / "notify"), "WATCHDOG_USEC": str(seconds * 1_000_000)},
+            )  # fmt: skip
+        try:
+            said = [manager.recv(100), manager.recv(100)]
+            assert said == [b"READY=1", b"WATCHDOG=1"], (tmp_path / "log").read_text()
+            process.terminate()
+            assert process.wait(PATIENCE_S) == 0
+        finally:
+            process.kill()
+            process.wait()
+
+
+def test_a_stop_waits_longer_than_a_drain() -> None:
+    relay = Unit(SYSTEMD / "iris-relay.service")["Service"]
+    config = load_config({}, {}, None)
+    store_s = 5.0
+    assert int(relay["TimeoutStopSec"]) > config.drain_timeout_s + store_s
+
+
+def test_the_socket_is_where_programs_look_for_a_relay_of_the_host() -> None:
+    relay = Unit(SYSTEMD / "iris-relay.service")
+    named = Path(relay.environment(Path("/"))["IRIS_RELAY"])
+    assert named in paths.candidate_sockets({}, 1000)
+    assert relay["Service"]["User"] == load_config({}, {}, None).relay_user
+    assert named.parent == Path("/run") / relay["Service"]["RuntimeDirectory"]
+
+
+@needs_systemd
+@needs_root
+def test_the_user_the_settings_and_the_directories_are_made(tmp_path: Path) -> None:
+    """On a file system of its own, with the names that Debian's packages use."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "etc").mkdir()
+    for tool, kind in (("systemd-sysusers", "sysusers"), ("systemd-tmpfiles", "tmpfiles")):
+        folder = tmp_path / "usr" / "lib" / f"{kind}.d"
+        folder.mkdir(parents=True)
+        shutil.copy(SYSTEMD / f"iris.{kind}.conf", folder / "iris.conf")
+        # One file only: others could name what lies outside.
+        create = ["--create"] if kind == "tmpfiles" else []
+        subprocess.run([tool, f"--root={tmp_path}", *create, "iris.conf"], check=True, timeout=PATIENCE_S)  # fmt: skip
+    user = next(line for line in (tmp_path / "etc/passwd").read_text().splitlines() if line.startswith("iris:"))  # fmt: skip
+    uid, gid = map(int, user.split(":")[2:4])
+    assert user.endswith("/usr/sbin/nologin")
+    etc, run = (tmp_path / "etc/iris").stat(), (tmp_path / "run/iris").stat()
+    assert (etc.st_uid, etc.st_gid, etc.st_mode & 0o777) == (0, gid, 0o750)
+    assert (run.st_uid, run.st_gid, run.st_mode & 0o777) == (uid, gid, 0o755)
+    settings = tmp_path / "etc/iris/relay.toml"
+    assert settings.stat().st_mode & 0o777 == 0o640
+    assert load_config({}, {}, settings).socket_group == "iris"
