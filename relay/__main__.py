@@ -59,6 +59,10 @@ def relay(
         Path | None,
         typer.Option(help="Directory for durable streams; starts a store there.", file_okay=False),
     ] = None,
+    metrics: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Serve metrics and health over HTTP here, such as 127.0.0.1:9464. Needs the extra [metrics]."),
+    ] = None,
     site: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="Name of this relay's site.", rich_help_panel=_SITES),
@@ -135,7 +139,7 @@ def relay(
         overrides: dict[str, object] = {
             "socket_path": socket and socket.absolute(), "socket_group": group, "log_level": log_level, "log_format": log_format, "dev": dev or None,
             "join": join or None, "mdns": False if no_mdns else None, "port": port, "bind": bind or None,
-            "listen": listen or None, "data": data and data.absolute(), "site": site, "gateway": gateway or None,
+            "listen": listen or None, "data": data and data.absolute(), "metrics": metrics, "site": site, "gateway": gateway or None,
             "site_key": site_key and site_key.absolute(), "peer_site": peer_site or None, "site_cost": site_cost or None,
             "site_compression": site_compression or None,
             "export": export or None, "import": import_ or None,
@@ -155,6 +159,7 @@ def relay(
 
 def _check(environ: Mapping[str, str]) -> None:
     """Raise ConfigError or KeyringError if a relay with these settings could not start. Create and bind nothing."""
+    from relay.metrics.supervisor import check_installed
     from relay.start import network_keys
     from relay.supervisor import check_data
 
@@ -165,6 +170,8 @@ def _check(environ: Mapping[str, str]) -> None:
         keyfiles.load_site_key(config.site_key)
     if config.data is not None:
         check_data(config.data.absolute())
+    if config.metrics:
+        check_installed()
     for setting in config.no_effect:
         sys.stderr.write(f"iris relay: {setting} has no effect any more; remove it\n")
     sys.stdout.write("settings and keys are valid\n")

@@ -151,6 +151,10 @@ class RelayConfig:
     """Directory of durable streams: the relay starts a store there. None: creating a stream is refused, unless
     you start a store yourself."""
 
+    metrics: str = ""
+    """Address HOST:PORT at which metrics and health are served over HTTP. HOST is an IP address or localhost; port 0
+    is any free one. Empty: they are not served."""
+
     mdns: bool = True
     """Whether multicast DNS is used to find relays on the same LAN and to be found by them."""
 
@@ -274,6 +278,8 @@ class RelayConfig:
             )
         for join in self.join:
             parse_join(join)
+        if self.metrics:
+            parse_metrics(self.metrics)
         parse_rate("session_rate", self.session_rate)
         parse_address_rates(self.address_rate)
         self._check_federation()
@@ -465,6 +471,23 @@ def _site(setting: str, name: str) -> str:
         return check_site(name)
     except InvalidName as err:
         raise ConfigError(f"{setting}: {err}") from err
+
+
+def parse_metrics(text: str) -> tuple[str, int]:
+    """Return the IP address and the port of the setting `metrics`. Raises ConfigError."""
+    host, colon, digits = text.rpartition(":")
+    bare = host.removeprefix("[").removesuffix("]")
+    port = whole(digits)
+    bare = "127.0.0.1" if bare == "localhost" else bare
+    try:
+        ipaddress.ip_address(bare)
+    except ValueError:
+        port = None
+    if not colon or port is None or port > 65_535:
+        raise ConfigError(
+            f"metrics: {text!r} is not HOST:PORT with an IP address; write for example 127.0.0.1:9464"
+        )
+    return bare, port
 
 
 def whole(value: object) -> int | None:

@@ -35,6 +35,7 @@ from relay.discovery.seeds import SeedDiscovery
 from relay.discovery.zeroconf import MulticastDiscovery
 from relay.logs import configure
 from relay.membercount import MemberCount
+from relay.metrics.supervisor import MetricsSupervisor
 from relay.net import socketfile
 from relay.net.addresses import show
 from relay.net.gateways import GatewayHub
@@ -126,6 +127,7 @@ class Relay:
                 config.data.absolute(), config.socket_path, config.log_level, config.log_format, self._store_cannot
             )  # fmt: skip
             self.hub.store_pid = lambda: store.pid
+        self.metrics: MetricsSupervisor | None = None
         self._socket: socketfile.SocketFile | None = None
         self._member_count = MemberCount(config.socket_path, self.router)
         self._startup_gate = StartupGate(
@@ -152,6 +154,8 @@ class Relay:
                 self.gateways.listen()
             if self.remote is not None:
                 self.remote.listen(self.config.listen)
+            if self.config.metrics:
+                self.metrics = MetricsSupervisor(self.config)
             self._startup_gate.start(linked=self.links is not None)
         except BaseException:
             for hub in self._hubs:
@@ -161,6 +165,8 @@ class Relay:
             self._socket = None
             if self.remote is not None:
                 self.remote.stop_listening()
+            if self.metrics is not None:
+                self.metrics.close()
             raise
         for setting in self.config.no_effect:
             log.warning("settings.no_effect", extra={"fields": {"setting": setting}})
@@ -169,6 +175,8 @@ class Relay:
         if self._store is not None:
             self.router.stores.starts_one(time.monotonic_ns() // 1000)
             self._task(self._store.run(), "iris-store")
+        if self.metrics is not None:
+            self._task(self.metrics.run(), "iris-metrics")
         if self.links is not None:
             if self.config.port is None and self.links.port != DEFAULT_PORT:
                 # Relays that join this host at the usual port would reach another process.
@@ -199,6 +207,8 @@ class Relay:
         bound_s = self.config.drain_timeout_s if drain_s is None else drain_s
         if self._store is not None:
             self._store.stop_restarting()
+        if self.metrics is not None:
+            self.metrics.stop_restarting()
         self._member_count.freeze()
         unread = self._startup_gate.unread
         self._startup_gate.freeze()
@@ -216,10 +226,14 @@ class Relay:
             await Stopping(self.driver, self.hub, self._hubs).run(bound_s)
             if self._store is not None:
                 await self._store.stop(unread=unread)
+            if self.metrics is not None:
+                await self.metrics.stop()
             await asyncio.gather(*(hub.close() for hub in self._hubs))
         finally:
             if self._store is not None:
                 self._store.kill()
+            if self.metrics is not None:
+                self.metrics.close()
             for task in self._tasks:
                 task.cancel()
             self._tasks.clear()
@@ -400,6 +414,8 @@ class Relay:
         }
         if self._store is not None:
             status["store"] = self._store.status()
+        if self.metrics is not None:
+            status["metrics"] = self.metrics.status()
         if self.links is None:
             return status
         status.update(self.links.status())

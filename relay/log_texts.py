@@ -41,6 +41,9 @@ SENTENCES: Final[dict[str, str | tuple[str, ...]]] = {
     "store.not_started": "The store could not be started: {error}. The relay tries again.",
     "store.ended": "The store of {data} ended with exit code {exit}. The relay starts it again.",
     "store.killed": "The store (pid {pid}) did not end in time and was killed.",
+    # The process that serves metrics
+    "metrics.not_started": "The process that serves metrics could not be started: {error}. The relay tries again.",
+    "metrics.ended": "The process that serves metrics ended with exit code {exit}. The relay starts it again.",
     # Sessions
     "sessions.listening": "Sessions over TLS are accepted at {addresses}.",
     "sessions.no_descriptors": "A session was not accepted: {error}. Raise the limit of open files (LimitNOFILE= of systemd, or ulimit -n).",

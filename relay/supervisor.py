@@ -1,7 +1,6 @@
 """Starts the store of a relay with a data directory, and starts it again whenever it ends.
 
-The store is a separate process, so that a slow or full disk never holds up routing. The relay holds the other end of
-the store's standard input. When the relay ends, even if it is killed, that input ends and so does the store.
+The store is a separate process, so that a slow or full disk never holds up routing.
 """
 
 from __future__ import annotations
@@ -12,25 +11,19 @@ import errno
 import json
 import logging
 import os
-import random
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
-from iris.core.backoff import Backoff
 from iris.errors import ConfigError
 from iris.keyfiles import sync_directory
+from relay.child import Child
 
 log = logging.getLogger(__name__)
 
-PAUSE_MIN_S: Final = 0.2
-PAUSE_MAX_S: Final = 10.0
-LASTED_S: Final = 10.0
-"""A store that ran for longer than this is started again after the shortest pause."""
 STOP_S: Final = 10.0
 STREAMS: Final = "streams"
 """Subdirectory of the data directory with a directory for each log."""
@@ -56,7 +49,7 @@ class _StatusLine(msgspec.Struct):
 _decode: Final = msgspec.json.Decoder(_StatusLine).decode
 
 
-class StoreSupervisor:
+class StoreSupervisor(Child):
     """One store, kept running while `run` runs."""
 
     def __init__(
@@ -67,43 +60,14 @@ class StoreSupervisor:
         `final`: it lasts until somebody corrects it.
         """
         self._data = data
-        self._command = (
-            sys.executable, "-m", "relay.store", "--data", str(data), "--relay", str(socket_path), "--log-level", log_level,
-            "--log-format", log_format, "--supervised",
+        super().__init__(
+            (
+                sys.executable, "-m", "relay.store", "--data", str(data), "--relay", str(socket_path), "--log-level", log_level,
+                "--log-format", log_format, "--supervised",
+            )
         )  # fmt: skip
-        self._process: asyncio.subprocess.Process | None = None
-        self._starts = 0
-        self._last_exit: int | None = None
-        self._stopping = False
         self._cannot = ""
         self._on_cannot_serve = cannot
-
-    async def run(self) -> None:
-        """Keep the store running until cancelled or stopped. An unexpected end is logged."""
-        backoff = Backoff(PAUSE_MIN_S, PAUSE_MAX_S, random.random)
-        while not self._stopping:
-            began_s = time.monotonic()
-            try:
-                self._process = await asyncio.create_subprocess_exec(
-                    *self._command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
-                )
-            except OSError as err:
-                log.error("store.not_started", extra={"fields": {"error": str(err)}})
-                self._set_cannot_serve(f"the store's process cannot be started: {err}", final=False)
-            else:
-                self._starts += 1
-                await self._listen(self._process)
-                self._last_exit = await self._process.wait()
-                self._process = None
-                if self._stopping:
-                    return
-                if self._last_exit != EXIT_USAGE:
-                    self._set_cannot_serve("", final=False)
-                fields = {"exit": self._last_exit, "data": str(self._data)}
-                log.error("store.ended", extra={"fields": fields})
-            if time.monotonic() - began_s > LASTED_S:
-                backoff.succeeded()
-            await asyncio.sleep(backoff.failed())
 
     @property
     def has_streams(self) -> bool:
@@ -126,27 +90,25 @@ class StoreSupervisor:
         """Remove `COMPLETE_FILE`: messages may be published that the next store does not receive. Raises OSError."""
         remove_complete_file(self._data / COMPLETE_FILE)
 
-    async def _listen(self, process: asyncio.subprocess.Process) -> None:
-        """Read the store's status lines until it ends: one JSON object a line. Other lines are ignored."""
-        assert process.stdout is not None
-        while True:
-            try:
-                line = await process.stdout.readline()
-                if not line:
-                    return
-                status = _decode(line)
-            except (ValueError, msgspec.DecodeError):
-                continue
+    def _said(self, line: bytes) -> None:
+        """Handle a status line of the store: one JSON object. Other lines are ignored."""
+        with contextlib.suppress(msgspec.DecodeError):
+            status = _decode(line)
             self._set_cannot_serve(status.cannot, final=status.final)
+
+    def _not_started(self, err: OSError) -> None:
+        log.error("store.not_started", extra={"fields": {"error": str(err)}})
+        self._set_cannot_serve(f"the store's process cannot be started: {err}", final=False)
+
+    def _ended(self, code: int) -> None:
+        if code != EXIT_USAGE:
+            self._set_cannot_serve("", final=False)
+        log.error("store.ended", extra={"fields": {"exit": code, "data": str(self._data)}})
 
     def _set_cannot_serve(self, why: str, *, final: bool) -> None:
         if why != self._cannot:
             self._cannot = why
             self._on_cannot_serve(why, final)
-
-    def stop_restarting(self) -> None:
-        """Do not start the store again: whoever stops the relay may stop the store, too."""
-        self._stopping = True
 
     async def stop(self, *, unread: bool = False) -> None:
         """End the store, which writes what it holds; kill it after `STOP_S`. Idempotent.
@@ -167,18 +129,6 @@ class StoreSupervisor:
             log.error("store.killed", extra={"fields": {"pid": process.pid}})
             self.kill()
             await process.wait()
-
-    def kill(self) -> None:
-        """Kill the store. Idempotent."""
-        self._stopping = True
-        if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
-
-    @property
-    def pid(self) -> int | None:
-        """Process id of the store; None while none runs."""
-        return self._process.pid if self._process is not None else None
 
     def status(self) -> dict[str, object]:
         """Return what `iris status` shows of the store, ready for JSON."""

@@ -1,0 +1,56 @@
+"""`python -m relay.metrics`: serves the metrics of one relay until its standard input ends. Relays start it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from iris.config import ClientConfig
+from relay.logs import configure
+from relay.metrics.server import LOOK_S, Server
+from relay.metrics.source import ANSWER_S, Source
+
+LABEL: Final = "iris-metrics"
+NICE: Final = 5
+"""A flood of scrapers must not take the processor from the relay."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Serve until standard input ends, as it does when the relay ends. Signals to the relay's group are ignored."""
+    parser = argparse.ArgumentParser(prog="python -m relay.metrics")
+    parser.add_argument("--listener", type=int, required=True, help="Descriptor of a listening socket.")  # fmt: skip
+    parser.add_argument("--relay", type=Path, required=True)
+    parser.add_argument("--relay-user", required=True)
+    parser.add_argument("--log-format", required=True)
+    given = parser.parse_args(argv)
+    configure("WARNING", given.log_format)  # its sessions come and go with the relay
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    os.nice(NICE)
+    config = ClientConfig(
+        relay=given.relay, relay_user=given.relay_user, label=LABEL, connect_timeout_s=ANSWER_S
+    )
+    source = Source(config)
+    server = Server(socket.socket(fileno=given.listener), source)
+    threading.Thread(target=_until_input_ends, args=(server,), daemon=True).start()
+    try:
+        server.serve_forever(LOOK_S)
+    finally:
+        server.server_close()
+        source.close()
+
+
+def _until_input_ends(server: Server) -> None:
+    while os.read(0, 64):
+        pass
+    server.shutdown()
+
+
+if __name__ == "__main__":
+    main()
