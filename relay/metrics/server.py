@@ -68,7 +68,7 @@ class Server(ThreadingMixIn, BaseServer):
             if oldest is None:
                 return False
             self._cut(oldest)
-        request.settimeout(ASKED_S)
+        request.settimeout(ANSWERED_S)
         self._connections[request] = _Connection(time.monotonic())
         return True
 

@@ -113,5 +113,5 @@ class Source(Collector):
 
     @staticmethod
     def _pid(report: dict[str, Any] | None) -> str:
-        """Return the process id in a report; "-" if there is none, which is no process."""
+        """Return the process id in a report; "-" if it has none."""
         return str((report or {}).get("pid") or "-")
