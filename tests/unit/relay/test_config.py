@@ -102,6 +102,7 @@ def test_every_setting_can_be_given_as_toml_and_as_text(tmp_path: Path) -> None:
         "bind": ("127.0.0.1", "::1"),
         "join": ("10.0.0.7:7430", "dns:relays.example", "[fe80::1%eth0]:1"),
         "data": Path("/var/lib/iris"),
+        "metrics": "[::1]:9464",
         "mdns": False,
         "listen": ("tls://127.0.0.1:7431",),
         "site": "eu",
