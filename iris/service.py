@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Any, Literal, NamedTuple, TypeVar, overload
+from typing import Any, Concatenate, Literal, NamedTuple, TypeVar, overload
 
 from msgspec.structs import replace
 
@@ -21,7 +21,10 @@ from iris.wire.frames import Serving
 from iris.wire.kinds import CANCEL_MINOR, Kind
 from iris.wire.names import check_cluster, check_filter, check_group, split_site
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[Concatenate[Any, ...], Any])
+"""A handler: it has at least one parameter."""
+A = TypeVar("A", bound=Callable[Concatenate[Any, ...], Coroutine[Any, Any, Any]])
+"""A handler that is a coroutine function."""
 OnCancel = Literal["finish", "cancel"]
 """What happens to a handler whose caller has left."""
 Lifespan = Callable[[Any], AbstractAsyncContextManager[object]]
@@ -109,11 +112,11 @@ class Service:
     def on_request(self, function: F, /) -> F: ...
     @overload
     def on_request(
-        self, /, *, threads: int = 0, on_cancel: OnCancel = "finish"
-    ) -> Callable[[F], F]: ...
+        self, method: str = "", /, *, on_cancel: Literal["cancel"]
+    ) -> Callable[[A], A]: ...
     @overload
     def on_request(
-        self, method: str, /, *, threads: int = 0, on_cancel: OnCancel = "finish"
+        self, method: str = "", /, *, threads: int = 0, on_cancel: OnCancel = "finish"
     ) -> Callable[[F], F]: ...
     def on_request(
         self, function: Any = None, /, *, threads: int = 0, on_cancel: OnCancel = "finish"
@@ -149,11 +152,11 @@ class Service:
     def on_survey(self, function: F, /) -> F: ...
     @overload
     def on_survey(
-        self, /, *, threads: int = 0, on_cancel: OnCancel = "finish"
-    ) -> Callable[[F], F]: ...
+        self, method: str = "", /, *, on_cancel: Literal["cancel"]
+    ) -> Callable[[A], A]: ...
     @overload
     def on_survey(
-        self, method: str, /, *, threads: int = 0, on_cancel: OnCancel = "finish"
+        self, method: str = "", /, *, threads: int = 0, on_cancel: OnCancel = "finish"
     ) -> Callable[[F], F]: ...
     def on_survey(
         self, function: Any = None, /, *, threads: int = 0, on_cancel: OnCancel = "finish"
@@ -185,7 +188,7 @@ class Service:
             )
         return self._on(Kind.BROADCAST, function, threads)
 
-    def on_tunnel(self, function: F) -> F:
+    def on_tunnel(self, function: A) -> A:
         """Decorator: handle tunnels with this coroutine function, which takes an `iris.Tunnel`.
 
         The tunnel is closed when the function returns, and broken on both sides if it raises.
