@@ -9,10 +9,11 @@ file of root that its group can read: root decided who is in the group.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import stat
 import tempfile
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -182,7 +183,25 @@ def create(path: Path, text: str) -> None:
 
 
 def save_keyring(path: Path, keyring: Keyring) -> None:
-    """Replace the file `path` atomically, mode 0600. Readers, also after a crash, see the old keyring or the new one.
+    """Replace the file `path` as `replace` does."""
+    replace(path, keyring.dump())
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Lock the directory of a file while the block runs. Without the lock, two edits at a time would lose one."""
+    directory = os.open(
+        os.path.dirname(os.path.realpath(path)), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+    )
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(directory)
+
+
+def replace(path: Path, text: str) -> None:
+    """Replace the file `path` atomically, mode 0600. Readers, also after a crash, see the old text or the new one.
 
     If `path` is a symbolic link, the file that it points to is replaced.
 
@@ -193,7 +212,7 @@ def save_keyring(path: Path, keyring: Keyring) -> None:
     temporary: str | None = None
     try:
         descriptor, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-        _write(descriptor, keyring.dump())
+        _write(descriptor, text)
         os.replace(temporary, target)
         temporary = None
         sync_directory(target.parent)

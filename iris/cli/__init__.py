@@ -30,6 +30,8 @@ VERBS: Final = {
     "relay": "relay.__main__",
     "store": "relay.store.__main__",
     "stream": "iris.cli.stream",
+    "init": "iris.cli.init",
+    "context": "iris.cli.context",
     "key": "iris.cli.key",
     "federation": "iris.cli.federation",
     "bridge": "iris.cli.bridge",
@@ -54,6 +56,8 @@ SUMMARIES: Final = {
     "relay": "Run this host's relay until SIGTERM or Ctrl-C (a second one ends it at once).",
     "store": "Store durable streams for the relay on this host. Runs until SIGTERM or Ctrl-C; a second signal ends it at once.",
     "stream": "Keep messages on disk and read them later: durable streams.",
+    "init": "Write a project: a service, its test, and what it needs to run under systemd.",
+    "context": "Name relays and keys, and choose among them.",
     "key": "Make, show and rotate keys.",
     "federation": "Connect sites, each a network of relays, through gateways.",
     "bridge": "Connect programs of other protocols to clusters and topics.",
@@ -61,6 +65,9 @@ SUMMARIES: Final = {
     "demo": "See Iris at work on a year of real flight departures from New York.",
 }
 """Verb -> the first sentence of its help, so that `iris --help` imports no verb."""
+
+WITHOUT_CONTEXT: Final = ("relay", "store", "demo", "init", "context")
+"""Verbs that connect to no relay, or to one that they start."""
 
 OTHER_WORDS: Final = {
     "call": "request",
@@ -115,6 +122,7 @@ HELP = """Send messages to clusters by name, and run relays and services.
                     Default: $XDG_CONFIG_HOME/iris, else ~/.config/iris.
       IRIS_ACCESS   access file for tls:// relays.
                     Default: access.pem in the configuration directory.
+      IRIS_CONTEXT  name of a context (`iris context`), for what is not set above
       IRIS_VERBOSE  1: same as --verbose
     """
 
@@ -193,9 +201,13 @@ def _version(wanted: bool) -> None:
 
 @app.callback(help=HELP)
 def iris(
+    ctx: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
+    context: Annotated[
+        str | None, typer.Option("--context", metavar="NAME", help="Use the relay and the keys of this context (`iris context`).", show_default=False)
+    ] = None,
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", envvar=VARIABLE, show_envvar=False, help="Below the line of an error, print the exceptions that caused it and where they were raised.")
     ] = False,
@@ -205,6 +217,19 @@ def iris(
         os.environ[VARIABLE] = "1"
     else:
         os.environ.pop(VARIABLE, None)
+    if ctx.invoked_subcommand in WITHOUT_CONTEXT:
+        if context is not None:
+            raise typer.BadParameter(
+                f"`iris {ctx.invoked_subcommand}` uses no context", param_hint="--context"
+            )
+        return
+    from iris.cli import contexts
+    from iris.errors import IrisError
+
+    try:
+        contexts.apply(os.environ, context)
+    except IrisError as error:
+        raise typer.BadParameter(str(error), param_hint="--context") from error
 
 
 def _print_usage_error(error: Any) -> None:

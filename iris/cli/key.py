@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
+import time
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
@@ -31,6 +32,7 @@ app = typer.Typer(
     Examples:
       iris key new
       iris key add databases
+      iris key list
       iris key promote databases
       iris key retire databases
       iris key access batch-host.pem
@@ -89,18 +91,9 @@ def show(json: options.AsJson = False) -> None:
     """
 
     async def work() -> int:
-        path = keyring_path()
-        rows = [
-            (name, key.key_id.hex(), "opens" if index else "seals")
-            for name, keys in keyfiles.load_keyring(path).entries().items()
-            for index, key in enumerate(keys)
-        ]
-        network = path.with_name(keyfiles.NETWORK_FILE)
-        if network.exists():
-            for index, key in enumerate(keyfiles.load_network_keys(network)):
-                rows.append(("(network)", key.fingerprint.hex(), "admits" if index else "dials"))
-        width = max((len(name) for name, _, _ in rows), default=0)
-        for name, key_id, role in rows:
+        rows = _rows(keyring_path())
+        width = max((len(name) for name, *_ in rows), default=0)
+        for name, key_id, role, _ in rows:
             if json:
                 output.write_json({"name": name, "key": key_id, "role": role})
             else:
@@ -108,6 +101,64 @@ def show(json: options.AsJson = False) -> None:
         return Exit.OK
 
     run(work)
+
+
+@app.command("list")
+def list_(json: options.AsJson = False) -> None:
+    """List all keys that programs of this user find: name, fingerprint, role, age.
+
+    The fingerprint is the key id. The file of a key does not record when it
+    was made, only when the file was last changed. So each key is at least as
+    old as AGE says.
+
+    \b
+    Examples:
+      iris key list
+      iris key list --json | jq -r 'select(.role == "seals") | .name'
+    """
+
+    async def work() -> int:
+        path = keyring_path()
+        rows = _rows(path)
+        width = max([len(name) for name, *_ in rows] + [4])
+        if not json:
+            _say(f"{'NAME':<{width}}  {'FINGERPRINT':<32}  {'ROLE':<6}  AGE")
+        for name, key_id, role, file in rows:
+            changed_s = file.stat().st_mtime
+            if json:
+                since = datetime.fromtimestamp(changed_s, UTC).isoformat(timespec="seconds")
+                output.write_json(
+                    {"name": name, "key": key_id, "role": role, "file": str(file), "unchanged_since": since}
+                )  # fmt: skip
+            else:
+                age = _age(time.time() - changed_s)
+                _say(f"{name:<{width}}  {key_id}  {role:<6}  {age}")
+        return Exit.OK
+
+    run(work)
+
+
+def _rows(path: Path) -> list[tuple[str, str, str, Path]]:
+    """Return (name, key id, role, file) of the keys in a keyring and of the network keys beside it."""
+    rows = [
+        (name, key.key_id.hex(), "opens" if index else "seals", path)
+        for name, keys in keyfiles.load_keyring(path).entries().items()
+        for index, key in enumerate(keys)
+    ]
+    network = path.with_name(keyfiles.NETWORK_FILE)
+    if network.exists():
+        for index, key in enumerate(keyfiles.load_network_keys(network)):
+            role = "admits" if index else "dials"
+            rows.append(("(network)", key.fingerprint.hex(), role, network))
+    return rows
+
+
+def _age(seconds: float) -> str:
+    """Return a lower bound of a key's age for people."""
+    for unit, length in (("day", 86_400), ("hour", 3600), ("minute", 60)):
+        if seconds >= length:
+            return f"at least {plural(int(seconds / length), unit)}"
+    return "unknown: the file was changed within the last minute"
 
 
 @app.command()
@@ -256,16 +307,10 @@ def keyring_path() -> Path:
 
 @contextlib.contextmanager
 def editing() -> Iterator[tuple[Path, Keyring]]:
-    """Lock the keyring and yield its path and content. Without the lock, two edits at a time would lose a key."""
+    """Lock the keyring and yield its path and content."""
     path = keyring_path()
-    directory = os.open(
-        os.path.dirname(os.path.realpath(path)), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-    )
-    try:
-        fcntl.flock(directory, fcntl.LOCK_EX)
+    with keyfiles.locked(path):
         yield path, keyfiles.load_keyring(path)
-    finally:
-        os.close(directory)
 
 
 def _find(keyring: Keyring, name: str, text: str) -> bytes | None:

@@ -39,7 +39,15 @@ def __getattr__(name: str) -> Any:
 
 
 def register(spark: SparkSession) -> None:
-    """Register the format "iris" with a session. Idempotent."""
+    """Register the format "iris" with a session. Idempotent.
+
+    Spark warns if a format is replaced, so one that it has found by itself (`pyspark_iris`) is left as it is.
+    """
+    jvm_session: Any = getattr(spark, "_jsparkSession", None)  # Spark Connect has none
+    if jvm_session is not None:
+        known = jvm_session.sessionState().dataSourceManager()
+        if known.dataSourceExists(IrisSource.name()):
+            return
     spark.dataSource.register(IrisSource)
 
 

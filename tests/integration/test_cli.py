@@ -28,7 +28,7 @@ pytestmark = pytest.mark.timeout(60)
 
 VERBS = [
     "request", "push", "survey", "broadcast", "publish", "subscribe", "tunnel", "members", "describe", "ping", "status", "run", "relay",
-    "key new", "key show", "key add", "key promote", "key retire", "demo", "bench serve", "bench request", "bench publish",
+    "key new", "key show", "key list", "context add", "context use", "context list", "context remove", "init", "key add", "key promote", "key retire", "demo", "bench serve", "bench request", "bench publish",
     "bench tunnel", "store", "federation key", "federation list", "federation ping", "bridge iris1", "bridge sp", *(f"stream {verb}" for verb in (
         "create", "list", "info", "read", "append", "export", "import", "change", "pause", "resume", "delete", "keys",
         "consumer list", "consumer delete", "mirror", "promote",

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 import iris
+import iris.spark
 from spark.faults import secrets
 from spark.kit import (
     PATIENCE_S,
@@ -356,3 +357,14 @@ def test_what_travels_to_tasks_holds_no_key(
     assert str(stage.keyring).encode() in sent
     for secret in secrets(stage.keyring):
         assert secret not in sent
+
+
+def test_registering_the_format_again_replaces_nothing_of_which_spark_would_warn(
+    spark: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registered: list[object] = []
+    monkeypatch.setattr(
+        type(spark.dataSource), "register", lambda self, source: registered.append(source)
+    )
+    iris.spark.register(spark)
+    assert registered == []
