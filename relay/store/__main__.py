@@ -13,7 +13,7 @@ import typer
 
 from iris.causes import print_causes
 from iris.errors import ConfigError, IrisError
-from iris.wire.names import printable
+from iris.wire.names import plural, printable
 from relay.settings import load_config
 
 if TYPE_CHECKING:
@@ -142,15 +142,23 @@ def _report_lines(report: Report) -> list[str]:
     lines = [
         f"{name}: salvaged, epoch {report.epoch}",
         f"  damage   {printable(report.error)}",
-        f"  kept     {report.records} records, {report.messages} messages",
-        f"  offsets  {report.oldest} until {report.next} (known from {report.end_from})",
+        f"  kept     {plural(report.records, 'record')}, {plural(report.messages, 'message')}",
+        f"  offsets  {_offsets(report.oldest, report.next)} (known from {report.end_from})",
     ]
-    shown = ", ".join(f"{first}-{end - 1}" for first, end in report.lost[:SHOWN])
+    shown = ", ".join(_offsets(first, end) for first, end in report.lost[:SHOWN])
     more = f", and {len(report.lost) - SHOWN} more ranges" if len(report.lost) > SHOWN else ""
-    lines.append(f"  lost     {report.lost_offsets} offsets{': ' if shown else ''}{shown}{more}")
+    lost = plural(report.lost_offsets, "offset")
+    lines.append(f"  lost     {lost}{': ' if shown else ''}{shown}{more}")
     lines += [f"  also     {printable(one)}" for one in report.also]
     lines.append(f"  before   {report.kept_at}: delete it when you no longer need it")
     return lines
+
+
+def _offsets(first: int, end: int) -> str:
+    """Return the offsets from `first` up to but not including `end`, as "0-39", "20" or "none"."""
+    if end <= first:
+        return "none"
+    return str(first) if end == first + 1 else f"{first}-{end - 1}"
 
 
 def _process() -> ModuleType:

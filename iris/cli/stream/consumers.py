@@ -45,7 +45,7 @@ def list_consumers(
       lag           messages that are not done
       pending       messages delivered to workers and not done
       redelivering  messages waiting to be delivered again
-      workers       connected workers
+      workers       workers that hold messages
       unstored      dead letters that are not in the stream NAME.dead yet
 
     \b

@@ -59,7 +59,7 @@ def test_the_last_key_alone_changes_and_ends_the_stream(keeper: Keeper) -> None:
 
 
 def test_a_key_of_long_ago_still_changes_and_ends_the_stream(keeper: Keeper) -> None:
-    """Meant so: a store cannot tell a retired key from one in use (docs/streams.md, "A stolen key")."""
+    """Meant so: a store cannot tell a retired key from one in use (docs/streams-security.md, "A stolen key")."""
     assert isinstance(keeper.change(order(OWNER, SMALL, revision=3)), Described)
     keeper.restart()
     assert isinstance(keeper.delete(order(OWNER, SMALL, action=END, revision=4)), Settled)

@@ -12,6 +12,7 @@ import pytest
 
 from iris.wire.codec import END
 from relay.store import salvage as module
+from relay.store.__main__ import _report_lines
 from relay.store.clock import Clock
 from relay.store.consumer import Consumer
 from relay.store.cursor import Settings
@@ -428,3 +429,13 @@ def test_a_full_disk_leaves_the_damaged_log_as_it_was(
         assert {entry.name for entry in streams.iterdir()} == {UUID.hex(), f"{UUID.hex()}.orders"}
     (report,) = salvage(streams)
     assert report.state == "salvaged"
+
+
+def test_the_report_writes_ranges_of_offsets_in_one_way() -> None:
+    report = Report(
+        "orders", "07" * 16, "salvaged", records=39, messages=39, next=40, end_from="its mark"
+    )
+    report.lost = [(20, 21), (30, 33)]
+    text = "\n".join(_report_lines(report))
+    assert "offsets  0-39 (known from its mark)" in text
+    assert "lost     4 offsets: 20, 30-32" in text
