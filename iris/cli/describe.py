@@ -10,6 +10,7 @@ import iris
 from iris.cli import options, output
 from iris.cli.asking import report
 from iris.cli.exits import run
+from iris.client import connect
 from iris.wire.names import printable
 
 
@@ -31,7 +32,7 @@ def describe(
     """
 
     async def work() -> int:
-        async with iris.connect(relay) as client:
+        async with connect(relay) as client:
             found = await client.describe(cluster, timeout=timeout)
         for one in found:
             if json:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-import iris
 from iris.cli import options, output
 from iris.cli.asking import report
 from iris.cli.exits import run
+from iris.client import connect
 
 
 def ping(
@@ -27,7 +27,7 @@ def ping(
     """
 
     async def work() -> int:
-        async with iris.connect(relay) as client:
+        async with connect(relay) as client:
             found = await client.ping(cluster, timeout=timeout)
         for one in found:
             if json:

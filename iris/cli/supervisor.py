@@ -120,7 +120,7 @@ class Supervisor:
             began_s = time.monotonic()
             changed = self._changed
             try:
-                code, loaded = await self._run_one(number)
+                code, loaded = await self._run_one(number, changed)
             except OSError as error:
                 code, loaded = Exit.ANSWER, True
                 fields: dict[str, object] = {"worker": number, "error": str(error)}
@@ -143,7 +143,7 @@ class Supervisor:
                 async with asyncio.timeout(backoff.failed()):
                     await self._stop.wait()
 
-    async def _run_one(self, number: int) -> tuple[int, bool]:
+    async def _run_one(self, number: int, changed: asyncio.Event) -> tuple[int, bool]:
         """Run one worker to its end; return its exit code, and whether it had imported the services."""
         ours, theirs = socket.socketpair()
         with ours:
@@ -155,7 +155,7 @@ class Supervisor:
                 )  # fmt: skip
             worker = self._running[number] = Worker(process)
             try:
-                if self._stop.is_set() or self._changed.is_set():
+                if self._stop.is_set() or changed.is_set():  # while it was started
                     worker.send(signal.SIGTERM)
                 reader, writer = await asyncio.open_connection(sock=ours)
                 while text := await reader.readline():

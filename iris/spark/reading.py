@@ -17,6 +17,7 @@ from iris.spark.connections import Connection, connection, wait_for_stream
 from iris.spark.errors import AUTH, DATA_LOSS, SparkError
 from iris.spark.options import SourceOptions
 from iris.streams import StreamGap, StreamPage, StreamRecord
+from iris.wire.names import plural
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -167,11 +168,13 @@ class _RangeReader:
         log.warning("spark.unreadable", extra={"fields": {"stream": self._part.stream, "offset": gap.first, "cause": gap.cause}})  # fmt: skip
 
     def _miss(self, gap: StreamGap) -> None:
-        count = "an unknown number of" if gap.count is None else gap.count
+        count = (
+            "an unknown number of messages" if gap.count is None else plural(gap.count, "message")
+        )
         text = (
             f"offsets {gap.first} to {gap.next} were removed ({gap.cause})"
             if gap.count == 0
-            else f"{count} messages are missing before offset {gap.next}: {gap.cause}"
+            else f"{count} {'is' if gap.count == 1 else 'are'} missing before offset {gap.next}: {gap.cause}"
         )
         if self._options.fail_on_data_loss:
             raise self._lost(f"{text}; failOnDataLoss=false goes on without them")

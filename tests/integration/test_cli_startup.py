@@ -31,6 +31,10 @@ CALLS = {
     "publish news world": HEAVY,
     "members greeter": HEAVY,
     "status": HEAVY,
+    "survey greeter world": HEAVY,
+    "subscribe news": HEAVY,
+    "describe greeter": HEAVY,
+    "ping greeter": HEAVY,
     "key show": HEAVY | {"iris.client"},
 }
 
