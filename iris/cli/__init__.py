@@ -26,6 +26,7 @@ VERBS: Final = {
     "describe": "iris.cli.describe",
     "ping": "iris.cli.ping",
     "status": "iris.cli.status",
+    "check": "iris.cli.check",
     "run": "iris.cli.run",
     "relay": "relay.__main__",
     "store": "relay.store.__main__",

@@ -1,0 +1,141 @@
+"""`iris check`: what each state of a relay is worth, and what the exit code says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+from unit.test_metric_pages import status
+
+from iris.cli import check as verb
+from iris.cli import clock
+from iris.cli.check import judge, outdated
+
+RUN = CliRunner()
+LINK = {"label": "b", "peer": "ab" * 16}
+
+
+def verdicts(report: dict[str, Any], **more: Any) -> dict[str, tuple[str, str]]:
+    return {found.check: (found.state, found.detail) for found in judge(report, 0.001, **more)}
+
+
+def test_a_relay_alone_is_well() -> None:
+    found = verdicts(status(uptime_s=7200.0))
+    assert found == {"relay": ("ok", "answered in 1 ms, up 2.0 h"), "links": ("ok", "0 links up, none missing")}  # fmt: skip
+
+
+def test_a_relay_that_stops_is_critical() -> None:
+    assert verdicts({**status(), "draining": True})["relay"] == ("critical", "it is stopping")
+
+
+def test_a_known_relay_that_is_not_linked_is_a_warning_and_critical_if_no_other_is() -> None:
+    dialling = {"unlinked": [{"source": "10.0.0.7:7430", "error": "Connection refused"}]}
+    missing = {**status(), "dialling": dialling}
+    assert verdicts(missing)["links"] == (
+        "critical", "0 links up; not linked: 10.0.0.7:7430 (Connection refused)"
+    )  # fmt: skip
+    assert verdicts({**missing, "links": [LINK]})["links"][0] == "warning"
+    suspended = {**status(), "links": [LINK], "suspended": ["cd" * 16]}
+    assert verdicts(suspended)["links"] == ("warning", "1 link up; not linked: cdcdcdcd… (lost a moment ago)")  # fmt: skip
+    many = {"unlinked": [{"source": f"h{n}", "error": "x"} for n in range(8)]}
+    assert verdicts({**status(), "dialling": many})["links"][1].endswith("; h4 (x) and 3 more")
+
+
+def test_a_site_that_is_not_connected_is_named() -> None:
+    gateways = {"peers": [{"site": "us"}, {"site": "ap"}]}
+    both = {**status(), "gateways": gateways, "sites": [{"site": "us", "ways": [1]}]}
+    assert verdicts(both)["sites"] == ("warning", "not connected: ap; `iris federation list` shows why")  # fmt: skip
+    assert verdicts({**both, "sites": []})["sites"][0] == "critical"
+
+
+@pytest.mark.parametrize(
+    ("store", "space", "state"),
+    [
+        ({}, (10**12, 10**12), "ok"),
+        ({}, None, "ok"),
+        ({}, (1 << 30, 1 << 40), "warning"),
+        ({}, (1 << 20, 1 << 40), "critical"),
+        ({"pid": None}, (10**12, 10**12), "critical"),
+        ({"cannot_serve": "disk write failed"}, (10**12, 10**12), "critical"),
+    ],
+)
+def test_a_store_must_run_serve_and_have_space(
+    store: dict[str, Any], space: tuple[int, int] | None, state: str
+) -> None:
+    there = {"data": "/d", "pid": 7, "starts": 1, "cannot_serve": "", **store}
+    assert verdicts(status(store=there), free=lambda path: space)["store"][0] == state
+
+
+def test_a_report_of_numbers_alone_is_a_warning_that_says_where_to_run_the_command() -> None:
+    limited = {**status(), "limited": "names are shown only to the relay's own user"}
+    assert verdicts(limited)["links"] == ("warning", "not checked: names are shown only to the relay's own user")  # fmt: skip
+
+
+def test_a_program_that_holds_only_a_key_that_is_to_be_retired_is_named() -> None:
+    def sessions(*keys: str) -> dict[str, Any]:
+        return {"sessions": [{"label": "old.py", "pid": 7, "keys": list(keys)}]}
+
+    assert list(outdated(sessions("bb"), "db", "aa", {"bb"})) == ["old.py (pid 7, db under bb…)"]
+    for fine in (("aa", "bb"), ("aa",), ("cc",), (), ("bb", "+9")):
+        assert list(outdated(sessions(*fine), "db", "aa", {"bb"})) == [], fine
+
+
+def test_the_exit_code_is_the_worst_and_the_first_line_sums_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = [
+        verb.Result("relay", "ok", "up"),
+        verb.Result("links", "warning", "x\x1b[31m"),
+        verb.Result("store", "ok", "y"),
+    ]
+
+    async def results(relay: str | None, timeout: float) -> list[verb.Result]:
+        return found
+
+    monkeypatch.setattr(verb, "_results", results)
+    from iris.cli import app
+
+    done = RUN.invoke(app, ["check"])
+    assert done.exit_code == 1
+    assert "\x1b" not in done.stdout
+    assert done.stdout.splitlines()[0].startswith("iris warning: links: x")
+    assert RUN.invoke(app, ["check", "--skip", "links"]).exit_code == 0
+    found.append(verb.Result("store", "critical", "z"))
+    done = RUN.invoke(app, ["check", "--json"])
+    assert done.exit_code == 2
+    document = json.loads(done.stdout)
+    assert document["status"] == "critical"
+    assert document["checks"][0] == {"check": "relay", "state": "ok", "detail": "up"}
+
+
+def test_without_a_relay_it_is_critical(tmp_path: Path) -> None:
+    from iris.cli import app
+
+    done = RUN.invoke(app, ["check", "--relay", str(tmp_path / "none.sock")])
+    assert done.exit_code == 2
+    assert done.stdout.startswith(f"iris critical: relay: no relay at {tmp_path}/none.sock")
+
+
+@pytest.mark.parametrize(
+    ("found", "links", "state"),
+    [
+        (clock.Clock(True, 0.0001, 0.01), [LINK], "ok"),
+        (clock.Clock(True, 0.0001, 5.0), [LINK], "warning"),
+        (clock.Clock(False, 0.0, 16.0), [LINK], "warning"),
+        (clock.Clock(False, 0.0, 16.0), [], "ok"),
+        (None, [LINK], "ok"),
+    ],
+)
+def test_the_clock_matters_if_there_are_other_hosts(
+    found: clock.Clock | None, links: list[Any], state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clock, "read", lambda: found)
+    assert verb._clock({**status(), "links": links})[0] == state
+
+
+def test_the_kernel_is_asked_for_its_clock_and_not_changed() -> None:
+    found = clock.read()
+    assert found is None or 0 <= found.max_error_s <= 60
