@@ -53,6 +53,7 @@ SUMMARIES: Final = {
     "describe": "Ask each member of a cluster what it is: versions, handlers and their types, counts and times.",
     "ping": "Measure the round trip to each member of a cluster in this site.",
     "status": "Show the relay: sessions, clusters, links to other relays, other sites, and counts of messages.",
+    "check": "Check the relay of this host, for monitoring.",
     "run": "Serve one or more services, imported from the current directory or the Python environment.",
     "relay": "Run this host's relay until SIGTERM or Ctrl-C (a second one ends it at once).",
     "store": "Store durable streams for the relay on this host. Runs until SIGTERM or Ctrl-C; a second signal ends it at once.",

@@ -15,7 +15,7 @@ import iris
 from iris import keyfiles
 from iris.cli import clock, options, output
 from iris.cli.exits import run
-from iris.errors import ConnectionLost, IrisError, KeyringError, RelayUnavailable
+from iris.errors import ConfigError, ConnectionLost, IrisError, KeyringError, RelayUnavailable
 from iris.wire.names import plural, printable
 
 State = Literal["ok", "warning", "critical"]
@@ -26,7 +26,7 @@ LOW_SHARE: Final = 0.05
 MAX_ERROR_S: Final = 1.0
 SHOWN: Final = 5
 """How many names a line shows."""
-NAMES: Final = ("relay", "links", "sites", "store", "keys", "clock")
+SKIPPABLE: Final = ("links", "sites", "store", "keys", "clock")
 
 
 class Result(NamedTuple):
@@ -42,11 +42,15 @@ def check(
     json: options.AsJson = False,
     skip: Annotated[
         list[str] | None,
-        typer.Option(metavar="CHECK", help=f"Leave out a check: {', '.join(NAMES)}. Repeatable."),
+        typer.Option(
+            metavar="CHECK", help=f"Leave out a check: {', '.join(SKIPPABLE)}. Repeatable."
+        ),
     ] = None,
     relay: options.RelayPath = None,
 ) -> None:
-    """Check the relay of this host, for monitoring. Run it as the relay's user.
+    """Check the relay of this host, for monitoring.
+
+    Run it as the relay's user.
 
     \b
     Checks:
@@ -70,13 +74,14 @@ def check(
       iris check
       iris check --json --skip clock
     """
-    unknown = [name for name in skip or () if name not in NAMES]
-    if unknown:
-        raise typer.BadParameter(
-            f"there is no check {unknown[0]!r}; the checks are {', '.join(NAMES)}"
-        )
 
     async def work() -> int:
+        for name in skip or ():
+            if name not in SKIPPABLE:
+                known = ", ".join(SKIPPABLE)
+                raise ConfigError(
+                    f"--skip: {name!r} is not a check that can be left out; use {known}"
+                )
         results = [r for r in await _results(relay, timeout) if r.check not in (skip or ())]
         worst: State = max((r.state for r in results), key=EXITS.__getitem__, default="ok")
         if json:

@@ -111,12 +111,22 @@ def test_the_exit_code_is_the_worst_and_the_first_line_sums_up(
     assert document["checks"][0] == {"check": "relay", "state": "ok", "detail": "up"}
 
 
-def test_without_a_relay_it_is_critical(tmp_path: Path) -> None:
+def test_without_a_relay_it_is_critical_whatever_is_left_out(tmp_path: Path) -> None:
     from iris.cli import app
 
-    done = RUN.invoke(app, ["check", "--relay", str(tmp_path / "none.sock")])
+    everything = [word for name in verb.SKIPPABLE for word in ("--skip", name)]
+    done = RUN.invoke(app, ["check", "--relay", str(tmp_path / "none.sock"), *everything])
     assert done.exit_code == 2
     assert done.stdout.startswith(f"iris critical: relay: no relay at {tmp_path}/none.sock")
+
+
+@pytest.mark.parametrize("name", ["relay", "foo"])
+def test_only_known_checks_can_be_left_out_and_the_relay_never(name: str) -> None:
+    from iris.cli import app
+
+    done = RUN.invoke(app, ["check", "--skip", name])
+    assert done.exit_code == 2
+    assert done.stderr == f"iris: --skip: {name!r} is not a check that can be left out; use links, sites, store, keys, clock\n"  # fmt: skip
 
 
 @pytest.mark.parametrize(
