@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 from iris.checks import check_whole
@@ -17,7 +17,7 @@ from iris.errors import ConnectionLost, RelayError, RequestTimeout
 from iris.runtime import Runtime
 from iris.wire import frames
 from iris.wire.kinds import AUDIENCE_MINOR
-from iris.wire.names import plural
+from iris.wire.names import plural, printable
 
 WAIT_MIN_S: Final = 0.005
 WAIT_MAX_S: Final = 0.1
@@ -59,9 +59,24 @@ class Audience:
     """Messages of the topic that relays of this site dropped for slow receivers, as far as they still remember."""
     slow: Sequence[SlowReceiver] = ()
     """Receivers for which relays of this site dropped messages of the topic."""
+    key: str = ""
+    """First 8 hex digits of the key id under which you publish to the topic."""
+    others: Mapping[str, int] = field(default_factory=dict)
+    """Subscriptions that match the topic under other keys, so that they do not receive what you publish: first 8
+    hex digits of the key id -> number. Empty if the relay is of an earlier version."""
+
+    @property
+    def elsewhere(self) -> str:
+        """ " under your key 1f2e3d4c; 1 under 9a0b1c2d; compare `iris key show`"; empty without `others`."""
+        if not self.others:
+            return ""
+        there = ", ".join(
+            f"{count} under {printable(key)}" for key, count in sorted(self.others.items())
+        )
+        return f" under your key {self.key}; {there}; compare `iris key show`"
 
     @classmethod
-    def of(cls, answer: frames.Audience) -> Audience:
+    def of(cls, answer: frames.Audience, key_id: bytes) -> Audience:
         """Convert the answer of a relay."""
         slow = [
             SlowReceiver(
@@ -70,7 +85,8 @@ class Audience:
             )
             for each in answer.slow
         ]  # fmt: skip
-        return cls(answer.subscribers, answer.dropped, slow)
+        others = answer.others if isinstance(answer.others, dict) else {}
+        return cls(answer.subscribers, answer.dropped, slow, key_id[:4].hex(), others)
 
 
 async def ask_audience(runtime: Runtime, topic: str, timeout: float, *, slow: bool) -> Audience:
@@ -90,7 +106,7 @@ async def ask_audience(runtime: Runtime, topic: str, timeout: float, *, slow: bo
     session.ask(lambda number: frames.Topic(number, topic, key.key_id, slow), waiter)
     pump.touch()
     text = f"the relay did not report the subscribers of {topic!r}"
-    return Audience.of(await runtime.answered(waiter, text, timeout, until_s))
+    return Audience.of(await runtime.answered(waiter, text, timeout, until_s), key.key_id)
 
 
 async def wait_for_subscribers(runtime: Runtime, topic: str, count: int, timeout: float) -> int:
@@ -98,16 +114,17 @@ async def wait_for_subscribers(runtime: Runtime, topic: str, count: int, timeout
     check_whole("count", count, 0)
     until_s = deadline(timeout)
     backoff = Backoff(WAIT_MIN_S, WAIT_MAX_S, random.random)
-    found = 0
+    found, elsewhere = 0, ""
     while True:
         left_s = until_s - time.monotonic()
         if left_s > 0:
             with contextlib.suppress(RequestTimeout, ConnectionLost):
-                found = (await ask_audience(runtime, topic, left_s, slow=False)).subscribers
+                audience = await ask_audience(runtime, topic, left_s, slow=False)
+                found, elsewhere = audience.subscribers, audience.elsewhere
             if found >= count:
                 return found
             left_s = until_s - time.monotonic()
         if left_s <= 0:
             text = f"the topic has {found} of {plural(count, 'subscriber')} after {timeout:g} s"
-            raise RequestTimeout(topic, text + runtime.away_text(timeout, until_s))
+            raise RequestTimeout(topic, text + elsewhere + runtime.away_text(timeout, until_s))
         await asyncio.sleep(min(backoff.failed(), left_s))

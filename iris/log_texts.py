@@ -24,6 +24,7 @@ SENTENCES: Final[dict[str, str | tuple[str, ...]]] = {
         "Service {service} missed {messages} messages in {losses} losses, the last one on {topic}: {cause}.",
     ),
     "client.publish_stalled": "A subscriber of {topic} made no room for {stall_s} s. Messages to it are dropped until it does.",
+    "client.other_keys": "Nobody subscribes to {topic} under the key {key}, but under other keys ({others}). Publisher and subscriber need the same key: compare `iris key show`.",
     "client.handler_failed": (
         "{function} ({handler}) raised {error}; {held_back} more like it were not logged. The client continues; correct the handler.",
         "{function} ({handler}) raised {error}. The client continues; correct the handler.",

@@ -430,6 +430,12 @@ class Runtime:
                 self._repeats.warning(log, "client.lost", key, None, {"lost": str(lost)})
         self.report_loss(lost)
 
+    def other_keys(self, topic: str, key_id: bytes, others: dict[str, int]) -> None:
+        """Log that a topic published to under a key has subscribers only under other keys."""
+        key = key_id[:4].hex()
+        fields: dict[str, object] = {"topic": topic, "key": key, "others": others}
+        self._repeats.warning(log, "client.other_keys", (topic, key), None, fields)
+
     @contextlib.contextmanager
     def watching_losses(self) -> Iterator[list[Lost]]:
         """Collect the losses of sent messages, and of the relay, inside the block."""

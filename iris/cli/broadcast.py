@@ -49,6 +49,6 @@ def broadcast(
 
     send(
         call, payload, lines=lines, pack=pack, timeout=timeout, as_json=json, relay=relay,
-        receivers=receivers, counted_as="members", none=f"no member of {cluster} serves broadcasts",
+        receivers=receivers, counted_as="members", none=lambda: f"no member of {cluster} serves broadcasts",
         code_if_none=Exit.NO_MEMBERS,
     )  # fmt: skip

@@ -51,22 +51,30 @@ def publish(
     async def call(client: iris.Client, body: Any) -> None:
         await client.publish(topic, body, headers=headers, when_full="wait" if wait else "drop")
 
+    elsewhere = ""
+
     async def receivers(client: iris.Client) -> int:
-        return (await client.audience(topic, timeout=timeout)).subscribers
+        nonlocal elsewhere
+        audience = await client.audience(topic, timeout=timeout)
+        elsewhere = audience.elsewhere
+        return audience.subscribers
 
     stalls = _Stalls(logging.WARNING)
     logging.getLogger("iris").addHandler(stalls)
     try:
         send(
             call, payload, lines=lines, pack=pack, timeout=timeout, as_json=json, relay=relay,
-            receivers=receivers, none=f"nobody subscribes to {topic}",
+            receivers=receivers, none=lambda: f"nobody subscribes to {topic}{elsewhere}",
         )  # fmt: skip
     finally:
         logging.getLogger("iris").removeHandler(stalls)
 
 
 class _Stalls(logging.Handler):
-    """Print a line when a subscriber is full for too long; pass other log events on unchanged."""
+    """Print a line when a subscriber is full for too long; pass other log events on unchanged.
+
+    Subscribers under other keys are named in the line that says that nobody subscribes.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
         if event_of(record) == "client.publish_stalled":
@@ -75,5 +83,5 @@ class _Stalls(logging.Handler):
                 f"a subscriber of {fields['topic']} was full for {fields['stall_s']:g} s; "
                 "its messages are dropped until it has room"
             )
-        elif logging.lastResort is not None:
+        elif event_of(record) != "client.other_keys" and logging.lastResort is not None:
             logging.lastResort.handle(record)

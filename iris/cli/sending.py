@@ -22,12 +22,12 @@ from iris.wire.names import plural
 def send(
     call: Callable[[iris.Client, Any], Awaitable[None]], payload: str | None, *, lines: bool, pack: bool, timeout: float,
     as_json: bool, relay: str | None, receivers: Callable[[iris.Client], Awaitable[int | None]] | None = None, counted_as: str = "subscribers",
-    none: str = "", code_if_none: Exit = Exit.OK,
+    none: Callable[[], str] = str, code_if_none: Exit = Exit.OK,
 ) -> None:  # fmt: skip
     """Send one message, or one per line of standard input, with `call`; return when the relay has routed them.
 
     `receivers` returns how many receive the messages, None if that is not known. `--json` shows the number as
-    `counted_as`; if it is 0, `none` is printed on stderr and the exit code is `code_if_none`. Each loss is a line on
+    `counted_as`; if it is 0, the text that `none` returns is printed on stderr and the exit code is `code_if_none`. Each loss is a line on
     stderr, and the exit code is that of the last loss.
     """
     if lines and payload not in (None, "-"):
@@ -79,7 +79,7 @@ def send(
                 # The larger number counts: some may have joined meanwhile, others may have received enough and left.
                 report[counted_as] = max(count, await receivers(client) or 0)
                 if not report[counted_as]:
-                    complain(none)
+                    complain(none())
                     code = code_if_none
                     to_nobody = 0
             if to_nobody:

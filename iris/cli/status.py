@@ -109,6 +109,10 @@ def _print_tables(report: dict[str, Any], before: dict[str, Any]) -> None:
         if target["error"]:
             line = f"not linked: {target['source']}: {target['error']} ({plural(target['failures'], 'attempt')})"
             console.print(printable(line), markup=False)
+    for each in report.get("other_keys", ()):
+        there = ", ".join(f"{count} under {key}" for key, count in each["others"].items())
+        line = f"topic {each['topic']}: no subscribers under the key {each['key']} of its publisher; {there}; compare `iris key show`"
+        console.print(printable(line), markup=False)
     found = report.get("discovery", {}).get("nothing_found")
     if found:
         tried = ", ".join(found["tried"]) or "nothing"

@@ -242,11 +242,17 @@ class Casts:
         return bool(before or here)
 
     def unrouted(self, unrouted: frames.Unrouted) -> None:
-        """Report casts of this client that its relay dropped. Raises PeerProtocolError for another kind."""
+        """Report casts of this client that its relay dropped. Raises PeerProtocolError for another kind.
+
+        A publication that nobody subscribes to is not a loss, so subscribers under other keys are only logged.
+        """
         if unrouted.kind not in (Kind.PUBLISH, Kind.BROADCAST):
             raise PeerProtocolError(
                 f"UNROUTED must name PUBLISH or BROADCAST, not frame kind 0x{unrouted.kind:02x}"
             )
+        if isinstance(unrouted.others, dict):
+            self._owner.other_keys(unrouted.name, unrouted.key_id, unrouted.others)
+            return
         kind = Kind(unrouted.kind).name.lower()
         self._owner.lost(Lost(kind, unrouted.name, b"", unrouted.count, unrouted.cause))
 

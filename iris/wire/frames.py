@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Final
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from iris.wire.kinds import MAX_PARTS, Kind
+from iris.wire.kinds import MAX_OTHER_KEYS, MAX_PARTS, Kind
 
 MAX_CREDIT: Final = 4096
 """Most hop ids in one CREDIT or CALLER_LEFT."""
@@ -22,6 +22,10 @@ MAX_FAILED: Final = 400
 U16 = Annotated[int, Meta(ge=0, le=0xFFFF)]
 U32 = Annotated[int, Meta(ge=0, le=0xFFFFFFFF)]
 U63 = Annotated[int, Meta(ge=0, le=0x7FFFFFFFFFFFFFFF)]
+OtherKeys = Annotated[
+    dict[Annotated[str, Meta(max_length=8)], U32], Meta(max_length=MAX_OTHER_KEYS)
+]
+"""Hex of the first 4 bytes of a key id -> count."""
 MAX_ADDRESSES: Final = 16
 Address = Annotated[str, Meta(min_length=3, max_length=300)]
 SiteText = Annotated[str, Meta(max_length=32)]
@@ -272,7 +276,8 @@ class Window(Control, frozen=True):
 class Unrouted(Control, frozen=True):
     """Report to a sender that its relay dropped casts of this session: `count` messages to one address.
 
-    `cause` says why: a broadcast has no members, or a rate quota is used up.
+    `cause` says why: a broadcast has no members, a rate quota is used up, or a topic has subscribers only under the
+    keys in `others`. `others` is left out in the other cases.
     """
 
     FRAME = Kind.UNROUTED
@@ -281,6 +286,7 @@ class Unrouted(Control, frozen=True):
     key_id: Id16
     count: U32
     cause: Text
+    others: OtherKeys | UnsetType = UNSET
 
 
 class Direct(Control, frozen=True):
@@ -496,13 +502,17 @@ MAX_SLOW_LISTED: Final = 64
 
 
 class Audience(Control, frozen=True):
-    """Answer to Topic: the number of subscribers, and of messages dropped for them."""
+    """Answer to Topic: the number of subscribers, and of messages dropped for them.
+
+    `others` counts subscribers under other key ids. It is left out over links and for sessions of earlier versions.
+    """
 
     FRAME = Kind.AUDIENCE
     id: U63
     subscribers: U32
     dropped: U63 = 0
     slow: Annotated[list[SlowEntry], Meta(max_length=MAX_SLOW_LISTED)] = []
+    others: OtherKeys | UnsetType = UNSET
 
 
 class LinkHello(Control, frozen=True):

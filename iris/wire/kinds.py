@@ -28,6 +28,12 @@ UNROUTED_MINOR: Final = 5
 """From this minor version on, sessions accept UNROUTED."""
 NO_MEMBERS: Final = "no members"
 """Cause in UNROUTED of a broadcast that reached no member."""
+OTHER_KEYS: Final = "subscribers have another key"
+"""Cause in UNROUTED of publications whose topic has subscribers only under other keys. They are not a loss."""
+MAX_OTHER_KEYS: Final = 64
+"""Most other keys that AUDIENCE and UNROUTED name."""
+OTHERS_MINOR: Final = 5
+"""From this minor version on, sessions accept `others` in AUDIENCE and UNROUTED."""
 MEMBER_MINOR: Final = 5
 """From this minor version on, relays accept calls to one member, and members answer requests that they do not serve."""
 CANCEL_MINOR: Final = 5

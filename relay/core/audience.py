@@ -14,7 +14,7 @@ import msgspec
 from iris.wire import frames
 from iris.wire.codec import MAX_CONTROL_BYTES
 from iris.wire.frames import MAX_SLOW_LISTED, SlowEntry
-from iris.wire.kinds import AUDIENCE_MINOR, NEVER_US, HopClass
+from iris.wire.kinds import AUDIENCE_MINOR, NEVER_US, OTHERS_MINOR, HopClass
 from iris.wire.names import printable
 from relay.core.interest import Interest
 from relay.core.link import Link
@@ -26,8 +26,8 @@ ASK_US: Final = 500_000
 """Longest wait for the answers of other relays."""
 MAX_ASKED: Final = 4096
 """Limit of questions that wait for other relays. Over it, a question is answered with what this relay knows."""
-_SLOW_BYTES: Final = MAX_CONTROL_BYTES - 1024
-"""Bytes for slow receivers in one AUDIENCE frame."""
+_SLOW_BYTES: Final = MAX_CONTROL_BYTES - 2048
+"""Bytes for slow receivers in one AUDIENCE frame, which may also name 64 other keys."""
 _ENTRY_BYTES: Final = 48
 """Largest encoded size of one slow receiver, without its texts."""
 
@@ -64,6 +64,9 @@ class Audiences:
     def ask(self, session: Session, topic: frames.Topic) -> None:
         """Answer a session's question about a topic. The caller has checked that the session has proven the key."""
         audience = self._audience(topic)
+        if session.minor >= OTHERS_MINOR:
+            others = self._interest.other_audience(topic.name, topic.key_id)
+            audience = msgspec.structs.replace(audience, others=others)
         links = self._links(topic) if topic.slow and len(self._questions) < MAX_ASKED else []
         if not links:
             self._answer(session, audience)

@@ -31,6 +31,7 @@ from relay.core.interest import Interest
 from relay.core.link import Link
 from relay.core.missed_casts import MissedCasts
 from relay.core.neighbor import UNUSED, Delivery, Neighbor, Route, Subscriber, Target
+from relay.core.other_keys import OtherKeys
 from relay.core.ports import Accounts
 from relay.core.session import Session
 from relay.core.site_routes import SiteRoute, Wan
@@ -51,11 +52,11 @@ class Casts:
 
     def __init__(
         self, accounts: Accounts, interest: Interest, sites: Sites, slow: SlowReceivers, clock: Callable[[], int],
-        has_acknowledged: Callable[[Neighbor], bool], last_received_us: Callable[[], int],
+        has_acknowledged: Callable[[Neighbor], bool], last_received_us: Callable[[], int], settling: Callable[[], bool],
     ) -> None:  # fmt: skip
         """`has_acknowledged`: whether this relay stops and that neighbor knows.
 
-        `last_received_us`: see `MissedCasts`.
+        `last_received_us`: see `MissedCasts`. `settling`: whether other relays may not have sent their interest yet.
         """
         self._accounts = accounts
         self._interest = interest
@@ -67,6 +68,8 @@ class Casts:
         self.credits = Credits(interest, self._resolve, clock)
         """Publishers that wait for subscribers."""
         self._has_acknowledged = has_acknowledged
+        self.other_keys = OtherKeys(interest, clock, settling)
+        """Publishers whose topics have subscribers only under other keys."""
 
     def cast(self, neighbor: Neighbor, buf: memoryview, start: int, end: int) -> None:
         """Send a publication or broadcast to every target."""
@@ -121,13 +124,7 @@ class Casts:
         targets = self._choose(route) if route.groups else route.many
         if not targets:
             accounts.drop("not allowed" if route.barred else "unwanted", count)
-            sender = route.neighbor
-            if (
-                route.kind == Kind.BROADCAST
-                and not sender.hop_class
-                and sender.minor >= UNROUTED_MINOR
-            ):
-                sender.control(Unrouted(route.kind, route.name, route.key_id, count, NO_MEMBERS))
+            self._nobody(route, count)
             return
         accounts.copied += count * (len(targets) - 1)
         frame = bytearray(buf[start:end])
@@ -147,6 +144,16 @@ class Casts:
                 accounts.out += count
             else:
                 self._too_slow(target, buf, start, count)
+
+    def _nobody(self, route: Route, count: int) -> None:
+        """Report to a session that a broadcast has no members, or that only holders of other keys subscribe."""
+        sender = route.neighbor
+        if sender.hop_class or sender.minor < UNROUTED_MINOR:
+            return
+        if route.kind == Kind.BROADCAST:
+            sender.control(Unrouted(route.kind, route.name, route.key_id, count, NO_MEMBERS))
+        elif route.unheard_version != self._interest.version:
+            self.other_keys.look(route, count)
 
     def _declare(self, target: Target, tick: int) -> Alias:
         if target.neighbor.hop_class:

@@ -5,17 +5,19 @@ An address is (name, key id). `version` rises with every change that may alter a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from collections.abc import Callable, Container, Iterable, Iterator
+from itertools import chain, islice
 from typing import Final
 
-from iris.wire.kinds import HopClass, Kind
+from iris.wire.kinds import MAX_OTHER_KEYS, HopClass, Kind
 from relay.core.link import Link
 from relay.core.neighbor import Address, Load, Subscriber, Topic
 from relay.core.session import Member, Watch, is_listed
 
-MAX_OTHERS: Final = 64
+MAX_OTHERS: Final = MAX_OTHER_KEYS
 """Limit of other keys of a name that are reported to a caller without them. Anybody can make up keys."""
+MAX_COUNT: Final = 0xFFFFFFFF
+"""Largest count in a frame."""
 MAX_SHOWN: Final = 4096
 """Names in one report."""
 
@@ -33,6 +35,10 @@ class _Node:
         """Subscribers of a filter that ends in '>' below this token."""
 
 
+_Match = tuple[str, dict[tuple[int, str], Subscriber]]
+"""(filter, its subscribers)."""
+
+
 class Interest:
     """All members and subscribers: those of this relay one by one, others by link or site route."""
 
@@ -48,6 +54,8 @@ class Interest:
         """Address -> link number -> link that leads to members."""
         self._topics: dict[bytes, _Node] = {}
         """Key id -> root of its topic tree."""
+        self._heads: dict[str, dict[bytes, None]] = {}
+        """First token of filters -> key ids under which there are such filters."""
         self._watches: dict[Address, dict[tuple[int, int], Watch]] = {}
         """Address -> (session number, watch number) -> watch."""
         self.changed: Callable[[Address], None] = _ignore
@@ -190,6 +198,7 @@ class Interest:
         for key_id in key_ids:
             node = self._topics.setdefault(key_id, _Node())
             tokens = pattern.split(".")
+            self._heads.setdefault(tokens[0], {})[key_id] = None
             rest = tokens[-1] == ">"
             for token in tokens[:-1] if rest else tokens:
                 node = node.children.setdefault(token, _Node())
@@ -214,6 +223,11 @@ class Interest:
                 if node.children or node.subscribers or node.rest:
                     break
                 del parent.children[token]
+            if tokens[0] not in root.children if walked else not root.rest:
+                heads = self._heads[tokens[0]]
+                del heads[key_id]
+                if not heads:
+                    del self._heads[tokens[0]]
             if not (root.children or root.rest):
                 del self._topics[key_id]
 
@@ -254,35 +268,33 @@ class Interest:
     def audience(self, topic: str, key_id: bytes) -> int:
         """Return how many known subscriptions match a topic, in this relay, other relays and remote sites."""
         root = self._topics.get(key_id)
-        if root is None:
-            return 0
-        found: list[tuple[str, dict[tuple[int, str], Subscriber]]] = [(">", root.rest)]
-        nodes = [("", root)]
-        tokens = topic.split(".")
-        for depth, token in enumerate(tokens):
-            nodes = [
-                (f"{path}{name}.", child)
-                for path, node in nodes
-                for name in (token, "*")
-                if (child := node.children.get(name)) is not None
-            ]
-            if depth + 1 < len(tokens):
-                found += [(path + ">", node.rest) for path, node in nodes]
-        found += [(path[:-1], node.subscribers) for path, node in nodes]
-        count = 0
-        sites: dict[tuple[str, str, str], int] = {}
-        """(site, filter, group) -> count: several routes to a site report the same subscriptions."""
-        for pattern, subscribers in found:
-            for (_, group), subscriber in subscribers.items():
-                topic_key = (pattern, key_id, group)
-                if subscriber.hop_class == HopClass.TO_WAN:
-                    where = (subscriber.site, pattern, group)
-                    sites[where] = max(
-                        sites.get(where, 0), subscriber.subscription_count(topic_key)
-                    )
-                else:
-                    count += subscriber.subscription_count(topic_key)
-        return count + sum(sites.values())
+        return 0 if root is None else _count(_matching(root, topic), key_id)
+
+    def other_audience(self, topic: str, key_id: bytes, *, named: bool = False) -> dict[str, int]:
+        """Return how many subscriptions match a topic under other keys: first 4 bytes of the key id in hex -> count.
+
+        Subscriptions that are also under `key_id` do not count. With `named`, neither do filters that begin with a
+        wildcard: they do not show that somebody expects this topic.
+        """
+        first = topic.partition(".")[0]
+        heads = (first,) if named else (first, "*", ">")
+        every = chain.from_iterable(self._heads.get(head, ()) for head in heads)
+        keys = sorted(set(islice(every, MAX_OTHERS + 1)) - {key_id})[:MAX_OTHERS]
+        if not keys:
+            return {}
+        root = self._topics.get(key_id)
+        own = {
+            (pattern, *which)
+            for pattern, subscribers in (() if root is None else _matching(root, topic))
+            for which in subscribers
+        }
+        found: dict[str, int] = {}
+        for key in keys:
+            matching = _matching(self._topics[key], topic, named=named)
+            if count := _count(matching, key, own, key_id):
+                short = key[:4].hex()
+                found[short] = min(found.get(short, 0) + count, MAX_COUNT)
+        return found
 
     # -- watches ---------------------------------------------------------------------------------------------
 
@@ -316,3 +328,47 @@ def _ignore(_: object) -> None:
 
 def _nothing() -> None:
     """Default for `on_members`."""
+
+
+def _matching(root: _Node, topic: str, *, named: bool = False) -> list[_Match]:
+    """Return the filters in a tree that match a topic, each with its subscribers.
+
+    With `named`, leave out filters that begin with a wildcard.
+    """
+    found: list[_Match] = [] if named else [(">", root.rest)]
+    nodes = [("", root)]
+    tokens = topic.split(".")
+    for depth, token in enumerate(tokens):
+        nodes = [
+            (f"{path}{name}.", child)
+            for path, node in nodes
+            for name in ((token,) if named and not depth else (token, "*"))
+            if (child := node.children.get(name)) is not None
+        ]
+        if depth + 1 < len(tokens):
+            found += [(path + ">", node.rest) for path, node in nodes]
+    found += [(path[:-1], node.subscribers) for path, node in nodes]
+    return found
+
+
+def _count(
+    matching: Iterable[_Match], key_id: bytes, own: Container[tuple[str, int, str]] = (), own_key: bytes = b""
+) -> int:  # fmt: skip
+    """Return the number of subscriptions under a key, less those of them that are also under `own_key`.
+
+    `own`: (filter, number, group) of every subscription under `own_key`.
+    """
+    count = 0
+    sites: dict[tuple[str, str, str], int] = {}
+    """(site, filter, group) -> count: several routes to a site report the same subscriptions."""
+    for pattern, subscribers in matching:
+        for (number, group), subscriber in subscribers.items():
+            here = subscriber.subscription_count((pattern, key_id, group))
+            if (pattern, number, group) in own:
+                here = max(0, here - subscriber.subscription_count((pattern, own_key, group)))
+            if subscriber.hop_class == HopClass.TO_WAN:
+                where = (subscriber.site, pattern, group)
+                sites[where] = max(sites.get(where, 0), here)
+            else:
+                count += here
+    return count + sum(sites.values())

@@ -170,6 +170,8 @@ class Route:
         "taken_routes",
         "targets",
         "turn",
+        "unheard_us",
+        "unheard_version",
         "version",
     )
 
@@ -205,6 +207,10 @@ class Route:
         self.demand: Demand | None = None
         """Counter of calls that came over a link; None for other routes."""
         self.version = UNUSED
+        self.unheard_version = UNUSED
+        """Version of the interest at which `relay.core.other_keys` last looked for subscribers under other keys."""
+        self.unheard_us = 0
+        """When it may look again."""
         self.flow: CountedFlow | None = None
         """The credit of its publisher, if it waits: see `relay.core.credit`."""
         self.parts = 1

@@ -95,7 +95,7 @@ class Parts:
         self.drains = Draining(self.leave_asked, self.goodbye)
         self._casts = casts = Casts(
             self.accounts, self.interest, self.sites, self.slow, lambda: self.now_us, self.drains.has_acknowledged,
-            self._last_received_us,
+            self._last_received_us, lambda: self.mesh.settling(self.now_us),
         )  # fmt: skip
         self.credits = casts.credits
         self._reach = Reach(self.interest, self.sites, casts, self.number)
@@ -345,6 +345,7 @@ class Parts:
             ],
             "clusters": self.interest.cluster_counts(),
             "clusters_not_shown": max(0, self.interest.names - MAX_SHOWN),
+            "other_keys": self._casts.other_keys.shown(),
             "accounts": self.accounts.report(self.held_messages),
             **self.mesh.status(self.now_us),
             **self.federation.status(),

@@ -21,6 +21,7 @@ from iris import Keyring, cli, keyfiles
 from iris.config import ClientConfig
 from iris.crypto.keys import ClusterKey, NetworkKey
 from iris.errors import ConfigError, RelayError, RequestTimeout
+from iris.logs import event_of
 from iris.testing import LocalCluster
 from relay.config import RelayConfig
 from relay.core import settling
@@ -185,6 +186,66 @@ async def test_the_command_says_that_nobody_subscribes(
         received = await asyncio.to_thread(CliRunner().invoke, cli.app, args, env=env)
         assert (received.exit_code, received.stderr) == (0, "")
         assert json.loads(received.stdout)["subscribers"] == 1
+
+
+OTHER = ClusterKey(bytes(range(2, 34)))
+OURS, THEIRS = (
+    key.key_id[:4].hex() for key in (ClusterKey(bytes(range(1, 33))), OTHER)
+)  # fmt: skip
+
+
+def stranger(relay: Relay) -> iris.Client:
+    """Return a client that holds another key."""
+    return iris.connect(
+        keyring=Keyring.single(OTHER), config=ClientConfig(relay=relay.config.socket_path)
+    )
+
+
+async def test_a_publisher_learns_that_only_holders_of_another_key_subscribe(
+    relays: tuple[Relay, Relay], caplog: pytest.LogCaptureFixture
+) -> None:
+    losses: list[iris.Lost] = []
+    async with client(relays[0]) as publisher, stranger(relays[1]) as far, far.subscribe("t.*"):
+        publisher.on_loss = losses.append
+        assert await publisher.publish("t.a", b"", report=True) == 0
+        assert await publisher.publish("t.a", b"", report=True) == 0
+        (record,) = [each for each in caplog.records if event_of(each) == "client.other_keys"]
+        assert (
+            f"Nobody subscribes to t.a under the key {OURS}, but under other keys ({THEIRS}: 1)"
+            in record.getMessage()
+        )
+        audience = await publisher.audience("t.a")
+        assert (audience.subscribers, audience.key, audience.others) == (0, OURS, {THEIRS: 1})
+        with pytest.raises(
+            RequestTimeout, match=f"0 of 1 subscriber .*; 1 under {THEIRS}; compare"
+        ):
+            await publisher.wait_for_subscribers("t.a", 1, timeout=0.5)
+        async with publisher.subscribe("t.a"):
+            assert await publisher.publish("t.a", b"", report=True) == 1
+        assert not losses
+
+
+async def test_the_commands_publish_and_status_name_subscribers_under_other_keys(
+    relays: tuple[Relay, Relay], tmp_path: Path
+) -> None:
+    keyfiles.save_keyring(tmp_path / "keyring.toml", KEYRING)
+    socket = ["--relay", str(relays[0].config.socket_path)]
+    env = {"IRIS_CONFIG": str(tmp_path), "COLUMNS": "200"}
+
+    async def command(*args: str) -> Any:
+        return await asyncio.to_thread(CliRunner().invoke, cli.app, [*args, *socket], env=env)
+
+    async with client(relays[0]) as publisher, stranger(relays[1]) as far, far.subscribe("t"):
+        published = await command("publish", "t", "hello", "--json")
+        assert (published.exit_code, published.stderr) == (
+            0, f"iris: nobody subscribes to t under your key {OURS}; 1 under {THEIRS}; compare `iris key show`\n",
+        )  # fmt: skip
+        await publisher.publish("t", b"", report=True)
+        line = f"topic t: no subscribers under the key {OURS} of its publisher; 1 under {THEIRS}; compare `iris key show`"
+        assert line in (await command("status")).stdout
+        (shown,) = json.loads((await command("status", "--json")).stdout)["other_keys"]
+        assert shown == {"topic": "t", "key": OURS, "others": {THEIRS: 1}}
+    assert "no subscribers under the key" not in (await command("status")).stdout
 
 
 async def test_the_command_says_that_no_member_serves_broadcasts(

@@ -236,6 +236,8 @@ class Host:
         self.services: dict[int, Service] = {}
         self.inboxes: list[Inbox] = []
         self.losses: list[Lost] = []
+        self.other_key_notes: list[tuple[str, bytes, dict[str, int]]] = []
+        """(topic, key id, others) of publications that only holders of other keys subscribe to."""
         self.ended_because = ""
         """The rule that one end reported as broken by the other."""
         self.port = Port()
@@ -272,6 +274,9 @@ class Host:
 
     def lost(self, lost: Lost) -> None:
         self.losses.append(lost)
+
+    def other_keys(self, topic: str, key_id: bytes, others: dict[str, int]) -> None:
+        self.other_key_notes.append((topic, key_id, others))
 
     def out_full(self) -> None: ...
 

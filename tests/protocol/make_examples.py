@@ -51,7 +51,7 @@ from iris.wire.codec import (
     metadata_prefix,
 )
 from iris.wire.frames import Control, Serving
-from iris.wire.kinds import FLAG_REFUSED, Cause, Kind, Refusal
+from iris.wire.kinds import FLAG_REFUSED, OTHER_KEYS, Cause, Kind, Refusal
 from iris.wire.orders import KEEP, Definition, Order, SignedOrder, decode_order
 
 DOCUMENT: Final = Path(__file__).parents[2] / "docs" / "protocol.md"
@@ -128,6 +128,7 @@ CONTROLS: Final[dict[str, Control]] = {
     "audience": frames.Audience(
         11, 3, 40, [frames.SlowEntry("reports@ams1", 40, 2_000_000, 500_000, "ams1", 4711)]
     ),
+    "audience-others": frames.Audience(12, 0, others={"9a0b1c2d": 1}),
     "ack": frames.Ack(2, "", 7),
     "prove": frames.Prove(
         0, KEY.public_key, KEY.sign_proof(relay_id=RELAY_ID, session_id=SESSION_ID, challenge=CHALLENGE)
@@ -160,6 +161,9 @@ CONTROLS: Final[dict[str, Control]] = {
     "fetch": frames.Fetch(PAIR_TOKEN),
     "carried": frames.Carried(4_098, 268_500_992, 17, 561),
     "unrouted": frames.Unrouted(int(Kind.BROADCAST), CLUSTER, KEY.key_id, 3, "no members"),
+    "unrouted-others": frames.Unrouted(
+        int(Kind.PUBLISH), TOPIC, KEY.key_id, 3, OTHER_KEYS, {"9a0b1c2d": 1}
+    ),
     "caller-left": frames.CallerLeft([RELAY_HOP + 2, RELAY_HOP + 5]),
     "credit": frames.Credit(7, Kind.PUSH, [RELAY_HOP + 2, RELAY_HOP + 5], [RELAY_HOP + 5]),
     "members": frames.Members(6, CLUSTER, [KEY.key_id], True),

@@ -76,6 +76,8 @@ EXAMPLES: list[Control] = [
     frames.Unrouted(int(Kind.BROADCAST), "db", bytes(16), 3, "no members"),
     frames.Settle(10),
     frames.Topic(11, "a.b", KEY_ID, True),
+    frames.Unrouted(int(Kind.PUBLISH), "a.b", bytes(16), 3, "other keys", {"01020304": 3}),
+    frames.Audience(12, 0, others={"01020304": 3}),
     frames.Audience(11, 3, 40, [frames.SlowEntry("label", 40, 9, 8, "host", 1, "10.0.0.1:7", True)]),
     frames.LinkHello(1, 0, KEY_ID, 5, 6, 1 << 20, 9, "site", "host", ["10.0.0.1:7430"]),
     frames.Beat(7, 6, 1, 2),
