@@ -27,8 +27,8 @@ def send(
     """Send one message, or one per line of standard input, with `call`; return when the relay has routed them.
 
     `receivers` returns how many receive the messages, None if that is not known. `--json` shows the number as
-    `counted_as`; if it is 0, the text that `none` returns is printed on stderr and the exit code is `code_if_none`. Each loss is a line on
-    stderr, and the exit code is that of the last loss.
+    `counted_as`; if it is 0, the text that `none` returns is printed on stderr, and the exit code is `code_if_none`.
+    Each loss is a line on stderr, and the exit code is that of the last loss.
     """
     if lines and payload not in (None, "-"):
         raise typer.BadParameter(
