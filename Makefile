@@ -2,7 +2,7 @@
 # and only if its hash is in requirements/.
 #   make demo | federation-demo | spark-demo [ROWS=…] | test | lint | clean
 #   make bench [QUICK=1] | bench-full | bench-floor | bench-streams [QUICK=1] | bench-spark [QUICK=1]
-#   make bench-federation [QUICK=1] | proof AREA=… N=… | lock
+#   make bench-federation [QUICK=1] | proof AREA=… N=… | lock | dist [AUDIT=off]
 # The tests of Spark and its demo need Java 17 or newer, which is installed where we may: tests/spark/java.
 
 # One that was built with profile-guided optimisation, or else the newest; of those that work and that the tests pass on.
@@ -18,11 +18,13 @@ SPARK_STAMP := $(VENV)/.installed-spark
 EXAMPLES_STAMP := $(VENV)/.installed-examples
 BENCH_VENV := .venv-bench
 BENCH_STAMP := $(BENCH_VENV)/.installed
+DIST_VENV := .venv-dist
+DIST_STAMP := $(DIST_VENV)/.installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-warn-script-location
 # Installs only locked files. The build tools are locked too.
 LOCKED := $(PIP) --require-hashes --use-pep517 --no-build-isolation
 
-.PHONY: demo federation-demo spark-demo test lint types unit bench bench-full bench-floor bench-streams bench-spark bench-federation proof lock clean
+.PHONY: demo federation-demo spark-demo test lint types unit bench bench-full bench-floor bench-streams bench-spark bench-federation proof lock dist clean
 
 demo: $(STAMP)
 	@$(BIN)/iris demo
@@ -99,15 +101,25 @@ $(EXAMPLES_STAMP): $(SPARK_STAMP) requirements/examples.txt
 	@$(LOCKED) -r requirements/examples.txt
 	@touch $@
 
+$(DIST_STAMP): requirements/build.txt requirements/dist.txt
+	@$(PYTHON) -m venv $(DIST_VENV)
+	@$(DIST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/build.txt -r requirements/dist.txt
+	@touch $@
+
 $(BENCH_STAMP): pyproject.toml $(addprefix requirements/,build.txt base.txt bench.txt) bench/install.sh
 	@echo "installing the peers into $(BENCH_VENV)"
 	@bench/install.sh $(BENCH_VENV) $(PYTHON)
 	@touch $@
+
+# What a release consists of, in dist/. AUDIT=off does not look for known vulnerabilities, where no service for that is
+# reachable; without it, that is a failure.
+dist: $(DIST_STAMP)
+	@$(DIST_VENV)/bin/python deploy/dist.py $(if $(filter off,$(AUDIT)),--no-audit)
 
 # Run this after changing pyproject.toml, constraints.txt or bench/*.txt.
 lock:
 	@$(PYTHON) requirements/lock.py
 
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(BENCH_VENV) $(DIST_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find iris relay tests bench examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -27,7 +27,7 @@ def locked(path: Path) -> dict[str, str]:
 
 
 def test_there_is_a_file_for_every_environment() -> None:
-    assert [path.stem for path in FILES] == ["base", "bench", "build", "demo", "examples", "spark", "test"]  # fmt: skip
+    assert [path.stem for path in FILES] == ["base", "bench", "build", "demo", "deploy", "dist", "examples", "spark", "test"]  # fmt: skip
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -45,6 +45,7 @@ def test_whatever_the_project_names_is_locked() -> None:
         "base": document["project"]["dependencies"],
         "build": document["build-system"]["requires"],
         "demo": extras["demo"],
+        "dist": (ROOT / "requirements" / "dist.in").read_text().splitlines(),
         "test": extras["test"],
         "spark": extras["spark"],
         "examples": extras["examples"],
@@ -55,15 +56,27 @@ def test_whatever_the_project_names_is_locked() -> None:
         assert names <= {key for path in FILES for key in locked(path)}, f"{name}: run `make lock`"
 
 
+def test_the_file_for_deployments_is_whole() -> None:
+    """A host installs only this file and the wheel, so nothing in it may depend on another file here."""
+    document = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    extras = document["project"]["optional-dependencies"]
+    rows = document["project"]["dependencies"] + extras["store"] + extras["metrics"]
+    named = {plain(re.split(r"[<>=;\[ ]", row)[0]) for row in rows}
+    deployed = locked(ROOT / "requirements" / "deploy.txt")
+    assert named <= set(deployed)
+    base = locked(ROOT / "requirements" / "base.txt")
+    assert {name: deployed.get(name) for name in base} == base
+
+
 def test_nothing_is_installed_without_a_hash() -> None:
     """Except the project itself, from this folder."""
     installs = [
         row
         for file in ("Makefile", "bench/install.sh")
         for row in (ROOT / file).read_text().splitlines()
-        if re.search(r"@\$\((PIP|LOCKED)\) |^install -", row)
+        if re.search(r"@\$\((PIP|LOCKED)\) |@\S+ -m pip install|^install -", row)
     ]
-    assert len(installs) == 9
+    assert len(installs) == 10
     for row in installs:
         by_hash = "$(LOCKED)" in row or "--require-hashes" in row
         assert by_hash or ("--no-deps" in row and row.endswith("-e .")), row
