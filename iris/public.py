@@ -41,7 +41,7 @@ from iris.membership import Members
 from iris.middleware import Call, CallNext, Middleware
 from iris.request_many import Outcome
 from iris.service import Service
-from iris.stats import ServiceStats, Stats, SubscriptionStats
+from iris.stats import HandlerStats, ServiceStats, Stats, SubscriptionStats
 from iris.streams import (
     CommitInfo,
     StagedAttempt,
@@ -74,6 +74,7 @@ __all__ = [
     "EncodeError",
     "EndOfTunnel",
     "HandlerInfo",
+    "HandlerStats",
     "InvalidName",
     "IrisError",
     "Keyring",

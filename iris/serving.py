@@ -233,6 +233,14 @@ class ServiceBinding:
             time.monotonic() - self._served_since_s, library_version(),
         )  # fmt: skip
 
+    def tallies(self) -> list[tuple[int, str, Tally]]:
+        """Return (kind, method, counts) of each handler of requests, pushes and surveys."""
+        return [
+            (kind, method, tally)
+            for kind, inbox in self._inboxes.items()
+            for method, tally in inbox.tallies.items()
+        ]
+
     def _not_served(self, delivery: Delivery) -> None:
         """Answer a request to exactly this member, which has no handler for requests."""
         detail = f"this member of {self.service.name} does not serve requests"

@@ -8,6 +8,8 @@ from datetime import UTC, datetime
 from types import MappingProxyType
 
 from iris.runtime import FAILED_HANDLERS, Runtime
+from iris.tally import Tally
+from iris.wire.kinds import Kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +29,30 @@ class SubscriptionStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HandlerStats:
+    """The calls of one handler of requests, pushes or surveys since the service is served."""
+
+    kind: str
+    """"request", "push" or "survey"."""
+    method: str
+    """Name of the method; "" if the handler has none."""
+    handled: int
+    """Calls whose function returned."""
+    failed: int
+    """Calls whose function raised."""
+    refused: int
+    """Calls that ended with a `Refusal`, or whose payload does not fit the type."""
+    expired: int
+    """Calls that were not started, because their deadline had passed."""
+    timed: int
+    """Calls that were timed: of plain functions every 16th, of other handlers all."""
+    timed_s: float
+    """Seconds that the timed calls took together."""
+    max_s: float
+    """Seconds that the longest timed call took."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceStats:
     """The work of one service that is served."""
 
@@ -38,6 +64,8 @@ class ServiceStats:
     """Deliveries, bundles of broadcasts and tunnels that are queued or running."""
     queued_bytes: int
     """Bytes that are queued or running."""
+    handlers: Sequence[HandlerStats]
+    """Its handlers of requests, pushes and surveys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +118,8 @@ def snapshot(runtime: Runtime) -> Stats:
     )  # fmt: skip
     services = tuple(
         ServiceStats(
-            cluster=each.service.name, member=each.member_id, running=each.running, queued_bytes=each.queued_bytes
+            cluster=each.service.name, member=each.member_id, running=each.running, queued_bytes=each.queued_bytes,
+            handlers=tuple(_handler(*tally) for tally in each.tallies()),
         )
         for each in registry.services
     )  # fmt: skip
@@ -112,3 +141,10 @@ def snapshot(runtime: Runtime) -> Stats:
         subscriptions=subscriptions,
         services=services,
     )
+
+
+def _handler(kind: int, method: str, tally: Tally) -> HandlerStats:
+    return HandlerStats(
+        kind=Kind(kind).name.lower(), method=method, handled=tally.handled, failed=tally.failed, refused=tally.refused,
+        expired=tally.expired, timed=tally.timed, timed_s=tally.total_ns / 1e9, max_s=tally.max_ns / 1e9,
+    )  # fmt: skip

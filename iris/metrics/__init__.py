@@ -1,0 +1,22 @@
+"""Metrics of a program's clients and services, for Prometheus. Needs the extra: pip install 'iris-messaging[metrics]'.
+
+    async with iris.connect() as client:
+        iris.metrics.ClientCollector(client)
+        prometheus_client.start_http_server(9100, "127.0.0.1")
+
+They are read from counters that exist, when somebody asks. `handler_times` is middleware that measures each call.
+"""
+
+from __future__ import annotations
+
+try:
+    import prometheus_client  # noqa: F401 - whether it is there
+except ImportError as err:
+    raise ImportError(
+        "iris.metrics needs prometheus-client: pip install 'iris-messaging[metrics]'"
+    ) from err
+
+from iris.metrics.client import ClientCollector
+from iris.metrics.times import handler_times
+
+__all__ = ["ClientCollector", "handler_times"]

@@ -54,7 +54,7 @@ async def test_the_blocks_of_the_page_run(
 
 def test_the_page_names_every_field_of_stats_and_only_errors_and_events_that_exist() -> None:
     text = PAGE.read_text("utf-8")
-    for kind in (iris.Stats, iris.SubscriptionStats, iris.ServiceStats):
+    for kind in (iris.Stats, iris.SubscriptionStats, iris.ServiceStats, iris.HandlerStats):
         for field in dataclasses.fields(kind):
             assert f"`{field.name}`" in text, field.name
     section = text.partition("## Errors")[2].partition("## The log")[0]

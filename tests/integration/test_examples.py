@@ -56,6 +56,17 @@ EXPECTED = {
     "headers": ["report for acme {'content-type': 'text/plain'}"],
     "hello": ["Hello, world!"],
     "lifespan": ["the database is open", "3", "7", "the database is closed"],
+    "metrics": [
+        "Hello, Ada!",
+        "Hello, Alan!",
+        "refused: empty-name",
+        'iris_service_handler_duration_seconds_count{cluster="greeter",method=""} 3.0',
+        *(
+            f'iris_service_calls_total{{client="greetings",cluster="greeter",kind="request",method="",outcome="{outcome}"}} {count}.0'
+            for outcome, count in (("handled", 2), ("failed", 0), ("refused", 1), ("expired", 0))
+        ),
+        'iris_service_timed_calls_total{client="greetings",cluster="greeter",kind="request",method=""} 2.0',
+    ],
     "members": [
         "there are 1", "there are 2", "2 of 2 take requests", "there are 1", "there are 0", "left: 0",
     ],
