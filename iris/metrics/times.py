@@ -45,9 +45,14 @@ def handler_times(
         ("cluster", "method"), registry=registry, buckets=buckets,
     )  # fmt: skip
 
+    # A method reaches a handler only if the service has it, so callers cannot make series.
+    series: dict[tuple[str, str], Histogram] = {}
+
     async def timing(request: Request, call_next: CallNext) -> Any:
-        # A method reaches a handler only if the service has it, so callers cannot make series.
-        observed = histogram.labels(request.name, request.method)
+        key = request.name, request.method
+        observed = series.get(key)
+        if observed is None:
+            observed = series[key] = histogram.labels(*key)
         started_s = time.perf_counter()
         try:
             return await call_next(request)

@@ -15,10 +15,10 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator
-from typing import Any, Final
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Final
 
-from msgspec import Struct, structs
+from msgspec import structs
 from pyspark.sql.streaming.listener import (
     QueryIdleEvent,
     QueryProgressEvent,
@@ -33,9 +33,13 @@ from iris.errors import ConfigError, IrisError
 from iris.logs import logger
 from iris.spark.connections import connection
 from iris.spark.errors import SparkError
+from iris.spark.lag import QueryLag, StreamLag
 from iris.spark.offsets import Offsets, decode_offsets
 from iris.spark.options import Access
 from iris.wire.names import check_topic
+
+if TYPE_CHECKING:
+    from iris.spark.lag_metrics import LagCollector
 
 log = logger(__name__)
 
@@ -45,31 +49,6 @@ PUBLISH_S: Final = 5.0
 """Seconds that one publication may take: Spark calls the listeners of a session one after the other."""
 PAUSE_S: Final = 10.0
 """Seconds without publications after one that failed."""
-
-
-class StreamLag(Struct, frozen=True):
-    """The position of a query in one stream."""
-
-    next: int
-    """The first offset of the next batch."""
-    lag: int | None
-    """Offsets up to the end of the stream, gaps included; None if Spark does not report the end."""
-
-
-class QueryLag(Struct, frozen=True):
-    """Figures of the last batch of a query."""
-
-    query: str
-    """The query's id, the same after a restart from its checkpoint."""
-    run: str
-    name: str
-    """The query's name; empty if it has none."""
-    batch: int
-    batch_ms: int
-    rows: int
-    rows_per_s: float
-    """Rows of the batch divided by its duration."""
-    streams: dict[str, StreamLag]
 
 
 class IrisLagListener(StreamingQueryListener):
@@ -146,45 +125,23 @@ class IrisLagListener(StreamingQueryListener):
         with self._lock:
             return list(self._queries.values())
 
+    @property
+    def collector(self) -> LagCollector:
+        """The metrics as a collector, to show them on a page: `prometheus_client.REGISTRY.register(lag.collector)`.
+
+        Needs prometheus-client, as `prometheus` does.
+        """
+        from iris.spark.lag_metrics import LagCollector
+
+        return LagCollector(self._latest)
+
     def prometheus(self) -> str:
         """Return the metrics in Prometheus text format 0.0.4, with a final newline; empty without queries."""
+        return self.collector.text()
+
+    def _latest(self) -> list[tuple[QueryLag, int]]:
         with self._lock:
-            queries = list(self._queries.values())
-            rows = dict(self._rows)
-        if not queries:
-            return ""
-        lines: list[str] = []
-
-        def add(name: str, kind: str, help_text: str, samples: Iterable[tuple[str, float]]) -> None:
-            lines.extend((f"# HELP {name} {help_text}", f"# TYPE {name} {kind}"))
-            lines.extend(f"{name}{{{labels}}} {value}" for labels, value in samples)
-
-        streams = [
-            (f'{_labels(one)},stream="{_escaped(stream)}"', position)
-            for one in queries
-            for stream, position in one.streams.items()
-        ]
-        add(
-            "iris_spark_lag_messages", "gauge", "Offsets between the end of the last batch and the end of the stream.",
-            ((labels, position.lag) for labels, position in streams if position.lag is not None),
-        )  # fmt: skip
-        add(
-            "iris_spark_next_offset", "gauge", "The first offset of the next batch.",
-            ((labels, position.next) for labels, position in streams),
-        )  # fmt: skip
-        add(
-            "iris_spark_rows_total", "counter", "Rows read since the listener was added.",
-            ((_labels(one), rows[one.query]) for one in queries),
-        )  # fmt: skip
-        add(
-            "iris_spark_rows_per_second", "gauge", "Rows of the last batch divided by its duration.",
-            ((_labels(one), one.rows_per_s) for one in queries),
-        )  # fmt: skip
-        add(
-            "iris_spark_batch_seconds", "gauge", "Duration of the last batch.",
-            ((_labels(one), one.batch_ms / 1000) for one in queries),
-        )  # fmt: skip
-        return "\n".join(lines) + "\n"
+            return [(one, self._rows[one.query]) for one in self._queries.values()]
 
     # -- reporting -------------------------------------------------------------------------------------------------
 
@@ -294,11 +251,3 @@ def _plain(found: QueryLag) -> dict[str, Any]:
 
 def _finite(rate: float) -> float:
     return rate if 0 <= rate < float("inf") else 0.0
-
-
-def _labels(one: QueryLag) -> str:
-    return f'query="{one.query}",name="{_escaped(one.name)}"'
-
-
-def _escaped(text: str) -> str:
-    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

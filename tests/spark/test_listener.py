@@ -72,26 +72,42 @@ def test_a_batch_is_one_line_in_the_log(caplog: pytest.LogCaptureFixture) -> Non
     with caplog.at_level(logging.INFO, "iris.spark.listener"):
         listener().onQueryProgress(progress(name="totals"))
     (record,) = caplog.records
-    assert record.message == "spark.progress"
+    assert record.message.startswith("spark.progress: ")
     fields = record.fields  # type: ignore[attr-defined]  # what `extra` added
     assert fields["streams"] == {"orders": {"next": 20, "lag": 30}}
     assert (fields["name"], fields["rows"], fields["batch_ms"]) == ("totals", 20, 1500)
     assert fields["rows_per_s"] == 13.3
 
 
+def scraped(lag_listener: Any) -> Any:
+    from support.pages import Scraped
+
+    return Scraped(lag_listener.prometheus())
+
+
 def test_prometheus_reads_each_series_once_and_names_are_escaped() -> None:
+    odd = 'a "b"\\\nc'
     lag_listener = listener()
-    lag_listener.onQueryProgress(progress(1, name='a "b"\\'))
-    lag_listener.onQueryProgress(progress(1, name='a "b"\\', batch=1))
+    lag_listener.onQueryProgress(progress(1, name=odd))
+    lag_listener.onQueryProgress(progress(1, name=odd, batch=1))
     lag_listener.onQueryProgress(progress(2))
-    text = lag_listener.prometheus()
-    samples = [line.rpartition(" ")[0] for line in text.splitlines() if not line.startswith("#")]
-    assert len(samples) == len(set(samples)) == 10
-    labels = f'query="{uuid.UUID(int=1)}",name="a \\"b\\"\\\\"'
-    assert f'iris_spark_lag_messages{{{labels},stream="orders"}} 30\n' in text
-    assert f"iris_spark_rows_total{{{labels}}} 40\n" in text
-    assert f"iris_spark_batch_seconds{{{labels}}} 1.5\n" in text
-    assert text.endswith("\n")
+    found = scraped(lag_listener)
+    assert sum(map(len, found.samples.values())) == 10
+    query = str(uuid.UUID(int=1))
+    assert found.sum("iris_spark_lag_messages", query=query, name=odd, stream="orders") == 30
+    assert found.sum("iris_spark_next_offset", query=query, name=odd, stream="orders") == 20
+    assert found.sum("iris_spark_rows_total", query=query, name=odd) == 40
+    assert found.sum("iris_spark_batch_seconds", query=query, name=odd) == 1.5
+    assert lag_listener.prometheus().endswith("\n")
+
+
+def test_the_lag_can_be_shown_on_a_page_with_other_metrics() -> None:
+    from prometheus_client import CollectorRegistry, generate_latest
+
+    lag_listener, registry = listener(), CollectorRegistry()
+    registry.register(lag_listener.collector)
+    lag_listener.onQueryProgress(progress(1))
+    assert generate_latest(registry).decode() == lag_listener.prometheus()
 
 
 def test_a_query_that_ended_is_forgotten_and_one_that_runs_again_is_not() -> None:
@@ -156,7 +172,9 @@ def test_what_fails_is_reported_once_until_it_goes_well_again(
     (folder / "iris.prom").unlink()
     folder.rmdir()
     lag_listener.onQueryProgress(progress())
-    assert [record.message for record in caplog.records] == ["spark.listener_failed"] * 2
+    assert [record.message.split(":")[0] for record in caplog.records] == [
+        "spark.listener_failed"
+    ] * 2
 
 
 def test_a_relay_that_is_away_is_reported_once_and_not_asked_with_every_batch(

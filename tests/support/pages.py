@@ -38,10 +38,12 @@ class Scraped:
         lines = (line.split() for line in self.text.splitlines() if line.startswith("# TYPE "))
         return {line[2] for line in lines}
 
-    def sum(self, name: str, **labels: str) -> float:
+    def sum(self, metric: str, /, **labels: str) -> float:
         """Return the sum of the samples with these labels; 0 without any."""
         return sum(
-            value for found, value in self.samples.get(name, ()) if labels.items() <= found.items()
+            value
+            for found, value in self.samples.get(metric, ())
+            if labels.items() <= found.items()
         )
 
     def labels(self, name: str, label: str) -> list[str]:
