@@ -176,7 +176,13 @@ class Registry:
             self._bindings[ack.member] = binding
 
         session.ask(
-            lambda number: frames.Join(number, service.name, ids, service.kinds_for(session.minor)),
+            lambda number: frames.Join(
+                number,
+                service.name,
+                ids,
+                service.kinds_for(session.minor),
+                methods=service.methods_for(session.minor),
+            ),
             AckWaiter(done, service.name, joined),
         )
         return done

@@ -32,6 +32,7 @@ def members(
 ) -> None:
     """List the members of a cluster: id, what they serve, keys, relay, program.
 
+    If a member has methods, their number is shown; iris describe names them.
     For other sites only the number of members is known. The exit code is 3 if
     the cluster has no members at all. --watch covers this site, and begins
     with a + line for each present member.
@@ -71,6 +72,7 @@ def as_document(member: MemberInfo) -> dict[str, Any]:
     return {
         "member": member.member,
         "serves": served(member),
+        "methods": member.methods,
         "keys": [key_id.hex() for key_id in member.key_ids],
         "relay": member.relay,
         "site": member.site,
@@ -136,9 +138,15 @@ def _print_change(sign: str, member: MemberInfo, *, as_json: bool) -> None:
     if as_json:
         output.write_json({"change": sign, **as_document(member)})
     else:
-        what = ", ".join(served(member))
+        what = _serves(member)
         line = f"{sign} {member.member}  {what}  {member.label}"
         output.write(printable(line).encode() + b"\n")
+
+
+def _serves(member: MemberInfo) -> str:
+    """Return "request, push (2 methods)"."""
+    methods = f" ({plural(member.methods, 'method')})" if member.methods else ""
+    return ", ".join(served(member)) + methods
 
 
 def _print_table(found: iris.Members) -> None:
@@ -149,7 +157,7 @@ def _print_table(found: iris.Members) -> None:
         table.add_column(title, no_wrap=True)
     for member in found:
         keys = " ".join(key_id.hex()[:8] for key_id in member.key_ids)
-        shown = (member.member, ", ".join(served(member)), keys, member.site, member.label)
+        shown = (member.member, _serves(member), keys, member.site, member.label)
         table.add_row(*map(output.cell, shown))
     output.console().print(table)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+import msgspec
+
 from iris.core.bundle import Headers, decode_single
 from iris.core.faults import error_of_fault
 from iris.core.inbound import InFlow
@@ -29,7 +31,7 @@ from iris.errors import (
 from iris.wire import frames
 from iris.wire.codec import ALIAS, ALIAS_AT, BODY_AT, END_AT, HOP, answer_suffix
 from iris.wire.frames import MAX_CREDIT
-from iris.wire.kinds import CANCEL_MINOR, MEMBER_MINOR, NEVER_US, STALE, Cause, Kind
+from iris.wire.kinds import CANCEL_MINOR, MEMBER_MINOR, NEVER_US, STALE, UNREADABLE, Cause, Kind
 from iris.wire.names import split_site
 from iris.wire.runs import read_answers, single_end
 
@@ -77,8 +79,8 @@ class Requests:
         """Hop ids of calls that this side gave up in this turn."""
         self.routed = 0
         """Last hop id up to which the relay has routed everything."""
-        self._pushes: dict[int, tuple[str, int]] = {}
-        """The latest pushes: hop id -> (cluster, deadline), so that a report of a failure can name the cluster."""
+        self._pushes: dict[int, tuple[str, int, str]] = {}
+        """The latest pushes: hop id -> (cluster, deadline, method), so that a report of a failure can name them."""
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -166,7 +168,7 @@ class Requests:
         else:
             flow = out.flow(Kind.PUSH, name, key)
         hop, _ = out.call(flow, payload, headers, packed, deadline_us, timeout_ms, method)
-        self._pushes[hop] = (name, deadline_us)
+        self._pushes[hop] = (name, deadline_us, method)
         if len(self._pushes) > MAX_PENDING:
             del self._pushes[next(iter(self._pushes))]
 
@@ -278,7 +280,8 @@ class Requests:
         if pending is None:
             push = self._pushes.pop(fail.hop, None)
             if push is not None:
-                name = push[0]
+                name, _, method = push
+                fail = _hinted(fail, method)
                 error = error_of(name, fail)
                 self._session.owner.lost(
                     Lost("push", name, b"", 1, fail.detail or "the relay refused it", error)
@@ -296,7 +299,8 @@ class Requests:
             pending.ran = pending.ran or fail.may_have_run or is_stale(fail)
             self._send(pending)
             return
-        self._resolve(fail.hop, pending, error=error_of(pending.name, fail))
+        error = error_of(pending.name, _hinted(fail, pending.method))
+        self._resolve(fail.hop, pending, error=error)
 
     def roster(self, roster: frames.Roster) -> None:
         """Handle ROSTER: the members to which a survey was dispatched."""
@@ -346,7 +350,7 @@ class Requests:
         # A push that the relay has routed is at a member; one past its deadline has started or was refused.
         unsure = {
             name
-            for hop, (name, deadline_us) in pushes.items()
+            for hop, (name, deadline_us, _) in pushes.items()
             if hop > self.routed and deadline_us > self._session.mono_us
         }
         for name in () if routed else sorted(unsure):
@@ -369,6 +373,14 @@ def is_stale(fail: frames.Fail) -> bool:
     Then it may have run, whatever else the relay says.
     """
     return fail.cause == Cause.REFUSED and fail.detail == STALE
+
+
+def _hinted(fail: frames.Fail, method: str) -> frames.Fail:
+    """Return a FAIL with the other reason why a member cannot read a call that names a method."""
+    if not method or fail.cause != Cause.REFUSED or fail.detail != UNREADABLE:
+        return fail
+    hint = f"{UNREADABLE}, or it runs a version of Iris without methods; see `iris members`"
+    return msgspec.structs.replace(fail, detail=hint)
 
 
 def error_of(name: str, fail: frames.Fail) -> RequestError:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Final
 
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import UNSET, Meta, Struct, UnsetType, field
 
 from iris.wire.kinds import MAX_OTHER_KEYS, MAX_PARTS, Kind
 
@@ -186,6 +186,8 @@ class Join(Control, frozen=True):
     kinds: Annotated[dict[int, Serving], Meta(min_length=1, max_length=8)]
     tag: Annotated[str, Meta(max_length=255)] = ""
     """Shown in member lists: for a stream's name the uuid of its log, for a log's uuid the stream's name."""
+    methods: U16 | UnsetType = UNSET
+    """Number of its methods; left out if it has none. Their names are known to key holders only."""
 
 
 class Leave(Control, frozen=True):
@@ -413,6 +415,12 @@ class MemberInfo(Struct, frozen=True):
     site: Text = ""
     label: Annotated[str, Meta(max_length=64)] = ""
     tag: Annotated[str, Meta(max_length=255)] = ""
+    method_count: U16 | UnsetType = field(default=UNSET, name="methods")
+
+    @property
+    def methods(self) -> int:
+        """Number of its methods: 0 if it has none, or if it or a relay on the way is of an earlier version."""
+        return 0 if self.method_count is UNSET else self.method_count
 
 
 class Membership(Control, frozen=True):
@@ -556,7 +564,10 @@ class Beat(Control, frozen=True):
 
 
 class MemberEntry(Struct, frozen=True, array_like=True):
-    """One member of the sending relay. `kinds`: kind served -> concurrent handlers."""
+    """One member of the sending relay. `kinds`: kind served -> concurrent handlers.
+
+    Links of earlier versions are sent no `methods`.
+    """
 
     serial: U63
     name: Name
@@ -564,6 +575,7 @@ class MemberEntry(Struct, frozen=True, array_like=True):
     kinds: Annotated[dict[int, Annotated[int, Meta(ge=1, le=1 << 20)]], Meta(max_length=8)]
     label: Annotated[str, Meta(max_length=64)] = ""
     tag: Annotated[str, Meta(max_length=255)] = ""
+    methods: U16 = 0
 
 
 class TopicEntry(Struct, frozen=True, array_like=True):

@@ -38,6 +38,10 @@ MEMBER_MINOR: Final = 5
 """From this minor version on, relays accept calls to one member, and members answer requests that they do not serve."""
 CANCEL_MINOR: Final = 5
 """From this minor version on, sessions report callers that left with CALLER_LEFT, and JOIN asks for such reports."""
+METHODS_MINOR: Final = 5
+"""From this minor version on, relays and sessions accept the number of a member's methods."""
+UNREADABLE: Final = "the member could not decrypt it"
+"""Detail of FAIL for a call that its member cannot open, or whose contents are not what it expects."""
 MAX_PARTS: Final = 16
 """Most parts that SHARE can request."""
 

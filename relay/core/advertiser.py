@@ -3,7 +3,7 @@
     a change ── gathered for `GATHER_US` ──► INTEREST to every link
     a new link, or RESYNC ── flush what was gathered ──► a snapshot to that link
 
-Changes and snapshots are encoded once for all links.
+Changes and snapshots are encoded once for all links, and again only for a link of an earlier version.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 from iris.wire.frames import MemberEntry, TopicEntry
-from iris.wire.kinds import NEVER_US
+from iris.wire.kinds import METHODS_MINOR, NEVER_US
 from relay.core.interest import Interest
 from relay.core.link import Link
 from relay.core.neighbor import Topic
 from relay.core.quotas import all_but_a_quarter
 from relay.core.reach import Reach
-from relay.core.replica import Journal
+from relay.core.replica import Journal, earlier
 from relay.core.session import Member
 
 GATHER_US: Final = 2_000
@@ -142,8 +142,7 @@ class Advertiser:
         self._snapshot_version = 0
         self.journal.version += 1
         for link in self._links.values():
-            for frame in self.snapshot():
-                link.port.control(frame)
+            self.send_snapshot(link)
 
     def set_store(self, *, starting: bool, failed: str, now_us: int) -> None:
         """Set whether a store of this relay is starting, and why it cannot serve (`failed`, empty if it can)."""
@@ -189,18 +188,22 @@ class Advertiser:
             site_topics=site_topics, starting=starting, store_failed=failed,
         ):  # fmt: skip
             for link in self._links.values():
-                link.port.control(frame)
+                _send(link, frame)
         self._joined, self._left, self._changed, self._sites = {}, [], {}, {}
         self.flushed()
 
     def on_resync(self, link: Link, _: object) -> None:
         """Send a snapshot to a link that missed a change."""
         self.flush()
-        for frame in self.snapshot():
-            link.port.control(frame)
+        self.send_snapshot(link)
 
-    def snapshot(self) -> list[bytes]:
-        """Return the frames of a snapshot of the current interest. Gathered changes must have been flushed."""
+    def send_snapshot(self, link: Link) -> None:
+        """Send a snapshot of the current interest. Gathered changes must have been flushed."""
+        for frame in self._snapshot_frames():
+            _send(link, frame)
+
+    def _snapshot_frames(self) -> list[bytes]:
+        """Return the frames of a snapshot of the current interest."""
         if self._snapshot_version != self.journal.version:
             joined, topics = [], []
             sites, clusters, site_topics = self._reach.snapshot()
@@ -225,8 +228,14 @@ class Advertiser:
 def _entry(member: Member) -> MemberEntry:
     kinds = {kind: load.concurrency for kind, load in member.loads.items()}
     return MemberEntry(
-        member.serial, member.name, list(member.key_ids), kinds, member.session.label, member.tag
-    )
+        member.serial, member.name, list(member.key_ids), kinds, member.session.label, member.tag,
+        member.methods,
+    )  # fmt: skip
+
+
+def _send(link: Link, frame: bytes) -> None:
+    """Send a frame that was encoded once for all links."""
+    link.port.control(frame if link.minor >= METHODS_MINOR else earlier(frame))
 
 
 def _nothing() -> None:

@@ -29,6 +29,7 @@ from iris.wire.kinds import (
     NEVER_US,
     REFUSED_ALIAS,
     STALE,
+    UNREADABLE,
     Cause,
     HopClass,
     Kind,
@@ -417,7 +418,7 @@ class Calls:
         else:
             self.accounts.refused += 1
             ran = reason in (Refusal.REPLAYED, Refusal.STALE)
-            detail = _DETAILS.get(reason, "the member could not decrypt it")
+            detail = _DETAILS.get(reason, UNREADABLE)
             dispatched.origin.control(Fail(dispatched.hop, Cause.REFUSED, detail, ran))
 
     def _return_unserved(

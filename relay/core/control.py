@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+from msgspec import UNSET
+
 from iris.core.heartbeat import Heartbeat
 from iris.crypto.keys import verify_proof
 from iris.errors import InvalidName, LocalProtocolError, OpenError, PeerProtocolError
@@ -35,7 +37,7 @@ from iris.wire.names import (
 from relay.core.calls import Calls
 from relay.core.grants import barred, take_grant
 from relay.core.parts import Parts
-from relay.core.session import Member, Session, Watch
+from relay.core.session import Member, Session, Watch, known_to
 
 MAX_WATCHES: Final = 1024
 """Limit of watches of one session."""
@@ -192,7 +194,9 @@ class SessionControl:
         self._next_serial += 1
         session.keyed += len(key_ids)
         self._router.quotas.members.take(session.user, len(key_ids))
-        member = Member(session, serial, join.name, key_ids, join.kinds, printable(join.tag))
+        methods = 0 if join.methods is UNSET else join.methods
+        tag = printable(join.tag)
+        member = Member(session, serial, join.name, key_ids, join.kinds, tag, methods)
         session.members[serial] = member
         self._leaving.asked = self._leaving.asked or bool(member.cancels)
         self._router.interest.join(member)
@@ -201,7 +205,7 @@ class SessionControl:
         if join.name == STORES and NO_KEY in key_ids:
             self._router.stores.joined(session, self._router.now_us)
         for watch in self._router.watchers(member):
-            watch.session.control(frames.Membership(watch.number, joined=[self._info(member)]))
+            watch.notify(joined=[self._info(member)])
 
     def _members_error(self, session: Session, count: int) -> str:
         """Return why a session may not have `count` more members (counted once per key id), or an empty text."""
@@ -312,6 +316,7 @@ class SessionControl:
         here = self._router.interest.members(ask.name, ask.key_ids, streams=ask.streams)
         found = [self._info(member) for member in here]
         found += self._router.mesh.infos(ask.name, ask.key_ids, streams=ask.streams)
+        found = known_to(session, found)
         others = self._router.interest.other_keys(ask.name, ask.key_ids)
         for there in (self._router.mesh, self._router.sites):
             for short, count in there.other_keys(ask.name, ask.key_ids).items():
@@ -358,7 +363,7 @@ class SessionControl:
     def _info(self, member: Member) -> frames.MemberInfo:
         return frames.MemberInfo(
             self._router.member_id(member), list(member.loads), list(member.key_ids), self._router.relay_id.hex(), self._router.site,
-            member.session.label, member.tag,
+            member.session.label, member.tag, member.methods or UNSET,
         )  # fmt: skip
 
     def _unproven(self, session: Session, key_ids: Sequence[bytes]) -> str:

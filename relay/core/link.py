@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
+from msgspec import UNSET
+
 from iris.core.heartbeat import Heartbeat
 from iris.errors import InvalidName, PeerProtocolError
 from iris.wire import frames
@@ -107,7 +109,8 @@ class Copy:
     def info(self, entry: MemberEntry) -> frames.MemberInfo:
         """Return a member as sessions see it."""
         return frames.MemberInfo(
-            self.member_id(entry.serial), list(entry.kinds), entry.key_ids, self.relay, self.site, entry.label, entry.tag
+            self.member_id(entry.serial), list(entry.kinds), entry.key_ids, self.relay, self.site, entry.label, entry.tag,
+            entry.methods or UNSET,
         )  # fmt: skip
 
 

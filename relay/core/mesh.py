@@ -75,8 +75,7 @@ class Mesh:
         link = Link(port, number, hello, copy, self._relay_id, now_us)
         copy.link = link
         self.links[relay_id] = link
-        for frame in self.advertiser.snapshot():
-            link.port.control(frame)
+        self.advertiser.send_snapshot(link)
         if not self._peers_us or len(self.links) < 4:
             self._peers_us = now_us + PEERS_US
             link.control(frames.AskPeers())

@@ -234,10 +234,7 @@ class Parts:
         self.advertiser.left(member, self.now_us)
         member.forget_if_done()
         for watch in self.watchers(member):
-            if not watch.session.closed:
-                watch.session.control(
-                    frames.Membership(watch.number, left=[self.member_id(member)])
-                )
+            watch.notify(left=[self.member_id(member)])
 
     def watchers(self, member: Member) -> Sequence[Watch]:
         """Return the watches to notify of changes of a member."""

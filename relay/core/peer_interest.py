@@ -145,7 +145,8 @@ class PeerInterest:
         key_ids = self._key_ids.setdefault(tuple(entry.key_ids), entry.key_ids)
         kinds = self._kinds.setdefault(tuple(sorted(entry.kinds.items())), entry.kinds)
         name, label = sys.intern(entry.name), sys.intern(printable(entry.label))
-        return MemberEntry(entry.serial, name, key_ids, kinds, label, printable(entry.tag))
+        tag = printable(entry.tag)
+        return MemberEntry(entry.serial, name, key_ids, kinds, label, tag, entry.methods)
 
     def _add_addresses(self, link: Link, entry: MemberEntry) -> None:
         """Route calls for the addresses of a member over the link."""
@@ -222,8 +223,7 @@ class PeerInterest:
         if not is_listed(entry.kinds):
             return
         for watch in self._interest.watchers(entry.name, entry.key_ids):
-            if not watch.session.closed:
-                watch.session.control(frames.Membership(watch.number, list(joined), list(left)))
+            watch.notify(joined, left)
 
     def empty(self, link: Link) -> None:
         """Stop routing to a link: remove its addresses and topics from the interest."""

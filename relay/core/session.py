@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
 
-from iris.wire.frames import Serving
-from iris.wire.kinds import MEMBER_MINOR, Kind
+from msgspec import UNSET
+from msgspec.structs import replace
+
+from iris.wire.frames import MemberInfo, Membership, Serving
+from iris.wire.kinds import MEMBER_MINOR, METHODS_MINOR, Kind
 from relay.core.buckets import Bucket
 from relay.core.neighbor import Load, Neighbor
 from relay.core.ports import Port
@@ -124,6 +127,7 @@ class Member:
         "left",
         "listed",
         "loads",
+        "methods",
         "name",
         "serial",
         "session",
@@ -139,12 +143,15 @@ class Member:
         key_ids: tuple[bytes, ...],
         kinds: dict[int, Serving],
         tag: str = "",
+        methods: int = 0,
     ) -> None:
         self.session = session
         self.serial = serial
         self.name = name
         self.key_ids = key_ids
         self.tag = tag
+        self.methods = methods
+        """Number of its methods, as its session says."""
         self.listed = is_listed(kinds)
         self.left = False
         """It gets nothing new, and stays known until its calls in flight have ended."""
@@ -185,6 +192,13 @@ def is_listed(kinds: Iterable[int]) -> bool:
     return any(kind != Kind.STREAM for kind in kinds)
 
 
+def known_to(session: Session, members: Iterable[MemberInfo]) -> list[MemberInfo]:
+    """Return members as a session of its version may be sent them."""
+    if session.minor >= METHODS_MINOR:
+        return list(members)
+    return [replace(each, method_count=UNSET) for each in members]
+
+
 class Watch:
     """A session that is notified of changes in a cluster. Each of `key_ids` counts as a cluster of its own."""
 
@@ -197,3 +211,10 @@ class Watch:
         self.number = number
         self.name = name
         self.key_ids = key_ids
+
+    def notify(self, joined: Sequence[MemberInfo] = (), left: Sequence[str] = ()) -> None:
+        """Send the members that joined and the ids of those that left."""
+        if not self.session.closed:
+            self.session.control(
+                Membership(self.number, known_to(self.session, joined), list(left))
+            )

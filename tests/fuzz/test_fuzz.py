@@ -57,9 +57,12 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
             st.lists(key_ids, max_size=2),
             st.dictionaries(st.sampled_from(sorted(SERVED_KINDS)), st.integers(0, 3), max_size=2),
             st.text(max_size=3),
+            st.text(max_size=3),
+            st.sampled_from([0, 1, 0xFFFF, 0x10000]),
         ),
         max_size=3,
     ),
+    "methods": st.sampled_from([0, 1, 0xFFFF, 0x10000, -1]),
     "left": st.lists(st.integers(0, 4), max_size=2),
     "topics": st.lists(
         st.tuples(names, key_ids, st.sampled_from(["", "g", "*"]), st.integers(0, 2)), max_size=3
@@ -83,7 +86,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "first": ids,
     "cause": st.one_of(st.integers(0, 8), st.text(max_size=3)),
     "detail": st.sampled_from(["", "stale", "x"]),
-    "others": st.dictionaries(st.text(max_size=2), st.integers(0, 3), max_size=2),
+    "others": st.dictionaries(st.text(max_size=9), st.integers(-1, 3), max_size=2),
 }
 anything = st.one_of(st.none(), st.booleans(), ids, st.floats(), st.binary(max_size=4), st.text(max_size=4))  # fmt: skip
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from integration.kit import Collector, cut, named
+from msgspec import UNSET
 from support.waiting import until
 
 import iris
@@ -61,6 +62,23 @@ async def test_a_call_runs_the_handler_of_its_method(cluster: LocalCluster) -> N
         await caller.push("orders", b"hi", method="note")
         await until(lambda: noted.payloads == [b"hi"])
         assert noted.messages[0].method == "note"
+
+
+async def test_the_list_of_members_says_how_many_methods_each_has(cluster: LocalCluster) -> None:
+    plain = iris.Service("orders")
+    plain.on_request(lambda payload: payload)
+    async with (
+        cluster.client() as member, cluster.client() as caller, member.serve(orders()) as served, member.serve(plain),
+    ):  # fmt: skip
+        assert [each.methods for each in await caller.members("orders")] == [4, 0]
+        await served.leave()
+        assert [each.methods for each in await caller.members("orders")] == [0]
+
+
+def test_a_relay_of_an_earlier_version_is_not_sent_the_number_of_methods() -> None:
+    assert orders().methods_for(5) == 4
+    assert orders().methods_for(4) is UNSET
+    assert iris.Service("none").methods_for(5) is UNSET
 
 
 async def test_a_method_that_a_member_does_not_have_is_answered_without_running(

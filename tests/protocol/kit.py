@@ -18,6 +18,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from msgspec import UNSET
+
 from iris.core.bundle import Headers
 from iris.core.conversation import State
 from iris.core.guard import Guard
@@ -285,6 +287,7 @@ class Host:
     def serve(
         self, name: str, handler: Callable[[Delivery], None] | None = None, *, concurrency: int = 16,
         limit_bytes: int = 1 << 20, keys: Sequence[ClusterKey] = (), only: Sequence[Kind] = (), cancel: bool = False,
+        methods: int = 0,
     ) -> Service:  # fmt: skip
         """Join a cluster for all kinds, or for those in `only`. Return when the relay has answered.
 
@@ -299,7 +302,8 @@ class Host:
             int(kind): Serving(concurrency, limit_bytes, cancel)
             for kind in only or SERVED_KINDS - {Kind.STREAM}
         }
-        self.session.ask(lambda number: frames.Join(number, name, ids, kinds), ack)
+        said = methods or UNSET
+        self.session.ask(lambda number: frames.Join(number, name, ids, kinds, methods=said), ack)
         self.net.run()
         assert ack.error is None
         assert not ack.message.error, ack.message.error

@@ -150,6 +150,9 @@ CONTROLS: Final[dict[str, Control]] = {
     "join-cancel": frames.Join(
         2, CLUSTER, [KEY.key_id], {int(Kind.REQUEST): Serving(8, 64 << 20, True)}
     ),
+    "join-methods": frames.Join(
+        2, CLUSTER, [KEY.key_id], {int(Kind.REQUEST): Serving(8, 64 << 20)}, methods=3
+    ),
     "leave": frames.Leave(3, 7),
     "subscribe": frames.Subscribe(4, "flights.JFK.>", [KEY.key_id], "archive"),
     "unsubscribe": frames.Unsubscribe(5, "flights.JFK.>", "archive"),
@@ -173,6 +176,10 @@ CONTROLS: Final[dict[str, Control]] = {
         [],
         {"9a0b1c2d": 3},
     ),
+    "membership-methods": frames.Membership(
+        6,
+        [frames.MemberInfo(MEMBER_ID, [Kind.REQUEST], [KEY.key_id], RELAY_ID.hex(), "", "billing", "", 3)],
+    ),
     "unwatch": frames.Unwatch(6),
     "status": frames.Status(8),
     "report": frames.Report(8, '{"sessions": []}'),
@@ -186,7 +193,7 @@ CONTROLS: Final[dict[str, Control]] = {
     "beat": frames.Beat(2_004_000, 5_000_000, 998_000, 4),
     "interest-snapshot": frames.Interest(
         0, 4,
-        [frames.MemberEntry(7, CLUSTER, [KEY.key_id], {int(Kind.REQUEST): 8}, "billing")],
+        [frames.MemberEntry(7, CLUSTER, [KEY.key_id], {int(Kind.REQUEST): 8}, "billing", "", 3)],
         [],
         [frames.TopicEntry("flights.JFK.>", KEY.key_id, "archive", 2)],
         True,
@@ -221,7 +228,7 @@ def readable(value: Any) -> Any:
         if value.__struct_config__.array_like:
             return [readable(getattr(value, name)) for name in value.__struct_fields__]
         return {
-            field.name: readable(getattr(value, field.name))
+            field.encode_name: readable(getattr(value, field.name))
             for field in msgspec.structs.fields(value)
             if getattr(value, field.name) is not msgspec.UNSET and not _left_out(value, field)
         }

@@ -60,6 +60,8 @@ EXAMPLES: list[Control] = [
     frames.Done(5, ["00.1"]),
     frames.Members(6, "db", [KEY_ID], True),
     frames.Membership(6, [INFO], ["00.2"], {"01020304": 3}),
+    frames.Membership(6, [frames.MemberInfo("00.1", [0x40], [KEY_ID], "00", "", "", "", 3)]),
+    frames.Join(2, "db", [KEY_ID], {0x40: frames.Serving(8, 1024)}, methods=3),
     frames.Unwatch(6),
     frames.Status(8),
     frames.Report(8, "{}"),
@@ -82,7 +84,7 @@ EXAMPLES: list[Control] = [
     frames.LinkHello(1, 0, KEY_ID, 5, 6, 1 << 20, 9, "site", "host", ["10.0.0.1:7430"]),
     frames.Beat(7, 6, 1, 2),
     frames.Interest(
-        1, 2, [frames.MemberEntry(1, "db", [KEY_ID], {0x40: 4}, "label")], [3],
+        1, 2, [frames.MemberEntry(1, "db", [KEY_ID], {0x40: 4}, "label", "", 3)], [3],
         [frames.TopicEntry("a.>", KEY_ID, "g", 2)], True, True,
     ),
     frames.Resync(4),
