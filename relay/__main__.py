@@ -110,10 +110,10 @@ def relay(
     ] = False,
     check: Annotated[
         bool,
-        typer.Option("--check", help="Check settings and keys and exit: code 0, or 2 with what is wrong."),
+        typer.Option("--check", help="Check settings and keys and exit: code 0, or 2 with what is wrong. Addresses and ports are not checked."),
     ] = False,
     settings: Annotated[
-        bool, typer.Option("--settings", help="Print every setting with its default, as a settings file, and exit.")
+        bool, typer.Option("--settings", help="Print every setting with its default (not the values in use), as a settings file, and exit.")
     ] = False,
 ) -> None:  # fmt: skip
     """Run this host's relay until SIGTERM or Ctrl-C (a second one ends it at once).
@@ -160,6 +160,7 @@ def relay(
 def _check(environ: Mapping[str, str]) -> None:
     """Raise ConfigError or KeyringError if a relay with these settings could not start. Create and bind nothing."""
     from relay.metrics.supervisor import check_installed
+    from relay.net.socketfile import group_id
     from relay.start import network_keys
     from relay.supervisor import check_data
 
@@ -172,9 +173,11 @@ def _check(environ: Mapping[str, str]) -> None:
         check_data(config.data.absolute())
     if config.metrics:
         check_installed()
+    if config.socket_group is not None:
+        group_id(config.socket_group)
     for setting in config.no_effect:
         sys.stderr.write(f"iris relay: {setting} has no effect any more; remove it\n")
-    sys.stdout.write("settings and keys are valid\n")
+    sys.stdout.write("settings and keys are valid; addresses and ports were not checked\n")
 
 
 def main() -> None:

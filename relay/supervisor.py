@@ -8,10 +8,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import fcntl
 import json
 import logging
 import os
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -142,7 +144,7 @@ class StoreSupervisor(Child):
 
 
 def check_data(directory: Path) -> None:
-    """Raise ConfigError if a store could not use `directory`, or create it. Creates nothing.
+    """Raise ConfigError if a store could not use `directory`, or create it. Leaves nothing behind.
 
     The text names the path that is wrong, with the system's words. What goes wrong later is logged, and the store
     tries again.
@@ -150,6 +152,7 @@ def check_data(directory: Path) -> None:
     nearest = directory
     while not os.path.lexists(nearest):
         nearest = nearest.parent
+    wrong: int | None
     if not nearest.is_dir():
         wrong = errno.ENOTDIR
     elif os.statvfs(nearest).f_flag & os.ST_RDONLY:
@@ -157,9 +160,25 @@ def check_data(directory: Path) -> None:
     elif not os.access(nearest, os.R_OK | os.W_OK | os.X_OK):
         wrong = errno.EACCES
     else:
+        wrong = _unwritable(nearest)
+    if wrong is None:
         return
     text = f"data: cannot keep streams in {directory}: {os.strerror(wrong)}: {nearest}"
     raise ConfigError(f"{text}; name a directory that this user can create or write to")
+
+
+def _unwritable(directory: Path) -> int | None:
+    """Make and lock a temporary file in `directory`; return the error number if the file system does not let us.
+
+    Root may write to every directory by its mode, but some, as /proc, take no files. A full disk is no such error:
+    the store waits until there is space.
+    """
+    try:
+        with tempfile.TemporaryFile(dir=directory, prefix=".iris-check-") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return None if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.errno
+    return None
 
 
 def remove_complete_file(path: Path) -> None:

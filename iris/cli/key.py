@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
@@ -42,10 +42,8 @@ app = typer.Typer(
 Name = Annotated[
     str, typer.Argument(metavar="NAME", help="'default', a cluster name, or 'topic:PREFIX'.")
 ]
-KeyId = Annotated[
-    str,
-    typer.Option("--key", metavar="ID", help="Id of the key, or its first digits. Default: the key added last."),
-]  # fmt: skip
+_COPY: Final = "copy {} to every host, and send SIGHUP to every program"
+_ID: Final = "Id of the key, or its first digits. Default: "
 
 
 @app.command()
@@ -163,9 +161,9 @@ def _age(seconds: float) -> str:
 
 @app.command()
 def add(name: Name) -> None:
-    """Make a key for NAME that opens messages but does not seal yet: the first step of a rotation.
+    """Make a key for NAME that decrypts messages but does not encrypt yet: the first step of a rotation.
 
-    If NAME has no key in effect, the new key seals at once.
+    If NAME has no key in effect, the new key encrypts at once.
 
     \b
     Examples:
@@ -179,9 +177,10 @@ def add(name: Name) -> None:
             changed = keyring.add(name, key)
             keyfiles.save_keyring(path, changed)
         sealing = changed.entries()[name][0] == key
-        _say(f"{name}: added {key.key_id.hex()}, which {'seals' if sealing else 'opens'}")
+        does = "encrypts from now on" if sealing else "decrypts only until you promote it"
+        _say(f"{name}: added {key.key_id.hex()}, which {does}")
         if not sealing:
-            _say(f"next: copy {path} to every member, then `iris key promote {name}`")
+            _say(f"next: {_COPY.format(path)}, then `iris key promote {name}`")
         return Exit.OK
 
     run(work)
@@ -190,16 +189,21 @@ def add(name: Name) -> None:
 @app.command()
 def promote(
     name: Name,
-    key: KeyId = "",
+    key: Annotated[
+        str, typer.Option("--key", metavar="ID", help=f"{_ID}the key added last, if it was never promoted.")
+    ] = "",
     force: Annotated[
         bool,
         typer.Option(
-            "--force", help="Promote even if members without the key could not read your messages."
+            "--force", help="Promote even if some members lack the key; they then cannot read your messages."
         ),
     ] = False,
     relay: options.RelayPath = None,
-) -> None:
-    """Seal with the key added last: the second step of a rotation.
+) -> None:  # fmt: skip
+    """Encrypt with the key added last: the second step of a rotation.
+
+    If that key encrypts already, nothing changes. To go back to an older key,
+    name it with --key.
 
     Refused while the relay knows members that hold only old keys, or if that
     cannot be checked; --force promotes anyway. Durable streams kept under the
@@ -214,23 +218,36 @@ def promote(
     async def work() -> int:
         with editing() as (path, keyring):
             changed = keyring.promote(name, _find(keyring, name, key))
-            chosen = changed.entries()[name][0]
-            await _share_stream_keys(changed, relay)
+            chosen, *others = changed.entries()[name]
+            if changed == keyring:
+                _say(
+                    f"{name}: {chosen.key_id.hex()} already encrypts; nothing changed. To encrypt with another key, name it: "
+                    + " or ".join(f"`--key {other.key_id.hex()[:8]}`" for other in others)
+                )
+                return Exit.OK
+            shared = await _share_stream_keys(changed, relay)
             if not force:
                 await _check_everybody_holds(keyring, name, chosen, relay)
             keyfiles.save_keyring(path, changed)
-        _say(f"{name}: {chosen.key_id.hex()} seals")
-        _say(f"next: copy {path} to every member, then `iris key retire {name}`")
+        _say(f"{name}: {chosen.key_id.hex()} now encrypts")
+        _say(f"next: {_COPY.format(path)}, then `iris key retire {name}`")
+        for line in shared:
+            _say(line)
         return Exit.OK
 
     run(work)
 
 
 @app.command()
-def retire(name: Name, key: KeyId = "") -> None:
-    """Remove an old key, by default the last of NAME: the third step of a rotation.
+def retire(
+    name: Name,
+    key: Annotated[
+        str, typer.Option("--key", metavar="ID", help=f"{_ID}the key that was replaced first.")
+    ] = "",
+) -> None:
+    """Remove an old key: the third step of a rotation.
 
-    The key that seals cannot be removed.
+    The key that encrypts cannot be removed.
 
     \b
     Examples:
@@ -307,8 +324,15 @@ def keyring_path() -> Path:
 
 @contextlib.contextmanager
 def editing() -> Iterator[tuple[Path, Keyring]]:
-    """Lock the keyring and yield its path and content."""
+    """Lock the keyring and yield its path and content. Raises KeyringError if it is that of a development relay."""
     path = keyring_path()
+    if not os.environ.get("IRIS_CONFIG") and path.parent == paths.dev_key_directory(
+        os.environ, os.geteuid()
+    ):
+        raise KeyringError(
+            "only throw-away keys of a development relay exist, which last until this host restarts; "
+            "run `iris key new` first"
+        )
     with keyfiles.locked(path):
         yield path, keyfiles.load_keyring(path)
 
@@ -329,17 +353,19 @@ def _find(keyring: Keyring, name: str, text: str) -> bytes | None:
     return found[0]
 
 
-async def _share_stream_keys(keyring: Keyring, relay: str | None) -> None:
-    """Let every stream that is kept under one of our keys be kept under all of them."""
+async def _share_stream_keys(keyring: Keyring, relay: str | None) -> list[str]:
+    """Let every stream that is kept under one of our keys be kept under all of them; return what to say about it."""
     try:
         async with iris.connect(relay, keyring=keyring) as client:
-            for info in await client.streams.share_keys():
-                _say(f"stream {info.name}: kept under {plural(len(info.key_ids), 'key')}")
+            return [
+                f"stream {info.name}: kept under {plural(len(info.key_ids), 'key')}"
+                for info in await client.streams.share_keys()
+            ]
     except RelayUnavailable:
-        _say(
-            "no relay is running: durable streams kept under the old key do not record messages under the new key"
-        )
-        _say("next: when a relay is running, `iris stream keys`")
+        return [
+            "no relay is running, so durable streams do not record messages under this key yet; "
+            "when one runs: `iris stream keys`"
+        ]
 
 
 async def _check_everybody_holds(

@@ -12,7 +12,9 @@ replaces the default; it does not add to it. In calls and errors an entry is nam
 "topic:PREFIX".
 
 Rotation has three steps: `add` (the new key opens, but does not seal yet), `promote` (it seals), `retire` (the
-old key is removed). This module does not read or write files; see `iris.keyfiles`.
+old key is removed). A key that another one replaced has the comment "# replaced" behind it, so that a second `promote`
+does not take it for a new one. It is a comment and not a setting, because older versions of Iris refuse settings that
+they do not know. This module does not read or write files; see `iris.keyfiles`.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ _AnyKey = TypeVar("_AnyKey", ClusterKey, NetworkKey, SiteKey)
 
 DEFAULT: Final = "default"
 TOPIC: Final = "topic:"
+_REPLACED: Final = re.compile(r'"([A-Za-z0-9_=-]+)",?[ \t]*# replaced\b')
 
 
 class Keyring:
@@ -40,7 +43,7 @@ class Keyring:
     default, has no keys: look-ups return an empty tuple.
     """
 
-    __slots__ = ("_by_id", "_entries")
+    __slots__ = ("_by_id", "_entries", "_replaced")
 
     def __init__(self, entries: Mapping[str, Sequence[ClusterKey]]) -> None:
         """`entries` maps "default", cluster names and "topic:PREFIX" to their keys.
@@ -53,6 +56,9 @@ class Keyring:
             checked[_check_entry(name)] = _check_keys(name, tuple(entries[name]))
         self._entries: Final = checked
         self._by_id: Final = {key.key_id: key for keys in checked.values() for key in keys}
+        # (entry, key) of keys that another replaced. It guides the defaults of promote and retire, nothing else, so
+        # it does not count when keyrings are compared.
+        self._replaced: frozenset[tuple[str, ClusterKey]] = frozenset()
 
     @classmethod
     def single(cls, key: ClusterKey) -> Self:
@@ -89,7 +95,15 @@ class Keyring:
                 # Check the name before it appears in an error about its keys.
                 entry = _check_entry(prefix + name)
                 entries[entry] = _parse_entry(ClusterKey, entry, body)
-        return cls(entries)
+        replaced = {text.rstrip("=") for text in _REPLACED.findall(toml_text)}
+        keyring = cls(entries)
+        keyring._replaced = frozenset(
+            (name, key)
+            for name, keys in keyring._entries.items()
+            for key in keys[1:]
+            if replaced and key.reveal() in replaced
+        )
+        return keyring
 
     def dump(self) -> str:
         """Return the TOML text that `parse` reads. It contains every secret."""
@@ -97,7 +111,8 @@ class Keyring:
             "# Iris keyring. In each entry the first key seals, all of them open. Keep secret."
         ]
         for name, keys in self._entries.items():
-            lines += ["", f"[{_header(name)}]", _dump_keys(keys)]
+            old = [key for key in keys if (name, key) in self._replaced]
+            lines += ["", f"[{_header(name)}]", _dump_keys(keys, old)]
         return "\n".join(lines) + "\n"
 
     def for_cluster(self, name: str) -> Keys:
@@ -157,8 +172,8 @@ class Keyring:
     def promote(self, name: str, key_id: bytes | None = None) -> Self:
         """Return a keyring in which the key `key_id` of the entry `name` is first, so it seals.
 
-        Without `key_id`, the last key is promoted, which is the one that `add` added. Calling it twice then
-        goes back to the old key. With `key_id`, a second call changes nothing.
+        Without `key_id`, the key added last is promoted. If it has been promoted before, nothing changes: a key that
+        another one replaced is promoted only by its `key_id`.
 
         Raises:
             KeyringError: the keyring does not have this entry or key, or there is no other key to promote.
@@ -168,18 +183,37 @@ class Keyring:
             raise KeyringError(
                 f"{name}: {_short(keys[0])} is its only key, and already seals; add another first"
             )
-        key = keys[-1] if key_id is None else _pick(name, keys, key_id)
-        return self._with(name, (key, *(other for other in keys if other != key)))
+        if key_id is not None:
+            key = _pick(name, keys, key_id)
+        else:
+            key = next(
+                (key for key in reversed(keys) if (name, key) not in self._replaced), keys[0]
+            )
+        if key == keys[0]:
+            return self
+        # Behind the key that seals: keys added before it, the newest first; the one that sealed; those it had replaced;
+        # and keys added later, which can still be promoted.
+        at = keys.index(key)
+        skipped = [other for other in keys[1:at] if (name, other) not in self._replaced]
+        old = [other for other in keys if (name, other) in self._replaced and other != key]
+        later = [other for other in keys[at + 1 :] if (name, other) not in self._replaced]
+        replaced = (*reversed(skipped), keys[0], *old)
+        return self._with(name, (key, *replaced, *later), {(name, other) for other in replaced})
 
     def retire(self, name: str, key_id: bytes | None = None) -> Self:
-        """Return a keyring without the key `key_id`, or without the last one, of the entry `name`.
+        """Return a keyring without the key `key_id` of the entry `name`, which must not be the one that seals.
+
+        Without `key_id`, the key that was replaced first is removed; if none was replaced, the last one.
 
         Raises:
             KeyringError: the keyring does not have this entry or key, the key is the only one, or it is the
                 first, which seals; promote another before.
         """
         keys = self._entry(name)
-        key = keys[-1] if key_id is None else _pick(name, keys, key_id)
+        if key_id is None:
+            key = next((key for key in reversed(keys) if (name, key) in self._replaced), keys[-1])
+        else:
+            key = _pick(name, keys, key_id)
         if len(keys) == 1:
             raise KeyringError(f"{name}: {_short(key)} is its only key; add another first")
         if key == keys[0]:
@@ -216,8 +250,17 @@ class Keyring:
             )
         return keys
 
-    def _with(self, name: str, keys: Keys) -> Self:
-        return type(self)({**self._entries, name: keys})
+    def _with(
+        self, name: str, keys: Keys, replaced: Iterable[tuple[str, ClusterKey]] | None = None
+    ) -> Self:
+        """Return a keyring with other `keys` for `name`, and `replaced` among them; None keeps what was replaced."""
+        changed = type(self)({**self._entries, name: keys})
+        changed._replaced = frozenset(
+            (entry, key)
+            for entry, key in self._replaced
+            if entry != name or (replaced is None and key in keys)
+        ) | frozenset(replaced or ())
+        return changed
 
 
 def parse_network_keys(toml_text: str) -> tuple[NetworkKey, ...]:
@@ -348,9 +391,13 @@ def _parse_entry(kind: type[_AnyKey], name: str, body: object) -> tuple[_AnyKey,
     return tuple(keys)
 
 
-def _dump_keys(keys: Sequence[ClusterKey] | Sequence[NetworkKey] | Sequence[SiteKey]) -> str:
+def _dump_keys(
+    keys: Sequence[ClusterKey] | Sequence[NetworkKey] | Sequence[SiteKey],
+    replaced: Sequence[ClusterKey] = (),
+) -> str:
     # base64url needs no escapes.
-    return "keys = [\n" + "".join(f'    "{key.reveal()}",\n' for key in keys) + "]"
+    lines = [f'    "{key.reveal()}",{"  # replaced" * (key in replaced)}' for key in keys]
+    return "\n".join(["keys = [", *lines, "]"])
 
 
 def _header(name: str) -> str:

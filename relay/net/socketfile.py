@@ -87,7 +87,7 @@ def bind(path: Path, *, mode: int | None = None, group: str | None = None) -> So
             enter it; the name exists and is not a socket; the group is unknown; or the system refused.
             The message names the setting. No lock stays held.
     """
-    gid = None if group is None else _group_id(group)
+    gid = None if group is None else group_id(group)
     try:
         _prepare_directory(path.parent, gid)
         lock_fd = _lock(path)
@@ -106,7 +106,8 @@ def _default_mode(gid: int | None) -> int:
     return 0o600 if gid is None else 0o660
 
 
-def _group_id(group: str) -> int:
+def group_id(group: str) -> int:
+    """Return the id of a group of this host; raises ConfigError if there is none of this name."""
     try:
         return grp.getgrnam(group).gr_gid
     except KeyError:

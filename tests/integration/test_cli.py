@@ -846,6 +846,42 @@ def test_new_keys_are_private_shown_by_id_only_and_never_overwritten(tmp_path: P
     assert b"chmod 600" in shell("key", "show", code=2)
 
 
+def test_a_second_promote_changes_nothing_and_says_how_to_go_back(tmp_path: Path) -> None:
+    alone = Shell(tmp_path)
+    alone("key", "new")
+    file = tmp_path / "config" / "iris" / "keyring.toml"
+    said = alone("key", "add", "billing").decode()
+    assert ", which decrypts only until you promote it\n" in said
+    assert (
+        f"next: copy {file} to every host, and send SIGHUP to every program, then `iris key promote"
+        in said
+    )
+    old, new = (key.key_id.hex() for key in keyfiles.load_keyring(file).for_cluster("billing"))
+    lines = alone("key", "promote", "billing", "--force").decode().splitlines()
+    assert lines[0] == f"billing: {new} now encrypts"
+    assert [line for line in lines if "no relay is running" in line] == lines[2:]
+    before = file.read_bytes()
+    again = alone("key", "promote", "billing").decode()
+    assert again == (
+        f"billing: {new} already encrypts; nothing changed. To encrypt with another key, name it: `--key {old[:8]}`\n"
+    )
+    assert file.read_bytes() == before
+    assert f"{old} is retired" in alone("key", "retire", "billing").decode()
+
+
+def test_throw_away_keys_of_a_development_relay_are_not_edited(tmp_path: Path) -> None:
+    shell = Shell(tmp_path)
+    directory = tmp_path / "iris" / "dev"
+    directory.parent.mkdir(mode=0o700, exist_ok=True)
+    keyfiles.create_keys(directory)
+    before = (directory / "keyring.toml").read_bytes()
+    for step in ("add", "promote", "retire"):
+        said = shell("key", step, "billing", code=2)
+        assert b"only throw-away keys of a development relay exist" in said
+        assert b"run `iris key new` first" in said
+    assert (directory / "keyring.toml").read_bytes() == before
+
+
 def test_promote_wants_force_when_nobody_can_say_who_holds_the_new_key(
     tmp_path: Path, shell: Shell
 ) -> None:
@@ -866,12 +902,13 @@ def test_promote_wants_force_when_nobody_can_say_who_holds_the_new_key(
 def test_keys_rotate_under_a_member_that_keeps_serving(
     shell: Shell, observer: iris.blocking.Client, home: Path, member: str
 ) -> None:
+    keys = Shell(home, IRIS_CONFIG=str(home / "iris" / "dev"))  # named, so they may be edited
     process = start_narrow(shell, observer)
     (info,) = observer.members("narrow")
-    said = shell("key", "add", "narrow")
+    said = keys("key", "add", "narrow")
     new = re.search(r"added ([0-9a-f]{32})", said.decode())
     assert new is not None
-    refused = shell("key", "promote", "narrow", code=2)
+    refused = keys("key", "promote", "narrow", code=2)
     assert b"hold only old keys" in refused
     assert info.member.encode() in refused
     process.send_signal(signal.SIGHUP)
@@ -881,9 +918,9 @@ def test_keys_rotate_under_a_member_that_keeps_serving(
             for m in observer.members("narrow")
         )
     )
-    shell.process("key", "promote", "narrow", "--key", new[1][:8])
+    keys.process("key", "promote", "narrow", "--key", new[1][:8])
     assert shell("request", "narrow", "x") == b"done after x\n"
-    assert info.key_ids[0].hex().encode() in shell("key", "retire", "narrow")
+    assert info.key_ids[0].hex().encode() in keys("key", "retire", "narrow")
     process.send_signal(signal.SIGHUP)
     wait_until(lambda: len(observer.members("narrow")) == 0)  # the observer has the old key only
     assert shell("request", "narrow", "y") == b"done after y\n"

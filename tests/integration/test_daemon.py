@@ -136,8 +136,15 @@ def test_settings_and_keys_can_be_checked_without_a_relay(tmp_path: Path) -> Non
     assert (right.returncode, right.stderr, right.stdout) == (
         0,
         "",
-        "settings and keys are valid\n",
+        "settings and keys are valid; addresses and ports were not checked\n",
     )
+    for flags, said in (
+        (("--group", "no such group"), "socket_group: this host has no group 'no such group'"),
+        (("--data", "/proc/iris"), "data: cannot keep streams in /proc/iris: "),
+    ):
+        refused = run(tmp_path, "--check", *flags, IRIS_CONFIG=keys)
+        assert (refused.returncode, refused.stdout) == (2, "")
+        assert refused.stderr.startswith(f"iris relay: {said}")
     old = run(tmp_path, "--check", "--site-compression", IRIS_CONFIG=keys)
     assert (old.returncode, old.stderr) == (
         0, "iris relay: site_compression has no effect any more; remove it\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
+import tomllib
 
 import pytest
 from hypothesis import given, settings
@@ -219,6 +220,43 @@ def test_promote_and_retire_take_a_key_by_its_id() -> None:
     assert promoted.for_cluster("databases") == (B, A, C)
     assert promoted.promote("databases", B.key_id) == promoted
     assert promoted.retire("databases", A.key_id).for_cluster("databases") == (B, C)
+
+
+@pytest.mark.parametrize("name", ["default", "databases", "topic:orders"])
+@pytest.mark.parametrize("through_a_file", [False, True])
+def test_a_second_promote_changes_nothing_and_retire_then_removes_the_old_key(
+    name: str, through_a_file: bool
+) -> None:
+    def kept(keyring: Keyring) -> Keyring:
+        return Keyring.parse(keyring.dump()) if through_a_file else keyring
+
+    added = kept(Keyring({name: [A]}).add(name, B))
+    promoted = kept(added.promote(name))
+    twice = kept(promoted.promote(name))
+    assert added.entries()[name] == (A, B)
+    assert twice.entries()[name] == promoted.entries()[name] == (B, A)
+    assert twice.retire(name).entries()[name] == (B,)
+    # The next rotation begins before the old key is retired.
+    third = kept(twice.add(name, C))
+    assert third.retire(name).entries()[name] == (B, C)  # not the new key
+    assert kept(third.promote(name)).promote(name).entries()[name] == (C, B, A)
+    # To go back, the key is named. Then again a second promote changes nothing.
+    back = kept(twice.promote(name, A.key_id))
+    assert back.entries()[name] == back.promote(name).entries()[name] == (A, B)
+    assert back.retire(name).entries()[name] == (A,)
+
+
+def test_of_two_keys_added_the_last_is_promoted_and_the_oldest_retired_first() -> None:
+    keyring = Keyring.single(A).add("default", B).add("default", C).promote("default")
+    assert keyring.promote("default").for_cluster("x") == (C, B, A)
+    assert keyring.retire("default").for_cluster("x") == (C, B)
+    assert keyring.retire("default").retire("default").for_cluster("x") == (C,)
+
+
+def test_the_mark_of_a_replaced_key_is_a_comment_that_every_version_can_read() -> None:
+    text = Keyring({"default": [A, B]}).promote("default").dump()
+    assert f'    "{A.reveal()}",  # replaced\n' in text
+    assert tomllib.loads(text) == {"default": {"keys": [B.reveal(), A.reveal()]}}
 
 
 @given(keyring=keyrings(), data=st.data())
