@@ -170,7 +170,7 @@ def check_data(directory: Path) -> None:
 def _unwritable(directory: Path) -> int | None:
     """Make and lock a temporary file in `directory`; return the error number if the file system does not let us.
 
-    Root may write to every directory by its mode, but some, as /proc, take no files. A full disk is no such error:
+    Root may write to every directory by its mode, but some, as /proc, take no files. A full disk does not count:
     the store waits until there is space.
     """
     try:
