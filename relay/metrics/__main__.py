@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import socket
@@ -32,7 +33,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     configure("WARNING", given.log_format)  # its sessions come and go with the relay
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    os.nice(NICE)
+    with contextlib.suppress(OSError):  # a sandbox may forbid it
+        os.nice(NICE)
     config = ClientConfig(
         relay=given.relay, relay_user=given.relay_user, label=LABEL, connect_timeout_s=ANSWER_S
     )

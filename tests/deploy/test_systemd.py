@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import configparser
+import grp
+import json
 import os
 import re
 import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.waiting import PATIENCE_S
+from support.waiting import PATIENCE_S, eventually
 
+import iris
 from iris import keyfiles, paths
 from relay.settings import load_config
 
@@ -30,6 +37,13 @@ needs_systemd = pytest.mark.skipif(
 )
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to a user")
 each_unit = pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
+
+
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """A directory whose path is short enough for sockets."""
+    with tempfile.TemporaryDirectory(prefix="iris-") as made:
+        yield Path(made)
 
 
 class Unit(configparser.RawConfigParser):
@@ -151,3 +165,92 @@ def test_the_user_the_settings_and_the_directories_are_made(tmp_path: Path) -> N
     settings = tmp_path / "etc/iris/relay.toml"
     assert settings.stat().st_mode & 0o777 == 0o640
     assert load_config({}, {}, settings).socket_group == "iris"
+
+
+# -- the sandbox -------------------------------------------------------------------------------------------------
+
+
+def allowed_calls(unit: Path) -> set[str]:
+    """Return the system calls that a unit's SystemCallFilter= allows, by systemd's own lists."""
+    rows = re.findall(r"^SystemCallFilter=(~?)(.*)$", unit.read_text(), re.MULTILINE)
+    allowed: set[str] = set()
+    for inverted, names in rows:
+        found = {call for name in names.split() for call in calls_of(name)}
+        allowed = allowed - found if inverted else allowed | found
+    return allowed
+
+
+def calls_of(name: str) -> set[str]:
+    if not name.startswith("@"):
+        return {name}
+    done = subprocess.run(["systemd-analyze", "syscall-filter", "--no-pager", name], check=True, capture_output=True, text=True, timeout=PATIENCE_S)  # fmt: skip
+    rows = [row.strip() for row in done.stdout.splitlines()[1:]]
+    return {call for row in rows if row and row[0] != "#" for call in calls_of(row)}
+
+
+def traced(unit: Unit, root: Path) -> subprocess.Popen[bytes]:
+    """Start what a unit starts, and note its system calls in `root / "calls"`."""
+    with (root / "log").open("wb") as log:
+        return subprocess.Popen(
+            ["strace", "-f", "-qq", "-o", str(root / "calls"), *unit.command(root)],
+            env={**unit.environment(root), "PATH": os.environ["PATH"], "PYTHONDONTWRITEBYTECODE": "1"},
+            stderr=log, cwd="/",
+        )  # fmt: skip
+
+
+def end(tracing: subprocess.Popen[bytes]) -> None:
+    """Kill strace and what it traces, which would outlive it."""
+    if tracing.poll() is None:
+        children = Path(f"/proc/{tracing.pid}/task/{tracing.pid}/children").read_text().split()
+        for pid in children:
+            os.kill(int(pid), signal.SIGKILL)
+        tracing.kill()
+        tracing.wait()
+
+
+def hello(name: str) -> str:
+    return f"hello, {name}"
+
+
+@needs_systemd
+@pytest.mark.skipif(
+    shutil.which("strace") is None, reason="strace is not installed (package strace)"
+)
+async def test_a_relay_with_a_store_does_only_what_its_unit_allows(short: Path) -> None:
+    """Seen by strace, while programs call each other and streams are written and read."""
+    unit = SYSTEMD / "iris-relay.service"
+    settings = Unit(unit)
+    for name in ("etc", "run", "var/lib"):
+        (short / name / "iris").mkdir(parents=True, mode=0o755)
+    keyring, _ = keyfiles.create_keys(short / "etc" / "iris")
+    group = grp.getgrgid(os.getgid()).gr_name
+    (short / "etc/iris/relay.toml").write_text(f'port = 0\nsocket_group = "{group}"\ndata = "{short}/var/lib/iris"\nmetrics = "127.0.0.1:0"\n')  # fmt: skip
+    tracing = traced(settings, short)
+    try:
+        await eventually(lambda: "store.attached" in (short / "log").read_text())
+        (started,) = (line for line in (short / "log").read_text().splitlines() if '"relay.started"' in line)  # fmt: skip
+        relay = int(json.loads(started)["pid"])
+        service = iris.Service("greeter")
+        service.on_request(hello)
+        async with iris.connect(short / "run/iris/relay.sock", keyring=keyring) as client, client.serve(service):  # fmt: skip
+            assert await client.request("greeter", "world", timeout=PATIENCE_S, type=str) == "hello, world"  # fmt: skip
+            await client.streams.create("orders", topic="orders.>")
+            await client.streams.append("orders", {"id": 7})
+            async for message in client.streams.read("orders", start="first"):
+                assert message.value == {"id": 7}
+                break
+        os.kill(relay, signal.SIGHUP)
+        await eventually(lambda: "relay.settings_read" in (short / "log").read_text())
+        os.kill(relay, signal.SIGTERM)
+        assert await asyncio.to_thread(tracing.wait, PATIENCE_S) == 0
+    finally:
+        end(tracing)
+    trace = (short / "calls").read_text(errors="replace")
+    made = set(re.findall(r"^\d+ +([a-z0-9_]+)\(", trace, re.MULTILINE))
+    assert made & {"fsync", "fdatasync"}, "the trace has the store's calls, too"
+    assert made - allowed_calls(unit) == set()
+    families = set(re.findall(r"socket\((AF_[A-Z0-9]+)", trace))
+    assert families <= set(settings["Service"]["RestrictAddressFamilies"].split())
+    written = re.findall(r'openat\(AT_FDCWD, "(/[^"]+)", O_(?:WRONLY|RDWR)', trace)
+    elsewhere = {path for path in written if not path.startswith((f"{short}/run/iris/", f"{short}/var/lib/iris/", "/dev/null", "/proc/self/"))}  # fmt: skip
+    assert elsewhere == set()
