@@ -1,4 +1,4 @@
-"""Publish to dotted topics; subscribe with filters. '*' stands for one token, a final '>' for the rest."""
+"""Publish to dotted topics; subscribe with filters. '*' stands for one part, a final '>' for the rest."""
 
 import asyncio
 

@@ -23,7 +23,7 @@ Processes and connections
 
 Names and keys
     topic         a dotted name to publish to, such as "orders.new"
-    filter        a pattern for topics: '*' stands for one token, and a final '>' for all remaining ones
+    filter        a pattern for topics: '*' stands for one part, and a final '>' for all remaining ones
     cluster key   32 secret bytes that all members of a cluster, and all of its callers, share
     key id        16 public bytes that identify a cluster key
     address       a name and a key id; one name under two keys is two addresses

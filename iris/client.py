@@ -373,7 +373,7 @@ class Client:
         if type is Message:
             return message
         try:
-            return decode_payload(message.payload, message.packed, type)
+            return decode_payload(message.payload, message.packed, type, "reply")
         except DecodeError as err:
             err.may_have_run = True
             raise

@@ -93,8 +93,8 @@ async def find_keys(config: ClientConfig, environ: Mapping[str, str]) -> Keyring
         except RelayUnavailable as unreachable:
             hidden = "unset IRIS_CONFIG and " if environ.get("IRIS_CONFIG") else ""
             raise NoKeyring(
-                f"no relay runs at {path}, and there is no keyring in {error.directory}; to try Iris on this host, "
-                f"{hidden}start `iris relay --dev`, which also makes keys; else make keys with `iris key new` and start "
+                f"no relay is running (looked at {path}) and there is no keyring in {error.directory}. To try Iris on this "
+                f"host, {hidden}start `iris relay --dev`; for a network, make keys with `iris key new` and start "
                 "`iris relay`",
                 error.directory,
             ) from unreachable

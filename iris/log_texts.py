@@ -26,8 +26,10 @@ SENTENCES: Final[dict[str, str | tuple[str, ...]]] = {
     "client.publish_stalled": "A subscriber of {topic} made no room for {stall_s} s. Messages to it are dropped until it does.",
     "client.other_keys": "Nobody subscribes to {topic} under the key {key}, but under other keys ({others}). Publisher and subscriber need the same key: compare `iris key show`.",
     "client.handler_failed": (
-        "{function} ({handler}) raised {error}; {held_back} more like it were not logged. The client continues; correct the handler.",
-        "{function} ({handler}) raised {error}. The client continues; correct the handler.",
+        "{messages} message for {function} ({handler}) does not fit its parameter and was not handled: {error}; {held_back} more like it were not logged.",
+        "{messages} message for {function} ({handler}) does not fit its parameter and was not handled: {error}.",
+        "{function} ({handler}) raised {error}; {held_back} more like it were not logged. The service continues; correct the handler.",
+        "{function} ({handler}) raised {error}. The service continues; correct the handler.",
     ),
     "client.fault": f"The client's connection was closed because of an internal error; it connects again. {_BUG}",
     "relay.socket_skipped": "The relay's socket {socket} was not used because it cannot be trusted: {reason}.",

@@ -105,7 +105,7 @@ def no_method(service: str, kind: int, method: str, handlers: dict[str, Handler]
     shown = ", ".join(names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
     if not method:
         return NoMethod(f"{plural} to {service} must name a method: {shown}")
-    there = f"its methods are {shown}" if names else "it has none"
+    there = f"its methods are {shown}" if names else "it has no methods"
     return NoMethod(f"this member of {service} has no method {method!r} for {plural}; {there}")
 
 

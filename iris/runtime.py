@@ -456,10 +456,13 @@ class Runtime:
             except (Exception, asyncio.CancelledError) as err:
                 self.handler_failed("on_loss", self.on_loss, err)
 
-    def handler_failed(self, handler: str, function: object, error: BaseException) -> None:
+    def handler_failed(
+        self, handler: str, function: object, error: BaseException, *, ran: bool = True
+    ) -> None:
         """Count a failed handler of the user, and log it: at once if it did not fail in this way within 10 s.
 
-        `handler` says what it is the handler of: "handler of thumbnails". Call it in an except block.
+        `handler` says what it is the handler of: "handler of thumbnails". If it has not `ran`, the message does not fit
+        it: then the text of the error says all, and there is no traceback. Call it in an except block.
         """
         self.count_dropped(FAILED_HANDLERS, 1)
         name = function_name(function)
@@ -468,9 +471,12 @@ class Runtime:
             "function": name,
             "error": error_text(error),
         }
+        if not ran:
+            fields["error"] = str(error)
+            fields["messages"] = 1
         self._repeats.error(
-            log, "client.handler_failed", (handler, name, type(error)), error, fields
-        )
+            log, "client.handler_failed", (handler, name, type(error)), error if ran else None, fields
+        )  # fmt: skip
 
     def count_dropped(self, cause: str, count: int) -> None:
         """Count messages that were dropped in this process."""

@@ -266,8 +266,10 @@ class Service:
             handler = present.with_method(method, handler)
         elif present is not None:
             name = "tunnel" if kind == Kind.TUNNEL_OPEN else kind.name.lower()
+            methods = kind in (Kind.REQUEST, Kind.PUSH, Kind.SURVEY)
+            more = f'; give each a method: @service.on_{name}("name") (docs/methods.md)'
             raise ConfigError(
-                f"service {self.name} already has a handler for this kind ({name}); it can have only one"
+                f"service {self.name} already has a handler for this kind ({name}); it can have only one{more * methods}"
             )
         self.handlers[kind] = handler
 

@@ -527,7 +527,10 @@ class ServiceBinding:
         return self._inboxes[delivery.flow.kind].tally_of(delivery.message)
 
     def _failed(self, what: str, handler: Handler, error: BaseException) -> None:
-        self._runtime.handler_failed(f"{what} of {self.service.name}", handler.function, error)
+        ran = not isinstance(error, ArgumentError)
+        self._runtime.handler_failed(
+            f"{what} of {self.service.name}", handler.function, error, ran=ran
+        )
 
 
 class _Answer:

@@ -14,7 +14,7 @@ from iris.core.interfaces import Lost
 from iris.core.message import Message
 from iris.deadlines import within
 from iris.errors import ConfigError, IrisError, Overloaded
-from iris.handlers import stopping
+from iris.handlers import ArgumentError, stopping
 from iris.lanes import Lanes
 from iris.losses import LossLog
 from iris.runtime import Runtime
@@ -355,7 +355,8 @@ class Subscription:
 
     def _failed(self, error: BaseException) -> None:
         """Count and log an exception of the handler."""
-        self._runtime.handler_failed(f"subscription {self.filter}", self._handler, error)
+        ran = not isinstance(error, ArgumentError)
+        self._runtime.handler_failed(f"subscription {self.filter}", self._handler, error, ran=ran)
 
     def _wake(self) -> None:
         waiter, self._waiter = self._waiter, None

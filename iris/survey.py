@@ -68,7 +68,7 @@ class Survey(Generic[T]):
         if wanted in (None, Message):
             return message
         try:
-            return decode_payload(message.payload, message.packed, wanted)
+            return decode_payload(message.payload, message.packed, wanted, "reply")
         except DecodeError as err:
             err.may_have_run = True
             raise

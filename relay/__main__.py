@@ -20,21 +20,21 @@ _SITES: Final = "Other sites"
 
 def relay(
     socket: Annotated[
-        Path | None, typer.Option(help="Where sessions connect. Default: the runtime directory.")
+        Path | None, typer.Option(help="Socket for programs. Default: iris/relay.sock in $XDG_RUNTIME_DIR.")
     ] = None,
     config: Annotated[
         Path | None, typer.Option(help="Settings (TOML).", exists=True, dir_okay=False)
     ] = None,
     group: Annotated[str | None, typer.Option(help="Group whose users may connect, besides this user and root.")] = None,
-    log_level: Annotated[str | None, typer.Option(help="DEBUG, INFO, WARNING or ERROR.", show_default="INFO")] = None,
+    log_level: Annotated[str | None, typer.Option(help="DEBUG, INFO, WARNING or ERROR. Default: INFO.")] = None,
     log_format: Annotated[
-        str | None, typer.Option(help="json, or text: sentences for people.", show_default="json")
+        str | None, typer.Option(help="json, or text: sentences for people. Default: json.")
     ] = None,
     join: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="HOST:PORT",
-            help="A relay to link with; dns:NAME:PORT for all addresses of a name. Repeatable.",
+            metavar="HOST[:PORT]",
+            help="A relay to link with, at port 7430 if none is given; dns:NAME[:PORT] for all addresses of a name. Repeatable.",
         ),
     ] = None,
     no_mdns: Annotated[

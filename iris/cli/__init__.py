@@ -11,8 +11,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from iris.causes import VARIABLE, print_causes
-from iris.cli.arguments import read_plainly
-from iris.wire.names import did_you_mean
+from iris.cli.arguments import WrongUsage, read_plainly
+from iris.wire.names import did_you_mean, printable
 
 VERBS: Final = {
     "request": "iris.cli.request",
@@ -102,7 +102,7 @@ HELP = """Send messages to clusters by name, and run relays and services.
       1    refused or failed: a member, relay or store answered with an error
       2    wrong usage or configuration: argument, name, key, file; no relay
       3    not found: no members, no such stream, no store
-      4    overloaded: nothing ran and no stream changed; try again later
+      4    refused for now: nothing ran and no stream changed; try again later
       5    timeout: it may have run, and a stream may have changed
       6    connection lost: a member or relay left, or a tunnel broke
       130  interrupted
@@ -119,7 +119,7 @@ HELP = """Send messages to clusters by name, and run relays and services.
       IRIS_RELAY    the relay to use: path of its socket, or tls://HOST:PORT.
                     Several, with commas: one that answers is used.
                     tls://dns:NAME:PORT stands for all addresses of NAME.
-                    Default: your own relay, else the relay of this host.
+                    Default: a relay started by your user, else the system's.
       IRIS_CONFIG   directory of keyring.toml, network.toml and access.pem.
                     Default: $XDG_CONFIG_HOME/iris, else ~/.config/iris.
       IRIS_ACCESS   access file for tls:// relays.
@@ -242,12 +242,20 @@ def _print_usage_error(error: Any) -> None:
     if type(error).__name__ == "NoArgsIsHelpError":
         error.show()
         return
-    text = " ".join(error.format_message().split()).removesuffix(".")
+    text = " ".join(_usage_text(error).split()).removesuffix(".")
     where = error.ctx.command_path if getattr(error, "ctx", None) else "iris"
     hint = "" if text.endswith("?") else f"; `{where} --help` shows the usage"
     typer.echo(f"iris: {text}{hint}", err=True)
     if error.__cause__ or error.__context__:
         print_causes(error)
+
+
+def _usage_text(error: Any) -> str:
+    option = getattr(error, "option_name", None)
+    if type(error).__name__ == "NoSuchOption" and option:
+        return f"there is no option {printable(option)!r}{did_you_mean(option, error.possibilities or ())}"
+    text: str = error.message if isinstance(error, WrongUsage) else error.format_message()
+    return text
 
 
 def main() -> None:

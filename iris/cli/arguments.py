@@ -17,6 +17,10 @@ _TRUE: Final = frozenset({"1", "true", "t", "yes", "y", "on"})
 _FALSE: Final = frozenset({"", "0", "false", "f", "no", "n", "off"})
 
 
+class WrongUsage(typer.BadParameter):
+    """A mistake in how a verb was called whose text is complete: no "Invalid value for" is put before it."""
+
+
 def read_plainly(command: Any) -> Any:
     """Let the parameters of a command, and of its sub-commands, be read by this module; return the command.
 
@@ -44,6 +48,16 @@ def _choose_reader(parameter: Any) -> None:
     inner = get_args(annotation)[0] if get_origin(annotation) is list else annotation
     if info.parser is None and (inner in (str, int, float, bool) or get_origin(inner) is Literal):
         parameter._runtime_param = Reader(inner, info.min, info.max)
+        _shorten_help(parameter, inner)
+
+
+def _shorten_help(parameter: Any, kind: Any) -> None:
+    """Show no type for a flag, and no range: an error states the limit that was passed."""
+    parameter.min = parameter.max = None
+    if kind is bool and not parameter.metavar:
+        parameter.display_type_rich = lambda ctx: None
+    elif kind in (int, float) and not parameter.metavar:
+        parameter.display_type_rich = lambda ctx: f"<{kind.__name__}>"
 
 
 @dataclass(frozen=True, slots=True)

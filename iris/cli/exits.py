@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Coroutine
@@ -60,6 +61,10 @@ _BY_ERROR: Final[tuple[tuple[type[IrisError], Exit], ...]] = (
 )
 
 
+_RAISED: Final = re.compile(r"\w*(Error|Exception|Warning|Timeout|Interrupt|Exit|Group)\b(?=:|$)")
+"""What the text of a member's error begins with if its handler raised an exception."""
+
+
 def exit_code(error: IrisError) -> Exit:
     """Return the exit code for an error; USAGE for a mistake on this side: a name, a key, a setting, no relay.
 
@@ -81,9 +86,30 @@ def complain(text: object) -> None:
 def report_error(error: IrisError) -> Exit:
     """Write an error as one line on stderr, with its causes below if `iris --verbose` was given; return its exit
     code."""
-    complain(error)
+    complain(explained(error))
     print_causes(error)
     return exit_code(error)
+
+
+def explained(error: IrisError) -> str:
+    """Return the text of an error for people at a terminal, who do not see its type: if a handler raised it, that says
+    so and where its traceback is."""
+    if (
+        isinstance(error, RemoteError)
+        and error.may_have_run
+        and error.code is None
+        and _RAISED.match(error.detail)
+    ):
+        return f"the handler of {error.cluster} raised {error.detail}; the member's log has the traceback"
+    return str(error)
+
+
+def whether_it_ran(error: RequestTimeout | ConnectionLost) -> str:
+    """Return the addition to the text of a call's error that says whether its handler may have run, if the text does
+    not."""
+    if "may have run" in error.detail or "did not run" in error.detail:
+        return ""
+    return "; it may have run" if error.may_have_run else "; it did not run"
 
 
 def run(work: Callable[[], Coroutine[Any, Any, int]]) -> NoReturn:

@@ -15,7 +15,7 @@ import typer
 import iris
 from iris import keyfiles, paths, remote
 from iris.cli import options, output
-from iris.cli.exits import Exit, run
+from iris.cli.exits import Exit, complain, run
 from iris.crypto.keyring import DEFAULT, TOPIC, Keyring
 from iris.crypto.keys import SECRET_BYTES, ClusterKey
 from iris.errors import KeyringError, RelayUnavailable
@@ -66,6 +66,12 @@ def new() -> None:
         (key,) = keyring.for_cluster("any")
         _say(f"{directory / keyfiles.KEYRING_FILE}: default key {key.key_id.hex()}")
         _say(f"{directory / keyfiles.NETWORK_FILE}: network {network.fingerprint.hex()}")
+        dev = paths.dev_key_directory(os.environ, os.geteuid()) / keyfiles.KEYRING_FILE
+        if dev.exists() and not os.environ.get("IRIS_CONFIG"):
+            complain(
+                f"programs started before keep the development keys in {dev.parent}, and so do the streams that they made; "
+                "restart the programs, and the relay without --dev"
+            )
         return Exit.OK
 
     run(work)
@@ -173,14 +179,22 @@ def add(name: Name) -> None:
 
     async def work() -> int:
         with editing() as (path, keyring):
+            before = keyring.entries().get(name, ())
             key = ClusterKey(os.urandom(SECRET_BYTES))
             changed = keyring.add(name, key)
             keyfiles.save_keyring(path, changed)
-        sealing = changed.entries()[name][0] == key
-        does = "encrypts from now on" if sealing else "decrypts only until you promote it"
-        _say(f"{name}: added {key.key_id.hex()}, which {does}")
-        if not sealing:
-            _say(f"next: {_COPY.format(path)}, then `iris key promote {name}`")
+        keys = changed.entries()[name]
+        if keys[0] == key:
+            _say(f"{name}: added {key.key_id.hex()}; messages are encrypted with it from now on")
+            return Exit.OK
+        _say(f"{name}: added {key.key_id.hex()}; it can decrypt, but does not encrypt yet")
+        _say(f"next: {_COPY.format(path)}, then `iris key promote {name}`")
+        if len(before) > 1:
+            complain(
+                f"{name} has {len(keys)} keys now, because an earlier rotation was not finished: keys that were added and "
+                f"not promoted, or replaced and not retired. `iris key show` lists them; `iris key retire {name} --key ID` "
+                "removes one"
+            )
         return Exit.OK
 
     run(work)

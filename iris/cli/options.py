@@ -55,7 +55,7 @@ LogFormat = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, one object per line.")]
 RelayPath = Annotated[
     str | None,
-    typer.Option("--relay", metavar="PATH", help="Socket of the relay, or tls://HOST:PORT; separate several with commas. Default: $IRIS_RELAY, else your own relay, else the relay of this host.", show_default=False),
+    typer.Option("--relay", metavar="PATH", help="Socket of the relay, or tls://HOST:PORT; separate several with commas. Default: $IRIS_RELAY, else a relay started by your user, else the system's.", show_default=False),
 ]  # fmt: skip
 
 

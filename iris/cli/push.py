@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import iris
 from iris.cli import options
 from iris.cli.sending import send
+
+REPORT_S: Final = 0.1
+"""How long to wait for a member's report that it did not run a push. Success is not reported, so each push waits."""
 
 
 def push(
@@ -24,7 +27,9 @@ def push(
     """Send a message to one member of a cluster, without waiting for a reply.
 
     Succeeds when the relay has dispatched it to a member. --timeout is how
-    long it may wait for a member with room.
+    long it may wait for a member with room. The exit code is 1 if the member
+    reports within 0.1 s that it did not run it, such as when the payload does
+    not decode; what happens later is in the member's log only.
 
     \b
     Examples:
@@ -38,4 +43,13 @@ def push(
             cluster, body, timeout=timeout, headers=headers, member=member, method=method
         )
 
-    send(call, payload, lines=lines, pack=pack, timeout=timeout, as_json=json, relay=relay)
+    send(
+        call,
+        payload,
+        lines=lines,
+        pack=pack,
+        timeout=timeout,
+        as_json=json,
+        relay=relay,
+        linger_s=REPORT_S,
+    )

@@ -8,11 +8,11 @@ import typer
 
 import iris
 from iris.cli import options, output
-from iris.cli.exits import Exit, run
+from iris.cli.exits import Exit, run, whether_it_ran
 from iris.cli.members import hint_at_served
 from iris.client import connect
 from iris.core.message import Message
-from iris.errors import RemoteError
+from iris.errors import ConnectionLost, RemoteError, RequestTimeout
 
 
 def request(
@@ -58,6 +58,9 @@ def request(
                     cluster, body, timeout=timeout, headers=headers, idempotent=idempotent, type=Message,
                     member=member, method=method,
                 )  # fmt: skip
+            except (RequestTimeout, ConnectionLost) as err:
+                err.args = (f"{err}{whether_it_ran(err)}",)
+                raise
             except RemoteError as err:
                 if json:
                     output.write_json(output.as_error(err))

@@ -72,7 +72,8 @@ def run(
         line = Line(status_fd)
         found = [find_service(path) for path in services]
         line.loaded()
-        await serve(found, relay, line, wait=not no_wait)
+        label = f"iris run {' '.join(services)}"
+        await serve(found, relay, line, wait=not no_wait, label=label)
         return Exit.OK
 
     if status_fd is None and (reload or workers > 1):
@@ -87,9 +88,8 @@ def find_service(path: str) -> iris.Service:
     first.
 
     Raises:
-        ConfigError: the module or the name does not exist, importing failed (its last frames are then on stderr),
-            the object is not an `iris.Service`, or the service has no handlers. A SystemExit of the module is
-            passed on.
+        ConfigError: the module or the name does not exist, importing failed, the object is not an `iris.Service`,
+            or the service has no handlers. A SystemExit of the module is passed on.
     """
     module_name, _, attribute = path.partition(":")
     attribute = attribute or "service"
@@ -131,26 +131,30 @@ def _import(name: str) -> ModuleType:
             raise ConfigError(
                 f"no module {name!r} in {directory} or the Python environment{hint}"
             ) from None
-        typer.echo(_own_frames(error), err=True, nl=False)
         hint = "`iris --verbose run …` prints the whole traceback"
         if isinstance(error, RuntimeError) and "event loop" in str(error):
             hint = (
                 'if it calls asyncio.run() at import, put that under `if __name__ == "__main__":`'
             )
-        text = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ConfigError(f"cannot import {name}: {text}; {hint}") from error
+        said = error.msg if isinstance(error, SyntaxError) else error
+        text = " ".join(f"{type(error).__name__}: {said}".split())
+        raise ConfigError(f"cannot import {name}: {_place(error)}: {text}; {hint}") from error
 
 
-def _own_frames(error: BaseException) -> str:
-    """Return the last three frames of the user's code, formatted as in a traceback; those of libraries if it has
-    none."""
+def _place(error: BaseException) -> str:
+    """Return "file:line" of the last frame of the user's code, or of a syntax error; of a library if it has none."""
+    if isinstance(error, SyntaxError) and error.filename:  # its position is not in a frame
+        return f"{_relative(error.filename)}:{error.lineno}"
     installed = {
         sysconfig.get_path(path) for path in ("stdlib", "platstdlib", "purelib", "platlib")
     }
     others = ("<frozen ", os.path.dirname(iris.__file__), *installed)
     frames = traceback.extract_tb(error.__traceback__)[1:]  # the first is in this module
     own = [frame for frame in frames if not frame.filename.startswith(others)]
-    lines = traceback.format_list((own or frames)[-3:])
-    if isinstance(error, SyntaxError):  # its position is not in a frame
-        lines = traceback.format_exception_only(error)[:-1]
-    return "".join(lines)
+    last = (own or frames)[-1]
+    return f"{_relative(last.filename)}:{last.lineno}"
+
+
+def _relative(filename: str) -> str:
+    """Return the path of a file as seen from the current directory, if it is below it."""
+    return filename.removeprefix(os.path.join(os.getcwd(), ""))

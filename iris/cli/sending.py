@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -21,14 +22,15 @@ from iris.wire.names import plural
 
 def send(
     call: Callable[[iris.Client, Any], Awaitable[None]], payload: str | None, *, lines: bool, pack: bool, timeout: float,
-    as_json: bool, relay: str | None, receivers: Callable[[iris.Client], Awaitable[int | None]] | None = None, counted_as: str = "subscribers",
+    as_json: bool, relay: str | None, linger_s: float = 0.0, receivers: Callable[[iris.Client], Awaitable[int | None]] | None = None, counted_as: str = "subscribers",
     none: Callable[[], str] = str, code_if_none: Exit = Exit.OK,
 ) -> None:  # fmt: skip
     """Send one message, or one per line of standard input, with `call`; return when the relay has routed them.
 
     `receivers` returns how many receive the messages, None if that is not known. `--json` shows the number as
     `counted_as`; if it is 0, the text that `none` returns is printed on stderr, and the exit code is `code_if_none`.
-    Each loss is a line on stderr, and the exit code is that of the last loss.
+    Each loss is a line on stderr, and the exit code is that of the last loss. After the flush, it waits up
+    to `linger_s` for a loss that a member reports.
     """
     if lines and payload not in (None, "-"):
         raise typer.BadParameter(
@@ -46,9 +48,11 @@ def send(
     async def work() -> int:
         code, sent, lost, to_nobody = Exit.OK, 0, 0, 0
         unserved: set[str] = set()
+        reported = asyncio.Event()
 
         def on_loss(loss: iris.Lost) -> None:
             nonlocal code, lost, to_nobody
+            reported.set()
             lost += loss.count or 1
             if loss.kind == "broadcast" and loss.cause == NO_MEMBERS:  # reported once, below
                 code = Exit.NO_MEMBERS
@@ -71,6 +75,9 @@ def send(
                 await call(client, message)
                 sent += 1
             await client.flush(timeout=timeout)
+            if linger_s and not lost:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(reported.wait(), linger_s)
             for name in unserved:
                 if served := await hint(client, name):
                     complain(served)

@@ -31,7 +31,8 @@ def status(
 
     \b
     Columns of programs, other relays and sites:
-      MEMBERS        clusters that it serves; members of a cluster, or at another relay
+      MEMBERS        clusters that it serves; members of a cluster, or at another relay.
+                     iris-store has two for itself, and more for its streams
       SUBSCRIPTIONS  topics and filters that it receives
       RUNNING        calls that it is working on
       WAITING        its own calls that wait for an answer

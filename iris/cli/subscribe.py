@@ -19,7 +19,7 @@ def subscribe(
         str,
         typer.Argument(
             metavar="FILTER",
-            help="Topic or filter: '*' matches one token, a final '>' all that follow.",
+            help="Topic or filter: '*' matches one part, a final '>' all that follow.",
         ),
     ],
     count: Annotated[

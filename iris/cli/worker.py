@@ -79,12 +79,18 @@ class Line:
 
 
 async def serve(
-    services: list[iris.Service], relay: str | None, line: Line, *, wait: bool = True
+    services: list[iris.Service],
+    relay: str | None,
+    line: Line,
+    *,
+    wait: bool = True,
+    label: str = "iris run",
 ) -> None:
     """Serve until SIGTERM or SIGINT, or until the supervisor ends. SIGHUP reloads the keys.
 
     A second signal exits at once; in a worker it has no effect, because there both the supervisor and the service
-    manager may send the first. With `wait`, a relay that is not there is waited for.
+    manager may send the first. With `wait`, a relay that is not there is waited for. `label` is what lists of
+    programs show.
 
     Raises:
         IrisError: the relay or the keys cannot be used, or a service was refused.
@@ -103,7 +109,7 @@ async def serve(
     orphaned = loop.create_task(line.ended(), name="iris-supervisor")
     orphaned.add_done_callback(lambda _: stop.set())
     names = [service.name for service in services]
-    config = ClientConfig(relay=relay, label=f"iris run {' '.join(names)}"[:64])
+    config = ClientConfig(relay=relay, label=label[:64])
     try:
         client = await _connected(config, stop, wait=wait)
         if client is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, TypeVar, overload
+from typing import Any, Final, Literal, TypeVar, overload
 
 import msgpack  # type: ignore[import-untyped]  # it ships no types
 import msgspec
@@ -52,7 +52,7 @@ class Message(msgspec.Struct, gc=False):
 
         Raises DecodeError if it does not match.
         """
-        return decode_payload(self.payload, self.packed, type)
+        return decode_payload(self.payload, self.packed, type, "message")
 
 
 class MethodMessage(Message, gc=False):
@@ -74,13 +74,18 @@ def encode_payload(value: object) -> tuple[bytes, bool]:
     try:
         return (value.encode(), False) if isinstance(value, str) else (_encode(value), True)
     except (TypeError, ValueError, OverflowError, RecursionError) as err:
-        raise EncodeError(
-            f"cannot encode a value of type {type(value).__name__}; send bytes instead ({err})"
-        ) from err
+        kind = type(value).__name__
+        why = "" if f"type {kind} " in str(err) else f" ({err})"
+        raise EncodeError(f"cannot encode a value of type {kind}; send bytes instead{why}") from err
 
 
-def decode_payload(payload: bytes, packed: bool, wanted: Any) -> Any:
+def decode_payload(
+    payload: bytes, packed: bool, wanted: Any, role: Literal["argument", "message", "reply"] = "argument"
+) -> Any:  # fmt: skip
     """Return `payload` as the type `wanted`. None means bytes if it was sent raw, else the decoded object.
+
+    The error's text depends on the `role` of the payload: the argument of a handler, a message that was received, or a
+    reply.
 
     Raises:
         DecodeError: the payload does not match the type.
@@ -101,10 +106,15 @@ def decode_payload(payload: bytes, packed: bool, wanted: Any) -> Any:
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as err:
         shown = getattr(wanted, "__name__", wanted) if wanted is not None else "MessagePack"
         size = plural(len(payload), "byte")
-        if not packed and wanted is not str:
+        what = f"the reply of {size}" if role == "reply" else f"a payload of {size}"
+        if packed or wanted is str:
+            raise DecodeError(f"{what} does not decode as {shown}: {err}") from err
+        if role == "reply":
+            text = f"{what} is text or bytes, not {shown}; use type=str or type=bytes"
+        else:
+            fix = "annotate the parameter as" if role == "argument" else "decode it as"
             text = (
-                f"a payload of {size} was sent as bytes or text, not as {shown}; send an object (on the command line "
-                "with --pack), or receive str or bytes"
+                f"{what} was sent as bytes or text, not as {shown}; send an object (on the command line with --pack), "
+                f"or {fix} str or bytes"
             )
-            raise DecodeError(text) from err
-        raise DecodeError(f"a payload of {size} does not decode as {shown}: {err}") from err
+        raise DecodeError(text) from err

@@ -17,7 +17,7 @@ from iris.errors import ConfigError, NoStream, StreamError, StreamExists
 from iris.streams.listing import StreamInfo, stream_info
 from iris.streams.signed_orders import orders_to_change, orders_to_create, orders_to_end
 from iris.streams.stores import RevisionTaken, Stores, VerifiedStream
-from iris.wire.names import check_cluster, split_site
+from iris.wire.names import check_cluster, listed, split_site
 from iris.wire.orders import Definition
 from iris.wire.streams import Change, Create, Delete, Described, Settled
 
@@ -164,7 +164,7 @@ def check_same(found: VerifiedStream, definition: Definition) -> StreamInfo:
         if getattr(existing, field) != getattr(definition, field)
     ]
     held = f"it exists in the store on {found.described.label} as log {found.order.uuid.hex()}"
-    named = ", ".join(field.removesuffix("_us") for field in differ)
+    named = listed([field.removesuffix("_us") for field in differ])
     advice = (
         "change it with `iris stream change`"
         if _CHANGEABLE.issuperset(differ)

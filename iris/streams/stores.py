@@ -57,6 +57,8 @@ LOCATION_S: Final = 10.0
 """Seconds for which a location is used before it is looked up again."""
 HOLDERS_S: Final = 5.0
 """Seconds in which a relay must answer who holds a stream. After that the question or the relay counts as lost."""
+LOOK_S: Final = 1.0
+"""Seconds in which a relay must answer which stores exist, for the text of an error."""
 _UUID: Final = re.compile("[0-9a-f]{32}")
 PAUSE_MIN_S: Final = 0.02
 PAUSE_MAX_S: Final = 1.0
@@ -241,9 +243,13 @@ class Stores:
                     raise
                 self.forget(name, uuid)
                 if isinstance(err, NoStream) and (name, uuid) not in self._seen:
+                    missing: NoStream = err
+                    if err.detail.endswith(_LIST_HINT) and not await self._has_store(name):
+                        missing = NoStream(name, f"the network has no store; {START_HINT}")
+                        missing.passing = err.passing
                     if lost:
-                        ran_before(err)
-                    raise
+                        ran_before(missing)
+                    raise missing from err.__cause__
                 if not trying and patience is not None:
                     until_s = min(until_s, time.monotonic() + patience)
                 trying = True
@@ -470,6 +476,15 @@ class Stores:
             if _UUID.fullmatch(info.tag)
         ]
 
+    async def _has_store(self, name: str) -> bool:
+        """Return whether the stream may be in a store: of another site, or of this one, where one may be starting."""
+        if name == STORES or split_site(name)[0]:
+            return True
+        try:
+            return bool(await self.holders(STORES, [NO_KEY], timeout=LOOK_S) or self._starting)
+        except (ConnectionLost, RequestTimeout):
+            return True  # nothing is known, so the first error stands
+
     async def find_store(self, name: str, *, timeout: float) -> StoreInfo:
         """Return a store for the new stream `name`, preferably the local relay's own. Raises StreamUnavailable."""
 
@@ -480,7 +495,7 @@ class Stores:
             return await self.retry(STORES, "", once, timeout=timeout)
         except NoStream as err:
             why = err.detail.partition("; ")[2] or START_HINT
-            raise StreamUnavailable(name, f"the network has no store to keep it; {why}") from err
+            raise StreamUnavailable(name, f"the network has no store; {why}") from err
         except StreamUnavailable as err:  # `retry` does not know for which stream a store is sought
             raise StreamUnavailable(
                 name, f"no store answered: {err.detail}", may_have_run=err.may_have_run

@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from iris.errors import InvalidName
@@ -180,16 +180,16 @@ def _check(name: object, grammar: re.Pattern[str], what: str) -> str:
     shown = name if len(name) <= 80 else name[:77] + "..."
     if not grammar.fullmatch(name):
         raise InvalidName(
-            f"{shown!r} is not a {what}; use tokens joined by '.', "
+            f"{shown!r} is not a {what}; use parts joined by '.', "
             + (
                 "and no spaces, no '*' and no '>'"
                 if grammar is _NAME
-                else "and no spaces: '*' stands for one token, a final '>' for one or more"
+                else "and no spaces: '*' stands for one part, a final '>' for one or more"
             )
         )
     if len(name.encode()) > MAX_NAME_BYTES or name.count(".") >= MAX_TOKENS:
         raise InvalidName(
-            f"{what} {shown!r} is over the limit of {MAX_NAME_BYTES} bytes or {MAX_TOKENS} tokens"
+            f"{what} {shown!r} is over the limit of {MAX_NAME_BYTES} bytes or {MAX_TOKENS} parts"
         )
     return name
 
@@ -203,6 +203,12 @@ def printable(text: str) -> str:
 def plural(count: int, word: str) -> str:
     """Return a number with its word: "1 byte", "2 bytes"."""
     return f"{count} {word}" if count == 1 else f"{count} {word}s"
+
+
+def listed(words: Sequence[str], last: str = "and") -> str:
+    """Return words as people list them: "a", "a and b", "a, b and c"."""
+    *others, final = words
+    return f"{', '.join(others)} {last} {final}" if others else final
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -25,6 +25,9 @@ from relay.core.surveys import Surveys
 from relay.core.tunnels import Tunnels
 from relay.core.unserved import kind_name
 
+UNSTARTED: Final = "the member did not run it: it could not decode the payload (see its log), has no such method, or was stopping"
+"""Why a push failed that the member returned unstarted: the wire has no room for the member's own reason."""
+
 
 class Answers:
     """Ends calls that `Calls` dispatched when their answer, credit or failure arrives."""
@@ -238,7 +241,7 @@ class Answers:
                         theirs, Cause.EXPIRED, "the deadline had passed when it reached the member"
                     )
                 else:
-                    fail = Fail(theirs, Cause.REFUSED, "the member did not run it")
+                    fail = Fail(theirs, Cause.REFUSED, UNSTARTED)
                 dispatched.origin.control(fail)
         return ran
 

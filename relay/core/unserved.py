@@ -109,7 +109,7 @@ class Unserved:
         ):
             return (
                 f"no gateway here is connected to a site {route.site!r}; what stands before ':' names a site, so leave it "
-                "out if the cluster is in this one, or add the site to peer_site on a gateway"
+                "out if the cluster is in this one, or add the site on a gateway (`iris relay --peer-site`)"
             )
         text = f"no members serve {_PLURAL[route.kind]}"
         if served := self._served(route):

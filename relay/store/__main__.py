@@ -36,10 +36,10 @@ def store(
         typer.Option(help="The relay's socket. Default: the socket of `iris relay` on this host."),
     ] = None,
     log_level: Annotated[
-        str | None, typer.Option(help="DEBUG, INFO, WARNING or ERROR.", show_default="INFO")
+        str | None, typer.Option(help="DEBUG, INFO, WARNING or ERROR. Default: INFO.")
     ] = None,
     log_format: Annotated[
-        str | None, typer.Option(help="json, or text: sentences for people.", show_default="json")
+        str | None, typer.Option(help="json, or text: sentences for people. Default: json.")
     ] = None,
     supervised: Annotated[
         bool, typer.Option("--supervised", hidden=True, help="Exit when standard input ends.")

@@ -161,7 +161,8 @@ class StoreProcess:
                 log.info("store.attached", extra={"fields": {"streams": len(self.store.streams)}})
                 await pump.closed.wait()
                 self.up.clear()
-                log.info("store.detached", extra={"fields": {"reason": pump.reason}})
+                reason = "the relay is stopping" if self.store.registration.leaving else pump.reason
+                log.info("store.detached", extra={"fields": {"reason": reason}})
         finally:
             ticking.cancel()
 

@@ -60,6 +60,10 @@ def shout(message: str):
 def later(message: bytes):
     pushed.append(message)
 
+@echo.on_push("numbered")
+def numbered(message: dict[str, int]):
+    pushed.append(b"numbered")
+
 @echo.on_request("pushed")
 def what_was_pushed(message: bytes):
     return b" ".join(pushed)
@@ -236,9 +240,9 @@ def test_without_a_relay_the_error_says_how_to_start_one(tmp_path: Path) -> None
 def test_without_keys_and_without_a_relay_the_error_names_both(tmp_path: Path) -> None:
     said = Shell(tmp_path)("request", "echo", "x", code=2).decode()
     assert said.count("\n") == 1
-    assert f"no relay runs at {tmp_path}/iris/relay.sock" in said
+    assert f"no relay is running (looked at {tmp_path}/iris/relay.sock)" in said
     assert f"no keyring in {tmp_path}/config/iris" in said
-    assert "start `iris relay --dev`, which also makes keys" in said
+    assert "start `iris relay --dev`; for a network, make keys with `iris key new`" in said
     hidden = Shell(tmp_path, IRIS_CONFIG=str(tmp_path))("status", code=2)
     assert b"unset IRIS_CONFIG and start `iris relay --dev`" in hidden
 
@@ -261,6 +265,9 @@ USAGE = {
     "request a --timeout nan": "Invalid value for '--timeout' / '-t': 'nan' is not a number; `iris request --help` shows the usage",
     "subscribe t -n 1.5": "Invalid value for '--count' / '-n': '1.5' is not a whole number; `iris subscribe --help` shows the usage",
     "run x --log-format xml": "Invalid value for '--log-format': 'xml' is not accepted; use json or text; `iris run --help` shows the usage",
+    "request a --timout 1": "there is no option '--timout'; did you mean '--timeout'?",
+    "request a --zzz": "there is no option '--zzz'; `iris request --help` shows the usage",
+    "stream delete orders": "this deletes stream orders with all its messages; confirm with --yes; `iris stream delete --help` shows the usage",
     "publish": "Missing argument 'TOPIC'; `iris publish --help` shows the usage",
     "request a --pack {": """Invalid value for --pack: the payload '{' is not JSON at line 1, column 2; write JSON, such as '"text"' or '{"n": 1}', or leave out --pack to send the text as it is; `iris request --help` shows the usage""",
 }  # fmt: skip
@@ -287,8 +294,23 @@ def test_an_unknown_setting_is_answered_with_the_one_that_resembles_it(tmp_path:
 @pytest.mark.parametrize("verb", ["run", "relay", "store"])
 def test_help_shows_the_default_of_the_log(verb: str) -> None:
     said = " ".join(CliRunner().invoke(cli.app, [verb, "--help"]).output.replace("│", " ").split())
-    assert "[default: json]" in said or "[default: (json)]" in said
-    assert "[default: INFO]" in said or "[default: (INFO)]" in said
+    assert "[default: json]" in said or "Default: json." in said
+    assert "[default: INFO]" in said or "Default: INFO." in said
+    assert "(INFO)" not in said
+
+
+def test_help_shows_no_type_for_flags_and_no_range_for_numbers() -> None:
+    for words in (
+        ["request"],
+        ["stream", "append"],
+        ["relay"],
+        ["bench", "request"],
+        ["key", "promote"],
+    ):
+        said = CliRunner().invoke(cli.app, [*words, "--help"], env={"COLUMNS": "200"}).output
+        assert "--help" in said
+        assert "<bool>" not in said
+        assert "range" not in said.replace("ranges", "")
 
 
 def test_a_relay_without_a_network_key_names_the_two_ways_to_get_one(tmp_path: Path) -> None:
@@ -424,7 +446,8 @@ def test_method_calls_the_handler_of_that_name(shell: Shell, member: str) -> Non
 
 
 def test_exit_codes_tell_failures_apart(shell: Shell, member: str) -> None:
-    assert b"ValueError: no such thing" in shell.process("request", "echo", "fail", code=1)
+    said = b"iris: the handler of echo raised ValueError: no such thing; the member's log has the traceback\n"
+    assert shell.process("request", "echo", "fail", code=1) == said
     assert b"not a cluster name" in shell("request", "no such name", "x", code=2)
     assert b"NAME=VALUE" in shell("request", "echo", "x", "--header", "oops", code=2)
     assert b"not JSON" in shell("request", "echo", "{", "--pack", code=2)
@@ -444,14 +467,17 @@ def test_overload_timeout_and_a_lost_member_have_codes_of_their_own(
     shell("push", "narrow", "go")
     assert end(blocked)[0] == b"done after block\n"
     wait_until(lambda: running(observer, narrow) == 0)
-    assert b"narrow" in shell("request", "narrow", "die", code=6)
+    lost = shell("request", "narrow", "die", code=6)
+    assert lost.startswith(b"iris: narrow: ")
+    assert lost.endswith(b"; it may have run\n")
     end(narrow, 9)
 
 
 def test_a_request_that_takes_too_long_ends_with_code_5(
     shell: Shell, observer: iris.blocking.Client, narrow: subprocess.Popen[bytes]
 ) -> None:
-    shell("request", "narrow", "block", "--timeout", "0.1", code=5)
+    late = shell("request", "narrow", "block", "--timeout", "0.1", code=5)
+    assert late == b"iris: narrow: no reply within 0.1 s; it may have run\n"
     narrow.kill()
     end(narrow, -signal.SIGKILL)
 
@@ -469,6 +495,15 @@ def test_push_and_broadcast_arrive_whole_or_line_by_line(shell: Shell, member: s
     shell.process("broadcast", "echo", "--lines", stdin=b"7\n8\n")
     noted = shell("request", "echo", "noted")
     assert noted == b"push:1 push:2 push:3 push: push:4 cast:5\n6 cast:7 cast:8\n"
+
+
+def test_a_push_whose_payload_does_not_fit_its_handler_fails_with_the_report(
+    shell: Shell, member: str
+) -> None:
+    said = shell("push", "echo", "--pack", "7", "--method", "numbered", code=1)
+    assert said.startswith(
+        b"iris: push to echo failed: the member did not run it: it could not decode"
+    )
 
 
 def test_a_push_that_fails_is_reported(shell: Shell, relay: Path) -> None:
@@ -675,7 +710,7 @@ def test_members_lists_who_is_there(shell: Shell, member: str) -> None:
     assert document["member"] == member
     assert document["serves"] == ["request", "push", "survey", "broadcast", "tunnel"]
     assert document["methods"] == 4
-    assert document["label"] == "iris run echo"
+    assert document["label"] == "iris run services:echo"
     assert b"no members of nobody" in shell("members", "nobody", code=3)
 
 
@@ -729,7 +764,7 @@ def test_members_watch_shows_who_joins_and_leaves(
 
 def test_status_shows_sessions_clusters_and_the_account(shell: Shell, member: str) -> None:
     table = shell.process("status").decode()
-    assert "iris run echo" in table
+    assert "iris run services:echo" in table
     assert table.endswith("columns: `iris status --help`\n")
     assert re.search(r"echo +[0-9a-f]{8}… +1", table)
     report = json.loads(shell("status", "--json"))
@@ -794,26 +829,34 @@ def test_run_says_what_is_wrong_with_a_place(
 
 
 @pytest.mark.parametrize(
-    ("source", "frames", "said"),
+    ("source", "line", "said"),
     [
-        ("import json\ndef load():\n    return json.loads('{')\nload()\n", ("line 4", "line 3"), "JSONDecodeError: Expecting"),
-        ("import iris\nservice = iris.Service('no such name')\n", ("line 2",), "InvalidName: 'no such name'"),
-        ("import nowhere\n", ("line 1",), "ModuleNotFoundError: No module named 'nowhere'"),
-        ("x = = 1\n", ("line 1",), "SyntaxError: invalid syntax"),
-        ("import asyncio\nasync def f(): pass\nc = f()\ntry:\n    asyncio.run(c)\nfinally:\n    c.close()\n", ("line 5",), "asyncio.run()"),
+        ("import json\ndef load():\n    return json.loads('{')\nload()\n", 3, "JSONDecodeError: Expecting"),
+        ("import iris\nservice = iris.Service('no such name')\n", 2, "InvalidName: 'no such name'"),
+        ("import nowhere\n", 1, "ModuleNotFoundError: No module named 'nowhere'"),
+        ("x = = 1\n", 1, "SyntaxError: invalid syntax"),
+        ("import asyncio\nasync def f(): pass\nc = f()\ntry:\n    asyncio.run(c)\nfinally:\n    c.close()\n", 5, "asyncio.run()"),
     ],
 )  # fmt: skip
 def test_run_shows_where_an_import_failed(
-    tmp_path: Path, source: str, frames: tuple[str, ...], said: str
+    tmp_path: Path, source: str, line: int, said: str
 ) -> None:
     (tmp_path / "boom.py").write_text(source)
-    *lines, last = Shell(tmp_path).process("run", "boom", code=2).decode().splitlines()
-    found = [line for line in lines if line.startswith("  File")]
-    assert len(found) == len(frames)
-    for line, wanted in zip(found, frames, strict=True):
-        assert f'{tmp_path}/boom.py", {wanted}' in line
-    assert last.startswith("iris: cannot import boom: ")
+    (last,) = Shell(tmp_path).process("run", "boom", code=2).decode().splitlines()
+    assert last.startswith(f"iris: cannot import boom: boom.py:{line}: ")
     assert said in last
+
+
+def test_run_with_verbose_prints_the_traceback_of_an_import(tmp_path: Path) -> None:
+    (tmp_path / "boom.py").write_text("def load():\n    return 1 / 0\nload()\n")
+    command = [sys.executable, "-m", "iris.cli", "--verbose", "run", "boom"]
+    shell = Shell(tmp_path)
+    done = subprocess.run(
+        command, env=shell.environ, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("iris: cannot import boom: boom.py:2: ZeroDivisionError: ")
+    assert f'{tmp_path}/boom.py", line 3' in done.stderr
 
 
 # -- keys ------------------------------------------------------------------------------------------------------
@@ -833,6 +876,7 @@ def test_new_keys_are_private_shown_by_id_only_and_never_overwritten(tmp_path: P
     assert b"already exists" in said
     assert keyring.read_bytes() == before
     said += shell("key", "add", "databases") + shell("key", "add", "topic:orders.eu")
+    assert b"; it can decrypt, but does not encrypt yet\nnext: copy " in said
     said += shell("key", "show") + shell("key", "show", "--json")
     found = secrets(keyring) + secrets(network)
     assert len(found) == 6
@@ -851,7 +895,7 @@ def test_a_second_promote_changes_nothing_and_says_how_to_go_back(tmp_path: Path
     alone("key", "new")
     file = tmp_path / "config" / "iris" / "keyring.toml"
     said = alone("key", "add", "billing").decode()
-    assert ", which decrypts only until you promote it\n" in said
+    assert "; it can decrypt, but does not encrypt yet\n" in said
     assert (
         f"next: copy {file} to every host, and send SIGHUP to every program, then `iris key promote"
         in said
@@ -926,6 +970,28 @@ def test_keys_rotate_under_a_member_that_keeps_serving(
     assert shell("request", "narrow", "y") == b"done after y\n"
     process.terminate()
     end(process)
+
+
+def test_a_second_key_before_the_first_is_promoted_is_added_with_a_warning(tmp_path: Path) -> None:
+    shell = Shell(tmp_path)
+    shell("key", "new")
+    assert shell.printed("key", "add", "databases")[1] == b""
+    said, warned = shell.printed("key", "add", "databases")
+    assert b"databases: added " in said
+    assert warned.startswith(
+        b"iris: databases has 3 keys now, because an earlier rotation was not finished"
+    )
+
+
+def test_new_keys_beside_those_of_a_development_relay_say_who_keeps_the_old_ones(
+    tmp_path: Path,
+) -> None:
+    shell = Shell(tmp_path)
+    assert shell.printed("key", "new")[1] == b""
+    shutil.rmtree(tmp_path / "config" / "iris")
+    keyfiles.create_keys(tmp_path / "iris" / "dev")
+    warned = shell.printed("key", "new")[1].decode()
+    assert f"programs started before keep the development keys in {tmp_path}/iris/dev" in warned
 
 
 def test_keys_that_are_added_at_once_are_all_kept(tmp_path: Path) -> None:

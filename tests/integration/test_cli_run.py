@@ -114,7 +114,7 @@ def test_run_waits_for_the_relay_and_serves_when_there_is_one(
     assert process.stderr is not None
     waiting = json.loads(process.stderr.readline())
     assert waiting["event"] == "run.waiting_for_relay"
-    assert "no relay runs at" in waiting["error"]
+    assert "no relay is running" in waiting["error"]
     del shell.environ["NOTIFY_SOCKET"]
     with dev_relay(home):
         assert manager.next() == "READY=1"
@@ -125,7 +125,7 @@ def test_run_waits_for_the_relay_and_serves_when_there_is_one(
 
 
 def test_run_without_waiting_leaves_when_there_is_no_relay(home: Path, shell: Shell) -> None:
-    assert b"no relay runs at" in shell.process("run", "app", "--no-wait", code=2)
+    assert b"no relay is running" in shell.process("run", "app", "--no-wait", code=2)
 
 
 def test_a_signal_ends_the_wait_for_a_relay(shell: Shell) -> None:

@@ -372,7 +372,12 @@ def test_without_a_store_create_says_how_to_start_one(tmp_path: Path) -> None:
         said = alone("stream", "create", "orders", "--timeout", "2", code=3).decode()
         assert "iris relay --data DIR" in said
         assert said.count("\n") == 1
-        assert alone("stream", "list") == b""
+        assert said.startswith("iris: stream orders: the network has no store; start one with")
+        for arguments in (("append", "orders", "x"), ("read", "orders"), ("info", "orders")):
+            assert alone("stream", *arguments, code=3).decode() == said
+        listed, noted = alone.printed("stream", "list")
+        assert (listed, noted.count(b"\n")) == (b"", 1)
+        assert b"no streams under your keys" in noted
         process.terminate()
         end(process)
     finally:

@@ -121,7 +121,7 @@ def agreeing() -> tuple[Figures, data.Truth]:
 def test_figures_that_agree_are_a_success() -> None:
     lines, agrees = verdict.compare(*agreeing())
     assert agrees
-    assert lines[-1] == "ok    sent 16, refused 0, received 16, lost 0"
+    assert lines[-1] == "ok    sent 16 (10 flights + 6 requests), refused 0, received 16, lost 0"
 
 
 @pytest.mark.parametrize(

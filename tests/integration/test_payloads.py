@@ -10,6 +10,8 @@ import pytest
 from support.waiting import until
 
 import iris
+from iris.core.message import encode_payload
+from iris.logs import event_of
 from iris.testing import LocalCluster
 
 
@@ -153,7 +155,8 @@ async def test_a_reply_that_does_not_fit_the_type_says_that_the_handler_has_run(
     service.on_request(lambda value: "text")
     service.on_survey(lambda value: "text")
     async with LocalCluster() as cluster, cluster.client() as client, client.serve(service):
-        with pytest.raises(iris.DecodeError, match="as Point") as caught:
+        said = "the reply of 4 bytes is text or bytes, not Point; use type=str or type=bytes"
+        with pytest.raises(iris.DecodeError, match=said) as caught:
             await client.request("typed", b"", timeout=5, type=Point)
         assert caught.value.may_have_run
         many = client.request_many("typed", [b""], timeout=5, type=Point)
@@ -176,14 +179,16 @@ async def test_a_raw_payload_for_a_typed_handler_is_answered_with_what_to_do() -
         await asked(service, "7")
     assert str(caught.value) == (
         "typed: a payload of 1 byte was sent as bytes or text, not as dict; send an object "
-        "(on the command line with --pack), or receive str or bytes"
+        "(on the command line with --pack), or annotate the parameter as str or bytes"
     )
     with pytest.raises(iris.RemoteError) as caught:
         await asked(service, 700)
     assert str(caught.value) == "typed: a payload of 3 bytes does not decode as dict: Expected `object`, got `int`"  # fmt: skip
 
 
-async def test_a_push_that_does_not_decode_is_in_the_log_of_the_member() -> None:
+async def test_a_push_that_does_not_decode_is_one_line_in_the_log_of_the_member(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     service = iris.Service("typed")
 
     @service.on_push
@@ -197,8 +202,22 @@ async def test_a_push_that_does_not_decode_is_in_the_log_of_the_member() -> None
     ):
         await sender.push("typed", "text")
         await until(lambda: len(sender.losses) == 1)
-        assert sender.losses[0].cause == "the member did not run it"
+        assert "could not decode the payload (see its log)" in sender.losses[0].cause
         assert member.counters["failed handlers"] == 1
+    (record,) = (r for r in caplog.records if event_of(r) == "client.handler_failed")
+    assert record.exc_info is None
+    assert (
+        "does not fit its parameter and was not handled: a payload of 4 bytes"
+        in record.getMessage()
+    )
+
+
+def test_the_error_of_a_value_that_cannot_be_sent_says_its_type_once() -> None:
+    with pytest.raises(iris.EncodeError) as caught:
+        encode_payload(object())
+    assert str(caught.value) == "cannot encode a value of type object; send bytes instead"
+    with pytest.raises(iris.EncodeError, match=r"of type dict; send bytes instead .*type object"):
+        encode_payload({"inner": object()})
 
 
 async def test_a_reply_that_cannot_be_sent_is_a_remote_error() -> None:

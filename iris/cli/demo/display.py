@@ -91,8 +91,8 @@ class PlainScreen:
         output.write(
             f"{self._elapsed():6.1f} s  published {figures.published:,} of {figures.to_publish:,}, received "
             f"{figures.dashboard.rows:,}; answers {figures.answered:,}, p50 {1e3 * percentile(recent, 0.5):.2f} ms, p99 "
-            f"{1e3 * percentile(recent, 0.99):.2f} ms; streamed {figures.streamed:,} of {figures.to_stream:,}, sender waited "
-            f"{figures.held_back:.1f} s; members {len(figures.survivors)}\n".encode()
+            f"{1e3 * percentile(recent, 0.99):.2f} ms; sent through the tunnel {figures.streamed:,} of "
+            f"{figures.to_stream:,}, waited {figures.held_back:.1f} s for its reader; members {len(figures.survivors)}\n".encode()
         )
 
     def _elapsed(self) -> float:
@@ -155,8 +155,8 @@ class LiveScreen:
             f"p50 {1e3 * percentile(recent, 0.5):.2f} ms, p99 {1e3 * percentile(recent, 0.99):.2f} ms",
         )  # fmt: skip
         line(
-            f"{figures.carrier or 'tunnel'} streamed", figures.streamed, streamed,
-            f"of {figures.to_stream:,}, sender waited {figures.held_back:.1f} s",
+            "sent through the tunnel", figures.streamed, streamed,
+            f"of {figures.to_stream:,}, waited {figures.held_back:.1f} s",
         )  # fmt: skip
         table.add_section()
         for member in figures.members.values():

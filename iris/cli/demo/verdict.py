@@ -16,7 +16,7 @@ def compare(figures: Figures, truth: Truth) -> tuple[list[str], bool]:
             for member in figures.survivors
         ),
         _rows(
-            f"tunnel with {figures.carrier}", *figures.read, truth.by_carrier.get(figures.carrier, Tally()),
+            f"tunnel for airline {figures.carrier}", *figures.read, truth.by_carrier.get(figures.carrier, Tally()),
             f"; the sender waited {figures.held_back:.1f} s for its slow reader",
         ),
         _averages(figures, truth),
@@ -29,7 +29,8 @@ def compare(figures: Figures, truth: Truth) -> tuple[list[str], bool]:
         causes = ", ".join(f"{count:,} {cause}" for cause, count in figures.dropped.items())
         lines.append(f"      the relay dropped, for the killed member: {causes}")
     lines.append(
-        f"{'ok  ' if agrees else 'FAIL'}  sent {figures.published + figures.asked:,}, refused {figures.refused:,}, "
+        f"{'ok  ' if agrees else 'FAIL'}  sent {figures.published + figures.asked:,} ({figures.published:,} flights + "
+        f"{figures.asked:,} requests), refused {figures.refused:,}, "
         f"received {figures.dashboard.rows + figures.answered:,}, lost {figures.lost:,}"
     )
     return lines, agrees

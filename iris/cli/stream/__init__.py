@@ -17,10 +17,12 @@ import typer
 
 import iris
 from iris.cli import options, output
-from iris.cli.exits import Exit, run
+from iris.cli.arguments import WrongUsage
+from iris.cli.exits import Exit, complain, run
 from iris.cli.stream import consumers, mirroring, reading, texts, writing
 from iris.streams import StreamInfo
 from iris.wire.names import plural, printable
+from iris.wire.orders import DEAD
 
 app = typer.Typer(
     name="stream", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="""Keep messages on disk and read them later: durable streams.
@@ -97,7 +99,7 @@ def list_streams(
 
     In a pipe, columns are separated by tabs, below a line of titles: name,
     uuid, what it records, messages, bytes, oldest offset, next offset, state,
-    host. Without streams nothing is printed.
+    host. Without streams it says so on stderr.
 
     \b
     Examples:
@@ -114,6 +116,8 @@ def list_streams(
                 output.write_json(info)
             return Exit.OK
         _print_streams(found)
+        if not found:
+            complain("no streams under your keys; `iris stream create` makes one")
         return Exit.OK
 
     run(work)
@@ -180,9 +184,7 @@ def change(
     given = {"max_bytes": max_bytes, "max_messages": max_messages, "max_age": max_age, "compact": compact, "dedup_window": dedup_window}  # fmt: skip
     changes: dict[str, Any] = {field: value for field, value in given.items() if value is not None}
     if not changes:
-        raise typer.BadParameter(
-            "nothing to change; give at least one limit, such as --max-age 7d", param_hint="--max-…"
-        )
+        raise WrongUsage("nothing to change; give at least one limit, such as --max-age 7d")
     _do(lambda client: client.streams.change(name, **changes, uuid=uuid, timeout=timeout), relay)
 
 
@@ -272,10 +274,7 @@ def delete(
       iris stream delete orders --yes
     """
     if not yes:
-        raise typer.BadParameter(
-            f"this deletes stream {name} with all its messages; confirm with --yes",
-            param_hint="--yes",
-        )
+        raise WrongUsage(f"this deletes stream {name} with all its messages; confirm with --yes")
     _do(lambda client: client.streams.delete(name, uuid=uuid, timeout=timeout), relay)
 
 
@@ -304,7 +303,9 @@ def _records(info: StreamInfo) -> str:
         return f"copy of {info.source}"
     if info.topic:
         return f"topic {info.topic}"
-    return f"cluster {info.cluster}" if info.cluster else "appends"
+    if info.cluster:
+        return f"cluster {info.cluster}"
+    return "dead letters" if info.name.endswith(DEAD) else "appends"
 
 
 def _state(info: StreamInfo) -> str:

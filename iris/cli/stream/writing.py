@@ -95,7 +95,7 @@ def append(
     \b
     Exit codes:
       1  the message would not get the offset of --expect; it was not stored
-      4  the message was not stored
+      4  refused for now: the message was not stored; try again later
       5  the message may have been stored
 
     \b

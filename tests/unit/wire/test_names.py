@@ -67,7 +67,7 @@ def test_a_name_has_at_most_255_bytes_and_32_tokens() -> None:
     assert check_cluster("a" * MAX_NAME_BYTES)
     assert check_cluster(".".join("a" * MAX_TOKENS))
     for name in ("a" * (MAX_NAME_BYTES + 1), "ä" * 128, ".".join("a" * (MAX_TOKENS + 1))):
-        with pytest.raises(InvalidName, match="over the limit of 255 bytes or 32 tokens"):
+        with pytest.raises(InvalidName, match="over the limit of 255 bytes or 32 parts"):
             check_cluster(name)
 
 
