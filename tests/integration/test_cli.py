@@ -705,11 +705,11 @@ def test_a_tunnel_that_breaks_ends_with_code_6(shell: Shell, member: str) -> Non
 def test_members_lists_who_is_there(shell: Shell, member: str) -> None:
     listed = shell.process("members", "echo")
     assert member.encode() in listed
-    assert b"tunnel (4 methods)" in listed
+    assert b"tunnel (5 methods)" in listed
     document = json.loads(shell("members", "echo", "--json"))
     assert document["member"] == member
     assert document["serves"] == ["request", "push", "survey", "broadcast", "tunnel"]
-    assert document["methods"] == 4
+    assert document["methods"] == 5
     assert document["label"] == "iris run services:echo"
     assert b"no members of nobody" in shell("members", "nobody", code=3)
 
