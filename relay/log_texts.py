@@ -44,6 +44,7 @@ SENTENCES: Final[dict[str, str | tuple[str, ...]]] = {
     # The process that serves metrics
     "metrics.not_started": "The process that serves metrics could not be started: {error}. The relay tries again.",
     "metrics.ended": "The process that serves metrics ended with exit code {exit}. The relay starts it again.",
+    "bridge.metrics": "Metrics of the bridge are served at http://{address}/metrics.",
     # Sessions
     "sessions.listening": "Sessions over TLS are accepted at {addresses}.",
     "sessions.no_descriptors": "A session was not accepted: {error}. Raise the limit of open files (LimitNOFILE= of systemd, or ulimit -n).",

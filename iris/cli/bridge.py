@@ -37,6 +37,7 @@ def iris1(
     max_clients: Annotated[int, typer.Option(min=1, help="Limit of connections at a time.")] = 1024,
     log_level: Annotated[str, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = "INFO",
     log_format: options.LogFormat = "json",
+    metrics: options.Metrics = "",
     relay: options.RelayPath = None,
 ) -> None:  # fmt: skip
     """Serve programs of the first Iris: iris-go, iris-java, iris-erl (protocol v1.0-draft2).
@@ -66,7 +67,7 @@ def iris1(
             allow_remote=allow_remote,
             max_clients=max_clients,
         )
-        run(config, relay, log_level, log_format)
+        run(config, relay, log_level, log_format, metrics)
     except IrisError as err:
         raise typer.Exit(int(report_error(err))) from err
 

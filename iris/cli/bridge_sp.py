@@ -22,6 +22,7 @@ def sp(
     log_level: Annotated[str, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = "INFO",
     log_format: options.LogFormat = "json",
     check: Annotated[bool, typer.Option("--check", help="Check the file and exit.")] = False,
+    metrics: options.Metrics = "",
     relay: options.RelayPath = None,
 ) -> None:  # fmt: skip
     """Connect programs of the Scalability Protocols (nanomsg, nng, Mangos): REQ, SURVEYOR, PUB, PUSH, BUS, PAIR.
@@ -53,10 +54,19 @@ def sp(
             if error.name != "pynng":
                 raise
             raise ConfigError("the SP bridge needs pynng: pip install 'iris-messaging[sp]'") from error  # fmt: skip
+        from relay.metrics.supervisor import check_installed
         from relay.process import raise_descriptor_limit, stop_on_signals
 
         raise_descriptor_limit()
-        await serve(entries, relay, stop_on_signals(asyncio.get_running_loop()))
+        stop = stop_on_signals(asyncio.get_running_loop())
+        if not metrics:
+            await serve(entries, relay, stop)
+            return Exit.OK
+        check_installed()
+        from relay.bridges.sp.metrics import source
+        from relay.metrics.bridges import serving
+
+        await serve(entries, relay, stop, lambda bridge: serving(metrics, source(bridge)))
         return Exit.OK
 
     run_work(work)

@@ -52,6 +52,10 @@ Lines = Annotated[
 LogFormat = Annotated[
     Literal["json", "text"], typer.Option(help="Log as JSON lines, or as sentences for people.")
 ]
+Metrics = Annotated[
+    str,
+    typer.Option(metavar="HOST:PORT", help="Serve metrics and health over HTTP here, such as 127.0.0.1:9465. Needs the extra [metrics].", show_default=False),
+]  # fmt: skip
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, one object per line.")]
 RelayPath = Annotated[
     str | None,

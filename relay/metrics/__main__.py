@@ -15,7 +15,7 @@ from typing import Final
 from iris.config import ClientConfig
 from relay.logs import configure
 from relay.metrics.server import LOOK_S, Server
-from relay.metrics.source import ANSWER_S, Source
+from relay.metrics.source import ANSWER_S, RelaySource
 
 LABEL: Final = "iris-metrics"
 NICE: Final = 5
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = ClientConfig(
         relay=given.relay, relay_user=given.relay_user, label=LABEL, connect_timeout_s=ANSWER_S
     )
-    source = Source(config)
+    source = RelaySource(config)
     server = Server(socket.socket(fileno=given.listener), source)
     threading.Thread(target=_until_input_ends, args=(server,), daemon=True).start()
     try:

@@ -14,11 +14,9 @@ import time
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from socketserver import BaseServer, ThreadingMixIn
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
-
-from relay.metrics.source import Source
 
 MAX_CONNECTIONS: Final = 32
 ASKED_S: Final = 5.0
@@ -28,7 +26,18 @@ ANSWERED_S: Final = 15.0
 LOOK_S: Final = 0.25
 """Interval at which connections are checked for their age."""
 PLAIN: Final = "text/plain; charset=utf-8"
-INDEX: Final = "Iris relay: GET /metrics, /live, /ready\n"
+INDEX: Final = "Iris: GET /metrics, /live, /ready\n"
+
+
+class Source(Protocol):
+    """What a server shows."""
+
+    cut_connections: int
+    """Connections that the server cut or refused."""
+
+    def page(self) -> bytes: ...
+    def not_live(self) -> str: ...
+    def not_ready(self) -> str: ...
 
 
 class _Connection:

@@ -26,7 +26,7 @@ SILENT_S: Final = 15.0
 """A relay that has not answered for this long is not alive."""
 
 
-class Source(Collector):
+class RelaySource(Collector):
     """The newest status of one relay, for all threads of the server."""
 
     def __init__(self, config: ClientConfig, clock: Callable[[], float] = time.monotonic) -> None:

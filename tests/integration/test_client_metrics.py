@@ -21,7 +21,9 @@ import iris
 import iris.blocking
 import iris.metrics
 from iris.metrics.client import SPECS
+from iris.metrics.page import Spec
 from iris.testing import LocalCluster
+from relay.metrics import bridges
 
 PAGE = (Path(__file__).parents[2] / "docs" / "monitoring.md").read_text("utf-8")
 
@@ -207,9 +209,14 @@ async def test_the_python_blocks_of_the_page_run(
     ]
 
 
-def test_the_table_of_the_page_lists_exactly_the_metrics_of_a_program() -> None:
-    text = PAGE.partition("## Metrics of your own programs")[2].partition("\n## ")[0]
+@pytest.mark.parametrize(
+    ("heading", "specs"), [("your own programs", SPECS), ("bridges", bridges.SPECS)]
+)
+def test_a_table_of_the_page_lists_exactly_the_metrics(
+    heading: str, specs: tuple[Spec, ...]
+) -> None:
+    text = PAGE.partition(f"## Metrics of {heading}\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| `(\w+)` \| (.*?) ?\| (.*) \|$", text, re.M)
     assert rows == [
-        (spec.name, ", ".join(f"`{label}`" for label in spec.labels), spec.help) for spec in SPECS
+        (spec.name, ", ".join(f"`{label}`" for label in spec.labels), spec.help) for spec in specs
     ]

@@ -13,6 +13,7 @@ import iris
 from relay.bridges.iris1.bridge import Bridge
 from relay.bridges.iris1.config import Iris1Config
 from relay.logs import configure
+from relay.metrics.supervisor import check_installed
 from relay.process import loop_factory, raise_descriptor_limit, stop_on_signals
 
 log = logging.getLogger(__name__)
@@ -21,7 +22,7 @@ COUNTERS_S: Final = 60.0
 """How often the counters are logged, if they have changed."""
 
 
-async def serve(config: Iris1Config, relay: str | None) -> None:
+async def serve(config: Iris1Config, relay: str | None, metrics: str = "") -> None:
     """Run a bridge until SIGTERM or SIGINT; a second signal ends the process at once. SIGHUP reloads the keyring."""
     loop = asyncio.get_running_loop()
     stop = stop_on_signals(loop)
@@ -45,15 +46,23 @@ async def serve(config: Iris1Config, relay: str | None) -> None:
 
         loop.add_signal_handler(signal.SIGHUP, on_hangup)
         await bridge.start()
-        gc.collect()
-        gc.freeze()  # collecting all that was imported takes longer than clients expect an event to take
+        page = contextlib.ExitStack()
         try:
+            if metrics:
+                check_installed()
+                from relay.bridges.iris1.metrics import source
+                from relay.metrics.bridges import serving
+
+                page.enter_context(serving(metrics, source(bridge)))
+            gc.collect()
+            gc.freeze()  # collecting all that was imported takes longer than clients expect an event to take
             while not stop.is_set():
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(COUNTERS_S):
                         await stop.wait()
                 bridge.log_counters()
         finally:
+            page.close()
             await bridge.stop()
             for task in reloads:
                 task.cancel()
@@ -69,9 +78,11 @@ async def _reload(client: iris.Client, bridge: Bridge) -> None:
     log.info("bridge.keys_reloaded", extra={"fields": {"left_behind": left_behind}})
 
 
-def run(config: Iris1Config, relay: str | None, log_level: str, log_format: str) -> None:
+def run(
+    config: Iris1Config, relay: str | None, log_level: str, log_format: str, metrics: str = ""
+) -> None:
     """Run a bridge in this process until it is stopped by a signal."""
     configure(log_level, log_format)
     raise_descriptor_limit()
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
-        runner.run(serve(config, relay))
+        runner.run(serve(config, relay, metrics))

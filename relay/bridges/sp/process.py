@@ -11,7 +11,8 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Final
 
@@ -199,9 +200,13 @@ class SpBridge:
 
 
 async def serve(
-    entries: Sequence[SocketConfig], relay: Path | str | None, stop: asyncio.Event
-) -> None:
-    """Run the bridge until `stop` is set. SIGUSR1 logs the counts, SIGHUP reloads the keyring."""
+    entries: Sequence[SocketConfig], relay: Path | str | None, stop: asyncio.Event,
+    page: Callable[[SpBridge], AbstractContextManager[None]] | None = None,
+) -> None:  # fmt: skip
+    """Run the bridge, within `page(bridge)`, until `stop` is set.
+
+    SIGUSR1 logs the counts, SIGHUP reloads the keyring.
+    """
     loop = asyncio.get_running_loop()
     bridge = SpBridge(entries, relay)
     loop.add_signal_handler(signal.SIGUSR1, bridge.report)
@@ -217,7 +222,8 @@ async def serve(
         return  # stopped before there was a relay
     opening.result()
     try:
-        await bridge.run(stop)
+        with page(bridge) if page is not None else contextlib.nullcontext():
+            await bridge.run(stop)
     finally:
         await bridge.close()
         if bridge.stuck:

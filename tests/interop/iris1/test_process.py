@@ -16,6 +16,7 @@ import pytest
 from interop.iris1 import binding
 from interop.iris1.kit import Echo, collecting
 from support.commands import command
+from support.pages import get, scrape
 from support.relays import Daemon
 from support.waiting import eventually, wait_until
 
@@ -219,3 +220,33 @@ def test_a_port_that_is_taken_is_said(relay: Daemon, start: Callable[..., Proces
         process = start("--listen", f"127.0.0.1:{taken.getsockname()[1]}")
         assert process.process.wait(20) == 2
     assert "in use" in process.log.read_text().splitlines()[-1]
+
+
+async def test_metrics_are_served_beside_the_clients_until_the_bridge_ends(
+    relay: Daemon, start: Callable[..., Process]
+) -> None:
+    bridge = start("--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0")
+    with socket.create_connection(("127.0.0.1", bridge.port())) as connection:
+        wait_until(lambda: bridge.lines("bridge.metrics"))
+        address = bridge.lines("bridge.metrics")[0]["address"]
+        connection.sendall(b"nonsense")
+        page = await asyncio.to_thread(scrape, address)
+        assert page.sum("iris_bridge_ready", bridge="iris1") == 1
+        assert (await asyncio.to_thread(get, address, "/ready")) == (200, "ok\n")
+    bridge.process.send_signal(signal.SIGTERM)
+    assert await asyncio.to_thread(bridge.process.wait, 30) == 0
+    with pytest.raises(ConnectionRefusedError):
+        await asyncio.to_thread(get, address)
+
+
+def test_a_metrics_port_in_use_ends_the_bridge_with_a_clear_error(
+    relay: Daemon, start: Callable[..., Process]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        bridge = start("--listen", "127.0.0.1:0", "--metrics", f"127.0.0.1:{port}")
+        assert bridge.process.wait(30) == 2
+    last = bridge.log.read_text().splitlines()[-1]
+    assert last.startswith(
+        "iris: metrics: cannot serve metrics: Address already in use: 127.0.0.1:"
+    )

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,11 +76,12 @@ class Bridge(Process):
         *,
         ready: bool = True,
         environ: dict[str, str] | None = None,
+        arguments: Sequence[str] = (),
     ) -> None:
         number = world.number()
         config = world.root / f"{number}.toml"
         config.write_text(entries)
-        bridge = command("bridge", "sp", "--config", str(config))
+        bridge = command("bridge", "sp", "--config", str(config), *arguments)
         super().__init__(bridge, environ or world.environ, world.root / f"{number}.log")
         world.processes.append(self)
         if ready:

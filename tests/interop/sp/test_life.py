@@ -14,6 +14,7 @@ from pathlib import Path
 import pynng
 import pytest
 from interop.sp.kit import WAIT_S, Bridge, World, a_world, eventually, nngcat, until
+from support.pages import scrape
 
 import iris
 from iris.keyfiles import create_keys
@@ -296,3 +297,20 @@ async def test_more_peers_than_allowed_are_turned_away(world: World) -> None:
                 assert await one.arecv() == b"A"
                 assert bridge.status("rep")["peers"] == 2
     until(lambda: bridge.status("rep")["peers"] == 0)
+
+
+async def test_the_counts_of_each_socket_are_metrics(own_world: World) -> None:
+    world = own_world
+    entries = REP.format(url=world.ipc("metrics"))
+    bridge = Bridge(world, entries, arguments=("--metrics", "127.0.0.1:0"))
+    (line,) = bridge.logged("bridge.metrics")
+    async with world.client() as client, client.serve(upper()):
+        with pynng.Req0(dial=bridge.url("rep"), recv_timeout=20_000) as socket:
+            await socket.asend(b"a")
+            assert await socket.arecv() == b"A"
+            page = await asyncio.to_thread(scrape, line["address"])
+    assert page.sum("iris_bridge_ready", bridge="sp") == 1
+    assert page.sum("iris_bridge_peers", socket="rep") == 1
+    assert page.sum("iris_bridge_messages_total", socket="rep", direction="in") == 1
+    assert page.sum("iris_bridge_messages_total", socket="rep", direction="out") == 1
+    assert page.sum("iris_bridge_lost_total", socket="rep") == 0
