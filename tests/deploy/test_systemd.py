@@ -249,8 +249,9 @@ async def test_a_relay_with_a_store_does_only_what_its_unit_allows(short: Path) 
     made = set(re.findall(r"^\d+ +([a-z0-9_]+)\(", trace, re.MULTILINE))
     assert made & {"fsync", "fdatasync"}, "the trace has the store's calls, too"
     assert made - allowed_calls(unit) == set()
+    assert not re.search(r"PROT_WRITE\|PROT_EXEC", trace), "MemoryDenyWriteExecute= forbids it"
     families = set(re.findall(r"socket\((AF_[A-Z0-9]+)", trace))
     assert families <= set(settings["Service"]["RestrictAddressFamilies"].split())
     written = re.findall(r'openat\(AT_FDCWD, "(/[^"]+)", O_(?:WRONLY|RDWR)', trace)
-    elsewhere = {path for path in written if not path.startswith((f"{short}/run/iris/", f"{short}/var/lib/iris/", "/dev/null", "/proc/self/"))}  # fmt: skip
+    elsewhere = {path for path in written if not path.startswith((f"{short}/run/iris", f"{short}/var/lib/iris", "/dev/null", "/proc/self/"))}  # fmt: skip
     assert elsewhere == set()
