@@ -147,7 +147,10 @@ def _edit(change: Callable[[Contexts], Contexts], said: str) -> None:
 
     async def work() -> int:
         path = contexts.contexts_path(os.environ)
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"cannot create {path.parent}: {error.strerror}") from error
         with keyfiles.locked(path):
             contexts.save(path, change(contexts.load(path)))
         output.write(f"{said}\n".encode())

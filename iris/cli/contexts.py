@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from iris.errors import ConfigError, KeyringError
+from iris.wire.names import did_you_mean, printable
 
 CONTEXT_VARIABLE: Final = "IRIS_CONTEXT"
 CONTEXTS_FILE: Final = "contexts.toml"
@@ -41,8 +42,6 @@ class Contexts:
 
     def named(self, name: str) -> Context:
         """Return the context of this name. Raises ConfigError."""
-        from iris.wire.names import did_you_mean
-
         if name not in self.by_name:
             hint = (
                 did_you_mean(name, self.by_name) or "; `iris context list` shows those that exist"
@@ -79,20 +78,37 @@ def load(path: Path) -> Contexts:
 
 
 def save(path: Path, contexts: Contexts) -> None:
-    """Replace the file `path` atomically, mode 0600. Raises KeyringError if the write failed."""
+    """Replace the file `path` atomically, mode 0600.
+
+    Raises:
+        ConfigError: a value is not UTF-8 text, so the file cannot hold it.
+        KeyringError: the write failed.
+    """
     from iris import keyfiles
 
     lines = ["# Contexts of the command `iris`; `iris context` changes them."]
     if contexts.current:
-        lines.append(f"current = {json.dumps(contexts.current)}")
+        lines.append(f"current = {_quoted(contexts.current)}")
     for name, context in sorted(contexts.by_name.items()):
         lines += ["", f"[contexts.{name}]"]
         lines += [
-            f"{key} = {json.dumps(getattr(context, key))}"
+            f"{key} = {_quoted(getattr(context, key))}"
             for key in VARIABLES
             if getattr(context, key)
         ]
     keyfiles.replace(path, "\n".join(lines) + "\n")
+
+
+def _quoted(value: str) -> str:
+    """Return a text as TOML. Raises ConfigError if it has bytes that are not UTF-8, as the path of a file may."""
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"{printable(value)!r} is not UTF-8 text, so a context cannot hold it; use another path"
+        ) from error
+    # Not ASCII only: JSON escapes a character beyond U+FFFF as two, which TOML does not allow.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _parse(text: str) -> Contexts:
@@ -103,7 +119,9 @@ def _parse(text: str) -> Contexts:
         found = {
             check_name(name): Context(**body) for name, body in document.get("contexts", {}).items()
         }
-    except (tomllib.TOMLDecodeError, ConfigError, TypeError, AttributeError) as error:
+    except (
+        tomllib.TOMLDecodeError, ConfigError, TypeError, AttributeError, RecursionError,
+    ) as error:  # fmt: skip
         raise KeyringError(f"the file is malformed: {error}; correct or delete it") from error
     texts = [getattr(each, field.name) for each in found.values() for field in fields(each)]
     current = document.get("current", "")

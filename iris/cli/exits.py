@@ -30,6 +30,7 @@ from iris.errors import (
     StreamUnavailable,
     TunnelBroken,
 )
+from iris.wire.names import printable
 
 
 class Exit(IntEnum):
@@ -86,7 +87,8 @@ def complain(text: object) -> None:
 def report_error(error: IrisError) -> Exit:
     """Write an error as one line on stderr, with its causes below if `iris --verbose` was given; return its exit
     code."""
-    complain(explained(error))
+    # A member chooses the text of its error.
+    complain(printable(" ".join(explained(error).split("\n"))))
     print_causes(error)
     return exit_code(error)
 

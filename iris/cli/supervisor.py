@@ -158,9 +158,11 @@ class Supervisor:
                 if self._stop.is_set() or changed.is_set():  # while it was started
                     worker.send(signal.SIGTERM)
                 reader, writer = await asyncio.open_connection(sock=ours)
-                while text := await reader.readline():
-                    self._heard(worker, text)
-                code = await process.wait()
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(self._hear(worker, reader))
+                    code = await process.wait()
+                    # Processes that the worker forked may still hold its end. What it wrote is read before the end.
+                    ours.shutdown(socket.SHUT_RD)
                 writer.close()
                 return code, worker.loaded
             except asyncio.CancelledError:
@@ -169,6 +171,10 @@ class Supervisor:
             finally:
                 del self._running[number]
                 self._tell_ready()
+
+    async def _hear(self, worker: Worker, reader: asyncio.StreamReader) -> None:
+        while text := await reader.readline():
+            self._heard(worker, text)
 
     def _heard(self, worker: Worker, text: bytes) -> None:
         if text == LOADED:

@@ -15,6 +15,7 @@ import msgspec
 from iris.core.bundle import Headers
 from iris.core.message import Message, encode_payload
 from iris.errors import DecodeError, InvalidName, MessageTooLarge, RemoteError
+from iris.wire.names import printable
 
 MAX_DETAILS_BYTES: Final = 2048
 """Largest size of the details of a refusal, as MessagePack."""
@@ -22,6 +23,8 @@ NO_METHOD: Final = "no_method"
 """Code of the answer of a member that has no handler for the method of a call."""
 
 _CODE: Final = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
+_MAX_ENCODED: Final = (MAX_DETAILS_BYTES + 2) // 3 * 4
+"""Largest size of the details in base64."""
 _decode_details: Final = msgspec.msgpack.Decoder(dict[str, Any]).decode
 
 
@@ -103,16 +106,22 @@ def error_of_fault(name: str, fault: Message) -> RemoteError:
     headers = fault.headers or {}
     detail = fault.payload.decode(errors="replace")
     details: dict[str, Any] = {}
+    packed = headers.get("details", "")
     try:
-        if "details" in headers:
-            details = _decode_details(base64.b64decode(headers["details"], validate=True))
+        # Decoded details may take a hundred times as much memory.
+        if len(packed) > _MAX_ENCODED:
+            detail += f" (its details are over the limit of {MAX_DETAILS_BYTES} bytes, so they were not decoded)"
+        elif packed:
+            details = _decode_details(base64.b64decode(packed, validate=True))
     except (
         ValueError,
         TypeError,
         RecursionError,
     ) as err:  # the member has a bug; keep what can be read
         detail += f" (its details cannot be decoded: {err})"
+    code = headers.get("code") or None
+    if code is not None and not _CODE.fullmatch(code):
+        detail += f" (its code is not a code: {printable(code[:80])!r})"
+        code = None
     ran = headers.get("may-have-run") != "0"
-    return RemoteError(
-        name, detail, may_have_run=ran, code=headers.get("code") or None, details=details
-    )
+    return RemoteError(name, detail, may_have_run=ran, code=code, details=details)

@@ -41,7 +41,7 @@ class Bucket:
 
     def is_empty(self, now_us: int) -> bool:
         """Refill by the time that has passed, and return whether nothing may be sent now."""
-        passed_s = (now_us - self._at_us) / 1e6
+        passed_s = max(0, now_us - self._at_us) / 1e6
         self._at_us = now_us
         rate = self.rate
         self._messages = min(rate.messages, self._messages + passed_s * rate.messages)

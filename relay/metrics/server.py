@@ -72,7 +72,8 @@ class Server(ThreadingMixIn, BaseServer):
         """Make room for a new connection. Return False if there is none."""
         if len(self._connections) >= MAX_CONNECTIONS:
             self.source.cut_connections += 1
-            waiting = (each for each, known in self._connections.items() if not known.asked)
+            connections = list(self._connections.items())  # the threads of others change the table
+            waiting = (each for each, known in connections if not known.asked)
             oldest = next(waiting, None)
             if oldest is None:
                 return False

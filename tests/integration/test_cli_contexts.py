@@ -84,12 +84,34 @@ def test_the_file_of_contexts_is_private_and_replaced_whole(home: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", ["tls://a:1,tls://b:2", 'with "quotes" \\ and ünïcode', "line\nend"]
+    "value",
+    ["tls://a:1,tls://b:2", 'with "quotes" \\ and ünïcode', "line\nend", "/keys/🔑", "del\x7f"],
 )
 def test_a_context_is_read_as_it_was_written(home: Path, value: str) -> None:
     written = Contexts("a", {"a": Context(relay=value), "b-c": Context(config=value, access=value)})
     contexts.save(home / "contexts.toml", written)
     assert contexts.load(home / "contexts.toml") == written
+
+
+def test_a_path_that_is_not_text_is_refused_and_the_file_stays_usable(home: Path) -> None:
+    shell = Shell(home)
+    shell("context", "add", "prod", "--relay", "tls://relay.example:7431")
+    wrong = home / os.fsdecode(b"keys\xff")
+    wrong.mkdir()
+    said = shell("context", "add", "wrong", "--config", str(wrong), code=2)
+    assert b"is not UTF-8 text, so a context cannot hold it" in said
+    assert [json.loads(line)["name"] for line in shell("context", "list", "--json").splitlines()] == ["prod"]  # fmt: skip
+    (home / "file").touch()
+    shell.environ["IRIS_CONFIG"] = str(home / "file" / "config")
+    said = shell("context", "add", "prod", "--relay", "x", code=2)
+    assert b"cannot create" in said
+    assert b"Traceback" not in said
+
+
+def test_a_file_of_contexts_that_is_nested_too_deeply_is_malformed(home: Path) -> None:
+    keyfiles.replace(home / "contexts.toml", "a = " + "[" * 5000)
+    with pytest.raises(KeyringError, match="the file is malformed"):
+        contexts.load(home / "contexts.toml")
 
 
 @pytest.mark.parametrize(

@@ -24,10 +24,20 @@ SOURCE = """
 import os
 import iris
 service = iris.Service("pool")
+def await_end():
+    # As a process pool does, it outlives the process that forked it.
+    import time
+    while not os.path.exists("go"):
+        time.sleep(0.01)
+    os._exit(0)
 @service.on_request
 async def answer(text: str) -> str:
     if text == "die":
         os._exit(9)
+    if text == "fork":
+        if os.fork():
+            os._exit(9)
+        await_end()
     if text.startswith("/"):
         import asyncio
         while not os.path.exists(text):
@@ -167,6 +177,25 @@ def test_workers_serve_together_and_a_crashed_one_is_started_again(
     ended = [json.loads(line) for line in said.splitlines() if b"run.worker_ended" in line]
     assert [line["exit"] for line in ended] == [9]
     assert events(said).count("run.stopping") == 2
+
+
+def test_a_worker_is_started_again_while_a_process_that_it_forked_goes_on(
+    home: Path, shell: Shell, observer: iris.blocking.Client
+) -> None:
+    process = shell.start("run", "app", "--workers", "2")
+    observer.wait_for_members("pool", 2, timeout=PATIENCE_S)
+    before = pids(observer)
+    request = shell.start("request", "pool", "fork", "--timeout", "30")
+    assert process.stderr is not None
+    said = b""
+    while b"run.worker_ended" not in said:
+        said = process.stderr.readline()
+    assert json.loads(said)["exit"] == 9
+    (home / "go").touch()
+    end(request, 6)
+    wait_until(lambda: len(pids(observer)) == 2 and len(pids(observer) & before) == 1)
+    process.terminate()
+    end(process)
 
 
 def test_workers_finish_what_they_accepted_and_a_second_signal_ends_them_at_once(
