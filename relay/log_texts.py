@@ -18,7 +18,7 @@ SENTENCES: Final[dict[str, str | tuple[str, ...]]] = {
     **log_texts.SENTENCES,
     # Start, settings and end of a relay
     "relay.started": "The relay {relay} (pid {pid}) started and accepts sessions at {socket}.",
-    "relay.waits": "Before it was restarted, this relay had members (number: {members}; sessions: {sessions}). Calls that find no member wait up to {within_s} s for them to return.",
+    "relay.waits": "Before it was restarted, this relay had members (number: {members}, those of its store included; sessions: {sessions}). Calls that find no member wait up to {within_s} s for them to return.",
     "relay.returned": "As many members as before the restart ({members}) are back after {after_s} s.",
     "relay.missed": "The relay had {members} members before it was restarted; the number of members now is {here}, after {after_s} s. Calls that find no member are refused from now on.",
     "relay.settings_read": "The settings were read again. Changed: {changed}. Unchanged until the relay is restarted: {needs_restart}.",

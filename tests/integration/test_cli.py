@@ -299,6 +299,11 @@ def test_help_shows_the_default_of_the_log(verb: str) -> None:
     assert "(INFO)" not in said
 
 
+def test_help_of_bench_names_its_extra() -> None:
+    said = CliRunner().invoke(cli.app, ["bench", "--help"]).output
+    assert "pip install 'iris-messaging[bench]'" in said
+
+
 def test_help_shows_no_type_for_flags_and_no_range_for_numbers() -> None:
     for words in (
         ["request"],

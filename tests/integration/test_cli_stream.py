@@ -17,6 +17,7 @@ import zlib
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ from typer.testing import CliRunner
 import iris
 from iris import cli, keyfiles
 from iris.cli.exits import Exit, exit_code
-from iris.cli.stream import texts
+from iris.cli.stream import _records, texts
 from iris.errors import (
     AmbiguousStream,
     IrisError,
@@ -253,6 +254,13 @@ def test_info_and_list_tell_the_same_to_scripts_and_to_people(shell: Shell, stre
     seen = on_a_terminal(shell, "stream", "list")
     assert re.search(r"NAME +RECORDS +MESSAGES", seen)
     assert re.search(rf"{stream} +appends +1 +\d+ B +0 +1 +ok", seen)
+
+
+def test_a_stream_of_dead_letters_is_listed_as_that() -> None:
+    info = SimpleNamespace(name="orders.dead", mirror="", topic="", cluster="")
+    assert _records(info) == "dead letters"  # type: ignore[arg-type]  # the fields that it reads
+    info.name = "orders"
+    assert _records(info) == "appends"  # type: ignore[arg-type]  # likewise
 
 
 def test_a_stream_of_a_topic_records_what_is_published(shell: Shell) -> None:

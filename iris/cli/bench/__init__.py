@@ -38,7 +38,7 @@ app = typer.Typer(
     stalls cannot hide it. A percentile is printed only if at least 10 samples
     lie beyond it; averages are not printed.
 
-    Needs an extra: pip install 'iris-messaging[bench]'
+    Needs an extra: pip install 'iris-messaging\\[bench]'
 
     \b
     Examples:
