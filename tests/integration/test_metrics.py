@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -10,12 +11,14 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from support.commands import command
 from support.links import Site
 from support.pages import Scraped, get, scrape
 from support.relays import Daemon, client
-from support.waiting import PATIENCE_S, until
+from support.waiting import PATIENCE_S, until, wait_until
 
 import iris
 import iris.blocking
@@ -272,3 +275,28 @@ async def test_a_request_that_is_none_ends_its_connection_only(site: Site) -> No
         answer = await asyncio.to_thread(send, data)
         assert b" 200 " not in answer
     assert (await got(relay, "/live"))[0] == 200
+
+
+def test_a_relay_with_a_store_passes_iris_check_and_fails_it_when_the_store_cannot_serve(
+    tmp_path: Path,
+) -> None:
+    data = tmp_path / "data"
+
+    def checked(*more: str) -> tuple[int, dict[str, Any]]:
+        done = subprocess.run(
+            command("check", "--json", "--skip", "clock", *more), env=daemon.environ, capture_output=True, text=True
+        )  # fmt: skip
+        return done.returncode, json.loads(done.stdout)
+
+    with Daemon(tmp_path, "--data", str(data)) as daemon:
+        code, found = checked()
+        assert (code, found["status"]) == (0, "ok")
+        assert [each["check"] for each in found["checks"]] == ["relay", "links", "store", "keys"]
+        daemon.stop()
+    data.chmod(0o777)  # which a store refuses
+    with daemon:
+        wait_until(lambda: checked()[0] == 2)
+        code, found = checked()
+    (store,) = [each for each in found["checks"] if each["check"] == "store"]
+    assert (code, store["state"]) == (2, "critical")
+    assert store["detail"].startswith("cannot serve: data: other users may write to")
