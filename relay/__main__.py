@@ -13,6 +13,7 @@ import typer
 from iris import keyfiles
 from iris.causes import print_causes
 from iris.errors import IrisError
+from relay.config import NO_EFFECT
 from relay.settings import as_environment, defaults, load_config
 
 _SITES: Final = "Other sites"
@@ -133,6 +134,8 @@ def relay(
     """
     if settings:
         for name, default in defaults().items():
+            if name in NO_EFFECT:
+                continue
             sys.stdout.write(f"{name} = {default}\n" if default else f"# {name} =\n")
         return
     try:

@@ -34,6 +34,9 @@ MAX_PATTERNS = 1024
 ENVIRONMENT_PREFIX = "IRIS_RELAY_"
 """`IRIS_RELAY_MAX_SESSIONS=100` sets `max_sessions`. `IRIS_RELAY` itself is the socket's path."""
 
+NO_EFFECT = ("site_compression",)
+"""Settings that are accepted and ignored."""
+
 _MIB = 1 << 20
 _MIN_MESSAGE_BYTES = 64 << 10  # a bundle must fit
 _MAX_MESSAGE_BYTES = 64 * _MIB
@@ -292,7 +295,7 @@ class RelayConfig:
     @property
     def no_effect(self) -> tuple[str, ...]:
         """The settings given that this version accepts and ignores."""
-        return ("site_compression",) if self.site_compression else ()
+        return tuple(name for name in NO_EFFECT if getattr(self, name))
 
     @property
     def is_gateway(self) -> bool:

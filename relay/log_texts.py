@@ -25,7 +25,7 @@ SENTENCES: Final[dict[str, str | tuple[str, ...]]] = {
     "relay.settings_unreadable": "The settings could not be read again, so the relay keeps the old ones: {error}. Correct them and send SIGHUP.",
     "relay.draining": "The relay is stopping and waits up to {within_s} s for its sessions to finish (number: {sessions}; {try}).",
     "relay.cut": "The relay stopped waiting after {after_s} s and ended {calls} calls and {tunnels} tunnels. Increase drain_timeout_s if they need longer.",
-    "relay.unread": "The relay stopped waiting after {after_s} s for {sessions} sessions ({labels}). What they sent last may be lost; its receivers get a loss of unknown count.",
+    "relay.unread": "The relay stopped waiting after {after_s} s for sessions that it had not read ({sessions}: {labels}). What they sent last may be lost; its receivers get a loss of unknown count.",
     "relay.stopped": "The relay {relay} stopped.",
     "settings.no_effect": "The setting {setting} has no effect any more. Remove it.",
     "attendance.not_kept": "The number of members could not be written to {path}: {error}. After a restart, calls will not wait for members to return.",

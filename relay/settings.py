@@ -36,12 +36,14 @@ def load_config(
         ConfigError: the file cannot be read, a setting is unknown, or a value has the wrong type or
             range. The message names the file or variable, and the setting.
     """
+    named_by = ""
     if file is None and (named := environ.get(_FILE_VARIABLE)):
         file = Path(named)
+        named_by = _FILE_VARIABLE
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
     if file is not None:
-        for name, value in _read(file).items():
+        for name, value in _read(file, named_by).items():
             sources[name] = f"{file}: {name}"
             values[name] = _parse(name, value, sources[name])
     for variable in sorted(environ):
@@ -92,23 +94,47 @@ def as_environment(argv_overrides: Mapping[str, object], file: Path | None) -> d
     return variables
 
 
-def _read(file: Path) -> dict[str, object]:
+def _read(file: Path, named_by: str) -> dict[str, object]:
+    """Return the content of a settings file. `named_by` is the variable that names it, "" if none does."""
+    shown = f"{file} ({named_by})" if named_by else str(file)
     try:
         return tomllib.loads(file.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{file}: {error}") from error
+    except FileNotFoundError as error:
+        raise ConfigError(f"the settings file {shown} does not exist") from error
+    except OSError as error:
+        raise ConfigError(f"the settings file {shown} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file}: not UTF-8 text") from error
+    except tomllib.TOMLDecodeError as error:
+        what, at, where = str(error).removesuffix(")").rpartition(" (at ")
+        found = f" at {where}: {what}" if at and where.startswith("line ") else f": {error}"
+        raise ConfigError(f"{file}: not valid TOML{found}") from error
 
 
 def _parse(name: str, value: object, where: str) -> object:
     """Return `value` converted to the type of field `name`; errors begin with `where`."""
     parser = _PARSERS.get(name)
     if parser is None:
-        hint = did_you_mean(name, _PARSERS) or "; `iris relay --settings` lists them"
-        raise ConfigError(f"{where}: is not a setting{hint}")
+        hint = did_you_mean(name, _PARSERS)
+        if hint and where.startswith(ENVIRONMENT_PREFIX):
+            meant = hint.split("'")[1].upper()
+            hint = f"; did you mean {ENVIRONMENT_PREFIX}{meant}?"
+        raise ConfigError(
+            f"{where} is not a setting{hint or '; `iris relay --settings` lists them'}"
+        )
     parsed = parser(value)
     if parsed is None:
-        raise ConfigError(f"{where}: {value!r} is not {_WANTED[parser]}")
+        raise ConfigError(f"{where}: {value!r} is not {_WANTED[parser]}{_unit_hint(name, value)}")
     return parsed
+
+
+def _unit_hint(name: str, value: object) -> str:
+    """Return what to write instead, if `value` begins with a number and so seems to have a unit."""
+    if not isinstance(value, str) or not value[:1].isdigit():
+        return ""
+    if name.endswith("_bytes"):
+        return "; write bytes without a unit, such as 268435456"
+    return "; write seconds without a unit, such as 30" if name.endswith("_s") else ""
 
 
 # Each parser returns None for a value that is not of its type.

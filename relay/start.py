@@ -59,12 +59,14 @@ def _dev_keys(environ: Mapping[str, str]) -> tuple[NetworkKey, ...]:
     path = directory / keyfiles.NETWORK_FILE
     if not path.exists():
         keyfiles.create_keys(directory)
-    sys.stderr.write(
-        f"iris relay: using throw-away development keys in {directory}, which last until this host restarts\n"
-    )
     if keyfiles.has_keys(environ):
         own = keyfiles.config_directory(environ) / keyfiles.KEYRING_FILE
-        sys.stderr.write(f"iris relay: programs of this user use the keys in {own} instead\n")
+        said = f"relay for development, without links; programs of this user use their own keys in {own}"
+    else:
+        said = (
+            f"using throw-away development keys in {directory}, which last until this host restarts"
+        )
+    sys.stderr.write(f"iris relay: {said}\n")
     return keyfiles.load_network_keys(path)
 
 

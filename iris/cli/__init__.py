@@ -234,6 +234,13 @@ def iris(
         raise typer.BadParameter(str(error), param_hint="--context") from error
 
 
+def _resemble(given: str, name: str) -> bool:
+    """Return whether two options are alike by more than their dashes and length, as --drain and --data are not."""
+    from difflib import SequenceMatcher  # only for errors
+
+    return SequenceMatcher(None, given, name).ratio() >= 0.75
+
+
 def _print_usage_error(error: Any) -> None:
     """Print an error of usage as one line, with its causes below it if `iris --verbose` was given.
 
@@ -253,7 +260,8 @@ def _print_usage_error(error: Any) -> None:
 def _usage_text(error: Any) -> str:
     option = getattr(error, "option_name", None)
     if type(error).__name__ == "NoSuchOption" and option:
-        return f"there is no option {printable(option)!r}{did_you_mean(option, error.possibilities or ())}"
+        near = [name for name in error.possibilities or () if _resemble(option, name)]
+        return f"there is no option {printable(option)!r}{did_you_mean(option, near)}"
     text: str = error.message if isinstance(error, WrongUsage) else error.format_message()
     return text
 

@@ -34,7 +34,19 @@ def read_plainly(command: Any) -> Any:
             _choose_reader(parameter)
         return found
 
+    parse_args = command.parse_args
+
+    def parse(ctx: Any, args: list[str]) -> Any:
+        try:
+            return parse_args(ctx, args)
+        except Exception as error:
+            # An option without its value is reported without the command that it belongs to.
+            if getattr(error, "ctx", ctx) is None:
+                error.ctx = ctx  # type: ignore[attr-defined]
+            raise
+
     command.get_params = get_params
+    command.parse_args = parse
     for each in getattr(command, "commands", {}).values():
         read_plainly(each)
     return command

@@ -99,12 +99,13 @@ def find_service(path: str) -> iris.Service:
         found = getattr(found, name, None)
     if not isinstance(found, iris.Service):
         known = [name for name, value in vars(module).items() if isinstance(value, iris.Service)]
-        hint = (
-            f"it has: {', '.join(known)}"
-            if known
-            else "it has none; define one with iris.Service(CLUSTER)"
+        if not known:
+            raise ConfigError(
+                f"{module_name} defines no iris.Service; add `{attribute} = iris.Service(CLUSTER)`"
+            )
+        raise ConfigError(
+            f"{module_name} has no iris.Service called {attribute!r}; it has: {', '.join(known)}"
         )
-        raise ConfigError(f"{module_name} has no iris.Service called {attribute!r}; {hint}")
     if not found.handlers and not found.topics:
         raise ConfigError(
             f"{module_name}:{attribute} has no handlers; decorate a function with @{attribute}.on_request or another @{attribute}.on_…"

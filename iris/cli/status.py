@@ -69,15 +69,17 @@ def _print_tables(report: dict[str, Any], before: dict[str, Any]) -> None:
     from rich.table import Table
 
     console = output.console()
-    process = f"process {report['pid']}, " if "pid" in report else ""
-    console.print(
-        f"[bold]relay[/] {report['relay']}  {process}up {_duration(report.get('uptime_s', 0))}"
-        + (", draining" if report["draining"] else "")
-    )
+    process = [f"process {report['pid']}"] if "pid" in report else []
+    # A relay of an earlier version does not tell everybody how long it is up.
+    up = [f"up {_duration(report['uptime_s'])}"] if "uptime_s" in report else []
+    state = ", ".join([*process, *up, *["draining"] * report["draining"]])
+    console.print(f"[bold]relay[/] {report['relay']}  {state}".rstrip())
     if "socket" in report:
         console.print(f"socket {report['socket']}", markup=False)
     if "limited" in report:
-        counts = ", ".join(f"{count} {name}" for name, count in report["counts"].items())
+        counts = ", ".join(
+            plural(count, name.removesuffix("s")) for name, count in report["counts"].items()
+        )
         console.print(f"{counts}; {report['limited']}", markup=False)
     if why := report.get("store", {}).get("cannot_serve"):
         console.print(
@@ -108,7 +110,11 @@ def _print_tables(report: dict[str, Any], before: dict[str, Any]) -> None:
             console.print(table)
     for target in report.get("dialling", {}).get("unlinked", ()):
         if target["error"]:
-            line = f"not linked: {target['source']}: {target['error']} ({plural(target['failures'], 'attempt')})"
+            address = target["source"].rpartition(" ")[2]
+            why = target["error"].removeprefix(f"{address}: ")
+            line = (
+                f"not linked: {target['source']}: {why} ({plural(target['failures'], 'attempt')})"
+            )
             console.print(printable(line), markup=False)
     for each in report.get("other_keys", ()):
         there = ", ".join(f"{count} under {key}" for key, count in each["others"].items())

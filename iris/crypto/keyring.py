@@ -376,7 +376,7 @@ def _parse_toml(text: str) -> dict[str, Any]:
     except tomllib.TOMLDecodeError as error:
         # Keep the position only: the rest of the message may quote the text, and so a secret.
         found = re.search(r"line \d+, column \d+", str(error))
-    raise KeyringError(f"not valid TOML: {found[0] if found else 'it ends too early'}")
+    raise KeyringError(f"not valid TOML{f' at {found[0]}' if found else ': it ends too early'}")
 
 
 def _parse_entry(kind: type[_AnyKey], name: str, body: object) -> tuple[_AnyKey, ...]:

@@ -360,7 +360,9 @@ class Parts:
 
         It has no "clusters" key, so that nobody who looks for a name takes an empty list for an answer.
         """
+        extra = self.status_extra()
         return {
+            **{name: extra[name] for name in ("uptime_s",) if name in extra},
             "relay": self.relay_id.hex(),
             "site": self.site,
             "draining": self.draining,

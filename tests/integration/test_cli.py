@@ -268,6 +268,9 @@ USAGE = {
     "request a --timout 1": "there is no option '--timout'; did you mean '--timeout'?",
     "request a --zzz": "there is no option '--zzz'; `iris request --help` shows the usage",
     "stream delete orders": "this deletes stream orders with all its messages; confirm with --yes; `iris stream delete --help` shows the usage",
+    "request --relay": "Option '--relay' requires an argument; `iris request --help` shows the usage",
+    "relay --drain": "there is no option '--drain'; `iris relay --help` shows the usage",
+    "relay --no-mdn": "there is no option '--no-mdn'; did you mean '--no-mdns'?",
     "publish": "Missing argument 'TOPIC'; `iris publish --help` shows the usage",
     "request a --pack {": """Invalid value for --pack: the payload '{' is not JSON at line 1, column 2; write JSON, such as '"text"' or '{"n": 1}', or leave out --pack to send the text as it is; `iris request --help` shows the usage""",
 }  # fmt: skip
@@ -282,9 +285,32 @@ def test_an_unknown_setting_is_answered_with_the_one_that_resembles_it(tmp_path:
     (tmp_path / "relay.toml").write_text("queue_byte = 1\n")
     shell = Shell(tmp_path)
     said = shell("relay", "--config", str(tmp_path / "relay.toml"), "--check", code=2)
-    assert b"queue_byte: is not a setting; did you mean 'queue_bytes'?" in said
+    assert b"queue_byte is not a setting; did you mean 'queue_bytes'?" in said
     far = Shell(tmp_path, IRIS_RELAY_FRUIT="apple")("relay", "--check", code=2)
-    assert b"IRIS_RELAY_FRUIT: is not a setting; `iris relay --settings` lists them" in far
+    assert b"IRIS_RELAY_FRUIT is not a setting; `iris relay --settings` lists them" in far
+    for variable, value, answer in (
+        ("IRIS_RELAY_PROT", "1", "IRIS_RELAY_PROT is not a setting; did you mean IRIS_RELAY_PORT?"),
+        (
+            "IRIS_RELAY_QUEUE_BYTES",
+            "256MB",
+            "IRIS_RELAY_QUEUE_BYTES: '256MB' is not a whole number; write bytes without a unit, such as 268435456",
+        ),
+        (
+            "IRIS_RELAY_DRAIN_TIMEOUT_S",
+            "30s",
+            "IRIS_RELAY_DRAIN_TIMEOUT_S: '30s' is not a number of seconds; write seconds without a unit, such as 30",
+        ),
+        (
+            "IRIS_RELAY_CONFIG_FILE",
+            "none.toml",
+            "the settings file none.toml (IRIS_RELAY_CONFIG_FILE) does not exist",
+        ),
+    ):
+        told = Shell(tmp_path, **{variable: value})("relay", "--check", code=2)
+        assert told.decode() == f"iris relay: {answer}\n"
+    (tmp_path / "broken.toml").write_text("port = 1\nmdns = maybe\n")
+    told = shell("relay", "--config", str(tmp_path / "broken.toml"), "--check", code=2)
+    assert b"broken.toml: not valid TOML at line 2, column 8: Invalid value" in told
     listed = shell("relay", "--settings").decode()
     assert "queue_bytes = 134217728\n" in listed
     (tmp_path / "all.toml").write_text(listed)
@@ -822,7 +848,7 @@ def test_run_answers_a_request_that_was_under_way_when_it_was_told_to_stop(
     ("where", "said"),
     [
         ("nowhere", "no module 'nowhere'"), ("services:nothing", "no iris.Service called 'nothing'"),
-        ("services", "no iris.Service called 'service'; it has: echo, narrow, idle"), ("json", "it has none; define one"),
+        ("services", "no iris.Service called 'service'; it has: echo, narrow, idle"), ("json", "json defines no iris.Service; add `service = iris.Service(CLUSTER)`"),
         ("services:noted", "no iris.Service called 'noted'; it has: echo"), ("services.py", "leave out the '.py': services"),
         ("./services.py", "write it as in an import statement"), ("services:idle", "services:idle has no handlers"),
     ],

@@ -126,6 +126,21 @@ def test_a_running_relay_changes_to_sentences(tmp_path: Path) -> None:
         assert daemon.stop() == 0
 
 
+@pytest.mark.parametrize("own", [False, True])
+def test_a_development_relay_says_in_one_line_whose_keys_programs_use(
+    own: bool, tmp_path: Path
+) -> None:
+    if own:
+        keyfiles.create_keys(tmp_path / ".config" / "iris")
+    # It ends after this line, because its socket cannot be made.
+    (tmp_path / "iris").mkdir(mode=0o700)
+    (tmp_path / "iris" / "relay.sock").mkdir()
+    first, *rest = run(tmp_path, "--dev").stderr.splitlines()
+    keys = f"their own keys in {tmp_path}/.config/iris/keyring.toml"
+    assert first.endswith(keys if own else "which last until this host restarts")
+    assert not any("keys in" in line for line in rest)
+
+
 def test_settings_and_keys_can_be_checked_without_a_relay(tmp_path: Path) -> None:
     keys = str(tmp_path / "keys")
     missing = run(tmp_path, "--check", IRIS_CONFIG=keys)
@@ -153,7 +168,7 @@ def test_settings_and_keys_can_be_checked_without_a_relay(tmp_path: Path) -> Non
     file.write_text("max_sesions = 1")
     wrong = run(tmp_path, "--check", "--config", str(file), IRIS_CONFIG=keys)
     assert wrong.returncode == 2
-    assert f"{file}: max_sesions: is not a setting" in wrong.stderr
+    assert f"{file}: max_sesions is not a setting" in wrong.stderr
     assert not (tmp_path / "iris").exists()
 
 

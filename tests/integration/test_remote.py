@@ -280,6 +280,7 @@ async def test_a_remote_process_sees_numbers_and_no_names_in_the_status(
         assert name not in shown
     assert status["sessions"] == status["links"] == []
     assert status["counts"] == {"sessions": 2, "clusters": 1, "links": 0, "sites": 0}
+    assert 0 < full["uptime_s"] <= status["uptime_s"]
     assert status["accounts"]["held"] == 0
     assert "relay's own user" in status["limited"]
 
@@ -311,7 +312,7 @@ async def test_a_client_that_may_not_see_all_clusters_cannot_promote_the_default
     code, said = await run("status")
     assert code == 0, said
     assert "relay's own user" in said
-    assert "1 sessions" in said
+    assert "1 session, 0 clusters" in said
     code, said = await run("federation", "list")
     assert code != 0, said
     assert "relay's own user" in said

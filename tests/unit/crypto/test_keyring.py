@@ -327,7 +327,7 @@ SECRET_TEXT = D.reveal()
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        (f"[default]\nkeys = [{SECRET_TEXT}]", "not valid TOML: line 2"),
+        (f"[default]\nkeys = [{SECRET_TEXT}]", "not valid TOML at line 2"),
         (f"{SECRET_TEXT}", "not valid TOML"),
         (f"[{SECRET_TEXT}]\n[{SECRET_TEXT}]", "not valid TOML"),
         (f'[default]\nkeys = ["{SECRET_TEXT}', "not valid TOML"),

@@ -148,9 +148,9 @@ def test_every_setting_can_be_given_as_toml_and_as_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "names"),
     [
-        ("max_sesions = 1", "max_sesions: is not a setting"),
-        ("[relay]\nmax_sessions = 1", "relay: is not a setting"),
-        ("network_keys = []", "network_keys: is not a setting"),
+        ("max_sesions = 1", "max_sesions is not a setting"),
+        ("[relay]\nmax_sessions = 1", "relay is not a setting"),
+        ("network_keys = []", "network_keys is not a setting"),
         ("max_sessions = true", "max_sessions: True is not a whole number"),
         ("max_sessions = 1.5", "max_sessions: 1.5 is not a whole number"),
         ("dev = 'perhaps'", "dev: 'perhaps' is not true or false"),
@@ -193,12 +193,12 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     ],
 )
 def test_a_variable_that_is_wrong_is_named(variable: str, value: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{variable}: "):
+    with pytest.raises(ConfigError, match=f"^{variable}(: | is not a setting)"):
         load(environ={variable: value})
 
 
 def test_a_flag_that_is_not_a_setting_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"^max_sesions: is not a setting"):
+    with pytest.raises(ConfigError, match=r"^max_sesions is not a setting"):
         load({"max_sesions": 1})
 
 
