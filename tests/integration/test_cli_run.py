@@ -239,7 +239,9 @@ def test_a_hangup_lets_every_worker_read_the_keys_again(
     process = shell.start("run", "app", "--workers", "2")
     del shell.environ["NOTIFY_SOCKET"]
     assert manager.next() == "READY=1"
+    shell.environ["IRIS_CONFIG"] = str(home / "iris" / "dev")  # else those keys are not edited
     shell("key", "add", "pool")
+    del shell.environ["IRIS_CONFIG"]
     process.send_signal(signal.SIGHUP)
     assert manager.next() == "RELOADING=1"
     assert manager.next() == "READY=1"
