@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 import sysconfig
 import traceback
@@ -80,7 +81,12 @@ def run(
         run_work(supervise)
     else:
         keep_freed_memory()
-        run_work(work)
+        try:
+            run_work(work)
+        finally:
+            # A handler's thread may go on, and the interpreter waits for it. uvloop leaves both signals without effect.
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, lambda *_: os._exit(Exit.INTERRUPTED))
 
 
 def find_service(path: str) -> iris.Service:

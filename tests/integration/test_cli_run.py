@@ -49,6 +49,19 @@ def more(text: str) -> str:
     return text
 """
 
+STUCK = """
+import threading
+from pathlib import Path
+import iris
+service = iris.Service("stuck")
+threading._register_atexit(Path("waiting").touch)
+@service.on_request(threads=1)
+def answer(text: str) -> str:
+    Path("began").touch()
+    threading.Event().wait()
+    return text
+"""
+
 
 @pytest.fixture
 def home() -> Iterator[Path]:
@@ -220,6 +233,22 @@ def test_workers_finish_what_they_accepted_and_a_second_signal_ends_them_at_once
     stuck.terminate()
     end(stuck, 130)
     end(request, 6)
+
+
+def test_a_second_signal_ends_a_service_whose_thread_never_ends(
+    home: Path, shell: Shell, observer: iris.blocking.Client
+) -> None:
+    (home / "stuck.py").write_text(STUCK)
+    process = shell.start("run", "stuck")
+    observer.wait_for_members("stuck", 1, timeout=PATIENCE_S)
+    request = shell.start("request", "stuck", "x", "--timeout", "30")
+    wait_until((home / "began").exists)
+    process.terminate()
+    wait_until(lambda: not pids(observer))
+    wait_until((home / "waiting").exists)  # the event loop is closed
+    process.terminate()
+    end(process, 130)
+    end(request, 1)
 
 
 def test_workers_end_when_their_supervisor_is_killed(
