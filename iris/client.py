@@ -38,7 +38,15 @@ from iris.deadlines import (
     milliseconds,
     seconds_left,
 )
-from iris.describing import DESCRIBE, PING, Description, PerMember, Ping, ask_members
+from iris.describing import (
+    DESCRIBE,
+    PING,
+    Description,
+    PerMember,
+    Ping,
+    ask_members,
+    read_description,
+)
 from iris.dialling import REMOTE, arrivals, find_keys, reach
 from iris.errors import (
     Closed,
@@ -772,16 +780,18 @@ class Client:
         answer, such as those of earlier versions of Iris, and `sites` counts the members of other sites, which cannot
         be asked. Raises RequestTimeout if the relay does not list the members within `timeout` seconds.
         """
-        return await self._ask_members(
-            cluster, timeout, partial(self._ask_member, cluster, DESCRIBE, Description)
-        )
+
+        async def describe(member: str, left_s: float) -> Description:
+            return read_description(await self._ask_member(cluster, DESCRIBE, member, left_s))
+
+        return await self._ask_members(cluster, timeout, describe)
 
     async def ping(self, cluster: str, *, timeout: float = 5.0) -> PerMember[Ping]:
         """Measure the round trip to each member of a cluster in this site. `failed` and `sites` as in `describe`."""
 
         async def ping(member: str, left_s: float) -> Ping:
             started_s = time.perf_counter()
-            await self._ask_member(cluster, PING, None, member, left_s)
+            await self._ask_member(cluster, PING, member, left_s)
             return Ping(member, time.perf_counter() - started_s)
 
         return await self._ask_members(cluster, timeout, ping)
@@ -794,10 +804,10 @@ class Client:
         return await ask_members(members, ask, seconds_left(until_s))
 
     def _ask_member(
-        self, cluster: str, method: str, type: Any, member: str, left_s: float
-    ) -> Awaitable[Any]:
+        self, cluster: str, method: str, member: str, left_s: float
+    ) -> Awaitable[bytes]:
         # Without the middleware of this client, which is for the requests of the program.
-        return Client.request(self, cluster, b"", timeout=left_s, member=member, method=method, type=type)  # fmt: skip
+        return Client.request(self, cluster, b"", timeout=left_s, member=member, method=method, type=bytes)  # fmt: skip
 
     async def status(self, *, timeout: float = 5.0) -> dict[str, Any]:
         """Return the status of the local relay: its counters and tables, as `iris status --json` shows them.

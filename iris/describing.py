@@ -12,9 +12,9 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from iris.core.message import Message
+from iris.core.message import Message, decode_payload
 from iris.deadlines import seconds_left
-from iris.errors import IrisError
+from iris.errors import DecodeError, IrisError
 from iris.handlers import Handler, Reply, Request
 from iris.membership import Members
 from iris.methods import Methods
@@ -27,6 +27,8 @@ DESCRIBE: Final = "iris.describe"
 """Method that every member answers with its `Description`."""
 PING: Final = "iris.ping"
 """Method that every member answers at once with nothing."""
+MAX_DESCRIPTION_BYTES: Final = 1 << 20
+"""Largest description that is decoded, because a decoded one may take a hundred times as much memory."""
 AT_ONCE: Final = 64
 """Members that are asked at the same time."""
 _MAX_DOC: Final = 2000
@@ -107,6 +109,16 @@ def describe_handlers(
             found.append(_describe(what, name, each, provided, tally_of(kind, name)))
     for topic in service.topics:
         found.append(_describe("publish", topic.pattern, topic.handler, provided, None))
+    return found
+
+
+def read_description(packed: bytes) -> Description:
+    """Return the description that a member answered with. Raises DecodeError."""
+    if len(packed) > MAX_DESCRIPTION_BYTES:
+        raise DecodeError(
+            f"a description of {len(packed)} bytes is over the limit of {MAX_DESCRIPTION_BYTES}"
+        )
+    found: Description = decode_payload(packed, True, Description, "reply")
     return found
 
 
