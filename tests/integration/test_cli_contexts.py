@@ -153,7 +153,7 @@ def test_a_verb_calls_the_relay_of_its_context(home: Path) -> None:
         elsewhere = Shell(home, XDG_RUNTIME_DIR=str(home / "none"))
         dev = str(home / "iris" / "dev")
         elsewhere("context", "add", "here", "--relay", str(socket), "--config", dev)
-        assert b"no relay runs at" in elsewhere.process("status", code=2)
+        assert b"no relay is running" in elsewhere.process("status", code=2)
         report = json.loads(elsewhere.process("--context", "here", "status", "--json"))
         assert report["socket"] == str(socket)
         elsewhere.environ["IRIS_CONTEXT"] = "here"
