@@ -79,6 +79,14 @@ def encode_payload(value: object) -> tuple[bytes, bool]:
         raise EncodeError(f"cannot encode a value of type {kind}; send bytes instead{why}") from err
 
 
+def _is_container(payload: bytes) -> bool:
+    """Whether raw bytes may be an object that the sender encoded itself: a MessagePack map or array.
+
+    Text is never taken for a number: "7" would be the number 55.
+    """
+    return bool(payload) and (0x80 <= payload[0] <= 0x9F or 0xDC <= payload[0] <= 0xDF)
+
+
 def decode_payload(
     payload: bytes, packed: bool, wanted: Any, role: Literal["argument", "message", "reply"] = "argument"
 ) -> Any:  # fmt: skip
@@ -97,6 +105,8 @@ def decode_payload(
             return msgpack.unpackb(payload, timestamp=3, strict_map_key=False)
         if wanted is str and not packed:
             return payload.decode()
+        if not packed and not _is_container(payload):
+            raise ValueError("it is bytes or text")
         decoder = _decoders.get(wanted)
         if decoder is None:
             decoder = msgspec.msgpack.Decoder(wanted)

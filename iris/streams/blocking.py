@@ -8,7 +8,6 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import functools
-from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar
 
@@ -85,16 +84,25 @@ class _Messages(_Proxy[Source]):
 
     def __init__(self, original: Source, run: Runner) -> None:
         super().__init__(original, run)
-        self._ready: deque[StreamMessage] = deque()
-        self._closed = False
+        self._closed = self._stopped = False
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> StreamMessage:
-        if not self._ready:
-            self._ready.extend(next(self.batches()))
-        return self._ready.popleft()
+        ready = self._original._ready
+        while not self._stopped:
+            with contextlib.suppress(IndexError):
+                return ready.popleft()
+            try:
+                self._run(self._original._fill())
+            except StopAsyncIteration:
+                break
+            except (Closed, concurrent.futures.CancelledError):
+                if self._closed:
+                    break
+                raise
+        raise StopIteration
 
     def batch(self) -> list[StreamMessage]:
         """Return the next messages, at least one, without those that the iteration has already taken.
@@ -147,7 +155,7 @@ class Reader(_Messages[asynchronous.Reader]):
     @property
     def offset(self) -> int:
         """The offset after the last message delivered; -1 until the stream is found."""
-        return self._ready[0].offset if self._ready else self._original.offset
+        return self._original.offset
 
     @property
     def high_water(self) -> int:
@@ -167,10 +175,20 @@ class Consumer(_Messages[asynchronous.Consumer]):
     touch = _calling(asynchronous.Consumer.touch)
     flush = _waiting(asynchronous.Consumer.flush)
 
+    def stop(self) -> None:
+        """Deliver no further message, so that the loop ends; see `iris.streams.Consumer.stop`. For any thread."""
+        self._stopped = True
+        with contextlib.suppress(Closed):  # the client was closed first
+            self._run(_stop(self._original))
+
     @property
     def lag(self) -> int:
         """Messages not settled yet, as of the last delivery."""
         return self._original.lag
+
+
+async def _stop(consumer: asynchronous.Consumer) -> None:
+    consumer.stop()
 
 
 class Staging(_Proxy[asynchronous.Staging]):

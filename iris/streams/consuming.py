@@ -82,6 +82,9 @@ class Consumer:
         self._acked_through = -1
         self._settle_task: asyncio.Task[None] | None = None
         self._error: IrisError | None = None
+        self._stopping = False
+        self._renewed_s = 0.0
+        """Monotonic time at which the ack timeout of the messages in `_ready` was last restarted."""
         self._unconfirmed: list[int] = []
         """Offsets of the last delivery, until the store knows that it arrived."""
         self._confirm_timer: asyncio.TimerHandle | None = None
@@ -92,18 +95,36 @@ class Consumer:
         return self
 
     async def __anext__(self) -> StreamMessage:
-        ready = self._ready
-        while not ready:
-            ready.extend(await self.batch())
-        return ready.popleft()
+        if self._stopping:
+            raise StopAsyncIteration
+        while not self._ready:
+            await self._fill()
+        return self._ready.popleft()
+
+    async def _fill(self) -> None:
+        """Wait for the next messages and keep them in `_ready`, where they are held but not begun with."""
+        self._ready.extend(await self.batch())
+        self._renewed_s = time.monotonic()
 
     async def batches(self) -> AsyncIterator[list[StreamMessage]]:
         """Iterate over lists of messages, one list per delivery."""
         while True:
-            yield await self.batch()
+            try:
+                yield await self.batch()
+            except StopAsyncIteration:
+                return
+
+    def stop(self) -> None:
+        """Deliver no further message: the iteration ends. Messages that were delivered can still be settled.
+
+        What arrived and was not delivered to the loop goes to other workers when this one is closed.
+        """
+        self._stopping = True
+        if self._batch_task is not None:
+            self._batch_task.cancel()
 
     async def batch(self) -> list[StreamMessage]:
-        """Wait for the next messages and return them, at least one.
+        """Wait for the next messages and return them, at least one. Raises StopAsyncIteration after `stop`.
 
         Raises:
             StreamError: another worker took over, the consumer exists with other settings or was deleted, or its store
@@ -113,6 +134,8 @@ class Consumer:
             if self._closed:
                 raise Closed(f"consumer {self.name!r} of {self.stream!r} was closed; open another")
             self._raise_error()
+            if self._stopping:
+                raise StopAsyncIteration
             if self._offset < 0:
                 stream, self._offset = await start_offset(
                     self._stores, self.stream, self._uuid, self._start, patience=self._patience
@@ -131,6 +154,9 @@ class Consumer:
             except asyncio.CancelledError:
                 if task.cancelled():
                     self._batch_task = None
+                    this = asyncio.current_task()
+                    if self._stopping and not (this and this.cancelling()):
+                        raise StopAsyncIteration from None
                 raise
             except BaseException:
                 self._batch_task = None
@@ -306,11 +332,31 @@ class Consumer:
             if rest:
                 self._nacked[delay_us, reason] = rest
         through, self._acked_through = self._acked_through, -1
+        unseen: list[Range] = []
+        if leaving:
+            unseen, _ = _ranges(message.offset for message in self._ready)
+        elif self._ready and (done or failed or through >= 0):
+            # The loop makes progress: what waits for it here must not time out meanwhile.
+            now_s = time.monotonic()
+            if now_s - self._renewed_s >= self._ack_timeout_us / 4e6:
+                self._renewed_s = now_s
+                waiting, _ = _ranges(message.offset for message in self._ready)
+                held = [*held, *waiting][:MAX_RANGES]
         if not (done or held or failed or leaving or had or through >= 0):
             return None
         last = None if through < 0 else through
         return Settle(
-            self.name, self._worker, done, failed, held, last, delay_us, reason, leaving, had
+            self.name,
+            self._worker,
+            done,
+            failed,
+            held,
+            last,
+            delay_us,
+            reason,
+            leaving,
+            had,
+            unseen,
         )
 
     def _raise_error(self) -> None:
@@ -345,6 +391,7 @@ class Consumer:
                         patience=1.0,
                         writes=True,
                     )
+        self._ready.clear()
         if self._settle_task is not None:
             self._settle_task.cancel()
 

@@ -66,11 +66,13 @@ class Reader:
         return self
 
     async def __anext__(self) -> StreamMessage:
-        ready = self._ready
-        while not ready:
-            ready.extend(await self.batch())
-        message = ready.popleft()
-        return message
+        while not self._ready:
+            await self._fill()
+        return self._ready.popleft()
+
+    async def _fill(self) -> None:
+        """Wait for the next messages and keep them in `_ready`."""
+        self._ready.extend(await self.batch())
 
     async def batches(self) -> AsyncIterator[list[StreamMessage]]:
         """Iterate over lists of messages, one per fetch. This is faster than single messages."""
@@ -290,6 +292,7 @@ async def resolve_dead(
                 message.payload, message.name = original.payload, original.name
                 message.headers, message.packed = original.headers, original.packed
                 message.source, message.sent_us = original.source, original.sent_us
+                message.key = original.key
 
 
 def _retrieve_error(task: asyncio.Task[Fetched]) -> None:

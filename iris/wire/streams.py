@@ -321,6 +321,8 @@ class Settle(Struct, frozen=True, tag_field="op", tag="settle"):
     gone: bool = False
     had: Annotated[list[Range], Meta(max_length=4096)] = []
     """Messages that arrived and are still unfinished. A worker that requests more lists all that it holds here."""
+    unseen: Annotated[list[Range], Meta(max_length=4096)] = []
+    """Messages that the worker returns without having begun with them; this does not count as a delivery."""
 
 
 class DescribeConsumers(Struct, frozen=True, tag_field="op", tag="consumers"):

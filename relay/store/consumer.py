@@ -207,6 +207,19 @@ class Consumer:
                 self._table.redeliver(part, self._now + delay_us, text)
         return count
 
+    def give_back(self, worker: bytes, first: int, next: int, now_us: int) -> int:
+        """Redeliver at once the messages from `first` until `next` that `worker` holds and has not begun with.
+
+        Their last dispatch does not count. Returns how many; raises ValueError if one was never dispatched.
+        """
+        self._table.update_time(now_us)
+        count = 0
+        for record, mask in self._dispatched(first, next):
+            for part in self._table.split(record, mask, worker):
+                count += part.bits.bit_count()
+                self._table.give_back(part)
+        return count
+
     def touch(self, worker: bytes, first: int, next: int, now_us: int) -> int:
         """Restart the ack timeout of the messages from `first` until `next` that `worker` holds; return how
         many.

@@ -104,7 +104,7 @@ class ConsumerCalls:
         settling them has no effect.
         """
         consumer = self._get(call.consumer)
-        for ranges in (call.done, call.failed, call.held, call.had):
+        for ranges in (call.done, call.failed, call.held, call.had, call.unseen):
             _check_ranges(ranges, self._log.next)
         worker = call.worker
         work: list[Callable[[], int]] = [
@@ -115,6 +115,7 @@ class ConsumerCalls:
         failed = (call.delay_us, call.reason, now_us)
         work += [partial(consumer.nack, worker, r.first, r.next, *failed) for r in call.failed]
         work += [partial(consumer.touch, worker, r.first, r.next, now_us) for r in call.held]
+        work += [partial(consumer.give_back, worker, r.first, r.next, now_us) for r in call.unseen]
         count = 0
         for each in call.had:
             with contextlib.suppress(ValueError):

@@ -339,6 +339,14 @@ class Unsettled:
         self._requeue(part.record)
         self.dirty = True
 
+    def give_back(self, part: Part) -> None:
+        """Redeliver `part` at once, and do not count its last dispatch: the worker had not begun with it."""
+        if part.confirmed:
+            part.deliveries -= 1
+        else:
+            part.tries -= 1
+        self.redeliver(part, 0, WORKER_LEFT)
+
     def expire(self) -> None:
         """End leases and delays that have passed."""
         while self._leases:

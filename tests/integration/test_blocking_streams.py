@@ -101,6 +101,31 @@ def test_a_message_that_failed_comes_again_and_then_is_a_dead_letter(
     client.streams.delete("jobs")
 
 
+def test_a_worker_that_is_stopped_finishes_the_message_in_hand(client: blocking.Client) -> None:
+    client.streams.create("printing")
+    client.streams.append_many("printing", [1, 2, 3])
+    worker = client.streams.consumer("printing", "printer", group=True)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def work() -> None:
+        with worker:
+            for message in worker:
+                begun.set()
+                assert go_on.wait(30)
+                worker.ack(message)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    assert begun.wait(30)
+    worker.stop()
+    go_on.set()
+    thread.join(30)
+    assert not thread.is_alive()
+    with client.streams.consumer("printing", "printer", group=True) as other:
+        assert [(m.value, m.deliveries) for m in (next(other), next(other))] == [(2, 1), (3, 1)]
+    client.streams.delete("printing")
+
+
 def test_a_batch_is_staged_and_committed_once(client: blocking.Client) -> None:
     client.streams.create("rows")
     with client.streams.stage("rows", writer="etl", batch=1) as staging:

@@ -405,3 +405,85 @@ async def test_more_consumers_than_one_answer_takes_are_all_listed(
         async with client.streams.consumer("orders", name) as work:
             work.ack(*await take(work, 1))
     assert [one.name for one in await client.streams.consumers("orders")] == names
+
+
+async def test_messages_that_the_loop_never_saw_do_not_count_as_delivered(setting: Any) -> None:
+    """Three workers that each take one message and leave do not bring the others closer to being dead letters."""
+    _, client, other = setting
+    await client.streams.create("orders")
+    await client.streams.append_many("orders", [b"%d" % n for n in range(6)])
+    for number in range(3):
+        async with other.streams.consumer("orders", "w", group=True, max_deliver=3) as work:
+            (message,) = await take(work, 1)
+            assert (message.offset, message.deliveries) == (number, 1)
+            work.ack(message)
+            await work.flush()
+    found = await info(client, "orders", "w")
+    assert (found.lag, found.redelivering + found.pending, found.dead) == (3, 3, 0)
+
+
+async def test_messages_that_wait_for_the_loop_do_not_time_out_while_it_makes_progress(
+    setting: Any,
+) -> None:
+    _, client, other = setting
+    await client.streams.create("orders")
+    await client.streams.append_many("orders", [b"%d" % n for n in range(12)])
+    seen: Counter[int] = Counter()
+    async with other.streams.consumer("orders", "w", group=True, ack_timeout=1.0) as work:
+        for _ in range(12):
+            (message,) = await take(work, 1)
+            seen[message.offset] += 1
+            await asyncio.sleep(0.2)  # 2.4 s in all: longer than the timeout
+            work.ack(message)
+        await work.flush()
+        found = await info(client, "orders", "w")
+    assert set(seen.values()) == {1}
+    assert (found.lag, found.late) == (0, 0)
+
+
+async def test_a_worker_that_stops_settles_what_it_has_and_gives_the_rest_back(
+    setting: Any,
+) -> None:
+    _, client, other = setting
+    await client.streams.create("orders")
+    await client.streams.append_many("orders", [b"%d" % n for n in range(4)])
+    done = []
+    async with other.streams.consumer("orders", "w", group=True) as work:
+        async for message in work:
+            work.stop()
+            done.append(message.offset)
+            work.ack(message)  # what is in hand can still be settled
+        waiting = asyncio.create_task(work.batch())
+        with pytest.raises(StopAsyncIteration):
+            await waiting
+    assert done == [0]
+    async with client.streams.consumer("orders", "w", group=True) as work:
+        assert [(m.offset, m.deliveries) for m in await take(work, 3)] == [(1, 1), (2, 1), (3, 1)]
+
+
+async def test_stop_ends_a_worker_that_waits_for_messages(setting: Any) -> None:
+    _, client, other = setting
+    await client.streams.create("orders")
+
+    async def work(worker: Consumer) -> int:
+        return len([message async for message in worker])
+
+    async with other.streams.consumer("orders", "w", group=True) as worker:
+        task = asyncio.create_task(work(worker))
+        while not await client.streams.consumers("orders"):  # noqa: ASYNC110 - the store has no event for it
+            await asyncio.sleep(0.01)
+        worker.stop()
+        assert await task == 0
+
+
+async def test_a_dead_letter_keeps_its_key(setting: Any) -> None:
+    _, client, other = setting
+    await client.streams.create("orders")
+    await client.streams.append("orders", b"x", key="anna", headers={"trace": "7"})
+    async with other.streams.consumer("orders", "w", max_deliver=1) as work:
+        (message,) = await take(work, 1)
+        work.nack(message, reason="bad")
+        await work.flush()
+    async for dead in client.streams.read("orders.dead"):
+        assert (dead.key, dead.headers) == (b"anna", {"trace": "7"})
+        break

@@ -273,3 +273,16 @@ async def test_a_client_that_compresses_is_understood_by_all() -> None:
         message = await anext(aiter(subscription))
         assert message.payload.decode() == text
         assert message.headers == {"k": "v"}
+
+
+@pytest.mark.parametrize("text", ["7", "x", "\u041f", "\u00c2", ""])
+def test_text_is_never_taken_for_a_number(text: str) -> None:
+    """The byte of "7" is the number 55 in MessagePack, and two bytes of Cyrillic are a negative one."""
+    for wanted in (int, float, bool, int | None):
+        with pytest.raises(iris.DecodeError, match="was sent as bytes or text"):
+            iris.Message(text.encode(), "numbers").decode(wanted)
+
+
+def test_a_map_or_array_that_the_sender_encoded_itself_is_decoded() -> None:
+    assert iris.Message(b"\x81\xa1x\x01", "points").decode(dict[str, int]) == {"x": 1}
+    assert iris.Message(b"\x93\x01\x02\x03", "points").decode(list[int]) == [1, 2, 3]

@@ -383,7 +383,7 @@ async def test_headers_travel_both_ways_sealed_with_their_message() -> None:
 
 async def test_a_reply_that_does_not_fit_the_type_asked_for_is_a_decode_error() -> None:
     async with LocalCluster() as cluster, cluster.client() as client, client.serve(echo_service()):
-        assert await client.request("echo", b"\x07", timeout=5, type=int) == 7
+        assert await client.request("echo", b"\x91\x07", timeout=5, type=list[int]) == [7]
         with pytest.raises(iris.DecodeError, match="int"):
             await client.request("echo", b"\xa1x", timeout=5, type=int)
 
