@@ -8,7 +8,7 @@ import iris
 from iris.cli import options
 from iris.cli.sending import send
 
-REPORT_S: Final = 0.1
+REPORT_S: Final = 0.05
 """How long to wait for a member's report that it did not run a push. Success is not reported, so each push waits."""
 
 
@@ -28,7 +28,7 @@ def push(
 
     Succeeds when the relay has dispatched it to a member. --timeout is how
     long it may wait for a member with room. The exit code is 1 if the member
-    reports within 0.1 s that it did not run it, such as when the payload does
+    reports within 0.05 s that it did not run it, such as when the payload does
     not decode; what happens later is in the member's log only.
 
     \b

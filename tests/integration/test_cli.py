@@ -529,8 +529,9 @@ def test_push_and_broadcast_arrive_whole_or_line_by_line(shell: Shell, member: s
 
 
 def test_a_push_whose_payload_does_not_fit_its_handler_fails_with_the_report(
-    shell: Shell, member: str
+    shell: Shell, member: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("iris.cli.push.REPORT_S", PATIENCE_S)  # the report ends the wait
     said = shell("push", "echo", "--pack", "7", "--method", "numbered", code=1)
     assert said.startswith(
         b"iris: push to echo failed: the member did not run it: it could not decode"
