@@ -27,7 +27,7 @@ from iris.config import ClientConfig
 from iris.core.bundle import CUT_BYTES, MESSAGE_BYTES, Headers
 from iris.core.credit import WhenFull
 from iris.core.interfaces import Lost
-from iris.core.message import Message, decode_payload
+from iris.core.message import Message, check_decodable, decode_payload
 from iris.crypto.keyring import Keyring
 from iris.crypto.keys import ClusterKey
 from iris.deadlines import (
@@ -320,11 +320,14 @@ class Client:
             DecodeError: the reply does not fit `type`. Its `may_have_run` is True.
             KeyringError: the keyring has no key for the cluster.
             InvalidName: `cluster`, `member` or `method` is not allowed.
+            ConfigError: no reply can be decoded into `type`. Nothing was sent.
         """
         if member is not None:
             check_member(cluster, member)
         if method is not None:
             check_method(method)
+        if type is not None:
+            check_decodable(type)
         own_timeout = 0.0
         if HANDLED and (left_s := inherited_s(cluster, timeout)) is not None:
             own_timeout, timeout = timeout, left_s
@@ -417,6 +420,8 @@ class Client:
         """
         if method is not None:
             check_method(method)
+        if type is not None:
+            check_decodable(type)
         many = Many(
             self._runtime, cluster, payloads, timeout=timeout, headers=headers, idempotent=idempotent, wanted=type,
             in_flight=in_flight, method=method or "",
@@ -484,6 +489,8 @@ class Client:
         address = _scoped(cluster, scope)
         if method is not None:
             check_method(method)
+        if type is not None:
+            check_decodable(type)
         data, packed = self._encode(payload, headers)
 
         async def start(survey: Survey[Any]) -> Callable[[], None]:
@@ -724,7 +731,7 @@ class Client:
         it joins, and left at the end; what it raises is raised here.
 
         Raises:
-            ConfigError: nothing fits a parameter of a handler.
+            ConfigError: nothing fits a parameter of a handler, or no payload can be decoded into its type.
             ConnectionLost: no relay is connected.
             TimeoutError: the lifespan did not end within `config.drain_timeout_s`.
         """

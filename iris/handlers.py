@@ -21,7 +21,13 @@ from warnings import warn as deprecate
 from iris.core.bundle import Headers, check_headers
 from iris.core.faults import Refusal
 from iris.core.interfaces import Delivery
-from iris.core.message import Message, MethodMessage, decode_payload, encode_payload
+from iris.core.message import (
+    Message,
+    MethodMessage,
+    check_decodable,
+    decode_payload,
+    encode_payload,
+)
 from iris.errors import ConfigError, DecodeError
 from iris.parameters import (
     MISSING,
@@ -55,11 +61,14 @@ class Request(Message, gc=True):
 
     `deadline` is the time, as `time.monotonic()` counts it, at which the caller stops waiting, or by which a push must
     have been started. None means that there is no such time.
+
+    `kind` is "request", "push", "survey", "broadcast" or "publish".
     """
 
     context: Any = None
     deadline: float | None = None
     method: str = ""
+    kind: str = ""
 
     def remaining(self) -> float:
         """Return the seconds until the deadline, at least 0; `math.inf` if there is none."""
@@ -125,7 +134,7 @@ class Expired(Exception):
 class Handler:
     """A user's function and its parameters. Once resolved, it takes one argument, of the type `wanted`."""
 
-    __slots__ = ("cancels", "function", "is_coroutine", "name", "parameters", "wanted")
+    __slots__ = ("cancels", "function", "is_coroutine", "kind_name", "name", "parameters", "wanted")
 
     def __init__(
         self, function: Callable[..., Any], parameters: list[Parameter] | None = None, *, name: str = "",
@@ -138,6 +147,8 @@ class Handler:
         self.function = function
         self.cancels = False
         """Whether the function is cancelled when its caller leaves."""
+        self.kind_name = ""
+        """Kind of the messages that it receives, as `Request.kind` has it."""
         self.parameters = parameters_of(function) if parameters is None else parameters
         self.name = name or name_of(function)
         if is_coroutine is None:
@@ -155,7 +166,9 @@ class Handler:
         """Return a handler that calls `function` with an argument of the type `wanted`."""
         parameters = [Parameter("message", wanted)]
         functools.update_wrapper(function, self.function)  # for the log, which names it
-        return Handler(function, parameters, name=self.name, is_coroutine=self.is_coroutine)
+        handler = Handler(function, parameters, name=self.name, is_coroutine=self.is_coroutine)
+        handler.kind_name = self.kind_name
+        return handler
 
     def resolved(self, provided: Provided, *, has_message: bool = True) -> Handler:
         """Return a handler of one argument, inside the middleware if the argument is a message; see `filled`."""
@@ -195,6 +208,15 @@ class Handler:
                 f"handler {self.name!r}: nothing fits parameter {second} ({first} receives the payload); "
                 f"available are {provided}{messages}; yield an object of this type from the service's lifespan"
             )
+        if has_message and payload and (hint := self.parameters[payload[0]].hint) is not None:
+            try:
+                check_decodable(hint)
+            except ConfigError as err:
+                parameter = self.parameters[payload[0]]
+                raise ConfigError(
+                    f"handler {self.name!r}, parameter {parameter}: {err}; an object of this type can also come from "
+                    f"the service's lifespan"
+                ) from err.__cause__
         if len(self.parameters) == 1 and not fixed and not self.parameters[0].keyword_only:
             return self
         kinds = [self.parameters[number].hint for number in whole]
@@ -270,6 +292,7 @@ class Handler:
                 return message
             whole = message.payload, message.name, message.headers, message.packed, message.source
             request = Request(*whole, defer)
+            request.kind = self.kind_name
             if type(message) is MethodMessage:
                 request.method = message.method
             return request
@@ -322,7 +345,9 @@ def subscriber(function: Callable[..., object], provided: Provided) -> Callable[
         parameter._replace(hint=Message) if _takes_message(parameter.hint) else parameter
         for parameter in parameters
     ]
-    return Handler(function, parameters).resolved(provided).as_callback()
+    handler = Handler(function, parameters)
+    handler.kind_name = "publish"
+    return handler.resolved(provided).as_callback()
 
 
 def _takes_message(hint: Any) -> bool:

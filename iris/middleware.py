@@ -39,6 +39,7 @@ class Call:
     """A request or push that is about to be sent, as middleware of a client sees it. All attributes can be set.
 
     `timeout` (s) is for each `call_next`, and `options` holds the other arguments of the call, such as `idempotent`.
+    `kind`, `name`, `method`, `payload` and `headers` are called as in `iris.Request`.
     """
 
     __slots__ = ("headers", "kind", "name", "options", "payload", "timeout")
@@ -55,6 +56,15 @@ class Call:
         self.headers = headers
         self.timeout = timeout
         self.options = options
+
+    @property
+    def method(self) -> str:
+        """The method that is called; empty if none is named."""
+        return self.options.get("method") or ""
+
+    @method.setter
+    def method(self, name: str) -> None:
+        self.options["method"] = name or None
 
     def __repr__(self) -> str:
         return f"Call({self.kind} to {self.name!r})"
@@ -104,7 +114,9 @@ class MiddlewareHandler(Handler):
 
         parameters = [Parameter("message", Request)]
         super().__init__(run, parameters, name=handler.name, is_coroutine=True)
+        self.kind_name = handler.kind_name
         self._front = Handler(run, parameters, name=handler.name, is_coroutine=True)
+        self._front.kind_name = handler.kind_name
         """Makes the request that middleware receives."""
         self._handler = handler
         self._middleware = middleware

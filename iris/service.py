@@ -225,6 +225,7 @@ class Service:
 
         def register(function: F) -> F:
             handler = _handler(function, threads)
+            handler.kind_name = "publish"
             self.topics.append(Topic(pattern, group, handler, threads or concurrency, when_full))
             return function
 
@@ -259,6 +260,7 @@ class Service:
         return register
 
     def _add(self, kind: Kind, handler: Handler, method: str = "") -> None:
+        handler.kind_name = kind.name.lower()
         present = self.handlers.get(kind)
         if method and not isinstance(present, Methods):
             present = Methods(self.name, kind, {"": present} if present is not None else {})

@@ -79,6 +79,7 @@ class _Pooled(Handler):
 
         parameters = [Parameter("message", plain.wanted)]
         super().__init__(run, parameters, name=plain.name, is_coroutine=True)
+        self.kind_name = plain.kind_name
         self._plain = plain.function
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix=f"iris-{plain.name}")
         self._free = asyncio.Semaphore(threads)

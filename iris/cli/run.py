@@ -42,7 +42,9 @@ def run(
 
     If no relay runs, it waits for one. SIGTERM or Ctrl-C stops accepting
     messages, finishes those accepted and exits with code 0; a second one exits
-    at once, with code 130. SIGHUP reloads the keyring without losing a message.
+    at once, with code 130. Services leave in the order in which they are named,
+    each when the handlers of the one before have ended, so name callers before
+    what they call. SIGHUP reloads the keyring without losing a message.
     Logs go to stderr; see --log-format. systemd is told when the services are
     ready (Type=notify-reload).
 

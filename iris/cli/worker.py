@@ -88,6 +88,9 @@ async def serve(
 ) -> None:
     """Serve until SIGTERM or SIGINT, or until the supervisor ends. SIGHUP reloads the keys.
 
+    The services join in reverse order and leave in order, each when the one before has finished what it accepted. So
+    a service can call those after it for as long as one of its handlers runs.
+
     A second signal exits at once; in a worker it has no effect, because there both the supervisor and the service
     manager may send the first. With `wait`, a relay that is not there is waited for. `label` is what lists of
     programs show.
@@ -123,7 +126,9 @@ async def serve(
                 task.add_done_callback(reloads.discard)
 
             loop.add_signal_handler(signal.SIGHUP, on_hangup)
-            for service in services:
+            for service in reversed(
+                services
+            ):  # the stack leaves them in the order in which they are named
                 await stack.enter_async_context(client.serve(service))
             log.info("run.serving", extra={"fields": {"clusters": names, "pid": os.getpid()}})
             line.ready()

@@ -8,7 +8,7 @@ import msgpack  # type: ignore[import-untyped]  # it ships no types
 import msgspec
 
 from iris.core.bundle import Headers
-from iris.errors import DecodeError, EncodeError
+from iris.errors import ConfigError, DecodeError, EncodeError
 from iris.wire.names import plural
 
 MEMBER_HEADER: Final = "iris-member"
@@ -18,6 +18,10 @@ T = TypeVar("T")
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decoders: Final[dict[Any, msgspec.msgpack.Decoder[Any]]] = {}
 _MAX_DECODERS: Final = 256
+_VALUES: Final[tuple[object, ...]] = (
+    None, True, 0, 0.5, "", b"", [], {}, msgspec.msgpack.Ext(1, b""),
+)  # fmt: skip
+"""One of each kind of value that MessagePack decodes into."""
 
 
 class Message(msgspec.Struct, gc=False):
@@ -85,6 +89,50 @@ def _is_container(payload: bytes) -> bool:
     Text is never taken for a number: "7" would be the number 55.
     """
     return bool(payload) and (0x80 <= payload[0] <= 0x9F or 0xDC <= payload[0] <= 0xDF)
+
+
+def check_decodable(wanted: Any) -> None:
+    """Raise ConfigError if no payload can be decoded into the type `wanted`, whatever is sent."""
+    try:
+        if wanted in _decoders:
+            return
+    except TypeError:  # it has no hash, so its decoder cannot be kept
+        raise ConfigError(f"a payload cannot be decoded as {wanted}, which is not hashable") from None
+    shown = getattr(wanted, "__name__", wanted)
+    use = "use a msgspec.Struct, a dataclass, a TypedDict or builtin types"
+    try:
+        decoder = msgspec.msgpack.Decoder(wanted)
+        custom = _undecodable(msgspec.inspect.type_info(wanted))
+    except (TypeError, NameError) as err:
+        raise ConfigError(f"a payload cannot be decoded as {shown}: {err}; {use}") from err
+    if custom is not None:
+        what = "" if custom is wanted else f", because of {custom.__name__}"
+        raise ConfigError(f"a payload cannot be decoded as {shown}{what}; {use}")
+    if len(_decoders) < _MAX_DECODERS:
+        _decoders[wanted] = decoder
+
+
+def _undecodable(info: msgspec.inspect.Type) -> type | None:
+    """Return a class in the type that msgspec can only check, if no value that it decodes belongs to the class."""
+    match info:
+        case msgspec.inspect.CustomType(cls=cls):
+            return None if _belongs(cls) else cls
+        case msgspec.inspect.UnionType(types=inner) | msgspec.inspect.TupleType(item_types=inner):
+            pass
+        case msgspec.inspect.DictType(key_type=key, value_type=value):
+            inner = (key, value)
+        case msgspec.inspect.CollectionType(item_type=item):
+            inner = (item,)
+        case _:
+            return None
+    return next((found for each in inner if (found := _undecodable(each)) is not None), None)
+
+
+def _belongs(cls: type) -> bool:
+    try:
+        return any(isinstance(value, cls) for value in _VALUES)
+    except TypeError:  # such as a protocol, which msgspec cannot check either
+        return False
 
 
 def decode_payload(

@@ -61,6 +61,40 @@ def answer(text: str) -> str:
     threading.Event().wait()
     return text
 """
+NEST = """
+import asyncio
+import os
+import iris
+a, b = iris.Service("nest-a"), iris.Service("nest-b")
+@a.on_request
+async def ask(path: str, client: iris.Client) -> str:
+    while not os.path.exists(path):
+        await asyncio.sleep(0.01)
+    return await client.request("nest-b", b"", timeout=5.0, type=str)
+@b.on_request
+def answer(payload: bytes) -> str:
+    return "b answers"
+"""
+WORKER = """
+import asyncio
+import contextlib
+import os
+import iris
+async def work():
+    while not os.path.exists("die"):
+        await asyncio.sleep(0.01)
+    raise OSError("disk on fire")
+@contextlib.asynccontextmanager
+async def lifespan(client):
+    async with asyncio.TaskGroup() as tasks:
+        worker = tasks.create_task(work())
+        yield
+        worker.cancel()
+service = iris.Service("worker", lifespan=lifespan)
+@service.on_request
+def alive(payload: bytes) -> str:
+    return "yes"
+"""
 
 
 @pytest.fixture
@@ -168,6 +202,32 @@ def test_one_process_serves_several_services(
     assert shell("request", "other", "hi") == b"hi\n"
     process.terminate()
     end(process)
+
+
+def test_services_leave_in_their_order_so_a_running_handler_can_call_those_after_it(
+    home: Path, shell: Shell, observer: iris.blocking.Client, relay: Path
+) -> None:
+    (home / "nest.py").write_text(NEST)
+    process = shell.start("run", "nest:a", "nest:b")
+    observer.wait_for_members("nest-a", 1, timeout=PATIENCE_S)
+    request = shell.start("request", "nest-a", str(home / "go"), "--timeout", "30")
+    wait_until(lambda: any(s["running"] for s in observer.status()["sessions"]))
+    process.terminate()
+    wait_until(lambda: not observer.members("nest-a"))
+    assert len(observer.members("nest-b")) == 1
+    (home / "go").touch()
+    assert end(request)[0] == b"b answers\n"
+    end(process)
+
+
+def test_a_task_of_the_lifespan_that_dies_ends_the_process_with_1(
+    home: Path, shell: Shell, observer: iris.blocking.Client, relay: Path
+) -> None:
+    (home / "worker.py").write_text(WORKER)
+    process = shell.start("run", "worker:service", "app:other")
+    observer.wait_for_members("worker", 1, timeout=PATIENCE_S)
+    (home / "die").touch()
+    assert b"OSError: disk on fire" in end(process, 1)[1]
 
 
 def test_workers_serve_together_and_a_crashed_one_is_started_again(

@@ -17,7 +17,9 @@ pytestmark = pytest.mark.timeout(60)
 PAGE = Path(__file__).parents[2] / "docs" / "services.md"
 
 
-async def test_the_blocks_of_the_page_run(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_the_blocks_of_the_page_run(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     text = PAGE.read_text("utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```$", text, re.S | re.M)
     assert len(blocks) == text.count("```python")
@@ -26,8 +28,20 @@ async def test_the_blocks_of_the_page_run(capsys: pytest.CaptureFixture[str]) ->
     exec(
         compile(f"async def program(client):\n{body}", str(PAGE), "exec", dont_inherit=True), space
     )
-    async with LocalCluster() as cluster, cluster.client() as client, asyncio.timeout(30):
+    async with (
+        LocalCluster(data=tmp_path) as cluster,
+        cluster.client() as client,
+        asyncio.timeout(30),
+    ):
         await space["program"](client)
     printed = capsys.readouterr().out.splitlines()
     assert sorted(printed[:2]) == ["order 7 is placed", "placed 7"]
-    assert printed[2:] == ["30", "closed", "report 7", "safe 7 is open", "unauthorized"]
+    assert printed[2:] == [
+        "30",
+        "closed",
+        "shipped 8",
+        "report 7",
+        "('Call', 'request', 'pay') ('Request', 'request', 'pay')",
+        "safe 7 is open",
+        "unauthorized",
+    ]

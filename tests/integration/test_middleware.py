@@ -77,6 +77,82 @@ async def test_the_first_middleware_is_outermost_around_each_kind_of_handler() -
             assert events == ["a in", "b in", "b None", "a None"]
 
 
+async def test_one_middleware_sees_the_same_names_at_the_caller_and_at_the_service() -> None:
+    seen: list[tuple[type, str, str, str]] = []
+
+    async def note(call: iris.Call | iris.Request, call_next: iris.CallNext) -> Any:
+        seen.append((type(call), call.kind, call.name, call.method))
+        return await call_next(call)
+
+    service = iris.Service("orders", middleware=[note])
+    handled: list[str] = []
+
+    @service.on_request("place", threads=1)
+    def place(request: iris.Request) -> None:
+        handled.append(request.kind)
+
+    @service.on_push
+    def remind(request: iris.Request, client: iris.Client) -> None:
+        handled.append(request.kind)
+
+    @service.on_survey
+    def count(payload: bytes) -> None: ...
+
+    @service.on_broadcast
+    def reload(request: iris.Request) -> None:
+        handled.append(request.kind)
+
+    @service.on_publish("news.>", threads=1)
+    def read(request: iris.Request) -> None:
+        handled.append(request.kind)
+
+    async with (
+        LocalCluster() as cluster,
+        cluster.client(middleware=[note]) as client,
+        client.serve(service),
+        client.subscribe("news.>", read),
+    ):
+        await client.request("orders", b"", timeout=PATIENCE_S, method="place")
+        await client.push("orders", b"")
+        await until(lambda: len(handled) == 2)
+        assert [_ async for _ in client.survey("orders", b"", timeout=PATIENCE_S)]
+        await client.broadcast("orders", b"")
+        await until(lambda: len(handled) == 3)
+        await client.publish("news.today", b"")
+        await until(lambda: len(handled) == 5)
+    assert handled == ["request", "push", "broadcast", "publish", "publish"]
+    assert seen == [
+        (iris.Call, "request", "orders", "place"),
+        (iris.Request, "request", "orders", "place"),
+        (iris.Call, "push", "orders", ""),
+        (iris.Request, "push", "orders", ""),
+        (iris.Request, "survey", "orders", ""),
+        (iris.Request, "broadcast", "orders", ""),
+        (iris.Request, "publish", "news.today", ""),
+    ]
+
+
+async def test_middleware_of_a_client_can_change_the_method() -> None:
+    async def upgrade(call: iris.Call, call_next: iris.CallNext) -> Any:
+        call.method = "" if call.method else "place"
+        return await call_next(call)
+
+    service = iris.Service("orders")
+
+    @service.on_request
+    def other(request: iris.Request) -> str:
+        return request.method
+
+    service.on_request("place")(other)
+    async with (
+        LocalCluster() as cluster,
+        cluster.client(middleware=[upgrade]) as client,
+        client.serve(service),
+    ):
+        assert await client.request("orders", b"", timeout=PATIENCE_S, type=str) == "place"
+        assert await client.request("orders", b"", timeout=PATIENCE_S, method="x") == b""
+
+
 async def test_middleware_changes_what_the_handler_receives_and_what_the_caller_gets() -> None:
     async def change(request: iris.Request, call_next: iris.CallNext) -> Any:
         request.headers = {**(request.headers or {}), "user": "smith"}
@@ -296,4 +372,4 @@ class TestCalls:
             client.serve(service),
         ):
             assert client.request("echo", b"x", timeout=PATIENCE_S) == b"x"
-        assert events == ["a in", "a b'x'"]
+            assert events == ["a in", "a b'x'"]

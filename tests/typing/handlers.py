@@ -88,3 +88,14 @@ async def wrong_calls(client: iris.Client) -> None:
     await client.push(b"orders", b"")  # type: ignore[arg-type]
     value: Any = await client.request("orders", b"", timeout=1.0)
     del value
+
+
+async def on_both_sides(call: iris.Call | iris.Request, call_next: iris.CallNext) -> Any:
+    assert_type(call.method, str)
+    kind: str = call.kind
+    del kind
+    return await call_next(call)
+
+
+around = iris.Service("around", middleware=[on_both_sides])
+caller = iris.connect(middleware=[on_both_sides])

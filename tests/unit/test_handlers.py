@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import functools
+import numbers
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import pytest
+from support.waiting import PATIENCE_S
 
 import iris
 from iris.core.message import Message
 from iris.errors import ConfigError, DecodeError, IrisError
 from iris.handlers import Handler, Reply, Request, encode_reply
+from iris.parameters import Provided
+from iris.testing import LocalCluster
 
 
 class Point(msgspec.Struct):
@@ -20,6 +25,10 @@ class Point(msgspec.Struct):
 
 class Nowhere:
     """Its annotation is not a name that can be found."""
+
+
+class Model:
+    """A class of another library, which msgspec can only check."""
 
 
 def raw(payload: bytes, *, packed: bool = False) -> Message:
@@ -99,6 +108,40 @@ def test_what_does_not_fit_raises_decode_error_and_names_the_type() -> None:
         Handler(point).convert(raw(b"\x81\xa1x\xa1y", packed=True))
     with pytest.raises(DecodeError, match="as str"):
         Handler(text).convert(raw(b"\xff"))
+
+
+@pytest.mark.parametrize("hint", [Model, list[Model], Model | None, Model | int])
+async def test_a_type_that_nothing_decodes_into_is_refused_before_anything_is_sent(
+    hint: Any,
+) -> None:
+    def place(order: Any, client: iris.Client) -> None: ...
+
+    place.__annotations__["order"] = hint
+    service = iris.Service("orders")
+    service.on_request(place)
+    async with LocalCluster() as cluster, cluster.client() as client:
+        with pytest.raises(
+            ConfigError, match=r"handler 'place', parameter 'order.*Model.*use a msgspec\.Struct"
+        ):
+            await client.serve(service).__aenter__()
+        with pytest.raises(ConfigError, match=r"cannot be decoded as .*Model"):
+            await client.request("orders", b"", timeout=PATIENCE_S, type=hint)
+        with pytest.raises(ConfigError, match=r"cannot be decoded as .*Model"):
+            client.survey("orders", b"", timeout=PATIENCE_S, type=hint)
+        with pytest.raises(ConfigError, match=r"cannot be decoded as .*Model"):
+            client.request_many("orders", [b""], timeout=PATIENCE_S, type=hint)
+        with pytest.raises(ConfigError, match="handler 'place'"):
+            client.subscribe("orders.>", place)
+
+
+@pytest.mark.parametrize(
+    "hint", [object, numbers.Number, Sequence[int], Point, list[Point], int | str, bytes, tuple[int, ...]]
+)  # fmt: skip
+def test_a_class_that_only_a_decoded_value_can_tell_is_accepted(hint: Any) -> None:
+    def place(order: Any) -> None: ...
+
+    place.__annotations__["order"] = hint
+    assert Handler(place).resolved(Provided(Nowhere())).wanted == hint
 
 
 def test_a_request_where_nothing_can_be_answered_is_the_message_and_says_so() -> None:
