@@ -197,13 +197,13 @@ async def test_types_without_a_schema_are_named_as_text(cluster: LocalCluster) -
     service = iris.Service("odd")
 
     @service.on_request
-    def odd(payload: Odd) -> Odd: ...
+    def odd(payload: object) -> Odd: ...
 
     service.on_survey(len)
     async with cluster.client() as member, cluster.client() as caller, member.serve(service):
         (one,) = await caller.describe("odd", timeout=5)
     request, survey = by_name(one)["request", ""], by_name(one)["survey", ""]
-    assert (request.argument, request.argument_schema) == ("Odd", None)
+    assert (request.argument, request.argument_schema) == ("object", None)
     assert (request.result, request.result_schema) == ("Odd", None)
     assert (survey.argument, survey.result) == ("", "")
 
