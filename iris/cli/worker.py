@@ -126,9 +126,7 @@ async def serve(
                 task.add_done_callback(reloads.discard)
 
             loop.add_signal_handler(signal.SIGHUP, on_hangup)
-            for service in reversed(
-                services
-            ):  # the stack leaves them in the order in which they are named
+            for service in reversed(services):  # so the stack leaves them in order
                 await stack.enter_async_context(client.serve(service))
             log.info("run.serving", extra={"fields": {"clusters": names, "pid": os.getpid()}})
             line.ready()

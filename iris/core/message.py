@@ -97,7 +97,9 @@ def check_decodable(wanted: Any) -> None:
         if wanted in _decoders:
             return
     except TypeError:  # it has no hash, so its decoder cannot be kept
-        raise ConfigError(f"a payload cannot be decoded as {wanted}, which is not hashable") from None
+        raise ConfigError(
+            f"a payload cannot be decoded as {wanted}, which is not hashable"
+        ) from None
     shown = getattr(wanted, "__name__", wanted)
     use = "use a msgspec.Struct, a dataclass, a TypedDict or builtin types"
     try:
