@@ -78,6 +78,7 @@ class Source:
                     if isinstance(each, ast.AnnAssign)
                     and ast.unparse(each.target) == "kind"
                     and isinstance(each.value, ast.Constant)
+                    and each.value.value  # a message of no kind begins no event
                 }
             elif isinstance(child, ast.Call):
                 name = ast.unparse(child.func).rpartition(".")[2]
