@@ -256,7 +256,7 @@ async def a_topic_with_a_wildcard(wire: Wire) -> None:
     await wire.send(wire.declare(0, Kind.PUBLISH, "a.*"))
 
 
-@offence("is over the limit of 255 bytes or 32 tokens")
+@offence("is over the limit of 255 bytes or 32 parts")
 async def a_topic_of_33_tokens(wire: Wire) -> None:
     await wire.prove()
     await wire.send(wire.declare(0, Kind.PUBLISH, ".".join("a" * 33)))

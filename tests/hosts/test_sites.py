@@ -126,7 +126,7 @@ def test_a_site_is_named_on_purpose(world: World) -> None:
     assert [caller.request(f"{site}:who", "x") for site in ("eu", "us", "ap")] == [
         "eu1: x", "us1: x", "ap1: x",
     ]  # fmt: skip
-    with pytest.raises(Failed, match=r"connected to site .mars."):
+    with pytest.raises(Failed, match=r"connected to a site .mars."):
         caller.request("mars:who", "x")
     world.programs["us1"].do("leave", cluster="who")
     wait_until(lambda: caller.do("sites", cluster="who") == {"ap": 1}, "us has nobody")
