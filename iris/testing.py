@@ -157,7 +157,7 @@ class LocalCluster:
         wire = self._wires.get(client)
         if wire is None:
             raise ConfigError(
-                "this client is not of this cluster; make clients with LocalCluster.client or LocalCluster.serve"
+                "this client does not belong to this LocalCluster; make it with LocalCluster.client or LocalCluster.serve"
             )
         return wire
 

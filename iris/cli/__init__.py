@@ -221,8 +221,8 @@ def iris(
         os.environ.pop(VARIABLE, None)
     if ctx.invoked_subcommand in WITHOUT_CONTEXT:
         if context is not None:
-            raise typer.BadParameter(
-                f"`iris {ctx.invoked_subcommand}` uses no context", param_hint="--context"
+            raise WrongUsage(
+                f"`iris {ctx.invoked_subcommand}` does not use contexts; leave out --context"
             )
         return
     from iris.cli import contexts
@@ -231,7 +231,7 @@ def iris(
     try:
         contexts.apply(os.environ, context)
     except IrisError as error:
-        raise typer.BadParameter(str(error), param_hint="--context") from error
+        raise WrongUsage(str(error)) from error
 
 
 def _resemble(given: str, name: str) -> bool:

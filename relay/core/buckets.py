@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from iris.wire.names import plural
+
 
 @dataclass(frozen=True, slots=True)
 class Rate:
@@ -21,8 +23,8 @@ class Rate:
         return bool(self.messages or self.bytes)
 
     def __str__(self) -> str:
-        parts = [f"{self.messages} messages/s"] if self.messages else []
-        parts += [f"{self.bytes} bytes/s"] if self.bytes else []
+        parts = [f"{plural(self.messages, 'message')}/s"] if self.messages else []
+        parts += [f"{plural(self.bytes, 'byte')}/s"] if self.bytes else []
         return " and ".join(parts)
 
 
@@ -62,4 +64,6 @@ class Bucket:
             -self._bytes / rate.bytes if rate.bytes else 0.0,
         )
         wait_ms = max(1, math.ceil(1000 * wait_s))
-        return f"over the {self.name} of {rate}; wait {wait_ms} ms, or raise it at this relay"
+        return (
+            f"over the {self.name} of {rate}; wait {wait_ms} ms, or raise the quota at this relay"
+        )

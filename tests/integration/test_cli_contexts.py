@@ -158,7 +158,9 @@ def test_a_verb_calls_the_relay_of_its_context(home: Path) -> None:
         assert report["socket"] == str(socket)
         elsewhere.environ["IRIS_CONTEXT"] = "here"
         assert elsewhere.process("status", "--json")
-        assert b"uses no context" in elsewhere("--context", "here", "relay", "--check", code=2)
+        assert b"does not use contexts; leave out --context" in elsewhere(
+            "--context", "here", "relay", "--check", code=2
+        )
         assert elsewhere.process("context", "list")
 
 

@@ -33,7 +33,7 @@ async def test_calls_over_a_quota_are_refused_by_name_and_lost_casts_are_reporte
                     except iris.Overloaded as err:
                         refused.append(err)
             assert refused
-            assert "session quota (session_rate) of 1 messages/s" in str(refused[0])
+            assert "session quota (session_rate) of 1 message/s" in str(refused[0])
             assert not any(err.may_have_run for err in refused)
             rates = (await member.status())["rates"]
             assert rates["session_rate"]["refused"] == len(refused)
@@ -63,7 +63,7 @@ async def test_casts_over_a_quota_and_broadcasts_to_nobody_are_reported_to_their
                 await client.flush()
             over = losses[1:]
             assert over
-            assert "quota of 'news.>' (address_rate) of 1 messages/s" in over[0].cause
+            assert "quota of 'news.>' (address_rate) of 1 message/s" in over[0].cause
             assert {(lost.kind, lost.name, lost.count) for lost in over} == {
                 ("publish", "news.today", 1)
             }

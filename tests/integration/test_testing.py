@@ -117,7 +117,7 @@ async def test_after_a_restart_of_the_relay_everything_is_served_again() -> None
 
 async def test_a_client_of_another_cluster_cannot_be_hurt() -> None:
     async with LocalCluster() as cluster, LocalCluster() as other, other.client() as stranger:
-        with pytest.raises(iris.ConfigError, match="not of this cluster"):
+        with pytest.raises(iris.ConfigError, match="does not belong to this LocalCluster"):
             cluster.lose(stranger)
 
 

@@ -30,5 +30,5 @@ def test_a_frame_that_overdraws_has_to_be_paid_back() -> None:
     assert not bucket.is_empty(0)
     bucket.take(65_535, 0)
     assert bucket.is_empty(6_552_000_000)
-    assert "; wait 600 ms, or raise it" in bucket.refuse(1)
+    assert "; wait 600 ms, or raise the quota" in bucket.refuse(1)
     assert not bucket.is_empty(6_553_000_000)
