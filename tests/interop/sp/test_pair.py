@@ -60,8 +60,16 @@ async def test_the_connection_ends_with_the_tunnel_and_the_next_is_another(
             async with asyncio.timeout(WAIT_S):
                 assert await ended.get() == "closed here"
                 await gone.wait()
-            await socket.asend(b"again")  # nng connects again by itself
-            assert await socket.arecv() == b"AGAIN"
+            # nng connects again by itself. It may give a message to a connection that the bridge refuses, because the
+            # last one has not ended there yet; PAIR does not repeat it.
+            socket.recv_timeout = 2_000
+            for _ in range(5):
+                await socket.asend(b"again")
+                with contextlib.suppress(pynng.Timeout):
+                    assert await socket.arecv() == b"AGAIN"
+                    break
+            else:
+                pytest.fail("no message got through the next connection")
         async with asyncio.timeout(WAIT_S):
             assert await ended.get() == "finished there"
 
