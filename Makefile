@@ -1,6 +1,6 @@
 # Needs python3 (3.11 or newer) and make. Everything else is installed into .venv, at the versions of constraints.txt
 # and only if its hash is in requirements/.
-#   make demo | federation-demo | spark-demo [ROWS=…] | test | lint | clean
+#   make demo | federation-demo | spark-demo [ROWS=…] | test | lint | docs | clean
 #   make bench [QUICK=1] | bench-full | bench-floor | bench-streams [QUICK=1] | bench-spark [QUICK=1]
 #   make bench-federation [QUICK=1] | proof AREA=… N=… | lock | dist [AUDIT=off]
 # The tests of Spark and its demo need Java 17 or newer, which is installed where we may: tests/spark/java.
@@ -16,6 +16,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SPARK_STAMP := $(VENV)/.installed-spark
 EXAMPLES_STAMP := $(VENV)/.installed-examples
+DOCS_STAMP := $(VENV)/.installed-docs
 BENCH_VENV := .venv-bench
 BENCH_STAMP := $(BENCH_VENV)/.installed
 DIST_VENV := .venv-dist
@@ -24,7 +25,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-war
 # Installs only locked files. The build tools are locked too.
 LOCKED := $(PIP) --require-hashes --use-pep517 --no-build-isolation
 
-.PHONY: demo federation-demo spark-demo test lint types unit bench bench-full bench-floor bench-streams bench-spark bench-federation proof lock dist clean
+.PHONY: demo federation-demo spark-demo test lint types unit docs bench bench-full bench-floor bench-streams bench-spark bench-federation proof lock dist clean
 
 demo: $(STAMP)
 	@$(BIN)/iris demo
@@ -42,14 +43,19 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: $(SPARK_STAMP)
+types: $(DOCS_STAMP)
 	$(BIN)/mypy
+	$(BIN)/mypy docs/site
 	$(BIN)/mypy --explicit-package-bases examples tests/typing
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-unit: $(SPARK_STAMP)
+unit: $(DOCS_STAMP)
 	@tests/spark/java install
 	PYTHONASYNCIODEBUG=1 tests/run $(BIN)/pytest
+
+# The site of the documentation, in build/docs/site. Every link in it is checked; other hosts are not asked.
+docs: $(DOCS_STAMP)
+	@$(BIN)/python docs/site/build.py
 
 # Iris beside its peers, which get an environment of their own; and Iris beside its own floor.
 bench: $(BENCH_STAMP)
@@ -99,6 +105,10 @@ $(SPARK_STAMP): $(STAMP) requirements/spark.txt
 
 $(EXAMPLES_STAMP): $(SPARK_STAMP) requirements/examples.txt
 	@$(LOCKED) -r requirements/examples.txt
+	@touch $@
+
+$(DOCS_STAMP): $(SPARK_STAMP) requirements/docs.txt
+	@$(LOCKED) -r requirements/docs.txt
 	@touch $@
 
 $(DIST_STAMP): requirements/build.txt requirements/dist.txt

@@ -30,6 +30,10 @@ LAYERS: Final[dict[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {
         ("--extra", "test", "--extra", "spark", "--extra", "examples", PROJECT),
         ("build", "base", "test", "spark"),
     ),
+    "docs": (
+        ("--extra", "test", "--extra", "spark", "--extra", "docs", PROJECT),
+        ("build", "base", "test", "spark"),
+    ),
     "bench": (PEERS, ("build", "base")),
     # Whole, because a host installs nothing else: the package with what its relay and store use.
     "deploy": (("--extra", "store", "--extra", "metrics", PROJECT), ()),

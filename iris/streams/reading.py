@@ -87,7 +87,7 @@ class Reader:
 
         Raises:
             StreamError: NoStream, StreamDamaged, StreamUnavailable. Call again to go on at `offset` once it is
-            repaired.
+                repaired.
         """
         while True:
             if self._closed:

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 WIDTH = 120
-FOLDERS = ("iris", "relay", "pyspark_iris", "pytest_iris", "examples", "bench", "tests")
+FOLDERS = ("iris", "relay", "pyspark_iris", "pytest_iris", "examples", "bench", "tests", "docs")
 MODULES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 PAGES = sorted(
     path

@@ -27,7 +27,7 @@ def locked(path: Path) -> dict[str, str]:
 
 
 def test_there_is_a_file_for_every_environment() -> None:
-    assert [path.stem for path in FILES] == ["base", "bench", "build", "demo", "deploy", "dist", "examples", "spark", "test"]  # fmt: skip
+    assert [path.stem for path in FILES] == ["base", "bench", "build", "demo", "deploy", "dist", "docs", "examples", "spark", "test"]  # fmt: skip
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -49,6 +49,7 @@ def test_whatever_the_project_names_is_locked() -> None:
         "test": extras["test"],
         "spark": extras["spark"],
         "examples": extras["examples"],
+        "docs": extras["docs"],
         "bench": (ROOT / "bench" / "requirements.txt").read_text().splitlines(),
     }
     for name, rows in wanted.items():
@@ -76,7 +77,7 @@ def test_nothing_is_installed_without_a_hash() -> None:
         for row in (ROOT / file).read_text().splitlines()
         if re.search(r"@\$\((PIP|LOCKED)\) |@\S+ -m pip install|^install -", row)
     ]
-    assert len(installs) == 10
+    assert len(installs) == 11
     for row in installs:
         by_hash = "$(LOCKED)" in row or "--require-hashes" in row
         assert by_hash or ("--no-deps" in row and row.endswith("-e .")), row
