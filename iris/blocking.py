@@ -35,6 +35,7 @@ from iris.service import Service
 from iris.stats import Stats
 from iris.streams.blocking import Streams
 from iris.subscription import QUEUE_BYTES, Policy
+from iris.tracer import Tracer
 from iris.tunnel import EndOfTunnel
 from iris.tunnel import Tunnel as _AsyncTunnel
 
@@ -43,7 +44,7 @@ T = TypeVar("T")
 
 def connect(
     relay: str | Path | None = None, *, keyring: Keyring | None = None, config: ClientConfig | None = None,
-    embedded: bool = False, middleware: Sequence[Middleware] = (),
+    embedded: bool = False, middleware: Sequence[Middleware] = (), tracing: bool | Tracer | None = None,
 ) -> Client:  # fmt: skip
     """Return a connected client. Close it, or use it as a context manager. See `iris.connect`.
 
@@ -55,9 +56,9 @@ def connect(
     """
     return Client(
         _client.connect(
-            relay, keyring=keyring, config=config, embedded=embedded, middleware=middleware
+            relay, keyring=keyring, config=config, embedded=embedded, middleware=middleware, tracing=tracing
         )
-    )
+    )  # fmt: skip
 
 
 class Client:

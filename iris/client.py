@@ -72,6 +72,7 @@ from iris.serving import ServiceBinding
 from iris.stats import Stats, snapshot
 from iris.subscription import QUEUE_BYTES, Policy, Subscription
 from iris.survey import Survey
+from iris.tracer import Tracer, default_tracer
 from iris.tunnel import Tunnel, open_tunnel
 from iris.wire import frames
 from iris.wire.codec import MIN_MESSAGE_LIMIT
@@ -89,7 +90,7 @@ Scope = Literal["site", "federation"]
 
 def connect(
     relay: str | Path | None = None, *, keyring: Keyring | None = None, config: ClientConfig | None = None,
-    embedded: bool = False, middleware: Sequence[Middleware] = (),
+    embedded: bool = False, middleware: Sequence[Middleware] = (), tracing: bool | Tracer | None = None,
 ) -> Client:  # fmt: skip
     """Return a client that connects when entered: `async with iris.connect() as client`.
 
@@ -104,6 +105,10 @@ def connect(
     `middleware` runs around `request` and `push`, the first one outermost: coroutine functions
     `async def middleware(call: iris.Call, call_next)` that return what `await call_next(call)` returned, or raise.
 
+    `tracing=True` makes OpenTelemetry spans of what this client sends, and of the handlers that it serves; it needs the
+    extra `[otel]`. An `iris.tracing.Tracing` does so with its provider. By default it is off, unless the process is
+    instrumented (`iris.tracing.instrument`, `opentelemetry-instrument`).
+
     Raises:
         ConfigError: `relay` is given here and in `config`, or a setting is wrong.
     """
@@ -112,7 +117,7 @@ def connect(
         config = ClientConfig(relay=relay if remote or relay is None else Path(relay))
     elif relay is not None:
         raise ConfigError("the relay is given twice; pass it as `relay` or in `config`, not both")
-    return Client(config, keyring, embedded=embedded, middleware=middleware)
+    return Client(config, keyring, embedded=embedded, middleware=middleware, tracing=tracing)
 
 
 class Client:
@@ -124,7 +129,7 @@ class Client:
     def __init__(
         self, config: ClientConfig, keyring: Keyring | None = None, *, embedded: bool = False,
         connector: Connector | None = None, entropy: Callable[[int], bytes] = os.urandom,
-        middleware: Sequence[Middleware] = (),
+        middleware: Sequence[Middleware] = (), tracing: bool | Tracer | None = None,
     ) -> None:  # fmt: skip
         self.config = config
         self._runtime = runtime = Runtime(config)
@@ -150,6 +155,9 @@ class Client:
         self._encode = runtime.encode
         self._take = runtime.take
         self._has_credit = runtime.has_credit
+        self._tracer = _tracer(tracing)
+        if self._tracer is not None:
+            self._tracer.trace_calls(self)
         if middleware:  # instead of a look at it in each call
             around = checked(middleware)
             self.request = wrap_request(self.request, around)  # type: ignore[method-assign]  # for this client only
@@ -240,7 +248,9 @@ class Client:
             Streams,  # `import iris` has imported it; the command may do without it
         )
 
-        return Streams(self._runtime)
+        return (
+            Streams(self._runtime) if self._tracer is None else self._tracer.streams(self._runtime)
+        )
 
     @property
     def on_loss(self) -> Callable[[Lost], object] | None:
@@ -552,10 +562,12 @@ class Client:
             await self._attached().wait_writable()
             self._take(Kind.BROADCAST, cluster, payload, headers, force=True)
 
-    def offer_broadcast(self, cluster: str, payload: object) -> bool:
+    def offer_broadcast(
+        self, cluster: str, payload: object, *, headers: Headers | None = None
+    ) -> bool:
         """Broadcast without waiting. Return False if the write buffer is full; the message was not accepted then."""
         check_address(cluster)
-        return self._take(Kind.BROADCAST, cluster, payload, None)
+        return self._take(Kind.BROADCAST, cluster, payload, headers)
 
     @overload
     async def publish(
@@ -683,7 +695,9 @@ class Client:
             ConfigError: an option is wrong.
         """
         callback = subscriber(handler, Provided(self)) if handler is not None else None
-        return Subscription(
+        make: Callable[..., Subscription]
+        make = Subscription if self._tracer is None else self._tracer.subscription
+        return make(
             self._runtime, pattern, callback, group, policy, limit_bytes, on_gap, concurrency, when_full
         )  # fmt: skip
 
@@ -735,7 +749,7 @@ class Client:
             ConnectionLost: no relay is connected.
             TimeoutError: the lifespan did not end within `config.drain_timeout_s`.
         """
-        return serving(self._runtime, service, self)
+        return serving(self._runtime, service, self, self._tracer)
 
     # -- members ---------------------------------------------------------------------------------------------
 
@@ -833,6 +847,21 @@ class Client:
         except msgspec.DecodeError as err:
             raise DecodeError(f"cannot decode the status from the relay: {err}") from err
         return document
+
+
+def _tracer(tracing: bool | Tracer | None) -> Tracer | None:
+    """Return what traces a client, or None. Raises ConfigError, and ImportError without OpenTelemetry."""
+    if tracing is None:
+        return default_tracer()
+    if tracing is True:
+        from iris.tracing import Tracing
+
+        return Tracing()
+    if tracing is not False and not hasattr(tracing, "trace_calls"):
+        raise ConfigError(
+            f"tracing must be True, False or an iris.tracing.Tracing, not {tracing!r}; for a provider, pass Tracing(provider)"
+        )
+    return tracing or None
 
 
 def _scoped(cluster: str, scope: Scope) -> str:

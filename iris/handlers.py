@@ -174,8 +174,9 @@ class Handler:
         """Return a handler of one argument, inside the middleware if the argument is a message; see `filled`."""
         handler = self.filled(provided, has_message=has_message)
         if has_message and provided.wrap is not None:
-            wrapped: Handler = provided.wrap(handler)
-            return wrapped
+            handler = provided.wrap(handler)
+        if provided.tracer is not None:
+            handler = provided.tracer.trace_handler(handler)
         return handler
 
     def filled(self, provided: Provided, *, has_message: bool = True) -> Handler:

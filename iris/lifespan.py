@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 
 from iris.deadlines import within
@@ -18,15 +18,17 @@ from iris.runtime import Runtime
 from iris.service import Service
 from iris.serving import ServiceBinding
 from iris.subscription import Subscription
+from iris.tracer import Tracer
 
 
 @contextlib.asynccontextmanager
 async def serving(
-    runtime: Runtime, service: Service, client: object
+    runtime: Runtime, service: Service, client: object, tracer: Tracer | None = None
 ) -> AsyncIterator[ServiceBinding]:
     """Serve `service` while the block runs; see `Client.serve`. Handlers can ask for the `client`."""
     runtime.attached()
     async with _entered(runtime, service, client) as provided:
+        provided.tracer = tracer
         try:
             with watching(service.name, service.in_loop):
                 async with _joined(runtime, service, provided) as binding:
@@ -75,10 +77,12 @@ async def _joined(
     _, session = await runtime.ready(service.name, runtime.config.connect_timeout_s)
     runtime.registry.services.append(binding)
     subscriptions: list[Subscription] = []
+    subscribe: Callable[..., Subscription]
+    subscribe = Subscription if provided.tracer is None else provided.tracer.subscription
     try:
         for topic in topics:
             subscriptions.append(
-                Subscription(
+                subscribe(
                     runtime,
                     topic.pattern,
                     topic.handler.as_callback(),

@@ -49,6 +49,8 @@ class Provided:
         self.client = client
         self.wrap = wrap
         """Puts middleware around a handler; None if there is none."""
+        self.tracer: Any = None
+        """The `iris.tracer.Tracer` that makes spans for the handlers, or None."""
         self.on_close: list[Callable[[], None]] = []
         """Called when the service is no longer served."""
         self._objects = [client, *objects]

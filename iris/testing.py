@@ -20,6 +20,7 @@ from iris.crypto.keys import ClusterKey
 from iris.errors import ConfigError, RelayUnavailable
 from iris.middleware import Middleware
 from iris.service import Service
+from iris.tracer import Tracer
 
 if TYPE_CHECKING:
     from relay.embedded import EmbeddedRelay, MemoryTransport
@@ -97,7 +98,8 @@ class LocalCluster:
             self.check_accounts()
 
     def client(
-        self, *, keyring: Keyring | None = None, config: ClientConfig | None = None, middleware: Sequence[Middleware] = ()
+        self, *, keyring: Keyring | None = None, config: ClientConfig | None = None, middleware: Sequence[Middleware] = (),
+        tracing: bool | Tracer | None = None,
     ) -> Client:  # fmt: skip
         """Return a client of this cluster, which connects when entered. By default it has the shared key."""
         wire = _Wire(self)
@@ -107,6 +109,7 @@ class LocalCluster:
             connector=wire.connect,
             entropy=self._entropy,
             middleware=middleware,
+            tracing=tracing,
         )
         self._wires[client] = wire
         return client

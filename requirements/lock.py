@@ -36,7 +36,7 @@ LAYERS: Final[dict[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {
     ),
     "bench": (PEERS, ("build", "base")),
     # Whole, because a host installs nothing else: the package with what its relay and store use.
-    "deploy": (("--extra", "store", "--extra", "metrics", PROJECT), ()),
+    "deploy": (("--extra", "store", "--extra", "metrics", "--extra", "otel", PROJECT), ()),
     "dist": (("requirements/dist.in",), ("build",)),
 }
 BLOCK: Final = re.compile(r"^(\S+?)==\S+.*?(?=^\S|\Z)", re.MULTILINE | re.DOTALL)

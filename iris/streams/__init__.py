@@ -90,6 +90,7 @@ class Streams:
         self._openers: dict[tuple[str, bytes], RecordOpener] = {}
         """Openers for `fetch`: (stream name, log uuid) -> opener."""
         self._appenders: dict[tuple[str, str], Appender] = {}
+        self._make_consumer: Callable[..., Consumer] = Consumer
         runtime.parts.append(self)
 
     # -- managing --------------------------------------------------------------------------------------------
@@ -258,9 +259,9 @@ class Streams:
             raise StreamUnavailable(name, detail, may_have_run=True) from None
 
     async def append_many(
-        self, name: str, messages: Sequence[object], *, uuid: str = "", timeout: float = 30.0
-    ) -> _Offsets:
-        """Store messages in order; return their offsets once all are on disk.
+        self, name: str, messages: Sequence[object], *, headers: Headers | None = None, uuid: str = "", timeout: float = 30.0
+    ) -> _Offsets:  # fmt: skip
+        """Store messages in order, each with the same `headers`; return their offsets once all are on disk.
 
         Raises as `append`; some may be stored then.
         """
@@ -270,10 +271,10 @@ class Streams:
         try:
             async with asyncio.timeout(timeout):
                 for message in messages:
-                    data, packed = self._runtime.encode(message, None, OF_A_MESSAGE)
+                    data, packed = self._runtime.encode(message, headers, OF_A_MESSAGE)
                     if producer.full:
                         await appender.wait_for_room()
-                    pending.append(producer.add(data, None, packed, PLAIN))
+                    pending.append(producer.add(data, headers, packed, PLAIN))
                 if pending:  # waiting cancels none of them
                     await asyncio.wait({future for future, _ in pending})
         except TimeoutError:
@@ -409,7 +410,7 @@ class Streams:
         """
         check_address(name)
         check_cluster(consumer)
-        return Consumer(
+        return self._make_consumer(
             self._stores, name, consumer, start, group=group, durable=durable, ack_timeout=ack_timeout, max_deliver=max_deliver,
             max_messages=max_messages, uuid=uuid, patience=patience, on_gap=on_gap,
         )  # fmt: skip

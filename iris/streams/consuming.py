@@ -103,7 +103,7 @@ class Consumer:
 
     async def _fill(self) -> None:
         """Wait for the next messages and keep them in `_ready`, where they are held but not begun with."""
-        self._ready.extend(await self.batch())
+        self._ready.extend(await Consumer.batch(self))
         self._renewed_s = time.monotonic()
 
     async def batches(self) -> AsyncIterator[list[StreamMessage]]:

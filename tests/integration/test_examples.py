@@ -106,6 +106,12 @@ EXPECTED = {
         " - at `$.type`",
     ],
     "threads": ["['report 0', 'report 1', 'report 2', 'report 3']", "4 at once"],
+    "tracing": [
+        "placed lamp, 6 left", "stock: out_of_stock",
+        "request shop/place CLIENT", "  process shop/place SERVER", "    request stock CLIENT", "      process stock SERVER",
+        "    publish orders.new PRODUCER", "      process orders.> CONSUMER",
+        "request stock CLIENT RemoteError", "  process stock SERVER",
+    ],
     "tunnel": [
         *(f"block {n}: {'x' * 20}" for n in range(3)), "then 5,000,000 bytes in one message", "and that was all",
     ],

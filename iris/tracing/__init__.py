@@ -1,0 +1,21 @@
+"""Tracing with OpenTelemetry. Needs the extra: pip install 'iris-messaging[otel]'.
+
+    async with iris.connect(tracing=True) as client: ...
+
+Each message that this client sends carries the trace context in its sealed headers. Requests, pushes, surveys,
+broadcasts, publications, tunnels and appends get spans, and so do the handlers of the services that it serves.
+`instrument()` turns tracing on for all clients of the process, as `opentelemetry-instrument` does.
+"""
+
+from __future__ import annotations
+
+try:
+    import opentelemetry.trace  # noqa: F401 - whether it is there
+except ImportError as err:
+    raise ImportError(
+        "iris.tracing needs opentelemetry-api: pip install 'iris-messaging[otel]'"
+    ) from err
+
+from iris.tracing.tracing import Tracing, instrument, process, uninstrument
+
+__all__ = ["Tracing", "instrument", "process", "uninstrument"]

@@ -1,0 +1,175 @@
+"""The calls of a client inside spans. Each takes the place of the client's own, so a client without tracing has none."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+from opentelemetry.trace import Span
+
+from iris.core.bundle import Headers
+from iris.request_many import Outcome
+from iris.survey import Survey
+from iris.tracing.context import Carried
+from iris.tracing.spans import ACCEPTED, COUNT, FAILED, Spans, failed
+from iris.tunnel import Tunnel
+
+
+def trace_calls(client: Any, spans: Spans) -> None:
+    """Replace the calls of a client that send."""
+    client.request = _awaited(spans, client.request, "request", "cluster")
+    client.push = _awaited(spans, client.push, "push", "cluster")
+    client.broadcast = _awaited(spans, client.broadcast, "broadcast", "cluster")
+    client.publish = _awaited(spans, client.publish, "publish", "topic")
+    client.offer = _offered(spans, client.offer, "publish", "topic")
+    client.offer_broadcast = _offered(spans, client.offer_broadcast, "broadcast", "cluster")
+    client.open_tunnel = _awaited(spans, client.open_tunnel, "tunnel", "cluster")
+    client.tunnel = _tunnel(spans, client.tunnel)
+    client.request_many = _request_many(spans, client.request_many)
+    client.survey = _survey(spans, client.survey)
+
+
+def _awaited(
+    spans: Spans, call: Callable[..., Awaitable[Any]], operation: str, parameter: str
+) -> Any:
+    """Return a coroutine function with a span for each call; `parameter` names its first one."""
+
+    @functools.wraps(call)
+    async def traced(*arguments: Any, headers: Headers | None = None, **options: Any) -> Any:
+        if type(headers) is Carried:
+            return await call(*arguments, headers=headers, **options)
+        name = str(arguments[0] if arguments else options.get(parameter))
+        span, carried = spans.send(operation, name, headers, options.get("method") or "")
+        try:
+            return await call(*arguments, headers=carried, **options)
+        except BaseException as err:
+            failed(span, err)
+            raise
+        finally:
+            span.end()
+
+    return traced
+
+
+def _offered(spans: Spans, call: Callable[..., bool], operation: str, parameter: str) -> Any:
+    """Return a plain function with a span for each call."""
+
+    @functools.wraps(call)
+    def traced(*arguments: Any, headers: Headers | None = None, **options: Any) -> bool:
+        if type(headers) is Carried:
+            return call(*arguments, headers=headers, **options)
+        name = str(arguments[0] if arguments else options.get(parameter))
+        span, carried = spans.send(operation, name, headers)
+        try:
+            accepted = call(*arguments, headers=carried, **options)
+            if not accepted:
+                span.set_attribute(ACCEPTED, False)
+            return accepted
+        except BaseException as err:
+            failed(span, err)
+            raise
+        finally:
+            span.end()
+
+    return traced
+
+
+def _tunnel(
+    spans: Spans, call: Callable[..., contextlib.AbstractAsyncContextManager[Tunnel]]
+) -> Any:
+    @functools.wraps(call)
+    @contextlib.asynccontextmanager
+    async def traced(
+        *arguments: Any, headers: Headers | None = None, **options: Any
+    ) -> AsyncIterator[Tunnel]:
+        name = str(arguments[0] if arguments else options.get("cluster"))
+        span, carried = spans.send("tunnel", name, headers)
+        try:
+            async with call(*arguments, headers=carried, **options) as tunnel:
+                yield tunnel
+        except BaseException as err:
+            failed(span, err)
+            raise
+        finally:
+            span.end()
+
+    return traced
+
+
+def _request_many(spans: Spans, call: Callable[..., AsyncIterator[Outcome[Any]]]) -> Any:
+    """Return `request_many` with one span, which begins with the iteration, as the sending does."""
+
+    @functools.wraps(call)
+    def traced(
+        *arguments: Any, headers: Headers | None = None, **options: Any
+    ) -> AsyncIterator[Outcome[Any]]:
+        name = str(arguments[0] if arguments else options.get("cluster"))
+        carried = Carried()
+        outcomes = call(*arguments, headers=carried, **options)
+
+        async def iterate() -> AsyncIterator[Outcome[Any]]:
+            span = _begin(spans, "request", name, headers, carried, options)
+            count = failures = 0
+            try:
+                async with contextlib.aclosing(outcomes):  # type: ignore[type-var]  # it is a generator
+                    async for outcome in outcomes:
+                        count += 1
+                        failures += outcome.error is not None
+                        yield outcome
+            except GeneratorExit:
+                raise  # the program has seen enough
+            except BaseException as err:
+                failed(span, err)
+                raise
+            finally:
+                span.set_attributes({COUNT: count, FAILED: failures})
+                span.end()
+
+        return iterate()
+
+    return traced
+
+
+def _survey(spans: Spans, call: Callable[..., Survey[Any]]) -> Any:
+    """Return `survey` with one span, which begins with the iteration, as the survey does."""
+
+    @functools.wraps(call)
+    def traced(*arguments: Any, headers: Headers | None = None, **options: Any) -> Survey[Any]:
+        name = str(arguments[0] if arguments else options.get("cluster"))
+        carried = Carried(headers or {})
+        survey = call(*arguments, headers=carried, **options)
+        start = survey._start
+
+        async def traced_start(this: Survey[Any]) -> Callable[[], None]:
+            span = _begin(spans, "survey", name, headers, carried, options)
+            try:
+                forget = await start(this)
+            except BaseException as err:
+                failed(span, err)
+                span.end()
+                raise
+
+            def end() -> None:
+                forget()
+                if survey._error is not None:
+                    failed(span, survey._error)
+                span.set_attributes({COUNT: len(survey.answered), FAILED: len(survey.failed)})
+                span.end()
+
+            return end
+
+        survey._start = traced_start
+        return survey
+
+    return traced
+
+
+def _begin(
+    spans: Spans, operation: str, name: str, headers: Headers | None, carried: Carried, options: dict[str, Any]
+) -> Span:  # fmt: skip
+    """Start the span of a call that has taken `carried` as its headers, and fill those in."""
+    span, filled = spans.send(operation, name, headers, options.get("method") or "")
+    carried.update(filled or {})
+    return span
