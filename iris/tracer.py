@@ -1,6 +1,6 @@
 """What a client calls if it is traced. `iris.tracing` implements it with OpenTelemetry, which only that package needs.
 
-A client looks for its tracer once, when it is created, and then replaces its own calls. Without a tracer, no call looks.
+A client looks for its tracer once, when it is created, and then replaces its own calls.
 """
 
 from __future__ import annotations

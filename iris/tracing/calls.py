@@ -1,4 +1,4 @@
-"""The calls of a client inside spans. Each takes the place of the client's own, so a client without tracing has none."""
+"""The calls of a client inside spans. Each takes the place of the client's own call."""
 
 from __future__ import annotations
 

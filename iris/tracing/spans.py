@@ -175,7 +175,7 @@ def failed(span: Span, error: BaseException) -> None:
 
 
 def handler_failed(span: Span, error: BaseException) -> None:
-    """Record that a handler raised. A `Refusal` is an answer like any other, so it is no failure of the handler."""
+    """Record that a handler raised. A `Refusal` is an answer like any other, so it sets no error."""
     if not span.is_recording():
         return
     if isinstance(error, Refusal):

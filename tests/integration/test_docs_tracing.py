@@ -1,4 +1,4 @@
-"""docs/tracing.md is true: its Python blocks run, one after the other, as one program, and its tables name what there is."""
+"""docs/tracing.md is true: its Python blocks run, one after the other, as one program, and it names all attributes."""
 
 from __future__ import annotations
 

@@ -258,7 +258,7 @@ async def test_a_tunnel_has_one_span_on_each_side(
 
     @service.on_tunnel
     async def echo(tunnel: iris.Tunnel) -> None:
-        while True:  # ended by EndOfTunnel, which is no error
+        while True:  # ended by EndOfTunnel, which is not an error
             await tunnel.send(await tunnel.recv())
 
     async with member.serve(service):
