@@ -47,7 +47,7 @@ def handlers_of(cluster: str, functions: list[Callable[..., Any]]) -> Handlers:
 class _Suspect:
     """A call of a handler that was running when the loop was asked to report."""
 
-    __slots__ = ("cluster", "frame", "held_s", "logged", "name", "since_s")
+    __slots__ = ("cluster", "counted", "frame", "held_s", "logged", "name", "since_s")
 
     def __init__(self, frame: FrameType, cluster: str, name: str, now_s: float) -> None:
         self.frame: FrameType | None = frame
@@ -57,6 +57,7 @@ class _Suspect:
         self.since_s = now_s
         self.held_s = 0.0
         self.logged = False
+        self.counted = False
 
     def loop_runs(self) -> None:
         """Let go of the call's frame. Called in the loop, where the objects in it may end."""
@@ -75,6 +76,8 @@ class LoopWatch:
         """Locked while the thread is to run. An Event would take three times as long for each wait."""
         self._logged_s: dict[tuple[str, str], float] = {}
         """(cluster, handler) -> monotonic time of its latest log line, for the handlers that are served."""
+        self.held: dict[str, int] = {}
+        """Cluster -> how often one of its handlers has held up the loop. Only the thread writes to it."""
 
     @property
     def idle(self) -> bool:
@@ -115,6 +118,9 @@ class LoopWatch:
             frame = suspect.frame
             if frame is not None and self._is_in(frame):
                 suspect.held_s = now_s - suspect.since_s
+                if suspect.held_s >= LIMIT_S and not suspect.counted:
+                    suspect.counted = True
+                    self.held[suspect.cluster] = self.held.get(suspect.cluster, 0) + 1
                 if suspect.held_s >= TOO_LONG_S and not suspect.logged:
                     suspect.logged = True
                     self._log(suspect, now_s)
@@ -164,6 +170,12 @@ class LoopWatch:
 
 _watches: Final[dict[asyncio.AbstractEventLoop, LoopWatch]] = {}
 """The watch of each event loop in which a service is served."""
+
+
+def times_held(loop: asyncio.AbstractEventLoop, cluster: str) -> int:
+    """Return how often handlers of a cluster have held up a loop since services are served in it."""
+    watch = _watches.get(loop)
+    return watch.held.get(cluster, 0) if watch is not None else 0
 
 
 @contextlib.contextmanager

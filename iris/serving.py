@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import os
+import socket
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
@@ -21,11 +23,13 @@ from iris.describing import DESCRIBE, PING, Description, describe_handlers, libr
 from iris.errors import ConfigError
 from iris.handlers import ArgumentError, Deferred, Expired, Handler, Request, encode_reply, stopping
 from iris.logs import logger
+from iris.loop_watch import times_held
 from iris.losses import LossLog
 from iris.methods import Methods, no_method
 from iris.parameters import Provided
 from iris.runtime import Runtime
 from iris.service import Service
+from iris.stats import dropped_messages
 from iris.tally import TIMED_EVERY, Tally
 from iris.tunnel import EndOfTunnel, Tunnel
 from iris.wire.kinds import Kind, Refusal
@@ -230,7 +234,8 @@ class ServiceBinding:
             _member_id(delivery), service.name, service.version, service.description,
             describe_handlers(service, self._provided, tally_of), self.running - 1,
             sum(len(inbox.queue) + len(inbox.assigned) for inbox in inboxes.values()) + len(self._casts),
-            time.monotonic() - self._served_since_s, library_version(),
+            time.monotonic() - self._served_since_s, library_version(), socket.gethostname(), os.getpid(), self.queued_bytes,
+            dropped_messages(self._runtime), times_held(self.loop, service.name),
         )  # fmt: skip
 
     def tallies(self) -> list[tuple[int, str, Tally]]:

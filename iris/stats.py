@@ -102,14 +102,19 @@ class Stats:
     """The services that this client serves."""
 
 
+def dropped_messages(runtime: Runtime) -> dict[str, int]:
+    """Return the messages that were dropped in this process: cause -> number."""
+    dropped = dict(runtime.counters)
+    for cause, count in runtime.attached().dropped():
+        dropped[cause] = dropped.get(cause, 0) + count
+    dropped.pop(FAILED_HANDLERS, None)
+    return dropped
+
+
 def snapshot(runtime: Runtime) -> Stats:
     """Return the counters of a client as they are now."""
     attachment = runtime.attached()
     registry = runtime.registry
-    dropped = dict(runtime.counters)
-    for cause, count in attachment.dropped():
-        dropped[cause] = dropped.get(cause, 0) + count
-    failed = dropped.pop(FAILED_HANDLERS, 0)
     subscriptions = tuple(
         SubscriptionStats(
             filter=each.filter, group=each.group, queued_bytes=each.queued_bytes, limit_bytes=each.limit_bytes, lost=each.lost
@@ -135,9 +140,9 @@ def snapshot(runtime: Runtime) -> Stats:
         unwritten_bytes=attachment.pump.unwritten_bytes if attachment.pump is not None else 0,
         queued_bytes=sum(each.queued_bytes for each in subscriptions)
         + sum(each.queued_bytes for each in services),
-        dropped=MappingProxyType(dropped),
+        dropped=MappingProxyType(dropped_messages(runtime)),
         losses=runtime.reported_losses,
-        failed_handlers=failed,
+        failed_handlers=runtime.counters.get(FAILED_HANDLERS, 0),
         subscriptions=subscriptions,
         services=services,
     )

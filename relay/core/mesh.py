@@ -11,6 +11,7 @@ snapshot again.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import chain, islice
 from typing import Any, Final
 
 from iris.wire import frames
@@ -28,6 +29,8 @@ from relay.core.session import Member, is_listed
 
 PEERS_US: Final = 30_000_000
 """Interval at which one peer is asked for its peers, so that all relays find each other once they are linked."""
+MAX_COUNTED: Final = 8192
+"""Members of other relays that a status counts by cluster, which takes a few ms."""
 _FRAME_ENTRIES: Final = 256
 _FRAME_BYTES: Final = 32 << 10
 
@@ -248,9 +251,19 @@ class Mesh:
         if at_us < self.deadline_us:
             self.deadline_us = at_us
 
+    def cluster_counts(self) -> dict[str, int]:
+        """Return cluster -> members at other relays, among the first `MAX_COUNTED` entries that they advertise."""
+        found: dict[str, int] = {}
+        entries = chain.from_iterable(copy.members.values() for copy in self.copies.values())
+        for entry in islice(entries, MAX_COUNTED):
+            if is_listed(entry.kinds):
+                found[entry.name] = found.get(entry.name, 0) + 1
+        return found
+
     def status(self, now_us: int) -> dict[str, object]:
         """Return links and suspended relays, ready for JSON."""
         return {
+            "linked_clusters": self.cluster_counts(),
             "links": [
                 {
                     "peer": link.relay_id.hex(),

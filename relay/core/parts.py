@@ -322,6 +322,7 @@ class Parts:
         """Return a snapshot of tables and counters, ready for JSON."""
         return {
             "relay": self.relay_id.hex(),
+            "host": self.label,
             "site": self.site,
             "draining": self.draining,
             "sessions": [

@@ -82,6 +82,8 @@ async def test_a_handler_that_holds_the_loop_is_logged_while_it_does(
     service.on_request({"plain": plain, "coroutine": coroutine}.get(kind, nothing))
     async with LocalCluster() as cluster, cluster.client() as client, client.serve(service):
         await client.request("slow", b"", timeout=PATIENCE_S)
+        (member,) = await client.describe("slow", timeout=PATIENCE_S)
+        assert member.loop_held == 1
     assert log.names == [("slow", {"middleware": "around"}.get(kind, kind))]
     assert log.fields[0]["ms"] >= 10
 
