@@ -506,7 +506,7 @@ class Attachment:
     def calling(self) -> Pump[Session] | None:
         """Return the pump of the session through which the caller may call now, or None.
 
-        It is the session in use. While there is none, handlers for which a stopping relay waits have their session there.
+        It is the session in use. While there is none, it is the one being left, for handlers that the relay waits for.
         """
         pump = self.pump or self._stopping
         if pump is None or pump is self.pump:
