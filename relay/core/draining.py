@@ -145,7 +145,7 @@ class Draining:
         return True
 
     def expire(self, now_us: int) -> None:
-        """Handle the held LEAVEs once the wait for acknowledgements has ended and no call is in flight at a member."""
+        """Handle the held LEAVEs once the wait for acknowledgements is over and no call is in flight at a member."""
         if not self.acknowledged:
             until_us = self._until_us if self._open else min(self._unasked_us, self._until_us)
             if now_us < until_us:
