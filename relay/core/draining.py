@@ -5,9 +5,9 @@
     all acknowledged, or `DRAIN_WAIT_US` has passed ── nothing new arrives, but from handlers that run
     no call in flight at a member ──► LEAVEs that were held are done
 
-Calls that were sent before their sender knew of the drain still find the members, because none leaves
-before all senders have acknowledged. Handlers that run go on calling, so members stay until none runs. Neighbors of an older minor version are not asked: such sessions do
-not stop calling, and such relays are given twice the round trip.
+Calls that were sent before their sender knew of the drain still find the members, because none leaves before all
+senders have acknowledged. Handlers that run go on calling, so members stay until none runs. Neighbors of an older
+minor version are not asked: such sessions do not stop calling, and such relays are given twice the round trip.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ async def by_tunnel(one: iris.Client) -> bytes:
 
 
 async def by_member(one: iris.Client) -> bytes:
-    [member] = await one.members("back", timeout=PATIENCE_S)
+    [member] = await one.wait_for_members("back", 1, timeout=PATIENCE_S)
     return await one.request("back", b"1", timeout=PATIENCE_S, member=member.member, type=bytes)
 
 
