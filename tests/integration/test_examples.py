@@ -28,6 +28,10 @@ EXPECTED = {
         "stock has less than 2 s: True", "7 left",
         "stock has less than 2 s: True", "shop: no reply within 0.2 s", "shop: True",
     ],
+    "dead_letters": [
+        "invoice for anna", "invoice for bert", "dead: carl, no customer carl", "RedriveInfo(redriven=1, gone=0, left=0)",
+        "to do: 1 redriven: 1", "invoice for carl", "left: 0",
+    ],
     "deferred_reply": ["a batch of 3", "9", "16", "squares: negative numbers are not for squaring"],
     "errors": [
         "nobody is there   NoMembers, may have run: False",
