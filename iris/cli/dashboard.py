@@ -10,6 +10,7 @@ import typer
 
 from iris.cli import options, output
 from iris.cli.exits import Exit, run
+from iris.client import connect
 from iris.errors import ConfigError
 
 WHAT: Final = "the dashboard"
@@ -84,7 +85,14 @@ def dashboard(
         stop = stop_on_signals(asyncio.get_running_loop())
         address = f"http://{address_of(listener)}/"
         output.write((f"{address}#token={token}" if token else address).encode() + b"\n")
-        await serve(listener, watch, known, stop, hosts=host or (), read_only=read_only)
+        await serve(
+            listener,
+            watch,
+            known,
+            stop,
+            hosts=host or (),
+            connect=None if read_only else lambda: connect(relay),
+        )
         return Exit.OK
 
     run(work)

@@ -12,18 +12,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Collection, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route, Router
 
+from iris.dashboard.actions import Actions, Order
 from iris.dashboard.feed import Feed
 from iris.web.guard import Guard, caller_of
 from iris.web.problems import Problem
 from iris.web.tokens import Tokens
+from iris.wire.names import printable
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
@@ -54,10 +57,11 @@ class Dashboard:
     """The application. `guard` is what a server serves."""
 
     def __init__(
-        self, feed: Feed, tokens: Tokens, *, hosts: Collection[str] = (), hello: Mapping[str, Any]
+        self, feed: Feed, tokens: Tokens, actions: Actions | None, *, hosts: Collection[str] = (), hello: Mapping[str, Any],
     ) -> None:  # fmt: skip
-        """`hello` is sent to each page first."""
+        """Without `actions` pages can only look. `hello` is sent to each page first."""
         self._feed = feed
+        self._actions = actions
         self._hello = hello
         self._pages = 0
         static = files("iris.dashboard") / "static"
@@ -65,9 +69,12 @@ class Dashboard:
             path: ((static / name).read_bytes(), kind) for path, (name, kind) in PAGE.items()
         }
         routes = [*(Route(path, self._file) for path in PAGE), Route("/events", self._events)]
+        if actions is not None:
+            routes.append(Route("/actions", self._act, methods=["POST"]))
+            routes.append(Route("/dead-letters", self._peek))
         self.guard = Guard(
-            Router(routes), tokens, hosts=hosts, open_paths=tuple(PAGE), headers=HEADERS
-        )
+            Router(routes, redirect_slashes=False), tokens, hosts=hosts, open_paths=tuple(PAGE), headers=HEADERS
+        )  # fmt: skip
 
     async def _file(self, request: Request) -> Response:
         content, kind = self._files[request.url.path]
@@ -76,20 +83,62 @@ class Dashboard:
     async def _events(self, request: Request) -> Response:
         caller = caller_of(request.scope)
         if not caller.may_filter("view", ">"):
-            raise Problem(403, f"the token {caller.name} does not allow to look (allow.view)")
+            raise Problem(
+                403, f'the token {caller.name!r} does not allow this; it needs allow.view = [">"]'
+            )
         if self._pages >= MAX_PAGES:
             raise Problem(
                 503, f"{MAX_PAGES} pages are open; close one", headers={"retry-after": str(RETRY_S)}
             )
-        return _EventStream(self._paged({**self._hello, "user": caller.name}))
-
-    async def _paged(self, hello: dict[str, Any]) -> AsyncGenerator[bytes]:
         self._pages += 1
+        may = caller.verbs if self._actions is not None else []
+        return _EventStream(
+            self._feed.events({**self._hello, "user": caller.name, "may": may}), self._left
+        )
+
+    def _left(self) -> None:
+        self._pages -= 1
+
+    async def _act(self, request: Request) -> Response:
+        assert self._actions is not None
+        if (
+            request.headers.get("content-type", "").partition(";")[0].strip().lower()
+            != "application/json"
+        ):
+            raise Problem(
+                415, "send the action as JSON, with the header Content-Type: application/json"
+            )
+        body = bytearray()
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > MAX_BODY_BYTES:
+                raise Problem(413, f"the action is over {MAX_BODY_BYTES} bytes")
         try:
-            async for each in self._feed.events(hello):
-                yield each
-        finally:
-            self._pages -= 1
+            order = msgspec.json.decode(body, type=Order)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise Problem(400, f"the action cannot be read: {printable(str(error))}") from error
+        caller = _allowed(request, "manage", order.stream)
+        return _json({"done": await self._actions.act(order, caller)})
+
+    async def _peek(self, request: Request) -> Response:
+        assert self._actions is not None
+        asked = request.query_params
+        stream = asked.get("stream", "")
+        _allowed(request, "peek", stream)
+        found = await self._actions.peek(stream, asked.get("uuid", ""), asked.get("consumer", ""))
+        return _json({"letters": found})
+
+
+def _allowed(request: Request, verb: str, stream: str) -> str:
+    """Return the name of the caller, if its token allows `verb` for a stream. Raises Problem."""
+    caller = caller_of(request.scope)
+    if not caller.may(verb, stream):
+        raise Problem(403, f"the token {caller.name!r} does not allow this; it needs {printable(stream)!r} in allow.{verb}")  # fmt: skip
+    return caller.name
+
+
+def _json(document: dict[str, Any]) -> Response:
+    return Response(msgspec.json.encode(document), media_type="application/json")
 
 
 class _EventStream(Response):
@@ -97,10 +146,12 @@ class _EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes], ended: Callable[[], None]) -> None:
+        """`ended` is called when it is over."""
         super().__init__(headers={"x-accel-buffering": "no"})  # a proxy must not collect events
         del self.headers["content-length"]
         self._events = events
+        self._ended = ended
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending = asyncio.ensure_future(self._send(send))
@@ -108,6 +159,7 @@ class _EventStream(Response):
         try:
             await asyncio.wait((sending, leaving), return_when=asyncio.FIRST_COMPLETED)
         finally:
+            self._ended()
             leaving.cancel()
             sending.cancel()
             await asyncio.gather(sending, leaving, return_exceptions=True)
@@ -120,8 +172,11 @@ class _EventStream(Response):
         )
         async with contextlib.aclosing(self._events) as events:
             async for each in events:
-                async with asyncio.timeout(STALLED_S):
-                    await send({"type": "http.response.body", "body": each, "more_body": True})
+                try:
+                    async with asyncio.timeout(STALLED_S):
+                        await send({"type": "http.response.body", "body": each, "more_body": True})
+                except TimeoutError:
+                    return  # the server closes the connection, because the answer is not complete
         await send({"type": "http.response.body", "body": b""})
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from importlib.metadata import version
 from typing import Final
 
+from iris.client import Client
+from iris.dashboard.actions import Actions
 from iris.dashboard.app import Dashboard
 from iris.dashboard.feed import Feed
 from iris.watch import Watch
@@ -20,12 +22,16 @@ INTERVAL_S: Final = 1.0
 
 async def serve(
     listener: socket.socket, watch: Watch, tokens: Tokens, stop: asyncio.Event, *, hosts: Collection[str] = (),
-    read_only: bool = False,
+    connect: Callable[[], Client] | None,
 ) -> None:  # fmt: skip
-    """Serve pages at a listening socket, which is closed at the end, until `stop` is set. No relay needs to be there."""
+    """Serve pages at a listening socket, which is closed at the end, until `stop` is set. No relay needs to be there.
+
+    `connect` makes the client of the page's buttons; without it the page has none.
+    """
     feed = Feed(watch)
-    hello = {"version": version("iris-messaging"), "read_only": read_only}
-    dashboard = Dashboard(feed, tokens, hosts=hosts, hello=hello)
+    hello = {"version": version("iris-messaging"), "read_only": connect is None}
+    actions = Actions(connect) if connect is not None else None
+    dashboard = Dashboard(feed, tokens, actions, hosts=hosts, hello=hello)
     async with watch, asyncio.TaskGroup() as group:
         following = group.create_task(feed.run(), name="dashboard feed")
         closing = group.create_task(_close(feed, stop), name="dashboard stop")
@@ -34,6 +40,8 @@ async def serve(
         finally:
             following.cancel()
             closing.cancel()
+            if actions is not None:
+                await actions.close()
 
 
 async def _close(feed: Feed, stop: asyncio.Event) -> None:

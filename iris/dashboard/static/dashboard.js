@@ -3,6 +3,7 @@
 
 const TOKEN = "iris-dashboard-token";
 const SILENT_MS = 5000; // the server says something every 2 s
+const SAID_MS = 10000; // how long the result of an action is shown
 const RETRY_MS = [500, 1000, 2000, 5000];
 const POINTS = 180; // of the lines under the figures
 const ROWS = 200; // of one table; what is beyond is counted
@@ -13,7 +14,7 @@ const UNWANTED = "unwanted"; // the cause of a publication without subscribers, 
 const $ = (id) => document.getElementById(id);
 const SVG = "http://www.w3.org/2000/svg";
 
-let hello = { read_only: true, may: {}, version: "" };
+let hello = { read_only: true, may: [], version: "" };
 let network = null; // the newest state
 let frozen = null; // the state shown while the page is frozen
 let history = []; // [in, out, handled, refused, dropped] a second
@@ -71,7 +72,7 @@ function make(name, attributes = {}, ...children) {
 }
 const svgNames = { svg: 1, g: 1, rect: 1, line: 1, circle: 1, text: 1, polyline: 1, title: 1 };
 
-/** Show `parts` in `cell`, if they are not there already: texts, tags {tag, text}, buttons {act, text} and {more}. */
+/** Show `parts` in `cell`, if they are not there already: texts, tags {tag, text}, buttons {act, text}, {more} and {pre}. */
 function put(cell, parts) {
   const sign = JSON.stringify(parts);
   if (cell.sign === sign) return;
@@ -85,6 +86,7 @@ function put(cell, parts) {
         button.textContent = part.text;
         return button;
       }
+      if (part.pre != null) return make("pre", {}, part.pre);
       return make("span", { class: part.more ? "more" : `tag ${part.tag}`, title: part.hint }, part.text);
     }),
   );
@@ -328,9 +330,8 @@ const tables = {
       number("Lag", "lag", count, "of the consumer that is behind most"),
       number("Dead letters", "dead_letters", hidden),
       number("Lost", "lost", hidden, "messages that the store could not record since it started"),
-      column("", null, (row) => actions(row, "stream"), { class: "wide" }),
     ],
-    { key: (row) => row.uuid, state: (row) => (row.failed ? "bad" : row.paused || row.dead_letters ? "warn" : ""), act: ask },
+    { key: (row) => row.uuid, state: (row) => (row.failed ? "bad" : row.paused || row.dead_letters ? "warn" : "") },
   ),
   consumers: new Table(
     "consumers",
@@ -343,11 +344,10 @@ const tables = {
       number("Confirmed/s", "settled_rate", rate),
       number("In flight", "pending", hidden),
       number("Again", "redelivering", hidden, "messages that are delivered again"),
-      number("Dead letters", "dead", hidden),
       number("Missed", "missed", hidden, "messages that were deleted before it had them"),
-      column("", null, (row) => actions(row, "consumer"), { class: "wide" }),
+      column("", null, buttonsOf, { class: "wide" }),
     ],
-    { key: (row) => row.key, state: (row) => (row.dead || row.workers === 0 ? "warn" : ""), act: ask },
+    { key: (row) => row.key, state: (row) => (row.dead || row.paused || (row.workers === 0 && row.lag) ? "warn" : ""), act: ask },
   ),
   account: new Table(
     "account",
@@ -601,7 +601,7 @@ function draw() {
     slow: slowRows(shown),
     drops: dropRows(shown),
     programs: shown.programs.map((row) => ({ ...row, key: `${row.relay} ${row.session}` })),
-    consumers: shown.streams.flatMap((stream) => stream.consumers.map((each) => ({ ...each, stream: stream.name, uuid: stream.uuid, key: `${stream.uuid} ${each.name}` }))),
+    consumers: shown.streams.flatMap((stream) => stream.consumers.map((each) => ({ ...each, stream: stream.name, uuid: stream.uuid, dead_letters: stream.dead_letters, key: `${stream.uuid} ${each.name}` }))),
     account: shown.relays.filter((relay) => relay.asked),
   };
   let left = 0;
@@ -626,16 +626,101 @@ function draw() {
 // -- actions ------------------------------------------------------------------------------------------------------------
 
 const ACTIONS = {
-  pause: { text: "Pause", title: (row) => `Pause ${row.name}?` },
-  resume: { text: "Resume", title: (row) => `Resume ${row.name}?` },
-  redrive: { text: "Redrive", title: (row) => `Redrive ${plural(row.dead, "dead letter")} of ${row.name}?` },
-  peek: { text: "Peek" },
+  pause: ["Pause", (row) => `${row.name} receives nothing of ${row.stream} until it is resumed. Nothing is lost: its lag grows.`],
+  resume: ["Resume", (row) => `${row.name} receives messages of ${row.stream} again.`],
+  redrive: ["Redrive", (row) => `The messages of all dead letters of ${row.name} are delivered to its workers again, as if for the first time, and the letters are deleted. Stream ${row.stream} has ${plural(row.dead_letters, "dead letter")}.`],
 };
 
-function actions() {
-  return [];
+/** Return the buttons of a consumer's row: those that this token may press. */
+function buttonsOf(row) {
+  const button = (act, text) => ({ act, text, label: `${text} ${row.name} of ${row.stream}` });
+  const buttons = [];
+  if (row.dead_letters && hello.may.includes("peek")) buttons.push(button("peek", "Peek"));
+  if (!hello.may.includes("manage")) return buttons;
+  if (row.dead_letters) buttons.push(button("redrive", "Redrive"));
+  return [...buttons, row.paused ? button("resume", "Resume") : button("pause", "Pause")];
 }
-function ask() {}
+
+/** Send a request with the token. Return the document of its answer; throw an Error with a sentence if it failed. */
+async function call(path, options = {}) {
+  let response;
+  try {
+    response = await fetch(path, { ...options, headers: { Authorization: `Bearer ${token}`, ...options.headers }, cache: "no-store" });
+  } catch {
+    throw new Error("the dashboard does not answer");
+  }
+  const document = await response.json().catch(() => ({}));
+  if (!response.ok) throw new Error(document.detail || `the dashboard answered ${response.status}`);
+  return document;
+}
+
+let asked = null; // [action, row] of the question that is open
+
+function ask(act, row) {
+  if (act === "peek") return peek(row);
+  asked = [act, row];
+  const [text, says] = ACTIONS[act];
+  $("ask-title").textContent = `${text} ${row.name}?`;
+  $("ask-text").textContent = says(row);
+  $("ask-yes").textContent = text;
+  $("ask-yes").disabled = false;
+  $("ask-error").hidden = true;
+  $("ask").showModal();
+  $("ask-no").focus();
+}
+
+async function answer() {
+  const [action, row] = asked;
+  $("ask-yes").disabled = true;
+  $("ask-error").hidden = true;
+  try {
+    const order = { action, stream: row.stream, consumer: row.name, uuid: row.uuid };
+    const { done } = await call("actions", { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(order) });
+    $("ask").close();
+    say(done);
+  } catch (error) {
+    $("ask-error").textContent = error.message;
+    $("ask-error").hidden = false;
+    $("ask-yes").disabled = false;
+  }
+}
+
+async function peek(row) {
+  $("peek-title").textContent = `Dead letters of ${row.name}`;
+  $("peek-note").textContent = "Opening…";
+  letters.show([]);
+  $("peek").showModal();
+  try {
+    const found = await call(`dead-letters?${new URLSearchParams({ stream: row.stream, uuid: row.uuid, consumer: row.name })}`);
+    const first = found.letters.length > 1 ? `The oldest ${found.letters.length}, as they are in the stream. They stay there.` : "They stay in the stream.";
+    $("peek-note").textContent = found.letters.length ? first : `${row.name} has no dead letters.`;
+    letters.show(found.letters);
+  } catch (error) {
+    $("peek-note").textContent = error.message;
+  }
+}
+
+const when = (us) => new Date(us / 1000).toLocaleString();
+const letters = new Table(
+  "peek",
+  [
+    column("Offset", null, (row) => count(row.offset)),
+    column("Why", null, (row) => [row.why, { more: true, text: ` ${plural(row.deliveries, "delivery").replace("deliverys", "deliveries")}` }], { class: "why" }),
+    column("Topic", null, (row) => row.topic),
+    column("Stored", null, (row) => when(row.stored_us)),
+    column("Payload", null, (row) => [{ pre: row.payload }, { more: true, text: `${bytes(row.bytes)}${row.binary ? ", binary" : ""}${Object.entries(row.headers).map(([key, value]) => `; ${key}: ${value}`).join("")}` }], { class: "text" }),
+  ],
+  { key: (row) => String(row.offset) },
+);
+
+let saying = null;
+
+function say(text) {
+  clearTimeout(saying);
+  $("said").textContent = text;
+  $("said").hidden = false;
+  saying = setTimeout(() => ($("said").hidden = true), SAID_MS);
+}
 
 // -- the stream of events ---------------------------------------------------------------------------------------------
 
@@ -788,6 +873,9 @@ document.addEventListener("keydown", (event) => {
 $("filter").addEventListener("input", draw);
 $("freeze").addEventListener("click", freeze);
 $("help-button").addEventListener("click", () => $("help").showModal());
+$("ask-no").addEventListener("click", () => $("ask").close());
+$("ask-yes").addEventListener("click", answer);
+$("peek-close").addEventListener("click", () => $("peek").close());
 $("help-close").addEventListener("click", () => $("help").close());
 $("door").addEventListener("submit", (event) => {
   event.preventDefault();
