@@ -52,6 +52,8 @@ class Relay(Struct, frozen=True, kw_only=True):
     refused_rate: float | None = None
     dropped_rate: float | None = None
     expired_rate: float | None = None
+    account: dict[str, int] = {}
+    """Its account of messages since it started: in, copied, out, refused, dropped, expired and held."""
     held: int | None = None
     """Messages that wait in it."""
     queued_bytes: int | None = None
