@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,19 @@ async def load(*callers: iris.Client) -> AsyncIterator[None]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+@pytest.fixture(scope="module")
+def relay(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    """A relay for the tests that do not end it."""
+    with Daemon(tmp_path_factory.mktemp("relay")) as daemon:
+        yield daemon
+
+
+@pytest.fixture(scope="module")
+def dashboard(tmp_path_factory: pytest.TempPathFactory, relay: Daemon) -> Iterator[Dashboard]:
+    with Dashboard(tmp_path_factory.mktemp("page"), relay.socket) as dashboard:
+        yield dashboard
+
+
 async def test_the_numbers_on_the_page_are_the_accounts_of_two_relays_under_load(
     tmp_path: Path, pages: Pages
 ) -> None:
@@ -128,84 +141,78 @@ async def test_a_killed_relay_turns_red_within_3_s(tmp_path: Path, pages: Pages)
         await page.wait("() => /away/.test(document.querySelector('#relays-table tr[data-state=bad]').textContent)")  # fmt: skip
 
 
-async def test_who_is_slow_is_named_with_the_reason(tmp_path: Path, pages: Pages) -> None:
-    with Daemon(tmp_path) as relay, Dashboard(tmp_path / "page", relay.socket) as dashboard:
-        async with (
-            named(relay, "quick.py") as quick,
-            named(relay, "late.py") as late,
-            quick.serve(orders()),
-            late.serve(orders(10.0, limits=iris.Limits(concurrency=1))),
-        ):
-            await quick.wait_for_members("orders", 2, timeout=PATIENCE_S)
-            page = await (await pages.open(dashboard.url)).shown()
-            (slow,) = [m.member for m in await quick.members("orders", timeout=5) if m.label == "late.py"]  # fmt: skip
-            for _ in range(8):
-                await quick.push("orders", b"x", member=slow, timeout=5)
-            await page.wait(
-                "() => /late.py/.test(document.querySelector('#slow-table').textContent)"
-            )
-            (row,) = await page.table("slow")
-            assert row["Who"].startswith("late.py ")
-            assert row["Why"].startswith("queue of ")
-            assert row["Cluster or stream"] == "orders"
-            assert "late.py of orders: queue of " in await page.text("#alerts")
-            await page.tab.get_by_role("button", name="orders").click()
-            members = await page.table("clusters")
-            assert [row["Cluster"].split(" ")[0] for row in members[1:]] != []
-            assert any(row["Remarks"].startswith("queue of ") for row in members[1:])
+async def test_who_is_slow_is_named_with_the_reason(
+    relay: Daemon, dashboard: Dashboard, pages: Pages
+) -> None:
+    async with (
+        named(relay, "quick.py") as quick,
+        named(relay, "late.py") as late,
+        quick.serve(orders()),
+        late.serve(orders(10.0, limits=iris.Limits(concurrency=1))),
+    ):
+        await quick.wait_for_members("orders", 2, timeout=PATIENCE_S)
+        page = await (await pages.open(dashboard.url)).shown()
+        (slow,) = [m.member for m in await quick.members("orders", timeout=5) if m.label == "late.py"]  # fmt: skip
+        for _ in range(8):
+            await quick.push("orders", b"x", member=slow, timeout=5)
+        await page.wait("() => /late.py/.test(document.querySelector('#slow-table').textContent)")
+        (row,) = await page.table("slow")
+        assert row["Who"].startswith("late.py ")
+        assert row["Why"].startswith("queue of ")
+        assert row["Cluster or stream"] == "orders"
+        assert "late.py of orders: queue of " in await page.text("#alerts")
+        await page.tab.get_by_role("button", name="orders").click()
+        members = await page.table("clusters")
+        assert [row["Cluster"].split(" ")[0] for row in members[1:]] != []
+        assert any(row["Remarks"].startswith("queue of ") for row in members[1:])
 
 
 async def test_names_with_markup_and_escapes_are_shown_as_text(
-    tmp_path: Path, pages: Pages
+    relay: Daemon, dashboard: Dashboard, pages: Pages
 ) -> None:
     hostile = "<img src=x onerror=alert(1)>\x1b[31m</td><script>alert(2)</script>"
-    with Daemon(tmp_path) as relay, Dashboard(tmp_path / "page", relay.socket) as dashboard:
-        async with named(relay, hostile) as program, program.serve(orders()):
-            page = await pages.open(dashboard.url)
-            await page.wait(
-                "() => document.querySelectorAll('#programs-table tbody tr').length > 0"
-            )
-            await page.wait("() => document.querySelector('button.open')")
-            await page.tab.locator("button.open").click()
-            labels = [row["Program"] for row in await page.table("programs")]
-            (label,) = [each for each in labels if "img" in each]
-            assert label.startswith("<img src=x onerror=alert(1)>")
-            assert label.isprintable()
-            assert "<script>" in label
-            assert await page.tab.locator("main img, main script").count() == 0
-            (_, member) = await page.table("clusters")
-            assert member["Cluster"].startswith("<img")
+    async with named(relay, hostile) as program, program.serve(orders()):
+        page = await pages.open(dashboard.url)
+        await page.wait("() => document.querySelectorAll('#programs-table tbody tr').length > 0")
+        await page.wait("() => document.querySelector('button.open')")
+        await page.tab.locator("button.open").click()
+        labels = [row["Program"] for row in await page.table("programs")]
+        (label,) = [each for each in labels if "img" in each]
+        assert label.startswith("<img src=x onerror=alert(1)>")
+        assert label.isprintable()
+        assert "<script>" in label
+        assert await page.tab.locator("main img, main script").count() == 0
+        (_, member) = await page.table("clusters")
+        assert member["Cluster"].startswith("<img")
 
 
 async def test_a_page_without_a_valid_token_shows_nothing_and_asks_for_one(
-    tmp_path: Path, pages: Pages
+    relay: Daemon, dashboard: Dashboard, pages: Pages
 ) -> None:
     pages.expected = ("401",)
-    with Daemon(tmp_path) as relay, Dashboard(tmp_path / "page", relay.socket) as dashboard:
-        page = await pages.open(dashboard.address + "/")
-        await page.tab.locator("#door").wait_for()
-        assert not await page.tab.locator("#page").is_visible()
-        await page.tab.locator("#token").fill("a wrong one")
-        await page.tab.keyboard.press("Enter")
-        await page.wait("() => /not valid/.test(document.querySelector('#door-why').textContent)")
-        await page.tab.locator("#token").fill(dashboard.token)
-        await page.tab.keyboard.press("Enter")
-        await page.shown()
-        assert not await page.tab.locator("#door").is_visible()
+    page = await pages.open(dashboard.address + "/")
+    await page.tab.locator("#door").wait_for()
+    assert not await page.tab.locator("#page").is_visible()
+    await page.tab.locator("#token").fill("a wrong one")
+    await page.tab.keyboard.press("Enter")
+    await page.wait("() => /not valid/.test(document.querySelector('#door-why').textContent)")
+    await page.tab.locator("#token").fill(dashboard.token)
+    await page.tab.keyboard.press("Enter")
+    await page.shown()
+    assert not await page.tab.locator("#door").is_visible()
 
 
 async def test_the_token_leaves_the_address_and_is_kept_for_the_tab(
-    tmp_path: Path, pages: Pages
+    relay: Daemon, dashboard: Dashboard, pages: Pages
 ) -> None:
-    with Daemon(tmp_path) as relay, Dashboard(tmp_path / "page", relay.socket) as dashboard:
-        page = await pages.open(dashboard.url)
-        asked: list[str] = []
-        page.tab.on("request", lambda request: asked.append(request.url))
-        await page.shown()
-        assert page.tab.url == dashboard.address + "/"
-        await page.tab.reload()
-        await page.shown()
-        assert not any(dashboard.token in url for url in asked)
+    page = await pages.open(dashboard.url)
+    asked: list[str] = []
+    page.tab.on("request", lambda request: asked.append(request.url))
+    await page.shown()
+    assert page.tab.url == dashboard.address + "/"
+    await page.tab.reload()
+    await page.shown()
+    assert not any(dashboard.token in url for url in asked)
 
 
 async def test_a_dashboard_without_a_relay_says_so_and_goes_on_when_it_comes(
@@ -238,76 +245,74 @@ async def test_a_page_goes_on_with_a_dashboard_that_was_restarted(
             await page.wait("() => document.querySelector('#live').dataset.state === 'live'")
 
 
-async def test_the_page_can_be_used_by_keyboard_alone(tmp_path: Path, pages: Pages) -> None:
+async def test_the_page_can_be_used_by_keyboard_alone(
+    relay: Daemon, dashboard: Dashboard, pages: Pages
+) -> None:
     focused = "document.activeElement"
-    with Daemon(tmp_path) as relay, Dashboard(tmp_path / "page", relay.socket) as dashboard:
-        async with named(relay, "shop.py") as program, program.serve(orders()):
-            page = await (await pages.open(dashboard.url)).shown()
-            await page.wait("() => document.querySelector('button.open')")
-            press = page.tab.keyboard.press
-            await press("2")
-            assert await page.tab.evaluate(f"{focused}.id") == "clusters"
-            await press("j")
-            assert await page.tab.evaluate(f"{focused}.cells[0].textContent") == "orders"
-            await press("Enter")
-            await page.wait(
-                "() => document.querySelectorAll('#clusters-table tbody tr').length === 2"
+    async with named(relay, "shop.py") as program, program.serve(orders()):
+        page = await (await pages.open(dashboard.url)).shown()
+        await page.wait("() => document.querySelector('button.open')")
+        press = page.tab.keyboard.press
+        await press("2")
+        assert await page.tab.evaluate(f"{focused}.id") == "clusters"
+        await press("j")
+        assert await page.tab.evaluate(f"{focused}.cells[0].textContent") == "orders"
+        await press("Enter")
+        await page.wait("() => document.querySelectorAll('#clusters-table tbody tr').length === 2")
+        await press("j")
+        assert "shop.py" in await page.tab.evaluate(f"{focused}.cells[0].textContent")
+        await press("k")
+        await press("Enter")
+        assert len(await page.table("clusters")) == 1
+        await press("/")
+        await page.tab.keyboard.type("shop.py")
+        assert {row["Program"] for row in await page.table("programs")} == {"shop.py"}
+        assert await page.tab.locator("#drops-table").is_hidden()
+        await press("Escape")
+        assert await page.tab.locator("#filter").input_value() == ""
+        assert len(await page.table("programs")) > 1
+        await press("?")
+        assert await page.tab.locator("#help").is_visible()
+        await press("Escape")
+        assert await page.tab.locator("#help").is_hidden()
+        await press("f")
+        assert await page.text("#live") == "frozen"
+        await press("f")
+        await page.wait("() => document.querySelector('#live').dataset.state === 'live'")
+        await page.tab.evaluate("document.activeElement.blur()")
+        names = []
+        for _ in range(40):
+            await press("Tab")
+            names.append(await page.tab.evaluate(f"{focused}.textContent || {focused}.id"))
+            outlined = await page.tab.evaluate(f"getComputedStyle({focused}).outlineStyle")
+            assert outlined == "solid" or names[-1] == await page.tab.evaluate(
+                "document.body.textContent"
             )
-            await press("j")
-            assert "shop.py" in await page.tab.evaluate(f"{focused}.cells[0].textContent")
-            await press("k")
-            await press("Enter")
-            assert len(await page.table("clusters")) == 1
-            await press("/")
-            await page.tab.keyboard.type("shop.py")
-            assert {row["Program"] for row in await page.table("programs")} == {"shop.py"}
-            assert await page.tab.locator("#drops-table").is_hidden()
-            await press("Escape")
-            assert await page.tab.locator("#filter").input_value() == ""
-            assert len(await page.table("programs")) > 1
-            await press("?")
-            assert await page.tab.locator("#help").is_visible()
-            await press("Escape")
-            assert await page.tab.locator("#help").is_hidden()
-            await press("f")
-            assert await page.text("#live") == "frozen"
-            await press("f")
-            await page.wait("() => document.querySelector('#live').dataset.state === 'live'")
-            await page.tab.evaluate("document.activeElement.blur()")
-            names = []
-            for _ in range(40):
-                await press("Tab")
-                names.append(await page.tab.evaluate(f"{focused}.textContent || {focused}.id"))
-                outlined = await page.tab.evaluate(f"getComputedStyle({focused}).outlineStyle")
-                assert outlined == "solid" or names[-1] == await page.tab.evaluate(
-                    "document.body.textContent"
-                )
-            assert {"Clusters", "Freeze", "filter", "orders", "p99"} <= set(names)
+        assert {"Clusters", "Freeze", "filter", "orders", "p99"} <= set(names)
 
 
 async def test_columns_sort_and_rows_keep_their_focus_while_the_page_is_live(
-    tmp_path: Path, pages: Pages
+    relay: Daemon, dashboard: Dashboard, pages: Pages
 ) -> None:
-    with Daemon(tmp_path) as relay, Dashboard(tmp_path / "page", relay.socket) as dashboard:
-        async with (
-            named(relay, "a.py") as one,
-            named(relay, "b.py") as two,
-            one.subscribe("x", print),
-        ):
-            await two.wait_for_subscribers("x", 1, timeout=PATIENCE_S)
-            page = await (await pages.open(dashboard.url)).shown()
-            sort = page.tab.locator("#programs-table").get_by_role("button", name="Program")
-            await sort.click()
-            names = [row["Program"] for row in await page.table("programs")]
-            assert names == sorted(names)
-            assert await page.tab.locator("#programs-table th[aria-sort=ascending]").count() == 1
-            await sort.click()
-            assert [row["Program"] for row in await page.table("programs")] == names[::-1]
-            await page.tab.locator("#programs-table tbody tr").first.focus()
-            serial = await page.tab.evaluate("document.querySelector('#tiles').textContent")
-            await two.publish("x", b"")
-            await page.wait("(old) => document.querySelector('#tiles').textContent !== old", serial)
-            assert await page.tab.evaluate("document.activeElement.tagName") == "TR"
+    async with (
+        named(relay, "a.py") as one,
+        named(relay, "b.py") as two,
+        one.subscribe("x", print),
+    ):
+        await two.wait_for_subscribers("x", 1, timeout=PATIENCE_S)
+        page = await (await pages.open(dashboard.url)).shown()
+        sort = page.tab.locator("#programs-table").get_by_role("button", name="Program")
+        await sort.click()
+        names = [row["Program"] for row in await page.table("programs")]
+        assert names == sorted(names)
+        assert await page.tab.locator("#programs-table th[aria-sort=ascending]").count() == 1
+        await sort.click()
+        assert [row["Program"] for row in await page.table("programs")] == names[::-1]
+        await page.tab.locator("#programs-table tbody tr").first.focus()
+        serial = await page.tab.evaluate("document.querySelector('#tiles').textContent")
+        await two.publish("x", b"")
+        await page.wait("(old) => document.querySelector('#tiles').textContent !== old", serial)
+        assert await page.tab.evaluate("document.activeElement.tagName") == "TR"
 
 
 CONTRAST = """() => {
@@ -334,26 +339,34 @@ CONTRAST = """() => {
 """Texts whose contrast is below 4.5, which is too low to read (WCAG AA)."""
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 375])
-async def test_the_page_can_be_read_on_every_screen(
-    tmp_path: Path, pages: Pages, width: int, dark: bool
-) -> None:
+CUT_OFF = """() => [...document.querySelectorAll('main *')].filter((each) => each.checkVisibility() && !each.closest('svg, .scroll')
+    && each.getBoundingClientRect().right > innerWidth + 1).map((each) => each.outerHTML.slice(0, 80))"""
+SIDEWAYS = """() => [...document.querySelectorAll('.scroll')].filter((each) => each.scrollWidth > each.clientWidth + 1)
+    .map((each) => each.innerHTML.slice(0, 60))"""
+
+
+async def test_the_page_can_be_read_on_every_screen(tmp_path: Path, pages: Pages) -> None:
+    """On a wide and on a small screen, in light and in dark mode, with a relay that was lost."""
     with linked_hosts(tmp_path) as (one, two), Dashboard(tmp_path / "page", one.socket) as dashboard:  # fmt: skip
-        async with named(one, "shop.py") as program, program.serve(orders()), load(program):
-            page = await (await pages.open(dashboard.url, width=width, dark=dark)).shown()
-            await page.wait("() => document.querySelector('button.open')")
-            await page.tab.locator("button.open").click()
+        async with named(one, "shop.py") as program, program.serve(orders()):
+            opened = [
+                (width, dark, await pages.open(dashboard.url, width=width, dark=dark))
+                for width in (1280, 375)
+                for dark in (False, True)
+            ]
+            for *_, page in opened:
+                await page.shown()
+                await page.wait("() => document.querySelector('button.open')")
+                await page.tab.locator("button.open").click()
             two.stop(signal.SIGKILL)
-            await page.tab.locator("#relays-table tr[data-state=bad]").wait_for()
-            assert await page.tab.evaluate(CONTRAST) == []
-            wide = "document.documentElement.scrollWidth"
-            assert await page.tab.evaluate(wide) == width
-            background = await page.tab.evaluate("getComputedStyle(document.body).backgroundColor")
-            assert background == ("rgb(18, 19, 23)" if dark else "rgb(247, 247, 248)")
-            cut = """() => [...document.querySelectorAll('main *')].filter((each) => each.checkVisibility() && !each.closest('svg, .scroll, nav')
-                && each.getBoundingClientRect().right > innerWidth + 1).map((each) => each.outerHTML.slice(0, 80))"""
-            assert await page.tab.evaluate(cut) == []
-            if width == 375:
-                narrow = "() => [...document.querySelectorAll('.scroll')].filter((each) => each.scrollWidth > each.clientWidth + 1).map((each) => each.innerHTML.slice(0, 60))"  # fmt: skip
-                assert await page.tab.evaluate(narrow) == []
+            for width, dark, page in opened:
+                await page.tab.locator("#relays-table tr[data-state=bad]").wait_for()
+                assert await page.tab.evaluate(CONTRAST) == []
+                assert await page.tab.evaluate("document.documentElement.scrollWidth") == width
+                background = await page.tab.evaluate(
+                    "getComputedStyle(document.body).backgroundColor"
+                )
+                assert background == ("rgb(18, 19, 23)" if dark else "rgb(247, 247, 248)")
+                assert await page.tab.evaluate(CUT_OFF) == []
+                if width == 375:  # rows are cards there, so nothing scrolls sideways
+                    assert await page.tab.evaluate(SIDEWAYS) == []
