@@ -144,7 +144,7 @@ def _json(document: dict[str, Any]) -> Response:
 class _EventStream(Response):
     """Sends events until they end or the page leaves. A page that takes nothing for `STALLED_S` is left."""
 
-    media_type = "text/event-stream"
+    media_type: str | None = "text/event-stream"
 
     def __init__(self, events: AsyncGenerator[bytes], ended: Callable[[], None]) -> None:
         """`ended` is called when it is over."""

@@ -56,8 +56,8 @@ class Guard:
 
     `hosts` are names under which the service may be reached, besides localhost and numeric addresses; `origins` the
     origins ("https://app.example") whose pages may use it, besides its own. `cookie` names a cookie that may hold the
-    token, for pages. `open_paths` need no token; one that ends with "/" stands for all paths below it. `headers` are
-    added to each answer, or replace those of `HEADERS`.
+    token, for pages. `open_paths` need no token; one that ends with "/" stands for all paths below it, but "/"
+    for itself alone. `headers` are added to each answer, or replace those of `HEADERS`.
 
     A `Problem` that the application raises is sent, if nothing was sent before. So is, without detail, any other
     exception; it is logged.
@@ -75,8 +75,8 @@ class Guard:
         self._hosts = {host.lower() for host in hosts} | {"localhost"}
         self._origins = {origin.lower() for origin in origins}
         self._cookie = cookie
-        self._open = {path for path in open_paths if not path.endswith("/")}
-        self._open_below = tuple(path for path in open_paths if path.endswith("/"))
+        self._open = {path for path in open_paths if path == "/" or not path.endswith("/")}
+        self._open_below = tuple(path for path in open_paths if path.endswith("/") and path != "/")
         self._attempts = Attempts()
         self._repeats = Repeats(limit=64)
         named = {**HEADERS, **{name.lower(): value for name, value in (headers or {}).items()}}

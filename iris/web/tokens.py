@@ -64,6 +64,11 @@ class Caller:
     def __repr__(self) -> str:
         return f"Caller({self.name!r})"
 
+    @property
+    def verbs(self) -> list[str]:
+        """The verbs that the token allows for some name."""
+        return [verb for verb, patterns in self._allow.items() if patterns]
+
     def may(self, verb: str, name: str) -> bool:
         """Return whether the token allows `verb` for a cluster, stream or topic.
 

@@ -200,6 +200,13 @@ async def test_an_open_path_needs_no_token_but_the_right_host_and_origin() -> No
     assert (await asked(guarded, HOST, BEARER, path="/openapi.json"))[2] == b"me"
 
 
+async def test_an_open_root_opens_the_root_alone() -> None:
+    guarded = guard(open_paths=["/"])
+    assert (await asked(guarded, HOST, path="/"))[0] == 200
+    assert (await asked(guarded, HOST, path="/events"))[0] == 401
+    assert (await asked(guarded, HOST, path="//"))[0] == 401
+
+
 async def test_an_application_sets_its_own_headers() -> None:
     _, headers, _ = await asked(guard(), HOST, BEARER, path="/page")
     assert headers[b"Content-Security-Policy"] == b"default-src 'self'"

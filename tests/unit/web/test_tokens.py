@@ -47,6 +47,7 @@ def test_a_token_in_the_file_finds_its_caller(tmp_path: Path) -> None:
     reader = tokens.find("another-token-0123456789-0123456789")
     assert reader is not None
     assert reader.may_filter("subscribe", "a.>")
+    assert reader.verbs == ["subscribe"]
     assert tokens.find(SECRET + "x") is None
     assert tokens.find("") is None
     assert tokens.find("x" * 100_000) is None
