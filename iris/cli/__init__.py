@@ -54,7 +54,7 @@ SUMMARIES: Final = {
     "describe": "Ask each member of a cluster what it is: versions, handlers and their types, counts and times.",
     "ping": "Measure the round trip to each member of a cluster in this site.",
     "status": "Show the relay: sessions, clusters, links to other relays, other sites, and counts of messages.",
-    "dashboard": "Serve a page that shows the network live.",
+    "dashboard": "Serve a page that shows the network live: clusters, who is slow and why, drops, links, streams.",
     "check": "Check the relay of this host, for monitoring.",
     "run": "Serve one or more services, imported from the current directory or the Python environment.",
     "relay": "Run this host's relay until SIGTERM or Ctrl-C (a second one ends it at once).",

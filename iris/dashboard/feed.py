@@ -75,10 +75,11 @@ def event(name: str, data: bytes) -> bytes:
 
 
 def figures(network: Network) -> list[float | None]:
-    """Return the figures of which a page draws lines: messages in and out, calls handled, refused, and dropped, a second.
+    """Return the figures of which a page draws lines.
 
-    They are sums over the relays that answer, or over the members of clusters; None before there are rates. Without
-    publications that nobody subscribes to: they are no loss.
+    They are messages in and out, calls handled, messages refused, and messages dropped, each a second: sums over the
+    relays that answer, or over the members of clusters. They are None before there are rates. Publications that nobody
+    subscribes to do not count as dropped, because nobody misses them.
     """
     relays = network.relays
     if all(relay.in_rate is None for relay in relays):

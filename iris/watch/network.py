@@ -223,6 +223,7 @@ class Consumer(Struct, frozen=True, kw_only=True):
     """Dead letters that are not stored yet."""
     missed: int
     late: int
+    paused: bool = False
     lag_rate: float | None = None
     """Change of the lag per second over the last 10 s; over 0 it falls behind."""
     settled_rate: float | None = None

@@ -1,4 +1,4 @@
-"""A browser that tests drive: Debian's chromium, by Playwright. All tests of this folder share one event loop with it."""
+"""A browser that tests drive: Debian's chromium, by Playwright. All tests here share one event loop with it."""
 
 from __future__ import annotations
 

@@ -315,6 +315,73 @@ async def test_columns_sort_and_rows_keep_their_focus_while_the_page_is_live(
         assert await page.tab.evaluate("document.activeElement.tagName") == "TR"
 
 
+async def test_dead_letters_are_looked_at_and_redriven_and_each_change_is_asked_for_again(
+    tmp_path: Path, pages: Pages
+) -> None:
+    hostile = b"<img src=x onerror=alert(1)>\x1b[31m"
+    with Daemon(tmp_path, "--data", str(tmp_path / "data")) as relay, Dashboard(tmp_path / "page", relay.socket) as dashboard:  # fmt: skip
+        async with named(relay, "invoices.py") as program:
+            streams = program.streams
+            await streams.create("orders", timeout=PATIENCE_S)
+            await streams.append("orders", hostile)
+            await streams.append("orders", bytes(range(256)))
+            async with streams.consumer("orders", "invoices", group=True, max_deliver=1) as work:
+                for _ in range(2):
+                    work.nack(await anext(work), reason="no <b>such</b> customer")
+                await work.flush()
+
+            page = await (await pages.open(dashboard.url)).shown()
+            row = page.tab.locator("#consumers-table tbody tr")
+            await row.get_by_role("button", name="Peek").click()
+            await page.wait("() => document.querySelectorAll('#peek-table tbody tr').length === 2")
+            first, second = await page.table("peek")
+            assert first["Payload"].startswith("<img src=x onerror=alert(1)>?[31m")
+            assert first["Why"].startswith("no <b>such</b> customer")
+            assert second["Payload"].startswith("00 01 02")
+            assert await page.tab.locator("#peek img, #peek b").count() == 0
+            await page.tab.keyboard.press("Escape")
+
+            await row.get_by_role("button", name="Redrive").click()
+            assert "2 dead letters" in await page.text("#ask-text")
+            await page.tab.keyboard.press("Enter")  # on Cancel, which has the focus
+            await page.tab.locator("#ask").wait_for(state="hidden")
+            assert len(await streams.dead_letters("orders", "invoices")) == 2
+            await row.get_by_role("button", name="Redrive").click()
+            await page.tab.locator("#ask-yes").click()
+            await page.wait(
+                "() => /2 messages will be delivered/.test(document.querySelector('#said').textContent)"
+            )
+            assert await streams.dead_letters("orders", "invoices") == []
+
+            await row.get_by_role("button", name="Pause").click()
+            await page.tab.locator("#ask-yes").click()
+            await row.get_by_text("paused").wait_for()
+            (known,) = await streams.consumers("orders")
+            assert known.paused
+            await row.get_by_role("button", name="Resume").click()
+            await page.tab.locator("#ask-yes").click()
+            await row.get_by_role("button", name="Pause").wait_for()
+            async with streams.consumer("orders", "invoices", group=True, max_deliver=1) as work:
+                assert (await anext(work)).payload == hostile
+
+
+async def test_a_page_of_a_read_only_dashboard_has_nothing_to_press(
+    tmp_path: Path, pages: Pages
+) -> None:
+    with Daemon(tmp_path, "--data", str(tmp_path / "data")) as relay, Dashboard(tmp_path / "page", relay.socket, "--read-only") as dashboard:  # fmt: skip
+        async with named(relay, "invoices.py") as program:
+            await program.streams.create("orders", timeout=PATIENCE_S)
+            await program.streams.append("orders", b"")
+            async with program.streams.consumer("orders", "invoices", group=True) as work:
+                work.ack(await anext(work))
+                page = await (await pages.open(dashboard.url)).shown()
+                await page.wait(
+                    "() => document.querySelectorAll('#consumers-table tbody tr').length === 1"
+                )
+                assert await page.tab.locator("#consumers-table tbody button").count() == 0
+                assert await page.text("#live") == "live, read-only"
+
+
 CONTRAST = """() => {
     const parse = (text) => { const [r, g, b, a = 1] = text.match(/[\\d.]+/g).map(Number); return text.startsWith('color(srgb') ? [r * 255, g * 255, b * 255, a] : [r, g, b, a]; };
     const light = ([r, g, b]) => [r, g, b].map((v) => (v /= 255) <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)

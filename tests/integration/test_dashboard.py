@@ -17,6 +17,9 @@ from support.dashboards import Dashboard
 from support.relays import Daemon
 from support.waiting import PATIENCE_S, wait_until
 
+from iris.dashboard.app import VERBS
+from iris.web.tokens import Tokens
+
 pytestmark = pytest.mark.timeout(120)
 
 
@@ -61,11 +64,11 @@ def ask(
 class Events:
     """A stream of events, read by hand."""
 
-    def __init__(self, dashboard: Dashboard) -> None:
+    def __init__(self, dashboard: Dashboard, token: str = "") -> None:
         host, _, port = dashboard.address.removeprefix("http://").rpartition(":")
         self.socket = socket.create_connection((host, int(port)), timeout=PATIENCE_S)
         self.socket.sendall(
-            f"GET /events HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {dashboard.token}\r\n\r\n".encode()
+            f"GET /events HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {token or dashboard.token}\r\n\r\n".encode()
         )
         self._file = self.socket.makefile("rb")
 
@@ -223,3 +226,85 @@ def test_a_mistake_is_one_line_and_the_exit_code_2(
     assert done.returncode == 2
     assert said in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+ORDER = {"action": "pause", "stream": "orders", "consumer": "invoices"}
+
+
+def order(dashboard: Dashboard, body: bytes, **headers: str) -> Answer:
+    return ask(
+        dashboard, "/actions", "POST", body=body, **{"Content_Type": "application/json", **headers}
+    )
+
+
+def test_what_is_not_an_order_is_refused_with_the_reason(dashboard: Dashboard) -> None:
+    wanted = json.dumps(ORDER).encode()
+    assert ask(dashboard, "/actions").status == 405
+    assert order(dashboard, wanted, Content_Type="text/plain").status == 415
+    assert order(dashboard, wanted, Content_Type="application/x-www-form-urlencoded").status == 415
+    assert order(dashboard, wanted, Origin="http://evil.example").status == 403
+    assert order(dashboard, b" " * 20_000).status == 413
+    for body, said in (
+        (b"{", "truncated"),
+        (b"\xff", "cannot be read"),
+        (b"[]", "Expected `object`"),
+        (b'{"action": "delete", "stream": "a", "consumer": "b"}', "Invalid enum value"),
+        (json.dumps({**ORDER, "also": 1}).encode(), "unknown field"),
+        (json.dumps({**ORDER, "stream": "a b"}).encode(), "a b"),
+        (json.dumps({**ORDER, "uuid": "zz"}).encode(), ""),
+    ):
+        answer = order(dashboard, body)
+        assert 400 <= answer.status < 500, body
+        assert said in json.loads(answer.body)["detail"]
+    assert b"Traceback" not in b"".join([order(dashboard, wanted).body, dashboard.log().encode()])
+
+
+def test_an_order_for_a_stream_that_is_not_there_says_so(dashboard: Dashboard) -> None:
+    """The relay has no store."""
+    answer = order(dashboard, json.dumps(ORDER).encode())
+    assert answer.status in (404, 503)
+    assert "orders" in json.loads(answer.body)["detail"]
+    assert ask(dashboard, "/dead-letters?stream=orders&consumer=invoices").status in (404, 503)
+    assert ask(dashboard, "/dead-letters").status in (400, 403, 404)
+
+
+def test_a_token_does_what_it_allows_and_nothing_else(tmp_path: Path, relay: Daemon) -> None:
+    tokens = tmp_path / "tokens.toml"
+    see, some, none = ("see" * 12, "some" * 10, "none" * 10)
+    tokens.write_text(
+        f'[[token]]\nname = "see"\ntoken = "{see}"\nallow.view = [">"]\n'
+        f'[[token]]\nname = "some"\ntoken = "{some}"\nallow.view = [">"]\nallow.manage = ["mail.*"]\n'
+        f'[[token]]\nname = "none"\ntoken = "{none}"\nallow.view = ["a"]\n'
+    )
+    tokens.chmod(0o600)
+    with Dashboard(tmp_path / "page", relay.socket, "--tokens", str(tokens)) as dashboard:
+        assert ask(dashboard, "/events", token=none).status == 403
+        for token, may in ((see, ["view"]), (some, ["view", "manage"])):
+            events = Events(dashboard, token)
+            assert events.next("hello")["may"] == may
+            events.close()
+            answer = ask(
+                dashboard, "/actions", "POST", token=token, body=json.dumps(ORDER).encode(), Content_Type="application/json",
+            )  # fmt: skip
+            assert answer.status == 403
+            assert "allow.manage" in json.loads(answer.body)["detail"]
+            assert ask(dashboard, "/dead-letters?stream=orders", token=token).status == 403
+
+
+def test_without_a_relay_an_order_says_what_is_missing(tmp_path: Path) -> None:
+    with Dashboard(tmp_path / "page", tmp_path / "nowhere.sock") as dashboard:
+        answer = order(dashboard, json.dumps(ORDER).encode())
+        assert answer.status == 503
+        assert "nowhere.sock" in json.loads(answer.body)["detail"]
+
+
+def test_the_tokens_on_the_page_of_the_documentation_are_valid(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "dashboard.md").read_text("utf-8")
+    file = tmp_path / "tokens.toml"
+    file.write_text(page.partition("```toml\n")[2].partition("```")[0])
+    file.chmod(0o600)
+    tokens = Tokens.load(file, VERBS)
+    caller = tokens.find("YoursIsRandomAndHasAtLeast32Letters")
+    assert caller is not None
+    assert caller.verbs == list(VERBS)
+    assert len(tokens) == 2

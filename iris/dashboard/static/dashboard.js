@@ -461,8 +461,9 @@ function drawFigures() {
     if (figure.point == null) return;
     const points = history.map((each) => each[figure.point] ?? 0);
     const top = Math.max(...points, 1);
-    const from = POINTS - points.length;
-    tile.querySelector("polyline").setAttribute("points", points.map((each, at) => `${from + at},${(19 - (18 * each) / top).toFixed(1)}`).join(" "));
+    const apart = POINTS / Math.max(points.length, 60); // the last minute at least, so that the line is soon one
+    const line = points.map((each, at) => `${(POINTS - (points.length - 1 - at) * apart).toFixed(1)},${(19 - (18 * each) / top).toFixed(1)}`);
+    tile.querySelector("polyline").setAttribute("points", line.join(" "));
   });
 }
 
@@ -596,8 +597,10 @@ function draw() {
   const shown = state();
   if (!shown) return;
   const words = $("filter").value.toLowerCase().split(/\s+/).filter(Boolean);
+  const hosts = new Map(shown.relays.map((relay) => [relay.id, relay.host])); // a link that is lost does not name its other end
   const rows = {
     ...shown,
+    links: shown.links.map((link) => ({ ...link, peer_host: link.peer_host || hosts.get(link.peer) || "" })),
     slow: slowRows(shown),
     drops: dropRows(shown),
     programs: shown.programs.map((row) => ({ ...row, key: `${row.relay} ${row.session}` })),
