@@ -44,7 +44,6 @@ from iris.service import Service
 from iris.stats import HandlerStats, ServiceStats, Stats, SubscriptionStats
 from iris.streams import (
     CommitInfo,
-    RedriveInfo,
     StagedAttempt,
     Staging,
     StreamGap,
@@ -93,7 +92,6 @@ __all__ = [
     "Overloaded",
     "PerMember",
     "Ping",
-    "RedriveInfo",
     "Refusal",
     "RelayError",
     "RelayUnavailable",
