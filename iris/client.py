@@ -76,7 +76,7 @@ from iris.tracer import Tracer, default_tracer
 from iris.tunnel import Tunnel, open_tunnel
 from iris.wire import frames
 from iris.wire.codec import MIN_MESSAGE_LIMIT
-from iris.wire.kinds import HERE, Kind
+from iris.wire.kinds import HERE, REQUEST, Kind
 from iris.wire.names import check_address, check_member, check_method, plural
 
 if TYPE_CHECKING:
@@ -362,7 +362,7 @@ class Client:
                 data, packed = self._encode(payload, headers)
                 waiter: asyncio.Future[Message] = self._loop.create_future()
                 pending = session.requests.send(
-                    Kind.REQUEST, cluster, self._registry.cluster_keys(cluster)[0], data, headers, packed,
+                    REQUEST, cluster, self._registry.cluster_keys(cluster)[0], data, headers, packed,
                     timeout_ms=timeout_ms, waiter=waiter, idempotent=idempotent, member=member or "",
                     method=method or "",
                 )  # fmt: skip
@@ -375,15 +375,14 @@ class Client:
                     timeout_ms = milliseconds(left_s)
                     if not attempts or timeout_ms <= 1 or self._closed:
                         raise
-                else:
-                    break
-                finally:
+                except BaseException:  # cancelled, or this coroutine is collected as garbage
                     if not waiter.done() or waiter.cancelled():
                         session.requests.forget(pending)
-                        if (
-                            not self._loop.is_closed()
-                        ):  # else this coroutine is collected as garbage
+                        if not self._loop.is_closed():
                             pump.touch()
+                    raise
+                else:
+                    break
         except RequestError as err:
             self._runtime.name_timeout(err, timeout, until_s)
             if ran:

@@ -32,7 +32,7 @@ from iris.service import Service
 from iris.stats import dropped_messages
 from iris.tally import TIMED_EVERY, Tally
 from iris.tunnel import EndOfTunnel, Tunnel
-from iris.wire.kinds import Kind, Refusal
+from iris.wire.kinds import PUSH, SURVEY, TUNNEL_OPEN, Kind, Refusal
 
 log = logger("iris.service")  # the documented name of this logger
 
@@ -144,7 +144,7 @@ class ServiceBinding:
         """Return the reason to refuse a message of `size` bytes before it is opened, or None to accept it."""
         if self.left:
             return Refusal.LEAVING
-        if kind == Kind.TUNNEL_OPEN:
+        if kind == TUNNEL_OPEN:
             if self._tunnel_handler is None:
                 return Refusal.UNREADABLE
             return Refusal.FULL if len(self._tunnels) >= self._limits.tunnels else None
@@ -465,7 +465,7 @@ class ServiceBinding:
     def answer(self, delivery: Delivery, value: object) -> None:
         """Answer a delivery with the value that its handler returned; for a push, only return its credit."""
         kind = delivery.flow.kind
-        if kind == Kind.PUSH:
+        if kind == PUSH:
             delivery.finish()
         else:
             headers: Headers | None = None
@@ -486,7 +486,7 @@ class ServiceBinding:
                 )
                 self.answer_error(delivery, detail, may_have_run=True)
                 return
-            if kind == Kind.SURVEY:
+            if kind == SURVEY:
                 headers = {**(headers or {}), MEMBER_HEADER: _member_id(delivery)}
             delivery.reply(payload, headers, packed)
         self._ended(delivery)

@@ -47,7 +47,11 @@ class Tally:
     def returned(self, started_ns: int) -> None:
         """Count a call whose function returned, with its time."""
         self.handled += 1
-        self.took(started_ns)
+        self.timed += 1
+        spent_ns = time.monotonic_ns() - started_ns
+        self.total_ns += spent_ns
+        if spent_ns > self.max_ns:
+            self.max_ns = spent_ns
 
     def took(self, started_ns: int) -> None:
         """Record the time of a call that began at `started_ns` of the monotonic clock."""

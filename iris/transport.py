@@ -145,6 +145,8 @@ class Pump(asyncio.BufferedProtocol, Generic[S]):
         self._transport: asyncio.Transport
         self._writer: Writer
         self._scheduled = False
+        self._timed = False
+        """Whether the session was given the time in this turn, whose end is scheduled."""
         self._in_batch = False
         self.reason = ""
         self._timer: asyncio.TimerHandle | None = None
@@ -216,8 +218,10 @@ class Pump(asyncio.BufferedProtocol, Generic[S]):
 
     def turn(self) -> None:
         """Set the time of the session before it is used outside a batch. Once a turn is enough."""
-        if not self._scheduled and not self._in_batch:
+        if not self._timed and not self._in_batch:
             self._set_time()
+            self._timed = True
+            self.touch()
 
     def _set_time(self) -> None:
         self.session.turn(time.time_ns() // 1000, time.monotonic_ns() // 1000)
@@ -230,8 +234,10 @@ class Pump(asyncio.BufferedProtocol, Generic[S]):
 
     def _turn_ended(self) -> None:
         self._scheduled = False
+        timed, self._timed = self._timed, False
         if self.connected:
-            self._set_time()
+            if not timed:
+                self._set_time()
             self.flush()
 
     def release_casts(self) -> None:

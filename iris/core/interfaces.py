@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
+import msgspec
+
 from iris.core.bundle import Headers
 from iris.core.faults import fault_headers
 from iris.core.inbound import InFlow
@@ -12,7 +14,7 @@ from iris.core.message import Message
 from iris.core.tunnel import TunnelEnd
 from iris.crypto.keys import ClusterKey
 from iris.errors import IrisError, RemoteError
-from iris.wire.kinds import Kind, Refusal
+from iris.wire.kinds import ANSWER, FAULT, REPLY, SURVEY, Refusal
 
 
 class Waiter(Protocol):
@@ -137,35 +139,23 @@ class Answering(Protocol):
     def credit(self, member: int, kind: int, hop: int, *, started: bool) -> None: ...
 
 
-class Delivery:
+class Delivery(msgspec.Struct, eq=False):
     """A request, push or survey that was accepted for running.
 
     It ends by exactly one call of `reply`, `fault` or `finish`.
     """
 
-    __slots__ = ("counter", "deadline_us", "flow", "hop", "message", "session", "size")
-
-    def __init__(
-        self,
-        session: Answering,
-        flow: InFlow,
-        hop: int,
-        deadline_us: int,
-        counter: int,
-        message: Message,
-        size: int,
-    ) -> None:
-        self.session = session
-        self.flow = flow
-        self.hop = hop
-        self.deadline_us = deadline_us
-        self.counter = counter
-        self.message = message
-        self.size = size
+    session: Answering
+    flow: InFlow
+    hop: int
+    deadline_us: int
+    counter: int
+    message: Message
+    size: int
 
     def reply(self, payload: bytes, headers: Headers | None, packed: bool) -> None:
         """Answer a request or survey."""
-        kind = Kind.ANSWER if self.flow.kind == Kind.SURVEY else Kind.REPLY
+        kind = ANSWER if self.flow.kind == SURVEY else REPLY
         self.session.answer(self, kind, payload, headers, packed)
 
     def fault(
@@ -177,7 +167,7 @@ class Delivery:
         """
         headers = fault_headers(member, may_have_run=may_have_run, code=code, packed=details)
         text = detail[:4096].encode(errors="backslashreplace")  # a file name may hold surrogates
-        self.session.answer(self, Kind.FAULT, text, headers, False)
+        self.session.answer(self, FAULT, text, headers, False)
 
     def finish(self, *, started: bool = True) -> None:
         """End a push; its credit is returned at the end of the turn.

@@ -282,15 +282,14 @@ class Outbound:
 
     def flush(self) -> None:
         """Send every unfinished bundle and run."""
-        running, self._running = self._running, []
-        for flow in running:
-            if flow.bodies:
-                self._end_run(flow)
-        dirty, self._dirty = self._dirty, []
-        for flow in dirty:
-            if flow.payloads:
-                self.cut(flow)
-            flow.cuts = 0
+        if self._running:
+            self._end_runs()
+        if self._dirty:
+            dirty, self._dirty = self._dirty, []
+            for flow in dirty:
+                if flow.payloads:
+                    self.cut(flow)
+                flow.cuts = 0
 
     def call(
         self, flow: OutFlow, payload: bytes, headers: Headers | None, packed: bool, deadline_us: int, timeout_ms: int,

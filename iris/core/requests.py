@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -31,7 +30,18 @@ from iris.errors import (
 from iris.wire import frames
 from iris.wire.codec import ALIAS, ALIAS_AT, BODY_AT, END_AT, HOP, answer_suffix
 from iris.wire.frames import MAX_CREDIT
-from iris.wire.kinds import CANCEL_MINOR, MEMBER_MINOR, NEVER_US, STALE, UNREADABLE, Cause, Kind
+from iris.wire.kinds import (
+    CANCEL_MINOR,
+    FAULT,
+    MEMBER_MINOR,
+    NEVER_US,
+    PUSH,
+    REPLY,
+    REQUEST,
+    STALE,
+    UNREADABLE,
+    Cause,
+)
 from iris.wire.names import split_site
 from iris.wire.runs import read_answers, single_end
 
@@ -39,8 +49,7 @@ MAX_PENDING: Final = 65_536
 ATTEMPTS: Final = 3
 
 
-@dataclass(slots=True)
-class Pending:
+class Pending(msgspec.Struct, eq=False):
     """A request or survey that has not ended."""
 
     kind: int
@@ -130,7 +139,7 @@ class Requests:
             flow = out.flow_to(kind, pending.name, pending.key, pending.member)
         else:
             flow = out.flow(kind, pending.name, pending.key)
-        if kind == Kind.REQUEST:
+        if kind == REQUEST:
             hop, counter = out.call(
                 flow, pending.payload, pending.headers, pending.packed, pending.deadline_us, pending.timeout_ms,
                 pending.method,
@@ -164,9 +173,9 @@ class Requests:
         deadline_us = session.mono_us + 1000 * timeout_ms
         if member:
             check_relay(session, name)
-            flow = out.flow_to(Kind.PUSH, name, key, member)
+            flow = out.flow_to(PUSH, name, key, member)
         else:
-            flow = out.flow(Kind.PUSH, name, key)
+            flow = out.flow(PUSH, name, key)
         hop, _ = out.call(flow, payload, headers, packed, deadline_us, timeout_ms, method)
         self._pushes[hop] = (name, deadline_us, method)
         if len(self._pushes) > MAX_PENDING:
@@ -205,7 +214,7 @@ class Requests:
         at, hops, sizes = read_answers(buf, start, end)
         (alias,) = ALIAS.unpack_from(buf, start + ALIAS_AT)
         self._session.received_alone += len(hops)
-        flow = self._session.flow(alias, Kind.REPLY)
+        flow = self._session.flow(alias, REPLY)
         metadata = flow.prefix + single_end(buf, start)
         for hop, size in zip(hops, sizes, strict=True):
             self._answered(flow, hop, buf[at : at + size], metadata)
@@ -242,12 +251,12 @@ class Requests:
             return
         message = Message(payload, flow.name, headers, packed, flow.sender_id)
         if pending.survey is not None:
-            if flow.kind == Kind.FAULT:
+            if flow.kind == FAULT:
                 member = (message.headers or {}).get("member", "")
                 pending.survey.fault(member, error_of_fault(pending.name, message))
             else:
                 pending.survey.answer(message)
-        elif flow.kind == Kind.FAULT:
+        elif flow.kind == FAULT:
             self._resolve(hop, pending, error=error_of_fault(pending.name, message))
         else:
             del self._pending[hop]

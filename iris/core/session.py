@@ -47,9 +47,11 @@ from iris.wire.frames import MAX_CREDIT
 from iris.wire.kinds import (
     BOUND_PROOF_MINOR,
     CLOCK_MINOR,
+    FAULT,
     FLAG_REFUSED,
     RUN_KINDS,
     RUN_MINOR,
+    SURVEY,
     WAIT_MINOR,
     Kind,
     Refusal,
@@ -161,7 +163,8 @@ class Session(SessionBase):
         if self.requests.left:
             self.requests.flush()
         self.out.flush()
-        self.tunnels.flush()
+        if self.tunnels.dirty:
+            self.tunnels.flush()
         if self._credits:
             for (member, kind), (hops, unstarted) in self._credits.items():
                 self.out.control(frames.Credit(member, kind, hops, unstarted))
@@ -278,7 +281,7 @@ class Session(SessionBase):
         out = self.out
         suffix = answer_suffix(flow.sender_id, delivery.counter)
         ours = out.flow(kind, flow.name, flow.key)
-        if kind != Kind.FAULT:
+        if kind != FAULT:
             out.answer(ours, payload, headers, packed, delivery.hop, flow.sender_id, suffix)
         else:
             out.single(ours, payload, headers, packed, delivery.hop, 0, 0, suffix)
@@ -399,7 +402,7 @@ class Session(SessionBase):
                         continue
             if refusal is None:
                 if sender is None:
-                    receiver = binding.number if kind == Kind.SURVEY else 0
+                    receiver = binding.number if kind == SURVEY else 0
                     sender = self.guard.sender(
                         flow.key.key_id, flow.sender_id, self.now_us, receiver
                     )

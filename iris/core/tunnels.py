@@ -48,12 +48,13 @@ class _AfterPong:
 class Tunnels:
     """The tunnel ends of one session, `ends`: hop id -> end. Incoming tunnels that stay half open expire."""
 
-    __slots__ = ("_dirty", "_growth", "_half_open", "_session", "_shares", "ends", "fetch")
+    __slots__ = ("_growth", "_half_open", "_session", "_shares", "dirty", "ends", "fetch")
 
     def __init__(self, session: SessionBase) -> None:
         self.ends: dict[int, TunnelEnd] = {}
         self._session = session
-        self._dirty: list[TunnelEnd] = []
+        self.dirty: list[TunnelEnd] = []
+        """Tunnels with a record that was begun in this turn."""
         self._growth = Growth()
         self._half_open: dict[int, tuple[int, bytes]] = {}
         """Half-open incoming tunnels: hop id -> (time at which it expires, key id)."""
@@ -104,7 +105,7 @@ class Tunnels:
     ) -> TunnelEnd:
         return TunnelEnd(
             name, key, tunnel_id, hop, initiator=initiator, ephemeral=self._session.entropy(32),
-            emit=self._emit, mark_dirty=self._dirty.append, growth=self._growth, opening=opening,
+            emit=self._emit, mark_dirty=self.dirty.append, growth=self._growth, opening=opening,
         )  # fmt: skip
 
     def _emit(self, frame: bytes) -> None:
@@ -277,14 +278,14 @@ class Tunnels:
 
     def flush(self) -> None:
         """Seal the records begun in this turn."""
-        for end in self._dirty:
+        for end in self.dirty:
             end.flush()
             if end.wants_direct:
                 self._request_pair(end)
             if end.pair is not None:
                 end.pair.flush()
                 self._report(end, REPORT_BYTES)
-        self._dirty.clear()
+        self.dirty.clear()
 
     def expire(self, mono_us: int) -> int:
         """Break tunnels that were half open for too long; return the next deadline."""

@@ -27,8 +27,11 @@ from iris.wire.kinds import (
     CLOCK_MINOR,
     FLAG_REFUSED,
     NEVER_US,
+    PUSH,
     REFUSED_ALIAS,
     STALE,
+    SURVEY,
+    TUNNEL_OPEN,
     UNREADABLE,
     Cause,
     HopClass,
@@ -130,7 +133,7 @@ class Calls:
             raise PeerProtocolError(f"alias {alias} was not declared for this kind of frame")
         if hop & neighbor.own_hop_mask == neighbor.own_hop:
             raise PeerProtocolError(f"hop id {hop} is in the range reserved for this relay")
-        if kind == Kind.TUNNEL_OPEN and (
+        if kind == TUNNEL_OPEN and (
             hop in neighbor.tunnels or self.parking.holds_opening(neighbor, hop)
         ):
             raise PeerProtocolError(f"hop id {hop} is already in use by an open tunnel")
@@ -172,7 +175,7 @@ class Calls:
         if not deadline_us:
             until_us = self._now_us + LIFE_US
             self._overdue.due_us = min(self._overdue.due_us, until_us)
-        if route.kind == Kind.SURVEY:
+        if route.kind == SURVEY:
             self.surveys.start(origin, route, hop, deadline_us, until_us, buf, start, end)
             return
         dispatched = Dispatched(origin, hop, route, end - start)
@@ -285,13 +288,13 @@ class Calls:
             dispatched.first_hop = hop
             hops = range(hop, hop + count)
             neighbor.in_flight.update(dict.fromkeys(hops, dispatched))
-            if kind == Kind.PUSH:
+            if kind == PUSH:
                 load.pushes.update(zip(hops, hops, strict=True))
             return True
         neighbor.in_flight[hop] = dispatched
-        if kind == Kind.PUSH:
+        if kind == PUSH:
             load.pushes[hop] = hop
-        elif kind == Kind.TUNNEL_OPEN:
+        elif kind == TUNNEL_OPEN:
             self.tunnels.opening(dispatched, neighbor, hop)
         return True
 

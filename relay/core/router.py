@@ -179,6 +179,22 @@ class Router(Parts):
             self.mesh.deadline_us, self.federation.deadline_us, self._reach.deadline_us, self.stores.deadline_us, mine
         )  # fmt: skip
 
+    def is_due_before(self, time_us: int) -> bool:
+        """Return whether `deadline_us` is before a time. It is asked after each batch of frames, so nothing is built."""
+        return (
+            self._calls.deadline_us < time_us
+            or self.pulse_us < time_us
+            or self.drains.deadline_us < time_us
+            or self.slow.deadline_us < time_us
+            or self.settling.deadline_us < time_us
+            or self.audiences.deadline_us < time_us
+            or self.credits.deadline_us < time_us
+            or self.mesh.deadline_us < time_us
+            or self.federation.deadline_us < time_us
+            or self._reach.deadline_us < time_us
+            or self.stores.deadline_us < time_us
+        )
+
     def expire(self) -> None:
         """Do what is due at `now_us`: beats, changes, waiting calls; close connections that are silent for too long."""
         if self.now_us >= self.pulse_us:

@@ -67,7 +67,7 @@ class Driver:
                 except Exception:  # an internal error must cost this port only
                     log.exception("port.fault")
                     port.abort("internal error")
-        if self.router.deadline_us < self._timer_us:
+        if self.router.is_due_before(self._timer_us):
             self._arm()
 
     def close(self) -> None:

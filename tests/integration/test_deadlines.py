@@ -315,3 +315,21 @@ async def test_a_service_that_stops_leaves_no_deadline_behind(cluster: LocalClus
             assert len(HANDLED) == 1
         with pytest.raises(iris.RemoteError, match="the member stopped"):
             await waiting
+
+
+async def test_a_request_right_after_a_publication_has_all_of_its_timeout(
+    cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with cluster.serve(clock()):
+        with monkeypatch.context() as an_hour_ago:
+            then_ns = time.monotonic_ns() - 3600 * 10**9
+            an_hour_ago.setattr(time, "monotonic_ns", lambda: then_ns)
+            client = cluster.client()
+            await client.open()
+            await client.request("clock", b"", timeout=SHORT)
+        try:
+            await client.publish("clock.ticks", b"")  # both in one turn of the event loop
+            left_s = await client.request("clock", b"", timeout=SHORT)
+        finally:
+            await client.close()
+    assert 0 < left_s <= SHORT

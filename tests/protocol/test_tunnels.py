@@ -72,8 +72,8 @@ def test_headers_reach_the_handler_and_messages_pass_both_ways(net: Network) -> 
     assert right.headers == {"a": "b"}
     left.write(memoryview(b"question"), 0)
     right.write(memoryview(b"answer"), 0)
-    opener.session.tunnels._dirty.append(left)
-    member.session.tunnels._dirty.append(right)
+    opener.session.tunnels.dirty.append(left)
+    member.session.tunnels.dirty.append(right)
     net.run()
     assert drain(right) == [b"question"]
     assert drain(left) == [b"answer"]

@@ -349,7 +349,10 @@ class SimRelay:
             self.net.violate(
                 f"{self}: {router.accounts.balance()} messages are unaccounted for: {router.accounts.report(0)}"
             )
-        due_us = router.deadline_us - self.offset_us
+        due_us = router.deadline_us
+        assert router.is_due_before(due_us + 1)
+        assert not router.is_due_before(due_us)
+        due_us -= self.offset_us
         if not self._armed_us or due_us < self._armed_us:
             self._armed_us = due_us
             self.net.clock.at(due_us, self._due, due_us)
