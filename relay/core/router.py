@@ -180,7 +180,7 @@ class Router(Parts):
         )  # fmt: skip
 
     def is_due_before(self, time_us: int) -> bool:
-        """Return whether `deadline_us` is before a time. It is asked after each batch of frames, so nothing is built."""
+        """Return whether `deadline_us` is before a time; faster, because every batch of frames asks for it."""
         return (
             self._calls.deadline_us < time_us
             or self.pulse_us < time_us
