@@ -29,12 +29,13 @@ from iris.core.outbound import Outbound
 from iris.core.session import Session
 from iris.errors import Closed, ConnectionLost, IrisError, RelayUnavailable, with_deadline
 from iris.logs import logger
+from iris.nested import IN_HANDLER, handlers_run_at, used
 from iris.pairs import READ_BYTES, Pairs
 from iris.registry import Registry, leave
 from iris.transport import Pump
 from iris.wire import frames
 from iris.wire.codec import ReceiveBuffer
-from iris.wire.kinds import Kind
+from iris.wire.kinds import NESTED_MINOR, Kind
 
 log = logger(__name__)
 
@@ -130,6 +131,8 @@ class Attachment:
         """Set while there is no session in use, so that `_run` looks for a relay."""
         self._leaving: dict[Pump[Session], asyncio.Task[None]] = {}
         """Sessions being left because their relay stops -> the task that leaves them gracefully."""
+        self._stopping: Pump[Session] | None = None
+        """The latest session being left through which running handlers may still call."""
         self._missed = ""
         """Why the last session was left, until the possible losses have been reported; else ""."""
         self._writable: asyncio.Future[None] | None = None
@@ -190,14 +193,14 @@ class Attachment:
         Raises RelayUnavailable, or the error of a failed registration; the old session then stays in use.
         """
         async with self._replacing:
-            await self.ready("relay", self._config.connect_timeout_s)
+            await self.in_use("relay", self._config.connect_timeout_s)
             old = self.pump
             try:
                 new = await self._attach(hold=True)
             except RelayUnavailable:
                 if old is None or old.session.drain_ms is None:
                     raise
-                await self.ready("relay", self._config.connect_timeout_s)
+                await self.in_use("relay", self._config.connect_timeout_s)
                 return
             if old is None or not old.connected:
                 new.release_casts()
@@ -216,7 +219,7 @@ class Attachment:
                     old.session.drain_ms is not None
                 ):  # `drain` has left the old session, and `_run` looks for the next relay
                     new.abort("the relay is about to stop")
-                    await self.ready("relay", self._config.connect_timeout_s)
+                    await self.in_use("relay", self._config.connect_timeout_s)
                     return
                 if self.pump is not old:
                     self._adopt_unless_replaced(new)
@@ -392,6 +395,7 @@ class Attachment:
         self._vacant.clear()
         self._end_waiting()
         self.pump, self.session, self.out = pump, pump.session, pump.session.out
+        used(pump.session)
         self.connected_s = time.time()
         self.blocked = False
         if self._lost_s is not None:
@@ -426,6 +430,8 @@ class Attachment:
             return
         pump.session.flush()
         pump.write()
+        if pump.session.minor >= NESTED_MINOR:
+            self._stopping = pump
         self._missed = "the relay was stopped"
         self._vacate("the relay is about to stop")
         leaving = self._loop.create_task(self._leave(pump), name="iris-leaving")
@@ -435,23 +441,30 @@ class Attachment:
     async def _leave(self, pump: Pump[Session]) -> None:
         """Leave a session whose relay is stopping: accept nothing new, finish what runs, and send BYE.
 
-        Handlers have most of the relay's grace period for it. When the relay answers BYE, it has routed all that was
-        accepted.
+        Handlers have most of the relay's grace period for it, and may still call through this session. When the relay
+        answers BYE, it has routed all that was accepted.
         """
-        grace_s = (pump.session.drain_ms or 0) / 1000
+        session = pump.session
+        grace_s = (session.drain_ms or 0) / 1000
         try:
             with contextlib.suppress(IrisError, TimeoutError):
                 # BYE must reach the relay before its grace period ends.
                 async with asyncio.timeout(grace_s - min(1.0, grace_s / 5)):
                     await self._fence(pump)  # after this, every JOIN is answered
                     await self._leave_all(pump)
-                    while pump.session.busy and pump.connected:  # noqa: ASYNC110 - no event covers all of it
+                    while (session.busy or self._calls_may_follow(pump)) and pump.connected:  # noqa: ASYNC110 - no event covers all of it
                         await asyncio.sleep(LEAVE_POLL_S)
+            if self._stopping is pump:
+                self._stopping = None
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._config.connect_timeout_s):
                     await self._bye(pump, "moved on: the relay is about to stop")
         finally:
             pump.abort("the relay was stopped")
+
+    def _calls_may_follow(self, pump: Pump[Session]) -> bool:
+        """Whether handlers of this process, for which the relay waits, may still call through a session being left."""
+        return pump is self._stopping and handlers_run_at(pump.session.relay_id)
 
     def _report_missed(self) -> None:
         """Report a loss of unknown count to subscriptions and services if a session was left since the last call."""
@@ -490,7 +503,29 @@ class Attachment:
             absences.append((now_s - (self._loop.time() - self._lost_s), now_s))
         return sum(max(0.0, until_s - max(from_s, since_s)) for from_s, until_s in absences)
 
+    def calling(self) -> Pump[Session] | None:
+        """Return the pump of the session through which the caller may call now, or None.
+
+        It is the session in use. While there is none, it is the one being left, for handlers that the relay waits for.
+        """
+        pump = self.pump or self._stopping
+        if pump is None or pump is self.pump:
+            return pump
+        nested = IN_HANDLER.get() and pump.connected and self._calls_may_follow(pump)
+        return pump if nested else None
+
     async def ready(self, name: str, timeout: float) -> tuple[Pump[Session], Session]:
+        """Return the session for a call, after waiting at most `timeout` seconds for one; see `calling`.
+
+        Raises as `in_use`.
+        """
+        pump = self.calling()
+        if pump is None or self.state is not OPEN:
+            return await self.in_use(name, timeout)
+        pump.turn()
+        return pump, pump.session
+
+    async def in_use(self, name: str, timeout: float) -> tuple[Pump[Session], Session]:
         """Return the session in use, after waiting at most `timeout` seconds for one.
 
         Raises ConnectionLost for `name`, with may_have_run=False, if there is none by then.

@@ -96,7 +96,7 @@ async def ask_audience(runtime: Runtime, topic: str, timeout: float, *, slow: bo
     """
     until_s = deadline(timeout)
     key = runtime.registry.topic_key(topic)
-    pump, session = await runtime.ready(topic, timeout)
+    pump, session = await runtime.in_use(topic, timeout)
     if session.minor < AUDIENCE_MINOR:
         text = "the local relay is too old to report the subscribers of a topic; upgrade it"
         raise RelayError(topic, text, may_have_run=True)

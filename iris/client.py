@@ -526,7 +526,9 @@ class Client:
         Raises RequestTimeout if the relay does not answer within `timeout` seconds.
         """
         until_s = deadline(timeout)
-        pump, session = await self._ready("relay", timeout)
+        held = self._attached().held_bytes  # held casts are only flushed by the next session
+        ready = self._runtime.in_use if held else self._ready
+        pump, session = await ready("relay", timeout)
         waiter: asyncio.Future[Any] = self._loop.create_future()
         session.flush()
         session.ask(frames.Ping, waiter)

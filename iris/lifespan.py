@@ -74,7 +74,7 @@ async def _joined(
     attachment = runtime.attached()
     binding = ServiceBinding(runtime, service, provided)
     topics = [topic._replace(handler=topic.handler.resolved(provided)) for topic in service.topics]
-    _, session = await runtime.ready(service.name, runtime.config.connect_timeout_s)
+    _, session = await runtime.in_use(service.name, runtime.config.connect_timeout_s)
     runtime.registry.services.append(binding)
     subscriptions: list[Subscription] = []
     subscribe: Callable[..., Subscription]

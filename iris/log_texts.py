@@ -48,6 +48,16 @@ SENTENCES: Final[dict[str, str | tuple[str, ...]]] = {
     "run.stopping": "The services of {clusters} are stopping.",
     "run.keys_reloaded": "The keyring was read again.",
     "run.keys_not_reloaded": "The keyring could not be read again, so the old keys stay in use: {error}. Correct it and send SIGHUP.",
+    # Pages and bridges over HTTP
+    "web.failed": (
+        f"A request of {{path}} failed with an internal error and was answered with 500: {{error}}. {{held_back}} more like it were not logged. {_BUG}",
+        f"A request of {{path}} failed with an internal error and was answered with 500: {{error}}. {_BUG}",
+    ),
+    "dashboard.changed": "The dashboard carried out {action} of the consumer {consumer} of stream {stream} for the token {user}.",
+    "web.wrong_token": (
+        "A request from {address} had an unknown token and was refused; {held_back} more from there were not logged.",
+        "A request from {address} had an unknown token and was refused.",
+    ),
     # Spark
     "spark.progress": "Batch {batch} of query {query} read {rows} rows in {batch_ms} ms.",
     "spark.retry": "A call to a store failed and is tried again ({left} tries left): {error}.",

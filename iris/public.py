@@ -44,6 +44,7 @@ from iris.service import Service
 from iris.stats import HandlerStats, ServiceStats, Stats, SubscriptionStats
 from iris.streams import (
     CommitInfo,
+    RedriveInfo,
     StagedAttempt,
     Staging,
     StreamGap,
@@ -92,6 +93,7 @@ __all__ = [
     "Overloaded",
     "PerMember",
     "Ping",
+    "RedriveInfo",
     "Refusal",
     "RelayError",
     "RelayUnavailable",

@@ -151,11 +151,17 @@ class Runtime:
     def ready(
         self, name: str, timeout: float
     ) -> Coroutine[Any, Any, tuple[Pump[Session], Session]]:
-        """Return the pump and session in use, after waiting at most `timeout` seconds for a relay.
+        """Return the pump and session for a call, after waiting at most `timeout` seconds for a relay.
 
         Raises Closed, or ConnectionLost for `name`.
         """
         return (self.attachment or self.attached()).ready(name, timeout)
+
+    def in_use(
+        self, name: str, timeout: float
+    ) -> Coroutine[Any, Any, tuple[Pump[Session], Session]]:
+        """As `ready`, but never the session of a relay that stops: for what must last, and for what casts need."""
+        return (self.attachment or self.attached()).in_use(name, timeout)
 
     def name_timeout(self, error: RequestError, timeout: float, until_s: float) -> None:
         """Change an error about the deadline `until_s` (monotonic) of a call to name its timeout (s) and the cause."""
@@ -228,8 +234,9 @@ class Runtime:
         attachment = self.attached()
         watcher = Watcher(cluster, self.registry.cluster_keys(cluster))
         self.registry.watchers.append(watcher)
-        if attachment.session is not None:
-            watcher.attach(attachment.session)
+        pump = attachment.calling()
+        if pump is not None:
+            watcher.attach(pump.session)
             attachment.touch()
         try:
             yield watcher

@@ -26,6 +26,7 @@ from iris.logs import logger
 from iris.loop_watch import times_held
 from iris.losses import LossLog
 from iris.methods import Methods, no_method
+from iris.nested import IN_HANDLER
 from iris.parameters import Provided
 from iris.runtime import Runtime
 from iris.service import Service
@@ -183,6 +184,11 @@ class ServiceBinding:
                     self.answer(delivery, value)
                 else:
                     answer.returned(value)
+            finally:
+                if answer is not None and answer.deferred:
+                    IN_HANDLER.set(
+                        False
+                    )  # only what the handler started after `defer` belongs to it
             return
         inbox.queued_bytes += delivery.size
         if inbox.cancelling is not None:
@@ -321,6 +327,7 @@ class ServiceBinding:
         handler, cancelling = inbox.handler, inbox.cancelling
         task = asyncio.current_task()
         assert task is not None
+        IN_HANDLER.set(True)
         while True:
             inbox.assigned.discard(delivery)
             answer = _Answer(self, delivery)
@@ -367,6 +374,7 @@ class ServiceBinding:
                 delivery = await waiter
 
     async def _work_tunnel(self, handler: Handler, tunnel: Tunnel) -> None:
+        IN_HANDLER.set(True)
         try:
             async with tunnel:
                 try:
@@ -541,32 +549,33 @@ class ServiceBinding:
 class _Answer:
     """Sends exactly one answer for one delivery."""
 
-    __slots__ = ("_binding", "_deferred", "_delivery")
+    __slots__ = ("_binding", "_delivery", "deferred")
 
     def __init__(self, binding: ServiceBinding, delivery: Delivery) -> None:
         self._binding = binding
         self._delivery = delivery
-        self._deferred = False
+        self.deferred = False
 
     def defer(self) -> Deferred:
         if self._delivery.flow.kind == Kind.PUSH:
             raise ConfigError("a push has no reply, so it cannot be deferred")
-        if self._deferred:
+        if self.deferred:
             raise ConfigError("this request was deferred already; a request has only one reply")
-        self._deferred = True
+        self.deferred = True
+        IN_HANDLER.set(True)  # for a plain function; `dispatch` sets it back
         return Deferred(self._finish, self._binding.loop)
 
     def returned(self, value: object) -> None:
-        if not self._deferred:
+        if not self.deferred:
             self._finish(value, None)
 
     def cancelled(self) -> None:
         """Answer a delivery whose handler was cancelled with its caller. Nobody reads it, but relays count it."""
-        if not self._deferred:  # else the deferred reply still answers
+        if not self.deferred:  # else the deferred reply still answers
             self._finish(None, "the handler was cancelled because its caller left")
 
     def failed(self, err: BaseException) -> None:
-        if self._deferred:
+        if self.deferred:
             self._binding.failed(self._delivery, err)  # the deferred reply still answers
             return
         if isinstance(err, Expired):

@@ -132,7 +132,7 @@ class Subscription:
         """Wait until the local relay has registered the subscription; raises the error if it refused."""
         runtime = self._runtime
         timeout = runtime.config.connect_timeout_s
-        await runtime.ready(self.filter, timeout)
+        await runtime.in_use(self.filter, timeout)
         await within(
             runtime.registry.ready(self),
             timeout,

@@ -35,8 +35,11 @@ LAYERS: Final[dict[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {
         ("build", "base", "test", "spark"),
     ),
     "bench": (PEERS, ("build", "base")),
-    # Whole, because a host installs nothing else: the package with what its relay and store use.
-    "deploy": (("--extra", "store", "--extra", "metrics", "--extra", "otel", PROJECT), ()),
+    # Whole, because a host installs nothing else: the package with what its relay, store and bridges use.
+    "deploy": (
+        ("--extra", "store", "--extra", "metrics", "--extra", "otel", "--extra", "web", PROJECT),
+        (),
+    ),
     "dist": (("requirements/dist.in",), ("build",)),
 }
 BLOCK: Final = re.compile(r"^(\S+?)==\S+.*?(?=^\S|\Z)", re.MULTILINE | re.DOTALL)

@@ -475,6 +475,13 @@ class Session(SessionBase):
             len(self.requests) or self.tunnels.ends or self.running or self.store_calls.writes
         )
 
+    @property
+    def serving(self) -> bool:
+        """Whether a handler runs or waits for a delivery or tunnel that came by this session."""
+        return self.state is UP and (
+            self.running > 0 or any(not end.initiator for end in [*self.tunnels.ends.values()])
+        )
+
     # -- incoming frames: control ------------------------------------------------------------------------------
 
     def _on_left(self, left: frames.CallerLeft) -> None:

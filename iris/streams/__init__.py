@@ -39,6 +39,7 @@ from iris.streams.messages import OF_A_MESSAGE, make_extras
 from iris.streams.mirroring import Mirror
 from iris.streams.reading import FETCH_BYTES, Reader, Start, start_offset
 from iris.streams.records import RecordOpener, StreamGap, StreamMessage, StreamPage, StreamRecord
+from iris.streams.redriving import Letters, RedriveInfo
 from iris.streams.staging import (
     CommitInfo,
     StagedAttempt,
@@ -50,7 +51,16 @@ from iris.streams.staging import (
 from iris.streams.stores import Stores
 from iris.wire.names import check_address, check_cluster, split_site
 from iris.wire.orders import DEAD, Definition, check_definition
-from iris.wire.streams import Committed, ConsumerInfo, DeleteConsumer, Fetch, Fetched, Settled
+from iris.wire.streams import (
+    ChangeConsumer,
+    Committed,
+    ConsumerInfo,
+    Consumers,
+    DeleteConsumer,
+    Fetch,
+    Fetched,
+    Settled,
+)
 
 MAX_PRODUCERS: Final = 1024
 """Streams that one client can append to."""
@@ -58,6 +68,7 @@ MAX_OPENERS: Final = 256
 """Logs for which `fetch` caches a `RecordOpener`. When it is full the cache is cleared and logs are described again."""
 _ConsumerInfos = list[ConsumerInfo]
 _Infos = list[StreamInfo]
+_Messages = list[StreamMessage]
 _Offsets = list[int]
 _Pending = list[tuple[asyncio.Future[int], int]]
 """These aliases exist because `list` is a method of Streams. _Pending: (first offset of the record, index in it)."""
@@ -69,6 +80,7 @@ __all__ = [
     "ConsumerInfo",
     "Mirror",
     "Reader",
+    "RedriveInfo",
     "StagedAttempt",
     "Staging",
     "StreamGap",
@@ -427,6 +439,93 @@ class Streams:
         check_address(name)
         call = DeleteConsumer(check_cluster(consumer))
         await self._stores.ask_stream(name, uuid, call, Settled, timeout=timeout, writes=True)
+
+    async def change_consumer(
+        self, name: str, consumer: str, *, ack_timeout: float | None = None, max_deliver: int | None = None, uuid: str = "",
+        timeout: float = 5.0,
+    ) -> ConsumerInfo:  # fmt: skip
+        """Change a consumer's settings; None leaves one as it is. Its position and its messages stay.
+
+        The ack timeout (seconds) of messages that workers hold starts again. Workers that were written for earlier
+        settings (the last eight) go on, with the new ones. Raises StreamError.
+        """
+        if ack_timeout is not None:
+            check_number("ack_timeout", ack_timeout, 0.001)
+        if max_deliver is not None:
+            check_whole("max_deliver", max_deliver, 0, 65_535)
+        ack_timeout_us = None if ack_timeout is None else round(ack_timeout * 1e6)
+        return await self._change_consumer(
+            name, ChangeConsumer(consumer, ack_timeout_us, max_deliver), uuid, timeout
+        )
+
+    async def pause_consumer(
+        self, name: str, consumer: str, *, uuid: str = "", timeout: float = 5.0
+    ) -> ConsumerInfo:
+        """Deliver nothing to this consumer until `resume_consumer`; nothing is lost. Raises StreamError.
+
+        Workers may stay and settle what they hold. The pause outlives restarts of the store and of the workers.
+        """
+        return await self._change_consumer(
+            name, ChangeConsumer(consumer, paused=True), uuid, timeout
+        )
+
+    async def resume_consumer(
+        self, name: str, consumer: str, *, uuid: str = "", timeout: float = 5.0
+    ) -> ConsumerInfo:
+        """Undo `pause_consumer`; workers that wait receive messages at once. Raises StreamError.
+
+        If all consumers of the stream are paused (`pause(consumers=True)`), they stay paused.
+        """
+        return await self._change_consumer(
+            name, ChangeConsumer(consumer, paused=False), uuid, timeout
+        )
+
+    async def _change_consumer(
+        self, name: str, call: ChangeConsumer, uuid: str, timeout: float
+    ) -> ConsumerInfo:
+        check_address(name)
+        check_cluster(call.consumer)
+        answer = await self._stores.ask_stream(
+            name, uuid, call, Consumers, timeout=timeout, writes=True
+        )
+        return answer.consumers[0]
+
+    async def dead_letters(
+        self, name: str, consumer: str = "", *, limit: int = 100, uuid: str = "", timeout: float = PATIENCE_S
+    ) -> _Messages:  # fmt: skip
+        """Return the oldest dead letters of a stream, or of one of its consumers, with the messages they refer to.
+
+        `message.dead` says why each is one, and has the offset of the message in the stream; `message.offset` is that
+        of the letter in `NAME.dead`. They stay. Raises StreamError.
+        """
+        check_address(name)
+        check_whole("limit", limit, 1)
+        return await Letters(self._stores, name, uuid, timeout).messages(consumer, limit)
+
+    async def redrive(
+        self, name: str, consumer: str, *, offset: int | Iterable[int] | None = None, limit: int | None = None, uuid: str = "",
+        timeout: float = PATIENCE_S,
+    ) -> RedriveInfo:  # fmt: skip
+        """Deliver the messages of a consumer's dead letters to its workers again, and delete the letters.
+
+        Their deliveries are counted from 0 again, so a message that still fails becomes a dead letter once more.
+
+        Args:
+            offset: redrive only the letters of the messages at these offsets of the stream.
+            limit: redrive at most this many letters, the oldest first. Without it, all that exist now.
+
+        Raises:
+            StreamError: the stream or the consumer does not exist, or its store did not answer. Some letters may have
+                been redriven. Call again: no message is lost, and one that waits already is not delivered twice.
+        """
+        check_address(name)
+        check_cluster(consumer)
+        if limit is not None:
+            check_whole("limit", limit, 1)
+        offsets = {offset} if isinstance(offset, int) else set(() if offset is None else offset)
+        if offset is not None and not offsets:
+            return RedriveInfo(0)
+        return await Letters(self._stores, name, uuid, timeout).redrive(consumer, offsets, limit)
 
     # -- copies ----------------------------------------------------------------------------------------------
 

@@ -56,7 +56,8 @@ class Consumer:
         check_number("ack_timeout", ack_timeout, 0)
         check_whole("max_deliver", max_deliver, 0)
         check_whole("max_messages", max_messages, 1)
-        self._ack_timeout_us = round(ack_timeout * 1e6)
+        self._ack_timeout_us = self._lease_us = round(ack_timeout * 1e6)
+        """`_lease_us` is the ack timeout in force, which may have been changed since the consumer was created."""
         self._max_deliver = max_deliver
         self._max_messages = max_messages
         self._uuid = uuid
@@ -184,6 +185,7 @@ class Consumer:
             return []
         self._away_since_s = 0.0
         self.lag = delivered.lag
+        self._lease_us = delivered.ack_timeout_us or self._ack_timeout_us
         if delivered.fenced:
             raise StreamError(
                 self.stream,
@@ -200,7 +202,7 @@ class Consumer:
         if messages and not self._closed:
             # A worker that is busy with the first message still holds the others.
             self._unconfirmed = [message.offset for message in messages]
-            delay_s = min(CONFIRM_S, self._ack_timeout_us / 4e6)
+            delay_s = min(CONFIRM_S, self._lease_us / 4e6)
             self._confirm_timer = asyncio.get_running_loop().call_later(delay_s, self._confirm)
         return messages
 
@@ -338,7 +340,7 @@ class Consumer:
         elif self._ready and (done or failed or through >= 0):
             # The loop makes progress: what waits for it here must not time out meanwhile.
             now_s = time.monotonic()
-            if now_s - self._renewed_s >= self._ack_timeout_us / 4e6:
+            if now_s - self._renewed_s >= self._lease_us / 4e6:
                 self._renewed_s = now_s
                 waiting, _ = _ranges(message.offset for message in self._ready)
                 held = [*held, *waiting][:MAX_RANGES]

@@ -66,7 +66,7 @@ class StreamReader:
         return Consumer(
             name=text(said.name), group=said.group, workers=whole(said.workers), lag=whole(said.lag),
             pending=whole(said.pending), redelivering=whole(said.redelivering), dead=whole(said.dead),
-            missed=whole(said.missed), late=whole(said.late),
+            missed=whole(said.missed), late=whole(said.late), paused=said.paused,
             lag_rate=self._history.trend(("lag", *key), number(said.lag)), settled_rate=settled,
         )  # fmt: skip
 

@@ -44,41 +44,36 @@ class Judge:
         self, relays: Relays, clusters: Iterable[tuple[str, list[Member]]], streams: Iterable[Stream]
     ) -> list[Slow]:  # fmt: skip
         """Return what is slow, what has been so for longest first."""
-        found: list[tuple[str, str, str, str, str, list[str]]] = []
-        """(kind, who, id, host, where, why)."""
+        found: list[tuple[str, str, str, str, list[str]]] = []
         for name, members in clusters:
             for member in members:
                 why = list(_member(member, members))
-                found.append(("member", _process(member.program, member.pid), member.id, member.host, text(name), why))  # fmt: skip
+                found.append(("member", member.id, member.host, text(name), why))
         by_session: dict[tuple[str, int], list[str]] = {}
         for relay, slow in relays.lately_slow:
             if not slow.get("link") and number(slow["last_s"]) <= LATELY_S:
                 by_session[relay.id, whole(slow["session"])] = [_dropped(slow)]
         for program in relays.programs:
             why = [*by_session.pop((program.relay, program.session), ()), *_program(program)]
-            found.append(
-                ("program", _process(program.label, program.pid), "", program.host, "", why)
-            )
+            found.append(("program", f"{program.label} (pid {program.pid})", program.host, "", why))
         for relay, slow in relays.lately_slow:
             gone = (relay.id, whole(slow["session"])) in by_session
             if number(slow["last_s"]) <= LATELY_S and (slow.get("link") or gone):
                 kind = "link" if slow.get("link") else "program"
-                found.append((kind, text(slow["label"]), "", relay.host, "", [_dropped(slow)]))
+                found.append((kind, text(slow["label"]), relay.host, "", [_dropped(slow)]))
         lowest = {}
         for link in relays.links:
             key = link.relay, link.peer
             if link.rtt_ms:
                 lowest[key] = min(self._lowest.get(key, link.rtt_ms), link.rtt_ms)
-            found.append(("link", link.peer_host or link.address, link.peer, link.relay_host, "", list(_link(link, lowest.get(key)))))  # fmt: skip
-            found.append(
-                ("clock", link.peer_host, link.peer, link.relay_host, "", list(_clock(link)))
-            )
+            found.append(("link", link.peer_host or link.address, link.relay_host, "", list(_link(link, lowest.get(key)))))  # fmt: skip
+            found.append(("clock", link.peer_host, link.relay_host, "", list(_clock(link))))
         self._lowest = lowest
         for relay in relays.relays.values():
-            found.append(("relay", relay.host, relay.id, relay.host, "", list(_relay(relay))))
+            found.append(("relay", relay.host, relay.host, "", list(_relay(relay))))
         for stream in streams:
             if stream.failed:
-                found.append(("stream", stream.name, "", stream.host, stream.name, [stream.failed]))
+                found.append(("stream", stream.name, stream.host, stream.name, [stream.failed]))
             for consumer in stream.consumers:
                 why = []
                 if consumer.lag and not consumer.workers:
@@ -87,19 +82,12 @@ class Judge:
                     why.append(f"lag of {plural(consumer.lag, 'message')}, growing by {_per_s(consumer.lag_rate)}")  # fmt: skip
                 if consumer.dead:
                     why.append(f"{plural(consumer.dead, 'dead letter')} that cannot be stored")
-                found.append(("consumer", consumer.name, "", stream.host, stream.name, why))
+                found.append(("consumer", consumer.name, stream.host, stream.name, why))
         rows = [
-            Slow(
-                kind=kind, who=who, id=id_, host=host, where=where, why=why,
-                since_s=self._history.since(("slow", kind, who, id_, host, where), bool(why)),
-            )
-            for kind, who, id_, host, where, why in found
+            Slow(kind=kind, who=who, host=host, where=where, why=why, since_s=self._history.since(("slow", kind, who, host, where), bool(why)))
+            for kind, who, host, where, why in found
         ]  # fmt: skip
         return sorted((row for row in rows if row.why), key=lambda row: -row.since_s)
-
-
-def _process(program: str, pid: int) -> str:
-    return f"{program} {pid}".strip() if pid else program
 
 
 def _member(member: Member, cluster: list[Member]) -> Iterator[str]:

@@ -52,6 +52,8 @@ class Relay(Struct, frozen=True, kw_only=True):
     refused_rate: float | None = None
     dropped_rate: float | None = None
     expired_rate: float | None = None
+    account: dict[str, int] = {}
+    """Its account of messages since it started: in, copied, out, refused, dropped, expired and held."""
     held: int | None = None
     """Messages that wait in it."""
     queued_bytes: int | None = None
@@ -221,6 +223,7 @@ class Consumer(Struct, frozen=True, kw_only=True):
     """Dead letters that are not stored yet."""
     missed: int
     late: int
+    paused: bool = False
     lag_rate: float | None = None
     """Change of the lag per second over the last 10 s; over 0 it falls behind."""
     settled_rate: float | None = None
@@ -266,9 +269,6 @@ class Slow(Struct, frozen=True, kw_only=True):
     kind: str
     """"member", "program", "link", "relay", "consumer", "stream" or "clock"."""
     who: str
-    """Its program, host or name."""
-    id: str
-    """Id of the member or relay; "" for others."""
     host: str
     where: str
     """Its cluster or stream; "" if it has none."""

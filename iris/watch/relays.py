@@ -116,6 +116,7 @@ class RelayReader:
             address=text(answer.address), state="draining" if report["draining"] else "up", asked=True,
             limited="limited" in report, uptime_s=up_s, in_rate=rates["in"], out_rate=rates["out"],
             refused_rate=rates["refused"], expired_rate=rates["expired"],
+            account={word: whole(account[word]) for word in ("in", "copied", "out", "refused", "expired", "held")} | {"dropped": dropped},
             dropped_rate=self._history.rate(("relay", relay_id, "dropped"), dropped, up_s),
             held=whole(account["held"]),
             queued_bytes=whole(queues["bytes"]) if queues else None,

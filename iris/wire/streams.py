@@ -41,6 +41,8 @@ MAX_WRITER_BYTES: Final = 255
 MAX_ATTEMPTS: Final = 65_536
 """Most attempts in a Commit or Discard; the message limit applies, too."""
 MAX_COPY_ITEMS: Final = 4096
+MAX_REDRIVEN: Final = 1024
+"""Most dead letters in one "redrive"."""
 # -- records -----------------------------------------------------------------------------------------------------
 
 
@@ -337,6 +339,29 @@ class DeleteConsumer(Struct, frozen=True, tag_field="op", tag="delete-consumer")
     consumer: Name
 
 
+class ChangeConsumer(Struct, frozen=True, tag_field="op", tag="change-consumer"):
+    """Request to change a consumer's settings, or to pause or resume it; None leaves a field as it is.
+
+    Its position and what its workers hold stay. Answered with Consumers, which lists this one.
+    """
+
+    consumer: Name
+    ack_timeout_us: Annotated[int, Meta(ge=1000, le=86_400_000_000)] | None = None
+    max_deliver: Annotated[int, Meta(ge=0, le=65_535)] | None = None
+    paused: bool | None = None
+
+
+class RedriveLetters(Struct, frozen=True, tag_field="op", tag="redrive"):
+    """Request to deliver the messages of these dead letters to their consumer again, and to delete the letters.
+
+    `letters` are offsets in the stream of dead letters, ascending. Answered with Redriven. A repeated request
+    changes nothing.
+    """
+
+    consumer: Name
+    letters: Annotated[list[Offset], Meta(min_length=1, max_length=MAX_REDRIVEN)]
+
+
 # -- answers -----------------------------------------------------------------------------------------------------
 
 
@@ -467,6 +492,8 @@ class Delivered(Struct, frozen=True, tag_field="op", tag="delivered"):
     lag: Offset = 0
     fenced: bool = False
     """Whether another worker has taken over, so that this one gets no more items."""
+    ack_timeout_us: Offset = 0
+    """The ack timeout in force, if it is not the one in the call; else 0."""
 
 
 class Settled(Struct, frozen=True, tag_field="op", tag="settled"):
@@ -496,6 +523,13 @@ class ConsumerInfo(Struct, frozen=True):
     dead: Offset = 0
     missed: Offset = 0
     late: Offset = 0
+    paused: bool = False
+    """Nothing is delivered until it is resumed."""
+    ack_timeout_us: Offset = 0
+    """0 from a store that does not say."""
+    max_deliver: U32 = 0
+    redriven: Offset = 0
+    """Dead letters that were delivered again on request, since the consumer was created."""
 
 
 class Consumers(Struct, frozen=True, tag_field="op", tag="consumers"):
@@ -503,6 +537,17 @@ class Consumers(Struct, frozen=True, tag_field="op", tag="consumers"):
 
     consumers: list[ConsumerInfo]
     more: bool = False
+
+
+class Redriven(Struct, frozen=True, tag_field="op", tag="redriven"):
+    """The first `count` letters were dealt with: their messages will be delivered, except for the offsets `gone`.
+
+    Those were removed from the stream, and their letters stay. If `count` is lower than the number of letters, there
+    is no room for the others until workers settle some messages.
+    """
+
+    count: Offset
+    gone: Annotated[list[Offset], Meta(max_length=MAX_REDRIVEN)] = []
 
 
 class Refused(Struct, frozen=True, tag_field="op", tag="refused"):
@@ -539,6 +584,8 @@ Call = (
     | Settle
     | DescribeConsumers
     | DeleteConsumer
+    | ChangeConsumer
+    | RedriveLetters
 )
 Answer = (
     StoreInfo
@@ -555,6 +602,7 @@ Answer = (
     | Delivered
     | Settled
     | Consumers
+    | Redriven
     | Refused
 )
 

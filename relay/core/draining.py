@@ -2,11 +2,12 @@
 
     drain ── DRAIN, or an empty interest, and PING ──► every session, link and WAN connection
           ◄── frames sent before that, PONG ── acknowledged
-    all acknowledged, or `DRAIN_WAIT_US` has passed ──► LEAVEs that were held are done, and nothing new arrives
+    all acknowledged, or `DRAIN_WAIT_US` has passed ── nothing new arrives, but from handlers that run
+    no call in flight at a member ──► LEAVEs that were held are done
 
-Calls that were sent before their sender knew of the drain still find the members, because none leaves
-before all senders have acknowledged. Neighbors of an older minor version are not asked: such sessions do
-not stop calling, and such relays are given twice the round trip.
+Calls that were sent before their sender knew of the drain still find the members, because none leaves before all
+senders have acknowledged. Handlers that run go on calling, so members stay until none runs. Neighbors of an older
+minor version are not asked: such sessions do not stop calling, and such relays are given twice the round trip.
 """
 
 from __future__ import annotations
@@ -27,15 +28,24 @@ PING_MINOR: Final = 2
 """Minor version of relays that answer PING, and of sessions that start nothing new after DRAIN."""
 DRAIN_WAIT_US: Final = 2_000_000
 """Longest wait for acknowledgements; at most a quarter of the grace."""
+RUNNING_US: Final = 10_000
+"""Shortest interval between two looks at whether calls are in flight at members."""
 UNASKED_US: Final = 100_000
 """Added to twice the round trip of neighbors that are not asked."""
 
 
 class Draining:
-    """The drain of one relay. `leave` handles the LEAVEs that were held, `bye` answers the BYE of a session."""
+    """The drain of one relay.
+
+    `leave` handles the LEAVEs that were held, `bye` answers the BYE of a session. `running` says whether a call is in
+    flight at a member.
+    """
 
     def __init__(
-        self, leave: Callable[[Session, frames.Leave], None], bye: Callable[[Session], None]
+        self,
+        leave: Callable[[Session, frames.Leave], None],
+        bye: Callable[[Session], None],
+        running: Callable[[], bool],
     ) -> None:
         self.begun = False
         self.cut_calls = self.cut_tunnels = 0
@@ -47,6 +57,7 @@ class Draining:
         """No neighbor can send anything new that does not know of the drain."""
         self.deadline_us = NEVER_US
         self._leave = leave
+        self._running = running
         self._open: set[int] = set()
         """Numbers of neighbors that have not answered."""
         self._silent: frozenset[int] = frozenset()
@@ -57,6 +68,10 @@ class Draining:
         """Time at which the wait for acknowledgements ends."""
         self._leaving: dict[tuple[int, int], tuple[Session, frames.Leave]] = {}
         """(session number, member serial) -> LEAVE that is held."""
+        self._look_us = 0
+        """Time of the next look at the calls in flight, because there may be many sessions."""
+        self._released = False
+        """Set while held LEAVEs are handled."""
 
     def begin(self, neighbors: Iterable[Neighbor], grace_ms: int, now_us: int) -> None:
         """Send PING to every neighbor that supports it, and start waiting."""
@@ -116,29 +131,37 @@ class Draining:
         self.cut_calls += before[0] - after[0]
         self.cut_tunnels += before[1] - after[1]
 
-    def hold(self, session: Session, leave: frames.Leave) -> bool:
-        """Hold the LEAVE of a member until all have acknowledged.
+    def hold(self, session: Session, leave: frames.Leave, now_us: int) -> bool:
+        """Hold the LEAVE of a member until all have acknowledged and no call is in flight at a member.
 
         Returns False if it leaves now. A repeated LEAVE is not held.
         """
         key = (session.number, leave.member)
-        if self.acknowledged or key in self._leaving:
+        if not self.begun or self._released or key in self._leaving:
             return False
         self._leaving[key] = (session, leave)
+        if self.acknowledged:
+            self.deadline_us = max(now_us, self._look_us)
         return True
 
     def expire(self, now_us: int) -> None:
-        """Handle the held LEAVEs if all have acknowledged or the wait has ended."""
-        if self.acknowledged:
+        """Handle the held LEAVEs once the wait for acknowledgements is over and no call is in flight at a member."""
+        if not self.acknowledged:
+            until_us = self._until_us if self._open else min(self._unasked_us, self._until_us)
+            if now_us < until_us:
+                self.deadline_us = until_us
+                return
+            self.acknowledged = True
+            self._silent = frozenset(self._open)
+            self._open.clear()
+        self._look_us = now_us + RUNNING_US
+        if self._leaving and self._running():
+            self.deadline_us = self._look_us
             return
-        until_us = self._until_us if self._open else min(self._unasked_us, self._until_us)
-        if now_us < until_us:
-            self.deadline_us = until_us
-            return
-        self.acknowledged, self.deadline_us = True, NEVER_US
-        self._silent = frozenset(self._open)
-        self._open.clear()
+        self.deadline_us = NEVER_US
         leaving, self._leaving = self._leaving, {}
+        self._released = True
         for session, leave in leaving.values():
             if not session.closed:
                 self._leave(session, leave)
+        self._released = False

@@ -92,7 +92,7 @@ class Parts:
         self.slow = SlowReceivers(lambda: self.now_us)
         self.sites = Sites(site, policy or Policy())
         self.wans = self.sites.wans
-        self.drains = Draining(self.leave_asked, self.goodbye)
+        self.drains = Draining(self.leave_asked, self.goodbye, self._handlers_run)
         self._casts = casts = Casts(
             self.accounts, self.interest, self.sites, self.slow, lambda: self.now_us, self.drains.has_acknowledged,
             self._last_received_us, lambda: self.mesh.settling(self.now_us),
@@ -220,10 +220,14 @@ class Parts:
                 frames.Ack(leave.id, f"this session does not have member {leave.member}")
             )
             return
-        if self.drains.hold(session, leave):
-            return  # a caller that does not know of the drain may still call it
+        if self.drains.hold(session, leave, self.now_us):
+            return  # who does not know of the drain, or a handler that runs, may still call it
         self.leave(member)
         session.control(frames.Ack(leave.id))
+
+    def _handlers_run(self) -> bool:
+        """Whether a call or tunnel is in flight at a member of this relay."""
+        return any(session.in_flight and not session.stores for session in self.sessions.values())
 
     def leave(self, member: Member) -> None:
         """Remove a member that left itself or with its session."""

@@ -76,6 +76,8 @@ class Calls:
             streams.Settle: self._on_settle,
             streams.DescribeConsumers: self._on_consumers,
             streams.DeleteConsumer: self._on_delete_consumer,
+            streams.ChangeConsumer: self._on_change_consumer,
+            streams.RedriveLetters: self._on_redrive,
         }
 
     def unseal(self, incoming: IncomingCall, end: memoryview, body: memoryview) -> memoryview:
@@ -382,6 +384,20 @@ class Calls:
         if not self._consumer_calls(incoming).delete(call.consumer):
             raise Refuse("consumer", f"the stream has no consumer {call.consumer!r}")
         incoming.answer(streams.Settled(1))
+
+    def _on_change_consumer(self, incoming: IncomingCall, call: streams.ChangeConsumer) -> None:
+        consumers = self._consumer_calls(incoming)
+        incoming.answer(streams.Consumers([consumers.change(call, self._clock.elapsed_us)]))
+
+    def _on_redrive(self, incoming: IncomingCall, call: streams.RedriveLetters) -> None:
+        consumers, stream = self._consumer_calls(incoming), self._stream(incoming)
+        dead = self._catalogue.streams.get(dead_uuid(stream.uuid))
+        if dead is None or dead.log is None:
+            detail = dead.failed if dead else f"stream {stream.name!r} has no dead letters"
+            raise Refuse("damaged" if dead else "invalid", detail)
+        if dead.log.failed:
+            raise Refuse("disk", dead.log.failed)
+        incoming.answer(consumers.redrive(call, dead.log, self._clock.elapsed_us))
 
 
 def _order_of_list(stream: Stream) -> str:

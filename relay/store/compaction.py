@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Set
 from typing import Final
 
 from relay.store.chain import Chain
@@ -37,20 +38,31 @@ class Compaction:
                 break
             if segment.indexed or 0 < segment.expires_us <= now_us:
                 read += segment.size
-                self._compact(index, segment, now_us)
+                self._rewrite(index, segment, lambda item: self._reason(item, now_us))
             self._at = segment.next
         else:
             self._at = self._end
         return self._at >= self._end
 
-    def _compact(self, index: int, segment: Segment, now_us: int) -> None:
+    def remove(self, offsets: Set[int]) -> None:
+        """See `Log.remove`."""
+        for index, segment in enumerate(self._chain.every):
+            if any(segment.first <= offset < segment.next for offset in offsets):
+                self._rewrite(
+                    index, segment, lambda item: Reason.COMPACTED if item.first in offsets else None
+                )
+
+    def _rewrite(
+        self, index: int, segment: Segment, reason_of: Callable[[Record | Gap], Reason | None]
+    ) -> None:
+        """Replace the records for which `reason_of` returns a reason by holes."""
         chain = self._chain
         batch = chain.database.batch()
         kept = Segment(segment.first)
         hole: Hole | None = None
         removed = False
         for item, size in chain.walk(max(segment.first, chain.oldest), segment.next):
-            reason = item.reason if isinstance(item, Hole) else self._reason(item, now_us)
+            reason = item.reason if isinstance(item, Hole) else reason_of(item)
             if reason is None:
                 _fill(hole, kept, batch)
                 hole = None

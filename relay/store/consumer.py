@@ -12,23 +12,38 @@ queue when it is due. Records without a key have no order.
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Final
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from relay.store import cursor
 from relay.store.clock import Clock
 from relay.store.cursor import Counts, CursorDamaged, Dead, Settings, State
 from relay.store.cursors import MAX_CURSOR_NAME_BYTES
-from relay.store.dispatch import Dispatcher, Taken
+from relay.store.dispatch import MAX_BLOCKED, Dispatcher, Taken
+from relay.store.errors import LogDamaged
 from relay.store.log import MAX_OFFSET, Log
 from relay.store.parts import OpenRecord
-from relay.store.records import Reason
+from relay.store.records import Reason, Record
 from relay.store.unsettled import Unsettled
 
 MAX_FENCED: Final = 1024
 """Replaced workers that a consumer remembers. A replaced worker that is forgotten can take over again."""
 MAX_DELAY_US: Final = 30 * 86_400_000_000
+MAX_FORMER: Final = 8
+"""Replaced settings that a consumer remembers. Workers that state older ones are refused."""
+
+
+class Redrive(Enum):
+    """What became of a dead letter's message."""
+
+    WAITING = 1
+    """It will be delivered."""
+    GONE = 2
+    """The log no longer has it."""
+    FULL = 3
+    """There is no room for it until others are settled."""
 
 
 class Info(Struct, frozen=True):
@@ -77,6 +92,10 @@ class Consumer:
         self._table = Unsettled(settings, now_us, self._clock)
         self._dispatcher = Dispatcher(log, self._table, settings, start_offset)
         self.counts = self._dispatcher.counts
+        self.paused = False
+        """Its owner dispatches nothing; workers may settle what they hold."""
+        self.former: list[Settings] = []
+        """Settings that were replaced, oldest first."""
         self._worker: bytes | None = None
         self._fenced: dict[bytes, None] = {}
         self._oldest = 0
@@ -115,6 +134,7 @@ class Consumer:
         consumer._dispatcher.due = state.due
         log.cursors.listed(state.due[0])
         consumer.counts = consumer._dispatcher.counts = state.counts
+        consumer.paused, consumer.former = state.paused, state.former
         return consumer
 
     # Dispatching
@@ -280,6 +300,59 @@ class Consumer:
         self._table.update_time(now_us)
         self._table.answer_lost(worker, counted=counted)
 
+    def redrive(self, offset: int, now_us: int) -> Redrive:
+        """Make the message at `offset`, which became a dead letter, deliverable again with no deliveries counted.
+
+        One that waits or is held already, or that was not read yet, is left as it is.
+        """
+        self._table.update_time(now_us)
+        if offset >= self._log.next:
+            return Redrive.GONE
+        try:
+            item = self._log.read(offset, 1, now_us=self._table.wall_us).items[0]
+        except LogDamaged:
+            return Redrive.GONE  # readers of the stream get the error
+        if not isinstance(item, Record) or item.count > cursor.MAX_COUNT:
+            return Redrive.GONE
+        record = self._table.records.get(item.first)
+        bit = 1 << (offset - item.first)
+        if self._dispatcher.will_deliver(item, offset) or (record and record.open & bit):
+            return Redrive.WAITING
+        if not item.deferred and item.next > self.position:
+            return Redrive.FULL  # the rest of the record is read first
+        key = item.key_hash[: cursor.KEY_BYTES] if self.settings.group and item.key_hash else None
+        if record is None:
+            weight = self._table.weight + cursor.weight(item.count, key)
+            if self._table.records and weight > cursor.MAX_RECORDS_BYTES:
+                return Redrive.FULL
+            record = OpenRecord(item.first, item.count, key, item.deferred)
+        if self._table.must_wait(key) and self._table.blocked >= MAX_BLOCKED:
+            return Redrive.FULL
+        self._table.revive(record, bit)
+        self.counts.redriven += 1
+        return Redrive.WAITING
+
+    def change(
+        self, *, ack_timeout_us: int | None, max_deliver: int | None, paused: bool | None, now_us: int
+    ) -> None:  # fmt: skip
+        """Change settings, or pause or resume; None leaves one as it is. Raises ValueError.
+
+        `group` decides which messages wait for each other and `durable` where the state is, so they never change.
+        """
+        self._table.update_time(now_us)
+        given = {"ack_timeout_us": ack_timeout_us, "max_deliver": max_deliver}
+        new = structs.replace(
+            self.settings, **{name: value for name, value in given.items() if value is not None}
+        )
+        if new != self.settings:
+            kept = [one for one in self.former if one != new]
+            self.former = [*kept, self.settings][-MAX_FORMER:]
+            self.settings = new
+            self._table.change(new)
+        if paused is not None and paused != self.paused:
+            self.paused = paused
+            self._table.dirty = True
+
     @property
     def position(self) -> int:
         """The offset of the next new message."""
@@ -335,6 +408,8 @@ class Consumer:
                 list(self._table.dead),
                 self.counts,
                 max(0, self._table.wall_us),
+                self.paused,
+                self.former,
             )
             self._log.cursors.put(self.name, cursor.encode(state), sync=sync)
             self._table.dirty = False

@@ -16,15 +16,27 @@ from typing import Final
 from iris.core.conversation import UP
 from iris.errors import IrisError
 from iris.wire import streams
-from iris.wire.streams import Consume, ConsumerInfo, Delivered, Handed, Range, Settle
+from iris.wire.streams import (
+    DEAD_KIND,
+    ChangeConsumer,
+    Consume,
+    ConsumerInfo,
+    Delivered,
+    Handed,
+    Range,
+    RedriveLetters,
+    Redriven,
+    Settle,
+    decode_dead,
+)
 from relay.store.answers import item_to_wire
 from relay.store.clock import Clock
-from relay.store.consumer import Consumer
+from relay.store.consumer import Consumer, Redrive
 from relay.store.cursor import CursorDamaged, Dead, Settings
 from relay.store.dispatch import Delivery, Taken
 from relay.store.errors import CursorsFull, LogDamaged, LogError
 from relay.store.log import Log
-from relay.store.records import Gap, Hole
+from relay.store.records import Gap, Hole, Item, Record
 from relay.store.session import IncomingCall
 
 MAX_EPHEMERAL: Final = 1024
@@ -157,7 +169,7 @@ class ConsumerCalls:
         """Answer these waiting calls with nothing, so that the relay forgets them."""
         for one in these:
             self._waiting[consumer.name].remove(one)
-            one.incoming.answer(self._delivered(consumer, Taken([], 0, 0)))
+            one.incoming.answer(self._delivered(consumer, one.call, Taken([], 0, 0)))
 
     def described(self, after: str) -> tuple[list[ConsumerInfo], bool]:
         """Return the state of the consumers after the name `after`, sorted by name, and whether
@@ -165,17 +177,57 @@ class ConsumerCalls:
         """
         names = sorted({*self._log.cursors.names(), *self._consumers})
         names = [name for name in names if name > after]
-        infos = []
-        for name in names[:MAX_LISTED]:
-            consumer = self._get(name)
-            info, settings, counts = consumer.info(), consumer.settings, consumer.counts
-            infos.append(
-                ConsumerInfo(
-                    name, settings.group, settings.durable, info.floor, info.position, info.lag, info.pending,
-                    info.redelivering, info.workers, info.dead, counts.missed, counts.late,
-                )
-            )  # fmt: skip
+        infos = [_info(self._get(name)) for name in names[:MAX_LISTED]]
         return infos, len(names) > MAX_LISTED
+
+    def change(self, call: ChangeConsumer, now_us: int) -> ConsumerInfo:
+        """Change the settings of a consumer, or pause or resume it, and return its state once that is on disk.
+
+        Raises ConsumerRefused, ValueError or LogWriteFailed.
+        """
+        consumer = self._get(call.consumer)
+        consumer.change(
+            ack_timeout_us=call.ack_timeout_us, max_deliver=call.max_deliver, paused=call.paused, now_us=now_us
+        )  # fmt: skip
+        consumer.save(sync=True)
+        self._after_settle(consumer, now_us)
+        return _info(consumer)
+
+    def redrive(self, call: RedriveLetters, dead: Log, now_us: int) -> Redriven:
+        """Make the messages of these letters in the log `dead` deliverable again, then delete the letters.
+
+        The consumer is saved in between. After a crash there, a message is deliverable and its letter is still there,
+        so it may be redriven twice, but it is never lost. Raises ConsumerRefused, LogDamaged or LogWriteFailed.
+        """
+        consumer = self._get(call.consumer)
+        if not consumer.settings.durable:
+            raise ConsumerRefused(
+                f"consumer {call.consumer!r} is not durable, so redriven messages could be lost; use a durable consumer"
+            )
+        _check_letters(call.letters, dead.next)
+        letters = [
+            (at, self._message_of(dead.read(at, 1, now_us=0).items[0], call.consumer))
+            for at in call.letters
+        ]
+        self._move_dead_letters(consumer)
+        dealt_with: set[int] = set()
+        gone = []
+        count = 0
+        for at, offset in letters:
+            if offset is not None:  # otherwise it was redriven before, and the answer was lost
+                outcome = consumer.redrive(offset, now_us)
+                if outcome is Redrive.FULL:
+                    break
+                if outcome is Redrive.WAITING:
+                    dealt_with.add(at)
+                else:
+                    gone.append(at)
+            count += 1
+        consumer.save(sync=True)
+        if dealt_with:
+            dead.remove(dealt_with)
+        self._after_settle(consumer, now_us)
+        return Redriven(count, gone)
 
     def delete(self, name: str) -> bool:
         """Delete a consumer; return whether it existed. Raises LogWriteFailed."""
@@ -269,10 +321,11 @@ class ConsumerCalls:
                 except CursorsFull as err:
                     raise ConsumerRefused(str(err)) from err
             self._consumers[call.consumer] = consumer
-        elif consumer.settings != settings:
+        elif settings != consumer.settings and settings not in consumer.former:
             raise ConsumerRefused(
                 f"consumer {call.consumer!r} exists with other settings: {_differing(consumer.settings, settings)}; "
-                "use those settings or another name, or delete the consumer and its position with `iris stream consumer delete`"
+                "use those settings or another name, change max_deliver and ack_timeout with `iris stream consumer change`, "
+                "or delete the consumer and its position with `iris stream consumer delete`"
             )
         if not call.durable:
             self._used_us[call.consumer] = now_us
@@ -301,9 +354,9 @@ class ConsumerCalls:
 
         Returns False if there are none and the call may wait (not `last`).
         """
-        if self.paused:
+        if self.paused or consumer.paused:
             if last:
-                incoming.answer(self._delivered(consumer, Taken([], 0, 0)))
+                incoming.answer(self._delivered(consumer, call, Taken([], 0, 0)))
             return last
         limit = min(call.max_bytes, incoming.session.message_limit)
         try:
@@ -314,7 +367,7 @@ class ConsumerCalls:
         self._move_dead_letters(consumer)
         if not taken.items and not taken.fenced and not last:
             return False
-        incoming.answer(self._delivered(consumer, taken))
+        incoming.answer(self._delivered(consumer, call, taken))
         if taken.messages:
             key = (call.consumer, call.worker)
             self._answered[key] = incoming.hop
@@ -323,9 +376,24 @@ class ConsumerCalls:
                 self._answered.popitem(last=False)
         return True
 
-    def _delivered(self, consumer: Consumer, taken: Taken) -> Delivered:
+    def _delivered(self, consumer: Consumer, call: Consume, taken: Taken) -> Delivered:
         items = [_to_wire(item) for item in taken.items]
-        return Delivered(items, self._log.uuid, consumer.info().lag, taken.fenced)
+        timeout_us = consumer.settings.ack_timeout_us
+        changed_us = 0 if timeout_us == call.ack_timeout_us else timeout_us
+        return Delivered(items, self._log.uuid, consumer.info().lag, taken.fenced, changed_us)
+
+    def _message_of(self, letter: Item, consumer: str) -> int | None:
+        """Return the offset of the message that a dead letter refers to; None if the letter was removed."""
+        if isinstance(letter, Hole):
+            return None
+        dead = None
+        if isinstance(letter, Record) and letter.kind == DEAD_KIND:
+            dead = decode_dead(letter.body)
+        if dead is None or (dead.consumer, dead.uuid) != (consumer, self._log.uuid):
+            raise ConsumerRefused(
+                f"letters: the record at {letter.first} is not a dead letter of consumer {consumer!r}"
+            )
+        return dead.offset
 
     def _after_settle(self, consumer: Consumer, now_us: int) -> None:
         consumer.expire(now_us)
@@ -354,6 +422,26 @@ def _check_ranges(ranges: Sequence[Range], end: int) -> None:
                 f"offsets {one.first} to {one.next} are not in ascending order and below the end of the stream, {end}"
             )
         last = one.next
+
+
+def _check_letters(letters: Sequence[int], end: int) -> None:
+    """Raise ConsumerRefused unless these offsets of dead letters are ascending and below `end`."""
+    last = -1
+    for at in letters:
+        if not last < at < end:
+            raise ConsumerRefused(
+                f"letters: {at} is not in ascending order and below the end of the dead letters, {end}"
+            )
+        last = at
+
+
+def _info(consumer: Consumer) -> ConsumerInfo:
+    info, settings, counts = consumer.info(), consumer.settings, consumer.counts
+    return ConsumerInfo(
+        consumer.name, settings.group, settings.durable, info.floor, info.position, info.lag, info.pending,
+        info.redelivering, info.workers, info.dead, counts.missed, counts.late, consumer.paused,
+        settings.ack_timeout_us, settings.max_deliver, counts.redriven,
+    )  # fmt: skip
 
 
 def _to_wire(item: Delivery | Gap | Hole) -> Handed:

@@ -90,6 +90,8 @@ class Counts(Struct, array_like=True):
     missed: int = 0
     """Messages removed by retention or lost to damage before they were settled."""
     redelivered: int = 0
+    redriven: int = 0
+    """Dead letters that were made deliverable again."""
 
 
 class Dead(Struct, frozen=True, array_like=True):
@@ -125,6 +127,9 @@ class State(Struct, frozen=True, array_like=True):
     counts: Counts
     saved_us: int = 0
     """When the state was saved, on the clock of the due times; 0 in cursors of older stores."""
+    paused: bool = False
+    former: list[Settings] = []
+    """Settings that were replaced, oldest first. Workers that state them are still served."""
 
 
 _ENCODER: Final = msgspec.msgpack.Encoder()

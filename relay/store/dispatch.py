@@ -331,6 +331,14 @@ class Dispatcher:
             return 0
         return max(0, record.due_us - self._table.wall_us - self._log.steps.grace_us(record.first))
 
+    def will_deliver(self, record: Record, offset: int) -> bool:
+        """Return whether the message at `offset` of `record` was not read yet, and will be delivered for the
+        first time.
+        """
+        if record.deferred and record.first >= self.start:
+            return (record.due_us, record.first) > self.due
+        return not record.deferred and offset >= self.position
+
     def next_deferred(self) -> tuple[int, int] | None:
         """Return (due time, offset) of the first deferred record that was not processed yet."""
         known = (self._log.next, *self.due)

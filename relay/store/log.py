@@ -22,7 +22,7 @@ from __future__ import annotations
 import os
 import shutil
 import struct
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Final
 
 from msgspec import Struct
@@ -501,6 +501,13 @@ class Log:
             LogWriteFailed: the segment was either not changed or compacted.
         """
         return self._compaction.step(now_us)
+
+    def remove(self, offsets: Set[int]) -> None:
+        """Replace the records that begin at these offsets by holes. Not synced: a power cut may restore them.
+
+        Reads the segments that hold them, at most 8 MiB each. Raises as `compact`.
+        """
+        self._compaction.remove(offsets)
 
     # Inside
 

@@ -45,7 +45,7 @@ class Reason(IntEnum):
     RETENTION = 1
     """Removed by retention."""
     COMPACTED = 2
-    """A later record has the same key."""
+    """A later record has the same key, or it is a dead letter that was redriven."""
     EXPIRED = 3
     DEFERRED = 4
     """Deferred, and left out of this read. `Log.due` lists it when it is due."""

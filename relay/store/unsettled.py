@@ -134,6 +134,32 @@ class Unsettled:
         """Make the rest of `record` available to the next `take`, or queue it behind its key."""
         self._requeue(record)
 
+    def revive(self, record: OpenRecord, bits: int) -> None:
+        """Make messages of `record` that are settled deliverable again, as if they were new.
+
+        A record with a key queues behind those of its key that wait.
+        """
+        if record.first in self.records:
+            record.parts.append(Part(record, bits, 0, 0))
+            self.open += bits.bit_count()
+            if record.key is not None:
+                queue = self._keys.setdefault(record.key, deque())
+                if record not in queue:
+                    self.blocked += len(queue) > 0
+                    queue.append(record)
+        else:
+            self.add(record, [(bits, 0, 0, 0)])
+        self._requeue(record)
+        self.dirty = True
+
+    def change(self, settings: Settings) -> None:
+        """Apply other settings. The ack timeout of everything that workers hold starts again."""
+        self._ack_timeout_us = settings.ack_timeout_us
+        self._max_deliver = settings.max_deliver
+        for part in self._leases:
+            part.due_us = self.awake_us + self._ack_timeout_us
+        self.dirty = True
+
     def must_wait(self, key: bytes | None) -> bool:
         """Return whether a new record of `key` would have to wait behind another."""
         return key in self._keys

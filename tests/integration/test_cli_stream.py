@@ -45,7 +45,7 @@ pytestmark = pytest.mark.timeout(120)
 
 VERBS = [
     "create", "list", "info", "change", "pause", "resume", "delete", "read", "append", "export", "import", "consumer list",
-    "consumer delete", "mirror", "promote",
+    "consumer delete", "consumer change", "consumer pause", "consumer resume", "dead", "redrive", "mirror", "promote",
 ]  # fmt: skip
 
 
@@ -175,6 +175,9 @@ def test_a_gap_is_reported_in_one_line_without_control_characters() -> None:
         (("create", "s.dead"), "dead letters"),
         (("change", "s"), "nothing to change"),
         (("delete", "s"), "--yes"),
+        (("consumer", "change", "s", "c"), "nothing to change"),
+        (("redrive", "s", "c"), "--all, --limit N or --offset OFFSET"),
+        (("redrive", "s", "c", "--limit", "0"), "--limit"),
         (("read", "s", "--start", "soon"), "'soon' is not a start"),
         (("read", "s", "--start", "-1"), "'-1' is not a start"),
         (("read", "s", "-n", "0"), "--count"),
@@ -650,7 +653,20 @@ async def test_consumers_of_a_stream_are_listed_and_forgotten(
             plain = (await said("list", stream)).decode()
             titles, line = plain.splitlines()
             assert titles.split("\t")[:3] == ["NAME", "KIND", "FLOOR"]
-            assert line == "billing\tgroup\t1\t3\t2\t2\t0\t1\t0"
+            assert line == "billing\tgroup\t1\t3\t2\t2\t0\t1\t0\tok"
+            assert await said("pause", stream, "billing") == b""
+            assert (await said("list", stream)).endswith(b"\tpaused\n")
+            assert (
+                await said("change", stream, "billing", "--max-deliver", "4", "--ack-timeout", "2m")
+                == b""
+            )
+            assert await said("resume", stream, "billing") == b""
+            (row,) = rows(await said("list", stream, "--json"))
+            assert (row["paused"], row["max_deliver"], row["ack_timeout_us"]) == (
+                False,
+                4,
+                120_000_000,
+            )
     assert "LAG" in await asyncio.to_thread(
         on_a_terminal, shell, "stream", "consumer", "list", stream
     )
@@ -658,6 +674,34 @@ async def test_consumers_of_a_stream_are_listed_and_forgotten(
     assert await said("list", stream) == b""
     assert (await said("delete", stream, "billing", code=1)).count(b"\n") == 1
     assert (await said("list", "nothing", code=3)).count(b"\n") == 1
+
+
+async def test_dead_letters_are_shown_and_redriven_from_a_shell(
+    shell: Shell, stream: str, home: Path, relay: Path
+) -> None:
+    async def said(*arguments: str, code: int = 0) -> str:
+        process = shell.start("stream", *arguments)
+        out, err = await asyncio.to_thread(end, process, code)
+        return (out + err).decode()
+
+    assert (await said("dead", stream)).endswith("iris: no dead letters\n")
+    keyring = keyfiles.load_keyring(home / "iris" / "dev" / "keyring.toml")
+    async with iris.connect(relay, keyring=keyring) as client:
+        for payload in ("a" * 100, "b"):
+            await client.streams.append(stream, payload)
+        async with client.streams.consumer(stream, "billing", max_deliver=1) as work:
+            work.nack(await anext(work), await anext(work), reason="no\tcustomer")
+            await work.flush()
+    titles, first, second = (await said("dead", stream, "billing")).splitlines()
+    assert titles.split("\t") == ["OFFSET", "CONSUMER", "DELIVERIES", "REASON", "PAYLOAD"]
+    assert first.split("\t")[:3] == ["0", "billing", "1"]
+    assert first.endswith("a…")
+    assert second.split("\t")[-1] == "b"
+    (row,) = rows((await said("dead", stream, "-n", "1", "--json")).encode())
+    assert row["dead"] == {"offset": 0, "consumer": "billing", "deliveries": 1, "reason": "no\tcustomer"}  # fmt: skip
+    assert await said("redrive", stream, "billing", "--offset", "1") == "redrove 1 dead letter\n"
+    assert json.loads(await said("redrive", stream, "billing", "--all", "--json")) == {"redriven": 1, "gone": 0, "left": 0}  # fmt: skip
+    assert await said("redrive", stream, "billing", "--all") == "redrove 0 dead letters\n"
 
 
 def test_the_page_and_the_help_say_what_every_field_of_a_consumer_means(shell: Shell) -> None:

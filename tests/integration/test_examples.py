@@ -28,6 +28,10 @@ EXPECTED = {
         "stock has less than 2 s: True", "7 left",
         "stock has less than 2 s: True", "shop: no reply within 0.2 s", "shop: True",
     ],
+    "dead_letters": [
+        "invoice for anna", "invoice for bert", "dead: carl, no customer carl", "RedriveInfo(redriven=1, gone=0, left=0)",
+        "to do: 1 redriven: 1", "invoice for carl", "left: 0",
+    ],
     "deferred_reply": ["a batch of 3", "9", "16", "squares: negative numbers are not for squaring"],
     "errors": [
         "nobody is there   NoMembers, may have run: False",
@@ -119,9 +123,6 @@ EXPECTED = {
         "[Row(flight='B60', delay_minutes=0), Row(flight='B61', delay_minutes=3)]",
         "[{'flight': 'UA0', 'delay_minutes': 0}, {'flight': 'UA1', 'delay_minutes': 3}]",
         "refused: a payload of 9 bytes does not decode as Query: Expected `str`, got `int` - at `$.origin`",
-    ],
-    "watch": [
-        "orders: 1 member, calls handled: True", "version 2.1, p99 under 5 s: True, queued: 0",
     ],
 }  # fmt: skip
 

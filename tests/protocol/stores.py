@@ -223,6 +223,8 @@ ATTACKS: dict[str, Any] = {
     "settle": streams.Settle("billing", b"w" * 16, through=0),
     "consumers": streams.DescribeConsumers(),
     "delete-consumer": streams.DeleteConsumer("billing"),
+    "change-consumer": streams.ChangeConsumer("billing", paused=True),
+    "redrive": streams.RedriveLetters("billing", [0]),
     "fetch": streams.Fetch(0, 1 << 20),
     "find": streams.Find(0),
     "describe": streams.Describe(),

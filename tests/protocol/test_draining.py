@@ -10,7 +10,7 @@ from protocol.kit import Host, Network, Result, kind_of
 from iris.core.interfaces import Delivery
 from iris.wire import frames
 from iris.wire.kinds import Kind
-from relay.core.draining import DRAIN_WAIT_US, UNASKED_US
+from relay.core.draining import DRAIN_WAIT_US, RUNNING_US, UNASKED_US
 
 GRACE_MS = 10_000
 
@@ -32,6 +32,12 @@ def leave(host: Host, member: int) -> Result:
     return ack
 
 
+def pass_look(net: Network) -> None:
+    """Let the relay look again at whether calls are in flight."""
+    net.pass_time(RUNNING_US / 1e6)
+    net.run()
+
+
 def test_a_call_that_was_sent_before_its_caller_was_notified_reaches_the_member_that_leaves() -> (
     None
 ):
@@ -49,6 +55,7 @@ def test_a_call_that_was_sent_before_its_caller_was_notified_reaches_the_member_
     assert not left.done()
     net.run()
     assert answer.value == b"pong"
+    pass_look(net)
     assert left.message.error == ""
     assert net.router.drains.acknowledged
 
@@ -68,6 +75,7 @@ def test_a_call_from_another_relay_that_was_on_the_way_finds_the_member_that_lea
     assert here.link.port is here
     net.run()
     assert answer.value == b"pong"
+    pass_look(net)
     assert left.message.error == ""
 
 
@@ -162,3 +170,54 @@ def test_a_relay_without_sessions_has_been_acknowledged_at_once() -> None:
     net = Network()
     net.router.drain(GRACE_MS)
     assert net.router.drains.acknowledged
+
+
+@pytest.mark.parametrize("kind", ["request", "push", "tunnel"])
+def test_members_stay_while_a_call_is_in_flight_at_any_of_them_so_that_its_handler_can_call(
+    kind: str,
+) -> None:
+    net = Network()
+    alice, bob, carol = net.host("alice"), net.host("bob"), net.host("carol")
+    running: list[Delivery] = []
+    front, back = bob.serve("front", running.append), carol.serve("back", pong)
+    if kind == "tunnel":
+        end = alice.open_tunnel("front")
+    else:
+        (alice.request if kind == "request" else alice.push)("front")
+    net.run()
+    net.router.drain(GRACE_MS)
+    receive_all(carol)
+    left = [leave(carol, back.member), leave(bob, front.member)]
+    net.run()
+    assert net.router.drains.acknowledged
+    pass_look(net)
+    answer = bob.request("back")  # the handler of `front` calls
+    net.run()
+    assert answer.value == b"pong"
+    assert not any(each.done() for each in left)
+    if kind == "tunnel":
+        alice.session.tunnels.drop(end)
+    elif kind == "request":
+        running[0].reply(b"", None, False)
+    else:
+        running[0].finish()
+    net.run()
+    pass_look(net)
+    assert [each.message.error for each in left] == ["", ""]
+
+
+def test_a_call_that_waits_at_a_store_keeps_no_member_of_a_relay_that_stops() -> None:
+    net = Network()
+    alice, store, bob = net.host("alice"), net.host("store"), net.host("bob")
+    store.serve("kept", only=[Kind.STREAM])
+    service = bob.serve("db", pong)
+    table = store.session._table  # it reads the call, and does not answer
+    table[Kind.STREAM] = lambda *_: None
+    alice.session.store_calls.send("kept", alice.key, b"", timeout_ms=5_000, waiter=Result())
+    net.run()
+    assert store.peer.in_flight
+    net.router.drain(GRACE_MS)
+    left = leave(bob, service.member)
+    net.run()
+    pass_look(net)
+    assert left.message.error == ""

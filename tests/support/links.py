@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -119,15 +119,16 @@ class Host:
     """A relay in another process that holds a network key, with links on 127.0.0.1."""
 
     def __init__(
-        self, directory: Path, *arguments: str, keys: tuple[NetworkKey, ...] = (NETWORK,)
-    ) -> None:
+        self, directory: Path, *arguments: str, keys: tuple[NetworkKey, ...] = (NETWORK,), before: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
+        """`before` runs in the process of the relay first."""
         directory.mkdir(0o700)
         self.keys = directory / "keys" / keyfiles.NETWORK_FILE
         self.keys.parent.mkdir(0o700)
         self.hold(*keys)
         here = ("--bind", "127.0.0.1", "--no-mdns", *arguments)
         settings = {"IRIS_CONFIG": str(self.keys.parent)}
-        self.daemon = Daemon(directory, *here, settings=settings, dev=False)
+        self.daemon = Daemon(directory, *here, settings=settings, dev=False, before=before)
 
     def hold(self, *keys: NetworkKey) -> None:
         """Write the file of network keys."""

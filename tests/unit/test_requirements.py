@@ -61,7 +61,13 @@ def test_the_file_for_deployments_is_whole() -> None:
     """A host installs only this file and the wheel, so nothing in it may depend on another file here."""
     document = tomllib.loads((ROOT / "pyproject.toml").read_text())
     extras = document["project"]["optional-dependencies"]
-    rows = document["project"]["dependencies"] + extras["store"] + extras["metrics"]
+    rows = (
+        document["project"]["dependencies"]
+        + extras["store"]
+        + extras["metrics"]
+        + extras["otel"]
+        + extras["web"]
+    )
     named = {plain(re.split(r"[<>=;\[ ]", row)[0]) for row in rows}
     deployed = locked(ROOT / "requirements" / "deploy.txt")
     assert named <= set(deployed)

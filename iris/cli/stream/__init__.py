@@ -4,7 +4,8 @@ texts      options and texts that several verbs share
 reading    read, export
 writing    append, import
 mirroring  mirror, promote
-consumers  consumer list, consumer delete
+consumers  consumer list, change, pause, resume, delete
+letters    dead, redrive
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import iris
 from iris.cli import options, output
 from iris.cli.arguments import WrongUsage
 from iris.cli.exits import Exit, complain, run
-from iris.cli.stream import consumers, mirroring, reading, texts, writing
+from iris.cli.stream import consumers, letters, mirroring, reading, texts, writing
 from iris.streams import StreamInfo
 from iris.wire.names import plural, printable
 from iris.wire.orders import DEAD
@@ -282,6 +283,8 @@ app.command("read")(reading.read)
 app.command("append")(writing.append)
 app.command("export")(reading.export)
 app.command("import")(writing.import_)
+app.command("dead")(letters.dead)
+app.command("redrive")(letters.redrive)
 app.command("mirror")(mirroring.mirror)
 app.command("promote")(mirroring.promote)
 app.add_typer(consumers.app)

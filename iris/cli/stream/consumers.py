@@ -1,28 +1,31 @@
-"""`iris stream consumer`: list and delete the consumers of a stream."""
+"""`iris stream consumer`: list, change, pause, resume and delete the consumers of a stream."""
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import Annotated, Final
 
 import typer
 
 import iris
 from iris.cli import options, output
+from iris.cli.arguments import WrongUsage
 from iris.cli.exits import Exit, run
 from iris.cli.stream import texts
 from iris.streams import ConsumerInfo
 from iris.wire.names import printable
 
 COLUMNS: Final = ("name", "kind", "floor", "position", "lag", "pending", "redelivering", "workers", "dead")  # fmt: skip
-TITLES: Final = (*COLUMNS[:-1], "unstored")
+TITLES: Final = (*COLUMNS[:-1], "unstored", "state")
 """Titles of the columns: a dead letter counts in `dead` only until it is stored in the stream of dead letters."""
 
 app = typer.Typer(
-    name="consumer", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="""List and delete the consumers of a stream.
+    name="consumer", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="""List, change, pause and delete the consumers of a stream.
 
     \b
     Examples:
       iris stream consumer list orders
+      iris stream consumer pause orders billing
       iris stream consumer delete orders billing
     """,
 )  # fmt: skip
@@ -47,12 +50,14 @@ def list_consumers(
       redelivering  messages waiting to be delivered again
       workers       workers that hold messages
       unstored      dead letters that are not in the stream NAME.dead yet
+      state         paused, if nothing is delivered until it is resumed
 
     \b
-    --json names the last one `dead`, and has two counters since the consumer was
-    created: `missed` (messages removed or damaged before they were done) and
-    `late` (acks of messages that were done already). Dead letters are counted
-    by `iris stream info NAME.dead`.
+    --json names `unstored` `dead` and has `paused`, the settings `ack_timeout_us` and
+    `max_deliver`, and counters since the consumer was created: `missed` (messages
+    removed or damaged before they were done), `late` (acks of messages that were
+    done already) and `redriven` (dead letters that were delivered again). Dead
+    letters are counted by `iris stream info NAME.dead`.
 
     \b
     Examples:
@@ -67,16 +72,90 @@ def list_consumers(
             for consumer in found:
                 output.write_json(consumer)
         else:
-            texts.print_table(TITLES, [_row(consumer) for consumer in found], right=TITLES[2:])
+            texts.print_table(TITLES, [_row(consumer) for consumer in found], right=TITLES[2:-1])
         return Exit.OK
 
     run(work)
 
 
+@app.command("change")
+def change_consumer(
+    name: texts.Name,
+    consumer: texts.Consumer,
+    ack_timeout: Annotated[
+        float | None, typer.Option("--ack-timeout", metavar="AGE", parser=texts.parse_age, help="Deliver a message again that is not settled for this long: 30s, 10m.", show_default=False)
+    ] = None,
+    max_deliver: Annotated[
+        int | None, typer.Option("--max-deliver", metavar="N", min=0, max=65_535, help="Dead letters after N deliveries; 0 for never.", show_default=False)
+    ] = None,
+    uuid: texts.Uuid = "",
+    timeout: options.Timeout = 10.0,
+    relay: options.RelayPath = None,
+) -> None:  # fmt: skip
+    """Change the settings of a consumer. It keeps its position, and its workers go on.
+
+    Programs that open the consumer with the settings before the change go on
+    to work, with the new settings. `group` and `durable` cannot change.
+
+    \b
+    Examples:
+      iris stream consumer change orders billing --max-deliver 10
+      iris stream consumer change orders billing --ack-timeout 5m
+    """
+    if ack_timeout is None and max_deliver is None:
+        raise WrongUsage("nothing to change; give --ack-timeout or --max-deliver")
+    _do(
+        lambda client: client.streams.change_consumer(
+            name, consumer, ack_timeout=ack_timeout, max_deliver=max_deliver, uuid=uuid, timeout=timeout
+        ),
+        relay,
+    )  # fmt: skip
+
+
+@app.command("pause")
+def pause_consumer(
+    name: texts.Name,
+    consumer: texts.Consumer,
+    uuid: texts.Uuid = "",
+    timeout: options.Timeout = 10.0,
+    relay: options.RelayPath = None,
+) -> None:
+    """Deliver nothing to a consumer until `resume`. Nothing is lost, and its workers may settle what they hold.
+
+    \b
+    Examples:
+      iris stream consumer pause orders billing
+    """
+    _do(
+        lambda client: client.streams.pause_consumer(name, consumer, uuid=uuid, timeout=timeout),
+        relay,
+    )
+
+
+@app.command("resume")
+def resume_consumer(
+    name: texts.Name,
+    consumer: texts.Consumer,
+    uuid: texts.Uuid = "",
+    timeout: options.Timeout = 10.0,
+    relay: options.RelayPath = None,
+) -> None:
+    """Deliver to a paused consumer again.
+
+    \b
+    Examples:
+      iris stream consumer resume orders billing
+    """
+    _do(
+        lambda client: client.streams.resume_consumer(name, consumer, uuid=uuid, timeout=timeout),
+        relay,
+    )
+
+
 @app.command("delete")
 def delete_consumer(
     name: texts.Name,
-    consumer: Annotated[str, typer.Argument(metavar="CONSUMER", help="Name of the consumer.")],
+    consumer: texts.Consumer,
     uuid: texts.Uuid = "",
     timeout: options.Timeout = 10.0,
     relay: options.RelayPath = None,
@@ -87,10 +166,18 @@ def delete_consumer(
     Examples:
       iris stream consumer delete orders billing
     """
+    _do(
+        lambda client: client.streams.delete_consumer(name, consumer, uuid=uuid, timeout=timeout),
+        relay,
+    )
+
+
+def _do(call: Callable[[iris.Client], Awaitable[object]], relay: str | None) -> None:
+    """Run a call that has nothing to print."""
 
     async def work() -> int:
         async with iris.connect(relay) as client:
-            await client.streams.delete_consumer(name, consumer, uuid=uuid, timeout=timeout)
+            await call(client)
         return Exit.OK
 
     run(work)
@@ -101,4 +188,4 @@ def _row(consumer: ConsumerInfo) -> tuple[str, ...]:
     if not consumer.durable:
         kind += ", until it leaves"
     figures = (str(getattr(consumer, column)) for column in COLUMNS[2:])
-    return (printable(consumer.name), kind, *figures)
+    return (printable(consumer.name), kind, *figures, "paused" if consumer.paused else "ok")

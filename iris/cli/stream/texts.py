@@ -73,6 +73,7 @@ def parse_start(text: str) -> str | int | datetime:
 
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the stream.")]
+Consumer = Annotated[str, typer.Argument(metavar="CONSUMER", help="Name of the consumer.")]
 Uuid = Annotated[
     str, typer.Option("--uuid", metavar="HEX", help="Which stream, if two stores have one of this name.", show_default=False)
 ]  # fmt: skip

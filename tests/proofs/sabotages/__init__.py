@@ -6,7 +6,17 @@ that no test can notice because another check refuses the same.
 
 from __future__ import annotations
 
-from proofs.sabotages import channels, connections, crypto, orders, routing, sites, streams, waiting
+from proofs.sabotages import (
+    channels,
+    connections,
+    crypto,
+    drains,
+    orders,
+    routing,
+    sites,
+    streams,
+    waiting,
+)
 from proofs.sabotages.sabotage import Sabotage
 
 __all__ = ["SABOTAGES", "Sabotage"]
@@ -20,4 +30,5 @@ SABOTAGES: tuple[Sabotage, ...] = (
     *channels.SABOTAGES,
     *orders.SABOTAGES,
     *waiting.SABOTAGES,
+    *drains.SABOTAGES,
 )

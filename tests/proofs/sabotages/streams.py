@@ -247,10 +247,21 @@ SABOTAGES = (
         "one call keeps a store busy forever",
     ),
     Sabotage(
+        "redriven-saved",
+        "relay/store/consumer_calls.py",
+        "ConsumerCalls.redrive",
+        "consumer.save(sync=True)",
+        "None",
+        (
+            "tests/integration/test_redriving.py::test_a_store_that_dies_while_it_redrives_loses_no_message",
+        ),
+        "a letter goes before its message is on disk as not settled",
+    ),
+    Sabotage(
         "consumer-settings",
         "relay/store/consumer_calls.py",
         "ConsumerCalls._consumer",
-        "consumer.settings != settings",
+        "settings != consumer.settings and settings not in consumer.former",
         "False",
         (
             "tests/integration/test_consumers.py::test_a_consumer_that_is_there_with_other_settings_is_not_taken",

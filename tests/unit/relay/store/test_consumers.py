@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from zlib import crc32
 
+import msgspec
 import pytest
 from support.consumers import (
     ANN,
@@ -20,7 +21,7 @@ from support.consumers import (
     firsts,
 )
 
-from relay.store.consumer import MAX_DELAY_US, Consumer
+from relay.store.consumer import MAX_DELAY_US, Consumer, Redrive
 from relay.store.cursor import CursorDamaged, Dead, Settings, State, decode, encode
 from relay.store.dispatch import Taken
 from relay.store.log import Log
@@ -376,3 +377,130 @@ def test_a_damaged_cursor_is_reported(log: Log) -> None:
         log.cursors.put("c", damaged)
         with pytest.raises(CursorDamaged, match="cursor c"):
             Consumer.load(log, "c")
+
+
+# -- redriving, pausing, changing --------------------------------------------------------------------------------
+
+
+def buried(log: Log, count: int, **fields: object) -> Consumer:
+    """A group whose first `count` records became dead letters after one delivery."""
+    one = consumer(log, group=True, max_deliver=1, **fields)
+    all_of(one)
+    for first in range(count):
+        one.nack(ANN, first, first + 1, 0, "no", 1)
+    one.forget_dead(len(one.dead_letters()))
+    return one
+
+
+def test_a_redriven_message_is_new_again_also_after_a_crash(log: Log) -> None:
+    log.append([entry(), entry()], 1)
+    one = buried(log, 2)
+    assert one.info().lag == 0
+    assert one.redrive(1, 1) is one.redrive(1, 1) is Redrive.WAITING
+    assert (one.info().lag, one.info().counts.redriven, one.info().floor) == (1, 1, 1)
+    one.save()
+    two = Consumer.load(log, "c")
+    for each in (one, two):
+        assert deliveries_of(all_of(each)) == [(1, 1, 1)]
+        assert each.ack(ANN, 1, 2, 1) == 1
+        assert each.info().lag == 0
+        assert each.info().counts.redriven == 1
+
+
+def test_one_message_of_a_record_is_redriven_alone(log: Log) -> None:
+    log.append([entry(count=3)], 1)
+    one = consumer(log, group=True, max_deliver=1)
+    all_of(one)
+    one.nack(ANN, 1, 2, 0, "no", 1)
+    one.forget_dead(1)
+    assert one.redrive(1, 1) is Redrive.WAITING  # the others are still held
+    one.ack(ANN, 0, 1, 1)
+    assert deliveries_of(all_of(one)) == [(0, 0b010, 1)]
+    assert one.ack(ANN, 1, 3, 1) == 2
+    assert one.info().lag == 0
+
+
+def test_a_redriven_message_waits_behind_those_of_its_key(log: Log) -> None:
+    log.append([entry(key=1), entry(key=1), entry(key=1)], 1)
+    one = buried(log, 1)
+    assert firsts(all_of(one)) == [1]
+    assert one.redrive(0, 1) is Redrive.WAITING
+    assert firsts(all_of(one)) == []
+    one.ack(ANN, 1, 2, 1)
+    got = firsts(all_of(one))
+    assert len(got) == 1
+    one.ack(ANN, got[0], got[0] + 1, 1)
+    assert sorted(got + firsts(all_of(one))) == [0, 2]
+
+
+def test_what_the_log_no_longer_has_cannot_be_redriven(log: Log) -> None:
+    log.append([entry(expires_us=5), entry()], 1)
+    one = buried(log, 2)
+    assert one.redrive(0, 6) is Redrive.GONE
+    assert one.redrive(2, 6) is Redrive.GONE
+    assert one.info().counts.redriven == 0
+
+
+def test_a_message_that_was_not_read_yet_is_delivered_once_when_it_is_redriven(log: Log) -> None:
+    log.append([entry(), entry(due_us=10)], 1)
+    one = consumer(log)
+    assert one.redrive(0, 1) is one.redrive(1, 1) is Redrive.WAITING
+    assert firsts(all_of(one)) == [0]
+    assert firsts(all_of(one, 11)) == [1]
+    assert firsts(all_of(one, 11)) == []
+
+
+def test_a_deferred_message_that_was_dead_is_redriven(log: Log) -> None:
+    log.append([entry(due_us=10)], 1)
+    one = consumer(log, max_deliver=1)
+    assert firsts(all_of(one, 11)) == [0]
+    one.nack(ANN, 0, 1, 0, "no", 11)
+    one.forget_dead(1)
+    assert one.redrive(0, 12) is Redrive.WAITING
+    assert firsts(all_of(one, 12)) == [0]
+
+
+def test_settings_pause_and_former_settings_outlive_a_crash(log: Log) -> None:
+    log.append([entry(), entry()], 1)
+    one = consumer(log, max_deliver=3)
+    assert firsts(all_of(one)) == [0, 1]
+    one.ack(ANN, 0, 1, 1)
+    old = one.settings
+    one.change(ack_timeout_us=5 * SECOND, max_deliver=None, paused=True, now_us=1)
+    one.save()
+    two = Consumer.load(log, "c")
+    assert (two.settings.ack_timeout_us, two.settings.max_deliver) == (5 * SECOND, 3)
+    assert (two.paused, two.former, two.position) == (True, [old], 2)
+    two.change(ack_timeout_us=TIMEOUT, max_deliver=None, paused=False, now_us=1)
+    assert (two.paused, two.settings) == (False, old)
+    assert old not in two.former
+    with pytest.raises(ValueError, match="max_deliver"):
+        two.change(ack_timeout_us=None, max_deliver=-1, paused=None, now_us=1)
+
+
+def test_a_new_ack_timeout_starts_for_what_is_held_and_a_lower_limit_holds_at_the_next_failure(
+    log: Log,
+) -> None:
+    log.append([entry()], 1)
+    one = consumer(log, max_deliver=9)
+    all_of(one)
+    one.change(ack_timeout_us=SECOND, max_deliver=1, paused=None, now_us=2)
+    one.expire(SECOND)
+    assert one.info().pending == 1
+    one.expire(SECOND + 2)
+    assert [letter.offset for letter in one.dead_letters()] == [0]
+
+
+def test_a_cursor_of_an_older_store_is_read(log: Log) -> None:
+    log.append([entry()], 1)
+    one = consumer(log)
+    one.save()
+    state = decode("c", log.cursors.get("c") or b"")
+    fields = [getattr(state, name) for name in State.__struct_fields__]
+    older = msgspec.to_builtins(fields[:-2], builtin_types=(bytes,))
+    older[6] = older[6][:4]  # without `redriven`
+    rest = bytes([1]) + msgspec.msgpack.encode(older)
+    log.cursors.put("c", crc32(rest).to_bytes(4, "little") + rest)
+    two = Consumer.load(log, "c")
+    assert (two.paused, two.former, two.counts.redriven) == (False, [], 0)
+    assert firsts(all_of(two)) == [0]

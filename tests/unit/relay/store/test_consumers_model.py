@@ -16,7 +16,7 @@ from support.consumers import (
     entry,
 )
 
-from relay.store.consumer import Consumer
+from relay.store.consumer import Consumer, Redrive
 from relay.store.cursor import Settings
 from relay.store.dispatch import Delivery
 from relay.store.log import Log
@@ -27,8 +27,12 @@ class Machine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.patch = mock.patch("relay.store.dispatch.MAX_BLOCKED", 3)
-        self.patch.start()
+        self.patches = [
+            mock.patch("relay.store.dispatch.MAX_BLOCKED", 3),
+            mock.patch("relay.store.consumer.MAX_BLOCKED", 3),
+        ]
+        for patch in self.patches:
+            patch.start()
         self.folder = tempfile.mkdtemp()
         self.log = Log.create(f"{self.folder}/log", uuid=bytes(16), definition=b"", created_us=0)
         self.settings = Settings(
@@ -40,7 +44,10 @@ class Machine(RuleBasedStateMachine):
         self.settled: set[int] = set()
         self.buried: set[int] = set()
         self.held: dict[int, tuple[bytes, int]] = {}
-        self.saved: tuple[set[int], set[int], set[int]] | None = None
+        self.revived: set[int] = set()
+        """Offsets that were redriven. They follow those of their key that waited before, whatever the offsets."""
+        self.timeout_us = 1000
+        self.saved: tuple[int, list[set[int]]] | None = None
         self.handed: set[int] = set()
         self.highest: dict[int, int] = {}
 
@@ -50,7 +57,8 @@ class Machine(RuleBasedStateMachine):
         finally:
             self.log.close()
             shutil.rmtree(self.folder)
-            self.patch.stop()
+            for patch in self.patches:
+                patch.stop()
 
     def drain(self) -> None:
         for _ in range(200):
@@ -58,7 +66,7 @@ class Machine(RuleBasedStateMachine):
             for offset in list(self.held):
                 self.ack_one(offset)
             self.consumer.forget_dead(self.bury())
-            self.now_us += 2000
+            self.now_us += 3000
         every = {at + i for at, (count, _, _) in self.records.items() for i in range(count)}
         assert self.settled | self.buried == every
         assert not self.settled & self.buried
@@ -137,7 +145,7 @@ class Machine(RuleBasedStateMachine):
                     offset = first + i
                     assert offset not in self.settled | self.buried
                     assert offset not in self.held
-                    self.held[offset] = (worker, self.now_us + 1000)
+                    self.held[offset] = (worker, self.now_us + self.timeout_us)
                     self.handed.add(offset)
             assert item.wanted < 1 << count
             if key is not None:
@@ -145,7 +153,9 @@ class Machine(RuleBasedStateMachine):
 
     def check_order(self, first: int, key: int, due_us: int) -> None:
         letters = {letter.offset for letter in self.consumer.dead_letters()}
-        done = self.settled | self.buried | letters
+        done = self.settled | self.buried | letters | self.revived
+        if any(first + i in self.revived for i in range(self.records[first][0])):
+            return
         for other, (count, of, other_due) in self.records.items():
             if of != key or other == first:
                 continue
@@ -169,7 +179,30 @@ class Machine(RuleBasedStateMachine):
                 del self.held[offset]
             elif what == "touch":
                 assert self.consumer.touch(worker, offset, offset + 1, self.now_us) == 1
-                self.held[offset] = (worker, self.now_us + 1000)
+                self.held[offset] = (worker, self.now_us + self.timeout_us)
+
+    @precondition(lambda self: self.buried)
+    @rule(data=st.data())
+    def redrive(self, data: st.DataObject) -> None:
+        offset = data.draw(st.sampled_from(sorted(self.buried)))
+        if self.consumer.redrive(offset, self.now_us) is Redrive.WAITING:
+            self.buried.remove(offset)
+            self.handed.discard(offset)
+            self.revived.add(offset)
+            assert self.consumer.redrive(offset, self.now_us) is Redrive.WAITING
+
+    @rule(timeout_us=st.sampled_from([1000, 1500, 2500]), most=st.integers(1, 4))
+    def change(self, timeout_us: int, most: int) -> None:
+        before = self.consumer.settings
+        self.lapse()
+        self.consumer.expire(self.now_us)
+        self.consumer.change(
+            ack_timeout_us=timeout_us, max_deliver=most, paused=None, now_us=self.now_us
+        )
+        if self.consumer.settings != before:
+            self.timeout_us = timeout_us
+            for offset, (worker, _) in self.held.items():
+                self.held[offset] = (worker, self.now_us + timeout_us)
 
     @rule(worker=st.sampled_from([ANN, BOB]))
     def worker_left(self, worker: bytes) -> None:
@@ -183,7 +216,8 @@ class Machine(RuleBasedStateMachine):
     @rule()
     def save(self) -> None:
         self.consumer.save()
-        self.saved = (set(self.settled), set(self.buried), set(self.handed))
+        sets = [self.settled, self.buried, self.handed, self.revived]
+        self.saved = (self.timeout_us, [set(each) for each in sets])
 
     @precondition(lambda self: self.saved)
     @rule()
@@ -191,7 +225,8 @@ class Machine(RuleBasedStateMachine):
         assert self.saved is not None
         self.consumer = Consumer.load(self.log, "c")
         # At least once: what was settled since the save comes again.
-        self.settled, self.buried, self.handed = (set(part) for part in self.saved)
+        self.timeout_us, sets = self.saved
+        self.settled, self.buried, self.handed, self.revived = (set(each) for each in sets)
         self.held.clear()
 
     @invariant()

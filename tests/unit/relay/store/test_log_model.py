@@ -176,6 +176,15 @@ class LogMachine(RuleBasedStateMachine):
             elif 0 < kept.expires_us <= self.now_us:
                 kept.reason = Reason.EXPIRED
 
+    @rule(data=st.data())
+    def remove(self, data: st.DataObject) -> None:
+        found = [kept for kept in self.kept if kept.reason is None and kept.body is not None]
+        if found:
+            some = data.draw(st.lists(st.sampled_from(found), max_size=4), label="removed")
+            self.log.remove({kept.first for kept in some})
+            for kept in some:
+                kept.reason = Reason.COMPACTED
+
     @rule(data=st.data(), max_bytes=st.sampled_from([1, 200, 1 << 20]))
     def read(self, data: st.DataObject, max_bytes: int) -> None:
         start = data.draw(st.integers(0, self.next), label="start")

@@ -1,0 +1,57 @@
+"""Departures, step 4: every change is kept in a stream, too."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import iris
+
+
+@dataclass
+class Flight:
+    number: str
+    origin: str
+    scheduled: str
+    delay: int = 0  # minutes
+
+
+@dataclass
+class Change:
+    number: str
+    delay: int
+
+
+@dataclass
+class Airports:
+    """What the handlers share."""
+
+    client: iris.Client
+    flights: dict[str, Flight] = field(default_factory=dict)
+
+    def find(self, number: str) -> Flight:
+        if number not in self.flights:
+            raise iris.Refusal("unknown_flight", number=number)
+        return self.flights[number]
+
+
+@asynccontextmanager
+async def lifespan(client: iris.Client) -> AsyncIterator[Airports]:
+    today = ("B6 17", "JFK", "08:15"), ("UA 12", "EWR", "09:00"), ("DL 8", "LGA", "09:30")
+    yield Airports(client, {row[0]: Flight(*row) for row in today})
+
+
+service = iris.Service("departures", version="4", lifespan=lifespan)
+
+
+@service.on_request("status")
+async def status(number: str, airports: Airports) -> Flight:
+    return airports.find(number)
+
+
+@service.on_request("change")
+async def change(change: Change, airports: Airports) -> Flight:
+    flight = airports.find(change.number)
+    await airports.client.streams.append("changes", change, key=change.number)
+    flight.delay = change.delay
+    await airports.client.publish(f"departures.{flight.origin}", flight)
+    return flight

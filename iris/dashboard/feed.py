@@ -1,0 +1,93 @@
+"""The events that pages get: one encoding of each state of the network, however many pages are open.
+
+The format is that of server-sent events (`text/event-stream`): "hello" with what a page needs once, then "network" with
+each state, and a comment when nothing has happened for a while, so that a page can tell silence from a broken server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator
+from typing import Any, Final
+
+import msgspec
+
+from iris.watch import Network, Watch, as_json
+
+BEAT_S: Final = 2.0
+"""Longest silence of a stream of events."""
+UNWANTED: Final = "unwanted"
+"""Cause of the drop of a publication without subscribers."""
+POINTS: Final = 180
+"""States whose figures are kept for the lines of the page."""
+
+
+class Feed:
+    """What pages are told. `run` follows the watch; any number of `events` follow the feed."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self._serial = 0
+        self._newest = b""
+        self._points: deque[list[float | None]] = deque(maxlen=POINTS)
+        self._changed = asyncio.Event()
+        """Set when there is something new, and replaced by another one then."""
+        self._closed = False
+
+    async def run(self) -> None:
+        """Follow the watch until cancelled."""
+        async for network in self._watch.updates():
+            self._serial += 1
+            self._newest = event("network", as_json(network))
+            self._points.append(figures(network))
+            self._wake()
+
+    def close(self) -> None:
+        """End all streams of events."""
+        self._closed = True
+        self._wake()
+
+    async def events(self, hello: dict[str, Any]) -> AsyncGenerator[bytes]:
+        """Yield the events of one page. One that is slow misses states, and gets the newest next."""
+        yield event("hello", msgspec.json.encode({**hello, "history": list(self._points)[:-1]}))
+        seen = 0
+        while not self._closed:
+            changed = self._changed
+            if self._serial != seen:
+                seen = self._serial
+                yield self._newest
+                continue
+            try:
+                async with asyncio.timeout(BEAT_S):
+                    await changed.wait()
+            except TimeoutError:
+                yield b": nothing new\n\n"
+
+    def _wake(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+
+def event(name: str, data: bytes) -> bytes:
+    """Return one event. `data` is JSON on one line."""
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), data)
+
+
+def figures(network: Network) -> list[float | None]:
+    """Return the figures of which a page draws lines.
+
+    They are messages in and out, calls handled, messages refused, and messages dropped, each a second: sums over the
+    relays that answer, or over the members of clusters. They are None before there are rates. Publications that nobody
+    subscribes to do not count as dropped, because nobody misses them.
+    """
+    relays = network.relays
+    if all(relay.in_rate is None for relay in relays):
+        return [None] * 5
+    return [
+        sum(relay.in_rate or 0 for relay in relays),
+        sum(relay.out_rate or 0 for relay in relays),
+        sum(cluster.handled_rate or 0 for cluster in network.clusters),
+        sum(relay.refused_rate or 0 for relay in relays),
+        sum(drop.rate or 0 for drop in network.drops if drop.cause != UNWANTED),
+    ]

@@ -1,0 +1,138 @@
+"""Serves an application over HTTP/1.1: its socket, the limits of its connections, start and stop.
+
+uvicorn does the work. It bounds neither the time that a connection takes to send a request nor the number of
+connections, so `Connection` does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import functools
+import importlib.util
+import ipaddress
+import socket
+from typing import TYPE_CHECKING, Any, Final
+
+from iris.errors import ConfigError
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
+BACKLOG: Final = 2048
+
+
+def check_installed(what: str) -> None:
+    """Raise ConfigError if the packages of the extra [web] are missing. `what` needs them: "the dashboard"."""
+    if not all(map(importlib.util.find_spec, ("starlette", "uvicorn"))):
+        raise ConfigError(f"{what} needs starlette and uvicorn: pip install 'iris-messaging[web]'")
+
+
+def parse_address(setting: str, address: str) -> tuple[str, int]:
+    """Return (numeric host, port) of "127.0.0.1:8080", "[::1]:8080" or "localhost:8080". Raises ConfigError."""
+    host, colon, port = address.rpartition(":")
+    host = "127.0.0.1" if host == "localhost" else host.removeprefix("[").removesuffix("]")
+    try:
+        if not colon or not port.isdecimal() or int(port) > 65_535:
+            raise ValueError
+        ipaddress.ip_address(host)
+    except ValueError:
+        raise ConfigError(
+            f"{setting}: {address!r} is not ADDRESS:PORT; write 127.0.0.1:8080 or [::1]:8080"
+        ) from None
+    return host, int(port)
+
+
+def listen(setting: str, address: str, *, allow_remote: bool = False) -> socket.socket:
+    """Return a socket that listens at `address`, which came from the setting `setting`.
+
+    Raises:
+        ConfigError: the address is malformed or cannot be bound, or it is not a loopback address and `allow_remote`
+            is False.
+    """
+    host, port = parse_address(setting, address)
+    if not allow_remote and not ipaddress.ip_address(host).is_loopback:
+        raise ConfigError(
+            f"{setting}: {host} is not a loopback address, and tokens and payloads would cross the network in the "
+            "clear; use TLS, or allow it with --allow-remote behind a proxy that does"
+        )
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        listener.bind((host, port))
+        listener.setblocking(False)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        why = f"{error.strerror}: {address}"
+        if error.errno == errno.EADDRINUSE:
+            why += "; stop what listens there, or choose another port"
+        raise ConfigError(f"{setting}: cannot listen: {why}") from error
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def address_of(listener: socket.socket) -> str:
+    """Return "ADDRESS:PORT" of a listening socket."""
+    host, port = listener.getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+async def serve(
+    app: ASGIApp, listener: socket.socket, stop: asyncio.Event, *, max_connections: int = 1024, grace_s: int = 5,
+    certificate: str = "", key: str = "",
+) -> None:  # fmt: skip
+    """Serve `app` at a socket, which is closed at the end, until `stop` is set; then finish for at most `grace_s`.
+
+    An application that sends without end must end when `stop` is set, or it is cancelled after `grace_s`. With
+    `certificate` and `key`, both PEM files, connections use TLS.
+
+    Raises:
+        ConfigError: the certificate or its key cannot be used.
+    """
+    import uvicorn
+
+    from iris.web.connection import MAX_HEAD_BYTES, Connection, Door
+
+    class Server(uvicorn.Server):
+        @contextlib.contextmanager
+        def capture_signals(self) -> Any:
+            yield  # signals are the caller's
+
+    door = Door(max_connections)
+    config = uvicorn.Config(
+        app, http=functools.partial(Connection, door), ws="none", lifespan="off", interface="asgi3", log_config=None,  # type: ignore[arg-type]  # it is called like the class
+        log_level="critical", access_log=False, proxy_headers=False, server_header=False, timeout_keep_alive=15,
+        timeout_graceful_shutdown=grace_s, h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+        ssl_certfile=certificate or None, ssl_keyfile=key or None,
+    )  # fmt: skip
+    try:
+        config.load()
+    except OSError as error:  # ssl.SSLError, too
+        listener.close()
+        raise ConfigError(f"the certificate {certificate} or its key {key} cannot be used: {error.strerror or error}") from error  # fmt: skip
+    server = Server(config)
+    running = asyncio.ensure_future(server.serve(sockets=[listener]))
+    stopping = asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
+        server.should_exit = True
+        await running
+    finally:
+        running.cancel()
+        stopping.cancel()
+        for each in getattr(server, "servers", ()):
+            each.close()
+        listener.close()
+        tasks = set(server.server_state.tasks)
+        for task in tasks:
+            task.cancel()
+        for connection in list(server.server_state.connections):
+            connection.transport.abort()
+        await asyncio.gather(running, stopping, *tasks, return_exceptions=True)

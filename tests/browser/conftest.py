@@ -1,0 +1,56 @@
+"""A browser that tests drive: Debian's chromium, by Playwright. All tests here share one event loop with it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from browser.kit import CHROMIUM, Pages
+
+REQUIRED = "IRIS_TEST_BROWSER"
+"""Environment variable: if it is "required", these tests fail instead of being skipped."""
+TIMEOUT_S = 120
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.asyncio(loop_scope="session"))
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(TIMEOUT_S))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _browser_installed() -> None:
+    reason = "" if CHROMIUM else "chromium is not installed (apt-get install chromium)"
+    try:
+        import playwright  # noqa: F401 - only whether it is there
+    except ImportError as err:
+        reason = str(err)
+    if reason:
+        if os.environ.get(REQUIRED) == "required":
+            pytest.fail(f"no tests in a browser: {reason}", pytrace=False)
+        pytest.skip(f"no tests in a browser: {reason}")
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def browser(_browser_installed: None) -> AsyncIterator[object]:
+    """One browser for all tests; each page has a profile of its own."""
+    from playwright.async_api import async_playwright
+
+    async with async_playwright() as playwright:
+        browser = await playwright.chromium.launch(executable_path=CHROMIUM)
+        yield browser
+        await browser.close()
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def pages(browser: object) -> AsyncIterator[Pages]:
+    """Opens pages, and closes them after the test. Fails if a page had an error, or asked another host."""
+    pages = Pages(browser)
+    yield pages
+    await pages.close()
