@@ -40,7 +40,7 @@ def _awaited(
     async def traced(*arguments: Any, headers: Headers | None = None, **options: Any) -> Any:
         if type(headers) is Carried:
             return await call(*arguments, headers=headers, **options)
-        name = str(arguments[0] if arguments else options.get(parameter))
+        name = arguments[0] if arguments else options.get(parameter)
         span, carried = spans.send(operation, name, headers, options.get("method") or "")
         try:
             return await call(*arguments, headers=carried, **options)
@@ -60,7 +60,7 @@ def _offered(spans: Spans, call: Callable[..., bool], operation: str, parameter:
     def traced(*arguments: Any, headers: Headers | None = None, **options: Any) -> bool:
         if type(headers) is Carried:
             return call(*arguments, headers=headers, **options)
-        name = str(arguments[0] if arguments else options.get(parameter))
+        name = arguments[0] if arguments else options.get(parameter)
         span, carried = spans.send(operation, name, headers)
         try:
             accepted = call(*arguments, headers=carried, **options)
@@ -84,7 +84,7 @@ def _tunnel(
     async def traced(
         *arguments: Any, headers: Headers | None = None, **options: Any
     ) -> AsyncIterator[Tunnel]:
-        name = str(arguments[0] if arguments else options.get("cluster"))
+        name = arguments[0] if arguments else options.get("cluster")
         span, carried = spans.send("tunnel", name, headers)
         try:
             async with call(*arguments, headers=carried, **options) as tunnel:
@@ -105,7 +105,7 @@ def _request_many(spans: Spans, call: Callable[..., AsyncIterator[Outcome[Any]]]
     def traced(
         *arguments: Any, headers: Headers | None = None, **options: Any
     ) -> AsyncIterator[Outcome[Any]]:
-        name = str(arguments[0] if arguments else options.get("cluster"))
+        name = arguments[0] if arguments else options.get("cluster")
         carried = Carried()
         outcomes = call(*arguments, headers=carried, **options)
 
@@ -137,7 +137,7 @@ def _survey(spans: Spans, call: Callable[..., Survey[Any]]) -> Any:
 
     @functools.wraps(call)
     def traced(*arguments: Any, headers: Headers | None = None, **options: Any) -> Survey[Any]:
-        name = str(arguments[0] if arguments else options.get("cluster"))
+        name = arguments[0] if arguments else options.get("cluster")
         carried = Carried(headers or {})
         survey = call(*arguments, headers=carried, **options)
         start = survey._start
@@ -167,7 +167,7 @@ def _survey(spans: Spans, call: Callable[..., Survey[Any]]) -> Any:
 
 
 def _begin(
-    spans: Spans, operation: str, name: str, headers: Headers | None, carried: Carried, options: dict[str, Any]
+    spans: Spans, operation: str, name: object, headers: Headers | None, carried: Carried, options: dict[str, Any]
 ) -> Span:  # fmt: skip
     """Start the span of a call that has taken `carried` as its headers, and fill those in."""
     span, filled = spans.send(operation, name, headers, options.get("method") or "")

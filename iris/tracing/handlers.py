@@ -17,7 +17,7 @@ from iris.core.interfaces import Delivery
 from iris.core.message import Message
 from iris.handlers import Deferred, Handler, Request
 from iris.parameters import Parameter
-from iris.tracing.spans import CODE, ERROR_TYPE, Spans, handler_failed
+from iris.tracing.spans import CODE, ERROR_TYPE, Spans, handler_failed, readable
 from iris.tunnel import EndOfTunnel, Tunnel
 
 
@@ -67,10 +67,11 @@ class TracedHandler(Handler):
     The payload is converted inside the span too, so an error of that is the span's.
     """
 
-    __slots__ = ("_handler", "_spans")
+    __slots__ = ("_handler", "_loop", "_spans")
 
     def __init__(self, handler: Handler, spans: Spans) -> None:
         function = handler.function
+        self._loop = asyncio.get_running_loop()
 
         async def run(arrived: _Arrived) -> Any:
             with (processing := self._begin(arrived.message)):
@@ -81,7 +82,7 @@ class TracedHandler(Handler):
                 return function(self._argument(arrived, processing))
 
         chosen: Callable[..., Any] = run if handler.is_coroutine else run_plain
-        functools.update_wrapper(chosen, function)  # for the log, which names it
+        _name_as(chosen, function)
         parameters = [Parameter("message", Request)]  # so that it gets `argument`, not the message
         super().__init__(chosen, parameters, name=handler.name, is_coroutine=handler.is_coroutine)
         self.kind_name = handler.kind_name
@@ -104,11 +105,13 @@ class TracedHandler(Handler):
     def _argument(self, arrived: _Arrived, processing: Processing) -> Any:
         if arrived.delivery is None or arrived.defer is None:
             return self._handler.convert(arrived.message)
-        defer = functools.partial(_defer, arrived.defer, processing)
+        defer = functools.partial(_defer, arrived.defer, processing, self._loop)
         return self._handler.argument(arrived.delivery, defer)
 
 
-def _defer(defer: Callable[[], Deferred], processing: Processing) -> Deferred:
+def _defer(
+    defer: Callable[[], Deferred], processing: Processing, loop: asyncio.AbstractEventLoop
+) -> Deferred:
     """Return a deferred reply that ends the span. Raises as `defer`."""
     reply = defer()
     processing.later = True
@@ -119,14 +122,14 @@ def _defer(defer: Callable[[], Deferred], processing: Processing) -> Deferred:
             span.set_attribute(CODE, error.code)
         elif error is not None:
             span.set_attribute(ERROR_TYPE, "RemoteError")  # as its caller calls it
-            span.set_status(StatusCode.ERROR, error)
+            span.set_status(StatusCode.ERROR, readable(error))
         span.end()
         if error is None:
             reply.reply(value)
         else:
             reply.fail(error)
 
-    return Deferred(finish, asyncio.get_running_loop())
+    return Deferred(finish, loop)
 
 
 def traced_callback(
@@ -150,7 +153,7 @@ def traced_callback(
     chosen: Callable[[Message], object] = (
         run if inspect.iscoroutinefunction(callback) else run_plain
     )
-    functools.update_wrapper(chosen, callback)
+    _name_as(chosen, callback)
     return chosen
 
 
@@ -167,6 +170,13 @@ class TracedTunnels(Handler):
                 except EndOfTunnel:
                     return  # the service takes it for the end, too
 
-        functools.update_wrapper(run, handler.function)
+        _name_as(run, handler.function)
         super().__init__(run, handler.parameters, name=handler.name, is_coroutine=True)
         self.kind_name = handler.kind_name
+
+
+def _name_as(wrapper: Callable[..., Any], function: Callable[..., Any]) -> None:
+    """Give a wrapper the name of a handler, for the log: also of a partial or of an object that is called."""
+    if not hasattr(function, "__qualname__"):
+        function = getattr(function, "func", type(function))
+    functools.update_wrapper(wrapper, function, updated=())

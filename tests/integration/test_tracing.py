@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -12,7 +16,8 @@ from typing import Any
 
 import pytest
 from opentelemetry import baggage, context, trace
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
@@ -27,14 +32,19 @@ from iris.tracing import Tracing
 GOOD = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 
 
-class Traces:
-    """Spans of one provider, as they end."""
+class Traces(SpanProcessor):
+    """Spans of one provider, as they end, and the number of those that were started."""
 
     def __init__(self) -> None:
         self._exporter = InMemorySpanExporter()
         self.provider = TracerProvider()
         self.provider.add_span_processor(SimpleSpanProcessor(self._exporter))
+        self.provider.add_span_processor(self)
+        self.started = 0
         self.tracing = Tracing(self.provider)
+
+    def on_start(self, span: Any, parent_context: Any = None) -> None:
+        self.started += 1
 
     @property
     def spans(self) -> tuple[ReadableSpan, ...]:
@@ -217,6 +227,10 @@ async def test_a_survey_is_the_parent_of_each_answer(
         with traces.root() as root:
             assert [a.value async for a in client.survey("shop", 5, timeout=5.0)] == [2]
             assert [a async for a in client.survey("shop", 0, timeout=5.0)] == []
+    with pytest.raises(iris.NoMembers):
+        assert not [a async for a in client.survey("nobody", 0, timeout=5.0)]
+    assert facts(traces.one("survey nobody"))["error.type"] == "NoMembers"
+    client.survey("unasked", 0, timeout=5.0)
     good, bad = traces.named("survey shop")
     assert parent(good) == ids(root)
     assert good.kind is SpanKind.CLIENT
@@ -421,6 +435,57 @@ async def test_a_handler_whose_exception_has_no_text_is_answered_as_without_trac
     assert len(handled.events) == 1
 
 
+async def test_texts_that_no_exporter_can_encode_do_not_cost_a_batch_of_spans(
+    traces: Traces, client: iris.Client, member: iris.Client
+) -> None:
+    service = iris.Service("shop")
+    name = os.fsdecode(b"lamp-\xff")  # has a lone surrogate, as names of files may
+
+    @service.on_request
+    def place(number: int) -> int:
+        raise OSError(name)
+
+    @service.on_push
+    def remind(request: iris.Request) -> None:
+        raise iris.Refusal("closed", name)
+
+    async with member.serve(service):
+        with pytest.raises(iris.RemoteError):
+            await client.request("shop", 1, timeout=5.0)
+        await client.push("shop", 1)
+        await traces.ended("process shop", 2)
+    with pytest.raises(iris.InvalidName):
+        await client.publish(name, b"")
+    with pytest.raises(iris.IrisError):
+        await client.streams.append(name, b"", timeout=0.1)
+    encoded = encode_spans(traces.spans).SerializeToString()
+    assert b"process shop" in encoded
+    assert encoded.count(b"lamp-?") >= 5
+
+
+async def test_the_log_names_a_handler_as_without_tracing(
+    client: iris.Client, member: iris.Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    service = iris.Service("shop")
+
+    def place(by: str, number: int) -> None:
+        raise ValueError(by)
+
+    class Note:
+        async def __call__(self, number: int) -> None:
+            raise ValueError
+
+    service.on_push(functools.partial(place, "me"))
+    service.on_request(Note())
+    async with member.serve(service):
+        await client.push("shop", 1)
+        with pytest.raises(iris.RemoteError):
+            await client.request("shop", 1, timeout=5.0)
+        await until(lambda: len(caplog.records) == 2)
+    names = [record.fields["function"].rpartition("<locals>.")[2] for record in caplog.records]  # type: ignore[attr-defined]  # of Iris
+    assert names == ["place", "Note"]
+
+
 async def test_a_handler_that_is_cancelled_with_its_caller_ends_its_span(
     traces: Traces, client: iris.Client, member: iris.Client
 ) -> None:
@@ -464,6 +529,66 @@ async def test_a_handler_that_still_runs_when_its_service_stops_ends_its_span(
         with pytest.raises(iris.RemoteError):
             await asking
     assert facts(traces.one("process shop"))["error.type"] == "CancelledError"
+
+
+async def test_a_call_that_is_cancelled_at_any_await_ends_its_span(
+    traces: Traces, client: iris.Client, member: iris.Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    service = iris.Service("shop")
+
+    @service.on_request(on_cancel="cancel")
+    async def place(number: int) -> int:
+        await asyncio.sleep(0)
+        return number
+
+    @service.on_survey(on_cancel="cancel")
+    async def count(number: int) -> int:
+        await asyncio.sleep(0)
+        return number
+
+    @service.on_tunnel
+    async def echo(tunnel: iris.Tunnel) -> None:
+        await tunnel.send(await tunnel.recv())
+
+    async def survey() -> None:
+        async with contextlib.aclosing(aiter(client.survey("shop", 1, timeout=5.0))) as answers:
+            async for _ in answers:
+                ...
+
+    async def many() -> None:
+        outcomes: Any = client.request_many("shop", [1, 2], timeout=5.0)
+        async with contextlib.aclosing(outcomes):
+            async for _ in outcomes:
+                ...
+
+    async def tunnel() -> None:
+        async with client.tunnel("shop", timeout=5.0) as tunnel:
+            await tunnel.send(b"x")
+            await tunnel.recv()
+
+    calls = {
+        "request shop": lambda: client.request("shop", 1, timeout=5.0),
+        "push nobody": lambda: client.push("nobody", 1),
+        "publish orders": lambda: client.publish("orders", 1, report=True),
+        "survey shop": survey,
+        "request many": many,
+        "tunnel shop": tunnel,
+    }
+    started = 0
+    async with member.serve(service):
+        for call in calls.values():
+            for turns in range(1, 25):
+                task: asyncio.Task[Any] = asyncio.ensure_future(call())
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                task.cancel()
+                await asyncio.wait([task])
+                started += 1
+    sent = [span for span in traces.spans if not span.name.startswith("process ")]
+    assert len(sent) == started
+    handled = len(traces.spans) - started
+    assert 0 < handled == traces.started - started
+    assert not [record for record in caplog.records if record.name.startswith("opentelemetry")]
 
 
 async def test_a_tunnel_whose_handler_raises_has_errors_on_both_sides(
@@ -748,6 +873,25 @@ async def test_a_sender_that_samples_nothing_says_so(cluster: LocalCluster, memb
 
 
 # -- switching on and off ----------------------------------------------------------------------------------------
+
+
+def test_nothing_of_opentelemetry_is_imported_without_tracing() -> None:
+    program = "import sys, iris, iris.blocking, iris.testing; iris.connect(); print([m for m in sys.modules if 'telemetry' in m or m.startswith('iris.tracing')])"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "[]\n"
+
+
+def test_without_opentelemetry_the_error_says_what_to_install() -> None:
+    program = "import sys; sys.modules['opentelemetry.trace'] = None; import iris; iris.connect(tracing=True)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert (
+        "ImportError: iris.tracing needs opentelemetry-api: pip install 'iris-messaging[otel]'"
+        in done.stderr
+    )
 
 
 @pytest.fixture
