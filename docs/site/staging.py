@@ -23,6 +23,10 @@ RENAMED: Final = {
 """Pages outside docs/ -> their names on the site."""
 LINK: Final = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
 FENCE: Final = re.compile(r"\s*(`{3,}|~{3,})(\w*)")
+PAIR: Final = re.compile(
+    r"^([^\n]+:)\n\n(```python\n.*?^```\n)\nIris:\n\n(```python\n.*?^```\n)", re.S | re.M
+)
+"""Two programs that do the same, which the site shows side by side."""
 LANGUAGES: Final = {
     ".py": "python",
     ".sh": "bash",
@@ -104,7 +108,16 @@ def converted(path: str, text: str) -> str:
         ):  # names of blocks, which tests look for, are not for zensical
             line = fence[0] + "\n"
         lines.append(line)
-    return "".join(lines)
+    return side_by_side("".join(lines))
+
+
+def side_by_side(text: str) -> str:
+    """Return a page whose pairs of programs stand beside each other, and which has the room for that."""
+    text, pairs = PAIR.subn(
+        '<div class="grid" markdown>\n<div markdown>\n\n\\1\n\n\\2\n</div>\n<div markdown>\n\nIris:\n\n\\3\n</div>\n</div>\n',
+        text,
+    )
+    return f"---\nhide: [navigation, toc]\n---\n{text}" if pairs else text
 
 
 def shown(path: str) -> str:
