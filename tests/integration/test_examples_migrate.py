@@ -1,4 +1,4 @@
-"""Programs of other systems and the same programs for Iris, which the pages of docs/migrate show: they print the same."""
+"""Programs of other systems and the same programs for Iris, as docs/migrate shows them: they print the same."""
 
 from __future__ import annotations
 
