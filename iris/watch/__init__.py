@@ -65,10 +65,12 @@ class Watch:
     """Looks at a network once in each interval, while it is open. Use it as an async context manager."""
 
     def __init__(
-        self, relay: str | Path | None = None, also: Sequence[str] = (), *, clusters: Sequence[str] = (), interval_s: float = 2.0,
+        self, relay: str | Path | Client | None = None, also: Sequence[str] = (), *, clusters: Sequence[str] = (), interval_s: float = 2.0,
         keyring: Keyring | None = None, opener: Opener | None = None,
     ) -> None:  # fmt: skip
-        """`relay` and `keyring` are as for `iris.connect`. `also` names further relays to ask for their totals.
+        """`relay` and `keyring` are as for `iris.connect`; `relay` may be an open client, which is used and stays open.
+
+        `also` names further relays to ask for their totals.
 
         `clusters` are followed beside those of the keyring and those that the relays know. `opener` makes the clients
         of a test. Raises ConfigError if the interval is under 0.2 s.
@@ -77,8 +79,8 @@ class Watch:
         self.interval_s = interval_s
         self.latest: Network | None = None
         """The newest network; None before the first sample."""
-        first = str(relay) if relay is not None else None
-        self._addresses = [first, *(each for each in also if each != first)]
+        first = str(relay) if isinstance(relay, Path) else relay
+        self._relays = [first, *(each for each in also if each != first)]
         self._clusters = tuple(clusters)
         self._keyring = keyring
         self._opener = opener or self._open
@@ -122,7 +124,7 @@ class Watch:
     async def once(self, apart_s: float = 1.0) -> Network:
         """Look twice, `apart_s` seconds apart so that there are rates, and return the network."""
         model = Model()
-        async with asking(self._addresses, self._clusters, self._opener) as found:
+        async with asking(self._relays, self._clusters, self._opener) as found:
             model.update(await found.sample(ANSWER_S))
             await asyncio.sleep(apart_s)
             return model.update(await found.sample(ANSWER_S))
@@ -130,7 +132,7 @@ class Watch:
     async def _run(self) -> None:
         model = Model()
         try:
-            async with asking(self._addresses, self._clusters, self._opener) as found:
+            async with asking(self._relays, self._clusters, self._opener) as found:
                 due_s = time.monotonic()
                 while True:
                     self._publish(model.update(await found.sample(min(ANSWER_S, self.interval_s))))

@@ -43,11 +43,18 @@ Opener = Callable[[str | None, bool], Client]
 class RelayAsker:
     """One relay that is asked for its status."""
 
-    def __init__(self, address: str | None, opener: Opener, *, keyed: bool) -> None:
-        """With `keyed`, members and stores are asked through it, so it gets the keys."""
+    def __init__(self, relay: str | Client | None, opener: Opener, *, keyed: bool) -> None:
+        """`relay` is an address, or an open client, which stays open.
+
+        With `keyed`, members and stores are asked through it, so it gets the keys.
+        """
+        address = None if isinstance(relay, Client) else relay
+        self._borrowed = relay if isinstance(relay, Client) else None
         self._address = address
         self._opener = opener
         self._keyed = keyed
+        self._shown = address or "of this host"
+        """What the relay is called: its socket, once it has answered."""
         self.client: Client | None = None
         self.no_keys = ""
         """Why the client has no keys."""
@@ -71,6 +78,9 @@ class RelayAsker:
         return self._answer(report, "")
 
     async def _open(self) -> None:
+        if self._borrowed is not None:
+            self.client = self._borrowed
+            return
         client = self._opener(self._address, self._keyed)
         try:
             await client.__aenter__()
@@ -85,18 +95,18 @@ class RelayAsker:
     async def close(self) -> None:
         """Disconnect. Idempotent."""
         client, self.client = self.client, None
-        if client is not None:
+        if client is not None and client is not self._borrowed:
             await client.close()
 
     def _answer(self, report: dict[str, object] | None, error: str) -> RelayAnswer:
-        address = self._address or ""
+        address = self._shown
         if address.startswith(REMOTE):
             host = address.removeprefix(REMOTE).rpartition(":")[0]
         else:
             host = socket.gethostname()
-        if not address and report is not None:
-            address = str(report.get("socket", ""))
-        return RelayAnswer(address or "of this host", host, report, error)
+        if not self._address and report is not None:
+            address = self._shown = str(report.get("socket", address))
+        return RelayAnswer(address, host, report, error)
 
 
 class Follower:
@@ -257,9 +267,9 @@ class StreamAsker:
 class Asking:
     """Everything that one watch asks; the first relay is the one through which members and stores are asked."""
 
-    def __init__(self, addresses: Sequence[str | None], clusters: Sequence[str], opener: Opener) -> None:  # fmt: skip
+    def __init__(self, relays: Sequence[str | Client | None], clusters: Sequence[str], opener: Opener) -> None:  # fmt: skip
         self._relays = [
-            RelayAsker(address, opener, keyed=not index) for index, address in enumerate(addresses)
+            RelayAsker(relay, opener, keyed=not index) for index, relay in enumerate(relays)
         ]
         self._clusters = clusters
         self._follower = Follower()
@@ -315,10 +325,10 @@ def _has_key(client: Client, name: str) -> bool:
 
 @contextlib.asynccontextmanager
 async def asking(
-    addresses: Sequence[str | None], clusters: Sequence[str], opener: Opener
+    relays: Sequence[str | Client | None], clusters: Sequence[str], opener: Opener
 ) -> AsyncIterator[Asking]:
     """Ask while the block runs."""
-    found = Asking(addresses, clusters, opener)
+    found = Asking(relays, clusters, opener)
     try:
         yield found
     finally:

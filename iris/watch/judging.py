@@ -6,7 +6,7 @@ The limits are those at which a person would look closer. Alarms are rules over 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
 from iris.watch.history import History
@@ -41,7 +41,7 @@ class Judge:
         """(relay, peer) -> lowest round trip of the link, in ms."""
 
     def judge(
-        self, relays: Relays, clusters: Iterable[tuple[str, list[Member]]], streams: Iterable[Stream]
+        self, relays: Relays, clusters: Sequence[tuple[str, list[Member]]], streams: Iterable[Stream]
     ) -> list[Slow]:  # fmt: skip
         """Return what is slow, what has been so for longest first."""
         found: list[tuple[str, str, str, str, list[str]]] = []
@@ -83,8 +83,16 @@ class Judge:
                 if consumer.dead:
                     why.append(f"{plural(consumer.dead, 'dead letter')} that cannot be stored")
                 found.append(("consumer", consumer.name, stream.host, stream.name, why))
+        names = {
+            member.id: f"{member.program} {member.pid}" if member.pid else member.program
+            for _, members in clusters
+            for member in members
+        }
         rows = [
-            Slow(kind=kind, who=who, host=host, where=where, why=why, since_s=self._history.since(("slow", kind, who, host, where), bool(why)))
+            Slow(
+                kind=kind, who=who, name=names.get(who, who), host=host, where=where, why=why,
+                since_s=self._history.since(("slow", kind, who, host, where), bool(why)),
+            )
             for kind, who, host, where, why in found
         ]  # fmt: skip
         return sorted((row for row in rows if row.why), key=lambda row: -row.since_s)

@@ -269,6 +269,9 @@ class Slow(Struct, frozen=True, kw_only=True):
     kind: str
     """"member", "program", "link", "relay", "consumer", "stream" or "clock"."""
     who: str
+    """Id of a member, and what people call anything else."""
+    name: str
+    """What people call it: for a member its program and process id."""
     host: str
     where: str
     """Its cluster or stream; "" if it has none."""

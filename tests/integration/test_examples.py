@@ -124,6 +124,9 @@ EXPECTED = {
         "[{'flight': 'UA0', 'delay_minutes': 0}, {'flight': 'UA1', 'delay_minutes': 3}]",
         "refused: a payload of 9 bytes does not decode as Query: Expected `str`, got `int` - at `$.origin`",
     ],
+    "watch": [
+        "orders: 1 member, calls handled: True", "version 2.1, p99 under 5 s: True, queued: 0",
+    ],
 }  # fmt: skip
 
 ARGUMENTS = {"recorded_flights": ["--january"]}

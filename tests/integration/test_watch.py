@@ -224,3 +224,10 @@ async def test_what_ends_a_watch_reaches_its_viewers(
 def test_a_watch_is_not_made_to_look_all_the_time() -> None:
     with pytest.raises(ConfigError, match=r"interval_s must be at least 0\.2"):
         Watch(interval_s=0.0)
+
+
+async def test_a_client_that_is_lent_to_a_watch_stays_open(cluster: LocalCluster) -> None:
+    async with cluster.serve(orders()), cluster.client() as lent:
+        async with Watch(lent, interval_s=0.2) as watch:
+            await seen(watch, lambda network: network.clusters)
+        assert len(await lent.members("orders")) == 1

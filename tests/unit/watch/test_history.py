@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 
 import pytest
 
@@ -86,6 +87,16 @@ def test_every_time_has_a_bucket_that_it_fits_to_within_a_quarter() -> None:
             bucket = bucket_of(spent_ns)
             assert 0 <= bucket < BUCKETS
             assert spent_ns < bucket_end(bucket) <= (spent_ns + 4) * 1.25
+
+
+def test_every_way_to_record_a_call_counts_it_in_its_bucket() -> None:
+    tally = Tally()
+    tally.returned(time.monotonic_ns())
+    tally.took(time.monotonic_ns() - 10**9)
+    tally.timing(lambda argument: argument)(None)
+    assert sum(tally.times) == tally.timed == 3
+    assert tally.times[bucket_of(10**9)] == 1
+    assert max(tally.shown_times()) >= 10**9
 
 
 @pytest.mark.parametrize("share", [0.5, 0.9, 0.99])
