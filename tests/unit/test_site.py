@@ -51,7 +51,7 @@ def test_every_page_of_docs_is_in_the_nav_once(module: Any) -> None:
     pages += [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")]  # fmt: skip
     names = [place(str(path.relative_to(ROOT))) for path in pages]
     listed = [entry for entry in entries(CONFIG["nav"]) if not entry.startswith("reference/")]
-    assert sorted(listed) == sorted([*names, "decisions"])
+    assert sorted(listed) == sorted([*names, "decisions"]), "list each in docs/site/mkdocs.yml"
 
 
 @pytest.mark.timeout(120)
@@ -100,7 +100,7 @@ def test_links_to_pages_and_sources_become_links_of_the_site(module: Any) -> Non
 def test_every_public_name_has_a_place_in_the_reference(module: Any) -> None:
     reference = module("reference")
     placed = [name for _, _, names in reference.NAMES.values() for name in names]
-    assert sorted(placed) == sorted(iris.__all__)
+    assert sorted(placed) == sorted(iris.__all__), "list each in NAMES of docs/site/reference.py"
     for name, names in reference.MODULES.items():
         found = importlib.import_module(name)
         assert set(names) >= set(getattr(found, "__all__", ())) - set(iris.__all__) - {"SparkError"}
