@@ -60,6 +60,14 @@ def relay(
         Path | None,
         typer.Option(help="Directory for durable streams; starts a store there.", file_okay=False),
     ] = None,
+    bucket: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Object storage for streams that outlive the disk: s3://NAME/PATH, gs://, az:// or file:///PATH."),
+    ] = None,
+    bucket_key: Annotated[
+        Path | None,
+        typer.Option(help="Key file of the stores that share the bucket. Default: group.key in the data directory.", dir_okay=False),
+    ] = None,
     metrics: Annotated[
         str | None,
         typer.Option(metavar="HOST:PORT", help="Serve metrics and health over HTTP here, such as 127.0.0.1:9464. Needs the extra [metrics]."),
@@ -142,7 +150,8 @@ def relay(
         overrides: dict[str, object] = {
             "socket_path": socket and socket.absolute(), "socket_group": group, "log_level": log_level, "log_format": log_format, "dev": dev or None,
             "join": join or None, "mdns": False if no_mdns else None, "port": port, "bind": bind or None,
-            "listen": listen or None, "data": data and data.absolute(), "metrics": metrics, "site": site, "gateway": gateway or None,
+            "listen": listen or None, "data": data and data.absolute(), "bucket": bucket,
+            "bucket_key": bucket_key and bucket_key.absolute(), "metrics": metrics, "site": site, "gateway": gateway or None,
             "site_key": site_key and site_key.absolute(), "peer_site": peer_site or None, "site_cost": site_cost or None,
             "site_compression": site_compression or None,
             "export": export or None, "import": import_ or None,

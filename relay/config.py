@@ -154,6 +154,13 @@ class RelayConfig:
     """Directory of durable streams: the relay starts a store there. None: creating a stream is refused, unless
     you start a store yourself."""
 
+    bucket: str = ""
+    """Object storage of the store, for streams that outlive its disk: s3://NAME/PATH, gs://, az:// or file:///PATH.
+    Needs `data`. Empty: no stream can be created with durability "bucket"."""
+
+    bucket_key: Path | None = None
+    """Key file of the stores that share the bucket (`iris key store-group`). None: group.key in `data`."""
+
     metrics: str = ""
     """Address HOST:PORT at which metrics and health are served over HTTP. HOST is an IP address or localhost; port 0
     is any free one. Empty: they are not served."""
@@ -281,6 +288,10 @@ class RelayConfig:
             )
         for join in self.join:
             parse_join(join)
+        if self.bucket and self.data is None:
+            raise ConfigError("bucket: streams need a data directory, too; set data")
+        if self.bucket_key is not None and not self.bucket:
+            raise ConfigError("bucket_key: it is the key of a bucket; set bucket, too")
         if self.metrics:
             parse_metrics(self.metrics)
         parse_rate("session_rate", self.session_rate)

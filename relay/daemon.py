@@ -124,7 +124,8 @@ class Relay:
         self._store: StoreSupervisor | None = None
         if config.data is not None:
             self._store = store = StoreSupervisor(
-                config.data.absolute(), config.socket_path, config.log_level, config.log_format, self._store_cannot
+                config.data.absolute(), config.socket_path, config.log_level, config.log_format, self._store_cannot,
+                bucket=config.bucket, bucket_key=config.bucket_key,
             )  # fmt: skip
             self.hub.store_pid = lambda: store.pid
         self.metrics: MetricsSupervisor | None = None

@@ -55,7 +55,8 @@ class StoreSupervisor(Child):
     """One store, kept running while `run` runs."""
 
     def __init__(
-        self, data: Path, socket_path: Path, log_level: str, log_format: str, cannot: Callable[[str, bool], None] = lambda why, final: None
+        self, data: Path, socket_path: Path, log_level: str, log_format: str, cannot: Callable[[str, bool], None] = lambda why, final: None,
+        *, bucket: str = "", bucket_key: Path | None = None,
     ) -> None:  # fmt: skip
         """`cannot(why, final)` is called when the store cannot serve, and with "" when it can again.
 
@@ -65,7 +66,8 @@ class StoreSupervisor(Child):
         super().__init__(
             (
                 sys.executable, "-m", "relay.store", "--data", str(data), "--relay", str(socket_path), "--log-level", log_level,
-                "--log-format", log_format, "--supervised",
+                "--log-format", log_format, "--supervised", *(("--bucket", bucket) if bucket else ()),
+                *(("--bucket-key", str(bucket_key.absolute())) if bucket_key else ()),
             )
         )  # fmt: skip
         self._cannot = ""

@@ -17,7 +17,7 @@ from iris import keyfiles, paths, remote
 from iris.cli import options, output
 from iris.cli.exits import Exit, complain, run
 from iris.crypto.keyring import DEFAULT, TOPIC, Keyring
-from iris.crypto.keys import SECRET_BYTES, ClusterKey
+from iris.crypto.keys import SECRET_BYTES, ClusterKey, GroupKey, public_id
 from iris.errors import KeyringError, RelayUnavailable
 from iris.wire.names import plural
 
@@ -36,6 +36,7 @@ app = typer.Typer(
       iris key promote databases
       iris key retire databases
       iris key access batch-host.pem
+      iris key store-group /var/lib/iris/group.key
     """,
 )  # fmt: skip
 
@@ -313,6 +314,30 @@ def access(
         key = keyfiles.load_network_keys(network)[0]
         access_id = remote.create_access(file, key)
         _say(f"{file}: access {access_id.hex()} to network {key.fingerprint.hex()}")
+        return Exit.OK
+
+    run(work)
+
+
+@app.command("store-group")
+def store_group(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="File to create, with mode 0600.")],
+) -> None:
+    """Write the key of the stores that share a bucket. An existing FILE is not overwritten.
+
+    Copy it to every host whose store uses the bucket, as group.key in its
+    data directory or where the setting bucket_key says. Keep another copy:
+    without it nothing in the bucket can be read.
+
+    \b
+    Examples:
+      iris key store-group /var/lib/iris/group.key
+    """
+
+    async def work() -> int:
+        key = GroupKey(os.urandom(SECRET_BYTES))
+        keyfiles.create(file, key.reveal() + "\n")
+        _say(f"{file}: group {public_id(key.public_key).hex()}")
         return Exit.OK
 
     run(work)

@@ -11,6 +11,8 @@ So no derived key reveals anything about another:
                  └─ "iris-network-access-1"  the same for sessions from hosts without a relay
     site key ────── "iris-site-ca-1"     the same for a site's gateways
     store key ───── "iris-store-sign-1"  seed of the Ed25519 key pair by which a store proves that an order names it
+    group key ─┬─── "iris-store-sign-1"  the same for all stores that share a bucket
+               └─── "iris-bucket-1"      AES-256-GCM key of the objects in the bucket
 
 Key ids and network fingerprints are the first 16 bytes of SHA-256 of the Ed25519 public key. They name a key in
 public and reveal nothing about its secret. A site's fingerprint is its whole public key, because other sites
@@ -185,6 +187,20 @@ class StoreKey(_Secret):
     def sign_channel(self, transcript: bytes) -> bytes:
         """Return the 64-byte signature of the store's side of a channel (`iris.crypto.channel`)."""
         return self._signer.sign(_STORE + transcript)
+
+
+class GroupKey(StoreKey):
+    """The key of the stores that share a bucket. Orders for streams in the bucket name it.
+
+    `object_key` is the 32-byte key that encrypts and authenticates the objects in the bucket.
+    """
+
+    __slots__ = ("object_key",)
+    _kind = "group key"
+
+    def __init__(self, secret: bytes) -> None:
+        super().__init__(secret)
+        self.object_key: Final = _derive(self._secret, b"iris-bucket-1")
 
 
 class NetworkKey(_Secret):

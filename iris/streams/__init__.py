@@ -62,6 +62,7 @@ from iris.wire.streams import (
     Settled,
 )
 
+DURABILITIES: Final = ("disk", "bucket")
 MAX_PRODUCERS: Final = 1024
 """Streams that one client can append to."""
 MAX_OPENERS: Final = 256
@@ -109,7 +110,7 @@ class Streams:
 
     async def create(
         self, name: str, *, topic: str = "", cluster: str = "", max_bytes: int = 0, max_messages: int = 0, max_age: float = 0.0,
-        compact: bool = False, dedup_window: float = 0.0, timeout: float = 10.0,
+        compact: bool = False, dedup_window: float = 0.0, durability: str = "disk", timeout: float = 10.0,
     ) -> StreamInfo:  # fmt: skip
         """Create a stream, a durable log. A stream that exists with the same definition is returned as it is.
 
@@ -119,12 +120,20 @@ class Streams:
         `compact` the last message of each key is kept. For `dedup_window` seconds the store remembers message ids
         and stores each id once.
 
+        `durability` says when a message is acknowledged: "disk", when it is on the disk of one store, or "bucket",
+        when it is in the object storage of a store started with `--bucket`, which then outlives the disk.
+
         Raises:
+            ConfigError: a setting is out of range, or `durability` is another word.
             StreamExists: a stream of this name exists with a different definition.
             StreamUnavailable: there is no store, or it did not answer.
         """
         check_local_name(name)
         check_limits(max_bytes, max_messages, max_age, dedup_window)
+        if durability not in DURABILITIES:
+            raise ConfigError(
+                f"durability: {durability!r} is unknown; use {' or '.join(DURABILITIES)}"
+            )
         definition = Definition(
             name,
             topic,
@@ -143,9 +152,10 @@ class Streams:
             pass
         else:
             return check_same(found, definition)
-        return check_same(
-            await make_stream(self._stores, definition, seconds_left(until_s)), definition
+        made = await make_stream(
+            self._stores, definition, seconds_left(until_s), bucket=durability == "bucket"
         )
+        return check_same(made, definition)
 
     async def describe(self, name: str, *, uuid: str = "", timeout: float = 5.0) -> StreamInfo:
         """Return a stream's definition and state.

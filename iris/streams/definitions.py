@@ -51,12 +51,17 @@ def check_limits(
             check_number(name, seconds, 0)
 
 
-async def make_stream(stores: Stores, definition: Definition, timeout: float) -> VerifiedStream:
-    """Create a stream. If another client created it first, return that one, whatever its definition."""
+async def make_stream(
+    stores: Stores, definition: Definition, timeout: float, *, bucket: bool = False
+) -> VerifiedStream:
+    """Create a stream, with `bucket` in the bucket of a store that has one. If another client created it first,
+    return that one, whatever its definition.
+    """
     name = definition.name
     until_s = time.monotonic() + timeout
-    store = await stores.find_store(name, timeout=seconds_left(until_s))
-    orders = orders_to_create(definition, keys_of(stores, definition), os.urandom(16), store.key)
+    store = await stores.find_store(name, timeout=seconds_left(until_s), bucket=bucket)
+    owner = store.group if bucket else store.key
+    orders = orders_to_create(definition, keys_of(stores, definition), os.urandom(16), owner)
     address = public_id(store.key).hex()
 
     async def once(left_s: float) -> Described:

@@ -68,6 +68,8 @@ class StreamInfo(Struct, frozen=True):
     """Consumers receive nothing while recording goes on."""
     dedup_window: float = 0.0
     """Seconds for which message ids are remembered."""
+    durability: str = "disk"
+    """Where acknowledged messages are: on the store's "disk", or in a "bucket"."""
 
 
 async def list_streams(stores: Stores, timeout: float) -> list[VerifiedStream]:
@@ -105,7 +107,9 @@ async def _list_store(
         except RequestError as err:
             detail = f"store {address[:8]} did not answer: {err.detail}"
             raise StreamUnavailable("list", detail) from err
-        found += [one for one in listed.streams if public_id(one.store).hex() == address]
+        found += [
+            one for one in listed.streams if public_id(one.holder or one.store).hex() == address
+        ]
         more = listed.more and bool(listed.streams)
         if more:
             last = listed.streams[-1]
@@ -142,8 +146,8 @@ def stream_info(stream: VerifiedStream) -> StreamInfo:
     return StreamInfo(
         definition.name, found.uuid.hex(), definition.topic, definition.cluster, definition.max_bytes, definition.max_messages,
         definition.max_age_us / 1e6, definition.compact, definition.paused, found.oldest, found.next, found.messages, found.size_bytes,
-        found.epoch, found.created_us, public_id(found.store).hex(), found.label, found.lost, found.failed,
+        found.epoch, found.created_us, public_id(found.holder or found.store).hex(), found.label, found.lost, found.failed,
         [public_id(signed.public_key).hex() for signed in found.orders], definition.mirror, source,
         max(0, found.source_next - found.next) if heard else None, found.heard_us if heard else 0,
-        definition.consuming_paused, definition.dedup_window_us / 1e6,
+        definition.consuming_paused, definition.dedup_window_us / 1e6, "bucket" if found.holder else "disk",
     )  # fmt: skip

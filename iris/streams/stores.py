@@ -485,11 +485,26 @@ class Stores:
         except (ConnectionLost, RequestTimeout):
             return True  # nothing is known, so the first error stands
 
-    async def find_store(self, name: str, *, timeout: float) -> StoreInfo:
-        """Return a store for the new stream `name`, preferably the local relay's own. Raises StreamUnavailable."""
+    async def find_store(self, name: str, *, timeout: float, bucket: bool = False) -> StoreInfo:
+        """Return a store for the new stream `name`, preferably the local relay's own; with `bucket`, one that has
+        a bucket.
+
+        Raises StreamUnavailable.
+        """
 
         async def once(left_s: float) -> StoreInfo:
-            return await self.ask(STORES, None, FindStore(), StoreInfo, timeout=left_s, shown=name)
+            found = await self.ask(STORES, None, FindStore(), StoreInfo, timeout=left_s, shown=name)
+            if found.group or not bucket:
+                return found
+            for address in sorted({one.uuid for one in await self.holders(STORES, [NO_KEY], timeout=left_s)}):  # fmt: skip
+                found = await self.ask(address, None, FindStore(), StoreInfo, timeout=left_s, shown=name)  # fmt: skip
+                if found.group:
+                    return found
+            raise StreamUnavailable(
+                name,
+                "no store can write to a bucket now; start one with `iris relay --data DIR --bucket URL`, "
+                "or read the log of one that has a bucket",
+            )
 
         try:
             return await self.retry(STORES, "", once, timeout=timeout)
@@ -511,6 +526,12 @@ def checked(answer: object, wanted: type[T], shown: str) -> T:
             answer.code == "disk"
         ):  # the write may turn out to be on disk later, unless it was never tried
             raise StreamUnavailable(shown, answer.detail, may_have_run=not answer.sure)
+        if (
+            answer.code == "moved"
+        ):  # it may be in the bucket, where the stream's next store finds it
+            moved = StreamUnavailable(shown, answer.detail, may_have_run=True)
+            moved.passing = True
+            raise moved
         if answer.code == "leaving":
             away = StreamUnavailable(shown, answer.detail)
             away.passing = True

@@ -366,10 +366,15 @@ class RedriveLetters(Struct, frozen=True, tag_field="op", tag="redrive"):
 
 
 class StoreInfo(Struct, frozen=True, tag_field="op", tag="store"):
-    """The store's public key, by which orders name it, and its host's name."""
+    """The store's public key, by which orders name it, and its host's name.
+
+    `group` is the public key of the stores that share its bucket, by which orders for streams in the bucket name
+    them; empty without a bucket.
+    """
 
     key: Key32
     label: ShortText = ""
+    group: Annotated[bytes, Meta(max_length=32)] = b""
 
 
 class Door(Struct, frozen=True, tag_field="op", tag="door"):
@@ -419,6 +424,9 @@ class Described(Struct, frozen=True, tag_field="op", tag="described"):
     lag is up to there."""
     heard_us: Time = 0
     """For a copy: time of that report."""
+    holder: Annotated[bytes, Meta(max_length=32)] = b""
+    """For a stream in a bucket, whose `store` is the key of all stores that share it: the public key of the store
+    that holds it now. Else empty."""
 
 
 class Listed(Struct, frozen=True, tag_field="op", tag="listed"):
@@ -561,7 +569,7 @@ class Refused(Struct, frozen=True, tag_field="op", tag="refused"):
 
 REFUSALS: Final = frozenset(
     {"no-stream", "exists", "order", "revision", "paused", "damaged", "disk", "offset", "consumer", "invalid", "full", "leaving", "failed",
-     "staged", "channel"}
+     "staged", "channel", "moved"}
 )  # fmt: skip
 
 Call = (

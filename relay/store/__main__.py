@@ -35,6 +35,20 @@ def store(
         Path | None,
         typer.Option(help="The relay's socket. Default: the socket of `iris relay` on this host."),
     ] = None,
+    bucket: Annotated[
+        str,
+        typer.Option(
+            metavar="URL",
+            help="Object storage for streams that outlive the disk: s3://NAME/PATH, gs://, az:// or file:///PATH.",
+        ),
+    ] = "",
+    bucket_key: Annotated[
+        Path | None,
+        typer.Option(
+            help="Key file of the stores that share the bucket. Default: group.key in the data directory.",
+            dir_okay=False,
+        ),
+    ] = None,
     log_level: Annotated[
         str | None, typer.Option(help="DEBUG, INFO, WARNING or ERROR. Default: INFO.")
     ] = None,
@@ -54,7 +68,9 @@ def store(
     \b
     Examples:
       iris store --data /var/lib/iris
+      iris store --data /var/lib/iris --bucket s3://company-iris/streams
       iris store salvage /var/lib/iris       (while the store is stopped)
+      iris store restore /var/lib/iris --bucket s3://company-iris/streams
     """
     if context.invoked_subcommand:
         return
@@ -77,6 +93,7 @@ def store(
             chosen.log_level,
             chosen.log_format,
             supervised=supervised,
+            bucket=process.BucketSettings(bucket, bucket_key) if bucket else None,
         )
     except IrisError as err:
         sys.stderr.write(f"iris store: {err}\n")
@@ -130,6 +147,39 @@ def salvage(
         typer.echo(f"{data}: no streams")
     if any(report.state == "failed" for report in reports):
         raise typer.Exit(1)
+
+
+@app.command()
+def restore(
+    data: Annotated[Path, typer.Argument(help="Empty directory for the streams.", file_okay=False)],
+    bucket: Annotated[
+        str, typer.Option(metavar="URL", help="The bucket: s3://NAME/PATH, gs://, az:// or file:///PATH.")
+    ],
+    bucket_key: Annotated[
+        Path | None, typer.Option(help="Key file of the stores that shared the bucket. Default: group.key in DATA.", dir_okay=False)
+    ] = None,
+) -> None:  # fmt: skip
+    """Bring all streams of a bucket to this host: after a disaster, or to leave a host.
+
+    Takes over from every store that uses the bucket. One that still runs
+    serves its streams no more, so stop them first. Then start the relay or
+    store with DATA and the same bucket.
+
+    \b
+    Examples:
+      iris store restore /var/lib/iris --bucket s3://company-iris/streams
+    """
+    import asyncio
+
+    try:
+        process = _process()
+        settings = process.BucketSettings(bucket, bucket_key and bucket_key.absolute())
+        found = asyncio.run(process.restore(data.absolute(), settings))
+    except (IrisError, OSError) as err:
+        sys.stderr.write(f"iris store restore: {err}\n")
+        print_causes(err)
+        raise typer.Exit(2) from err
+    typer.echo(f"{data}: {plural(found, 'stream')} from {bucket}")
 
 
 def _report_lines(report: Report) -> list[str]:

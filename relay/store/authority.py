@@ -60,6 +60,12 @@ class Charter(Struct, frozen=True):
         return in_force(order for order, _ in self.orders.values())
 
     @property
+    def store(self) -> bytes:
+        """The public key of the store, or group of stores, that the orders name; empty if there are none."""
+        order = self.order
+        return b"" if order is None else order.store
+
+    @property
     def definition(self) -> Definition:
         """The definition in the order in force."""
         order = self.order
@@ -81,8 +87,9 @@ class Authority:
     Every method raises Refuse if an order fails a check.
     """
 
-    def __init__(self, store: bytes) -> None:
-        self._store = store
+    def __init__(self, store: bytes, group: bytes = b"") -> None:
+        """`group` is the public key of the stores that share this one's bucket."""
+        self._stores = {store, group} - {b""}
 
     def create(self, orders: _Signed, now_us: int) -> Charter:
         """Return the charter of a new stream, from orders that `read` and `one_definition` have accepted."""
@@ -108,6 +115,8 @@ class Authority:
         admitted = dict(charter.admitted)
         for key_id, (order, one) in orders.items():
             _check_revised(order)
+            if order.store != charter.store:
+                raise Refuse("order", "the order is for another store")
             if key_id not in charter.orders:
                 _check_countersigned(key_id, one, charter.orders)
                 admitted[key_id] = one
@@ -160,11 +169,13 @@ class Authority:
                 check_definition(order.definition)
             except (OpenError, DecodeError, ConfigError, InvalidName) as err:
                 raise Refuse("order", str(err)) from err
-            if order.store != self._store:
+            if order.store not in self._stores:
                 raise Refuse("order", "the order is for another store")
             if (order.key_id, order.uuid, order.action) != (key_id, uuid, action):
                 raise Refuse("order", "the order is for another key, log or action")
             orders[key_id] = (order, one)
+        if len({order.store for order, _ in orders.values()}) > 1:
+            raise Refuse("order", "the orders of one stream must all be for the same store")
         return orders
 
 

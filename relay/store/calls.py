@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
-from iris.crypto.keys import public_id
+from iris.crypto.keys import StoreKey, public_id
 from iris.errors import DecodeError
 from iris.wire import streams
 from iris.wire.kinds import NO_KEY
@@ -41,13 +41,13 @@ class Calls:
     """Handles all calls to one store and answers each of them."""
 
     def __init__(
-        self, public_key: bytes, label: str, catalogue: Catalogue, channels: Channels, touch: Callable[[Stream], None]
+        self, key: StoreKey, label: str, catalogue: Catalogue, channels: Channels, touch: Callable[[Stream], None]
     ) -> None:  # fmt: skip
         """`touch(stream)` is called when the stream has something to commit."""
         self.refused = 0
         """Calls that failed authentication."""
-        self._public_key = public_key
-        self._address = public_id(public_key).hex()
+        self._key = key
+        self._address = public_id(key.public_key).hex()
         self._label = label
         self._catalogue = catalogue
         self.channels = channels
@@ -123,11 +123,16 @@ class Calls:
     # -- calls of the store ----------------------------------------------------------------------------------
 
     def _on_find_store(self, incoming: IncomingCall, call: streams.FindStore) -> None:
-        incoming.answer(streams.StoreInfo(self._public_key, self._label))
+        shelf = self._catalogue.shelf
+        group = shelf.public_key if shelf is not None and not shelf.away else b""
+        incoming.answer(streams.StoreInfo(self._key.public_key, self._label, group))
 
     def _on_knock(self, incoming: IncomingCall, call: streams.Knock) -> None:
         uuid, orders = self._addressed_log(incoming)
-        incoming.answer(self.channels.door(incoming, call, uuid, orders, self._clock.elapsed_us))
+        key = self._key_of(uuid)
+        incoming.answer(
+            self.channels.door(incoming, call, uuid, orders, self._clock.elapsed_us, key)
+        )
 
     def _on_open(self, incoming: IncomingCall, call: streams.Open) -> None:
         key_id = public_id(call.public_key)
@@ -140,7 +145,13 @@ class Calls:
             raise ChannelRefused(
                 "the call is addressed to another key than the one its caller signed with"
             )
-        incoming.answer(self.channels.open(incoming, call, uuid, self._clock.elapsed_us))
+        key = self._key_of(uuid)
+        incoming.answer(self.channels.open(incoming, call, uuid, self._clock.elapsed_us, key))
+
+    def _key_of(self, uuid: bytes) -> StoreKey:
+        """Return the key of the store that the orders of a log name."""
+        stream, shelf = self._catalogue.streams.get(uuid), self._catalogue.shelf
+        return self._key if stream is None or stream.replica is None or shelf is None else shelf.key
 
     def _addressed_log(self, incoming: IncomingCall) -> tuple[bytes, list[SignedOrder]]:
         """Return the uuid of the log that a frame is addressed to, and its order under the frame's key.
@@ -160,10 +171,7 @@ class Calls:
             for s in sorted(self._catalogue.streams.values(), key=_order_of_list)
             if channel.key_id in s.orders and _order_of_list(s) > call.after
         ]
-        listed = [
-            stream.described(self._public_key, self._label)
-            for stream in found[: streams.MAX_LISTED]
-        ]
+        listed = [self._description(stream) for stream in found[: streams.MAX_LISTED]]
         incoming.answer(streams.Listed(listed, len(found) > streams.MAX_LISTED))
 
     def _on_create(self, incoming: IncomingCall, call: streams.Create) -> None:
@@ -211,7 +219,10 @@ class Calls:
                 f"this store has {MAX_STREAMS} streams, the maximum; delete one, or use another store",
             )
         stream = self._catalogue.make(
-            uuid, encode_definition_file(charter.definition_file), charter
+            uuid,
+            encode_definition_file(charter.definition_file),
+            charter,
+            self._catalogue.replica_for(charter),
         )
         self._catalogue.add_addresses(stream)
 
@@ -233,10 +244,16 @@ class Calls:
                 "no-stream",
                 f"this store has no stream {incoming.name!r} under key {incoming.key_id.hex()[:8]}",
             )
+        incoming.gate = stream.replica
         return stream
 
     def _describe(self, incoming: IncomingCall, stream: Stream) -> None:
-        incoming.answer(stream.described(self._public_key, self._label))
+        incoming.gate = stream.replica
+        incoming.answer(self._description(stream))
+
+    def _description(self, stream: Stream) -> streams.Described:
+        named = self._key_of(stream.uuid).public_key
+        return stream.described(named, self._label, self._key.public_key)
 
     def _order_answered(self, incoming: IncomingCall, stream: Stream, error: str) -> bool:
         """Answer the call after the relay has accepted or refused the stream's orders; return
@@ -310,6 +327,8 @@ class Calls:
         self._authority.end(stream.charter, call.orders, stream.uuid, self._clock.wall_us)
         self._catalogue.ended.add(stream.uuid, self._clock.wall_us)
         self._catalogue.remove(stream, "the stream was deleted")
+        if stream.replica is not None:
+            stream.replica.ended()
         incoming.answer(streams.Settled())
         log.info(
             "store.stream_deleted",

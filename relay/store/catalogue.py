@@ -24,6 +24,8 @@ from iris.wire.kinds import Kind
 from iris.wire.orders import DEAD, Definition
 from iris.wire.streams import dead_uuid
 from relay.store.authority import NO_CHARTER, Authority, Charter, DefinitionFile
+from relay.store.bucket.replica import Replica
+from relay.store.bucket.shelf import Shelf
 from relay.store.clock import Clock
 from relay.store.cursor import Dead
 from relay.store.database import write_beside
@@ -45,9 +47,12 @@ class Catalogue:
     """The streams of one directory."""
 
     def __init__(
-        self, directory: Path, authority: Authority, registration: Registration, clock: Clock
-    ) -> None:
+        self, directory: Path, authority: Authority, registration: Registration, clock: Clock,
+        shelf: Shelf | None = None,
+    ) -> None:  # fmt: skip
         self.directory = directory
+        self.shelf = shelf
+        """The streams of this store that are in a bucket, if it has one."""
         self.ended = Ended(directory)
         self.streams: dict[bytes, Stream] = {}
         self.by_address: dict[tuple[str, bytes], Stream] = {}
@@ -69,16 +74,45 @@ class Catalogue:
             if _UUID.fullmatch(path.name) and path.is_dir():
                 self._load(path, bytes.fromhex(path.name))
 
-    def make(self, uuid: bytes, stored: bytes, charter: Charter = NO_CHARTER) -> Stream:
-        """Create a stream on disk. Raises LogError."""
-        path = str(self.directory / uuid.hex())
+    def make(
+        self,
+        uuid: bytes,
+        stored: bytes,
+        charter: Charter = NO_CHARTER,
+        replica: Replica | None = None,
+    ) -> Stream:
+        """Create a stream on disk, and with `replica` in the bucket. Raises LogError."""
+        directory = self.directory
+        if replica is not None and self.shelf is not None:
+            directory = self.shelf.directory
+        path = str(directory / uuid.hex())
         write_beside(path + ORDERS, stored)
         made = Log.create(path, uuid=uuid, definition=stored, created_us=self.clock.wall_us)
         stream = self.streams[uuid] = Stream(path, uuid, made, charter, self.clock)
+        if replica is not None:
+            stream.replicate(replica)
+            made.copy_all()
         return stream
 
-    def _load(self, path: Path, uuid: bytes) -> None:
+    def replica_for(self, charter: Charter) -> Replica | None:
+        """Return the copier of a new stream; None if its orders name this store alone.
+
+        Raises Refuse while nothing can be written to the bucket.
+        """
+        order = charter.order
+        if self.shelf is None or order is None or order.store != self.shelf.public_key:
+            return None
+        return self.shelf.replica(order.uuid)
+
+    def adopt(self, path: Path, uuid: bytes, replica: Replica) -> Stream:
+        """Open a stream that this store holds in its bucket. One that cannot be opened is quarantined and logged."""
+        self._load(path, uuid, replica)
+        return self.streams[uuid]
+
+    def _load(self, path: Path, uuid: bytes, replica: Replica | None = None) -> None:
         stream = Stream(str(path), uuid, None, clock=self.clock)
+        if replica is not None:
+            stream.replicate(replica)
         try:
             opened = Log.open(str(path))
         except LogError as err:
@@ -142,9 +176,11 @@ class Catalogue:
         uuid = dead_uuid(stream.uuid)
         dead_stream = self.streams.get(uuid)
         if dead_stream is None:
-            dead_stream = self.make(
-                uuid, encode_definition_file(DefinitionFile(parent=stream.uuid))
-            )
+            replica = None
+            if stream.replica is not None and self.shelf is not None:
+                replica = self.shelf.replica_beside(uuid, stream.replica)
+            stored = encode_definition_file(DefinitionFile(parent=stream.uuid))
+            dead_stream = self.make(uuid, stored, replica=replica)
             dead_stream.dead = True
             self.add_addresses(stream)
             self.registration.serve_dead(stream, dead_stream)
@@ -218,6 +254,8 @@ class Catalogue:
             removed = self.streams.pop(uuid, None)
             if removed is not None:
                 removed.end(reason)
+                if removed.replica is not None and self.shelf is not None:
+                    self.shelf.forget(removed.replica)
                 self._destroy(removed.path)
 
 

@@ -69,13 +69,23 @@ class Channels:
         self._spent: OrderedDict[bytes, int] = OrderedDict()
         """Used door -> the time when it closes. A recorded Open cannot be replayed with a used door."""
 
-    def door(self, incoming: IncomingCall, call: Knock, uuid: bytes, orders: list[SignedOrder], now_us: int) -> Door:  # fmt: skip
-        """Return the answer to a knock."""
+    def door(
+        self, incoming: IncomingCall, call: Knock, uuid: bytes, orders: list[SignedOrder], now_us: int, key: StoreKey | None = None
+    ) -> Door:  # fmt: skip
+        """Return the answer to a knock. `key` is the key that the log's orders name, if it is not the store's own."""
         nonce = self._door(incoming, call.nonce, uuid, now_us)
-        return Door(self._key.public_key, uuid, nonce, orders)
+        return Door((key or self._key).public_key, uuid, nonce, orders)
 
-    def open(self, incoming: IncomingCall, call: Open, uuid: bytes, now_us: int) -> Opened:
+    def open(
+        self,
+        incoming: IncomingCall,
+        call: Open,
+        uuid: bytes,
+        now_us: int,
+        key: StoreKey | None = None,
+    ) -> Opened:
         """Open a channel for the holder of a key. The calling code has checked that the log has this key.
+        The store signs with `key`, which the log's orders name, or with its own.
 
         Raises:
             ChannelRefused: the door is not ours, was used or has closed, or the signature is not of
@@ -90,7 +100,7 @@ class Channels:
             raise ChannelRefused("a channel was already opened through this door; knock again")
         try:
             channel, share, signature = accept_offer(
-                self._key, uuid, self._next, nonce=call.nonce, door=call.door, public_key=call.public_key,
+                key or self._key, uuid, self._next, nonce=call.nonce, door=call.door, public_key=call.public_key,
                 share=call.share, signature=call.signature, secret=self._entropy(32),
             )  # fmt: skip
         except OpenError as err:

@@ -17,12 +17,12 @@ from __future__ import annotations
 import contextlib
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Final
+from typing import Annotated, ClassVar, Final, Protocol
 from zlib import crc32
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 from rocksdict import (
     AccessType,
     BlockBasedOptions,
@@ -48,6 +48,23 @@ CONFIG_NAME: Final = "rocksdict-config.json"
 RECORDS: Final = "records"
 _MARK: Final = struct.Struct("<16sQQ")
 """uuid, RocksDB sequence number, next offset; followed by a CRC-32."""
+
+PUT: Final = 1
+DELETE: Final = 2
+DELETE_RANGE: Final = 3
+PUT_RECORD: Final = 4
+DELETE_RECORD: Final = 5
+OP_BYTES: Final = 8
+"""What a write counts besides its key and value."""
+
+
+class Op(Struct, frozen=True, array_like=True, gc=False):
+    """One write of a batch: PUT and so on; for DELETE_RANGE, `value` is the end of the range."""
+
+    what: Annotated[int, Meta(ge=PUT, le=DELETE_RECORD)]
+    key: bytes
+    value: bytes = b""
+
 
 WRITE_BUFFER_BYTES: Final = 32 << 20
 BLOCK_BYTES: Final = 32 << 10
@@ -153,6 +170,64 @@ class Batch:
     def delete_record(self, key: bytes) -> None:
         self.raw.delete(key, self._records)
 
+    def apply(self, ops: Iterable[Op]) -> None:
+        """Add writes that were made to another copy of the database."""
+        for op in ops:
+            self._APPLY[op.what](self, op)
+
+    _APPLY: ClassVar[dict[int, Callable[[Batch, Op], None]]] = {
+        PUT: lambda batch, op: batch.put(op.key, op.value),
+        DELETE: lambda batch, op: batch.delete(op.key),
+        DELETE_RANGE: lambda batch, op: batch.delete_range(op.key, op.value),
+        PUT_RECORD: lambda batch, op: batch.put_record(op.key, op.value),
+        DELETE_RECORD: lambda batch, op: batch.delete_record(op.key),
+    }
+
+
+class CopiedBatch(Batch):
+    """A batch that also lists its writes, for another copy of the database."""
+
+    __slots__ = ("ops", "size")
+
+    def __init__(self, records: ColumnFamily) -> None:
+        super().__init__(records)
+        self.ops: list[Op] = []
+        self.size = 0
+
+    def put(self, key: bytes, value: bytes) -> None:
+        super().put(key, value)
+        self._list(PUT, key, value)
+
+    def delete(self, key: bytes) -> None:
+        super().delete(key)
+        self._list(DELETE, key)
+
+    def delete_range(self, begin: bytes, end: bytes) -> None:
+        super().delete_range(begin, end)
+        self._list(DELETE_RANGE, begin, end)
+
+    def put_record(self, key: bytes, value: bytes) -> None:
+        super().put_record(key, value)
+        self._list(PUT_RECORD, key, value)
+
+    def delete_record(self, key: bytes) -> None:
+        super().delete_record(key)
+        self._list(DELETE_RECORD, key)
+
+    def _list(self, what: int, key: bytes, value: bytes = b"") -> None:
+        self.ops.append(Op(what, key, value))
+        self.size += len(key) + len(value) + OP_BYTES
+
+
+class Copier(Protocol):
+    """Takes what is written to a database, for its copies elsewhere."""
+
+    def writing(self, batch: CopiedBatch) -> None:
+        """Called before a batch is written here; may add rows of its own to `batch.raw`."""
+
+    def wrote(self, batch: CopiedBatch) -> None:
+        """Called after a batch was written here."""
+
 
 class Database:
     """One RocksDB database: `records` by offset in a column family of their own, all other rows by
@@ -170,6 +245,8 @@ class Database:
         self._unsynced = WriteOptions()
         self._mark_fd = -1
         self._uuid = bytes(16)
+        self.copier: Copier | None = None
+        """Takes every write; what it took is durable elsewhere, so writes here need no sync."""
         self.failed: str | None = None
         """Why a write failed; None if none did.
 
@@ -233,6 +310,8 @@ class Database:
     def batch(self) -> Batch:
         """Return an empty batch. Raises Closed."""
         self.check_open()
+        if self.copier is not None:
+            return CopiedBatch(self.records_handle)
         return Batch(self.records_handle)
 
     def check_open(self) -> None:
@@ -262,6 +341,10 @@ class Database:
         """
         if self.failed is not None:
             raise LogWriteFailed(self.path, self.failed)
+        copied = batch if isinstance(batch, CopiedBatch) and self.copier is not None else None
+        if copied is not None and self.copier is not None:
+            self.copier.writing(copied)
+            sync = False
         try:
             self._meta.write(batch.raw, self._synced if sync else self._unsynced)
             if sync:
@@ -269,6 +352,8 @@ class Database:
         except Exception as err:
             self.failed = str(err)
             raise LogWriteFailed(self.path, self.failed) from err
+        if copied is not None and self.copier is not None:
+            self.copier.wrote(copied)
 
     def get(self, key: bytes) -> bytes | None:
         """Return the row at `key` outside the records; None if there is none.

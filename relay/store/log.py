@@ -33,7 +33,7 @@ from relay.store.chain import DUE, Chain, Draft
 from relay.store.clock import Steps
 from relay.store.compaction import Compaction
 from relay.store.cursors import Cursors
-from relay.store.database import Database
+from relay.store.database import Copier, Database
 from relay.store.errors import (
     LogBusy,
     LogDamaged,
@@ -173,6 +173,17 @@ class Log:
             if "/LOCK:" in str(err):
                 raise LogBusy(path, "it is open in another process, or twice in this one") from err
         shutil.rmtree(path)
+
+    def copy_to(self, copier: Copier) -> None:
+        """Give every further write to `copier`, which makes it durable; the disk is no longer synced."""
+        self._database.copier = copier
+
+    def copy_all(self) -> None:
+        """Give the copier what a new, empty log has. Raises LogError."""
+        batch = self._database.batch()
+        for key, value in list(self._database.rows(b"")):
+            batch.put(key, value)
+        self._chain.write(batch, sync=True)
 
     def close(self) -> None:
         """Close the files. Idempotent. The log cannot be used afterwards."""

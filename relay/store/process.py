@@ -24,10 +24,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
+from msgspec import Struct
+
 from iris import keyfiles
 from iris.config import ClientConfig
 from iris.core.backoff import Backoff
-from iris.crypto.keys import SECRET_BYTES, StoreKey
+from iris.crypto.keys import SECRET_BYTES, GroupKey, StoreKey
 from iris.dialling import dial
 from iris.errors import ConfigError, IrisError, KeyringError, RelayUnavailable
 from iris.keyfiles import sync_directory
@@ -38,6 +40,11 @@ from iris.wire.frames import Bye, Ping
 from relay import notify, watchdog
 from relay.logs import configure
 from relay.process import loop_factory, raise_descriptor_limit, stop_on_signals
+from relay.store.bucket.keeper import STATE_FILE, Keeper
+from relay.store.bucket.objects import Objects, open_bucket
+from relay.store.bucket.replica import Replica
+from relay.store.bucket.shelf import DIRECTORY, Shelf
+from relay.store.bucket.writer import Writer
 from relay.store.catalogue import is_stream
 from relay.store.database import write_beside
 from relay.store.errors import LogError
@@ -49,6 +56,7 @@ from relay.supervisor import STREAMS, UNREAD
 log = logging.getLogger(__name__)
 
 KEY_FILE: Final = "store.key"
+GROUP_FILE: Final = "group.key"
 LOCK_FILE: Final = "store.lock"
 TICK_S: Final = 0.05
 RUNNING: Final = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
@@ -69,6 +77,13 @@ DRAIN_WAIT_S: Final = 0.5
 Connect = Callable[[Callable[[], Pump[StoreSession]]], Awaitable[object]]
 
 
+class BucketSettings(Struct, frozen=True):
+    """Where the bucket of a store is, and its group key (default: `GROUP_FILE` in the data directory)."""
+
+    url: str
+    key_file: Path | None = None
+
+
 class DirectoryBusy(ConfigError):
     """Another process holds the lock of the data directory."""
 
@@ -78,7 +93,7 @@ class StoreProcess:
 
     def __init__(
         self, directory: Path, connect: Connect, *, label: str = "", entropy: Callable[[int], bytes] = os.urandom,
-        supervised: bool = False,
+        supervised: bool = False, bucket: BucketSettings | None = None,
     ) -> None:  # fmt: skip
         """`supervised`: this store exits with its relay, and the next relay starts the next store."""
         self.directory = directory
@@ -90,6 +105,9 @@ class StoreProcess:
         self._unread = False
         self._label = label or socket.gethostname()[:64]
         self._entropy = entropy
+        self._bucket = bucket
+        self._keeper: Keeper | None = None
+        self._objects: Objects
         self._loop = asyncio.get_running_loop()
         self._buffer = ReceiveBuffer()
         self._pump: Pump[StoreSession] | None = None
@@ -120,8 +138,9 @@ class StoreProcess:
             _make_directory(self.directory / STREAMS)
             self._lock_fd = _lock(self.directory / LOCK_FILE)
             key = _load_key(self.directory / KEY_FILE, self._entropy)
+            shelf = self._open_shelf()
             self.store = store = Store(
-                self.directory, key, self._label, self._dirty, self._urge, self._entropy
+                self.directory, key, self._label, self._dirty, self._urge, self._entropy, shelf
             )
             try:
                 store.load(time.time_ns() // 1000)
@@ -136,9 +155,59 @@ class StoreProcess:
             self._unlock()
             raise
 
+    def _open_shelf(self) -> Shelf | None:
+        """Return the shelf of the store's bucket, if it has one. Raises ConfigError, KeyringError."""
+        if self._bucket is None:
+            return None
+        objects = open_bucket(self._bucket.url)
+        path = self._bucket.key_file or self.directory / GROUP_FILE
+        if not path.exists():
+            raise ConfigError(
+                f"bucket: {path}, the key of the stores that share the bucket, is missing; "
+                f"make it with `iris key store-group {path}`, or copy it from another store of the bucket"
+            )
+        key = keyfiles.load(path, lambda text: GroupKey.parse(text.strip()))
+        shelf = Shelf(self.directory / DIRECTORY, key, objects.url, _monotonic_us)
+        self._objects = objects
+        return shelf
+
+    def _keep(self, store: Store) -> Keeper | None:
+        """Return what runs the bucket of an open store; None without a bucket."""
+        shelf = store.catalogue.shelf
+        if shelf is None:
+            return None
+        return Keeper(
+            shelf, self._objects, store.key.public_key, self._label, self, now_us=_monotonic_us,
+            wall_us=lambda: time.time_ns() // 1000, entropy=self._entropy,
+        )  # fmt: skip
+
+    # -- callbacks of the keeper -----------------------------------------------------------------------------
+
+    def adopt(self, found: Mapping[bytes, tuple[Path, Replica]]) -> None:
+        """Serve streams that are in the bucket."""
+        self._now()
+        self.store.adopt(found)
+        self._flush()
+
+    def abandon(self, writer: Writer) -> None:
+        """Serve the streams of an ended journal no more."""
+        self.store.abandon(writer)
+
+    def stores(self) -> set[str] | None:
+        """Return the addresses of the stores that our relay knows."""
+        return self.store.presence.addresses(self.store.clock.elapsed_us)
+
+    def flush(self) -> None:
+        """Write answers to the relay."""
+        self._flush()
+
     async def run(self) -> None:
         """Serve the relay, and reconnect whenever the connection is lost. Runs until cancelled."""
         ticking = self._loop.create_task(self._tick(), name="iris-store-tick")
+        self._keeper = self._keep(self.store)
+        keeping = None
+        if self._keeper is not None:
+            keeping = self._loop.create_task(self._keeper.run(), name="iris-store-bucket")
         backoff = Backoff(RETRY_MIN_S, RETRY_MAX_S, random.random)
         first = True
         try:
@@ -152,6 +221,8 @@ class StoreProcess:
                 backoff.succeeded()
                 self._update_time(pump)
                 self.store.attached(pump.session, first=first)
+                if self._keeper is not None:
+                    self._keeper.check()
                 first = False
                 # Its answer comes after all other answers. It also shows a relay that has just
                 # started that we have attached.
@@ -165,6 +236,9 @@ class StoreProcess:
                 log.info("store.detached", extra={"fields": {"reason": reason}})
         finally:
             ticking.cancel()
+            if keeping is not None:
+                keeping.cancel()
+                await asyncio.gather(keeping, return_exceptions=True)
 
     async def close(self) -> None:
         """Commit what was received, send BYE, and unlock the directory. Idempotent."""
@@ -172,6 +246,8 @@ class StoreProcess:
         if self._lock_fd is None:
             return
         self.store.commit()
+        if self._keeper is not None and not await self._keeper.drain(DRAIN_S):
+            log.warning("store.bucket_behind", extra={"fields": {"bucket": self._keeper.url}})
         if self._unread and self.store.registration.session is None:
             self._save_complete(unread=True)
         try:
@@ -366,6 +442,33 @@ def _lock(path: Path) -> int:
     return descriptor
 
 
+async def restore(directory: Path, bucket: BucketSettings) -> int:
+    """Bring all streams of a bucket to an empty data directory; return how many.
+
+    Raises:
+        ConfigError: the directory has a store already, or the bucket cannot be used.
+        KeyringError: the group key is missing or damaged.
+        BucketError, ObjectDamaged: the bucket does not answer, or its objects were not written with this group key.
+    """
+    state = directory / DIRECTORY / STATE_FILE
+    if state.exists():
+        raise ConfigError(
+            f"data: the store in {directory} has used a bucket already; name an empty directory, or start that store"
+        )
+
+    async def connect(factory: Callable[[], Pump[StoreSession]]) -> object:
+        raise RelayUnavailable("a store that is restored serves no relay")
+
+    process = StoreProcess(directory, connect, bucket=bucket)
+    process.open()
+    try:
+        keeper = process._keep(process.store)
+        assert keeper is not None
+        return await keeper.restore()
+    finally:
+        await process.close()
+
+
 @contextlib.contextmanager
 def locked(directory: Path) -> Iterator[Path]:
     """Hold the lock of an existing data directory whose store is stopped; yield the directory of its streams.
@@ -391,7 +494,8 @@ def locked(directory: Path) -> Iterator[Path]:
 
 
 async def serve(
-    directory: Path, relay: Path, relay_user: str, *, supervised: bool, environ: Mapping[str, str] = MappingProxyType({})
+    directory: Path, relay: Path, relay_user: str, *, supervised: bool, environ: Mapping[str, str] = MappingProxyType({}),
+    bucket: BucketSettings | None = None,
 ) -> None:  # fmt: skip
     """Run a store until SIGTERM or SIGINT; a second signal ends the process at once.
 
@@ -403,7 +507,7 @@ async def serve(
     async def connect(factory: Callable[[], Pump[StoreSession]]) -> object:
         return await loop.create_unix_connection(factory, sock=await dial(relay, relay_user))
 
-    process = StoreProcess(directory, connect, supervised=supervised)
+    process = StoreProcess(directory, connect, supervised=supervised, bucket=bucket)
     ended = asyncio.Event()
     if supervised:
         # The relay holds the other end of standard input, so we exit when the relay ends for whatever reason.
@@ -480,7 +584,8 @@ def _read_stdin(
 
 
 def run(
-    directory: Path, relay: Path, relay_user: str, log_level: str, log_format: str, *, supervised: bool = False
+    directory: Path, relay: Path, relay_user: str, log_level: str, log_format: str, *, supervised: bool = False,
+    bucket: BucketSettings | None = None,
 ) -> None:  # fmt: skip
     """Run a store in this process until a signal, or the end of standard input if supervised, stops it."""
     configure(log_level, log_format)
@@ -490,4 +595,12 @@ def run(
         environ = (
             {} if supervised else os.environ
         )  # the relay's service manager is not that of its store
-        runner.run(serve(directory, relay, relay_user, supervised=supervised, environ=environ))
+        runner.run(
+            serve(
+                directory, relay, relay_user, supervised=supervised, environ=environ, bucket=bucket
+            )
+        )
+
+
+def _monotonic_us() -> int:
+    return time.monotonic_ns() // 1000

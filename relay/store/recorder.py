@@ -15,7 +15,7 @@ from relay.store.errors import LogWriteFailed
 from relay.store.log import Log
 from relay.store.outcomes import Outcome
 from relay.store.records import Entry, NewGap, check_entry
-from relay.store.session import Bundle, IncomingCall
+from relay.store.session import Bundle, Gate, HeldCredit, IncomingCall
 
 MAX_SENDERS: Final = 65_536
 MAX_LOST: Final = 1 << 53
@@ -46,6 +46,8 @@ class Recorder:
 
     def __init__(self) -> None:
         self.log: Log | None = None
+        self.gate: Gate | None = None
+        """Holds back the credit of pushes until they are durable; None if a written push is."""
         self.paused = False
         self.lost = 0
         """Messages counted in gap records so far."""
@@ -172,7 +174,10 @@ class Recorder:
         answered: dict[Pending, None] = {}
         for (_, sink), outcome in zip(batch, outcomes, strict=True):
             if isinstance(sink, Bundle):
-                sink.session.credit(sink)
+                if self.gate is None:
+                    sink.session.credit(sink)
+                else:
+                    self.gate.hold(HeldCredit(sink))
             elif sink is not None:
                 sink.outcomes.append(outcome_to_wire(outcome))
                 answered[sink] = None

@@ -128,6 +128,8 @@ class Registration:
         """The relay has announced that it is about to stop."""
         self.blocked = False
         """The relay is not reading our answers, so readers must wait."""
+        self.group: StoreKey | None = None
+        """The key that the orders of streams in a bucket name."""
         self._key = key
         self._late = late
         self._refused = refused
@@ -175,7 +177,8 @@ class Registration:
         for key_id, (_, signed) in stream.orders.items():
             if (stream.uuid, key_id) not in self._granted:
                 grant = (stream.uuid, key_id)
-                session.grant(self._key, signed, replies.expect(partial(self._note_granted, grant)))
+                key = self._key if self.group is None or stream.replica is None else self.group
+                session.grant(key, signed, replies.expect(partial(self._note_granted, grant)))
         recording = stream.log is not None and not definition.paused
         for held in (stream, dead):
             if held is not None:

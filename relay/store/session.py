@@ -31,6 +31,7 @@ from iris.wire.kinds import DECLARED_KINDS, FLAG_REFUSED, Kind, Refusal
 from iris.wire.orders import SignedOrder
 from iris.wire.runs import single_calls
 from iris.wire.streams import Answer, Call, Refused, decode_call, encode
+from relay.store.bucket.writer import Output
 from relay.store.errors import ChannelRefused
 
 
@@ -66,10 +67,58 @@ class Bundle:
         _, _, self.count, self.first = END.unpack(end)
 
 
+class Gate(Protocol):
+    """Holds back what rests on writes that may still be lost."""
+
+    def hold(self, output: Output) -> None: ...
+
+
+class HeldAnswer:
+    """An answer that waits behind a gate."""
+
+    __slots__ = ("_body", "_incoming")
+
+    def __init__(self, incoming: IncomingCall, body: bytes) -> None:
+        self._incoming = incoming
+        self._body = body
+
+    def release(self) -> None:
+        self._incoming.session.answer(self._incoming, self._body)
+
+    def withdraw(self, reason: str) -> None:
+        refused = encode(Refused("moved", reason[:1024]))
+        self._incoming.session.answer(self._incoming, refused)
+
+
+class HeldCredit:
+    """The credit of a push that waits behind a gate."""
+
+    __slots__ = ("_bundle",)
+
+    def __init__(self, bundle: Bundle) -> None:
+        self._bundle = bundle
+
+    def release(self) -> None:
+        self._bundle.session.credit(self._bundle)
+
+    def withdraw(self, reason: str) -> None:
+        self._bundle.session.refuse(self._bundle, Refusal.LEAVING)
+
+
 class IncomingCall:
     """A received call. It must be answered exactly once."""
 
-    __slots__ = ("call", "channel", "counter", "deadline_us", "hop", "key_id", "name", "session")
+    __slots__ = (
+        "call",
+        "channel",
+        "counter",
+        "deadline_us",
+        "gate",
+        "hop",
+        "key_id",
+        "name",
+        "session",
+    )
 
     def __init__(
         self, session: StoreSession, flow: Flow, hop: int, deadline_us: int, call: Call
@@ -84,10 +133,15 @@ class IncomingCall:
         """Channel of the call and its answer; None for a call that is not authenticated."""
         self.counter = 0
         """Counter of the call in its channel."""
+        self.gate: Gate | None = None
+        """Gate of the stream that the call is for; None if its writes are durable at once."""
 
     def answer(self, answer: Answer) -> None:
-        """Send the answer. It is dropped if the session has ended."""
-        self.session.answer(self, encode(answer))
+        """Send the answer, as soon as what it says is durable. It is dropped if the session has ended."""
+        if self.gate is None:
+            self.session.answer(self, encode(answer))
+        else:
+            self.gate.hold(HeldAnswer(self, encode(answer)))
 
     def refuse(self, code: str, detail: str, *, sure: bool = False) -> None:
         """Answer that the call was refused, and why.
@@ -141,6 +195,8 @@ class StoreSession(Conversation):
         self.out = Out()
         self.complete = False
         """The relay has sent BYE and confirmed that we received everything we record."""
+        self.on_membership: Callable[[frames.Membership], None] = lambda membership: None
+        """Called with the answer to Members, and with later changes."""
         self._sender_id = entropy(16)
         self._challenge = b""
         self._flows: list[Flow | None] = []
@@ -156,6 +212,7 @@ class StoreSession(Conversation):
             frames.Drain: lambda drain: self.owner.draining(),
             frames.Declare: self._on_declare,
             frames.Gap: self._on_gap,
+            frames.Membership: lambda membership: self.on_membership(membership),
             frames.CallerLeft: lambda left: self.owner.callers_left(frozenset(left.hops)),
         }
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from pathlib import Path
 from typing import Final
 
@@ -19,12 +19,16 @@ from iris.wire import frames
 from iris.wire.kinds import Refusal
 from relay.logs import Quiet
 from relay.store.authority import Authority
+from relay.store.bucket.replica import Replica
+from relay.store.bucket.shelf import Shelf
+from relay.store.bucket.writer import Writer
 from relay.store.calls import Calls
 from relay.store.catalogue import Catalogue
 from relay.store.channels import Channels
 from relay.store.clock import Clock
 from relay.store.completeness import Completeness
 from relay.store.errors import LogError
+from relay.store.presence import Presence
 from relay.store.registration import Registration, log_refusal
 from relay.store.session import Bundle, StoreSession
 from relay.store.stream import Stream
@@ -50,15 +54,23 @@ class Store:
         dirty: Callable[[], None],
         urge: Callable[[], None],
         entropy: Callable[[int], bytes] = os.urandom,
+        shelf: Shelf | None = None,
     ) -> None:
+        """`shelf` has the streams that are in a bucket."""
         self.key = key
         self.address = public_id(key.public_key).hex()
         self.clock = Clock()
         self.registration = Registration(key, self.address, self._late, self._refused)
+        self.presence = Presence()
+        """The other stores; known if this one has a bucket."""
         self.completeness = Completeness()
         self._complete_path = directory / COMPLETE_FILE
+        group = b""
+        if shelf is not None:
+            group, self.registration.group = shelf.public_key, shelf.key
+        authority = Authority(key.public_key, group)
         self.catalogue = Catalogue(
-            directory / STREAMS, Authority(key.public_key), self.registration, self.clock
+            directory / STREAMS, authority, self.registration, self.clock, shelf
         )
         self.streams = self.catalogue.streams
         self._dirty: dict[bytes, Stream] = {}
@@ -66,7 +78,7 @@ class Store:
         self._urge = urge
         self._quiet = Quiet()
         channels = Channels(key, entropy)
-        self.calls = Calls(key.public_key, label, self.catalogue, channels, self._touch)
+        self.calls = Calls(key, label, self.catalogue, channels, self._touch)
         self.unseal, self.call_received = self.calls.unseal, self.calls.call_received
 
     # -- time ------------------------------------------------------------------------------------------------
@@ -106,6 +118,27 @@ class Store:
         for stream in self.streams.values():
             self.catalogue.add_addresses(stream)
 
+    def adopt(self, found: Mapping[bytes, tuple[Path, Replica]]) -> None:
+        """Serve streams that this store holds in its bucket: uuid -> their files and copier."""
+        adopted = [
+            self.catalogue.adopt(path, uuid, replica) for uuid, (path, replica) in found.items()
+        ]
+        for stream in adopted:
+            if not stream.dead:
+                self._note_gap(stream, "the store was not running")
+                self.catalogue.add_addresses(stream)
+        self.commit()
+        for stream in adopted:
+            if stream.orders and not stream.dead and self.registration.session is not None:
+                self.catalogue.serve(stream, log_refusal(stream.name))
+
+    def abandon(self, writer: Writer) -> None:
+        """Serve the streams of a journal no more, because it has ended: another store holds them."""
+        for stream in list(self.streams.values()):
+            replica = stream.replica
+            if replica is not None and replica.writer is writer and not stream.dead:
+                self.catalogue.remove(stream, writer.ended)
+
     def close(self) -> None:
         """Commit everything received and close all files. Idempotent."""
         self.commit()
@@ -117,6 +150,8 @@ class Store:
     def attached(self, session: StoreSession, *, first: bool) -> None:
         """Start with a new session: register every order and every stream at the relay."""
         self.registration.attach(session)
+        if self.catalogue.shelf is not None:
+            self.presence.attach(session)
         self.completeness.session_began()
         for stream in self.streams.values():
             if stream.orders and not stream.dead:
@@ -154,6 +189,7 @@ class Store:
         """The session has ended. `complete`: `relay` confirmed that we received everything we record."""
         self.calls.channels.clear()
         self.registration.detach()
+        self.presence.detach()
         for stream in self.streams.values():
             if stream.consumer_calls is not None:
                 stream.consumer_calls.detached()
@@ -237,6 +273,7 @@ class Store:
         """Do the periodic work: answer readers whose wait is over, enforce ages, compact, reopen
         failed logs.
         """
+        self.presence.tend(self.clock.elapsed_us)
         for stream in list(self.streams.values()):
             try:
                 if not self.registration.blocked:

@@ -39,6 +39,7 @@ from iris.wire.streams import (
 )
 from relay.store.answers import item_from_wire, items_to_wire
 from relay.store.authority import NO_CHARTER, Charter
+from relay.store.bucket.replica import Replica
 from relay.store.clock import Clock
 from relay.store.consumer_calls import ConsumerCalls
 from relay.store.cursor import Dead
@@ -98,13 +99,23 @@ class Stream:
         self._source_seen_us = 0
         """When that call was received."""
         self.write_dead_letters: Callable[[str, list[Dead]], None] = _no_dead_letters
+        self.replica: Replica | None = None
+        """Copies the log to a bucket, which makes it durable; None if the disk does."""
         self.redefine()
         if log is not None:
             self.opened(log)
 
+    def replicate(self, replica: Replica) -> None:
+        """Copy every write to a bucket, and answer when it is there."""
+        self.replica = self.recorder.gate = replica
+        if self.log is not None:
+            self.log.copy_to(replica)
+
     def opened(self, log: Log) -> None:
         """Use this log, which was opened for the first time or again."""
         self.log = self.recorder.log = log
+        if self.replica is not None:
+            log.copy_to(self.replica)
         self.consumer_calls = ConsumerCalls(
             log, lambda consumer, dead: self.write_dead_letters(consumer, dead), self._clock
         )
@@ -171,8 +182,8 @@ class Stream:
         """
         return cluster == self.definition.cluster and key_id in self.recording_ids
 
-    def described(self, store: bytes, label: str) -> Described:
-        """Return the description that clients see."""
+    def described(self, store: bytes, label: str, holder: bytes) -> Described:
+        """Return the description that clients see. `holder` is this store, `store` whom the orders name."""
         log = self.log
         numbers = (
             (log.created_us, log.oldest, log.next, log.messages, log.size_bytes)
@@ -184,6 +195,7 @@ class Stream:
             self.definition, self.uuid, log.epoch if log else 0, [signed for _, signed in self.orders.values()], store, label,
             *numbers, lost=self.recorder.lost, failed=failed[:1024], readable=log is not None,
             source_next=self._source_next, heard_us=self._source_seen_us,
+            holder=holder if self.replica is not None else b"",
         )  # fmt: skip
 
     @property
@@ -261,6 +273,11 @@ class Stream:
             incoming.refuse(
                 "paused",
                 f"the stream is paused; run `iris stream resume {self.name}` to record again",
+            )
+        elif self.replica is not None and self.replica.writer.full:
+            incoming.refuse(
+                "full",
+                "the bucket does not take what is waiting for it; try again when it answers",
             )
         elif self.log is None or self.log.failed:
             failed = self.failed or (self.log.failed if self.log else "")

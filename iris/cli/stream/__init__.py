@@ -59,6 +59,9 @@ def create(
         bool, typer.Option("--compact", help="Keep only the last message of each key.")
     ] = False,
     dedup_window: texts.DedupWindow = None,
+    durability: Annotated[
+        str, typer.Option("--durability", metavar="WHERE", help="When a message is acknowledged: 'disk', when the store's disk has it; 'bucket', when its object storage has it.")
+    ] = "disk",
     timeout: options.Timeout = 10.0,
     json: options.AsJson = False,
     relay: options.RelayPath = None,
@@ -79,7 +82,8 @@ def create(
         async with iris.connect(relay) as client:
             info = await client.streams.create(
                 name, topic=topic, cluster=cluster, max_bytes=max_bytes or 0, max_messages=max_messages or 0,
-                max_age=max_age or 0.0, compact=compact, dedup_window=dedup_window or 0.0, timeout=timeout,
+                max_age=max_age or 0.0, compact=compact, dedup_window=dedup_window or 0.0, durability=durability,
+                timeout=timeout,
             )  # fmt: skip
         if json:
             output.write_json(info)
@@ -355,6 +359,7 @@ def _facts(info: StreamInfo, *, human: bool) -> list[tuple[str, str]]:
             limit(info.dedup_window, f"{info.dedup_window:.15g}", texts.age_text),
         ),
         *_copy_facts(info),
+        ("durability", info.durability),
         ("lost", str(info.lost)),
         ("failed", info.failed or ("no" if human else "")),
         ("keys", " ".join(info.key_ids)),

@@ -23,7 +23,7 @@ SABOTAGES = (
         "order-store",
         "relay/store/authority.py",
         "Authority.read",
-        "order.store != self._store",
+        "order.store not in self._stores",
         "False",
         ORDERS,
         "an order for one store is accepted by another",

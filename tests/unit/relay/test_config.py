@@ -102,6 +102,8 @@ def test_every_setting_can_be_given_as_toml_and_as_text(tmp_path: Path) -> None:
         "bind": ("127.0.0.1", "::1"),
         "join": ("10.0.0.7:7430", "dns:relays.example", "[fe80::1%eth0]:1"),
         "data": Path("/var/lib/iris"),
+        "bucket": "s3://iris/streams",
+        "bucket_key": Path("/etc/iris/group.key"),
         "metrics": "[::1]:9464",
         "mdns": False,
         "listen": ("tls://127.0.0.1:7431",),

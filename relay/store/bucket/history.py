@@ -1,0 +1,142 @@
+"""Reads journals: their objects in order, each checked against the hash that the next one names."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Final
+
+from relay.store.bucket.objects import BucketError, Objects
+from relay.store.bucket.sealing import (
+    Content,
+    Fence,
+    Numbered,
+    ObjectDamaged,
+    Registered,
+    Sealer,
+    hash_of,
+    journal_key,
+    registration_key,
+)
+
+AHEAD: Final = 8
+"""Objects that are fetched at once."""
+
+
+class Registration:
+    """A journal of the bucket, as its registration says."""
+
+    __slots__ = ("hash", "number", "registered")
+
+    def __init__(self, number: int, registered: Registered, digest: bytes) -> None:
+        self.number = number
+        """Journals are numbered in the order in which they began. A journal takes only earlier ones."""
+        self.registered = registered
+        self.hash = digest
+        """Which the journal's first object names."""
+
+
+async def registrations(objects: Objects, sealer: Sealer, start: int = 1) -> list[Registration]:
+    """Return all journals of the bucket from number `start` on. Raises BucketError, ObjectDamaged."""
+    found: list[Registration] = []
+    number = start
+    while True:
+        keys = [registration_key(number + index) for index in range(AHEAD)]
+        for key, sealed in zip(keys, await _get_all(objects, keys), strict=True):
+            if sealed is None:
+                return found
+            content = sealer.open(key, sealed)
+            if not isinstance(content, Registered):
+                raise ObjectDamaged(f"object {key}: it is not a registration")
+            found.append(Registration(number, content, hash_of(sealed)))
+            number += 1
+
+
+class End:
+    """The last object of a journal."""
+
+    __slots__ = ("fence", "hash", "number")
+
+    def __init__(self, number: int, digest: bytes, fence: Fence | None) -> None:
+        self.number = number
+        """0 if the journal has no object."""
+        self.hash = digest
+        self.fence = fence
+
+
+async def end_of(objects: Objects, sealer: Sealer, journal: Registration) -> End:
+    """Return the last object of a journal. Numbers are without holes, so it is searched, not listed.
+
+    Raises BucketError, ObjectDamaged.
+    """
+    name = journal.registered.journal
+    there, absent = 0, 1
+    while await objects.exists(journal_key(name, absent)):
+        there, absent = absent, 2 * absent
+    while absent - there > 1:
+        middle = (there + absent) // 2
+        if await objects.exists(journal_key(name, middle)):
+            there = middle
+        else:
+            absent = middle
+    if not there:
+        return End(0, journal.hash, None)
+    key = journal_key(name, there)
+    sealed = await objects.get(key)
+    if sealed is None:
+        raise BucketError(f"bucket {objects.url}: {key} was there, and is gone")
+    content = sealer.open(key, sealed)
+    return End(there, hash_of(sealed), content if isinstance(content, Fence) else None)
+
+
+class Reader:
+    """Reads one journal from its beginning, or from after an object whose hash is known."""
+
+    def __init__(
+        self, objects: Objects, sealer: Sealer, journal: str, before: bytes, number: int = 1
+    ) -> None:
+        self.journal = journal
+        self.number = number
+        """The next number to read."""
+        self.before = before
+        """Hash of the object before `number`."""
+        self.fence: Fence | None = None
+        """The end of the journal, once it was read."""
+        self._objects = objects
+        self._sealer = sealer
+
+    async def rest(self) -> AsyncIterator[tuple[int, Numbered]]:
+        """Yield the objects from `number` on, up to the fence or the first number that is absent.
+
+        Raises:
+            BucketError: the bucket did not answer.
+            ObjectDamaged: an object is not what was written, or one before it was taken away.
+        """
+        while self.fence is None:
+            keys = [journal_key(self.journal, self.number + index) for index in range(AHEAD)]
+            for key, sealed in zip(keys, await _get_all(self._objects, keys), strict=True):
+                if sealed is None:
+                    return
+                content = self._open(key, sealed)
+                if isinstance(content, Fence):
+                    self.fence = content
+                    return
+                self.before = hash_of(sealed)
+                self.number += 1
+                yield self.number - 1, content
+
+    def _open(self, key: str, sealed: bytes) -> Numbered | Fence:
+        content: Content = self._sealer.open(key, sealed)
+        if not isinstance(content, Numbered | Fence):
+            raise ObjectDamaged(f"object {key}: it does not belong to a journal")
+        if content.before != self.before:
+            raise ObjectDamaged(
+                f"object {key}: it does not follow the object before it, so one of them was replaced"
+            )
+        return content
+
+
+async def _get_all(objects: Objects, keys: list[str]) -> list[bytes | None]:
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(objects.get(key)) for key in keys]
+    return [task.result() for task in tasks]

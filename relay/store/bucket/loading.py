@@ -1,0 +1,163 @@
+"""Brings the databases of a journal's streams to where the bucket says they are."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Set
+from pathlib import Path
+from typing import Final
+
+from relay.store.bucket.history import Registration
+from relay.store.bucket.objects import Objects
+from relay.store.bucket.replica import Place, move, redo
+from relay.store.bucket.sealing import Ended, Rows, Sealer
+from relay.store.bucket.succession import steps
+from relay.store.database import Database, Op
+from relay.store.errors import LogError
+
+log = logging.getLogger(__name__)
+
+NO_OFFSET: Final = 0
+
+
+class Loaded:
+    """A stream whose database stands where the bucket says."""
+
+    __slots__ = ("path", "unsent", "uuid")
+
+    def __init__(self, uuid: bytes, path: Path, unsent: list[list[Op]]) -> None:
+        self.uuid = uuid
+        self.path = path
+        self.unsent = unsent
+        """Writes that are in the database, and not in the bucket yet."""
+
+
+class _Target:
+    """The database of one stream while it is brought forward."""
+
+    def __init__(self, path: Path, uuid: bytes) -> None:
+        self.path = path
+        self.uuid = uuid
+        self.database: Database | None = None
+        self.place: Place | None = None
+        self.reached = False
+        """Whether the writes that come now are not in the database yet."""
+        if path.is_dir():
+            try:
+                self.database = Database.open(str(path))
+                self.place = Place.of(self.database)
+            except LogError as err:  # the bucket has all of it
+                log.warning(
+                    "store.copy_damaged", extra={"fields": {"path": str(path), "error": str(err)}}
+                )
+        if self.place is None:
+            self.restart()
+
+    def restart(self) -> None:
+        """Begin with an empty database."""
+        self.close()
+        shutil.rmtree(self.path, ignore_errors=True)
+        self.database = Database.create(str(self.path))
+        self.database.make_mark(self.uuid, NO_OFFSET)
+        self.place, self.reached = None, True
+
+    def write(self, ops: list[Op]) -> None:
+        """Repeat writes. Repeating those that are there already changes nothing."""
+        assert self.database is not None
+        batch = self.database.batch()
+        batch.apply(ops)
+        self.database.write(batch, NO_OFFSET, sync=False)
+
+    def close(self) -> None:
+        if self.database is not None:
+            self.database.close()
+            self.database = None
+
+
+async def load(
+    objects: Objects, sealer: Sealer, taken: list[str], known: dict[str, Registration], directory: Path, into: str,
+    *, keep: Set[bytes] = frozenset(),
+) -> list[Loaded]:  # fmt: skip
+    """Bring the databases below `directory` to what the journals `taken` hold; remove others, except `keep`.
+
+    Their streams go on in journal `into`. A database that has more than the bucket keeps it if the
+    journal that it was written for was taken by us; else it is made again.
+    Raises BucketError, ObjectDamaged, LogError.
+    """
+    targets = _targets(directory, keep)
+    try:
+        held, ends = await _replay(objects, sealer, taken, known, directory, targets)
+        loaded = []
+        for uuid, target in targets.items():
+            if uuid not in held:
+                target.close()
+                shutil.rmtree(target.path, ignore_errors=True)
+                continue
+            assert target.database is not None
+            unsent = []
+            if target.place is not None and target.place.number > ends[target.place.journal]:
+                unsent = redo(target.database, ends[target.place.journal])
+            if not unsent:
+                move(target.database, Place(into, 0))
+            target.close()
+            loaded.append(Loaded(uuid, target.path, unsent))
+        return loaded
+    finally:
+        for target in targets.values():
+            target.close()
+
+
+def _targets(directory: Path, keep: Set[bytes]) -> dict[bytes, _Target]:
+    """Return the databases that are there and not in use."""
+    return {
+        bytes.fromhex(path.name): _Target(path, bytes.fromhex(path.name))
+        for path in directory.iterdir()
+        if path.is_dir() and len(path.name) == 32 and bytes.fromhex(path.name) not in keep
+    }
+
+
+async def _replay(
+    objects: Objects, sealer: Sealer, taken: list[str], known: dict[str, Registration], directory: Path,
+    targets: dict[bytes, _Target],
+) -> tuple[set[bytes], dict[str, int]]:  # fmt: skip
+    """Write what is missing into each database; return the uuids that are held, and the end of each journal."""
+    held: set[bytes] = set()
+    ends: dict[str, int] = {}
+    for journal in taken:
+        async for name, number, content in steps(objects, sealer, journal, known):
+            ends[name] = number
+            for target in targets.values():
+                place = target.place
+                if place is not None and place.journal == name and number >= place.number:
+                    target.reached = True
+            for entry in content.entries:
+                if isinstance(entry, Rows):
+                    held.add(entry.uuid)
+                    target = targets.get(entry.uuid) or _Target(
+                        directory / entry.uuid.hex(), entry.uuid
+                    )
+                    targets[entry.uuid] = target
+                    if target.reached:
+                        target.write(entry.ops)
+                elif isinstance(entry, Ended):
+                    held.discard(entry.uuid)
+    stale = {
+        uuid
+        for uuid in held
+        if not targets[uuid].reached and not _is_ahead(targets[uuid].place, taken, ends)
+    }
+    for uuid in stale:
+        targets[uuid].restart()
+    if stale:
+        for journal in taken:
+            async for _, _, content in steps(objects, sealer, journal, known):
+                for entry in content.entries:
+                    if isinstance(entry, Rows) and entry.uuid in stale:
+                        targets[entry.uuid].write(entry.ops)
+    return held, ends
+
+
+def _is_ahead(place: Place | None, taken: list[str], ends: dict[str, int]) -> bool:
+    """Return whether a database has all that the bucket has, and more, and nobody else went on meanwhile."""
+    return place is not None and place.journal in taken and place.number > ends[place.journal]

@@ -1,0 +1,228 @@
+"""A bucket: objects by key, of which each is created once.
+
+The only agreement that streams in a bucket need is that the second of two creates of a key is
+refused. `probe` checks that a service does this before anything is stored there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Protocol
+from urllib.parse import unquote, urlsplit
+
+from iris.errors import ConfigError, IrisError
+from iris.keyfiles import sync_directory
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+TIMEOUT: Final = "30s"
+SCHEMES: Final = ("s3", "gs", "az", "file")
+
+
+class BucketError(IrisError):
+    """The bucket did not do what was asked. A create that failed may have been carried out, now or later."""
+
+
+class Objects(Protocol):
+    """The objects of one bucket, below one prefix."""
+
+    url: str
+
+    async def create(self, key: str, data: bytes) -> bool:
+        """Create an object; return False if the key exists. Raises BucketError."""
+
+    async def get(self, key: str) -> bytes | None:
+        """Return an object's content; None if it does not exist. Raises BucketError."""
+
+    async def exists(self, key: str) -> bool:
+        """Return whether an object exists. Raises BucketError."""
+
+    async def delete(self, key: str) -> None:
+        """Delete an object if it exists. Raises BucketError."""
+
+
+class Directory:
+    """A bucket in a directory, which several hosts may share.
+
+    A new object is written beside its place, synced, and linked into it; `link` fails if the place
+    is taken. NFS and CIFS support this between clients, too.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.url = f"file://{root}"
+        self._root = root
+
+    async def create(self, key: str, data: bytes) -> bool:
+        return await asyncio.to_thread(self._create, key, data)
+
+    async def get(self, key: str) -> bytes | None:
+        return await asyncio.to_thread(self._get, key)
+
+    async def exists(self, key: str) -> bool:
+        return await asyncio.to_thread((self._root / key).exists)
+
+    async def delete(self, key: str) -> None:
+        await asyncio.to_thread(self._delete, key)
+
+    def _create(self, key: str, data: bytes) -> bool:
+        path = self._root / key
+        beside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            try:
+                with os.fdopen(descriptor, "wb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.link(beside, path)
+            except FileExistsError:
+                return False
+            finally:
+                with contextlib.suppress(FileNotFoundError):
+                    beside.unlink()
+            sync_directory(str(path.parent))
+        except OSError as err:
+            raise BucketError(f"bucket {self.url}: {key}: {err.strerror or err}") from err
+        return True
+
+    def _get(self, key: str) -> bytes | None:
+        try:
+            return (self._root / key).read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as err:
+            raise BucketError(f"bucket {self.url}: {key}: {err.strerror or err}") from err
+
+    def _delete(self, key: str) -> None:
+        try:
+            (self._root / key).unlink(missing_ok=True)
+        except OSError as err:
+            raise BucketError(f"bucket {self.url}: {key}: {err.strerror or err}") from err
+
+
+class Cloud:
+    """A bucket of Amazon S3, Google Cloud Storage or Azure, or of a service that speaks their protocol."""
+
+    def __init__(self, url: str, store: ObjectStore) -> None:
+        self.url = url
+        self._store = store
+
+    async def create(self, key: str, data: bytes) -> bool:
+        import obstore
+        from obstore.exceptions import AlreadyExistsError
+
+        try:
+            await obstore.put_async(self._store, key, data, mode="create", use_multipart=False)
+        except AlreadyExistsError:
+            return False
+        except Exception as err:  # obstore raises OSError, TimeoutError and its own, by service
+            raise self._failed(key, err) from err
+        return True
+
+    async def get(self, key: str) -> bytes | None:
+        import obstore
+
+        try:
+            found = await obstore.get_async(self._store, key)
+            return bytes(await found.bytes_async())
+        except FileNotFoundError:
+            return None
+        except Exception as err:
+            raise self._failed(key, err) from err
+
+    async def exists(self, key: str) -> bool:
+        import obstore
+
+        try:
+            await obstore.head_async(self._store, key)
+        except FileNotFoundError:
+            return False
+        except Exception as err:
+            raise self._failed(key, err) from err
+        return True
+
+    async def delete(self, key: str) -> None:
+        import obstore
+
+        try:
+            await obstore.delete_async(self._store, key)
+        except FileNotFoundError:
+            return
+        except Exception as err:
+            raise self._failed(key, err) from err
+
+    def _failed(self, key: str, err: Exception) -> BucketError:
+        # The rest of obstore's texts is its own debug output.
+        first = str(err).strip().splitlines()[0] if str(err).strip() else type(err).__name__
+        return BucketError(f"bucket {self.url}: {key}: {first[:300]}")
+
+
+def open_bucket(url: str) -> Objects:
+    """Return the bucket at `url`, for example `s3://name/prefix` or `file:///shared/iris`.
+
+    Credentials come from where each service's own tools take them: the environment, a role of the
+    machine, or a profile. The service is not called yet.
+
+    Raises:
+        ConfigError: the URL names no bucket, or `obstore` is not installed.
+    """
+    parts = urlsplit(url)
+    if parts.scheme not in SCHEMES:
+        raise ConfigError(
+            f"bucket: {url!r} does not begin with one of {', '.join(f'{one}://' for one in SCHEMES)}"
+        )
+    if parts.query or parts.fragment or parts.username or parts.password:
+        raise ConfigError(
+            "bucket: the URL may have a bucket and a path only; "
+            "credentials and settings belong into the environment, for example AWS_REGION"
+        )
+    if parts.scheme == "file":
+        path = Path(unquote(parts.path))
+        if parts.netloc or not path.is_absolute():
+            raise ConfigError(f"bucket: {url!r} is not file:///absolute/path")
+        return Directory(path)
+    if not parts.netloc:
+        raise ConfigError(f"bucket: {url!r} names no bucket; write {parts.scheme}://NAME/PATH")
+    try:
+        from obstore.store import from_url
+    except ModuleNotFoundError as err:
+        if err.name != "obstore":
+            raise
+        raise ConfigError(
+            "bucket: object storage requires obstore; install it with: pip install 'iris-messaging[bucket]'"
+        ) from err
+    try:
+        options = {"timeout": TIMEOUT, "allow_http": True}
+        # Retries are ours: obstore would repeat a create whose answer was lost, and call it refused.
+        store = from_url(url, client_options=options, retry_config={"max_retries": 0})  # type: ignore[call-overload]  # for each service alike
+    except Exception as err:
+        raise ConfigError(f"bucket: {url}: {str(err).strip().splitlines()[0][:300]}") from err
+    return Cloud(url, store)
+
+
+async def probe(objects: Objects) -> None:
+    """Return if the service refuses to create an object twice.
+
+    Raises:
+        ConfigError: it does not.
+        BucketError: it did not answer.
+    """
+    key = f"probe/{secrets.token_hex(8)}"
+    try:
+        if not await objects.create(key, b"1"):
+            raise ConfigError(f"bucket {objects.url}: it says that a new object exists already")
+        if await objects.create(key, b"2") or await objects.get(key) != b"1":
+            raise ConfigError(
+                f"bucket {objects.url}: the service overwrites an object that should only be created "
+                "(If-None-Match: *), so two stores could write the same stream; use a service that refuses this, "
+                "such as Amazon S3, Google Cloud Storage, Azure, MinIO or Ceph, or a file:// directory"
+            )
+    finally:
+        with contextlib.suppress(BucketError):
+            await objects.delete(key)

@@ -1,0 +1,140 @@
+"""What is in an object of a bucket: encrypted, authenticated, and bound to its key.
+
+    object = u8 version | 12 bytes nonce | AES-256-GCM of the MessagePack content; associated data: the object's key
+
+The nonce is random: a key encrypts far fewer than 2^32 objects (NIST SP 800-38D, 8.3), because each
+holds up to some MiB. An object cannot be altered or served under another key. Each object of a
+journal names the hash of the one before, so none can be left out. What the bucket's owner can still
+do is to withhold the newest objects, which every store notices that has seen more.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Annotated, Final
+
+import msgspec
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from msgspec import Meta, Struct
+
+from iris.crypto.keys import GroupKey
+from iris.errors import IrisError
+from relay.store.database import Op
+
+VERSION: Final = 1
+NONCE_BYTES: Final = 12
+HASH_BYTES: Final = 32
+NO_HASH: Final = bytes(HASH_BYTES)
+
+Hash = Annotated[bytes, Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
+JournalId = Annotated[str, Meta(min_length=32, max_length=32)]
+"""32 hex digits, random for each journal."""
+
+
+class ObjectDamaged(IrisError):
+    """An object of the bucket was not written by a store with our group key, or is not what it wrote."""
+
+
+class Rows(Struct, frozen=True, array_like=True, tag="rows"):
+    """What was written to the database of one stream, in order."""
+
+    uuid: Annotated[bytes, Meta(min_length=16, max_length=16)]
+    ops: list[Op]
+
+
+class Ended(Struct, frozen=True, array_like=True, tag="ended"):
+    """A stream was deleted."""
+
+    uuid: Annotated[bytes, Meta(min_length=16, max_length=16)]
+
+
+class Intent(Struct, frozen=True, array_like=True, tag="intent"):
+    """The store of this journal is about to take another journal."""
+
+    victim: JournalId
+
+
+Entry = Rows | Ended | Intent
+
+
+class Registered(Struct, frozen=True, tag_field="t", tag="journal"):
+    """A journal has begun. These objects are numbered from 1 for the whole bucket."""
+
+    journal: JournalId
+    store: bytes
+    """The public key of the store that began it."""
+    label: str
+    begun_us: int
+
+
+class Numbered(Struct, frozen=True, tag_field="t", tag="batch"):
+    """An object of a journal: what one store wrote, under the journal's next number."""
+
+    before: Hash
+    """Hash of the object before; of the registration for number 1."""
+    entries: list[Entry]
+
+
+class Fence(Struct, frozen=True, tag_field="t", tag="fence"):
+    """The end of a journal: its streams go on in the journal `by`, which wrote its intent in object `intent`."""
+
+    before: Hash
+    by: JournalId
+    intent: int
+
+
+Content = Registered | Numbered | Fence
+
+_decode: Final = msgspec.msgpack.Decoder(Content).decode
+_encode: Final = msgspec.msgpack.Encoder().encode
+
+
+def journal_key(journal: str, number: int) -> str:
+    """Return the object key of a number of a journal."""
+    return f"journal/{journal}/{number:012d}"
+
+
+def registration_key(number: int) -> str:
+    """Return the object key of the bucket's journal `number`."""
+    return f"journals/{number:012d}"
+
+
+def hash_of(sealed: bytes) -> bytes:
+    """Return the hash by which the next object names this one."""
+    return hashlib.sha256(sealed).digest()
+
+
+class Sealer:
+    """Seals and opens objects under one group key."""
+
+    def __init__(self, key: GroupKey, entropy: Callable[[int], bytes]) -> None:
+        self._cipher = AESGCM(key.object_key)
+        self._entropy = entropy
+
+    def seal(self, key: str, content: Content) -> bytes:
+        """Return the object to store under `key`."""
+        nonce = self._entropy(NONCE_BYTES)
+        return (
+            bytes([VERSION]) + nonce + self._cipher.encrypt(nonce, _encode(content), key.encode())
+        )
+
+    def open(self, key: str, sealed: bytes) -> Content:
+        """Return what an object holds. Raises ObjectDamaged."""
+        if not sealed or sealed[0] != VERSION:
+            version = sealed[0] if sealed else "none"
+            raise ObjectDamaged(
+                f"object {key}: version {version}; this store reads version {VERSION}"
+            )
+        nonce, body = sealed[1 : 1 + NONCE_BYTES], sealed[1 + NONCE_BYTES :]
+        try:
+            content: Content = _decode(self._cipher.decrypt(nonce, body, key.encode()))
+        except (InvalidTag, ValueError) as err:
+            raise ObjectDamaged(
+                f"object {key}: it was not written with this group key, or was changed; "
+                "use the group key with which the bucket was begun, or restore the object from a backup"
+            ) from err
+        except (msgspec.DecodeError, RecursionError) as err:
+            raise ObjectDamaged(f"object {key}: {err}; it was written by a newer store") from err
+        return content

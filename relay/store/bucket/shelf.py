@@ -1,0 +1,59 @@
+"""What the rest of a store sees of its bucket: the group's key, and a copier for each stream in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from iris.crypto.keys import GroupKey
+from relay.store.bucket.replica import Replica
+from relay.store.bucket.writer import Writer
+from relay.store.errors import Refuse
+
+DIRECTORY: Final = "bucket"
+"""Subdirectory of the data directory with the logs of streams that are in a bucket."""
+
+
+class Shelf:
+    """The streams of one store that are in a bucket."""
+
+    def __init__(self, directory: Path, key: GroupKey, url: str, now_us: Callable[[], int]) -> None:
+        """`now_us` is a clock that is never set."""
+        self.directory = directory
+        self.key = key
+        self.url = url
+        self.writer: Writer | None = None
+        """This store's journal; None until it holds what it held before."""
+        self.held: dict[str, set[bytes]] = {}
+        """Journal of this store -> uuids of the streams whose writes go there."""
+        self.away = f"the bucket {url} was not read yet"
+        """Why nothing can be written; empty while it can."""
+        self._now_us = now_us
+
+    @property
+    def public_key(self) -> bytes:
+        """The group's public key, which orders for streams in the bucket name."""
+        return self.key.public_key
+
+    def replica(self, uuid: bytes) -> Replica:
+        """Return a copier for a stream. Raises Refuse while nothing can be written."""
+        if self.writer is None or self.writer.ended:
+            raise Refuse("leaving", self.away or f"the bucket {self.url} was lost")
+        return self._on(uuid, self.writer)
+
+    def replica_beside(self, uuid: bytes, other: Replica) -> Replica:
+        """Return a copier for a log that always moves together with another one."""
+        return self._on(uuid, other.writer)
+
+    def forget(self, replica: Replica) -> None:
+        """A stream was deleted."""
+        self.held.get(replica.writer.journal, set()).discard(replica.uuid)
+
+    def make_directory(self) -> None:
+        """Make the directory of the logs. Raises OSError."""
+        self.directory.mkdir(mode=0o700, exist_ok=True)
+
+    def _on(self, uuid: bytes, writer: Writer) -> Replica:
+        self.held.setdefault(writer.journal, set()).add(uuid)
+        return Replica(uuid, writer, self._now_us)

@@ -1,0 +1,92 @@
+"""How a journal begins, and how it takes over another: intent, fence, and what stands below it.
+
+A journal takes only journals that began before it. So the fences always lead to the newest one,
+and two stores that believe each other gone cannot take each other's streams away.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator
+from typing import Final
+
+from relay.store.bucket.history import Reader, Registration, end_of, registrations
+from relay.store.bucket.objects import Objects
+from relay.store.bucket.sealing import (
+    Fence,
+    Intent,
+    Numbered,
+    ObjectDamaged,
+    Registered,
+    Sealer,
+    hash_of,
+    journal_key,
+    registration_key,
+)
+
+MAX_TRIES: Final = 1000
+
+
+async def begin(
+    objects: Objects, sealer: Sealer, store: bytes, label: str, now_us: int
+) -> tuple[Registration, list[Registration]]:
+    """Register a new journal; return it, and all journals that began before it.
+
+    Raises BucketError, ObjectDamaged.
+    """
+    registered = Registered(secrets.token_hex(16), store, label, now_us)
+    earlier = await registrations(objects, sealer)
+    for _ in range(MAX_TRIES):
+        number = len(earlier) + 1
+        key = registration_key(number)
+        sealed = sealer.seal(key, registered)
+        if await objects.create(key, sealed) or await objects.get(key) == sealed:
+            return Registration(number, registered, hash_of(sealed)), earlier
+        earlier += await registrations(objects, sealer, number)
+    raise AssertionError("unreachable: others cannot register that many journals meanwhile")
+
+
+async def fence(
+    objects: Objects, sealer: Sealer, victim: Registration, journal: str, intent: int
+) -> Fence:
+    """End the journal `victim`, unless somebody else was first; return its fence.
+
+    `intent` is the number of the object of `journal` that says so, which is known to be in the bucket.
+    Raises BucketError, after which it may be repeated; ObjectDamaged.
+    """
+    while True:
+        end = await end_of(objects, sealer, victim)
+        if end.fence is not None:
+            return end.fence
+        key = journal_key(victim.registered.journal, end.number + 1)
+        await objects.create(key, sealer.seal(key, Fence(end.hash, journal, intent)))
+        # Whatever the answer was: what stands there now decides.
+
+
+async def steps(
+    objects: Objects, sealer: Sealer, journal: str, known: dict[str, Registration]
+) -> AsyncIterator[tuple[str, int, Numbered]]:
+    """Yield (journal, number, object) of everything that a journal holds, in order: what it took, before
+    what it wrote after that.
+
+    A journal that it only intended to take is left out. `known` has all registrations by journal.
+    Raises BucketError, ObjectDamaged.
+    """
+    reader = Reader(objects, sealer, journal, _of(known, journal).hash)
+    async for number, content in reader.rest():
+        for entry in content.entries:
+            if isinstance(entry, Intent):
+                taken = (await end_of(objects, sealer, _of(known, entry.victim))).fence
+                if taken is not None and (taken.by, taken.intent) == (journal, number):
+                    async for step in steps(objects, sealer, entry.victim, known):
+                        yield step
+        yield journal, number, content
+
+
+def _of(known: dict[str, Registration], journal: str) -> Registration:
+    try:
+        return known[journal]
+    except KeyError:
+        raise ObjectDamaged(
+            f"journal {journal}: another journal names it, but its registration is missing"
+        ) from None

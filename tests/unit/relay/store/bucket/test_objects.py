@@ -1,0 +1,81 @@
+"""A bucket refuses the second of two creates, and a service that does not is found out."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+
+from iris.errors import ConfigError
+from relay.store.bucket.objects import BucketError, Directory, Objects, open_bucket, probe
+
+
+class Overwriting(Directory):
+    """A service without conditional writes."""
+
+    def _create(self, key: str, data: bytes) -> bool:
+        self._delete(key)
+        return super()._create(key, data)
+
+
+async def test_one_of_many_creates_succeeds_and_its_content_stays(tmp_path: Path) -> None:
+    buckets = [open_bucket(f"file://{tmp_path}") for _ in range(8)]
+    for number in range(10):
+        key = f"journal/{number:012d}"
+        made = await asyncio.gather(
+            *(bucket.create(key, b"%d" % n) for n, bucket in enumerate(buckets))
+        )
+        assert made.count(True) == 1
+        assert await buckets[0].get(key) == b"%d" % made.index(True)
+        assert await buckets[1].exists(key)
+
+
+async def test_what_was_deleted_is_not_there_and_deleting_it_again_is_no_error(
+    tmp_path: Path,
+) -> None:
+    bucket = open_bucket(f"file://{tmp_path}")
+    assert await bucket.create("a/b", b"1")
+    await bucket.delete("a/b")
+    await bucket.delete("a/b")
+    assert await bucket.get("a/b") is None
+    assert not await bucket.exists("a/b")
+
+
+async def test_the_probe_leaves_nothing_behind(tmp_path: Path) -> None:
+    await probe(open_bucket(f"file://{tmp_path}"))
+    assert not os.listdir(tmp_path / "probe")
+
+
+async def test_a_service_that_overwrites_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"{tmp_path}: the service overwrites an object"):
+        await probe(Overwriting(tmp_path))
+
+
+async def test_a_directory_that_cannot_be_written_says_which(tmp_path: Path) -> None:
+    (tmp_path / "journal").write_text("a file in the way")
+    bucket: Objects = Directory(tmp_path)
+    with pytest.raises(BucketError, match=f"bucket file://{tmp_path}: journal/1: "):
+        await bucket.create("journal/1", b"")
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("", "does not begin with one of s3://"),
+        ("http://host/bucket", "does not begin with one of s3://"),
+        ("s3:///prefix", "names no bucket"),
+        ("file://relative/path", "is not file:///absolute/path"),
+        ("s3://bucket/prefix?endpoint=http://x", "settings belong into the environment"),
+    ],
+)
+def test_a_url_that_names_no_bucket_is_refused(url: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        open_bucket(url)
+
+
+def test_a_secret_in_a_url_is_refused_and_not_repeated() -> None:
+    with pytest.raises(ConfigError) as caught:
+        open_bucket("s3://AKIA:hunter2@bucket/prefix")
+    assert "hunter2" not in str(caught.value)

@@ -1,0 +1,84 @@
+"""Objects of a bucket open with their group key, under their own key, unchanged; else they say why not."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from iris.crypto.keys import GroupKey, StoreKey
+from relay.store.bucket.sealing import (
+    NO_HASH,
+    Content,
+    Ended,
+    Fence,
+    Intent,
+    Numbered,
+    ObjectDamaged,
+    Registered,
+    Rows,
+    Sealer,
+)
+from relay.store.database import DELETE, DELETE_RANGE, PUT_RECORD, Op
+
+SECRET = bytes(range(32))
+JOURNAL = "0f" * 16
+CONTENTS: list[Content] = [
+    Registered(JOURNAL, bytes(32), "host", 1),
+    Numbered(NO_HASH, [Rows(bytes(16), [Op(PUT_RECORD, b"k", b"v"), Op(DELETE, b"k")])]),
+    Numbered(NO_HASH, [Intent(JOURNAL), Ended(bytes(16)), Rows(bytes(16), [Op(DELETE_RANGE, b"a", b"b")])]),
+    Fence(NO_HASH, JOURNAL, 7),
+]  # fmt: skip
+
+
+def sealer(secret: bytes = SECRET) -> Sealer:
+    numbers = iter(range(1 << 20))
+    return Sealer(GroupKey(secret), lambda size: next(numbers).to_bytes(size, "big"))
+
+
+@pytest.mark.parametrize("content", CONTENTS)
+def test_what_is_sealed_opens_under_the_same_key_of_the_bucket_alone(content: Content) -> None:
+    ours = sealer()
+    sealed = ours.seal("journal/a/1", content)
+    assert sealer().open("journal/a/1", sealed) == content
+    with pytest.raises(ObjectDamaged, match="journal/a/2: it was not written with this group key"):
+        ours.open("journal/a/2", sealed)
+
+
+def test_another_group_reads_nothing() -> None:
+    sealed = sealer().seal("k", CONTENTS[1])
+    with pytest.raises(ObjectDamaged, match="use the group key with which the bucket was begun"):
+        sealer(bytes(32)).open("k", sealed)
+
+
+def test_a_newer_version_is_named() -> None:
+    sealed = sealer().seal("k", CONTENTS[0])
+    with pytest.raises(ObjectDamaged, match="version 9; this store reads version 1"):
+        sealer().open("k", b"\x09" + sealed[1:])
+    with pytest.raises(ObjectDamaged, match="version none"):
+        sealer().open("k", b"")
+
+
+@given(st.data())
+def test_a_changed_byte_is_noticed(data: st.DataObject) -> None:
+    sealed = bytearray(sealer().seal("k", data.draw(st.sampled_from(CONTENTS))))
+    sealed[data.draw(st.integers(0, len(sealed) - 1))] ^= data.draw(st.integers(1, 255))
+    with pytest.raises(ObjectDamaged):
+        sealer().open("k", bytes(sealed))
+
+
+@given(st.binary(max_size=200))
+def test_anything_else_is_refused(data: bytes) -> None:
+    with pytest.raises(ObjectDamaged):
+        sealer().open("k", data)
+
+
+def test_names_and_records_cannot_be_read_in_the_bucket() -> None:
+    sealed = sealer().seal("k", Numbered(NO_HASH, [Rows(bytes(16), [Op(1, b"orders", b"flight 4711")])]))  # fmt: skip
+    assert b"orders" not in sealed
+    assert b"4711" not in sealed
+
+
+def test_a_group_key_is_not_the_store_key_of_the_same_bytes_by_type() -> None:
+    assert GroupKey(SECRET) != StoreKey(SECRET)
+    assert "object_key" not in repr(GroupKey(SECRET))
