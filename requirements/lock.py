@@ -37,7 +37,19 @@ LAYERS: Final[dict[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {
     "bench": (PEERS, ("build", "base")),
     # Whole, because a host installs nothing else: the package with what its relay, store and bridges use.
     "deploy": (
-        ("--extra", "store", "--extra", "bucket", "--extra", "metrics", "--extra", "otel", "--extra", "web", PROJECT),
+        (
+            "--extra",
+            "store",
+            "--extra",
+            "bucket",
+            "--extra",
+            "metrics",
+            "--extra",
+            "otel",
+            "--extra",
+            "web",
+            PROJECT,
+        ),
         (),
     ),
     "dist": (("requirements/dist.in",), ("build",)),
