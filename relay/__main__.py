@@ -70,7 +70,7 @@ def relay(
     ] = None,
     metrics: Annotated[
         str | None,
-        typer.Option(metavar="HOST:PORT", help="Serve metrics and health over HTTP here, such as 127.0.0.1:9464. Needs the extra [metrics]."),
+        typer.Option(metavar="HOST:PORT", help="Serve metrics and health over HTTP here, such as 127.0.0.1:9464. Needs the extra 'metrics'."),
     ] = None,
     site: Annotated[
         str | None,

@@ -18,9 +18,9 @@ async def main() -> None:
         client.serve(service),
         client.subscribe("orders.>") as orders,
     ):
-        await client.wait_for_subscribers("orders.new", 1, timeout=2.0)
+        await client.wait_for_subscribers("orders.new", 1, timeout=5.0)
 
-        reply = await client.request("greeter", b"world", timeout=2.0)
+        reply = await client.request("greeter", b"world", timeout=5.0)
         print(reply.decode())
 
         await client.publish("orders.new", b"1 espresso")
@@ -28,7 +28,7 @@ async def main() -> None:
         print(order.name, order.payload.decode())
 
         try:
-            await client.request("nobody", b"hello", timeout=2.0)
+            await client.request("nobody", b"hello", timeout=5.0)
         except iris.NoMembers:
             print("nobody is there")
 

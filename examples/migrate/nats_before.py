@@ -18,15 +18,15 @@ async def main(server: str) -> None:
     orders = await client.subscribe("orders.>")
     await client.flush()
 
-    reply = await client.request("greeter", b"world", timeout=2.0)
+    reply = await client.request("greeter", b"world", timeout=5.0)
     print(reply.data.decode())
 
     await client.publish("orders.new", b"1 espresso")
-    order = await orders.next_msg(timeout=2.0)
+    order = await orders.next_msg(timeout=5.0)
     print(order.subject, order.data.decode())
 
     try:
-        await client.request("nobody", b"hello", timeout=2.0)
+        await client.request("nobody", b"hello", timeout=5.0)
     except NoRespondersError:
         print("nobody is there")
     await client.drain()

@@ -8,7 +8,7 @@ import iris
 async def main() -> None:
     async with iris.connect() as client:
         async with client.subscribe("orders.>") as orders:
-            await client.wait_for_subscribers("orders.new", 1, timeout=2.0)
+            await client.wait_for_subscribers("orders.new", 1, timeout=5.0)
             await client.publish("orders.new", b"1 espresso")
             async for message in orders:
                 print(message.name, message.payload.decode())

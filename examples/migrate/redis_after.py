@@ -7,7 +7,7 @@ import iris
 
 async def main() -> None:
     async with iris.connect() as client, client.subscribe("orders.*") as orders:
-        await client.wait_for_subscribers("orders.new", 1, timeout=2.0)
+        await client.wait_for_subscribers("orders.new", 1, timeout=5.0)
 
         receivers = await client.publish("orders.new", b"1 espresso", report=True)
         print("receivers:", receivers)

@@ -21,7 +21,7 @@ async def main() -> None:
         with sockets.socket(zmq.REQ) as req:
             req.connect(f"tcp://127.0.0.1:{port[0]}")
             await req.send(b"world")
-            print((await asyncio.wait_for(req.recv(), 2.0)).decode())
+            print((await asyncio.wait_for(req.recv(), 5.0)).decode())
         await server
 
         with sockets.socket(zmq.PULL) as pull, sockets.socket(zmq.PUSH) as push:

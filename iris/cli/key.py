@@ -440,7 +440,7 @@ async def _check_everybody_holds(
         ) from error
     if behind:
         raise KeyringError(
-            f"{plural(len(behind), 'member')} hold only old keys and could not open messages sealed with {key.key_id.hex()[:8]}…: "
+            f"{plural(len(behind), 'member')} {'holds' if len(behind) == 1 else 'hold'} only old keys and could not open messages sealed with {key.key_id.hex()[:8]}…: "
             f"{'; '.join(behind[:5])}{' …' if len(behind) > 5 else ''}. Copy the keyring to them and reload it (SIGHUP), "
             "or use --force"
         )

@@ -54,7 +54,7 @@ LogFormat = Annotated[
 ]
 Metrics = Annotated[
     str,
-    typer.Option(metavar="HOST:PORT", help="Serve metrics and health over HTTP here, such as 127.0.0.1:9465. Needs the extra [metrics].", show_default=False),
+    typer.Option(metavar="HOST:PORT", help="Serve metrics and health over HTTP here, such as 127.0.0.1:9465. Needs the extra 'metrics'.", show_default=False),
 ]  # fmt: skip
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, one object per line.")]
 RelayPath = Annotated[

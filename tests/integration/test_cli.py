@@ -985,7 +985,7 @@ def test_keys_rotate_under_a_member_that_keeps_serving(
     new = re.search(r"added ([0-9a-f]{32})", said.decode())
     assert new is not None
     refused = keys("key", "promote", "narrow", code=2)
-    assert b"hold only old keys" in refused
+    assert b"holds only old keys" in refused
     assert info.member.encode() in refused
     process.send_signal(signal.SIGHUP)
     wait_until(

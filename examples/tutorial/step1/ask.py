@@ -8,7 +8,7 @@ import iris
 
 async def main(number: str) -> None:
     async with iris.connect() as client:
-        print(await client.request("departures", number, timeout=2.0, type=str))
+        print(await client.request("departures", number, timeout=5.0, type=str))
 
 
 asyncio.run(main(sys.argv[1]))

@@ -12,7 +12,7 @@ async def main(number: str) -> None:
     async with iris.connect() as client:
         try:
             flight = await client.request(
-                "departures", number, timeout=2.0, method="status", type=Flight
+                "departures", number, timeout=5.0, method="status", type=Flight
             )
             print(f"{flight.number} leaves {flight.origin} at {flight.scheduled} + {flight.delay}")
         except iris.RemoteError as error:
