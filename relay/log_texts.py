@@ -156,12 +156,18 @@ SENTENCES: Final[dict[str, str | tuple[str, ...]]] = {
     "bridge.keys_reloaded": (
         "The keyring was read again; {left_behind} clients keep the old keys.",
         "The keyring was read again for socket {socket}.",
+        "The keyring was read again.",
     ),
     "bridge.keys_not_reloaded": (
         "The keyring could not be applied for client {peer}, which keeps the old keys: {error}.",
         "The keyring could not be applied for socket {socket}, which keeps the old keys: {error}.",
         "The keyring could not be read again, so the bridge keeps the old keys: {error}.",
+        "The tokens or the keyring could not be read again, so the old ones stay in use: {error}. Correct the file and send SIGHUP.",
     ),
+    "http.reads": "This bridge opens every message that it passes on: its memory and its HTTP connections have them in the clear. Run it where you would run a member of the clusters.",
+    "http.serving": "The bridge serves HTTP at {address} (number of tokens: {tokens}).",
+    "http.tokens_reloaded": "The tokens were read again (number: {tokens}). Event streams were ended, so that their clients connect again.",
+    "http.stopped": "The bridge stopped after {requests} requests.",
     "bridge.fault": f"Client {{peer}} was disconnected because of an internal error; the others continue. {_BUG}",
     "bridge.tunnel_fault": f"A tunnel of the bridge was closed because of an internal error. {_BUG}",
     "bridge.open": "Socket {socket} is open at {url}.",

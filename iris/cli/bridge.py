@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from iris.cli import options
+from iris.cli.bridge_http import http, http_token
 from iris.cli.bridge_sp import sp
 from iris.cli.exits import report_error
 from iris.errors import IrisError
@@ -21,6 +22,7 @@ app = typer.Typer(
     Examples:
       iris bridge iris1
       iris bridge sp --config sp.toml
+      iris bridge http
     """,
 )  # fmt: skip
 
@@ -73,3 +75,5 @@ def iris1(
 
 
 app.command("sp")(sp)
+app.command("http")(http)
+app.command("http-token")(http_token)

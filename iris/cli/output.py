@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import base64
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from iris.core.message import MEMBER_HEADER, Message
-from iris.errors import DecodeError, RemoteError
+from iris.core.message import Message
+from iris.documents import as_bytes, as_document, text_of
 from iris.wire.names import printable
 
 if TYPE_CHECKING:
@@ -35,50 +34,6 @@ def write_json(document: object) -> None:
     write(msgspec.json.encode(document) + b"\n")
 
 
-def as_document(message: Message, **more: object) -> dict[str, Any]:
-    """Return the JSON document of a message: name, payload, encoding of the payload, member, headers, and `more`.
-
-    | encoding | payload is |
-    |---|---|
-    | "utf-8" | the text that was sent |
-    | "base64" | base64 of bytes that are not UTF-8 |
-    | "object" | the object that was sent |
-    | "msgpack" | base64 of an object's MessagePack that JSON cannot represent |
-    """
-    payload, encoding = _readable(message)
-    document: dict[str, Any] = {"name": message.name, "payload": payload, "encoding": encoding}
-    headers = dict(message.headers or {})
-    member = headers.pop(MEMBER_HEADER, "")
-    if member:
-        document["member"] = member
-    if headers:
-        document["headers"] = headers
-    return {**document, **more}
-
-
-def as_error(error: RemoteError) -> dict[str, Any]:
-    """Return the JSON document of an error of a member: text, code, details, and whether it may have run."""
-    details: Any = error.details
-    try:
-        msgspec.json.encode(details)
-    except (TypeError, ValueError, RecursionError):  # such as maps with keys that JSON cannot have
-        details = repr(details)
-    return {
-        "error": error.detail,
-        "code": error.code,
-        "details": details,
-        "may_have_run": error.may_have_run,
-    }
-
-
-def as_bytes(message: Message) -> bytes:
-    """Return the payload as it was sent, or as JSON if it is an object."""
-    if not message.packed:
-        return message.payload
-    payload, encoding = _readable(message)
-    return message.payload if encoding == "msgpack" else msgspec.json.encode(payload)
-
-
 def show(message: Message, *, as_json: bool, end: bytes | None = b"\n") -> None:
     """Write one message and then `end`; with `as_json`, a line of JSON.
 
@@ -96,7 +51,7 @@ def show(message: Message, *, as_json: bool, end: bytes | None = b"\n") -> None:
 def show_bytes(data: bytes, *, as_json: bool) -> None:
     """Write one tunnel message as a line."""
     if as_json:
-        payload, encoding = _text(data)
+        payload, encoding = text_of(data)
         write_json({"payload": payload, "encoding": encoding})
     else:
         write(data + b"\n")
@@ -107,21 +62,3 @@ def console() -> Console:
     from rich.console import Console
 
     return Console(width=None if sys.stdout.isatty() else 160, highlight=False)
-
-
-def _readable(message: Message) -> tuple[Any, str]:
-    if not message.packed:
-        return _text(message.payload)
-    try:
-        value = message.value
-        msgspec.json.encode(value)
-    except (DecodeError, TypeError, ValueError, RecursionError):
-        return base64.b64encode(message.payload).decode(), "msgpack"
-    return value, "object"
-
-
-def _text(data: bytes) -> tuple[str, str]:
-    try:
-        return data.decode(), "utf-8"
-    except UnicodeDecodeError:
-        return base64.b64encode(data).decode(), "base64"

@@ -12,6 +12,7 @@ from iris.cli.exits import Exit, run, whether_it_ran
 from iris.cli.members import hint_at_served
 from iris.client import connect
 from iris.core.message import Message
+from iris.documents import as_error
 from iris.errors import ConnectionLost, RemoteError, RequestTimeout
 
 
@@ -63,7 +64,7 @@ def request(
                 raise
             except RemoteError as err:
                 if json:
-                    output.write_json(output.as_error(err))
+                    output.write_json(as_error(err))
                 raise
         output.show(reply, as_json=json, end=b"" if raw else None)
         return Exit.OK

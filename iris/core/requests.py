@@ -79,7 +79,7 @@ class Pending(msgspec.Struct, eq=False):
 class Requests:
     """Unfinished requests and surveys of one session, and its latest pushes."""
 
-    __slots__ = ("_pending", "_pushes", "_session", "left", "routed")
+    __slots__ = ("_pending", "_pushes", "_session", "left", "routed", "senders")
 
     def __init__(self, session: SessionBase) -> None:
         self._session = session
@@ -89,6 +89,8 @@ class Requests:
         self.routed = 0
         """Last hop id up to which the relay has routed everything."""
         self._pushes: dict[int, tuple[str, int, str]] = {}
+        self.senders: dict[int, Waiter] = {}
+        """Pushes whose sender waits for a failure, by hop id. A failure is set there instead of being reported."""
         """The latest pushes: hop id -> (cluster, deadline, method), so that a report of a failure can name them."""
 
     def __len__(self) -> int:
@@ -163,8 +165,8 @@ class Requests:
         timeout_ms: int,
         member: str = "",
         method: str = "",
-    ) -> None:
-        """Send a push. Only a failure comes back; the owner gets a report of it (`Owner.lost`).
+    ) -> int:
+        """Send a push and return its hop id. Only a failure comes back; the owner gets a report of it (`Owner.lost`).
 
         Raises RelayError if it is for one member and the relay does not know of members.
         """
@@ -180,6 +182,7 @@ class Requests:
         self._pushes[hop] = (name, deadline_us, method)
         if len(self._pushes) > MAX_PENDING:
             del self._pushes[next(iter(self._pushes))]
+        return hop
 
     def forget(self, pending: Pending) -> None:
         """Forget a call whose caller no longer waits. A later answer is dropped and counted.
@@ -292,6 +295,10 @@ class Requests:
                 name, _, method = push
                 fail = _hinted(fail, method)
                 error = error_of(name, fail)
+                sender = self.senders.pop(fail.hop, None)
+                if sender is not None and not sender.done():
+                    sender.set_exception(error)
+                    return
                 self._session.owner.lost(
                     Lost("push", name, b"", 1, fail.detail or "the relay refused it", error)
                 )

@@ -9,6 +9,8 @@ from typing import Any, Final
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
+from iris.web.server import CUT
+
 HEADERS_S: Final = 10.0
 """Time for a connection to send the headers of a request, from its first byte."""
 MAX_HEAD_BYTES: Final = 32 << 10
@@ -39,7 +41,8 @@ class Connection(H11Protocol):
     """One connection."""
 
     def __init__(self, door: Door, **more: Any) -> None:
-        super().__init__(**more)
+        state = {**more.pop("app_state"), CUT: self.cut}
+        super().__init__(app_state=state, **more)
         self._door = door
         self._timer: asyncio.TimerHandle | None = None
         self._rest = False
@@ -53,7 +56,7 @@ class Connection(H11Protocol):
                 transport.write(FULL)
                 transport.close()
             else:
-                next(iter(door.waiting))._cut()
+                next(iter(door.waiting)).cut()
         super().connection_made(transport)
         if transport.is_closing():
             return
@@ -112,9 +115,10 @@ class Connection(H11Protocol):
     def _late(self) -> None:
         self._timer = None
         self._door.cut += 1
-        self._cut()
+        self.cut()
 
-    def _cut(self) -> None:
+    def cut(self) -> None:
+        """End the connection at once, whatever was not sent yet."""
         self._door.waiting.pop(self, None)
         self.connections.discard(self)
         self.transport.abort()

@@ -107,15 +107,22 @@ class Tokens:
             ConfigError: the file is missing, open to other users or malformed. The text has no token.
         """
         try:
-            document = tomllib.loads(read_secret(path))
+            text = read_secret(path)
         except KeyringError as error:
             raise ConfigError(str(error)) from error
-        except ValueError as error:
-            raise ConfigError(f"{path}: {error}") from None  # the cause holds the whole file
         try:
-            return cls(_parse(document, verbs))
+            return cls.parse(text, verbs)
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None  # the cause has the same text
+
+    @classmethod
+    def parse(cls, text: str, verbs: Collection[str]) -> Self:
+        """Return the tokens in the text of a file. Raises ConfigError as `load`."""
+        try:
+            document = tomllib.loads(text)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None  # the cause holds the whole file
+        return cls(_parse(document, verbs))
 
     @classmethod
     def single(cls, token: str, name: str, allow: Mapping[str, Sequence[str]]) -> Self:

@@ -30,6 +30,7 @@ import iris
 from iris import cli, keyfiles
 from iris.cli.exits import Exit, exit_code
 from iris.cli.stream import _records, texts
+from iris.documents import time_text
 from iris.errors import (
     AmbiguousStream,
     IrisError,
@@ -148,10 +149,10 @@ def test_sizes_and_ages_are_read_in_their_units() -> None:
 def test_a_time_without_a_zone_is_of_this_host() -> None:
     assert texts.parse_start("2026-01-31T12:00:00Z") == datetime(2026, 1, 31, 12, tzinfo=UTC)
     assert texts.parse_start("2026-01-31") == datetime(2026, 1, 31).astimezone()
-    text = texts.time_text(1_769_860_800_000_001)
+    text = time_text(1_769_860_800_000_001)
     assert text == "2026-01-31T12:00:00.000001Z"
     assert texts.parse_time(text) == datetime(2026, 1, 31, 12, 0, 0, 1, tzinfo=UTC)
-    assert texts.time_text(2**63 - 1) is None
+    assert time_text(2**63 - 1) is None
 
 
 def test_a_gap_is_reported_in_one_line_without_control_characters() -> None:

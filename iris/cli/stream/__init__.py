@@ -21,6 +21,7 @@ from iris.cli import options, output
 from iris.cli.arguments import WrongUsage
 from iris.cli.exits import Exit, complain, run
 from iris.cli.stream import consumers, letters, mirroring, reading, texts, writing
+from iris.documents import time_text
 from iris.streams import StreamInfo
 from iris.wire.names import plural, printable
 from iris.wire.orders import DEAD
@@ -363,7 +364,7 @@ def _facts(info: StreamInfo, *, human: bool) -> list[tuple[str, str]]:
         ("lost", str(info.lost)),
         ("failed", info.failed or ("no" if human else "")),
         ("keys", " ".join(info.key_ids)),
-        ("created", texts.time_text(info.created_us) or str(info.created_us)),
+        ("created", time_text(info.created_us) or str(info.created_us)),
         ("host", info.host),
         ("store", info.store),
         ("epoch", str(info.epoch)),
@@ -374,7 +375,7 @@ def _copy_facts(info: StreamInfo) -> list[tuple[str, str]]:
     """Return the lines that only a copy has."""
     if not info.mirror:
         return []
-    last_report = texts.time_text(info.heard_us) if info.heard_us else None
+    last_report = time_text(info.heard_us) if info.heard_us else None
     return [
         ("source", info.source),
         ("source-uuid", info.mirror),

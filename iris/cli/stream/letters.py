@@ -12,7 +12,7 @@ from iris.cli import options, output
 from iris.cli.arguments import WrongUsage
 from iris.cli.exits import Exit, complain, run
 from iris.cli.stream import texts
-from iris.cli.stream.reading import as_document
+from iris.documents import as_bytes, stream_document
 from iris.streams import StreamMessage
 from iris.wire.names import plural, printable
 
@@ -53,7 +53,7 @@ def dead(
             )
         if json:
             for letter in found:
-                output.write(msgspec.json.encode(as_document(letter)) + b"\n")
+                output.write(msgspec.json.encode(stream_document(letter)) + b"\n")
         else:
             texts.print_table(COLUMNS, [_row(letter) for letter in found], right=("deliveries",))
         if not found:
@@ -119,7 +119,7 @@ def redrive(
 def _row(letter: StreamMessage) -> tuple[str, ...]:
     dead = letter.dead
     assert dead is not None
-    payload = output.as_bytes(letter).decode(errors="replace")
+    payload = as_bytes(letter).decode(errors="replace")
     if len(payload) > SHOWN:
         payload = payload[: SHOWN - 1] + "…"
     unreadable = (letter.headers or {}).get("unreadable", "") if not letter.payload else ""

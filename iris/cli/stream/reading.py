@@ -12,6 +12,7 @@ import iris
 from iris.cli import options, output
 from iris.cli.exits import Exit, complain, run, until_stopped
 from iris.cli.stream import texts
+from iris.documents import as_bytes, stream_document, time_text
 from iris.streams import StreamGap, StreamMessage
 
 _encode_line: Final = msgspec.json.Encoder().encode
@@ -61,8 +62,8 @@ def read(
 
     def shown(message: StreamMessage) -> bytes:
         if json:
-            return msgspec.json.encode(as_document(message)) + b"\n"
-        return output.as_bytes(message) + b"\n"
+            return msgspec.json.encode(stream_document(message)) + b"\n"
+        return as_bytes(message) + b"\n"
 
     async def work() -> int:
         copying = _copy(
@@ -101,7 +102,7 @@ def export(
     """
 
     def line(message: StreamMessage) -> bytes:
-        time = texts.time_text(message.stored_us)
+        time = time_text(message.stored_us)
         found = Line(
             message.payload, message.offset, time, message.name, message.headers, message.packed, message.tombstone
         )  # fmt: skip
@@ -114,24 +115,6 @@ def export(
         return Exit.OK
 
     run(work)
-
-
-def as_document(message: StreamMessage) -> dict[str, Any]:
-    """Return the JSON document of a stream's message."""
-    document: dict[str, Any] = {
-        "offset": message.offset,
-        "time": texts.time_text(message.stored_us),
-        "sent": texts.time_text(message.sent_us),
-        **output.as_document(message),
-    }
-    if message.tombstone:
-        document["tombstone"] = True
-    dead = message.dead
-    if dead is not None:
-        document["dead"] = {
-            "offset": dead.offset, "consumer": dead.consumer, "deliveries": dead.deliveries, "reason": dead.reason,
-        }  # fmt: skip
-    return document
 
 
 async def _copy(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from decimal import Decimal
 from typing import Annotated, Any, Final, Literal
 
@@ -92,15 +92,6 @@ DedupWindow = Annotated[
 StartAt = Annotated[
     Any, typer.Option("--start", metavar="WHERE", parser=parse_start, help="Where to start: first, last, new, an offset, or an ISO time.")
 ]  # fmt: skip
-
-
-def time_text(time_us: int) -> str | None:
-    """Return a time as ISO 8601 in UTC, which `parse_time` accepts; None if it is after the year 9999."""
-    try:
-        moment = _EPOCH + timedelta(microseconds=time_us)
-    except OverflowError:
-        return None
-    return moment.isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
 def size_text(size: int) -> str:

@@ -1,0 +1,231 @@
+"""Publications as server-sent events.
+
+All readers of a filter share one subscription. A publication is encoded once; each reader has a queue of such events,
+bounded in bytes. When it is full, events are dropped for this reader alone, and an event `lost` with their number takes
+their place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter, deque
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Final
+
+import iris
+from iris.documents import as_document
+from iris.web.problems import Problem
+from relay.bridges.http.config import HttpConfig
+from relay.bridges.http.replies import HEARTBEAT, event
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+CHUNK_BYTES: Final = 64 << 10
+"""Events are sent together up to this size."""
+READERS_AT_ONCE: Final = 100
+"""Readers that get an event before other work has its turn."""
+STOPPED: Final = event(
+    {"reason": "the bridge is stopping or has read its tokens again; connect again"}, "end"
+)
+
+
+class Reader:
+    """One event stream: the queue of events of one client."""
+
+    def __init__(self, feed: Feed, limit_bytes: int) -> None:
+        self.feed = feed
+        self.dropped = 0
+        """Events dropped so far, because this reader was slow."""
+        self._limit_bytes = limit_bytes
+        self._queue: deque[bytes] = deque()
+        self._queued_bytes = 0
+        self._lost: Counter[str] = Counter()
+        """Lost publications that are not in the queue as an event yet: cause -> count; 0 if it is unknown."""
+        self._waiter: asyncio.Future[None] | None = None
+        self._ended = False
+
+    def offer(self, data: bytes, count: int) -> int:
+        """Queue `count` events, or drop them and return their number."""
+        dropped = 0
+        if self._queued_bytes + len(data) > self._limit_bytes and self._queue:
+            self._lost["slow reader"] += count
+            self.dropped += count
+            dropped = count
+        else:
+            self._note_lost()
+            self._put(data)
+        self._wake()
+        return dropped
+
+    def lose(self, cause: str, count: int) -> None:
+        """Tell the reader of publications that did not reach the bridge; `count` is 0 if it is unknown."""
+        self._lost[cause] += count
+        self._wake()
+
+    def end(self) -> None:
+        """End the stream, after what is queued."""
+        self._ended = True
+        self._wake()
+
+    async def next(self, heartbeat_s: float) -> bytes:
+        """Return what to send next; b"" at the end, a comment if nothing happens for `heartbeat_s`."""
+        if not self._queue:
+            self._note_lost()
+        if not self._queue and not self._ended:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                async with asyncio.timeout(heartbeat_s):
+                    await self._waiter
+            except TimeoutError:
+                return HEARTBEAT
+            finally:
+                self._waiter = None
+            if not self._queue:
+                self._note_lost()
+        if not self._queue:
+            return b""
+        chunk = [self._queue.popleft()]
+        size = len(chunk[0])
+        while self._queue and size + len(self._queue[0]) <= CHUNK_BYTES:
+            size += len(self._queue[0])
+            chunk.append(self._queue.popleft())
+        self._queued_bytes -= size
+        return b"".join(chunk)
+
+    def _note_lost(self) -> None:
+        """Queue the events of losses; they are small and as many as there are causes."""
+        if not self._lost:
+            return
+        lost, self._lost = self._lost, Counter()
+        for cause, count in lost.items():
+            self._put(event({"count": count or None, "cause": cause}, "lost"))
+
+    def _put(self, data: bytes) -> None:
+        self._queue.append(data)
+        self._queued_bytes += len(data)
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class Feed:
+    """One filter that is read: its subscription, and its readers."""
+
+    def __init__(self, topics: Topics, pattern: str, config: HttpConfig) -> None:
+        self.pattern = pattern
+        self.readers: dict[Reader, None] = {}
+        self._topics = topics
+        self._limit_bytes = config.filter_bytes
+        self._waiting: deque[iris.Message] = deque()
+        self._waiting_bytes = 0
+        self._task: asyncio.Task[None] | None = None
+        self.subscription = topics.client.subscribe(pattern, self._take, on_gap=self._gap)
+
+    async def close(self) -> None:
+        """End the subscription."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+        await self.subscription.close()
+
+    def _take(self, message: iris.Message) -> None:
+        size = len(message.payload) + 256
+        if self._waiting and self._waiting_bytes + size > self._limit_bytes:
+            self._topics.lost["bridge full"] += 1
+            for reader in self.readers:
+                reader.lose("the bridge was too slow", 1)
+            return
+        self._waiting.append(message)
+        self._waiting_bytes += size
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._hand_out(), name=f"http-{self.pattern}")  # fmt: skip
+
+    async def _hand_out(self) -> None:
+        """Give what waits to all readers, some readers at a time."""
+        try:
+            while self._waiting:
+                parts: list[bytes] = []
+                size = 0
+                while self._waiting and size < CHUNK_BYTES:
+                    message = self._waiting.popleft()
+                    self._waiting_bytes -= len(message.payload) + 256
+                    parts.append(event(as_document(message)))
+                    size += len(parts[-1])
+                data = b"".join(parts)
+                for number, reader in enumerate(list(self.readers)):
+                    if number % READERS_AT_ONCE == READERS_AT_ONCE - 1:
+                        await asyncio.sleep(0)
+                    self._topics.lost["slow reader"] += reader.offer(data, len(parts))
+                    self._topics.events += len(parts)
+                await asyncio.sleep(0)
+        finally:
+            self._task = None
+
+    def _gap(self, lost: iris.Lost) -> None:
+        for reader in self.readers:
+            reader.lose(lost.cause, lost.count or 0)
+
+
+class Topics:
+    """All event streams of topics."""
+
+    def __init__(self, client: iris.Client, config: HttpConfig) -> None:
+        self.client = client
+        self.events = 0
+        """Events offered to readers."""
+        self.lost: Counter[str] = Counter()
+        """Events lost in the bridge: cause -> count."""
+        self._config = config
+        self._feeds: dict[str, Feed] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+        self._stopping: Callable[[], bool] = lambda: False
+
+    @property
+    def readers(self) -> int:
+        """Number of event streams."""
+        return sum(len(feed.readers) for feed in self._feeds.values())
+
+    @contextlib.asynccontextmanager
+    async def reading(self, pattern: str) -> AsyncIterator[Reader]:
+        """Read a filter: the block is entered when the relays know its subscription.
+
+        Raises:
+            Problem: too many readers or filters.
+            IrisError: as `Client.subscribe`.
+        """
+        if self.readers >= self._config.max_readers:
+            raise self._full(f"{self.readers} event streams are open, the limit of this bridge")
+        feed = self._feeds.get(pattern)
+        if feed is None:
+            if len(self._feeds) >= self._config.max_filters:
+                raise self._full(f"{len(self._feeds)} filters are read, the limit of this bridge")
+            feed = self._feeds[pattern] = Feed(self, pattern, self._config)
+        reader = Reader(feed, self._config.reader_bytes)
+        feed.readers[reader] = None
+        try:
+            await feed.subscription.ready()
+            yield reader
+        finally:
+            del feed.readers[reader]
+            if not feed.readers and self._feeds.get(pattern) is feed:
+                del self._feeds[pattern]
+                closing = asyncio.get_running_loop().create_task(feed.close(), name="http-close")
+                self._closing.add(closing)
+                closing.add_done_callback(self._closing.discard)
+
+    def end(self) -> None:
+        """End all event streams."""
+        for feed in self._feeds.values():
+            for reader in feed.readers:
+                reader.end()
+
+    async def closed(self) -> None:
+        """Wait until subscriptions without readers have ended."""
+        await asyncio.gather(*self._closing, return_exceptions=True)
+
+    def _full(self, detail: str) -> Problem:
+        self.lost["full"] += 1
+        return Problem(503, detail, kind="full", headers={"retry-after": "1"}, may_have_run=False)
