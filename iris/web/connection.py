@@ -9,7 +9,7 @@ from typing import Any, Final
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
-from iris.web.server import CUT
+from iris.web.guard import CUT
 
 HEADERS_S: Final = 10.0
 """Time for a connection to send the headers of a request, from its first byte."""

@@ -40,6 +40,8 @@ HEADERS: Final = {
 """Headers of each answer that does not have them."""
 CALLER: Final = "iris.caller"
 """Key of the scope under which an application finds its `Caller`."""
+CUT: Final = "iris.cut"
+"""Key of the state of a request: a function that ends its connection at once."""
 _PREFLIGHT_S: Final = 600
 _NONE: Final = Caller("", {})
 
@@ -49,6 +51,11 @@ def caller_of(scope: Scope) -> Caller:
     caller = scope.get(CALLER, _NONE)
     assert isinstance(caller, Caller)
     return caller
+
+
+def cut(scope: Scope) -> None:
+    """End the connection of a request at once. To close it would wait for a client that takes nothing."""
+    scope["state"][CUT]()
 
 
 class Guard:

@@ -18,16 +18,9 @@ from typing import TYPE_CHECKING, Any, Final
 from iris.errors import ConfigError
 
 if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Scope
+    from starlette.types import ASGIApp
 
 BACKLOG: Final = 2048
-CUT: Final = "iris.cut"
-"""Key of the state of a request: a function that ends its connection at once."""
-
-
-def cut(scope: Scope) -> None:
-    """End the connection of a request at once, for a client that takes nothing: closing it would wait for the client."""
-    scope["state"][CUT]()
 
 
 def check_installed(what: str) -> None:

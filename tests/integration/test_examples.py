@@ -59,6 +59,9 @@ EXPECTED = {
     ],
     "headers": ["report for acme {'content-type': 'text/plain'}"],
     "hello": ["Hello, world!"],
+    "http_events": [
+        "{'greeting': 'hello, world'}", "{'subscribers': 1}", 'data: {"name":"news.today","payload":"rain","encoding":"utf-8"}',
+    ],
     "lifespan": ["the database is open", "3", "7", "the database is closed"],
     "metrics": [
         "Hello, Ada!",

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 import iris
-from iris.web.guard import caller_of
+from iris.web.guard import caller_of, cut
 from iris.web.problems import Problem
-from iris.web.server import cut
 from iris.wire.names import check_address, check_filter, check_topic, printable
 from relay.bridges.http import calls, openapi, streams
 from relay.bridges.http.config import HttpConfig
