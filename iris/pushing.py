@@ -12,11 +12,11 @@ from iris.wire import frames
 from iris.wire.names import check_method
 
 if TYPE_CHECKING:
-    from iris.client import Client
+    from iris.runtime import Runtime
 
 
 async def push_routed(
-    client: Client,
+    runtime: Runtime,
     cluster: str,
     payload: object,
     *,
@@ -35,7 +35,6 @@ async def push_routed(
     """
     if method is not None:
         check_method(method)
-    runtime = client._runtime
     until_s = deadline(timeout)
     pump, session = await runtime.ready(cluster, timeout)
     data, packed = runtime.encode(payload, headers)

@@ -47,7 +47,7 @@ async def push(client: iris.Client, cluster: str, asked: Asked, send: Send) -> N
     """Send a push, and answer 202 when the relay has routed it."""
     timeout, headers = asked.timeout(), asked.message_headers()
     method = asked.headers.get("iris-method")
-    await push_routed(client, cluster, await asked.payload(), timeout=timeout, headers=headers, method=method)  # fmt: skip
+    await push_routed(client._runtime, cluster, await asked.payload(), timeout=timeout, headers=headers, method=method)  # fmt: skip
     await send_whole(send, 202, "", b"")
 
 
