@@ -130,6 +130,7 @@ SENTENCES: Final[dict[str, str | tuple[str, ...]]] = {
     "store.bucket_behind": "The store stopped before bucket {bucket} had everything. What it lacks was not acknowledged, and follows at the next start.",
     "store.journal_taken": "Journal {journal} has passed to journal {by} of another store, which serves its streams.",
     "store.journal_lost": "{error}. This store serves those streams no more.",
+    "store.checkpoint": "Journal {journal} has its streams in {bytes} bytes from object {object} on; what was before is deleted.",
     "store.peer_seen": "Another store, {store}, can be seen.",
     "store.took_over": "A store of bucket {bucket} is gone: {streams} streams of its journals {journals} are served here now.",
     "store.copy_damaged": "The copy in {path} cannot be opened and is made again from the bucket: {error}.",

@@ -49,6 +49,12 @@ def store(
             dir_okay=False,
         ),
     ] = None,
+    checkpoint_bytes: Annotated[
+        int,
+        typer.Option(
+            hidden=True, min=1, help="Size of a journal from which on a checkpoint is written."
+        ),
+    ] = 64 << 20,
     log_level: Annotated[
         str | None, typer.Option(help="DEBUG, INFO, WARNING or ERROR. Default: INFO.")
     ] = None,
@@ -93,7 +99,7 @@ def store(
             chosen.log_level,
             chosen.log_format,
             supervised=supervised,
-            bucket=process.BucketSettings(bucket, bucket_key) if bucket else None,
+            bucket=process.BucketSettings(bucket, bucket_key, checkpoint_bytes) if bucket else None,
         )
     except IrisError as err:
         sys.stderr.write(f"iris store: {err}\n")

@@ -54,6 +54,10 @@ DELETE: Final = 2
 DELETE_RANGE: Final = 3
 PUT_RECORD: Final = 4
 DELETE_RECORD: Final = 5
+PLACE_ROW: Final = b"j"
+REDO_ROWS: Final = b"r"
+OWN_ROWS: Final = (PLACE_ROW, REDO_ROWS)
+"""Rows of a database that its copies do not have."""
 OP_BYTES: Final = 8
 """What a write counts besides its key and value."""
 
@@ -387,6 +391,41 @@ class Database:
             rows.status()
         except Exception as err:
             raise LogDamaged(self.path, str(err)) from err
+
+    def copy_rows(self, after: bytes, skip: tuple[bytes, ...], max_bytes: int) -> list[Op]:
+        """Return about `max_bytes` of the rows behind the key `after`, outside the records, as writes; none at
+        their end. Keys that begin with one of `skip` are left out.
+
+        Raises LogDamaged.
+        """
+        ops: list[Op] = []
+        size = 0
+        for key, value in self.rows(b"", after):
+            if key != after and not key.startswith(skip):
+                ops.append(Op(PUT, key, value))
+                size += len(key) + len(value)
+                if size >= max_bytes:
+                    break
+        return ops
+
+    def copy_records(self, start: bytes, max_bytes: int) -> list[Op]:
+        """Return about `max_bytes` of the records from the key `start` on, as writes; none at their end.
+
+        Raises LogDamaged.
+        """
+        ops: list[Op] = []
+        size = 0
+        try:
+            rows = self.records()
+            rows.seek(start)
+            while rows.valid() and size < max_bytes:
+                ops.append(Op(PUT_RECORD, rows.key(), rows.value()))
+                size += len(ops[-1].key) + len(ops[-1].value)
+                rows.next()
+            rows.status()
+        except Exception as err:  # rocksdict raises nothing narrower
+            raise LogDamaged(self.path, str(err)) from err
+        return ops
 
     def records(self) -> RdictIter:
         """Return an iterator over the records. The caller must check that the entries are contiguous."""

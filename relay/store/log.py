@@ -7,8 +7,9 @@ they could be stored) and holes (records that were removed). `read` follows this
 skips a missing entry, because RocksDB's iterator simply ends at a damaged block.
 
 Rows outside the records, by prefix: `i` identity, `o` oldest, `n` next, `s` segment summaries, `x`
-their outlines, `p` producers, `k` key hash -> its last record, `d` due time and offset of deferred
-records, `c` cursors, `t` staged entries, `u` the size and time of each, `w` writers' last batches.
+their outlines, `j` and `r` of a log that is copied to a bucket (`bucket.replica`), `p` producers,
+`k` key hash -> its last record, `d` due time and offset of deferred records, `c` cursors, `t` staged
+entries, `u` the size and time of each, `w` writers' last batches.
 Rows `k` and `d` are written and deleted in the same batch as their record, so there are never more
 of them than records.
 
@@ -22,7 +23,7 @@ from __future__ import annotations
 import os
 import shutil
 import struct
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from typing import Final
 
 from msgspec import Struct
@@ -33,7 +34,7 @@ from relay.store.chain import DUE, Chain, Draft
 from relay.store.clock import Steps
 from relay.store.compaction import Compaction
 from relay.store.cursors import Cursors
-from relay.store.database import Copier, Database
+from relay.store.database import OWN_ROWS, PLACE_ROW, Batch, Copier, Database, Op
 from relay.store.errors import (
     LogBusy,
     LogDamaged,
@@ -48,6 +49,7 @@ from relay.store.outcomes import Conflict, Outcome, Stored
 from relay.store.producers import Producers
 from relay.store.records import (
     ID_BYTES,
+    KEY,
     Entry,
     Gap,
     Hole,
@@ -63,6 +65,7 @@ from relay.store.segments import Limits
 from relay.store.staged_rows import Committed, Last, StagedRows
 
 MAX_OFFSET: Final = 1 << 63
+COPY_BYTES: Final = 1 << 20
 
 
 class Chunk(Struct, frozen=True):
@@ -177,6 +180,27 @@ class Log:
     def copy_to(self, copier: Copier) -> None:
         """Give every further write to `copier`, which makes it durable; the disk is no longer synced."""
         self._database.copier = copier
+
+    def copied(self) -> Iterator[list[Op]]:
+        """Yield everything that the log has as writes, in parts of about 1 MiB.
+
+        Between two parts the log may be written. Repeating the parts, and in their places the writes between
+        them, makes a copy. Raises LogDamaged.
+        """
+        after = b""
+        while ops := self._database.copy_rows(after, OWN_ROWS, COPY_BYTES):
+            after = ops[-1].key
+            yield ops
+        start = KEY.pack(self.oldest)
+        while ops := self._database.copy_records(start, COPY_BYTES):
+            start = ops[-1].key + b"\0"
+            yield ops
+
+    def note_copied(self, row: bytes) -> None:
+        """Note in row `j` up to where its copy has everything that was written. Raises LogWriteFailed."""
+        batch = Batch(self._database.records_handle)
+        batch.put(PLACE_ROW, row)
+        self._database.write(batch, self.next, sync=False)
 
     def copy_all(self) -> None:
         """Give the copier what a new, empty log has. Raises LogError."""

@@ -40,7 +40,7 @@ from iris.wire.frames import Bye, Ping
 from relay import notify, watchdog
 from relay.logs import configure
 from relay.process import loop_factory, raise_descriptor_limit, stop_on_signals
-from relay.store.bucket.keeper import STATE_FILE, Keeper
+from relay.store.bucket.keeper import CHECKPOINT_BYTES, STATE_FILE, Keeper
 from relay.store.bucket.objects import Objects, open_bucket
 from relay.store.bucket.replica import Replica
 from relay.store.bucket.shelf import DIRECTORY, Shelf
@@ -48,6 +48,7 @@ from relay.store.bucket.writer import Writer
 from relay.store.catalogue import is_stream
 from relay.store.database import write_beside
 from relay.store.errors import LogError
+from relay.store.log import Log
 from relay.store.registration import PongWaiter
 from relay.store.session import StoreSession
 from relay.store.store import COMMIT_BYTES, Store
@@ -82,6 +83,7 @@ class BucketSettings(Struct, frozen=True):
 
     url: str
     key_file: Path | None = None
+    checkpoint_bytes: int = CHECKPOINT_BYTES
 
 
 class DirectoryBusy(ConfigError):
@@ -174,11 +176,11 @@ class StoreProcess:
     def _keep(self, store: Store) -> Keeper | None:
         """Return what runs the bucket of an open store; None without a bucket."""
         shelf = store.catalogue.shelf
-        if shelf is None:
+        if shelf is None or self._bucket is None:
             return None
         return Keeper(
             shelf, self._objects, store.key.public_key, self._label, self, now_us=_monotonic_us,
-            wall_us=lambda: time.time_ns() // 1000, entropy=self._entropy,
+            wall_us=lambda: time.time_ns() // 1000, checkpoint_bytes=self._bucket.checkpoint_bytes, entropy=self._entropy,
         )  # fmt: skip
 
     # -- callbacks of the keeper -----------------------------------------------------------------------------
@@ -192,6 +194,10 @@ class StoreProcess:
     def abandon(self, writer: Writer) -> None:
         """Serve the streams of an ended journal no more."""
         self.store.abandon(writer)
+
+    def logs(self, writer: Writer) -> dict[bytes, Log]:
+        """Return the open logs of a journal. Raises LogError if one is not open."""
+        return self.store.logs_of(writer)
 
     def stores(self) -> set[str] | None:
         """Return the addresses of the stores that our relay knows."""

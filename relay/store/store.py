@@ -27,7 +27,8 @@ from relay.store.catalogue import Catalogue
 from relay.store.channels import Channels
 from relay.store.clock import Clock
 from relay.store.completeness import Completeness
-from relay.store.errors import LogError
+from relay.store.errors import LogError, LogWriteFailed
+from relay.store.log import Log
 from relay.store.presence import Presence
 from relay.store.registration import Registration, log_refusal
 from relay.store.session import Bundle, StoreSession
@@ -131,6 +132,16 @@ class Store:
         for stream in adopted:
             if stream.orders and not stream.dead and self.registration.session is not None:
                 self.catalogue.serve(stream, log_refusal(stream.name))
+
+    def logs_of(self, writer: Writer) -> dict[bytes, Log]:
+        """Return the logs of a journal: uuid -> log. Raises LogWriteFailed if one cannot be written now."""
+        logs = {}
+        for stream in self.streams.values():
+            if stream.replica is not None and stream.replica.writer is writer:
+                if stream.log is None or stream.log.failed:
+                    raise LogWriteFailed(stream.path, stream.failed or "an earlier write failed")
+                logs[stream.uuid] = stream.log
+        return logs
 
     def abandon(self, writer: Writer) -> None:
         """Serve the streams of a journal no more, because it has ended: another store holds them."""

@@ -195,3 +195,34 @@ async def test_an_object_that_was_swapped_is_noticed_at_the_next_start(tmp_path:
             group.start(1)
             await group.logged(1, "store.bucket_not_opened")
             assert "or was changed" in group.log(1)
+
+
+async def test_checkpoints_keep_the_bucket_small_and_a_takeover_reads_from_the_last_one(
+    tmp_path: Path,
+) -> None:
+    small = ("--checkpoint-bytes", "100000")
+    with Group(tmp_path) as group:
+        group.start(1, None, *small)
+        group.start(2, None, *small)
+        async with group.rig.client() as client:
+            await group.create(client, "orders", max_messages=20)
+            for number in (1, 2):
+                await group.logged(number, "store.peer_seen")
+            first = await group.holder(client, "orders")
+            sent = numbered("x" * 2000, 400)
+            for at in range(0, len(sent), 20):
+                await asyncio.gather(*await append_all(client, "orders", sent[at : at + 20]))
+            await group.logged(first, "store.checkpoint")
+            journals = group.bucket / "journal"
+            assert sum(path.stat().st_size for path in journals.rglob("*")) < 600_000
+            group.kill(first)
+            group.lose_disk(first)
+            assert await group.holder(client, "orders") == 3 - first
+            assert await whole(client, "orders") == sent[-20:]
+            assert await client.streams.append("orders", b"next") == 400
+            group.start(first, None, *small)
+            await group.logged(first, "store.peer_seen", 2)
+            group.kill(3 - first)
+            assert await group.holder(client, "orders") == first
+            assert await whole(client, "orders") == [b"next"]  # a bundle of 20 was removed whole
+            assert await next_of(client, "orders") == 401

@@ -62,8 +62,8 @@ class Group:
         path = self.directory / f"store{number}.log"
         return path.read_text(errors="replace") if path.exists() else ""
 
-    def start(self, number: int, key: GroupKey | None = None) -> None:
-        """Start a store; `key`: another group key."""
+    def start(self, number: int, key: GroupKey | None = None, *more: str) -> None:
+        """Start a store; `key`: another group key; `more`: further options."""
         data = self.data(number)
         data.mkdir(exist_ok=True)
         file = data / "group.key"
@@ -71,7 +71,7 @@ class Group:
             file.touch(mode=0o600)
             file.write_text((key or self.key).reveal())
         command = [
-            sys.executable, "-m", "relay.store", "--data", str(data), "--relay", str(self.rig.socket), "--bucket", self.url,
+            sys.executable, "-m", "relay.store", "--data", str(data), "--relay", str(self.rig.socket), "--bucket", self.url, *more,
         ]  # fmt: skip
         with (self.directory / f"store{number}.log").open("ab") as log:
             self._stores[number] = subprocess.Popen(

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Final
 
 from relay.store.bucket.objects import BucketError, Objects
 from relay.store.bucket.sealing import (
+    Checkpoint,
     Content,
+    Covered,
     Fence,
     Numbered,
     ObjectDamaged,
     Registered,
     Sealer,
+    checkpoint_key,
     hash_of,
     journal_key,
     registration_key,
@@ -64,23 +67,62 @@ class End:
         self.fence = fence
 
 
-async def end_of(objects: Objects, sealer: Sealer, journal: Registration) -> End:
-    """Return the last object of a journal. Numbers are without holes, so it is searched, not listed.
+class Beginning:
+    """Where a journal is read from: its first object, or its last checkpoint."""
 
-    Raises BucketError, ObjectDamaged.
-    """
+    __slots__ = ("before", "checkpoints", "covers", "number")
+
+    def __init__(self, number: int, before: bytes, checkpoints: int, covers: list[Covered]) -> None:
+        self.covers = covers
+        """What the checkpoint covers; some of it may still be there."""
+        self.number = number
+        self.before = before
+        """Hash of the object before `number`."""
+        self.checkpoints = checkpoints
+        """How many checkpoints the journal has."""
+
+
+async def beginning_of(objects: Objects, sealer: Sealer, journal: Registration) -> Beginning:
+    """Return where a journal is read from. Raises BucketError, ObjectDamaged."""
     name = journal.registered.journal
-    there, absent = 0, 1
-    while await objects.exists(journal_key(name, absent)):
-        there, absent = absent, 2 * absent
+    count = await _last(objects, lambda number: checkpoint_key(name, number))
+    if not count:
+        return Beginning(1, journal.hash, 0, [])
+    key = checkpoint_key(name, count)
+    sealed = await objects.get(key)
+    if sealed is None:
+        raise BucketError(f"bucket {objects.url}: {key} was there, and is gone")
+    content = sealer.open(key, sealed)
+    if not isinstance(content, Checkpoint):
+        raise ObjectDamaged(f"object {key}: it is not a checkpoint")
+    return Beginning(content.number, content.before, count, content.covers)
+
+
+async def _last(objects: Objects, key: Callable[[int], str], start: int = 1) -> int:
+    """Return the last number from `start` on that has an object; `start` - 1 if none has.
+
+    Numbers are without holes from there on, so it is searched, not listed. Raises BucketError.
+    """
+    there, step = start - 1, 1
+    while await objects.exists(key(there + step)):
+        there, step = there + step, 2 * step
+    absent = there + step
     while absent - there > 1:
         middle = (there + absent) // 2
-        if await objects.exists(journal_key(name, middle)):
+        if await objects.exists(key(middle)):
             there = middle
         else:
             absent = middle
-    if not there:
-        return End(0, journal.hash, None)
+    return there
+
+
+async def end_of(objects: Objects, sealer: Sealer, journal: Registration) -> End:
+    """Return the last object of a journal. Raises BucketError, ObjectDamaged."""
+    name = journal.registered.journal
+    beginning = await beginning_of(objects, sealer, journal)
+    there = await _last(objects, lambda number: journal_key(name, number), beginning.number)
+    if there < beginning.number:
+        return End(there, beginning.before, None)
     key = journal_key(name, there)
     sealed = await objects.get(key)
     if sealed is None:
@@ -90,15 +132,15 @@ async def end_of(objects: Objects, sealer: Sealer, journal: Registration) -> End
 
 
 class Reader:
-    """Reads one journal from its beginning, or from after an object whose hash is known."""
+    """Reads one journal from its beginning on."""
 
     def __init__(
-        self, objects: Objects, sealer: Sealer, journal: str, before: bytes, number: int = 1
+        self, objects: Objects, sealer: Sealer, journal: str, beginning: Beginning
     ) -> None:
         self.journal = journal
-        self.number = number
+        self.number = beginning.number
         """The next number to read."""
-        self.before = before
+        self.before = beginning.before
         """Hash of the object before `number`."""
         self.fence: Fence | None = None
         """The end of the journal, once it was read."""

@@ -22,15 +22,24 @@ from typing import Final, Protocol
 from iris.core.backoff import Backoff
 from iris.crypto.keys import public_id
 from iris.errors import ConfigError, IrisError
+from relay.store.bucket.checkpointing import delete, note, remaining, write_all
 from relay.store.bucket.history import Registration, end_of, registrations
 from relay.store.bucket.loading import Loaded, load
 from relay.store.bucket.objects import BucketError, Objects, probe
-from relay.store.bucket.replica import Replica
-from relay.store.bucket.sealing import Intent, ObjectDamaged, Registered, Sealer, journal_key
+from relay.store.bucket.replica import Place, Replica
+from relay.store.bucket.sealing import (
+    Covered,
+    Intent,
+    ObjectDamaged,
+    Registered,
+    Sealer,
+    journal_key,
+)
 from relay.store.bucket.shelf import Shelf
 from relay.store.bucket.succession import begin, fence
 from relay.store.bucket.writer import Flying, Writer
 from relay.store.database import Database, write_beside
+from relay.store.log import Log
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +54,11 @@ UNSEEN_S: Final = 60.0
 """The same for a store that this one has never seen: after a power cut of the whole site it may be about to start."""
 RETRY_MIN_S: Final = 0.1
 RETRY_MAX_S: Final = 5.0
+CHECKPOINT_BYTES: Final = 64 << 20
+"""A checkpoint is written when a journal has more than this, and more than three times what its streams have."""
+OBJECT_BYTES: Final = 64 << 10
+"""Assumed size of an object of a journal that was taken."""
+COMPACT_S: Final = 1.0
 CHECK_US: Final = 5_000_000
 """Pause between two looks whether a journal to which nothing is written is still ours."""
 INTENT_BYTES: Final = 64
@@ -60,6 +74,9 @@ class Owner(Protocol):
 
     def abandon(self, writer: Writer) -> None:
         """Serve the streams of an ended journal no more."""
+
+    def logs(self, writer: Writer) -> dict[bytes, Log]:
+        """Return the open logs of a journal: uuid -> log. Raises LogError if one is not open."""
 
     def stores(self) -> set[str] | None:
         """Return the addresses of the stores that can be seen; None if nothing is known."""
@@ -77,7 +94,8 @@ class Keeper:
 
     def __init__(
         self, shelf: Shelf, objects: Objects, store: bytes, label: str, owner: Owner, *, now_us: Callable[[], int],
-        wall_us: Callable[[], int], failover_s: float = FAILOVER_S, entropy: Callable[[int], bytes] = os.urandom,
+        wall_us: Callable[[], int], failover_s: float = FAILOVER_S, checkpoint_bytes: int = CHECKPOINT_BYTES,
+        entropy: Callable[[int], bytes] = os.urandom,
     ) -> None:  # fmt: skip
         """`store` is this store's public key. `now_us` is never set, `wall_us` is shown to people."""
         self._shelf = shelf
@@ -92,6 +110,13 @@ class Keeper:
         self._writers: list[Writer] = []
         self._begun: dict[tuple[str, ...], tuple[Writer, dict[str, Registration]]] = {}
         """Journals that hold nothing yet, by what they are about to take: for the next try."""
+        self._covers: dict[str, list[Covered]] = {}
+        """Journal of ours -> what its next checkpoint will cover of the journals that it took."""
+        self._checkpoints: dict[str, tuple[int, int]] = {}
+        """Journal of ours -> how many checkpoints it has, and the first object of the last one."""
+        self._since: dict[str, int] = {}
+        """Journal of ours -> bytes that were in it when its last checkpoint began."""
+        self._checkpoint_bytes = checkpoint_bytes
         self._puts: set[asyncio.Task[None]] = set()
         self._checks = 0
         self._warned_s = 0.0
@@ -262,13 +287,14 @@ class Keeper:
             if not one.ended
             for uuid in shelf.held.get(one.journal, ())
         }
-        loaded = await load(
+        loaded, covers = await load(
             self._objects, self._sealer, taken, known, shelf.directory, writer.journal, keep=others
         )
         replicas = {one.uuid: self._resume(one, writer) for one in loaded}
         shelf.held[writer.journal] = {one.uuid for one in loaded}
         self._writers = [one for one in self._writers if not one.ended] + [writer]
         self._save()
+        self._covers[writer.journal] = covers
         del self._begun[purpose]
         self._owner.adopt({one.uuid: (one.path, replicas[one.uuid]) for one in loaded})
         fields = {"bucket": self.url, "journal": writer.journal, "streams": len(loaded)}
@@ -339,6 +365,19 @@ class Keeper:
     async def _write(self, writer: Writer) -> None:
         """Bring objects to the bucket until the journal ends."""
         self._put_all(writer, writer.flying)
+        compacting = asyncio.get_running_loop().create_task(
+            self._compact(writer), name="iris-bucket-checkpoints"
+        )
+        try:
+            await self._write_on(writer)
+        finally:
+            compacting.cancel()
+            await asyncio.gather(compacting, return_exceptions=True)
+        self._owner.abandon(writer)
+        self._shelf.held.pop(writer.journal, None)
+        self._owner.flush()
+
+    async def _write_on(self, writer: Writer) -> None:
         checked_us, checks = self._now_us(), self._checks
         while not writer.ended:
             self._put_all(writer)
@@ -348,9 +387,53 @@ class Keeper:
             elif checks != self._checks or self._now_us() >= checked_us + CHECK_US:
                 checks, checked_us = self._checks, self._now_us()
                 await self._check(writer)
-        self._owner.abandon(writer)
-        self._shelf.held.pop(writer.journal, None)
-        self._owner.flush()
+
+    # -- checkpoints -----------------------------------------------------------------------------------------
+
+    async def _compact(self, writer: Writer) -> None:
+        """Write a checkpoint whenever the journal has far more than its streams. Runs until cancelled."""
+        backoff = Backoff(COMPACT_S, 60 * COMPACT_S, random.random)
+        pause_s = COMPACT_S
+        while True:
+            await asyncio.sleep(pause_s)
+            try:
+                logs = self._owner.logs(writer)
+                live = sum(each.size_bytes for each in logs.values())
+                taken = sum(each.end - each.first for each in self._covers[writer.journal])
+                there = writer.written - self._since.get(writer.journal, 0) + taken * OBJECT_BYTES
+                if there > max(self._checkpoint_bytes, 3 * live):
+                    await self._checkpoint(writer, logs)
+            except IrisError as err:  # also a log that was closed or deleted meanwhile
+                self._warn(err)
+                pause_s = backoff.failed()
+            else:
+                backoff.succeeded()
+                pause_s = COMPACT_S
+
+    async def _checkpoint(self, writer: Writer, logs: dict[bytes, Log]) -> None:
+        """Write the journal's streams once more, and delete what that covers.
+
+        Raises BucketError, LogError, ObjectDamaged.
+        """
+        journal, written = writer.journal, writer.written
+        parts = {uuid: each.copied() for uuid, each in logs.items()}
+        first = await write_all(writer, parts, self._now_us())
+        if writer.ended:
+            return
+        count, before = self._checkpoints.get(journal, (0, 1))
+        taken = await remaining(self._objects, self._covers[journal])
+        covers = [*taken, Covered(journal, before, first)]
+        await note(
+            self._objects, self._sealer, journal, first, writer.before_watched, count + 1, covers
+        )
+        self._checkpoints[journal], self._since[journal] = (count + 1, first), written
+        for uuid, each in self._owner.logs(writer).items():
+            if uuid in logs:
+                each.note_copied(Place(journal, writer.number).pack())
+        await delete(self._objects, covers)
+        self._covers[journal] = []
+        fields = {"journal": journal, "object": first, "bytes": writer.written - written}
+        log.info("store.checkpoint", extra={"fields": fields})
 
     async def _check(self, writer: Writer) -> None:
         """Look whether somebody has ended a journal to which nothing is written now."""

@@ -11,7 +11,7 @@ from typing import Final
 from relay.store.bucket.history import Registration
 from relay.store.bucket.objects import Objects
 from relay.store.bucket.replica import Place, move, redo
-from relay.store.bucket.sealing import Ended, Rows, Sealer
+from relay.store.bucket.sealing import Covered, Ended, Rows, Sealer
 from relay.store.bucket.succession import steps
 from relay.store.database import Database, Op
 from relay.store.errors import LogError
@@ -78,16 +78,18 @@ class _Target:
 async def load(
     objects: Objects, sealer: Sealer, taken: list[str], known: dict[str, Registration], directory: Path, into: str,
     *, keep: Set[bytes] = frozenset(),
-) -> list[Loaded]:  # fmt: skip
+) -> tuple[list[Loaded], list[Covered]]:  # fmt: skip
     """Bring the databases below `directory` to what the journals `taken` hold; remove others, except `keep`.
 
-    Their streams go on in journal `into`. A database that has more than the bucket keeps it if the
-    journal that it was written for was taken by us; else it is made again.
+    Their streams go on in journal `into`. Also returns what the first checkpoint of that journal will cover.
+    A database that has more than the bucket keeps it if the journal that it was written for was taken by us; else it
+    is made again.
     Raises BucketError, ObjectDamaged, LogError.
     """
     targets = _targets(directory, keep)
     try:
-        held, ends = await _replay(objects, sealer, taken, known, directory, targets)
+        covers: list[Covered] = []
+        held, ends = await _replay(objects, sealer, taken, known, directory, targets, covers)
         loaded = []
         for uuid, target in targets.items():
             if uuid not in held:
@@ -102,7 +104,7 @@ async def load(
                 move(target.database, Place(into, 0))
             target.close()
             loaded.append(Loaded(uuid, target.path, unsent))
-        return loaded
+        return loaded, covers
     finally:
         for target in targets.values():
             target.close()
@@ -119,17 +121,23 @@ def _targets(directory: Path, keep: Set[bytes]) -> dict[bytes, _Target]:
 
 async def _replay(
     objects: Objects, sealer: Sealer, taken: list[str], known: dict[str, Registration], directory: Path,
-    targets: dict[bytes, _Target],
+    targets: dict[bytes, _Target], covers: list[Covered],
 ) -> tuple[set[bytes], dict[str, int]]:  # fmt: skip
     """Write what is missing into each database; return the uuids that are held, and the end of each journal."""
     held: set[bytes] = set()
     ends: dict[str, int] = {}
+    begins: dict[str, int] = {}
     for journal in taken:
-        async for name, number, content in steps(objects, sealer, journal, known):
+        async for name, number, content in steps(objects, sealer, journal, known, covers):
+            begin = begins.setdefault(name, number)
             ends[name] = number
             for target in targets.values():
                 place = target.place
-                if place is not None and place.journal == name and number >= place.number:
+                if (
+                    place is not None
+                    and place.journal == name
+                    and begin <= max(place.number, 1) <= number
+                ):
                     target.reached = True
             for entry in content.entries:
                 if isinstance(entry, Rows):
@@ -151,7 +159,7 @@ async def _replay(
         targets[uuid].restart()
     if stale:
         for journal in taken:
-            async for _, _, content in steps(objects, sealer, journal, known):
+            async for _, _, content in steps(objects, sealer, journal, known, []):
                 for entry in content.entries:
                     if isinstance(entry, Rows) and entry.uuid in stale:
                         targets[entry.uuid].write(entry.ops)

@@ -22,10 +22,8 @@ from msgspec import Struct
 from iris.wire.streams import dead_uuid
 from relay.store.bucket.sealing import Ended, Rows
 from relay.store.bucket.writer import Output, Writer
-from relay.store.database import CopiedBatch, Database, Op
+from relay.store.database import PLACE_ROW, REDO_ROWS, CopiedBatch, Database, Op
 
-PLACE_ROW: Final = b"j"
-REDO_ROWS: Final = b"r"
 REDO_END: Final = b"s"
 ENDED_BYTES: Final = 32
 _PLACE: Final = struct.Struct(">16sQ")

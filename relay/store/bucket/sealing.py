@@ -85,7 +85,25 @@ class Fence(Struct, frozen=True, tag_field="t", tag="fence"):
     intent: int
 
 
-Content = Registered | Numbered | Fence
+class Covered(Struct, frozen=True, array_like=True):
+    """Objects that a checkpoint covers: from `first` up to but not including `end`. A fence at `end` stays."""
+
+    journal: JournalId
+    first: int
+    end: int
+
+
+class Checkpoint(Struct, frozen=True, tag_field="t", tag="checkpoint"):
+    """Everything that a journal holds is in its objects from `number` on. These objects are numbered from 1, too."""
+
+    number: int
+    before: Hash
+    """Hash of the object before `number`."""
+    covers: list[Covered] = []
+    """What may be deleted, of this journal and of those that it took."""
+
+
+Content = Registered | Numbered | Fence | Checkpoint
 
 _decode: Final = msgspec.msgpack.Decoder(Content).decode
 _encode: Final = msgspec.msgpack.Encoder().encode
@@ -94,6 +112,11 @@ _encode: Final = msgspec.msgpack.Encoder().encode
 def journal_key(journal: str, number: int) -> str:
     """Return the object key of a number of a journal."""
     return f"journal/{journal}/{number:012d}"
+
+
+def checkpoint_key(journal: str, number: int) -> str:
+    """Return the object key of a checkpoint of a journal."""
+    return f"checkpoint/{journal}/{number:012d}"
 
 
 def registration_key(number: int) -> str:

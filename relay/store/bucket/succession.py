@@ -10,9 +10,10 @@ import secrets
 from collections.abc import AsyncIterator
 from typing import Final
 
-from relay.store.bucket.history import Reader, Registration, end_of, registrations
-from relay.store.bucket.objects import Objects
+from relay.store.bucket.history import Reader, Registration, beginning_of, end_of, registrations
+from relay.store.bucket.objects import BucketError, Objects
 from relay.store.bucket.sealing import (
+    Covered,
     Fence,
     Intent,
     Numbered,
@@ -54,33 +55,43 @@ async def fence(
     `intent` is the number of the object of `journal` that says so, which is known to be in the bucket.
     Raises BucketError, after which it may be repeated; ObjectDamaged.
     """
+    name = victim.registered.journal
     while True:
         end = await end_of(objects, sealer, victim)
-        if end.fence is not None:
+        if end.fence is None:
+            key = journal_key(name, end.number + 1)
+            await objects.create(key, sealer.seal(key, Fence(end.hash, journal, intent)))
+            # Whatever the answer was: what stands there now decides.
+            continue
+        # A checkpoint behind it was first: the number was free because what had it was deleted.
+        if end.number >= (await beginning_of(objects, sealer, victim)).number:
             return end.fence
-        key = journal_key(victim.registered.journal, end.number + 1)
-        await objects.create(key, sealer.seal(key, Fence(end.hash, journal, intent)))
-        # Whatever the answer was: what stands there now decides.
 
 
 async def steps(
-    objects: Objects, sealer: Sealer, journal: str, known: dict[str, Registration]
-) -> AsyncIterator[tuple[str, int, Numbered]]:
-    """Yield (journal, number, object) of everything that a journal holds, in order: what it took, before
+    objects: Objects, sealer: Sealer, journal: str, known: dict[str, Registration], covers: list[Covered]
+) -> AsyncIterator[tuple[str, int, Numbered]]:  # fmt: skip
+    """Yield (journal, number, object) of everything that an ended journal holds, in order: what it took, before
     what it wrote after that.
 
-    A journal that it only intended to take is left out. `known` has all registrations by journal.
+    A journal that it only intended to take is left out, and so is what its last checkpoint covers. `known` has all
+    registrations by journal. Adds to `covers` what the next checkpoint will cover.
     Raises BucketError, ObjectDamaged.
     """
-    reader = Reader(objects, sealer, journal, _of(known, journal).hash)
+    beginning = await beginning_of(objects, sealer, _of(known, journal))
+    covers += beginning.covers
+    reader = Reader(objects, sealer, journal, beginning)
     async for number, content in reader.rest():
         for entry in content.entries:
             if isinstance(entry, Intent):
                 taken = (await end_of(objects, sealer, _of(known, entry.victim))).fence
                 if taken is not None and (taken.by, taken.intent) == (journal, number):
-                    async for step in steps(objects, sealer, entry.victim, known):
+                    async for step in steps(objects, sealer, entry.victim, known, covers):
                         yield step
         yield journal, number, content
+    if reader.fence is None:
+        raise BucketError(f"bucket {objects.url}: journal {journal} has no end yet; read it again")
+    covers.append(Covered(journal, beginning.number, reader.number))
 
 
 def _of(known: dict[str, Registration], journal: str) -> Registration:

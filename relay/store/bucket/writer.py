@@ -62,6 +62,8 @@ class Writer:
         """Every object up to this number is known to be in the bucket."""
         self.ended = ""
         """Why the journal has ended; empty while it goes on."""
+        self.written = 0
+        """Bytes of all entries so far."""
         self.backlog = 0
         """Bytes that wait for the bucket, sealed or not."""
         self.on_known: Callable[[], None] = lambda: None
@@ -80,6 +82,9 @@ class Writer:
         self._there: set[int] = set()
         self._sizes: dict[int, int] = {}
         self._held: dict[int, list[Output]] = {}
+        self._watched = 0
+        self.before_watched = before
+        """Hash of the object before the one that `watch` returned last."""
 
     @property
     def full(self) -> bool:
@@ -99,6 +104,7 @@ class Writer:
         self._open.append(entry)
         self._open_bytes += size
         self.backlog += size
+        self.written += size
         if self._open_bytes >= self._max_bytes:
             self.close_object()
         return number
@@ -126,6 +132,8 @@ class Writer:
         while self._closed and len(self._flying) < self._most_flying:
             number, entries = self._closed.popleft()
             key = journal_key(self.journal, number)
+            if number == self._watched:
+                self.before_watched = self._before
             sealed = self._sealer.seal(key, Numbered(self._before, entries))
             self._before = hash_of(sealed)
             flying = self._flying[number] = Flying(number, key, sealed)
@@ -153,6 +161,12 @@ class Writer:
             for number in range(before + 1, self.known + 1):
                 for output in self._held.pop(number, ()):
                     output.release()
+
+    def watch(self) -> int:
+        """Close the open object; return the number of the next. Once that is sealed, `before_watched` is set."""
+        self.close_object()
+        self._watched = self.number
+        return self.number
 
     def hold(self, number: int, output: Output) -> None:
         """Release `output` when the object `number` is known to be in the bucket."""
