@@ -15,7 +15,7 @@ import functools
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
 from iris import client as _client
 from iris.audience import Audience
@@ -39,12 +39,15 @@ from iris.tracer import Tracer
 from iris.tunnel import EndOfTunnel
 from iris.tunnel import Tunnel as _AsyncTunnel
 
+if TYPE_CHECKING:
+    from typing_extensions import TypeForm
+
 T = TypeVar("T")
 
 
 def connect(
     relay: str | Path | None = None, *, keyring: Keyring | None = None, config: ClientConfig | None = None,
-    embedded: bool = False, middleware: Sequence[Middleware] = (), tracing: bool | Tracer | None = None,
+    embedded: bool = False, middleware: Sequence[Middleware] = (), tracing: bool | Tracer | None = None, wait: float = 0.0,
 ) -> Client:  # fmt: skip
     """Return a connected client. Close it, or use it as a context manager. See `iris.connect`.
 
@@ -56,7 +59,7 @@ def connect(
     """
     return Client(
         _client.connect(
-            relay, keyring=keyring, config=config, embedded=embedded, middleware=middleware, tracing=tracing
+            relay, keyring=keyring, config=config, embedded=embedded, middleware=middleware, tracing=tracing, wait=wait
         )
     )  # fmt: skip
 
@@ -96,6 +99,11 @@ class Client:
     def request(
         self, cluster: str, payload: object, *, timeout: float, headers: Headers | None = None, idempotent: bool = False,
         type: type[T], member: str | None = None, method: str | None = None,
+    ) -> T: ...  # fmt: skip
+    @overload
+    def request(
+        self, cluster: str, payload: object, *, timeout: float, headers: Headers | None = None, idempotent: bool = False,
+        type: TypeForm[T], member: str | None = None, method: str | None = None,
     ) -> T: ...  # fmt: skip
     @overload
     def request(
@@ -203,23 +211,28 @@ class Client:
     @overload
     def request_many(
         self, cluster: str, payloads: Iterable[object], *, timeout: float, headers: Headers | None = None, idempotent: bool = False,
-        type: type[T], in_flight: int = IN_FLIGHT, method: str | None = None,
+        type: type[T], in_flight: int = IN_FLIGHT, member: str | None = None, method: str | None = None,
     ) -> list[Outcome[T]]: ...  # fmt: skip
     @overload
     def request_many(
         self, cluster: str, payloads: Iterable[object], *, timeout: float, headers: Headers | None = None, idempotent: bool = False,
-        type: Any = None, in_flight: int = IN_FLIGHT, method: str | None = None,
+        type: TypeForm[T], in_flight: int = IN_FLIGHT, member: str | None = None, method: str | None = None,
+    ) -> list[Outcome[T]]: ...  # fmt: skip
+    @overload
+    def request_many(
+        self, cluster: str, payloads: Iterable[object], *, timeout: float, headers: Headers | None = None, idempotent: bool = False,
+        type: Any = None, in_flight: int = IN_FLIGHT, member: str | None = None, method: str | None = None,
     ) -> list[Outcome[Any]]: ...  # fmt: skip
     def request_many(
         self, cluster: str, payloads: Iterable[object], *, timeout: float, headers: Headers | None = None, idempotent: bool = False,
-        type: Any = None, in_flight: int = IN_FLIGHT, method: str | None = None,
+        type: Any = None, in_flight: int = IN_FLIGHT, member: str | None = None, method: str | None = None,
     ) -> list[Outcome[Any]]:  # fmt: skip
         """Return one `Outcome` for each payload, in the order of the payloads; see `iris.Client.request_many`."""
 
         async def collect() -> list[Outcome[Any]]:
             asking = self._client.request_many(
                 cluster, payloads, timeout=timeout, headers=headers, idempotent=idempotent, type=type, in_flight=in_flight,
-                method=method,
+                member=member, method=method,
             )  # fmt: skip
             return sorted([outcome async for outcome in asking], key=lambda one: one.number)
 
@@ -234,6 +247,11 @@ class Client:
     def survey(
         self, cluster: str, payload: object, *, timeout: float, headers: Headers | None = None,
         type: type[T], scope: _client.Scope = "federation", method: str | None = None,
+    ) -> Answers[T]: ...  # fmt: skip
+    @overload
+    def survey(
+        self, cluster: str, payload: object, *, timeout: float, headers: Headers | None = None,
+        type: TypeForm[T], scope: _client.Scope = "federation", method: str | None = None,
     ) -> Answers[T]: ...  # fmt: skip
     @overload
     def survey(

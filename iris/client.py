@@ -22,7 +22,7 @@ import msgspec
 
 from iris.attachment import OPEN, Attachment, Connector, unwatched
 from iris.audience import Audience, ask_audience, wait_for_subscribers
-from iris.checks import check_whole
+from iris.checks import check_number, check_whole
 from iris.config import ClientConfig
 from iris.core.bundle import CUT_BYTES, MESSAGE_BYTES, Headers
 from iris.core.credit import WhenFull
@@ -47,7 +47,7 @@ from iris.describing import (
     ask_members,
     read_description,
 )
-from iris.dialling import REMOTE, arrivals, find_keys, reach
+from iris.dialling import REMOTE, arrivals, find_keys, reach, retried
 from iris.errors import (
     Closed,
     ConfigError,
@@ -65,7 +65,7 @@ from iris.memory import keep_freed_memory
 from iris.middleware import Middleware, checked, wrap_push, wrap_request
 from iris.parameters import Provided
 from iris.registry import Registry
-from iris.request_many import IN_FLIGHT, SESSIONS_TRIED, Many, Outcome
+from iris.request_many import IN_FLIGHT, SESSIONS_TRIED, Many, Outcome, wrap_request_many
 from iris.runtime import Runtime
 from iris.service import Service
 from iris.serving import ServiceBinding
@@ -80,6 +80,8 @@ from iris.wire.kinds import HERE, REQUEST, Kind
 from iris.wire.names import check_address, check_member, check_method, plural
 
 if TYPE_CHECKING:
+    from typing_extensions import TypeForm  # checkers bring it; the library does not import it
+
     from iris.streams import Streams
     from relay.embedded import EmbeddedRelay
 
@@ -90,7 +92,7 @@ Scope = Literal["site", "federation"]
 
 def connect(
     relay: str | Path | None = None, *, keyring: Keyring | None = None, config: ClientConfig | None = None,
-    embedded: bool = False, middleware: Sequence[Middleware] = (), tracing: bool | Tracer | None = None,
+    embedded: bool = False, middleware: Sequence[Middleware] = (), tracing: bool | Tracer | None = None, wait: float = 0.0,
 ) -> Client:  # fmt: skip
     """Return a client that connects when entered: `async with iris.connect() as client`.
 
@@ -102,7 +104,9 @@ def connect(
 
     `embedded=True` runs a relay inside this process, for a program whose parts talk to each other only.
 
-    `middleware` runs around `request` and `push`, the first one outermost: coroutine functions
+    With `wait`, a relay that does not run yet is waited for, up to that many seconds; its last error is raised then.
+
+    `middleware` runs around `request`, each request of `request_many`, and `push`, the first one outermost: coroutine functions
     `async def middleware(call: iris.Call, call_next)` that return what `await call_next(call)` returned, or raise.
 
     `tracing=True` makes OpenTelemetry spans of what this client sends, and of the handlers that it serves; it needs the
@@ -117,7 +121,9 @@ def connect(
         config = ClientConfig(relay=relay if remote or relay is None else Path(relay))
     elif relay is not None:
         raise ConfigError("the relay is given twice; pass it as `relay` or in `config`, not both")
-    return Client(config, keyring, embedded=embedded, middleware=middleware, tracing=tracing)
+    return Client(
+        config, keyring, embedded=embedded, middleware=middleware, tracing=tracing, wait=wait
+    )
 
 
 class Client:
@@ -129,7 +135,7 @@ class Client:
     def __init__(
         self, config: ClientConfig, keyring: Keyring | None = None, *, embedded: bool = False,
         connector: Connector | None = None, entropy: Callable[[int], bytes] = os.urandom,
-        middleware: Sequence[Middleware] = (), tracing: bool | Tracer | None = None,
+        middleware: Sequence[Middleware] = (), tracing: bool | Tracer | None = None, wait: float = 0.0,
     ) -> None:  # fmt: skip
         self.config = config
         self._runtime = runtime = Runtime(config)
@@ -141,6 +147,8 @@ class Client:
         What a session drops by itself is added when it ends; `stats` counts it at once.
         """
         self._given_keyring = keyring
+        check_number("wait", wait, 0)
+        self._wait_s = wait
         self._embedded = embedded
         self._entropy = entropy
         self._connector = connector
@@ -161,6 +169,7 @@ class Client:
         if middleware:  # instead of a look at it in each call
             around = checked(middleware)
             self.request = wrap_request(self.request, around)  # type: ignore[method-assign]  # for this client only
+            self.request_many = wrap_request_many(self.request_many, self.request)  # type: ignore[method-assign]  # for this client only
             self.push = wrap_push(self.push, around)  # type: ignore[method-assign]  # for this client only
 
     # -- life ------------------------------------------------------------------------------------------------
@@ -185,7 +194,9 @@ class Client:
         keyring = self._given_keyring
         if keyring is None and self._embedded and not has_keys(os.environ):
             keyring = Keyring.single(ClusterKey(self._entropy(32)))
-        keyring = keyring or await find_keys(self.config, os.environ)
+        until_s = time.monotonic() + self._wait_s
+        if keyring is None:
+            keyring = await retried(lambda: find_keys(self.config, os.environ), until_s)
         if self.config.keep_freed_memory:
             keep_freed_memory()
         self._loop = asyncio.get_running_loop()
@@ -201,7 +212,7 @@ class Client:
         self._attachment = self._runtime.attach(keyring, connector, self._entropy, watch)
         self._registry = self._runtime.registry
         try:
-            await self._attachment.open()
+            await retried(self._attachment.open, until_s)
         except BaseException:
             self._attachment.close()
             await self._stop_embedded()
@@ -294,6 +305,11 @@ class Client:
     async def request(
         self, cluster: str, payload: object, *, timeout: float, headers: Headers | None = None, idempotent: bool = False,
         type: type[T], member: str | None = None, method: str | None = None,
+    ) -> T: ...  # fmt: skip
+    @overload
+    async def request(
+        self, cluster: str, payload: object, *, timeout: float, headers: Headers | None = None, idempotent: bool = False,
+        type: TypeForm[T], member: str | None = None, method: str | None = None,
     ) -> T: ...  # fmt: skip
     @overload
     async def request(
@@ -401,16 +417,21 @@ class Client:
     @overload
     def request_many(
         self, cluster: str, payloads: Iterable[object], *, timeout: float, headers: Headers | None = None, idempotent: bool = False,
-        type: type[T], in_flight: int = IN_FLIGHT, method: str | None = None,
+        type: type[T], in_flight: int = IN_FLIGHT, member: str | None = None, method: str | None = None,
     ) -> AsyncIterator[Outcome[T]]: ...  # fmt: skip
     @overload
     def request_many(
         self, cluster: str, payloads: Iterable[object], *, timeout: float, headers: Headers | None = None, idempotent: bool = False,
-        type: Any = None, in_flight: int = IN_FLIGHT, method: str | None = None,
+        type: TypeForm[T], in_flight: int = IN_FLIGHT, member: str | None = None, method: str | None = None,
+    ) -> AsyncIterator[Outcome[T]]: ...  # fmt: skip
+    @overload
+    def request_many(
+        self, cluster: str, payloads: Iterable[object], *, timeout: float, headers: Headers | None = None, idempotent: bool = False,
+        type: Any = None, in_flight: int = IN_FLIGHT, member: str | None = None, method: str | None = None,
     ) -> AsyncIterator[Outcome[Any]]: ...  # fmt: skip
     def request_many(
         self, cluster: str, payloads: Iterable[object], *, timeout: float, headers: Headers | None = None, idempotent: bool = False,
-        type: Any = None, in_flight: int = IN_FLIGHT, method: str | None = None,
+        type: Any = None, in_flight: int = IN_FLIGHT, member: str | None = None, method: str | None = None,
     ) -> AsyncIterator[Outcome[Any]]:  # fmt: skip
         """Send one request for each payload; yield an `Outcome` for each, in the order in which they end.
 
@@ -421,19 +442,21 @@ class Client:
         and requests that are sent together travel together.
 
         At most `in_flight` requests are unanswered or not yet yielded. Payloads are taken from the iterable as there
-        is room. `method` is as in `request`.
+        is room. `member` and `method` are as in `request`: with `member`, all go to that member.
 
         Raises:
-            InvalidName: the name of the cluster or of the method is not allowed. Nothing was sent.
+            InvalidName: the name of the cluster, the member or the method is not allowed. Nothing was sent.
             KeyringError: the keyring has no key for the cluster. Nothing was sent.
         """
+        if member is not None:
+            check_member(cluster, member)
         if method is not None:
             check_method(method)
         if type is not None:
             check_decodable(type)
         many = Many(
             self._runtime, cluster, payloads, timeout=timeout, headers=headers, idempotent=idempotent, wanted=type,
-            in_flight=in_flight, method=method or "",
+            in_flight=in_flight, member=member or "", method=method or "",
         )  # fmt: skip
         return many.outcomes()
 
@@ -479,6 +502,11 @@ class Client:
     def survey(
         self, cluster: str, payload: object, *, timeout: float, headers: Headers | None = None,
         type: type[T], scope: Scope = "federation", method: str | None = None,
+    ) -> Survey[T]: ...  # fmt: skip
+    @overload
+    def survey(
+        self, cluster: str, payload: object, *, timeout: float, headers: Headers | None = None,
+        type: TypeForm[T], scope: Scope = "federation", method: str | None = None,
     ) -> Survey[T]: ...  # fmt: skip
     @overload
     def survey(

@@ -14,13 +14,15 @@ import re
 import socket
 import ssl
 import struct
+import time
 import urllib.parse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 from iris import paths
 from iris.config import ClientConfig
+from iris.core.backoff import Backoff
 from iris.crypto.keyring import Keyring
 from iris.errors import ConfigError, KeyringError, RelayUnavailable
 from iris.keyfiles import NoKeyring, config_directory, distrust, load_keys
@@ -29,6 +31,10 @@ from iris.remote import load_access
 
 log = logger(__name__)
 
+T = TypeVar("T")
+RETRY_MIN_S: Final = 0.05
+RETRY_MAX_S: Final = 2.0
+"""Shortest and longest pause between attempts to reach a relay that is waited for."""
 REMOTE: Final = "tls://"
 _EVERY: Final = "tls://dns:"
 MAX_REMOTES: Final = 16
@@ -99,6 +105,21 @@ async def find_keys(config: ClientConfig, environ: Mapping[str, str]) -> Keyring
                 error.directory,
             ) from unreachable
         raise
+
+
+async def retried(work: Callable[[], Awaitable[T]], until_s: float) -> T:
+    """Return the result of `work()`; while no relay answers, repeat it until `until_s` of the monotonic clock."""
+    backoff = Backoff(RETRY_MIN_S, RETRY_MAX_S, random.random)
+    while True:
+        try:
+            return await work()
+        except (RelayUnavailable, NoKeyring) as err:
+            # Without a keyring, one may appear with a relay that makes throw-away keys.
+            waits = isinstance(err, RelayUnavailable) or isinstance(err.__cause__, RelayUnavailable)
+            left_s = until_s - time.monotonic()
+            if not waits or left_s <= 0:
+                raise
+            await asyncio.sleep(min(left_s, backoff.failed()))
 
 
 def arrivals(config: ClientConfig, environ: Mapping[str, str]) -> Callable[[], bool]:

@@ -38,6 +38,9 @@ def checked(middleware: Iterable[Middleware]) -> tuple[Middleware, ...]:
 class Call:
     """A request or push that is about to be sent, as middleware of a client sees it. All attributes can be set.
 
+    Each request of `request_many` is one. Surveys, broadcasts, publications, tunnels and streams have no middleware:
+    they have no single result, or `offer` sends them without waiting.
+
     `timeout` (s) is for each `call_next`, and `options` holds the other arguments of the call, such as `idempotent`.
     `kind`, `name`, `method`, `payload` and `headers` are called as in `iris.Request`.
     """

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import itertools
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from typing import Any, Final, Generic, TypeVar, cast
 
 from iris.checks import check_whole
@@ -14,6 +16,7 @@ from iris.core.message import Message, decode_payload
 from iris.core.requests import Pending, Requests
 from iris.deadlines import (
     HANDLED,
+    carried_on,
     explain_cut,
     handled_us,
     milliseconds,
@@ -120,7 +123,7 @@ class Many:
 
     def __init__(
         self, runtime: Runtime, cluster: str, payloads: Iterable[object], *, timeout: float, headers: Headers | None,
-        idempotent: bool, wanted: Any, in_flight: int, method: str,
+        idempotent: bool, wanted: Any, in_flight: int, member: str, method: str,
     ) -> None:  # fmt: skip
         self._runtime = runtime
         self._cluster = cluster
@@ -132,6 +135,7 @@ class Many:
         check_whole("in_flight", in_flight, 0)
         milliseconds(timeout)
         self._in_flight = max(1, in_flight)
+        self._member = member
         self._method = method
         self._sessions = SESSIONS_TRIED if idempotent else 1
         self._waiting: set[_Request] = set()
@@ -197,7 +201,7 @@ class Many:
                     pending = requests.send(
                         Kind.REQUEST, self._cluster, key, data, self._headers, packed,
                         timeout_ms=milliseconds(seconds_left(request.until_s)), waiter=request, idempotent=self._idempotent,
-                        method=self._method,
+                        member=self._member, method=self._method,
                     )  # fmt: skip
                 except IrisError as err:
                     self._record_error(request, err)
@@ -248,3 +252,52 @@ class Many:
         waiter, self._waiter = self._waiter, None
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
+
+
+def wrap_request_many(
+    request_many: Callable[..., AsyncIterator[Outcome[Any]]],
+    request: Callable[..., Coroutine[Any, Any, Any]],
+) -> Any:
+    """Return `Client.request_many` that sends each request with `request`, which runs inside middleware."""
+
+    @functools.wraps(request_many)
+    def wrapped(
+        cluster: str, payloads: Iterable[object], *, in_flight: int = IN_FLIGHT, **options: Any
+    ) -> AsyncIterator[Outcome[Any]]:
+        # Without payloads it only checks its arguments: some now, the cluster's key when it is iterated.
+        checks = request_many(cluster, (), in_flight=in_flight, **options)
+        send = functools.partial(request, cluster, **options)
+        return _outcomes(checks, send, enumerate(payloads), max(1, in_flight))
+
+    return wrapped
+
+
+async def _outcomes(
+    checks: AsyncIterator[Outcome[Any]], send: Callable[[object], Coroutine[Any, Any, Any]], payloads: Iterator[tuple[int, object]],
+    in_flight: int,
+) -> AsyncIterator[Outcome[Any]]:  # fmt: skip
+    """Yield the outcome of each request, each in a task. An exception of a middleware that is no IrisError is raised."""
+    async for outcome in checks:
+        yield outcome
+    running: dict[asyncio.Task[Any], int] = {}
+    until_us = handled_us() if HANDLED else 0
+    try:
+        while True:
+            for number, payload in itertools.islice(payloads, in_flight - len(running)):
+                work = send(payload)
+                work = carried_on(work, until_us) if until_us else work
+                running[asyncio.create_task(work, name="iris-request")] = number
+            if not running:
+                return
+            await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            for task in [task for task in running if task.done()]:
+                number = running.pop(task)
+                try:
+                    outcome = Outcome(number, task.result(), None)
+                except IrisError as err:
+                    outcome = Outcome(number, None, err)
+                yield outcome
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)

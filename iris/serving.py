@@ -608,8 +608,10 @@ class _Answer:
                 details=refusal.packed,
             )  # fmt: skip
         else:
-            may_have_run = not isinstance(err, ArgumentError)
-            self._binding.answer_error(self._delivery, detail, may_have_run=may_have_run)
+            bad = isinstance(err, ArgumentError)
+            self._binding.answer_error(
+                self._delivery, detail, may_have_run=not bad, code=faults.BAD_PAYLOAD if bad else ""
+            )
 
 
 def _member_id(delivery: Delivery) -> str:

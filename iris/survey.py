@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Any, Generic, TypeVar
 
 from iris.core.message import MEMBER_HEADER, Message, decode_payload
@@ -46,12 +47,18 @@ class Survey(Generic[T]):
         self._error: IrisError | None = None
 
     async def __aiter__(self) -> AsyncIterator[T]:
+        async with contextlib.aclosing(self.items()) as items:
+            async for _, answer in items:
+                yield answer
+
+    async def items(self) -> AsyncGenerator[tuple[str, T], None]:
+        """Iterate over (id of the member, its answer): `async for member, answer in client.survey(...).items()`."""
         forget = await self._start(self)
         try:
             while True:
                 while self._queue:
                     message = self._queue.popleft()
-                    yield self._decode(message)
+                    yield (message.headers or {}).get(MEMBER_HEADER, ""), self._decode(message)
                 if self._ended:
                     break
                 self._waiter = asyncio.get_running_loop().create_future()

@@ -21,6 +21,8 @@ MAX_DETAILS_BYTES: Final = 2048
 """Largest size of the details of a refusal, as MessagePack."""
 NO_METHOD: Final = "no_method"
 """Code of the answer of a member that has no handler for the method of a call."""
+BAD_PAYLOAD: Final = "bad_payload"
+"""Code of the answer to a payload that does not decode into the type of the handler. No handler has run."""
 
 _CODE: Final = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 _MAX_ENCODED: Final = (MAX_DETAILS_BYTES + 2) // 3 * 4

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, overload
 
 import msgpack  # type: ignore[import-untyped]  # it ships no types
 import msgspec
@@ -10,6 +10,9 @@ import msgspec
 from iris.core.bundle import Headers
 from iris.errors import ConfigError, DecodeError, EncodeError
 from iris.wire.names import plural
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeForm
 
 MEMBER_HEADER: Final = "iris-member"
 """Header of a survey's answer: the id of the member that sent it, sealed with it."""
@@ -49,6 +52,8 @@ class Message(msgspec.Struct, gc=False):
 
     @overload
     def decode(self, type: type[T]) -> T: ...
+    @overload
+    def decode(self, type: TypeForm[T]) -> T: ...
     @overload
     def decode(self, type: Any) -> Any: ...
     def decode(self, type: Any) -> Any:

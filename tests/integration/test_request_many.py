@@ -141,3 +141,85 @@ async def test_a_lost_relay_ends_each_unless_it_may_be_sent_again(idempotent: bo
         assert sorted(o.result() for o in outcomes) == [0, 1, 2]
     else:
         assert [type(o.error) for o in outcomes] == [iris.ConnectionLost] * 3
+
+
+async def test_with_a_member_all_requests_go_to_it_and_none_to_another() -> None:
+    async with LocalCluster() as cluster, cluster.client() as caller:
+        ran: list[str] = []
+        async with cluster.client() as first, cluster.client() as second:
+            services = {}
+            for name, client in (("a", first), ("b", second)):
+                service = iris.Service("square")
+
+                async def square(number: int, name: str = name) -> int:
+                    ran.append(name)
+                    return number * number
+
+                service.on_request(square)
+                services[name] = await client.serve(service).__aenter__()
+            wanted = services["b"].member_id
+            asking = caller.request_many("square", range(50), timeout=10, type=int, member=wanted)
+            assert sorted([one.result() async for one in asking]) == [n * n for n in range(50)]
+            assert set(ran) == {"b"}
+        gone = [one async for one in caller.request_many("square", [1], timeout=10, member=wanted)]
+        assert [type(one.error) for one in gone] == [iris.NoMembers]
+        with pytest.raises(iris.InvalidName):
+            caller.request_many("square", [1], timeout=10, member="nobody")
+
+
+async def test_each_request_of_many_passes_the_middleware_and_keeps_its_number() -> None:
+    seen: list[iris.Call] = []
+
+    async def around(call: iris.Call, call_next: iris.CallNext) -> object:
+        seen.append(call)
+        if call.payload == 3:
+            call.payload = 30
+        if call.payload == 4:
+            raise iris.Overloaded(call.name, "not today")
+        return await call_next(call)
+
+    async with LocalCluster() as cluster, cluster.client() as member:
+        service = iris.Service("square")
+        running = most = 0
+
+        @service.on_request
+        async def square(number: int) -> int:
+            nonlocal running, most
+            running += 1
+            most = max(most, running)
+            await asyncio.sleep(0)
+            running -= 1
+            return number * number
+
+        async with member.serve(service), cluster.client(middleware=[around]) as caller:
+            asking = caller.request_many("square", range(9), timeout=10, type=int, in_flight=3)
+            outcomes = {one.number: one async for one in asking}
+            assert sorted(outcomes) == list(range(9))
+            assert [outcomes[n].reply for n in (2, 3, 4, 8)] == [4, 900, None, 64]
+            assert isinstance(outcomes[4].error, iris.Overloaded)
+            assert {(call.kind, call.name, call.timeout) for call in seen} == {("request", "square", 10)}  # fmt: skip
+            assert most <= 3
+            with pytest.raises(iris.InvalidName):
+                caller.request_many("no such name", [1], timeout=10, method="a b")
+
+
+async def test_an_exception_of_middleware_ends_many_and_leaving_the_loop_ends_its_requests() -> (
+    None
+):
+    entered = asyncio.Event()
+
+    async def around(call: iris.Call, call_next: iris.CallNext) -> object:
+        if call.payload == 1:
+            raise ValueError("a bug")
+        entered.set()
+        try:
+            return await asyncio.Event().wait()
+        finally:
+            left.append(call.payload)
+
+    left: list[object] = []
+    async with LocalCluster() as cluster, cluster.client(middleware=[around]) as caller:
+        with pytest.raises(ValueError, match="a bug"):
+            async for _ in caller.request_many("square", [0, 1], timeout=10):
+                pass
+        assert left == [0]

@@ -261,3 +261,16 @@ async def test_a_survey_answer_names_the_member_that_was_asked_though_it_moved()
         await moving
         assert survey.answered == [asked]
         assert survey.missing == []
+
+
+async def test_the_items_of_a_survey_name_the_member_of_each_answer_typed_or_not() -> None:
+    async with LocalCluster() as cluster, cluster.client() as caller:
+        async with members(cluster, [answering(t) for t in "ab"]) as ids:
+            survey = caller.survey("db", "who?", timeout=5, type=str)
+            found = {member: answer async for member, answer in survey.items()}
+            assert found == {ids[0]: "a: who?", ids[1]: "b: who?"}
+            assert (sorted(survey.answered), survey.missing) == (sorted(ids), [])
+            whole = caller.survey("db", "who?", timeout=5)
+            assert {m: answer.payload async for m, answer in whole.items()} == {
+                ids[0]: b"a: who?", ids[1]: b"b: who?",
+            }  # fmt: skip

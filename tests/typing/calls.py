@@ -20,6 +20,12 @@ async def requests(client: iris.Client) -> None:
     assert_type(await client.request("orders", b"", timeout=1.0, type=Receipt), Receipt)
     assert_type(await client.request("orders", b"", timeout=1.0, type=list[Receipt]), list[Receipt])
     assert_type(await client.request("orders", b"", timeout=1.0, type=iris.Message), iris.Message)
+    assert_type(
+        await client.request("orders", b"", timeout=1.0, type=Receipt | None), Receipt | None
+    )
+    assert_type(
+        await client.request("orders", b"", timeout=1.0, type=int | list[str]), int | list[str]
+    )
     assert_type(await client.request("orders", b"", timeout=1.0), Any)
     number: str = (await client.request("orders", b"", timeout=1.0, type=Receipt)).number  # type: ignore[assignment]
     del number
@@ -29,11 +35,16 @@ async def many(client: iris.Client) -> None:
     async for outcome in client.request_many("orders", [b""], timeout=1.0, type=Receipt):
         assert_type(outcome.result(), Receipt)
         assert_type(outcome.reply, Receipt | None)
+    async for either in client.request_many("orders", [b""], timeout=1.0, type=int | str):
+        assert_type(either.result(), int | str)
 
 
 async def surveys(client: iris.Client) -> None:
     async for answer in client.survey("orders", b"", timeout=1.0, type=Receipt):
         assert_type(answer, Receipt)
+    async for member, maybe in client.survey("orders", b"", timeout=1.0, type=int | None).items():
+        assert_type(member, str)
+        assert_type(maybe, int | None)
     async for message in client.survey("orders", b"", timeout=1.0):
         assert_type(message, iris.Message)
 
@@ -41,10 +52,12 @@ async def surveys(client: iris.Client) -> None:
 def decoding(message: iris.Message) -> None:
     assert_type(message.decode(Receipt), Receipt)
     assert_type(message.decode(dict[str, int]), dict[str, int])
+    assert_type(message.decode(int | None), int | None)
 
 
 def threads(client: blocking.Client) -> None:
     assert_type(client.request("orders", b"", timeout=1.0, type=Receipt), Receipt)
+    assert_type(client.request("orders", b"", timeout=1.0, type=int | None), int | None)
     assert_type(client.survey("orders", b"", timeout=1.0, type=Receipt), blocking.Answers[Receipt])
     for outcome in client.request_many("orders", [b""], timeout=1.0, type=Receipt):
         assert_type(outcome.result(), Receipt)
