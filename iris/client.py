@@ -106,8 +106,9 @@ def connect(
 
     With `wait`, a relay that does not run yet is waited for, up to that many seconds; its last error is raised then.
 
-    `middleware` runs around `request`, each request of `request_many`, and `push`, the first one outermost: coroutine functions
-    `async def middleware(call: iris.Call, call_next)` that return what `await call_next(call)` returned, or raise.
+    `middleware` runs around `request`, each request of `request_many`, and `push`, the first one outermost: coroutine
+    functions `async def middleware(call: iris.Call, call_next)` that return what `await call_next(call)` returned, or
+    raise.
 
     `tracing=True` makes OpenTelemetry spans of what this client sends, and of the handlers that it serves; it needs the
     extra `[otel]`. An `iris.tracing.Tracing` does so with its provider. By default it is off, unless the process is
