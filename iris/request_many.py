@@ -276,7 +276,7 @@ async def _outcomes(
     checks: AsyncIterator[Outcome[Any]], send: Callable[[object], Coroutine[Any, Any, Any]], payloads: Iterator[tuple[int, object]],
     in_flight: int,
 ) -> AsyncIterator[Outcome[Any]]:  # fmt: skip
-    """Yield the outcome of each request, each in a task. An exception of a middleware that is no IrisError is raised."""
+    """Yield the outcome of each request, each in a task. Raises what middleware raises, except for IrisError."""
     async for outcome in checks:
         yield outcome
     running: dict[asyncio.Task[Any], int] = {}
