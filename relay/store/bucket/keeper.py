@@ -15,7 +15,8 @@ import json
 import logging
 import os
 import random
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
+from functools import partial
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -134,10 +135,20 @@ class Keeper:
         """Open the bucket, as often as it takes, then bring everything there. Runs until cancelled."""
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._keep_own(), name="iris-bucket")
-                group.create_task(self._succeed_others(group), name="iris-bucket-failover")
+                group.create_task(self._again(self._keep_own), name="iris-bucket")
+                others = partial(self._succeed_others, group)
+                group.create_task(self._again(others), name="iris-bucket-failover")
         finally:
             await self._cancel_puts()
+
+    async def _again(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Do work that never ends. A fault in it is logged, and the work begins again."""
+        while True:
+            try:
+                await work()
+            except Exception:
+                log.exception("store.fault", extra={"fields": {"stream": f"all of {self.url}"}})
+            await asyncio.sleep(RETRY_MAX_S)
 
     async def drain(self, seconds: float) -> bool:
         """Bring everything that was written to the bucket; return whether that succeeded in time."""
@@ -303,11 +314,11 @@ class Keeper:
 
     def _last_journals(self) -> list[str]:
         """Return the ids of the journals that this store wrote last. Raises ConfigError."""
-        if self._writers:  # in this process, all of them have ended
-            return []
         path = self._shelf.directory / STATE_FILE
+        live = {writer.journal for writer in self._writers if not writer.ended}
         try:
-            return [str(one) for one in json.loads(path.read_bytes())["journals"]]
+            journals = json.loads(path.read_bytes())["journals"]
+            return [str(one) for one in journals if one not in live]
         except FileNotFoundError:
             return []
         except (ValueError, KeyError, TypeError) as err:
@@ -370,6 +381,9 @@ class Keeper:
         )
         try:
             await self._write_on(writer)
+        except Exception:  # we take our own journal again
+            log.exception("store.fault", extra={"fields": {"stream": f"all of {self.url}"}})
+            writer.end("the store had an internal error and opens the stream again")
         finally:
             compacting.cancel()
             await asyncio.gather(compacting, return_exceptions=True)

@@ -23,6 +23,7 @@ from iris.wire.streams import dead_uuid
 from relay.store.bucket.sealing import Ended, Rows
 from relay.store.bucket.writer import Output, Writer
 from relay.store.database import PLACE_ROW, REDO_ROWS, CopiedBatch, Database, Op
+from relay.store.errors import LogDamaged
 
 REDO_END: Final = b"s"
 ENDED_BYTES: Final = 32
@@ -107,11 +108,16 @@ class Replica:
 def redo(database: Database, after: int) -> list[list[Op]]:
     """Return the batches in rows `r` whose objects are numbered above `after`, in order.
 
-    Raises LogDamaged, struct.error or msgspec.DecodeError.
+    Raises LogDamaged.
     """
-    return [
-        _decode(value) for row, value in database.rows(REDO_ROWS) if _REDO.unpack(row)[0] > after
-    ]
+    try:
+        return [
+            _decode(value)
+            for row, value in database.rows(REDO_ROWS)
+            if _REDO.unpack(row)[0] > after
+        ]
+    except (struct.error, msgspec.DecodeError) as err:
+        raise LogDamaged(database.path, f"a row 'r' is malformed: {err}") from err
 
 
 def move(database: Database, place: Place) -> None:
