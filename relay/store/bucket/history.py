@@ -8,6 +8,7 @@ from typing import Final
 
 from relay.store.bucket.objects import BucketError, Objects
 from relay.store.bucket.sealing import (
+    WINDOW,
     Checkpoint,
     Content,
     Covered,
@@ -101,7 +102,7 @@ async def beginning_of(objects: Objects, sealer: Sealer, journal: Registration) 
 async def _last(objects: Objects, key: Callable[[int], str], start: int = 1) -> int:
     """Return the last number from `start` on that has an object; `start` - 1 if none has.
 
-    Numbers are without holes from there on, so it is searched, not listed. Raises BucketError.
+    It is searched, not listed. If there are holes, one number before a hole is returned. Raises BucketError.
     """
     there, step = start - 1, 1
     while await objects.exists(key(there + step)):
@@ -117,18 +118,29 @@ async def _last(objects: Objects, key: Callable[[int], str], start: int = 1) -> 
 
 
 async def end_of(objects: Objects, sealer: Sealer, journal: Registration) -> End:
-    """Return the last object of a journal. Raises BucketError, ObjectDamaged."""
+    """Return the last object of a journal before the first number that is absent, or its fence.
+
+    Behind the first number that is absent there may be a few objects, which a store that was killed or fenced had on
+    their way (see `WINDOW`). They count for nothing.
+    Raises BucketError, ObjectDamaged.
+    """
     name = journal.registered.journal
     beginning = await beginning_of(objects, sealer, journal)
     there = await _last(objects, lambda number: journal_key(name, number), beginning.number)
-    if there < beginning.number:
-        return End(there, beginning.before, None)
-    key = journal_key(name, there)
-    sealed = await objects.get(key)
-    if sealed is None:
-        raise BucketError(f"bucket {objects.url}: {key} was there, and is gone")
-    content = sealer.open(key, sealed)
-    return End(there, hash_of(sealed), content if isinstance(content, Fence) else None)
+    first = max(beginning.number, there - WINDOW)
+    end = End(beginning.number - 1, beginning.before, None)
+    for number in range(first, there + 1):
+        key = journal_key(name, number)
+        sealed = await objects.get(key)
+        if sealed is None:
+            if number == first:
+                raise BucketError(f"bucket {objects.url}: {key} was there, and is gone")
+            break
+        content = sealer.open(key, sealed)
+        end = End(number, hash_of(sealed), content if isinstance(content, Fence) else None)
+        if end.fence is not None:
+            break
+    return end
 
 
 class Reader:

@@ -27,6 +27,8 @@ VERSION: Final = 1
 NONCE_BYTES: Final = 12
 HASH_BYTES: Final = 32
 NO_HASH: Final = bytes(HASH_BYTES)
+WINDOW: Final = 4
+"""A store creates the object `n` of a journal only when all up to `n - WINDOW` are known to be there."""
 
 Hash = Annotated[bytes, Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
 JournalId = Annotated[str, Meta(min_length=32, max_length=32)]

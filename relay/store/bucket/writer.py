@@ -17,13 +17,12 @@ from collections.abc import Callable
 from typing import Final, Protocol
 
 from iris.wire.kinds import NEVER_US
-from relay.store.bucket.sealing import Entry, Numbered, Sealer, hash_of, journal_key
+from relay.store.bucket.sealing import WINDOW, Entry, Numbered, Sealer, hash_of, journal_key
 
 FLUSH_US: Final = 100_000
 """Longest wait of a write for others that go into the same object."""
 MAX_BYTES: Final = 4 << 20
 """Size at which an object is closed. A single write may be larger."""
-MOST_FLYING: Final = 4
 BACKLOG_BYTES: Final = 64 << 20
 """Bytes that may wait for the bucket. Beyond them its streams accept nothing new."""
 
@@ -52,7 +51,7 @@ class Writer:
 
     def __init__(
         self, journal: str, sealer: Sealer, before: bytes, *, flush_us: int = FLUSH_US, max_bytes: int = MAX_BYTES,
-        most_flying: int = MOST_FLYING, backlog_bytes: int = BACKLOG_BYTES,
+        window: int = WINDOW, backlog_bytes: int = BACKLOG_BYTES,
     ) -> None:  # fmt: skip
         """`before` is the hash of the journal's registration."""
         self.journal = journal
@@ -72,7 +71,7 @@ class Writer:
         self._before = before
         self._flush_us = flush_us
         self._max_bytes = max_bytes
-        self._most_flying = most_flying
+        self._window = window
         self._backlog_bytes = backlog_bytes
         self._open: list[Entry] = []
         self._open_bytes = 0
@@ -129,7 +128,7 @@ class Writer:
         if now_us >= self.next_us:
             self.close_object()
         leaving = []
-        while self._closed and len(self._flying) < self._most_flying:
+        while self._closed and self._closed[0][0] <= self.known + self._window:
             number, entries = self._closed.popleft()
             key = journal_key(self.journal, number)
             if number == self._watched:
