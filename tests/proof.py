@@ -3,6 +3,7 @@
     AREA            example N  what N counts
     tunnels         10000      idle tunnels between one relay and one member
     connections     1000       sessions at once at one relay
+    http            10000      event streams over HTTP at one bridge, some of which do not read
     order           200000     publications; checks order, duplicates and reports of losses
     rotation        2000       requests and broadcasts while the key changes
     idle            10         seconds of a relay that nobody uses
@@ -51,6 +52,7 @@ from proofs.common import Proof
 AREAS = (
     "tunnels",
     "connections",
+    "http",
     "order",
     "rotation",
     "idle",

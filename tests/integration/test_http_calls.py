@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import msgspec
@@ -404,3 +405,41 @@ async def test_without_a_relay_nothing_runs_and_the_bridge_recovers(tmp_path: Pa
         async with asyncio.timeout(20):
             while not await runs():
                 pass
+
+
+async def test_clients_that_leave_at_any_moment_leave_nothing_behind(tmp_path: Path) -> None:
+    shop, random = Shop(), Random(7)
+    targets = (
+        "POST /clusters/shop/request",
+        "POST /clusters/shop/push",
+        "POST /clusters/shop/survey",
+        "GET /topics/a",
+        "POST /topics/a",
+    )
+    async with bridged(tmp_path, service=shop.service) as bridge:
+
+        async def leave() -> None:
+            method, target = random.choice(targets).split()
+            body = b"x" * random.randrange(1, 30_000) if method == "POST" else b""
+            head = f"{method} {target} HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {ALL}\r\ncontent-length: {len(body)}\r\n\r\n"
+            sent = head.encode() + body
+            reader, writer = await asyncio.open_connection(
+                "127.0.0.1", int(bridge.address.rpartition(":")[2])
+            )
+            writer.write(sent[: random.randrange(len(sent) + 1)])
+            for _ in range(random.randrange(20)):
+                await asyncio.sleep(0)
+            writer.transport.abort()
+            del reader
+
+        for _ in range(10):
+            await asyncio.gather(*(leave() for _ in range(30)))
+        application = bridge.application
+        await until(
+            lambda: (
+                not (application.room.calls or application.room.bytes or application.topics.readers)
+            )
+        )
+        await until(lambda: bridge.bridge.client.stats().subscriptions == ())
+        assert (await bridge.post("/clusters/shop/request", b"still here")).body == b"still here"
+        assert bridge.bridge.guard.denied == {}

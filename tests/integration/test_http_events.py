@@ -138,6 +138,36 @@ async def test_a_loss_before_the_bridge_is_told_to_all_its_readers(tmp_path: Pat
             ]
 
 
+async def test_what_is_too_much_for_the_bridge_is_told_at_its_place(tmp_path: Path) -> None:
+    async with (
+        bridged(tmp_path, filter_bytes=3000) as bridge,
+        bridge.events("/topics/a") as one,
+        bridge.events("/topics/a") as two,
+    ):
+        (feed,) = bridge.application.topics._feeds.values()
+        for number in range(20):  # in one turn of the loop, so that nothing is handed out meanwhile
+            feed._take(iris.Message(b"%04d" % number + b"x" * 700, "a"))
+            if number == 10:
+                feed._gap(iris.Lost("publish", "a", b"", 7, "link lost"))
+        await until(lambda: not feed._waiting)
+        feed._take(iris.Message(b"last", "a"))
+        for events in (one, two):
+            got = [await events.take(1) for _ in range(6)]
+            assert [each[0].get("payload", "")[:4] for each in got] == [
+                "0000",
+                "0001",
+                "0002",
+                "",
+                "",
+                "last",
+            ]
+            assert sorted((each[0]["cause"], each[0]["count"]) for each in got[3:5]) == [
+                ("link lost", 7),
+                ("the bridge was too slow", 17),
+            ]
+        assert bridge.application.topics.lost["the bridge was too slow"] == 34
+
+
 async def test_limits_of_readers_and_filters_are_answered(tmp_path: Path) -> None:
     async with (
         bridged(tmp_path, max_readers=2, max_filters=1) as bridge,

@@ -19,6 +19,7 @@ PROOF = Path(__file__).resolve().parents[1] / "proof.py"
 COUNTS = {
     "tunnels": 200,
     "connections": 40,
+    "http": 40,
     "order": 4000,
     "rotation": 200,
     "idle": 1,

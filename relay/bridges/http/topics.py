@@ -26,6 +26,10 @@ CHUNK_BYTES: Final = 64 << 10
 """Events are sent together up to this size."""
 READERS_AT_ONCE: Final = 100
 """Readers that get an event before other work has its turn."""
+MESSAGE_BYTES: Final = 256
+"""Bytes counted for each message that waits, besides its payload."""
+SLOW_READER: Final = "slow reader"
+BRIDGE_FULL: Final = "the bridge was too slow"
 STOPPED: Final = event(
     {"reason": "the bridge is stopping or has read its tokens again; connect again"}, "end"
 )
@@ -50,7 +54,7 @@ class Reader:
         """Queue `count` events, or drop them and return their number."""
         dropped = 0
         if self._queued_bytes + len(data) > self._limit_bytes and self._queue:
-            self._lost["slow reader"] += count
+            self._lost[SLOW_READER] += count
             self.dropped += count
             dropped = count
         else:
@@ -119,7 +123,8 @@ class Feed:
         self.readers: dict[Reader, None] = {}
         self._topics = topics
         self._limit_bytes = config.filter_bytes
-        self._waiting: deque[iris.Message] = deque()
+        self._waiting: deque[iris.Message | Counter[str]] = deque()
+        """Messages, and losses at their places."""
         self._waiting_bytes = 0
         self._task: asyncio.Task[None] | None = None
         self.subscription = topics.client.subscribe(pattern, self._take, on_gap=self._gap)
@@ -132,14 +137,26 @@ class Feed:
         await self.subscription.close()
 
     def _take(self, message: iris.Message) -> None:
-        size = len(message.payload) + 256
+        size = len(message.payload) + MESSAGE_BYTES
         if self._waiting and self._waiting_bytes + size > self._limit_bytes:
-            self._topics.lost["bridge full"] += 1
-            for reader in self.readers:
-                reader.lose("the bridge was too slow", 1)
+            self._lose(BRIDGE_FULL, 1)
             return
-        self._waiting.append(message)
         self._waiting_bytes += size
+        self._put(message)
+
+    def _gap(self, lost: iris.Lost) -> None:
+        self._lose(lost.cause, lost.count or 0)
+
+    def _lose(self, cause: str, count: int) -> None:
+        """Note a loss behind what waits, so that readers are told at its place."""
+        if not self._waiting or not isinstance(self._waiting[-1], Counter):
+            self._put(Counter())
+        last = self._waiting[-1]
+        assert isinstance(last, Counter)
+        last[cause] += count
+
+    def _put(self, item: iris.Message | Counter[str]) -> None:
+        self._waiting.append(item)
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._hand_out(), name=f"http-{self.pattern}")  # fmt: skip
 
@@ -147,26 +164,37 @@ class Feed:
         """Give what waits to all readers, some readers at a time."""
         try:
             while self._waiting:
-                parts: list[bytes] = []
-                size = 0
-                while self._waiting and size < CHUNK_BYTES:
-                    message = self._waiting.popleft()
-                    self._waiting_bytes -= len(message.payload) + 256
-                    parts.append(event(as_document(message)))
-                    size += len(parts[-1])
-                data = b"".join(parts)
+                lost = self._waiting[0]
+                if isinstance(lost, Counter):
+                    self._waiting.popleft()
+                    for reader in self.readers:
+                        for cause, count in lost.items():
+                            reader.lose(cause, count)
+                    self._topics.lost[BRIDGE_FULL] += lost[BRIDGE_FULL] * len(self.readers)
+                    continue
+                data, count = self._next_events()
                 for number, reader in enumerate(list(self.readers)):
                     if number % READERS_AT_ONCE == READERS_AT_ONCE - 1:
                         await asyncio.sleep(0)
-                    self._topics.lost["slow reader"] += reader.offer(data, len(parts))
-                    self._topics.events += len(parts)
+                    self._topics.lost[SLOW_READER] += reader.offer(data, count)
+                    self._topics.events += count
                 await asyncio.sleep(0)
         finally:
             self._task = None
 
-    def _gap(self, lost: iris.Lost) -> None:
-        for reader in self.readers:
-            reader.lose(lost.cause, lost.count or 0)
+    def _next_events(self) -> tuple[bytes, int]:
+        """Return the next messages as events, and their number: up to the next loss, and about `CHUNK_BYTES`."""
+        parts: list[bytes] = []
+        size = 0
+        while self._waiting and size < CHUNK_BYTES:
+            message = self._waiting[0]
+            if isinstance(message, Counter):
+                break
+            self._waiting.popleft()
+            self._waiting_bytes -= len(message.payload) + MESSAGE_BYTES
+            parts.append(event(as_document(message)))
+            size += len(parts[-1])
+        return b"".join(parts), len(parts)
 
 
 class Topics:
