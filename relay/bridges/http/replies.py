@@ -9,6 +9,7 @@ from typing import Any, Final
 import msgspec
 
 import iris
+from iris.core.faults import BAD_PAYLOAD, NO_METHOD
 from iris.documents import as_error
 from iris.web.problems import Problem
 
@@ -147,25 +148,19 @@ def problem_of(error: iris.IrisError) -> Problem:
 def _of_member(error: iris.RemoteError) -> Problem:
     found = as_error(error)
     more = {
-        "code": found["code"],
-        "details": found["details"],
-        "may_have_run": found["may_have_run"],
+        name: found[name] for name in ("code", "details", "may_have_run") if found[name] is not None
     }
-    if error.code == "no_method":
+    if error.code == NO_METHOD:
         return Problem(404, error.detail, kind="no-method", title="No such method", **more)
+    if error.code == BAD_PAYLOAD or (
+        error.code is None and not error.may_have_run
+    ):  # earlier members say no code
+        return Problem(
+            422, error.detail, kind="not-accepted", title="Not accepted by the member", **more
+        )
     if error.code is not None:
         return Problem(422, error.detail, kind="refused", title="Refused by the member", **more)
-    if not error.may_have_run:  # the handler was not called, because the message does not fit it
-        return Problem(
-            422,
-            error.detail,
-            kind="not-accepted",
-            title="Not accepted by the member",
-            may_have_run=False,
-        )
-    return Problem(
-        502, error.detail, kind="handler-failed", title="The handler failed", may_have_run=True
-    )
+    return Problem(502, error.detail, kind="handler-failed", title="The handler failed", **more)
 
 
 def _accepted(accept: str) -> list[tuple[str, float]]:
