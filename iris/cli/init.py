@@ -15,6 +15,7 @@ import typer
 from iris.cli import output
 from iris.cli.exits import Exit, run
 from iris.errors import ConfigError
+from iris.wire.names import printable
 
 _NAME: Final = re.compile(r"[a-z][a-z0-9_-]{0,62}")
 
@@ -169,10 +170,14 @@ def create(parent: Path, name: str) -> list[Path]:
             f"{name!r} cannot be the name of a project, because a Python module has this name"
         )
     directory = parent / name
+    if not str(directory.absolute()).isprintable():
+        raise ConfigError(
+            f"{printable(str(directory))}: no unit of systemd can name this directory; choose another one"
+        )
     words = {
         "name": name,
         "module": module,
-        "directory": str(directory.absolute()),
+        "directory": str(directory.absolute()).replace("%", "%%"),
         "iris": _executable(),
     }
     texts = {
@@ -200,4 +205,15 @@ def create(parent: Path, name: str) -> list[Path]:
 def _executable() -> str:
     """Return the path of the command `iris` beside this interpreter, else the interpreter and its module."""
     command = os.path.join(os.path.dirname(sys.executable), "iris")
-    return command if os.access(command, os.X_OK) else f"{sys.executable} -m iris.cli"
+    if os.access(command, os.X_OK):
+        return _unit_word(command)
+    return f"{_unit_word(sys.executable)} -m iris.cli"
+
+
+def _unit_word(path: str) -> str:
+    """Return a path as the first word of a unit's command line, which may have no quotes or backslashes.
+
+    See systemd.syntax(7), "Quoting", and systemd.unit(5), "Specifiers".
+    """
+    escaped = path.replace("%", "%%")
+    return f'"{escaped}"' if set(path) & set(" ;") else escaped

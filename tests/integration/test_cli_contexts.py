@@ -18,7 +18,7 @@ from support.commands import Shell, dev_relay
 from support.waiting import PATIENCE_S
 
 from iris import keyfiles
-from iris.cli import contexts
+from iris.cli import contexts, init
 from iris.cli.contexts import Context, Contexts
 from iris.errors import ConfigError, KeyringError
 
@@ -236,6 +236,29 @@ def test_systemd_accepts_the_unit_of_a_new_project(project: Path) -> None:
     )  # fmt: skip
     about = [line for line in done.stderr.splitlines() if "my-orders" in line]
     assert about == [], done.stderr
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
+def test_systemd_finds_what_a_unit_names_below_odd_directories(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    odd = tmp_path / "50% of our work; here"
+    (odd / "bin").mkdir(parents=True)
+    for name in ("python", "iris"):
+        (odd / "bin" / name).write_text("#!/bin/sh\n")
+        (odd / "bin" / name).chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(odd / "bin" / "python"))
+    init.create(odd, "my-orders")
+    done = subprocess.run(
+        ["systemd-analyze", "verify", odd / "my-orders" / "my-orders.service"], capture_output=True, text=True, check=False
+    )  # fmt: skip
+    about = [line for line in done.stderr.splitlines() if "my-orders" in line]
+    assert about == [], done.stderr
+
+
+def test_a_directory_that_no_unit_can_name_gets_no_project(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no unit of systemd can name this directory"):
+        init.create(tmp_path / "two\nlines", "my-orders")
 
 
 def test_a_project_is_never_overwritten_and_its_name_is_checked(home: Path, project: Path) -> None:
