@@ -125,7 +125,7 @@ class Relay:
         if config.data is not None:
             self._store = store = StoreSupervisor(
                 config.data.absolute(), config.socket_path, config.log_level, config.log_format, self._store_cannot,
-                bucket=config.bucket, bucket_key=config.bucket_key,
+                bucket=config.bucket, bucket_key=config.bucket_key, figures=self._figures if config.metrics else None,
             )  # fmt: skip
             self.hub.store_pid = lambda: store.pid
         self.metrics: MetricsSupervisor | None = None
@@ -401,6 +401,11 @@ class Relay:
         self.driver.turn()
         self.router.stores.set_failure(why, final=final, now_us=self.router.now_us)
         self.driver.settle()
+
+    def _figures(self, line: bytes) -> None:
+        """Pass on the figures of the store to the page of metrics."""
+        if self.metrics is not None:
+            self.metrics.pass_on(line)
 
     def _status(self) -> dict[str, object]:
         up_s = time.monotonic() - self._started_s

@@ -140,6 +140,7 @@ SENTENCES: Final[dict[str, str | tuple[str, ...]]] = {
         f"A call to the store ({{call}}) failed with an internal error. {_BUG}",
         f"Work on stream {{stream}} failed with an internal error and is tried again. {_BUG}",
     ),
+    "store.figures_fault": f"The store could not make its figures for metrics, and tries again. {_BUG}",
     # Bridges
     "bridge.started": "The bridge accepts clients at {listen} (addresses this host lacks: {absent}).",
     "bridge.no_authentication": "Clients at {listen} are not authenticated: {why}. Let only trusted programs reach these ports.",

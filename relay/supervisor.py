@@ -37,6 +37,9 @@ UNREAD: Final = b"unread\n"
 """Line that the relay writes to the store's standard input if it stops without having admitted any session."""
 
 
+FIGURES: Final = b'{"figures":'
+"""How a line of the store begins that is for the page of metrics."""
+
 EXIT_USAGE: Final = 2
 """Exit code of a store that could not start and has reported why."""
 
@@ -56,11 +59,12 @@ class StoreSupervisor(Child):
 
     def __init__(
         self, data: Path, socket_path: Path, log_level: str, log_format: str, cannot: Callable[[str, bool], None] = lambda why, final: None,
-        *, bucket: str = "", bucket_key: Path | None = None,
+        *, bucket: str = "", bucket_key: Path | None = None, figures: Callable[[bytes], None] | None = None,
     ) -> None:  # fmt: skip
         """`cannot(why, final)` is called when the store cannot serve, and with "" when it can again.
 
-        `final`: it lasts until somebody corrects it.
+        `final`: it lasts until somebody corrects it. `figures` is called with lines for the page of metrics; without it
+        the store makes none.
         """
         self._data = data
         super().__init__(
@@ -68,10 +72,12 @@ class StoreSupervisor(Child):
                 sys.executable, "-m", "relay.store", "--data", str(data), "--relay", str(socket_path), "--log-level", log_level,
                 "--log-format", log_format, "--supervised", *(("--bucket", bucket) if bucket else ()),
                 *(("--bucket-key", str(bucket_key.absolute())) if bucket_key else ()),
+                *(("--figures",) if figures else ()),
             )
         )  # fmt: skip
         self._cannot = ""
         self._on_cannot_serve = cannot
+        self._on_figures = figures
 
     @property
     def has_streams(self) -> bool:
@@ -95,7 +101,10 @@ class StoreSupervisor(Child):
         remove_complete_file(self._data / COMPLETE_FILE)
 
     def _said(self, line: bytes) -> None:
-        """Handle a status line of the store: one JSON object. Other lines are ignored."""
+        """Handle a line of the store: its figures, or one JSON object with its status. Other lines are ignored."""
+        if self._on_figures is not None and line.startswith(FIGURES):
+            self._on_figures(line)
+            return
         with contextlib.suppress(msgspec.DecodeError):
             status = _decode(line)
             self._set_cannot_serve(status.cannot, final=status.final)

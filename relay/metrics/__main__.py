@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     source = RelaySource(config)
     server = Server(socket.socket(fileno=given.listener), source)
-    threading.Thread(target=_until_input_ends, args=(server,), daemon=True).start()
+    threading.Thread(target=_until_input_ends, args=(server, source), daemon=True).start()
     try:
         server.serve_forever(LOOK_S)
     finally:
@@ -48,9 +48,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         source.close()
 
 
-def _until_input_ends(server: Server) -> None:
-    while os.read(0, 64):
-        pass
+def _until_input_ends(server: Server, source: RelaySource) -> None:
+    with os.fdopen(0, "rb") as lines:
+        for line in lines:
+            source.store_said(line)
     server.shutdown()
 
 

@@ -1,6 +1,7 @@
 """The metrics of a relay and its store, made from the relay's status (`iris status --json`).
 
-They hold nothing that the status does not, so the relay does no work for them until it is asked.
+Those of streams come from the store (`relay.store.figures`). The others hold nothing that the status does not, so the
+relay does no work for them until it is asked.
 """
 
 from __future__ import annotations
@@ -8,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from iris.metrics.page import Names, Page, Spec
+from iris.metrics.page import OTHER, Names, Page, Spec
 
 MAX_CLUSTERS: Final = 200
 MAX_PROGRAMS: Final = 100
 MAX_RECEIVERS: Final = 100
 MAX_HOSTS: Final = 100
 MAX_SITES: Final = 64
+MAX_STREAMS: Final = 200
+MAX_CONSUMERS: Final = 200
 MAX_WORDS: Final = 64
 """Limit of causes and of reasons, whose words are Iris's own."""
 MAX_RULES: Final = 256
@@ -91,6 +94,22 @@ SPECS: Final = (
     Spec("iris_relay_direct_bytes_total", "Bytes of direct tunnels as their ends report them, by direction (sent, received).", ("direction",)),
     Spec("iris_store_up", "1 if the store of this relay runs and can serve; absent without a store."),
     Spec("iris_store_starts_total", "How often the relay has started its store."),
+    Spec("iris_store_streams", "Streams of this store."),
+    Spec("iris_store_stream_messages", "Messages that a stream holds.", ("stream",)),
+    Spec("iris_store_stream_bytes", "Bytes that a stream holds.", ("stream",)),
+    Spec("iris_store_stream_oldest_offset", "Offset of the oldest message of a stream.", ("stream",)),
+    Spec("iris_store_stream_next_offset", "Offset that the next message of a stream will have.", ("stream",)),
+    Spec("iris_store_stream_appended_messages_total", "Messages that a stream has been given since it was made, by their offsets.", ("stream",)),
+    Spec("iris_store_stream_lost_messages_total", "Messages that could not be recorded since the store started.", ("stream",)),
+    Spec("iris_store_stream_failed", "1 if a stream cannot be written or read; of `other`, how many cannot.", ("stream",)),
+    Spec("iris_store_stream_dead_letters_kept", "Dead letters of the consumers of a stream that are kept.", ("stream",)),
+    Spec("iris_store_stream_dead_letters_total", "Dead letters that the consumers of a stream have stored since it was made.", ("stream",)),
+    Spec("iris_store_consumer_lag_messages", "Messages that a consumer has not settled.", ("stream", "consumer")),
+    Spec("iris_store_consumer_pending_messages", "Messages that workers of a consumer hold.", ("stream", "consumer")),
+    Spec("iris_store_consumer_workers", "Workers that hold messages of a consumer.", ("stream", "consumer")),
+    Spec("iris_store_bucket_up", "1 if the bucket of the store answers; absent without a bucket."),
+    Spec("iris_store_bucket_backlog_bytes", "Bytes that wait for the bucket; what is in them is not acknowledged yet."),
+    Spec("iris_store_bucket_backlog_limit_bytes", "Limit of the backlog of one journal, at which its streams accept nothing new."),
 )  # fmt: skip
 
 
@@ -103,6 +122,8 @@ class Labels:
         self.receivers = Names(MAX_RECEIVERS)
         self.hosts = Names(MAX_HOSTS)
         self.sites = Names(MAX_SITES)
+        self.streams = Names(MAX_STREAMS)
+        self.consumers = Names(MAX_CONSUMERS)
         self.causes = Names(MAX_WORDS)
         self.reasons = Names(MAX_WORDS)
         self.rules = Names(MAX_RULES)
@@ -235,3 +256,34 @@ def _direct(page: Page, direct: Mapping[str, Any], labels: Labels) -> None:
     for direction in ("sent", "received"):
         page.set("iris_relay_direct_records_total", direct[f"{direction}_records"], direction)
         page.set("iris_relay_direct_bytes_total", direct[f"{direction}_bytes"], direction)
+
+
+def fill_store(page: Page, figures: Mapping[str, Any], labels: Labels) -> None:
+    """Set the metrics of a store from the figures that it sends (`relay.store.figures`)."""
+    page.set("iris_store_streams", figures["count"])
+    for row in figures["streams"]:
+        name, messages, size, oldest, following, lost, failed, dead, dead_ever = row
+        name = labels.streams(name) if name != OTHER else OTHER
+        page.add("iris_store_stream_messages", messages, name)
+        page.add("iris_store_stream_bytes", size, name)
+        if name != OTHER:  # of several streams they mean nothing
+            page.raise_to("iris_store_stream_oldest_offset", oldest, name)
+            page.raise_to("iris_store_stream_next_offset", following, name)
+        page.add("iris_store_stream_appended_messages_total", following, name)
+        page.add("iris_store_stream_lost_messages_total", lost, name)
+        page.add("iris_store_stream_failed", failed, name)
+        page.add("iris_store_stream_dead_letters_kept", dead, name)
+        page.add("iris_store_stream_dead_letters_total", dead_ever, name)
+    for stream, consumer, lag, pending, workers in figures["consumers"]:
+        # The pair takes one place, or a stream with many consumers would have many times the limit.
+        both = labels.consumers(f"{stream}\0{consumer}") if consumer != OTHER else OTHER
+        pair = (OTHER, OTHER) if both == OTHER else (stream, consumer)
+        page.add("iris_store_consumer_lag_messages", lag, *pair)
+        page.add("iris_store_consumer_pending_messages", pending, *pair)
+        page.add("iris_store_consumer_workers", workers, *pair)
+    bucket = figures["bucket"]
+    if bucket is not None:
+        up, backlog, limit = bucket
+        page.set("iris_store_bucket_up", up)
+        page.set("iris_store_bucket_backlog_bytes", backlog)
+        page.set("iris_store_bucket_backlog_limit_bytes", limit)

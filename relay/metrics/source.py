@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,13 +18,15 @@ from iris.config import ClientConfig
 from iris.crypto.keyring import Keyring
 from iris.errors import IrisError
 from iris.metrics.page import Page
-from relay.metrics.figures import SPECS, Labels, fill
+from relay.metrics.figures import SPECS, Labels, fill, fill_store
 
 FRESH_S: Final = 1.0
 """How long a status is used again. So many scrapers cost the relay no more than one."""
 ANSWER_S: Final = 2.0
 SILENT_S: Final = 15.0
 """A relay that has not answered for this long is not alive."""
+FIGURES_S: Final = 15.0
+"""How long figures of the store are shown. It sends them every 2 s."""
 
 
 class RelaySource(Collector):
@@ -38,6 +41,8 @@ class RelaySource(Collector):
         self._failing_s: float | None = None
         """When the relay first did not answer, since it last did."""
         self._error = ""
+        self._figures: dict[str, Any] = {}
+        self._figures_s = float("-inf")
         self._report: dict[str, Any] | None = None
         self._page = b""
         self._labels = Labels()
@@ -71,6 +76,15 @@ class RelaySource(Collector):
                 return self._error
             return "the relay is stopping" if self._report["draining"] else ""
 
+    def store_said(self, line: bytes) -> None:
+        """Note the figures of the store, one JSON object. Those that are cut off, as by a killed store, are none."""
+        try:
+            figures = json.loads(line)
+        except ValueError:
+            figures = {}
+        with self._lock:
+            self._figures, self._figures_s = figures, self._clock()
+
     def close(self) -> None:
         """Disconnect from the relay. Idempotent."""
         with self._lock:
@@ -84,6 +98,11 @@ class RelaySource(Collector):
         page.set("iris_relay_up", 0)
         if self._report is not None:
             fill(page, self._report, self._labels, self._version)
+            # Figures of a store that has ended are not shown.
+            store = self._report.get("store") or {}
+            fresh = self._clock() - self._figures_s < FIGURES_S
+            if fresh and self._figures.get("figures", -1) == store.get("pid"):
+                fill_store(page, self._figures, self._labels)
         yield from page.families()
         for process in self._processes:
             try:

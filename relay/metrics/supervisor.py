@@ -43,6 +43,16 @@ class MetricsSupervisor(Child):
         """HOST:PORT at which metrics are served."""
         return show(*self.listener.getsockname()[:2])
 
+    def pass_on(self, line: bytes) -> None:
+        """Give the process figures of the store; they are dropped while it does not run or has not read the last."""
+        pipe = self._process.stdin if self._process is not None else None
+        if (
+            pipe is not None
+            and not pipe.is_closing()
+            and not pipe.transport.get_write_buffer_size()
+        ):
+            pipe.write(line)
+
     async def stop(self) -> None:
         """Kill the process, which holds nothing that matters, and wait for its end. Idempotent."""
         process = self._process

@@ -64,6 +64,12 @@ def store(
     supervised: Annotated[
         bool, typer.Option("--supervised", hidden=True, help="Exit when standard input ends.")
     ] = False,
+    figures: Annotated[
+        bool,
+        typer.Option(
+            "--figures", hidden=True, help="Write figures for metrics to standard output."
+        ),
+    ] = False,
 ) -> None:
     """Store durable streams for the relay on this host. Runs until SIGTERM or Ctrl-C; a second signal
     ends it at once.
@@ -99,6 +105,7 @@ def store(
             chosen.log_level,
             chosen.log_format,
             supervised=supervised,
+            figures=figures,
             bucket=process.BucketSettings(bucket, bucket_key, checkpoint_bytes) if bucket else None,
         )
     except IrisError as err:

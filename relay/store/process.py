@@ -48,6 +48,7 @@ from relay.store.bucket.writer import Writer
 from relay.store.catalogue import is_stream
 from relay.store.database import write_beside
 from relay.store.errors import LogError
+from relay.store.figures import report
 from relay.store.log import Log
 from relay.store.registration import PongWaiter
 from relay.store.session import StoreSession
@@ -501,10 +502,11 @@ def locked(directory: Path) -> Iterator[Path]:
 
 async def serve(
     directory: Path, relay: Path, relay_user: str, *, supervised: bool, environ: Mapping[str, str] = MappingProxyType({}),
-    bucket: BucketSettings | None = None,
+    bucket: BucketSettings | None = None, figures: bool = False,
 ) -> None:  # fmt: skip
     """Run a store until SIGTERM or SIGINT; a second signal ends the process at once.
 
+    `figures`: write figures for the page of metrics to standard output, which the relay reads.
     `environ` names the service manager of a store that is not supervised: it is notified when the directory is open.
     """
     loop = asyncio.get_running_loop()
@@ -525,6 +527,9 @@ async def serve(
     running = loop.create_task(process.run(), name="iris-store")
     notify.ready(environ)
     pinging = loop.create_task(watchdog.keep_alive(environ), name="iris-watchdog")
+    helpers = [pinging]
+    if figures:
+        helpers.append(loop.create_task(report(process.store), name="iris-store-figures"))
     try:
         stopped = loop.create_task(stop.wait())
         await asyncio.wait((running, stopped), return_when=asyncio.FIRST_COMPLETED)
@@ -540,7 +545,8 @@ async def serve(
         try:
             await process.close()
         finally:
-            pinging.cancel()
+            for task in helpers:
+                task.cancel()
 
 
 async def _open_when_possible(process: StoreProcess, stop: asyncio.Event) -> bool:
@@ -591,7 +597,7 @@ def _read_stdin(
 
 def run(
     directory: Path, relay: Path, relay_user: str, log_level: str, log_format: str, *, supervised: bool = False,
-    bucket: BucketSettings | None = None,
+    bucket: BucketSettings | None = None, figures: bool = False,
 ) -> None:  # fmt: skip
     """Run a store in this process until a signal, or the end of standard input if supervised, stops it."""
     configure(log_level, log_format)
@@ -603,7 +609,13 @@ def run(
         )  # the relay's service manager is not that of its store
         runner.run(
             serve(
-                directory, relay, relay_user, supervised=supervised, environ=environ, bucket=bucket
+                directory,
+                relay,
+                relay_user,
+                supervised=supervised,
+                environ=environ,
+                bucket=bucket,
+                figures=figures,
             )
         )
 

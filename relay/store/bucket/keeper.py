@@ -454,8 +454,10 @@ class Keeper:
         try:
             taken = await self._objects.exists(journal_key(writer.journal, writer.number))
         except BucketError as err:
+            writer.failing = str(err)
             self._warn(err)
             return
+        writer.failing = ""
         if taken and writer.idle:
             lost = self._lost(writer)
             log.error("store.journal_lost", extra={"fields": {"error": str(lost)}})
@@ -481,12 +483,14 @@ class Keeper:
             try:
                 await self._create(writer, flying)
             except BucketError as err:
+                writer.failing = str(err)
                 self._warn(err)
                 await asyncio.sleep(backoff.failed())
             except Lost as err:
                 log.error("store.journal_lost", extra={"fields": {"error": str(err)}})
                 writer.end(str(err))
             else:
+                writer.failing = ""
                 self._owner.flush()
                 return
 

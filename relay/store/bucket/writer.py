@@ -65,6 +65,8 @@ class Writer:
         """Bytes of all entries so far."""
         self.backlog = 0
         """Bytes that wait for the bucket, sealed or not."""
+        self.failing = ""
+        """Why the bucket took nothing when it was last asked; empty if it answered."""
         self.on_known: Callable[[], None] = lambda: None
         """Called whenever `known` has grown, before outputs are released."""
         self._sealer = sealer
@@ -72,7 +74,7 @@ class Writer:
         self._flush_us = flush_us
         self._max_bytes = max_bytes
         self._window = window
-        self._backlog_bytes = backlog_bytes
+        self.backlog_limit = backlog_bytes
         self._open: list[Entry] = []
         self._open_bytes = 0
         self._open_us = NEVER_US
@@ -88,7 +90,7 @@ class Writer:
     @property
     def full(self) -> bool:
         """Whether so much waits for the bucket that nothing new is accepted."""
-        return self.backlog >= self._backlog_bytes
+        return self.backlog >= self.backlog_limit
 
     @property
     def idle(self) -> bool:
