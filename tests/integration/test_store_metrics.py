@@ -56,10 +56,11 @@ async def test_streams_and_consumers_are_on_the_page_also_after_the_store_was_ki
             assert "orders" not in str(await program.status()), "every program may read the status"
 
             os.kill(status["store"]["pid"], 9)
-            await program.streams.append("orders", b"5", timeout=PATIENCE_S)
-            page = await page_when(where, "iris_store_stream_next_offset", 6, stream="orders")
-            assert page.sum("iris_store_stream_dead_letters_total", stream="orders") == 1
-            assert page.sum("iris_store_consumer_lag_messages", consumer="bills") == 4
+            await page_when(where, "iris_store_starts_total", 2)
+            page = await page_when(where, "iris_store_stream_next_offset", 5, stream="orders")
+            assert page.sum("iris_store_stream_dead_letters_total", stream="orders") >= 1
+            lag = page.sum("iris_store_consumer_lag_messages", consumer="bills")
+            assert 3 <= lag <= 5, "what was settled last may be delivered again"
 
 
 @pytest.mark.timeout(120)
