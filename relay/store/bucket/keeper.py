@@ -111,6 +111,9 @@ class Keeper:
         self._writers: list[Writer] = []
         self._begun: dict[tuple[str, ...], tuple[Writer, dict[str, Registration]]] = {}
         """Journals that hold nothing yet, by what they are about to take: for the next try."""
+        self._taking: tuple[list[str], set[bytes]] | None = None
+        """The journals that we are about to take from other stores, and these stores, until that has succeeded: after a
+        failure some of them may have our fence already, and nobody else takes them from us."""
         self._covers: dict[str, list[Covered]] = {}
         """Journal of ours -> what its next checkpoint will cover of the journals that it took."""
         self._checkpoints: dict[str, tuple[int, int]] = {}
@@ -168,14 +171,17 @@ class Keeper:
 
         The store that starts here next serves them. Raises BucketError, ConfigError, ObjectDamaged, LogError, OSError.
         """
-        found = await registrations(self._objects, self._sealer)
-        ends = [await end_of(self._objects, self._sealer, one) for one in found]
-        held = [
-            one.registered.journal
-            for one, end in zip(found, ends, strict=True)
-            if end.fence is None and end.number
-        ]
-        _, loaded = await self._open(held, {one.registered.store for one in found})
+        if self._taking is None:
+            found = await registrations(self._objects, self._sealer)
+            ends = [await end_of(self._objects, self._sealer, one) for one in found]
+            held = [
+                one.registered.journal
+                for one, end in zip(found, ends, strict=True)
+                if end.fence is None and end.number
+            ]
+            self._taking = held, {one.registered.store for one in found}
+        _, loaded = await self._open(*self._taking)
+        self._taking = None
         if not await self.drain(FAILOVER_S * 6):
             raise BucketError(f"bucket {self.url}: it does not answer; run this again")
         return loaded
@@ -235,9 +241,12 @@ class Keeper:
                         done.add(one.registered.journal)
                     else:
                         held.append(one.registered.journal)
-                if held:
-                    stores = {one.registered.store for one in gone}
+                if held and self._taking is None:
+                    self._taking = held, {self._store, *(one.registered.store for one in gone)}
+                if self._taking is not None:
+                    held, stores = self._taking
                     writer, count = await self._open(held, stores)
+                    self._taking = None
                     log.warning(
                         "store.took_over",
                         extra={"fields": {"journals": held, "streams": count, "bucket": self.url}},
@@ -283,6 +292,8 @@ class Keeper:
             known = {one.registered.journal: one for one in (*earlier, mine)}
             writer = Writer(mine.registered.journal, self._sealer, mine.hash)
             self._begun[purpose] = writer, known
+            if self._writers:
+                self._save()  # what is fenced by this journal leads to it, and nothing else does
         taken = []
         for victim in victims:
             if victim not in known:
@@ -325,7 +336,8 @@ class Keeper:
             raise ConfigError(f"data: {path} is damaged: {err}; restore it from a backup") from err
 
     def _save(self) -> None:
-        state = json.dumps({"journals": [writer.journal for writer in self._writers]})
+        writers = [*self._writers, *(writer for writer, _ in self._begun.values())]
+        state = json.dumps({"journals": list(dict.fromkeys(one.journal for one in writers))})
         write_beside(str(self._shelf.directory / STATE_FILE), state.encode())
 
     async def _take(

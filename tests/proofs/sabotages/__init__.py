@@ -7,6 +7,7 @@ that no test can notice because another check refuses the same.
 from __future__ import annotations
 
 from proofs.sabotages import (
+    bucket,
     channels,
     connections,
     crypto,
@@ -31,4 +32,5 @@ SABOTAGES: tuple[Sabotage, ...] = (
     *orders.SABOTAGES,
     *waiting.SABOTAGES,
     *drains.SABOTAGES,
+    *bucket.SABOTAGES,
 )
