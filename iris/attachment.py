@@ -508,20 +508,23 @@ class Attachment:
 
         It is the session in use. While there is none, it is the one being left, for handlers that the relay waits for.
         """
-        pump = self.pump or self._stopping
-        if pump is None or pump is self.pump:
-            return pump
-        nested = IN_HANDLER.get() and pump.connected and self._calls_may_follow(pump)
-        return pump if nested else None
+        if self.pump is not None:
+            return self.pump
+        pump = self._stopping
+        if pump is None or not pump.connected or not IN_HANDLER.get():
+            return None
+        return pump if self._calls_may_follow(pump) else None
 
     async def ready(self, name: str, timeout: float) -> tuple[Pump[Session], Session]:
         """Return the session for a call, after waiting at most `timeout` seconds for one; see `calling`.
 
         Raises as `in_use`.
         """
-        pump = self.calling()
+        pump = self.pump
         if pump is None or self.state is not OPEN:
-            return await self.in_use(name, timeout)
+            pump = self.calling() if self.state is OPEN else None
+            if pump is None:
+                return await self.in_use(name, timeout)
         pump.turn()
         return pump, pump.session
 
