@@ -44,6 +44,8 @@ def live(seed: int) -> tuple[int, str, Counter[str]]:
             "over links": ledger.loops_checked,
             "garbled": chaos.garbled,
             "rests": chaos.rounds,
+            "aimed": ledger.aimed_runs,
+            "cancels": ledger.cancels,
         }
     )
     counted.update({f"did {name}": number for name, number in chaos.did.items()})
@@ -80,6 +82,8 @@ def run(count: int, seed: int) -> Proof:
         "pushes": ended(total, "push"),
         "surveys": ended(total, "survey"),
         "tunnels": ended(total, "tunnel_open"),
+        "calls to one member that ran": f"{total['aimed']:,}, all of them there",
+        "calls that ended because their caller left": f"{total['cancels']:,}",
         "bundles that arrived": f"{total['copies']:,}",
         "bundles with an unbroken way": f"{total['audited']:,}, of which {total['reported']:,} were dropped and reported",
         "data frames over links": f"{total['over links']:,}, none of which went on over another",

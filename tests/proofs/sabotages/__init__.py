@@ -7,6 +7,7 @@ that no test can notice because another check refuses the same.
 from __future__ import annotations
 
 from proofs.sabotages import (
+    aimed,
     bucket,
     channels,
     connections,
@@ -33,4 +34,5 @@ SABOTAGES: tuple[Sabotage, ...] = (
     *waiting.SABOTAGES,
     *drains.SABOTAGES,
     *bucket.SABOTAGES,
+    *aimed.SABOTAGES,
 )

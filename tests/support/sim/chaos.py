@@ -13,7 +13,7 @@ from typing import Any, Final
 from iris.core.credit import FIRST_WINDOW
 from iris.wire.codec import KIND_AT, decode_control
 from iris.wire.frames import Interest
-from iris.wire.kinds import HERE, RUN_MINOR, WAIT_MINOR, Cause, Kind, Refusal
+from iris.wire.kinds import CANCEL_MINOR, HERE, RUN_MINOR, WAIT_MINOR, Cause, Kind, Refusal
 from support.sim.members import ALL_KINDS, FOREVER_US, KEY, OTHER_KEY, SimMember, SimSession
 from support.sim.network import SimNetwork, SimRelay, Violation
 from support.sim.waiting import SimSink, left_out
@@ -36,6 +36,7 @@ BY_DESIGN: Final = {
     "Heartbeat.samples": "16 samples of the other clock",
     "SlowReceivers._slow": "256 receivers, kept for operators after they left",
     "Slow.topics": "64 addresses of each",
+    "OtherKeys._remembered": "64 topics, forgotten when the next status report finds that they are unused",
     "MissedCasts._disconnected": "1,024 relays and sites, which may come back for an hour",
     "MissedCasts._sent": "4,096 casts that were sent since one of these left",
     "MissedCasts._users": "whose they are",
@@ -59,6 +60,8 @@ class Chaos:
         self.rng = random.Random(f"chaos {seed}")
         self.waits_rng = random.Random(f"waits {seed}")
         """Random choices about publishers that wait; separate, so that the rest of a life does not depend on them."""
+        self.calls_rng = random.Random(f"calls {seed}")
+        """The same about calls to one member, and callers that leave."""
         shape: dict[str, Any] = {}
         if sites:
             shape["sites"] = {site: self.rng.randint(2, 3) for site in SITES}
@@ -77,6 +80,10 @@ class Chaos:
         self.did: dict[str, int] = {}
         self.did_waiting: dict[str, int] = {}
         """Actions with publishers that wait, which happen besides the steps."""
+        self.did_calls: dict[str, int] = {}
+        """Calls to one member, and callers that left, besides the steps."""
+        self._former: list[SimMember] = []
+        """Members that were called alone, some of which have left meanwhile."""
         self.rounds = 0
         self.garbled = 0
         self.recoveries = 0
@@ -93,6 +100,10 @@ class Chaos:
         ]  # fmt: skip
         self._waiting: list[tuple[int, Callable[[], None]]] = [
             (12, self.publish_waiting), (4, self.pause), (5, self.resume), (3, self.mute),
+        ]  # fmt: skip
+        self._calls: list[tuple[int, Callable[[], None]]] = [
+            (6, self.request_member), (4, self.run_to_member), (2, self.push_to_member), (2, self.tunnel_to_member),
+            (10, self.leave_calls), (3, self.ask_and_leave),
         ]  # fmt: skip
         self._weights = [weight for weight, _ in everyday + faults]
         self._actions = [action for _, action in everyday + faults]
@@ -130,7 +141,7 @@ class Chaos:
     def _attach(self, relay: SimRelay) -> None:
         minor = self.rng.choice((0, RUN_MINOR, RUN_MINOR))
         if minor and self.waits_rng.random() < 0.8:
-            minor = WAIT_MINOR
+            minor = CANCEL_MINOR if self.calls_rng.random() < 0.85 else WAIT_MINOR
         session = relay.session(f"s{self.net.ledger.new_tag()}", minor=minor)
         for _ in range(self.rng.randint(0, 2)):
             self._serve(session)
@@ -147,6 +158,7 @@ class Chaos:
         member = session.serve(
             rng.choice(CLUSTERS), key=self.some_key(), kinds=kinds, concurrency=rng.choice((1, 4, 16)),
             limit_bytes=rng.choice((300, 4096, 1 << 20)),
+            cancel=session.minor >= CANCEL_MINOR and self.calls_rng.random() < 0.8,
         )  # fmt: skip
         self._mood(member)
 
@@ -260,6 +272,83 @@ class Chaos:
             self.rng.choice(list(session.tunnels.values())).close(
                 self.rng.choice((Cause.CLOSED, Cause.BROKEN))
             )
+
+    # -- calls to one member, and callers that leave -----------------------------------------------------------
+
+    def _some_caller(self) -> SimSession | None:
+        sessions = [s for s in self.net.sessions if s.minor >= CANCEL_MINOR and not s.leaving]
+        return self.calls_rng.choice(sessions) if sessions else None
+
+    def _some_target(self) -> SimMember | None:
+        """Return a member of any relay, or one that may have left."""
+        rng = self.calls_rng
+        if self._former and rng.random() < 0.15:
+            return rng.choice(self._former)
+        members = [m for s in self.net.sessions for m in s.members.values()]
+        if not members:
+            return None
+        member = rng.choice(members)
+        self._former = [*self._former[-7:], member]
+        return member
+
+    def request_member(self) -> None:
+        self._call_member(Kind.REQUEST)
+
+    def push_to_member(self) -> None:
+        self._call_member(Kind.PUSH)
+
+    def _call_member(self, kind: Kind) -> None:
+        session, member = self._some_caller(), self._some_target()
+        if session is not None and member is not None:
+            timeout_ms = self.calls_rng.choice((20, 500, 2_000, 6_000))
+            session.call(
+                kind, member.name, key=member.key, timeout_ms=timeout_ms, member=member.member_id
+            )
+
+    def run_to_member(self) -> None:
+        session, member = self._some_caller(), self._some_target()
+        if session is not None and member is not None:
+            rng = self.calls_rng
+            session.run(
+                rng.choice((Kind.REQUEST, Kind.PUSH)), member.name, rng.randint(1, 12), key=member.key,
+                timeout_ms=rng.choice((500, 6_000)), member=member.member_id,
+            )  # fmt: skip
+
+    def tunnel_to_member(self) -> None:
+        session, member = self._some_caller(), self._some_target()
+        if session is not None and member is not None and len(session.tunnels) < 4:
+            session.open_tunnel(member.name, key=member.key, member=member.member_id)
+
+    def leave_calls(self) -> None:
+        """Let a session leave some of its calls, wherever they are."""
+        if (session := self._some_caller()) is not None:
+            waiting = [
+                call for call in session.calls.values()
+                if not call.outcome and call.kind in (Kind.REQUEST, Kind.SURVEY)
+            ]  # fmt: skip
+            if waiting:
+                session.cancel(
+                    *self.calls_rng.sample(waiting, self.calls_rng.randint(1, len(waiting)))
+                )
+
+    def ask_and_leave(self) -> None:
+        """Let a session call, and leave the calls before or while they run."""
+        if (session := self._some_caller()) is not None:
+            rng = self.calls_rng
+            name, key = rng.choice(CLUSTERS), rng.choice((KEY, OTHER_KEY))
+            calls = session.run(Kind.REQUEST, name, rng.randint(1, 8), key=key, timeout_ms=6_000)
+            calls.append(session.survey(name, key=key, timeout_ms=4_000))
+            self.net.clock.after(rng.choice((0, 500, 3_000, 200_000)), session.cancel, *calls)
+
+    def _call_or_leave(self) -> None:
+        weights, actions = zip(*self._calls, strict=True)
+        if self.calls_rng.random() < 0.4:
+            action = self.calls_rng.choices(actions, weights)[0]
+            action()
+            self.did_calls[action.__name__] = self.did_calls.get(action.__name__, 0) + 1
+        for session in self.net.sessions:
+            for member in (*session.members.values(), *session.former):
+                self.net.ledger.check_cancelled(member)
 
     # -- waiting -----------------------------------------------------------------------------------------------
 
@@ -413,6 +502,7 @@ class Chaos:
             often = self.rng.random() < 0.97
             self.net.run(self.rng.expovariate(20) if often else self.rng.uniform(0.5, 5))
             self._wait_or_let_wait()
+            self._call_or_leave()
             if step % ROUND_STEPS == 0 or step == steps:
                 self.rest()
         self.all_leave()

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 from iris.wire import frames
 from iris.wire.codec import BODY_AT, FLAGS_AT, HOP, KIND_AT, TUNNEL_BODY_AT
-from iris.wire.kinds import FLAG_REFUSED, HERE, TUNNEL_KINDS, UNKNOWN_COUNT, Cause, HopClass, Kind
+from iris.wire.kinds import (
+    CANCEL_MINOR,
+    FLAG_REFUSED,
+    HERE,
+    TUNNEL_KINDS,
+    UNKNOWN_COUNT,
+    Cause,
+    HopClass,
+    Kind,
+)
 from iris.wire.runs import single_answers, single_calls
 
 if TYPE_CHECKING:
@@ -20,6 +29,8 @@ NEVER_RAN: Final = frozenset(
 )
 KNOWN_US: Final = 1_000_000
 """Interest of this age is known to every relay that is linked and not frozen."""
+TOLD_US: Final = 2_000_000
+"""Time after which a member knows that a caller has left, if there was no fault."""
 ON_ITS_WAY_US: Final = 1_000_000
 """An answer sent within this time before the deadline may arrive too late."""
 
@@ -122,6 +133,12 @@ class Ledger:
         self.works: dict[int, Work] = {}
         """Tag of a call -> its latest dispatch to a member."""
         self.outcomes: Counter[str] = Counter()
+        self.aimed_runs = 0
+        """Number of calls to one member that ran there."""
+        self.cancels = 0
+        """Number of handlers that were cancelled, and of messages that did not run, because their callers had left."""
+        self._given_up: set[tuple[int, str]] = set()
+        """(tag, member) of messages that did not run because their callers had left."""
         self.cast_copies = 0
         self.loops_checked = 0
         self.gaps = 0
@@ -204,6 +221,12 @@ class Ledger:
         here, home = member.session.relay.site, call.session.relay.site
         if call.site and here != (home if call.site == HERE else call.site):
             self.net.violate(f"{call} was for {call.site!r}, and runs in {here}")
+        if call.member:
+            self.aimed_runs += 1
+            if call.member != member.member_id:
+                self.net.violate(f"{call} was for {call.member}, and runs on {member.member_id}")
+        if (work.tag, member.member_id) in self._given_up:
+            self.net.violate(f"{call} runs on {member.member_id}, which had given it up")
         if work.kind == Kind.SURVEY:
             key = (work.tag, member.member_id)
             if key in self._surveyed:
@@ -222,11 +245,54 @@ class Ledger:
         self.outcomes[f"{Kind(call.kind).name.lower()} {call.outcome}"] += 1
         if call.outcome == "reply" and self.runs[call.tag] != 1:
             self.net.violate(f"{call} has a reply, and ran {self.runs[call.tag]} times")
-        failed = call.outcome not in ("closed", "timeout", "handed")
+        failed = call.outcome not in ("closed", "timeout", "handed", "cancelled")
         if failed and not call.may_have_run and self.runs[call.tag]:
             self.net.violate(
                 f"{call} ran, and its caller got a failure that rules this out: {call.outcome}"
             )
+
+    def cancelled(self, work: Work, member: SimMember) -> None:
+        """Note that a handler ends because its caller is said to have left: check that it has.
+
+        A caller whose relay is out of reach counts as one that left, before it knows.
+        """
+        call = self.calls[work.tag]
+        self.cancels += 1
+        self.net.note(f"{call} is cancelled on {member.session}")
+        if not call.outcome and not self._excused(call):
+            self.net.violate(f"{call} is cancelled on {member.session}, and its caller waits")
+        if call.outcome in NEVER_RAN and not call.may_have_run:
+            self.net.violate(
+                f"{call} is cancelled on {member.session}, and its caller was told that it did not run: {call.outcome}"
+            )
+
+    def given_up(self, work: Work, member: SimMember) -> None:
+        """Note that a message does not run because its caller has left."""
+        call = self.calls[work.tag]
+        self.cancels += 1
+        self._given_up.add((work.tag, member.member_id))
+        self.net.note(f"{call} is given up on {member.session}")
+        if not call.outcome and not self._excused(call):
+            self.net.violate(f"{call} is given up on {member.session}, and its caller waits")
+
+    def check_cancelled(self, member: SimMember) -> None:
+        """Check that the handlers of a member that asks for callers that left have ended with them."""
+        session = member.session
+        if not member.cancels or session.stalled or session.closed or session.leaving:
+            return
+        for work in (*member.running.values(), *member.waiting):
+            call = self.calls[work.tag]
+            told = call.session.minor >= CANCEL_MINOR and call.outcome in ("cancelled", "timeout")
+            gone = call.outcome == "closed" and call.session.relay.alive
+            if not (told or gone) or call.kind == Kind.PUSH or self._excused(call):
+                continue
+            if call.done_us + TOLD_US > self.net.now_us:
+                continue
+            self.net.violate(f"{call} still runs on {session}, and its caller has left")
+
+    def _excused(self, call: SimCall) -> bool:
+        """Whether there was a fault since a call was sent."""
+        return bool(self._faults) or self._fault_until_us >= call.sent_us
 
     def survey_done(self, call: SimCall) -> None:
         """Check a finished survey: each member that it was dispatched to has answered, or is named as lost."""
@@ -238,7 +304,7 @@ class Ledger:
 
     def timed_out(self, call: SimCall) -> None:
         """Check that a call which timed out at its caller had a reason."""
-        if self._faults or self._fault_until_us >= call.sent_us or call.kind == Kind.SURVEY:
+        if self._excused(call) or call.kind == Kind.SURVEY:
             return
         if self.net.federated and call.deadline_us - call.sent_us < FAR_US:
             return
@@ -463,6 +529,7 @@ class Ledger:
             self._casts,
             self._grouped,
             self._surveyed,
+            self._given_up,
             self._crossed,
             self._to_wan,
             self._origins,

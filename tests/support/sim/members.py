@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from msgspec.structs import replace
+
 from iris.wire import frames
 from iris.wire.codec import (
     BODY_AT,
@@ -28,6 +30,7 @@ from iris.wire.codec import (
 from iris.wire.frames import Serving
 from iris.wire.kinds import (
     ANSWER_RUN_KINDS,
+    CANCEL_MINOR,
     FIRST_DATA_KIND,
     FLAG_REFUSED,
     PROTOCOL_VERSION,
@@ -39,6 +42,7 @@ from iris.wire.kinds import (
     Refusal,
 )
 from iris.wire.runs import answer_run, call_run
+from relay.core.leaving import LEFT_MINOR
 from support.sim.ledger import MAGIC, TAG, Cast, singles, tag_of
 from support.sim.waiting import SimPublisher, SimSink, Waiting
 
@@ -64,10 +68,12 @@ class SimCall:
     """A request, push, survey or tunnel opening, and its outcome."""
 
     def __init__(
-        self, session: SimSession, kind: int, name: str, tag: int, hop: int, site: str = ""
-    ) -> None:
+        self, session: SimSession, kind: int, name: str, tag: int, hop: int, site: str = "", member: str = ""
+    ) -> None:  # fmt: skip
         self.session = session
         self.site = site
+        self.member = member
+        """Id of the one member that it is for; empty if the relays choose one."""
         self.kind = kind
         self.name = name
         self.tag = tag
@@ -78,7 +84,7 @@ class SimCall:
         self.done_us = 0
         self.outcome = ""
         """ "reply", "fault", "done" (a survey), "accepted" (a tunnel), "handed" (a push that did not fail), a cause
-        in lower case, "timeout", or "closed" with its session.
+        in lower case, "timeout", "cancelled" by its caller, or "closed" with its session.
         """
         self.may_have_run = True
         self.detail = ""
@@ -131,6 +137,8 @@ class SimMember:
         self.refuse: Refusal | None = None
         self.leaving = False
         self.faults = False
+        self.cancels = False
+        """Whether it asked for callers that left, whose handlers end then."""
         self.running: dict[int, Work] = {}
         """Hop id -> running message."""
         self.waiting: deque[Work] = deque()
@@ -168,10 +176,24 @@ class SimMember:
         """Let a handler return: answer, or return the credit."""
         if work.finished_us:
             return
+        self._end(work, Kind.FAULT if self.faults else Kind.REPLY)
+
+    def _end(self, work: Work, kind: Kind) -> None:
         work.finished_us = self.session.net.now_us
         del self.running[work.hop]
-        self.session.answer(work, self, Kind.FAULT if self.faults else Kind.REPLY)
+        self.session.answer(work, self, kind)
         self.pump()
+
+    def caller_left(self, hop: int) -> None:
+        """End the message with this hop id, whose caller has left: cancel its handler, or do not run it."""
+        ledger = self.session.net.ledger
+        if (work := self.running.get(hop)) is not None:
+            ledger.cancelled(work, self)
+            self._end(work, Kind.FAULT)
+        for work in [work for work in self.waiting if work.hop == hop]:
+            self.waiting.remove(work)
+            ledger.given_up(work, self)
+            self.session.answer(work, self, Kind.FAULT)
 
     def finish_all(self) -> None:
         """Let handlers return that would run forever."""
@@ -292,7 +314,7 @@ class SimSession:
         self._hop = 0
         self._id = 0
         self._acks: dict[int, Callable[[frames.Ack], None]] = {}
-        self._aliases: dict[tuple[int, str, bytes, bytes, str], int] = {}
+        self._aliases: dict[tuple[int, str, bytes, bytes, str, str], int] = {}
         self._routes: dict[int, frames.Declare] = {}
         self._sequences: dict[tuple[int, str, bytes, str], int] = {}
         self._back: list[tuple[Work, Refusal]] | None = None
@@ -325,12 +347,13 @@ class SimSession:
 
     def serve(
         self, name: str, *, key: bytes = KEY, kinds: Sequence[int] = ALL_KINDS, concurrency: int = 16,
-        limit_bytes: int = 1 << 20,
+        limit_bytes: int = 1 << 20, cancel: bool = False,
     ) -> SimMember:  # fmt: skip
         """Join a cluster. The member's `serial` is set when the relay has answered."""
         member = SimMember(self, name, key, concurrency)
         member.kinds = kinds
-        serving = {int(kind): Serving(concurrency, limit_bytes) for kind in kinds}
+        member.cancels = cancel
+        serving = {int(kind): Serving(concurrency, limit_bytes, cancel) for kind in kinds}
 
         def joined(ack: frames.Ack) -> None:
             member.serial = ack.member
@@ -391,15 +414,19 @@ class SimSession:
         self._id += 1
         self.say(encode_control(frames.Status(self._id)))
 
-    def alias(self, kind: int, name: str, key: bytes, site: str = "") -> int:
+    def alias(self, kind: int, name: str, key: bytes, site: str = "", member: str = "") -> int:
         """Return the alias of this address; declare it before its first use."""
         # Messages to some sites only have their own sequence, and therefore their own sender.
         sender_id = hashlib.blake2b(self.sender_id + site.encode(), digest_size=16).digest() if site else self.sender_id  # fmt: skip
-        route = (kind, name, key, sender_id, site)
+        route = (kind, name, key, sender_id, site, member)
         alias = self._aliases.get(route)
         if alias is None:
             alias = self._aliases[route] = len(self._aliases)
-            self.say(encode_control(frames.Declare(alias, kind, name, key, sender_id, site=site)))
+            declared = frames.Declare(alias, kind, name, key, sender_id, site=site)
+            if member:
+                relay, _, serial = member.partition(".")
+                declared = replace(declared, relay=bytes.fromhex(relay), member=int(serial))
+            self.say(encode_control(declared))
         return alias
 
     def cast(
@@ -439,13 +466,14 @@ class SimSession:
         return self.cast(Kind.BROADCAST, name, count, key=key, site=site)
 
     def call(
-        self, kind: int, name: str, *, key: bytes = KEY, timeout_ms: int = 1000, size: int = PAYLOAD_BYTES, site: str = ""
+        self, kind: int, name: str, *, key: bytes = KEY, timeout_ms: int = 1000, size: int = PAYLOAD_BYTES, site: str = "",
+        member: str = "",
     ) -> SimCall:  # fmt: skip
-        """Send a request, push, survey or tunnel opening."""
+        """Send a request, push, survey or tunnel opening; with `member`, to the one member with this id."""
         tag = self.net.ledger.new_tag()
         self._hop += 1
-        call = SimCall(self, kind, name, tag, self._hop, site)
-        alias = self.alias(kind, name, key, site)
+        call = SimCall(self, kind, name, tag, self._hop, site, member)
+        alias = self.alias(kind, name, key, site, member)
         self.calls[call.hop] = call
         call.deadline_us = self.net.now_us + 1000 * timeout_ms
         body = TAG.pack(MAGIC, tag).ljust(size, b".")
@@ -459,15 +487,15 @@ class SimSession:
         return call
 
     def run(
-        self, kind: int, name: str, count: int, *, key: bytes = KEY, timeout_ms: int = 1000, site: str = ""
+        self, kind: int, name: str, count: int, *, key: bytes = KEY, timeout_ms: int = 1000, site: str = "", member: str = ""
     ) -> list[SimCall]:  # fmt: skip
-        """Send `count` requests or pushes as one frame."""
-        alias = self.alias(kind, name, key, site)
+        """Send `count` requests or pushes as one frame; with `member`, to the one member with this id."""
+        alias = self.alias(kind, name, key, site, member)
         deadline_us = self.net.now_us + 1000 * timeout_ms
         calls = []
         for _ in range(count):
             self._hop += 1
-            call = SimCall(self, kind, name, self.net.ledger.new_tag(), self._hop, site)
+            call = SimCall(self, kind, name, self.net.ledger.new_tag(), self._hop, site, member)
             call.deadline_us = deadline_us
             self.calls[call.hop] = call
             self.net.ledger.sent(call)
@@ -477,6 +505,18 @@ class SimSession:
         end = END.pack(self.net.now_us, timeout_ms, 1, 0)
         self.say(call_run(alias, 0, calls[0].hop, deadline_us + self.offset_us, end, bodies))
         return calls
+
+    def cancel(self, *calls: SimCall) -> None:
+        """Leave calls of this session that have no outcome, and report that."""
+        left = [call for call in calls if not call.outcome]
+        for call in left:
+            call.end("cancelled")
+        self._report_left(left)
+
+    def _report_left(self, calls: Sequence[SimCall]) -> None:
+        hops = [call.hop for call in calls if call.kind in (Kind.REQUEST, Kind.SURVEY)]
+        if hops and self.minor >= CANCEL_MINOR:
+            self.say(encode_control(frames.CallerLeft(hops)))
 
     def request(
         self, name: str, *, key: bytes = KEY, timeout_ms: int = 1000, size: int = PAYLOAD_BYTES, site: str = ""
@@ -492,9 +532,11 @@ class SimSession:
         return self.call(Kind.SURVEY, name, key=key, timeout_ms=timeout_ms, site=site)
 
     def open_tunnel(
-        self, name: str, *, key: bytes = KEY, timeout_ms: int = 1000, site: str = ""
-    ) -> SimTunnel:
-        call = self.call(Kind.TUNNEL_OPEN, name, key=key, timeout_ms=timeout_ms, site=site)
+        self, name: str, *, key: bytes = KEY, timeout_ms: int = 1000, site: str = "", member: str = ""
+    ) -> SimTunnel:  # fmt: skip
+        call = self.call(
+            Kind.TUNNEL_OPEN, name, key=key, timeout_ms=timeout_ms, site=site, member=member
+        )
         tunnel = self.tunnels[call.hop] = SimTunnel(self, call.hop, call.tag, opener=True)
         return tunnel
 
@@ -642,6 +684,7 @@ class SimSession:
         else:
             self.net.ledger.timed_out(call)
             call.end("timeout")
+            self._report_left([call])
         if call.kind == Kind.TUNNEL_OPEN and call.hop in self.tunnels:
             self.tunnels[call.hop].close(Cause.BROKEN)
 
@@ -729,7 +772,7 @@ class SimSession:
             return
         if tag_of(data) != call.tag:
             self.net.violate(f"{call} got the answer of {tag_of(data)}")
-        if call.outcome == "timeout":
+        if call.outcome in ("timeout", "cancelled"):
             return
         by = data[BODY_AT + TAG.size :].decode()
         if call.kind == Kind.SURVEY:
@@ -774,7 +817,7 @@ class SimSession:
         elif isinstance(body, frames.Done):
             call = self.calls[body.hop]
             call.lost += body.lost
-            if call.outcome != "timeout":
+            if call.outcome not in ("timeout", "cancelled"):
                 self.net.ledger.survey_done(call)
                 call.end("done")
         elif isinstance(body, frames.Membership):
@@ -790,6 +833,8 @@ class SimSession:
         elif isinstance(body, frames.Ping):
             self.flush()
             self.say(encode_control(frames.Pong(body.id)))
+        elif isinstance(body, frames.CallerLeft):
+            self._callers_left(body.hops)
         elif isinstance(body, frames.Report):
             self.document = body.document
         elif isinstance(body, frames.Error):
@@ -797,12 +842,19 @@ class SimSession:
         elif isinstance(body, frames.Bye):
             self.connection_lost()
 
+    def _callers_left(self, hops: Sequence[int]) -> None:
+        if self.minor < LEFT_MINOR:
+            self.net.violate(f"{self} was told of callers that left, which it does not know")
+        for member in [*self.members.values(), *self.former]:
+            for hop in hops if member.cancels else ():
+                member.caller_left(hop)
+
     def _failed(self, fail: frames.Fail) -> None:
         call = self.calls.get(fail.hop)
         if call is None:
             self.net.violate(f"{self} received a FAIL for hop {fail.hop}, which it never used")
             return
-        if call.outcome in ("timeout", "handed"):
+        if call.outcome in ("timeout", "handed", "cancelled"):
             return
         call.detail = fail.detail
         call.may_have_run = fail.may_have_run

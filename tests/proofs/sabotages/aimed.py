@@ -1,0 +1,148 @@
+"""Calls to one member, callers that leave, methods, and subscribers under other keys."""
+
+from __future__ import annotations
+
+from proofs.sabotages.sabotage import Sabotage
+
+AIMED = ("tests/sim/test_aimed.py",)
+BUNDLE = ("tests/unit/core/test_bundle.py",)
+METHODS = ("tests/protocol/test_methods.py",)
+OTHER_KEYS = ("tests/protocol/test_other_keys.py",)
+
+SABOTAGES = (
+    Sabotage(
+        "aimed-anywhere",
+        "relay/core/calls.py",
+        "Calls._resolve",
+        "if route.member:",
+        "if False:",
+        AIMED,
+        "a call to one member runs at any",
+    ),
+    Sabotage(
+        "aimed-over-a-link",
+        "relay/core/calls.py",
+        "Calls.send_to",
+        "load.serial or route.member",
+        "load.serial",
+        AIMED,
+        "the other relay sends a call for one member to any",
+    ),
+    Sabotage(
+        "aimed-retried-elsewhere",
+        "relay/core/calls.py",
+        "Calls._resolve_member",
+        "else member.load(route.kind)",
+        "else next(iter(self._interest.loads(route.name, route.key_id, route.kind)), None)",
+        AIMED,
+        "a call to one member goes to the first of its cluster",
+    ),
+    Sabotage(
+        "left-of-others",
+        "relay/core/leaving.py",
+        "Leaving.expire",
+        "dispatched.origin_hop(hop) in origin.left_hops",
+        "bool(origin.left_hops)",
+        AIMED,
+        "a caller that leaves one call ends all of its calls",
+    ),
+    Sabotage(
+        "left-untold",
+        "relay/core/leaving.py",
+        "_wants",
+        "member is not None and dispatched.load.kind in member.cancels",
+        "False",
+        AIMED,
+        "handlers run on without their callers, although they asked",
+    ),
+    Sabotage(
+        "methods-of-casts",
+        "iris/core/bundle.py",
+        "find_columns",
+        "flags & ~known",
+        "flags & ~(known | METHOD)",
+        BUNDLE,
+        "a cast that names a method is delivered as if it named none",
+    ),
+    Sabotage(
+        "methods-skipped",
+        "iris/core/bundle.py",
+        "find_columns",
+        "end != size",
+        "end > size",
+        BUNDLE,
+        "bytes behind the last column are ignored",
+    ),
+    Sabotage(
+        "methods-outside-the-grammar",
+        "iris/core/bundle.py",
+        "_decode_method",
+        "check_method(_values(plain, column)[0].decode())",
+        "_values(plain, column)[0].decode()",
+        BUNDLE,
+        "any text is the name of a method",
+    ),
+    Sabotage(
+        "methods-in-answers",
+        "iris/core/requests.py",
+        "Requests._answered",
+        "if method:",
+        "if False:",
+        METHODS,
+        "an answer that names a method is read",
+    ),
+    Sabotage(
+        "other-keys-with-subscribers",
+        "relay/core/other_keys.py",
+        "OtherKeys._others",
+        "self._interest.audience(*address)",
+        "False",
+        OTHER_KEYS,
+        "a topic is shown as unheard after it has subscribers",
+    ),
+    Sabotage(
+        "other-keys-while-settling",
+        "relay/core/other_keys.py",
+        "OtherKeys.look",
+        "self._settling()",
+        "False",
+        OTHER_KEYS,
+        "a publisher is warned before other relays have named their subscribers",
+    ),
+    Sabotage(
+        "other-keys-always",
+        "relay/core/other_keys.py",
+        "OtherKeys.look",
+        "now_us < route.unheard_us",
+        "False",
+        OTHER_KEYS,
+        "each change of any topic costs a look, and a report",
+    ),
+    Sabotage(
+        "other-keys-unbounded",
+        "relay/core/other_keys.py",
+        "OtherKeys.look",
+        "len(self._remembered) >= MAX_REMEMBERED",
+        "False",
+        OTHER_KEYS,
+        "publishers fill the relay's memory with topics that nobody hears",
+    ),
+    Sabotage(
+        "other-keys-unlimited",
+        "relay/core/interest.py",
+        "Interest.other_audience",
+        "[:MAX_OTHERS]",
+        "[:]",
+        OTHER_KEYS,
+        "made-up keys make a report of any length",
+    ),
+    Sabotage(
+        "other-keys-twice",
+        "relay/core/interest.py",
+        "Interest.other_audience",
+        "_count(matching, key, own, key_id)",
+        "_count(matching, key, set(), key_id)",
+        OTHER_KEYS,
+        "a subscriber that holds both keys counts as one that does not hear",
+    ),
+)
