@@ -11,6 +11,15 @@ SP = ("tests/unit/relay/test_sp_opening.py",)
 
 SABOTAGES = (
     Sabotage(
+        "gap-before-the-alias",
+        "relay/core/casts.py",
+        "Casts._too_slow",
+        "target.delivery[-1] and target.alias.number < 0",
+        "False",
+        ("tests/sim/federation/test_losses.py",),
+        "another site is not told that the first message of a flow was dropped",
+    ),
+    Sabotage(
         "policy-denied",
         "relay/core/policy.py",
         "Patterns.allow",

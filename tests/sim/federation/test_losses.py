@@ -230,3 +230,21 @@ def test_a_site_whose_relays_lose_each_other_is_advertised_as_it_is_again_afterw
     net.run(0.1)
     net.relays[2].session("late").serve("web")
     rest(net)
+
+
+def test_the_first_message_that_finds_the_link_to_the_gateway_full_is_reported_to_the_other_site() -> (
+    None
+):
+    net = federation(2, port_bytes=8 << 10, gateways=1)
+    publisher = net.at("ams", 1).session("publisher")
+    subscriber = net.at("ber", 1).session("s")
+    subscriber.subscribe("flood")
+    subscriber.subscribe("quiet")
+    settle(net)
+    for _ in range(50):
+        publisher.publish("flood", size=2_000)
+    first = publisher.publish("quiet", size=2_000)
+    net.run(3 * REACH_S)
+    assert first not in subscriber.casts, "the link was not full"
+    assert "quiet" in {gap.name for gap in subscriber.gaps}
+    rest(net)
