@@ -164,7 +164,8 @@ class Casts:
     def _too_slow(self, target: Target, buf: memoryview, start: int, count: int) -> None:
         self._accounts.drop("slow receiver", count)
         first = FIRST.unpack_from(buf, start + FIRST_AT)[0]
-        if target.delivery[-1] and target.alias.number < 0:
+        to_gateway = target.delivery[-1] and target.neighbor.hop_class == HopClass.MESH
+        if to_gateway and target.alias.number < 0:
             # A gateway on the way forwards only for aliases that were declared to it.
             self._declare(target, self._interest.tick)
         target.neighbor.dropped(target.delivery, first, count)

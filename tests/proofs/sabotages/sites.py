@@ -14,7 +14,7 @@ SABOTAGES = (
         "gap-before-the-alias",
         "relay/core/casts.py",
         "Casts._too_slow",
-        "target.delivery[-1] and target.alias.number < 0",
+        "to_gateway and target.alias.number < 0",
         "False",
         ("tests/sim/federation/test_losses.py",),
         "another site is not told that the first message of a flow was dropped",
