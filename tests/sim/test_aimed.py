@@ -1,5 +1,6 @@
-"""Calls to one member run there or nowhere, and handlers that ask for it end when their caller leaves, and never before:
-in random lives, and in cases that show that the checks notice.
+"""Calls to one member run there or nowhere, and handlers that ask for it end when their caller leaves, never before.
+
+In random lives, and in cases that show that the checks notice.
 """
 
 from __future__ import annotations
