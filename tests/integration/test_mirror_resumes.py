@@ -155,8 +155,8 @@ async def test_a_mirror_goes_on_over_restarts_of_either_store(tmp_path: Path) ->
         second = await stores.enter_async_context(second_store(cluster, tmp_path / "two"))
         real = other.streams._stores.find_store
 
-        async def at_the_second(name: str, *, timeout: float) -> Any:
-            found = await real(name, timeout=timeout)
+        async def at_the_second(name: str, *, timeout: float, **more: Any) -> Any:
+            found = await real(name, timeout=timeout, **more)
             return structs.replace(found, key=second.store.key.public_key)
 
         other.streams._stores.find_store = at_the_second
