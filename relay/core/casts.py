@@ -165,10 +165,12 @@ class Casts:
         self._accounts.drop("slow receiver", count)
         first = FIRST.unpack_from(buf, start + FIRST_AT)[0]
         to_gateway = target.delivery[-1] and target.neighbor.hop_class == HopClass.MESH
-        if to_gateway and target.alias.number < 0:
-            # A gateway on the way forwards only for aliases that were declared to it.
+        undeclared = to_gateway and target.alias.number < 0
+        if undeclared:  # a gateway on the way forwards only for aliases that were declared to it
             self._declare(target, self._interest.tick)
         target.neighbor.dropped(target.delivery, first, count)
+        if undeclared:  # the port may be empty again, and not report that it has room
+            target.neighbor.send_gaps()
         self._slow.dropped(target.neighbor, target.delivery, count)
 
     def shed(self, neighbor: Neighbor, delivery: Delivery, count: int) -> None:
