@@ -55,7 +55,7 @@ async def test_streams_and_consumers_are_on_the_page_also_after_the_store_was_ki
             assert "iris_store_bucket_up" not in page.samples
             assert "orders" not in str(await program.status()), "every program may read the status"
 
-            os.kill(status["store"]["pid"], 9)
+            os.kill((await program.status())["store"]["pid"], 9)
             await page_when(where, "iris_store_starts_total", 2)
             page = await page_when(where, "iris_store_stream_next_offset", 5, stream="orders")
             assert page.sum("iris_store_stream_dead_letters_total", stream="orders") >= 1
