@@ -248,7 +248,7 @@ def run(count: int, seed: int) -> Proof:
     proof.figures = {
         "event streams at once": f"{count:,} from {len(clients)} processes, opened in {opened_s:.2f} s",
         "events to those that read": f"{sums['fast_got']:,} of {SMALL * (count - slow):,}, the last one {handed_s:.2f} s after all were published",
-        f"the {slow:,} that did not read": f"{sums['slow_got']:,} received + {sums['slow_lost']:,} told as lost = {BULK * slow:,} published",
+        f"the {slow:,} that did not read": f"{sums['slow_got']:,} received + {sums['slow_lost']:,} reported as lost = {BULK * slow:,} published",
         "dropped, as the bridge counts it": f"{stats['dropped']:,}",
         "bridge before": show_mb(before),
         "bridge with all": show_mb(idle),
@@ -257,16 +257,16 @@ def run(count: int, seed: int) -> Proof:
         "wrong": f"{len(wrong)}" + (f", such as {wrong[0]}" if wrong else ""),
     }
     proof.promise(
-        "who reads gets everything",
+        "a client that reads gets everything",
         sums["fast_got"] == SMALL * (count - slow) and not sums["fast_lost"],
     )
     proof.promise(
-        "who does not read is told how many it lost",
+        "a client that does not read gets the number of what it lost",
         sums["slow_got"] + sums["slow_lost"] == BULK * slow,
     )
     proof.promise(
-        "slow readers lose, and what they are told is what the bridge dropped",
+        "slow readers lose messages, and the number they get is what the bridge dropped",
         0 < sums["slow_lost"] == stats["dropped"],
     )
-    proof.promise("order is kept, and a loss is told at its place", not wrong)
+    proof.promise("order is kept, and a loss is reported at the point where it happened", not wrong)
     return proof
