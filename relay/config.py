@@ -289,9 +289,11 @@ class RelayConfig:
         for join in self.join:
             parse_join(join)
         if self.bucket and self.data is None:
-            raise ConfigError("bucket: streams need a data directory, too; set data")
+            raise ConfigError(
+                "bucket: the store that uses a bucket needs a data directory; set data, too"
+            )
         if self.bucket_key is not None and not self.bucket:
-            raise ConfigError("bucket_key: it is the key of a bucket; set bucket, too")
+            raise ConfigError("bucket_key: this key has no use without a bucket; set bucket, too")
         if self.metrics:
             parse_metrics(self.metrics)
         parse_rate("session_rate", self.session_rate)

@@ -499,15 +499,11 @@ class Stores:
             for address in sorted({one.uuid for one in await self.holders(STORES, [NO_KEY], timeout=left_s)}):  # fmt: skip
                 found = await self.ask(address, None, FindStore(), StoreInfo, timeout=left_s, shown=name)  # fmt: skip
                 if found.group:
-                    return found
-            raise StreamUnavailable(
-                name,
-                "no store can write to a bucket now; start one with `iris relay --data DIR --bucket URL`, "
-                "or read the log of one that has a bucket",
-            )
+                    break
+            return found
 
         try:
-            return await self.retry(STORES, "", once, timeout=timeout)
+            found = await self.retry(STORES, "", once, timeout=timeout)
         except NoStream as err:
             why = err.detail.partition("; ")[2] or START_HINT
             raise StreamUnavailable(name, f"the network has no store; {why}") from err
@@ -515,6 +511,13 @@ class Stores:
             raise StreamUnavailable(
                 name, f"no store answered: {err.detail}", may_have_run=err.may_have_run
             ) from err
+        if bucket and not found.group:
+            raise StreamUnavailable(
+                name,
+                "no store can write to a bucket now; start one with `iris relay --data DIR --bucket URL`, "
+                "or read the log of one that has a bucket",
+            )
+        return found
 
 
 def checked(answer: object, wanted: type[T], shown: str) -> T:

@@ -172,11 +172,11 @@ def restore(
         Path | None, typer.Option(help="Key file of the stores that shared the bucket. Default: group.key in DATA.", dir_okay=False)
     ] = None,
 ) -> None:  # fmt: skip
-    """Bring all streams of a bucket to this host: after a disaster, or to leave a host.
+    """Bring all streams of a bucket to this host: after a disaster, or to leave another host.
 
-    Takes over from every store that uses the bucket. One that still runs
-    serves its streams no more, so stop them first. Then start the relay or
-    store with DATA and the same bucket.
+    Takes over from every store that uses the bucket. A store that still runs
+    stops serving its streams, so stop all of them first. Afterwards, start the
+    relay or store with DATA and the same bucket.
 
     \b
     Examples:

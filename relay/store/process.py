@@ -166,8 +166,8 @@ class StoreProcess:
         path = self._bucket.key_file or self.directory / GROUP_FILE
         if not path.exists():
             raise ConfigError(
-                f"bucket: {path}, the key of the stores that share the bucket, is missing; "
-                f"make it with `iris key store-group {path}`, or copy it from another store of the bucket"
+                f"bucket: {path}, the key of the stores that share the bucket, is missing; copy it from another store of "
+                f"the bucket, or make it for the first store with `iris key store-group {path}`"
             )
         key = keyfiles.load(path, lambda text: GroupKey.parse(text.strip()))
         shelf = Shelf(self.directory / DIRECTORY, key, objects.url, _monotonic_us)
@@ -193,7 +193,7 @@ class StoreProcess:
         self._flush()
 
     def abandon(self, writer: Writer) -> None:
-        """Serve the streams of an ended journal no more."""
+        """Stop serving the streams of a journal that has ended."""
         self.store.abandon(writer)
 
     def logs(self, writer: Writer) -> dict[bytes, Log]:
@@ -461,6 +461,12 @@ async def restore(directory: Path, bucket: BucketSettings) -> int:
     if state.exists():
         raise ConfigError(
             f"data: the store in {directory} has used a bucket already; name an empty directory, or start that store"
+        )
+    key = bucket.key_file or directory / GROUP_FILE
+    if not key.exists():
+        raise ConfigError(
+            f"bucket: {key}, the key of the stores that share the bucket, is missing; copy it from one of them or "
+            "from a backup, because no other key opens the bucket"
         )
 
     async def connect(factory: Callable[[], Pump[StoreSession]]) -> object:

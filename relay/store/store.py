@@ -144,7 +144,7 @@ class Store:
         return logs
 
     def abandon(self, writer: Writer) -> None:
-        """Serve the streams of a journal no more, because it has ended: another store holds them."""
+        """Stop serving the streams of a journal that has ended: another store holds them."""
         for stream in list(self.streams.values()):
             replica = stream.replica
             if replica is not None and replica.writer is writer and not stream.dead:

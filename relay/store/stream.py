@@ -277,7 +277,7 @@ class Stream:
         elif self.replica is not None and self.replica.writer.full:
             incoming.refuse(
                 "full",
-                "the bucket does not take what is waiting for it; try again when it answers",
+                "too much waits for the bucket, which does not answer or is too slow; try again later",
             )
         elif self.log is None or self.log.failed:
             failed = self.failed or (self.log.failed if self.log else "")

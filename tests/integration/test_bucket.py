@@ -181,6 +181,23 @@ async def test_a_bucket_is_restored_to_an_empty_machine(tmp_path: Path) -> None:
             assert await client.streams.append("orders", b"next") == 1
 
 
+async def test_a_restore_that_cannot_work_says_why_in_one_line(tmp_path: Path) -> None:
+    key = tmp_path / "group.key"
+    key.touch(0o600)
+    key.write_text(GroupKey(bytes(32)).reveal())
+    (tmp_path / "file").touch()
+    cases = {
+        (f"file://{tmp_path}/file", str(key)): "journals/000000000001: Not a directory",
+        (f"file://{tmp_path}/empty", str(key)): "no store has written to it; check the URL",
+        (f"file://{tmp_path}/empty", f"{key}.other"): "is missing; copy it from one of them or from a backup",
+    }  # fmt: skip
+    for (url, file), says in cases.items():
+        command = [sys.executable, "-m", "relay.store", "restore", str(tmp_path / "data"), "--bucket", url, "--bucket-key", file]  # fmt: skip
+        done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True)
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+        assert says in done.stderr
+
+
 async def test_an_object_that_was_swapped_is_noticed_at_the_next_start(tmp_path: Path) -> None:
     with Group(tmp_path) as group:
         group.start(1)

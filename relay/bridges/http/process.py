@@ -78,10 +78,14 @@ class HttpBridge:
     async def _reload(self) -> None:
         try:
             self.guard.tokens = Tokens.load(self.front.tokens, VERBS)
-            self.application.end_streams()
-            log.info("http.tokens_reloaded", extra={"fields": {"tokens": len(self.guard.tokens)}})
+        except iris.IrisError as error:
+            log.error("http.tokens_not_reloaded", extra={"fields": {"error": str(error)}})
+            return
+        self.application.end_streams()
+        log.info("http.tokens_reloaded", extra={"fields": {"tokens": len(self.guard.tokens)}})
+        try:
             await self.client.reload_keys()
-        except iris.IrisError as error:  # what could not be read stays as it was
+        except iris.IrisError as error:  # the old keys stay
             log.error("bridge.keys_not_reloaded", extra={"fields": {"error": str(error)}})
         else:
             log.info("bridge.keys_reloaded", extra={"fields": {}})

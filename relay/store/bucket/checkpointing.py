@@ -1,4 +1,4 @@
-"""Keeps a bucket from growing: writes what a journal holds once more, then deletes what that covers.
+"""Keeps a bucket from growing: writes again what a journal holds, then deletes what that covers.
 
 The whole of each stream goes into the journal as if it were written again, in parts, between the writes that come
 meanwhile. Since writes are absolute, a reader who knows nothing of it reads the same streams. When everything is in the
@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from relay.store.bucket.objects import BucketError, Objects
+from relay.store.bucket.objects import BucketError, Objects, at_once
 from relay.store.bucket.sealing import (
     Checkpoint,
     Covered,
@@ -59,11 +59,13 @@ async def note(
     if not await objects.create(key, sealed):
         there = await objects.get(key)
         if there is None or sealer.open(key, there) != Checkpoint(number, before, covers):
-            raise BucketError(f"bucket {objects.url}: {key} exists, and is not what was written")
+            raise BucketError(
+                f"bucket {objects.url}: {key} exists, but is not what this store wrote"
+            )
 
 
 async def remaining(objects: Objects, covers: list[Covered]) -> list[Covered]:
-    """Return what of `covers` was not deleted yet. Raises BucketError."""
+    """Return the ranges of `covers` that were not deleted completely. Raises BucketError."""
     return [
         each
         for each in covers
@@ -77,7 +79,7 @@ async def delete(objects: Objects, covers: list[Covered]) -> None:
     for each in await remaining(objects, covers):
         for at in range(each.first, each.end, DELETES):
             numbers = range(at, min(at + DELETES, each.end))
-            async with asyncio.TaskGroup() as group:
-                for number in numbers[:-1]:
-                    group.create_task(objects.delete(journal_key(each.journal, number)))
+            await at_once(
+                objects.delete(journal_key(each.journal, number)) for number in numbers[:-1]
+            )
             await objects.delete(journal_key(each.journal, numbers[-1]))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import Final
 
-from relay.store.bucket.objects import BucketError, Objects
+from relay.store.bucket.objects import BucketError, Objects, at_once
 from relay.store.bucket.sealing import (
     WINDOW,
     Checkpoint,
@@ -46,12 +45,14 @@ async def registrations(objects: Objects, sealer: Sealer, start: int = 1) -> lis
     number = start
     while True:
         keys = [registration_key(number + index) for index in range(AHEAD)]
-        for key, sealed in zip(keys, await _get_all(objects, keys), strict=True):
+        for key, sealed in zip(keys, await at_once(map(objects.get, keys)), strict=True):
             if sealed is None:
                 return found
             content = sealer.open(key, sealed)
             if not isinstance(content, Registered):
-                raise ObjectDamaged(f"object {key}: it is not a registration")
+                raise ObjectDamaged(
+                    f"object {key}: it is not the registration of a journal; restore it from a backup"
+                )
             found.append(Registration(number, content, hash_of(sealed)))
             number += 1
 
@@ -92,10 +93,12 @@ async def beginning_of(objects: Objects, sealer: Sealer, journal: Registration) 
     key = checkpoint_key(name, count)
     sealed = await objects.get(key)
     if sealed is None:
-        raise BucketError(f"bucket {objects.url}: {key} was there, and is gone")
+        raise BucketError(
+            f"bucket {objects.url}: {key} existed a moment ago and is gone; another store may have deleted it"
+        )
     content = sealer.open(key, sealed)
     if not isinstance(content, Checkpoint):
-        raise ObjectDamaged(f"object {key}: it is not a checkpoint")
+        raise ObjectDamaged(f"object {key}: it is not a checkpoint; restore it from a backup")
     return Beginning(content.number, content.before, count, content.covers)
 
 
@@ -121,7 +124,7 @@ async def end_of(objects: Objects, sealer: Sealer, journal: Registration) -> End
     """Return the last object of a journal before the first number that is absent, or its fence.
 
     Behind the first number that is absent there may be a few objects, which a store that was killed or fenced had on
-    their way (see `WINDOW`). They count for nothing.
+    their way (see `WINDOW`). They are ignored.
     Raises BucketError, ObjectDamaged.
     """
     name = journal.registered.journal
@@ -134,7 +137,9 @@ async def end_of(objects: Objects, sealer: Sealer, journal: Registration) -> End
         sealed = await objects.get(key)
         if sealed is None:
             if number == first:
-                raise BucketError(f"bucket {objects.url}: {key} was there, and is gone")
+                raise BucketError(
+                    f"bucket {objects.url}: {key} existed a moment ago and is gone; another store may have deleted it"
+                )
             break
         content = sealer.open(key, sealed)
         end = End(number, hash_of(sealed), content if isinstance(content, Fence) else None)
@@ -168,7 +173,7 @@ class Reader:
         """
         while self.fence is None:
             keys = [journal_key(self.journal, self.number + index) for index in range(AHEAD)]
-            for key, sealed in zip(keys, await _get_all(self._objects, keys), strict=True):
+            for key, sealed in zip(keys, await at_once(map(self._objects.get, keys)), strict=True):
                 if sealed is None:
                     return
                 content = self._open(key, sealed)
@@ -182,15 +187,12 @@ class Reader:
     def _open(self, key: str, sealed: bytes) -> Numbered | Fence:
         content: Content = self._sealer.open(key, sealed)
         if not isinstance(content, Numbered | Fence):
-            raise ObjectDamaged(f"object {key}: it does not belong to a journal")
+            raise ObjectDamaged(
+                f"object {key}: it is not an object of a journal; restore it from a backup"
+            )
         if content.before != self.before:
             raise ObjectDamaged(
-                f"object {key}: it does not follow the object before it, so one of them was replaced"
+                f"object {key}: it does not follow the object before it, so one of them was replaced; "
+                "restore both from a backup"
             )
         return content
-
-
-async def _get_all(objects: Objects, keys: list[str]) -> list[bytes | None]:
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(objects.get(key)) for key in keys]
-    return [task.result() for task in tasks]

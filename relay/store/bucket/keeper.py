@@ -48,7 +48,7 @@ STATE_FILE: Final = "journals.json"
 """File beside the logs that names the journals of this store."""
 TICK_S: Final = 0.01
 LOOK_S: Final = 0.5
-"""Pause between two looks whether other stores are gone."""
+"""Pause between two checks whether other stores are gone."""
 FAILOVER_S: Final = 5.0
 """How long a store must be gone until its streams are taken over."""
 UNSEEN_S: Final = 60.0
@@ -61,7 +61,7 @@ OBJECT_BYTES: Final = 64 << 10
 """Assumed size of an object of a journal that was taken."""
 COMPACT_S: Final = 1.0
 CHECK_US: Final = 5_000_000
-"""Pause between two looks whether a journal to which nothing is written is still ours."""
+"""Pause between two checks whether a journal to which nothing is written is still ours."""
 INTENT_BYTES: Final = 64
 WARN_S: Final = 10.0
 """Pause between two log lines about a bucket that does not answer."""
@@ -74,7 +74,7 @@ class Owner(Protocol):
         """Serve the streams that were found: uuid -> their files and copier."""
 
     def abandon(self, writer: Writer) -> None:
-        """Serve the streams of an ended journal no more."""
+        """Stop serving the streams of a journal that has ended."""
 
     def logs(self, writer: Writer) -> dict[bytes, Log]:
         """Return the open logs of a journal: uuid -> log. Raises LogError if one is not open."""
@@ -131,7 +131,7 @@ class Keeper:
         return self._objects.url
 
     def check(self) -> None:
-        """Look soon whether our journals are still ours: this store was away from its relay."""
+        """Check soon whether our journals are still ours, because this store was away from its relay."""
         self._checks += 1
 
     async def run(self) -> None:
@@ -173,6 +173,8 @@ class Keeper:
         """
         if self._taking is None:
             found = await registrations(self._objects, self._sealer)
+            if not found:
+                raise ConfigError(f"bucket {self.url}: no store has written to it; check the URL")
             ends = [await end_of(self._objects, self._sealer, one) for one in found]
             held = [
                 one.registered.journal
@@ -183,7 +185,9 @@ class Keeper:
         _, loaded = await self._open(*self._taking)
         self._taking = None
         if not await self.drain(FAILOVER_S * 6):
-            raise BucketError(f"bucket {self.url}: it does not answer; run this again")
+            raise BucketError(
+                f"bucket {self.url}: it did not take everything in time; run the command again"
+            )
         return loaded
 
     # -- our own streams -------------------------------------------------------------------------------------
@@ -298,8 +302,8 @@ class Keeper:
         for victim in victims:
             if victim not in known:
                 raise ObjectDamaged(
-                    f"bucket {self.url}: journal {victim} of this store is not there; "
-                    "somebody removed it, or this is another bucket"
+                    f"bucket {self.url}: journal {victim}, which this store wrote, is missing; "
+                    "use the bucket that this store had before, or restore its objects from a backup"
                 )
             if (held := await self._take(writer, victim, known, stores)) is not None:
                 taken.append(held)
@@ -333,7 +337,9 @@ class Keeper:
         except FileNotFoundError:
             return []
         except (ValueError, KeyError, TypeError) as err:
-            raise ConfigError(f"data: {path} is damaged: {err}; restore it from a backup") from err
+            raise ConfigError(
+                f"data: {path} is damaged: {err}; restore it from a backup, or use `iris store restore` on an empty directory"
+            ) from err
 
     def _save(self) -> None:
         writers = [*self._writers, *(writer for writer, _ in self._begun.values())]
@@ -462,7 +468,7 @@ class Keeper:
         log.info("store.checkpoint", extra={"fields": fields})
 
     async def _check(self, writer: Writer) -> None:
-        """Look whether somebody has ended a journal to which nothing is written now."""
+        """Check whether somebody has ended a journal to which nothing is written now."""
         try:
             taken = await self._objects.exists(journal_key(writer.journal, writer.number))
         except BucketError as err:
@@ -477,7 +483,7 @@ class Keeper:
 
     def _lost(self, writer: Writer) -> Lost:
         return Lost(
-            f"another store of the group has taken over this store's journal {writer.journal}"
+            f"another store of the bucket has taken over this store's journal {writer.journal}"
         )
 
     def _put_all(self, writer: Writer, again: Sequence[Flying] = ()) -> None:
@@ -511,7 +517,7 @@ class Keeper:
         if not await self._objects.create(flying.key, flying.sealed):
             there = await self._objects.get(flying.key)
             if there is None:
-                raise BucketError(f"bucket {self.url}: {flying.key} exists, and cannot be read")
+                raise BucketError(f"bucket {self.url}: {flying.key} exists, but cannot be read")
             if there != flying.sealed:
                 raise self._lost(writer)
         writer.landed(flying)
@@ -523,7 +529,7 @@ class Keeper:
         await asyncio.gather(*puts, return_exceptions=True)
         self._puts.clear()
 
-    # -- what is said ----------------------------------------------------------------------------------------
+    # -- the log ---------------------------------------------------------------------------------------------
 
     def _cannot(self, err: Exception) -> None:
         self._shelf.away = str(err)

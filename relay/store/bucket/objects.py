@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import secrets
+from collections.abc import Awaitable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from iris.errors import ConfigError, IrisError
@@ -20,8 +22,14 @@ from iris.keyfiles import sync_directory
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
+T = TypeVar("T")
+
 TIMEOUT: Final = "30s"
 SCHEMES: Final = ("s3", "gs", "az", "file")
+_TOOK: Final = re.compile(r" in [0-9.]+[nµm]?s\b")
+"""The time that a request took, in texts of obstore: an error that is the same should read the same."""
+_CAUSE: Final = re.compile(r'(?:message|error): "([^"]{1,200})"')
+"""The system's words in obstore's debug output, such as "Connection refused"."""
 
 
 class BucketError(IrisError):
@@ -44,6 +52,17 @@ class Objects(Protocol):
 
     async def delete(self, key: str) -> None:
         """Delete an object if it exists. Raises BucketError."""
+
+
+async def at_once(calls: Iterable[Awaitable[T]]) -> list[T]:
+    """Return the results of calls that run at the same time. Raises the first error, when all have ended."""
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    found: list[T] = []
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+        found.append(result)
+    return found
 
 
 class Directory:
@@ -158,9 +177,18 @@ class Cloud:
             raise self._failed(key, err) from err
 
     def _failed(self, key: str, err: Exception) -> BucketError:
-        # The rest of obstore's texts is its own debug output.
-        first = str(err).strip().splitlines()[0] if str(err).strip() else type(err).__name__
-        return BucketError(f"bucket {self.url}: {key}: {first[:300]}")
+        return BucketError(f"bucket {self.url}: {key}: {error_line(err)}")
+
+
+def error_line(err: Exception) -> str:
+    """Return what an error of obstore says, in one line: its first, and the system's words from the rest.
+
+    The rest of its text is debug output.
+    """
+    first, _, debug = str(err).strip().partition("\n")
+    line = _TOOK.sub("", first)[:300] or type(err).__name__
+    causes = _CAUSE.findall(debug)
+    return f"{line} ({causes[-1]})" if causes and causes[-1] not in line else line
 
 
 def open_bucket(url: str) -> Objects:
@@ -180,12 +208,14 @@ def open_bucket(url: str) -> Objects:
     if parts.query or parts.fragment or parts.username or parts.password:
         raise ConfigError(
             "bucket: the URL may have a bucket and a path only; "
-            "credentials and settings belong into the environment, for example AWS_REGION"
+            "set credentials and settings in the environment, for example AWS_REGION"
         )
     if parts.scheme == "file":
         path = Path(unquote(parts.path))
         if parts.netloc or not path.is_absolute():
-            raise ConfigError(f"bucket: {url!r} is not file:///absolute/path")
+            raise ConfigError(
+                f"bucket: {url!r} is not file:///absolute/path; write three slashes and the absolute path"
+            )
         return Directory(path)
     if not parts.netloc:
         raise ConfigError(f"bucket: {url!r} names no bucket; write {parts.scheme}://NAME/PATH")
@@ -202,7 +232,9 @@ def open_bucket(url: str) -> Objects:
         # Retries are ours: obstore would repeat a create whose answer was lost, and call it refused.
         store = from_url(url, client_options=options, retry_config={"max_retries": 0})  # type: ignore[call-overload]  # for each service alike
     except Exception as err:
-        raise ConfigError(f"bucket: {url}: {str(err).strip().splitlines()[0][:300]}") from err
+        raise ConfigError(
+            f"bucket: {url}: {error_line(err)}; set it in the environment, for example AZURE_STORAGE_ACCOUNT_NAME"
+        ) from err
     return Cloud(url, store)
 
 
@@ -216,11 +248,13 @@ async def probe(objects: Objects) -> None:
     key = f"probe/{secrets.token_hex(8)}"
     try:
         if not await objects.create(key, b"1"):
-            raise ConfigError(f"bucket {objects.url}: it says that a new object exists already")
+            raise ConfigError(
+                f"bucket {objects.url}: the service says that a new object already exists, so it cannot be relied on; use another service"
+            )
         if await objects.create(key, b"2") or await objects.get(key) != b"1":
             raise ConfigError(
                 f"bucket {objects.url}: the service overwrites an object that should only be created "
-                "(If-None-Match: *), so two stores could write the same stream; use a service that refuses this, "
+                "(If-None-Match: *), so two stores could write the same stream; use a service that refuses it, "
                 "such as Amazon S3, Google Cloud Storage, Azure, MinIO or Ceph, or a file:// directory"
             )
     finally:

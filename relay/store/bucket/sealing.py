@@ -5,7 +5,7 @@
 The nonce is random: a key encrypts far fewer than 2^32 objects (NIST SP 800-38D, 8.3), because each
 holds up to some MiB. An object cannot be altered or served under another key. Each object of a
 journal names the hash of the one before, so none can be left out. What the bucket's owner can still
-do is to withhold the newest objects, which every store notices that has seen more.
+do is to withhold the newest objects. A store notices that if it has seen more.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class Sealer:
         if not sealed or sealed[0] != VERSION:
             version = sealed[0] if sealed else "none"
             raise ObjectDamaged(
-                f"object {key}: version {version}; this store reads version {VERSION}"
+                f"object {key}: version {version}; this store reads version {VERSION}, so upgrade it"
             )
         nonce, body = sealed[1 : 1 + NONCE_BYTES], sealed[1 + NONCE_BYTES :]
         try:
@@ -158,8 +158,10 @@ class Sealer:
         except (InvalidTag, ValueError) as err:
             raise ObjectDamaged(
                 f"object {key}: it was not written with this group key, or was changed; "
-                "use the group key with which the bucket was begun, or restore the object from a backup"
+                "use the group key of the stores that wrote the bucket, or restore the object from a backup"
             ) from err
         except (msgspec.DecodeError, RecursionError) as err:
-            raise ObjectDamaged(f"object {key}: {err}; it was written by a newer store") from err
+            raise ObjectDamaged(
+                f"object {key}: {err}; a newer store wrote it, so upgrade this one"
+            ) from err
         return content

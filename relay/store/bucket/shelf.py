@@ -1,4 +1,4 @@
-"""What the rest of a store sees of its bucket: the group's key, and a copier for each stream in it."""
+"""What the rest of a store sees of its bucket: the group key, and a copier for each stream in it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Shelf:
         """This store's journal; None until it holds what it held before."""
         self.held: dict[str, set[bytes]] = {}
         """Journal of this store -> uuids of the streams whose writes go there."""
-        self.away = f"the bucket {url} was not read yet"
+        self.away = f"the bucket {url} has not been read yet; try again"
         """Why nothing can be written; empty while it can."""
         self._now_us = now_us
 
@@ -39,7 +39,10 @@ class Shelf:
     def replica(self, uuid: bytes) -> Replica:
         """Return a copier for a stream. Raises Refuse while nothing can be written."""
         if self.writer is None or self.writer.ended:
-            raise Refuse("leaving", self.away or f"the bucket {self.url} was lost")
+            raise Refuse(
+                "leaving",
+                self.away or f"the store lost its journal in the bucket {self.url}; try again",
+            )
         return self._on(uuid, self.writer)
 
     def replica_beside(self, uuid: bytes, other: Replica) -> Replica:

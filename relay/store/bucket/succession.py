@@ -90,7 +90,9 @@ async def steps(
                         yield step
         yield journal, number, content
     if reader.fence is None:
-        raise BucketError(f"bucket {objects.url}: journal {journal} has no end yet; read it again")
+        raise BucketError(
+            f"bucket {objects.url}: journal {journal} has not ended; it must be read again"
+        )
     covers.append(Covered(journal, beginning.number, reader.number))
 
 
@@ -99,5 +101,6 @@ def _of(known: dict[str, Registration], journal: str) -> Registration:
         return known[journal]
     except KeyError:
         raise ObjectDamaged(
-            f"journal {journal}: another journal names it, but its registration is missing"
+            f"journal {journal}: another journal names it, but its registration is missing; "
+            "restore the objects below journals/ from a backup"
         ) from None

@@ -8,8 +8,19 @@ from pathlib import Path
 
 import pytest
 
+from iris.crypto.keys import GroupKey
 from iris.errors import ConfigError
-from relay.store.bucket.objects import BucketError, Directory, Objects, open_bucket, probe
+from relay.store.bucket.history import registrations
+from relay.store.bucket.objects import (
+    BucketError,
+    Directory,
+    Objects,
+    at_once,
+    error_line,
+    open_bucket,
+    probe,
+)
+from relay.store.bucket.sealing import Sealer
 
 
 class Overwriting(Directory):
@@ -60,6 +71,42 @@ async def test_a_directory_that_cannot_be_written_says_which(tmp_path: Path) -> 
         await bucket.create("journal/1", b"")
 
 
+async def test_a_bucket_that_fails_for_several_objects_at_once_raises_one_error(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "journals").write_text("a file in the way")
+    bucket: Objects = Directory(tmp_path)
+    with pytest.raises(BucketError, match=f"bucket file://{tmp_path}: journals/000000000001: "):
+        await registrations(bucket, Sealer(GroupKey(bytes(32)), os.urandom))
+
+
+async def test_calls_at_once_are_all_over_when_the_first_error_is_raised() -> None:
+    ended = []
+
+    async def call(number: int) -> int:
+        await asyncio.sleep(0)
+        ended.append(number)
+        if number == 1:
+            raise BucketError("1")
+        return number
+
+    with pytest.raises(BucketError, match="1"):
+        await at_once(map(call, range(4)))
+    assert sorted(ended) == [0, 1, 2, 3]
+    assert await at_once(map(call, (2, 3))) == [2, 3]
+
+
+def test_an_error_of_a_service_is_one_line_with_the_system_s_words() -> None:
+    text = (
+        "Generic S3 error: Error performing GET http://127.0.0.1:9/b/x in 85.937µs - HTTP error: error sending request\n\n"
+        'Debug source:\nGeneric {\n source: Os {\n code: 111,\n message: "Connection refused",\n },\n}'
+    )
+    assert error_line(OSError(text)) == (
+        "Generic S3 error: Error performing GET http://127.0.0.1:9/b/x - HTTP error: error sending request (Connection refused)"
+    )
+    assert error_line(TimeoutError()) == "TimeoutError"
+
+
 @pytest.mark.parametrize(
     ("url", "says"),
     [
@@ -67,7 +114,7 @@ async def test_a_directory_that_cannot_be_written_says_which(tmp_path: Path) -> 
         ("http://host/bucket", "does not begin with one of s3://"),
         ("s3:///prefix", "names no bucket"),
         ("file://relative/path", "is not file:///absolute/path"),
-        ("s3://bucket/prefix?endpoint=http://x", "settings belong into the environment"),
+        ("s3://bucket/prefix?endpoint=http://x", "set credentials and settings in the environment"),
     ],
 )
 def test_a_url_that_names_no_bucket_is_refused(url: str, says: str) -> None:

@@ -47,7 +47,9 @@ def test_what_is_sealed_opens_under_the_same_key_of_the_bucket_alone(content: Co
 
 def test_another_group_reads_nothing() -> None:
     sealed = sealer().seal("k", CONTENTS[1])
-    with pytest.raises(ObjectDamaged, match="use the group key with which the bucket was begun"):
+    with pytest.raises(
+        ObjectDamaged, match="use the group key of the stores that wrote the bucket"
+    ):
         sealer(bytes(32)).open("k", sealed)
 
 
