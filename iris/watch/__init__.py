@@ -80,7 +80,7 @@ class Watch:
         self.latest: Network | None = None
         """The newest network; None before the first sample."""
         first = str(relay) if isinstance(relay, Path) else relay
-        self._relays = [first, *(each for each in also if each != first)]
+        self._relays = [*dict.fromkeys([first, *also])]
         self._clusters = tuple(clusters)
         self._keyring = keyring
         self._opener = opener or self._open

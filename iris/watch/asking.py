@@ -15,13 +15,7 @@ from iris.dialling import REMOTE
 from iris.errors import Closed, DecodeError, IrisError, KeyringError, RemoteError
 from iris.membership import Members
 from iris.streams.listing import StreamInfo
-from iris.watch.sample import (
-    ClusterAnswer,
-    MemberAnswer,
-    RelayAnswer,
-    Sample,
-    StreamAnswer,
-)
+from iris.watch.sample import ClusterAnswer, MemberAnswer, RelayAnswer, Sample, StreamAnswer
 from iris.wire.streams import ConsumerInfo
 
 ANSWER_S: Final = 2.0
@@ -38,6 +32,23 @@ STREAMS_S: Final = 2.0
 
 Opener = Callable[[str | None, bool], Client]
 """Makes a client for a relay, given its address; with False, one without keys."""
+
+
+class Turns:
+    """Chooses who is asked next: at most so many at a time, and those first that were asked longest ago."""
+
+    def __init__(self) -> None:
+        self._asked: dict[str, int] = {}
+        """Who can be asked -> number of the round in which it was last; 0 if it never was."""
+        self._round = 0
+
+    def next(self, ids: Iterable[str], most: int) -> list[str]:
+        """Return who is asked now, out of `ids`. Who is not in them is forgotten."""
+        self._round += 1
+        self._asked = {each: self._asked.get(each, 0) for each in ids}
+        chosen = sorted(self._asked, key=self._asked.__getitem__)[:most]
+        self._asked.update(dict.fromkeys(chosen, self._round))
+        return chosen
 
 
 class RelayAsker:
@@ -175,20 +186,12 @@ class MemberAsker:
     """Asks members to describe themselves, at most `MAX_ASKED` for one sample."""
 
     def __init__(self) -> None:
-        self._asked: dict[str, int] = {}
-        """Member -> number of the round in which it was asked last."""
-        self._round = 0
+        self._turns = Turns()
 
     async def ask(self, client: Client, clusters: dict[str, ClusterAnswer], timeout: float) -> None:
         """Add the answers of members to `clusters`."""
-        self._round += 1
-        every = [
-            (name, info.member) for name, answer in clusters.items() for info in answer.members
-        ]
-        chosen = sorted(every, key=lambda each: self._asked.get(each[1], 0))[:MAX_ASKED]
-        self._asked = {
-            member: self._asked[member] for _, member in every if member in self._asked
-        } | {member: self._round for _, member in chosen}
+        of = {info.member: name for name, answer in clusters.items() for info in answer.members}
+        chosen = self._turns.next(of, MAX_ASKED)
         until_s = time.monotonic() + timeout
         room = asyncio.Semaphore(AT_ONCE)
 
@@ -198,8 +201,8 @@ class MemberAsker:
                 clusters[cluster].answers[member] = await _describe(client, cluster, member, left_s)
 
         async with asyncio.TaskGroup() as group:
-            for cluster, member in chosen:
-                group.create_task(one(cluster, member))
+            for member in chosen:
+                group.create_task(one(of[member], member))
 
 
 async def _describe(client: Client, cluster: str, member: str, timeout: float) -> MemberAnswer:
@@ -221,8 +224,7 @@ class StreamAsker:
 
     def __init__(self) -> None:
         self._asked_s = float("-inf")
-        self._round = 0
-        self._asked: dict[str, int] = {}
+        self._turns = Turns()
 
     async def ask(
         self, client: Client, now_s: float, timeout: float
@@ -231,17 +233,11 @@ class StreamAsker:
         if now_s - self._asked_s < STREAMS_S:
             return None, []
         self._asked_s = now_s
-        self._round += 1
         try:
             infos = await client.streams.list(timeout=timeout)
         except IrisError as err:
             return None, [f"streams cannot be listed: {err}"]
-        chosen = sorted(infos, key=lambda info: self._asked.get(info.uuid, 0))[:MAX_STREAMS_ASKED]
-        uuids = {info.uuid for info in chosen}
-        self._asked = {
-            info.uuid: self._round if info.uuid in uuids else self._asked.get(info.uuid, 0)
-            for info in infos
-        }
+        chosen = set(self._turns.next((info.uuid for info in infos), MAX_STREAMS_ASKED))
         problems: list[str] = []
         room = asyncio.Semaphore(AT_ONCE)
 
@@ -256,7 +252,11 @@ class StreamAsker:
                     return None
 
         async with asyncio.TaskGroup() as group:
-            asked = {info.uuid: group.create_task(consumers(info)) for info in chosen}
+            asked = {
+                info.uuid: group.create_task(consumers(info))
+                for info in infos
+                if info.uuid in chosen
+            }
         answers = [
             StreamAnswer(info, asked[info.uuid].result() if info.uuid in asked else None)
             for info in infos
@@ -310,10 +310,11 @@ class Asking:
         return [name for name in names if _has_key(client, name)][:MAX_FOLLOWED]
 
     async def close(self) -> None:
-        """Disconnect from all relays."""
-        await self._follower.close()
-        for relay in self._relays:
-            await relay.close()
+        """Disconnect from all relays, also if this is cancelled."""
+        try:
+            await self._follower.close()
+        finally:
+            await asyncio.gather(*(relay.close() for relay in self._relays))
 
 
 def _has_key(client: Client, name: str) -> bool:

@@ -8,7 +8,7 @@ from typing import Final
 from msgspec import structs
 
 from iris.describing import Description, HandlerInfo
-from iris.watch.history import History, merged, percentile
+from iris.watch.history import History, merged, percentile, summed
 from iris.watch.network import MAX_HANDLERS, MAX_MEMBERS, Cluster, Drop, HandlerRates, Member
 from iris.watch.relays import Relays
 from iris.watch.sample import ClusterAnswer, MemberAnswer, number, sentence, text, whole
@@ -140,7 +140,7 @@ def _cluster(
     name: str, answer: ClusterAnswer, members: list[Member], times: dict[int, int]
 ) -> Cluster:
     rates = {
-        outcome: _sum([getattr(member, f"{outcome}_rate") for member in members])
+        outcome: summed(getattr(member, f"{outcome}_rate") for member in members)
         for outcome in OUTCOMES
     }
     busiest = sorted(
@@ -170,8 +170,3 @@ def _served(info: MemberInfo) -> list[str]:
     return [
         "tunnel" if kind == Kind.TUNNEL_OPEN else Kind(kind).name.lower() for kind in info.kinds
     ]
-
-
-def _sum(rates: list[float | None]) -> float | None:
-    known = [rate for rate in rates if rate is not None]
-    return sum(known) if known else None

@@ -6,7 +6,7 @@ Each entry is kept for `KEEP_S` after it was last asked for, so members that lea
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Final
 
 WINDOW_S: Final = 10.0
@@ -20,21 +20,14 @@ Times = Mapping[int, int]
 """Upper bound in ns -> calls that took up to so long."""
 
 
-class _Series:
-    """The latest values of one counter, with the times at which they were read."""
-
-    __slots__ = ("points", "used_s")
-
-    def __init__(self) -> None:
-        self.points: deque[tuple[float, float]] = deque(maxlen=128)
-        self.used_s = 0.0
-
-
 class History:
     """The counters of one watch. Keys are tuples of names."""
 
     def __init__(self) -> None:
-        self._series: dict[Hashable, _Series] = {}
+        self._latest: dict[Hashable, tuple[float, float, float]] = {}
+        """Key of a counter -> (time of its latest reading, value, when it was asked for last)."""
+        self._levels: dict[Hashable, deque[tuple[float, float]]] = {}
+        """Key of a level -> its readings, at least one, of the last `WINDOW_S` or `MINUTE_S`: (time, value)."""
         self._since: dict[Hashable, tuple[float, float]] = {}
         """Key -> (since when it holds, when that was asked last)."""
         self._times: dict[Hashable, tuple[deque[tuple[float, dict[int, int]]], list[float]]] = {}
@@ -43,8 +36,10 @@ class History:
     def begin(self, now_s: float) -> None:
         """Begin a sample that is taken at `now_s`, and forget what was not asked for lately."""
         self._now_s = now_s
-        for key in [k for k, s in self._series.items() if now_s - s.used_s > KEEP_S]:
-            del self._series[key]
+        for key in [k for k, (_, _, used_s) in self._latest.items() if now_s - used_s > KEEP_S]:
+            del self._latest[key]
+        for key in [k for k, points in self._levels.items() if now_s - points[-1][0] > KEEP_S]:
+            del self._levels[key]
         for key in [k for k, (_, used_s) in self._since.items() if now_s - used_s > KEEP_S]:
             del self._since[key]
         for key in [k for k, (_, used) in self._times.items() if now_s - used[0] > KEEP_S]:
@@ -56,21 +51,16 @@ class History:
         `at_s` is the time of the reading by the clock of what is counted, such as its uptime. Returns None if it is
         the first reading, or the counter or that clock went back because the process began again.
         """
-        series = self._of(key)
-        points = series.points
         at_s = self._now_s if at_s is None else at_s
-        before = points[-1] if points else None
-        if before is not None and (value < before[1] or at_s < before[0]):
-            points.clear()
-            before = None
-        points.append((at_s, value))
-        if before is None or at_s <= before[0]:
+        before = self._latest.get(key)
+        self._latest[key] = at_s, value, self._now_s
+        if before is None or value < before[1] or at_s <= before[0]:
             return None
         return (value - before[1]) / (at_s - before[0])
 
     def trend(self, key: Hashable, value: float) -> float | None:
         """Record a level; return its change per second over the last `WINDOW_S`, or None for the first reading."""
-        points = self._of(key).points
+        points = self._levels.setdefault(key, deque())
         points.append((self._now_s, value))
         while len(points) > 2 and self._now_s - points[0][0] > WINDOW_S:
             points.popleft()
@@ -79,7 +69,7 @@ class History:
 
     def grown(self, key: Hashable, value: float) -> float:
         """Record a counter; return by how much it grew in the last minute, as far as that was seen."""
-        points = self._of(key).points
+        points = self._levels.setdefault(key, deque())
         if points and value < points[-1][1]:
             points.clear()
         points.append((self._now_s, value))
@@ -119,13 +109,6 @@ class History:
             end: grown for end, count in times.items() if (grown := count - before.get(end, 0)) > 0
         }
 
-    def _of(self, key: Hashable) -> _Series:
-        series = self._series.get(key)
-        if series is None:
-            series = self._series[key] = _Series()
-        series.used_s = self._now_s
-        return series
-
 
 def percentile(times: Times, share: float) -> float | None:
     """Return the time in ms that a share of the calls did not exceed, to within an eighth; None without calls."""
@@ -140,6 +123,12 @@ def percentile(times: Times, share: float) -> float | None:
                 0.9 * end / 1e6
             )  # the middle of the bucket, which begins at 4/5 to 7/8 of its end
     return None
+
+
+def summed(rates: Iterable[float | None]) -> float | None:
+    """Return the sum of the rates that are known; None if none is."""
+    known = [rate for rate in rates if rate is not None]
+    return sum(known) if known else None
 
 
 def merged(parts: list[dict[int, int]]) -> dict[int, int]:

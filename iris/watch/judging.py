@@ -45,9 +45,12 @@ class Judge:
     ) -> list[Slow]:  # fmt: skip
         """Return what is slow, what has been so for longest first."""
         found: list[tuple[str, str, str, str, list[str]]] = []
+        names: dict[str, str] = {}
         for name, members in clusters:
+            median_ms = _median_p99(members)
             for member in members:
-                why = list(_member(member, members))
+                names[member.id] = member.called
+                why = list(_member(member, median_ms))
                 found.append(("member", member.id, member.host, text(name), why))
         by_session: dict[tuple[str, int], list[str]] = {}
         for relay, slow in relays.lately_slow:
@@ -83,11 +86,6 @@ class Judge:
                 if consumer.dead:
                     why.append(f"{plural(consumer.dead, 'dead letter')} that cannot be stored")
                 found.append(("consumer", consumer.name, stream.host, stream.name, why))
-        names = {
-            member.id: f"{member.program} {member.pid}" if member.pid else member.program
-            for _, members in clusters
-            for member in members
-        }
         rows = [
             Slow(
                 kind=kind, who=who, name=names.get(who, who), host=host, where=where, why=why,
@@ -98,28 +96,29 @@ class Judge:
         return sorted((row for row in rows if row.why), key=lambda row: -row.since_s)
 
 
-def _member(member: Member, cluster: list[Member]) -> Iterator[str]:
+def _median_p99(members: list[Member]) -> float:
+    """Return the median of the p99 of a cluster's members in ms; 0.0 if too few have had enough calls."""
+    known = [m.p99_ms for m in members if m.p99_ms is not None and m.timed >= MIN_TIMED]
+    return statistics.median(known) if len(known) >= MIN_MEMBERS else 0.0
+
+
+def _member(member: Member, median_ms: float) -> Iterator[str]:
     if member.state == "silent":
         yield "does not answer" + (f": {member.error}" if member.error else "")
         return
-    others = [m.p99_ms for m in cluster if m.p99_ms is not None and m.timed >= MIN_TIMED]
+    p99_ms = member.p99_ms or 0.0
     if (
-        len(others) >= MIN_MEMBERS
-        and member.timed >= MIN_TIMED
-        and (p99_ms := member.p99_ms or 0.0) >= MIN_P99_MS
+        member.timed >= MIN_TIMED
+        and p99_ms >= MIN_P99_MS
+        and p99_ms >= TIMES_MEDIAN * median_ms > 0
     ):
-        median_ms = statistics.median(others)
-        if p99_ms >= TIMES_MEDIAN * median_ms > 0:
-            times = p99_ms / median_ms
-            yield f"p99 {_ms(p99_ms)}, {times:.0f} times the median of its cluster ({_ms(median_ms)})"
+        times = p99_ms / median_ms
+        yield f"p99 {_ms(p99_ms)}, {times:.0f} times the median of its cluster ({_ms(median_ms)})"
+    queue = f"queue of {plural(member.queued, 'message')}{_size(member.queued_bytes)}"
     if member.queued and (member.queued_rate or 0.0) >= 0.1:
-        yield (
-            f"queue of {plural(member.queued, 'message')}{_size(member.queued_bytes)}, growing by {_per_s(member.queued_rate)}"
-        )
+        yield f"{queue}, growing by {_per_s(member.queued_rate)}"
     elif member.queued_for_s >= WAITING_S:
-        yield (
-            f"queue of {plural(member.queued, 'message')}{_size(member.queued_bytes)}, not empty for {member.queued_for_s:.0f} s"
-        )
+        yield f"{queue}, not empty for {member.queued_for_s:.0f} s"
     if member.loop_held:
         yield f"handlers held up the event loop {plural(member.loop_held, 'time')} in the last minute"
     for cause, rate in member.dropped_rates.items():

@@ -163,6 +163,11 @@ class Member(Struct, frozen=True, kw_only=True):
     handlers: list[HandlerRates] = []
     error: str = ""
 
+    @property
+    def called(self) -> str:
+        """What people call it: its program, and its process id if that is known."""
+        return f"{self.program} {self.pid}" if self.pid else self.program
+
 
 class Cluster(Struct, frozen=True, kw_only=True):
     """A cluster; rates and queues are the sums of its members in this site."""

@@ -7,7 +7,7 @@ import unicodedata
 
 def count(value: float) -> str:
     """Return a number: 999,999, then 1.2M."""
-    return f"{value:,.0f}" if value < 1e6 else _scaled(value, 1000, "", "kMGTP")
+    return f"{value:,.0f}" if value < 1e6 else _scaled(value)
 
 
 def per_second(value: float) -> str:
@@ -24,7 +24,7 @@ def change(value: float) -> str:
 
 def size(value: float) -> str:
     """Return bytes: 999 B, 1.2 kB, 3.4 GB."""
-    return f"{value:.0f} B" if value < 1000 else _scaled(value, 1000, "B", "kMGTP", " ")
+    return f"{value:.0f} B" if value < 1000 else _scaled(value, " ") + "B"
 
 
 def milliseconds(value: float) -> str:
@@ -57,13 +57,14 @@ def age(value: float) -> str:
     return f"{minutes}m{seconds:02}s" if minutes else f"{seconds}s"
 
 
-def _scaled(value: float, base: int, unit: str, steps: str, space: str = "") -> str:
+def _scaled(value: float, space: str = "") -> str:
+    prefixes = "kMGTP"
     step = 0
-    value /= base
-    while value >= base and step + 1 < len(steps):
-        value /= base
+    value /= 1000
+    while value >= 1000 and step + 1 < len(prefixes):
+        value /= 1000
         step += 1
-    return f"{value:.1f}{space}{steps[step]}{unit}"
+    return f"{value:.1f}{space}{prefixes[step]}"
 
 
 def width(text: str) -> int:

@@ -10,6 +10,7 @@ from typing import Final
 from iris.cli.top.figures import count, cut, padded, per_second, width
 from iris.cli.top.tables import VIEWS, Cell, Column, Table
 from iris.watch import Network
+from iris.watch.history import summed
 from iris.wire.names import plural
 
 Span = tuple[str, str]
@@ -181,11 +182,11 @@ class Screen:
 
 def summary(network: Network) -> Line:
     """Return the line of sums."""
-    up = sum(relay.state != "away" for relay in network.relays)
     asked = [relay for relay in network.relays if relay.asked]
     away = sum(relay.state == "away" for relay in network.relays)
+    up = len(network.relays) - away
     rates = {
-        word: _sum(getattr(relay, f"{word}_rate") for relay in asked)
+        word: summed(getattr(relay, f"{word}_rate") for relay in asked)
         for word in ("in", "out", "dropped", "refused")
     }
     at = datetime.fromtimestamp(network.time_us / 1e6)  # noqa: DTZ006 - a person's clock
@@ -321,8 +322,3 @@ def as_text(network: Network, columns: int, filter: str = "") -> str:
             ]
             parts += [table.more] * bool(table.more)
     return "".join(f"{part}\n" for part in parts)
-
-
-def _sum(rates: Iterable[float | None]) -> float | None:
-    known = [rate for rate in rates if rate is not None]
-    return sum(known) if known else None

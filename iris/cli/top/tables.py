@@ -16,7 +16,7 @@ from iris.cli.top.figures import (
     signed_ms,
     size,
 )
-from iris.watch import Member, Network
+from iris.watch import Network
 
 Style = Literal["", "good", "bad", "warn", "dim"]
 Value = str | float
@@ -95,7 +95,7 @@ def members(network: Network) -> Table:
             for member in cluster.members:
                 lost = sum(member.dropped_rates.values())
                 yield (
-                    _text(cluster.name), _text(member.host), _text(_program(member), "bad" if member.id in slow else ""), _state(member.state),
+                    _text(cluster.name), _text(member.host), _text(member.called, "bad" if member.id in slow else ""), _state(member.state),
                     _rate(member.handled_rate), _bad_rate(member.failed_rate), _number(member.p50_ms, milliseconds), _number(member.p99_ms, milliseconds),
                     _number(member.queued, style="warn", marked=True), _number(member.running), _number(member.age_s, age),
                     _bad_rate(lost), _number(member.loop_held, style="warn", marked=True), _bad_rate(member.refused_rate), _number(member.max_ms, milliseconds),
@@ -118,10 +118,6 @@ def _rest(cluster: str, other: int, keyed: bool) -> tuple[Cell, ...]:
     what = f"{other:,} more" if keyed else f"{other:,} (no key here)"
     blank = Cell("", -1.0)
     return (_text(cluster), _text(""), Cell(what, "\uffff", "dim"), *[blank] * 15)
-
-
-def _program(member: Member) -> str:
-    return f"{member.program} {member.pid}" if member.pid else member.program
 
 
 def clusters(network: Network) -> Table:

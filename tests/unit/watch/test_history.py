@@ -59,6 +59,13 @@ def test_growth_is_that_of_the_last_minute() -> None:
     assert at(history, 115.0).grown("a", 103) == 0
 
 
+def test_growth_covers_the_whole_minute_also_with_many_samples_in_it() -> None:
+    history = History()
+    for number in range(300):
+        grown = at(history, number / 5).grown("a", number)
+    assert grown == 299
+
+
 def test_calls_of_the_last_seconds_are_told_from_earlier_ones() -> None:
     history = History()
     assert at(history, 0.0).lately("a", {1000: 5}) == {}, "nobody knows when the first were"
@@ -77,8 +84,9 @@ def test_what_is_not_asked_for_is_forgotten() -> None:
         history.rate(("r", number), 1)
         history.since(("s", number), True)
         history.lately(("t", number), {5: 1})
+        history.trend(("l", number), 1)
     history.begin(KEEP_S + 1)
-    assert (history._series, history._since, history._times) == ({}, {}, {})
+    assert (history._latest, history._levels, history._since, history._times) == ({}, {}, {}, {})
 
 
 def test_every_time_has_a_bucket_that_it_fits_to_within_a_quarter() -> None:
