@@ -89,9 +89,9 @@ class Requests:
         self.routed = 0
         """Last hop id up to which the relay has routed everything."""
         self._pushes: dict[int, tuple[str, int, str]] = {}
+        """The latest pushes: hop id -> (cluster, deadline, method), so that a report of a failure can name them."""
         self.senders: dict[int, Waiter] = {}
         """Pushes whose sender waits for a failure, by hop id. A failure is set there instead of being reported."""
-        """The latest pushes: hop id -> (cluster, deadline, method), so that a report of a failure can name them."""
 
     def __len__(self) -> int:
         return len(self._pending)

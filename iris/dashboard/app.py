@@ -10,8 +10,6 @@ Each token may do what its verbs allow, and `peek` and `manage` name streams.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, Final
@@ -25,6 +23,7 @@ from iris.dashboard.actions import Actions, Order
 from iris.dashboard.feed import Feed
 from iris.web.guard import Guard, caller_of
 from iris.web.problems import Problem
+from iris.web.sending import EVENTS, Gone, Stalled, send_parts
 from iris.web.tokens import Tokens
 from iris.wire.names import printable
 
@@ -142,45 +141,18 @@ def _json(document: dict[str, Any]) -> Response:
 
 
 class _EventStream(Response):
-    """Sends events until they end or the page leaves. A page that takes nothing for `STALLED_S` is left."""
-
-    media_type: str | None = "text/event-stream"
+    """Sends events until they end, the page leaves, or takes nothing for `STALLED_S`."""
 
     def __init__(self, events: AsyncGenerator[bytes], ended: Callable[[], None]) -> None:
         """`ended` is called when it is over."""
-        super().__init__(headers={"x-accel-buffering": "no"})  # a proxy must not collect events
-        del self.headers["content-length"]
+        super().__init__()
         self._events = events
         self._ended = ended
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sending = asyncio.ensure_future(self._send(send))
-        leaving = asyncio.ensure_future(_left(receive))
         try:
-            await asyncio.wait((sending, leaving), return_when=asyncio.FIRST_COMPLETED)
+            await send_parts(scope, receive, send, EVENTS, self._events, stall_s=STALLED_S)
+        except (Gone, Stalled):
+            pass  # a page that is still there asks again
         finally:
             self._ended()
-            leaving.cancel()
-            sending.cancel()
-            await asyncio.gather(sending, leaving, return_exceptions=True)
-        if not sending.cancelled():
-            sending.result()
-
-    async def _send(self, send: Send) -> None:
-        await send(
-            {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
-        )
-        async with contextlib.aclosing(self._events) as events:
-            async for each in events:
-                try:
-                    async with asyncio.timeout(STALLED_S):
-                        await send({"type": "http.response.body", "body": each, "more_body": True})
-                except TimeoutError:
-                    return  # the server closes the connection, because the answer is not complete
-        await send({"type": "http.response.body", "body": b""})
-
-
-async def _left(receive: Receive) -> None:
-    """Return when the page has closed its connection."""
-    while (await receive())["type"] != "http.disconnect":
-        pass

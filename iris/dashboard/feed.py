@@ -11,9 +11,8 @@ from collections import deque
 from collections.abc import AsyncGenerator
 from typing import Any, Final
 
-import msgspec
-
-from iris.watch import Network, Watch, as_json
+from iris.watch import Network, Watch
+from iris.web.sending import event
 
 BEAT_S: Final = 2.0
 """Longest silence of a stream of events."""
@@ -39,7 +38,7 @@ class Feed:
         """Follow the watch until cancelled."""
         async for network in self._watch.updates():
             self._serial += 1
-            self._newest = event("network", as_json(network))
+            self._newest = event(network, "network")
             self._points.append(figures(network))
             self._wake()
 
@@ -50,7 +49,7 @@ class Feed:
 
     async def events(self, hello: dict[str, Any]) -> AsyncGenerator[bytes]:
         """Yield the events of one page. One that is slow misses states, and gets the newest next."""
-        yield event("hello", msgspec.json.encode({**hello, "history": list(self._points)[:-1]}))
+        yield event({**hello, "history": list(self._points)[:-1]}, "hello")
         seen = 0
         while not self._closed:
             changed = self._changed
@@ -67,11 +66,6 @@ class Feed:
     def _wake(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
-
-
-def event(name: str, data: bytes) -> bytes:
-    """Return one event. `data` is JSON on one line."""
-    return b"event: %b\ndata: %b\n\n" % (name.encode(), data)
 
 
 def figures(network: Network) -> list[float | None]:

@@ -8,6 +8,7 @@ each request is checked before an application sees it.
     tokens.py    who may do what: bearer tokens and their allow-lists
     attempts.py  how often an address may present a wrong token
     problems.py  errors as RFC 9457 problem details
+    sending.py   answers, whole or in parts, and server-sent events
 
 Everything that HTTP needs is in the extra [web]. Only `server.serve` imports uvicorn.
 """

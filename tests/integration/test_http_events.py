@@ -315,7 +315,7 @@ async def test_readers_of_streams_are_limited_and_a_store_that_ends_is_an_event(
 
 
 async def test_events_wait_within_the_bound_of_a_reader() -> None:
-    reader = Reader(None, 100)  # type: ignore[arg-type]  # its feed is not used
+    reader = Reader(100)
     assert reader.offer(b"a" * 300, 1) == 0  # an empty queue takes one event of any size
     assert reader.offer(b"b" * 10, 2) == 2
     reader.lose("relay lost", 0)

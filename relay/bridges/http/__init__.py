@@ -8,7 +8,7 @@ checks what the caller's token allows, and translates.
     topics.py       publications as server-sent events: one subscription for all readers of a filter
     streams.py      appends, and messages of streams as server-sent events
     requests.py     bodies and headers of requests
-    replies.py      replies, events and errors as HTTP
+    replies.py      replies and errors as HTTP
     openapi.py      the description of all that, which the bridge serves
     process.py      the bridge as a process
 """

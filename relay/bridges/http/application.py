@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import TYPE_CHECKING, Final
@@ -11,14 +9,14 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 import iris
-from iris.web.guard import caller_of, cut
+from iris.web.guard import caller_of
 from iris.web.problems import Problem
+from iris.web.sending import EVENTS, Gone, Stalled, send_parts, send_whole
 from iris.wire.names import check_address, check_filter, check_topic, printable
 from relay.bridges.http import calls, openapi, streams
 from relay.bridges.http.config import HttpConfig
-from relay.bridges.http.replies import EVENTS, JSON, problem_of
+from relay.bridges.http.replies import BEGIN, JSON, problem_of
 from relay.bridges.http.requests import Asked, Room, bad, path_parts
-from relay.bridges.http.sending import Gone, finish, send_part, send_whole, start, watched
 from relay.bridges.http.topics import STOPPED, Topics
 
 if TYPE_CHECKING:
@@ -34,8 +32,6 @@ _CALLS: Final[dict[str, Callable[[iris.Client, str, Asked, Send], Awaitable[None
     "broadcast": calls.broadcast,
     "survey": calls.survey,
 }
-_BEGIN: Final = b"retry: 1000\n: connected\n\n"
-"""Start of an event stream: browsers connect again after a second."""
 
 
 class Application:
@@ -64,6 +60,8 @@ class Application:
             await self._route(asked, send)
         except Gone:
             self.failed["caller left"] += 1
+        except Stalled:
+            self.failed["stalled reader"] += 1
         except iris.IrisError as error:
             problem = problem_of(error)
             self.failed[problem.kind] += 1
@@ -128,7 +126,7 @@ class Application:
     async def _parts(
         self, next: Callable[[float], Awaitable[bytes]]
     ) -> AsyncGenerator[bytes, None]:
-        yield b""  # the answer begins before there is an event
+        yield BEGIN  # before there is an event
         while part := await next(self.config.heartbeat_s):
             yield part
         yield STOPPED
@@ -145,22 +143,9 @@ class Application:
         await self._stream(asked, send, parts)
 
     async def _stream(self, asked: Asked, send: Send, parts: AsyncGenerator[bytes, None]) -> None:
-        """Send an event stream until it ends, the client leaves, or takes nothing for `stall_s`."""
-        started = False
-        async with watched(asked.receive), contextlib.aclosing(parts) as found:
-            async for part in found:
-                if not started:
-                    started = True
-                    await start(send, EVENTS)
-                    part = _BEGIN + part
-                try:
-                    async with asyncio.timeout(self.config.stall_s):
-                        await send_part(send, part)
-                except TimeoutError:
-                    self.failed["stalled reader"] += 1
-                    cut(asked.scope)
-                    return
-        await finish(send)
+        await send_parts(
+            asked.scope, asked.receive, send, EVENTS, parts, stall_s=self.config.stall_s
+        )
 
 
 def check_name(check: Callable[[str], object], name: str) -> str:

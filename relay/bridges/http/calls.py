@@ -15,16 +15,9 @@ import msgspec
 import iris
 from iris.documents import as_document, as_error
 from iris.pushing import push_routed
+from iris.web.sending import send_parts, send_whole, while_connected
 from relay.bridges.http.replies import JSON, NDJSON, header_pairs, problem_of, reply_of
 from relay.bridges.http.requests import Asked, bad
-from relay.bridges.http.sending import (
-    finish,
-    send_part,
-    send_whole,
-    start,
-    watched,
-    while_connected,
-)
 
 if TYPE_CHECKING:
     from starlette.types import Send
@@ -75,32 +68,33 @@ async def survey(client: iris.Client, cluster: str, asked: Asked, send: Send) ->
     answers = client.survey(
         cluster, await asked.payload(), timeout=timeout, headers=headers, scope=scope, method=asked.headers.get("iris-method"),
     )  # fmt: skip
-    started = False
+    await send_parts(
+        asked.scope, asked.receive, send, NDJSON, _lines(answers), stall_s=asked.config.stall_s
+    )
+
+
+async def _lines(answers: iris.Survey[Any]) -> AsyncGenerator[bytes, None]:
+    """Iterate over the lines of a survey. Raises IrisError instead of the first one."""
+    answered = False
     last: dict[str, Any] = {}
-    async with watched(asked.receive):
-        try:
-            # Closed at once if sending fails, so that members are told that the caller has left.
-            async with aclosing(cast(AsyncGenerator[iris.Message, None], aiter(answers))) as found:
-                async for message in found:
-                    if not started:
-                        started = True
-                        await start(send, NDJSON)
-                    await send_part(send, _line(as_document(message)))
-        except iris.IrisError as error:
-            if not started:
-                raise
-            last["error"] = problem_of(error).document
-        if not started:
-            await start(send, NDJSON)
-        for member, failed in answers.errors.items():
-            await send_part(send, _line({"member": member, **as_error(failed)}))
-        done = {
-            "answered": len(answers.answered),
-            "failed": len(answers.errors),
-            "missing": answers.missing,
-        }
-        await send_part(send, _line({"done": {**done, **last}}))
-    await finish(send)
+    try:
+        # Closed at once if sending fails, so that members are told that the caller has left.
+        async with aclosing(cast(AsyncGenerator[iris.Message, None], aiter(answers))) as found:
+            async for message in found:
+                answered = True
+                yield _line(as_document(message))
+    except iris.IrisError as error:
+        if not answered:
+            raise
+        last["error"] = problem_of(error).document
+    for member, failed in answers.errors.items():
+        yield _line({"member": member, **as_error(failed)})
+    done = {
+        "answered": len(answers.answered),
+        "failed": len(answers.errors),
+        "missing": answers.missing,
+    }
+    yield _line({"done": {**done, **last}})
 
 
 def _scope(asked: Asked) -> iris.Scope:

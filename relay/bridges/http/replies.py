@@ -1,10 +1,10 @@
-"""Replies, events and errors of Iris as HTTP."""
+"""Replies and errors of Iris as HTTP."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
@@ -17,7 +17,9 @@ RAW: Final = "application/octet-stream"
 TEXT: Final = "text/plain; charset=utf-8"
 JSON: Final = "application/json"
 NDJSON: Final = "application/x-ndjson"
-EVENTS: Final = "text/event-stream"
+MSGPACK: Final = ("application/msgpack", "application/vnd.msgpack", "application/x-msgpack")
+BEGIN: Final = b"retry: 1000\n: connected\n\n"
+"""Start of an event stream: browsers connect again after a second."""
 HEARTBEAT: Final = b": \n\n"
 _AGAIN: Final = {"retry-after": "1"}
 _FIELD: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,128}")
@@ -31,18 +33,12 @@ def reply_of(message: iris.Message, accept: str) -> tuple[str, bytes]:
     """
     wanted = _accepted(accept)
     if message.packed:
-        names = (
-            "application/json",
-            "application/msgpack",
-            "application/vnd.msgpack",
-            "application/x-msgpack",
-        )
-        best = max(names, key=lambda name: _quality(wanted, name))
-        if best == "application/json":
+        best = max((JSON, *MSGPACK), key=lambda name: _quality(wanted, name))
+        if best == JSON:
             try:
                 return JSON, msgspec.json.encode(message.value)
             except (iris.DecodeError, TypeError, ValueError, RecursionError):
-                best = names[1]  # such as maps with keys that JSON cannot have
+                best = MSGPACK[0]  # such as maps with keys that JSON cannot have
         return best, message.payload
     if _quality(wanted, "text/plain") > _quality(wanted, RAW):
         try:
@@ -60,12 +56,6 @@ def header_pairs(message: iris.Message) -> list[tuple[bytes, bytes]]:
         for name, value in (message.headers or {}).items()
         if _FIELD.fullmatch(name) and _VALUE.fullmatch(value)
     ]
-
-
-def event(document: Any, kind: str = "", id: str = "") -> bytes:
-    """Return a server-sent event. JSON has no line breaks, so the data is one line."""
-    head = (f"event: {kind}\n" if kind else "") + (f"id: {id}\n" if id else "")
-    return head.encode() + b"data: " + msgspec.json.encode(document) + b"\n\n"
 
 
 def problem_of(error: iris.IrisError) -> Problem:

@@ -17,6 +17,7 @@ import msgspec
 from iris.core.bundle import MAX_HEADERS_BYTES
 from iris.web.problems import Problem
 from relay.bridges.http.config import HttpConfig
+from relay.bridges.http.replies import JSON, MSGPACK
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope
@@ -25,7 +26,6 @@ MESSAGE_HEADER: Final = "iris-header-"
 """Start of the HTTP headers that become headers of the message, under the rest of their name."""
 TRACE_HEADERS: Final = ("traceparent", "tracestate")
 """HTTP headers that become headers of the message under their own name (W3C Trace Context)."""
-MSGPACK: Final = ("application/msgpack", "application/vnd.msgpack", "application/x-msgpack")
 _TRUE: Final = {"true": True, "1": True, "false": False, "0": False}
 _NUMBER: Final = re.compile(r"[0-9]{1,10}(?:\.[0-9]{1,30})?(?:[eE][+-]?[0-9]{1,3})?")
 
@@ -58,7 +58,7 @@ class Room:
 
     def _full(self, detail: str) -> Problem:
         self.refused["full"] += 1
-        return Problem(503, detail, kind="full", headers={"retry-after": "1"}, may_have_run=False)
+        return full(detail)
 
 
 class Asked:
@@ -131,7 +131,7 @@ class Asked:
         """
         body = await self._body()
         kind = self.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json")):  # fmt: skip
+        if kind == JSON or (kind.startswith("application/") and kind.endswith("+json")):  # fmt: skip
             try:
                 return msgspec.json.decode(body)
             except (ValueError, RecursionError) as error:
@@ -176,6 +176,11 @@ class Asked:
 def bad(detail: str) -> Problem:
     """Return the problem of a request that cannot be understood."""
     return Problem(400, detail, kind="invalid", may_have_run=False)
+
+
+def full(detail: str) -> Problem:
+    """Return the problem of a request for which the bridge has no room now."""
+    return Problem(503, detail, kind="full", headers={"retry-after": "1"}, may_have_run=False)
 
 
 def path_parts(raw_path: bytes) -> list[str]:

@@ -11,10 +11,10 @@ from typing import Any, Final
 
 import iris
 from iris.documents import stream_document
-from iris.web.problems import Problem
+from iris.web.sending import event
 from relay.bridges.http.config import HttpConfig
-from relay.bridges.http.replies import HEARTBEAT, event, problem_of
-from relay.bridges.http.requests import Asked, bad
+from relay.bridges.http.replies import BEGIN, HEARTBEAT, problem_of
+from relay.bridges.http.requests import Asked, bad, full
 
 BATCH_BYTES: Final = 128 << 10
 """Bytes that a reader asks the store for at once. It has up to three such batches in memory."""
@@ -64,7 +64,6 @@ class StreamReaders:
         self.lost: Counter[str] = Counter()
         self._client = client
         self._config = config
-        self._tasks: set[asyncio.Future[Any]] = set()
         self._stop = asyncio.Event()
 
     def end(self) -> None:
@@ -73,7 +72,7 @@ class StreamReaders:
         self._stop = asyncio.Event()
 
     async def events_of(self, name: str, start: str | int | datetime, *, follow: bool) -> AsyncGenerator[bytes, None]:  # fmt: skip
-        """Iterate over parts of an event stream. The first is empty: then the stream was found.
+        """Iterate over parts of an event stream. The first says nothing but that the stream was found.
 
         Raises:
             Problem: too many readers.
@@ -81,7 +80,7 @@ class StreamReaders:
         """
         if self.readers >= self._config.max_stream_readers:
             self.lost["full"] += 1
-            raise Problem(503, f"{self.readers} readers of streams are open, the limit of this bridge", kind="full", headers={"retry-after": "1"}, may_have_run=False)  # fmt: skip
+            raise full(f"{self.readers} readers of streams are open, the limit of this bridge")
         self.readers += 1
         try:
             async with contextlib.aclosing(self._read(name, start, follow=follow)) as parts:
@@ -104,7 +103,7 @@ class StreamReaders:
 
         found = await self._client.streams.describe(name)
         at = await self._client.streams.find(name, start, uuid=found.uuid)
-        yield b""
+        yield BEGIN
         stopped = asyncio.ensure_future(self._stop.wait())
         reader = self._client.streams.read(
             name, at, follow=follow, uuid=found.uuid, batch_bytes=BATCH_BYTES, patience=PATIENCE_S, on_gap=on_gap

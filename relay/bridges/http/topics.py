@@ -11,16 +11,15 @@ import asyncio
 import contextlib
 from collections import Counter, deque
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import iris
 from iris.documents import as_document
 from iris.web.problems import Problem
+from iris.web.sending import event
 from relay.bridges.http.config import HttpConfig
-from relay.bridges.http.replies import HEARTBEAT, event
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from relay.bridges.http.replies import HEARTBEAT
+from relay.bridges.http.requests import full
 
 CHUNK_BYTES: Final = 64 << 10
 """Events are sent together up to this size."""
@@ -38,8 +37,7 @@ STOPPED: Final = event(
 class Reader:
     """One event stream: the queue of events of one client."""
 
-    def __init__(self, feed: Feed, limit_bytes: int) -> None:
-        self.feed = feed
+    def __init__(self, limit_bytes: int) -> None:
         self.dropped = 0
         """Events dropped so far, because this reader was slow."""
         self._limit_bytes = limit_bytes
@@ -209,7 +207,6 @@ class Topics:
         self._config = config
         self._feeds: dict[str, Feed] = {}
         self._closing: set[asyncio.Task[None]] = set()
-        self._stopping: Callable[[], bool] = lambda: False
 
     @property
     def readers(self) -> int:
@@ -231,7 +228,7 @@ class Topics:
             if len(self._feeds) >= self._config.max_filters:
                 raise self._full(f"{len(self._feeds)} filters are read, the limit of this bridge")
             feed = self._feeds[pattern] = Feed(self, pattern, self._config)
-        reader = Reader(feed, self._config.reader_bytes)
+        reader = Reader(self._config.reader_bytes)
         feed.readers[reader] = None
         try:
             await feed.subscription.ready()
@@ -256,4 +253,4 @@ class Topics:
 
     def _full(self, detail: str) -> Problem:
         self.lost["full"] += 1
-        return Problem(503, detail, kind="full", headers={"retry-after": "1"}, may_have_run=False)
+        return full(detail)

@@ -12,6 +12,7 @@ import pytest
 from iris.dashboard import app, feed
 from iris.dashboard.feed import POINTS, Feed, figures
 from iris.watch import Cluster, Drop, Network, Relay, Watch
+from iris.web.guard import CUT
 
 RELAY = Relay(id="1" * 32, host="a", site="", asked=True)
 
@@ -130,6 +131,7 @@ async def test_the_stream_of_a_page_that_takes_nothing_is_ended(
 ) -> None:
     monkeypatch.setattr(app, "STALLED_S", 0.001)
     ended: list[bool] = []
+    cut: list[bool] = []
 
     async def send(message: dict[str, Any]) -> None:
         if message["type"] == "http.response.body":
@@ -141,8 +143,9 @@ async def test_the_stream_of_a_page_that_takes_nothing_is_ended(
 
     async with Followed() as followed:
         stream = app._EventStream(followed.feed.events({}), lambda: ended.append(True))
-        await stream({}, receive, cast(Any, send))
-    assert ended == [True]
+        scope = {"state": {CUT: lambda: cut.append(True)}}
+        await stream(scope, receive, cast(Any, send))
+    assert (ended, cut) == ([True], [True]), "to close it would wait for the page"
 
 
 async def test_the_stream_of_a_page_that_left_is_ended() -> None:
