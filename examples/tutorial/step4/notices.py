@@ -1,4 +1,4 @@
-"""Departures, step 4: workers that tell passengers of each change, once it is certain that they did."""
+"""Departures, step 4: workers that tell passengers of each change, and acknowledge it after that."""
 
 import asyncio
 from collections.abc import AsyncIterator
