@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import shutil
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, Self
 
 from support.links import Host
-from support.relays import Daemon
+from support.relays import KEY, Daemon
 from support.waiting import PATIENCE_S
+
+import iris
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 READ_TABLE = """(table) => {
@@ -91,3 +94,21 @@ def linked_hosts(directory: Path, *arguments: str) -> Iterator[tuple[Daemon, Dae
         two = Host(directory / "two", "--join", one.address)
         with two.daemon:
             yield one.daemon, two.daemon
+
+
+def named(relay: Daemon, label: str) -> iris.Client:
+    """Return a client that is shown by this name."""
+    config = iris.ClientConfig(relay=relay.socket, label=label)
+    return iris.connect(keyring=iris.Keyring.single(KEY), config=config)
+
+
+@contextlib.asynccontextmanager
+async def running(works: list[Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
+    """Run works until the block ends."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

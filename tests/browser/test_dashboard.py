@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser.kit import Pages, linked_hosts
+from browser.kit import Pages, linked_hosts, named, running
 from support.dashboards import TOKEN, Dashboard
-from support.relays import KEY, Daemon, client
+from support.relays import Daemon, client
 from support.waiting import PATIENCE_S
 
 import iris
@@ -45,12 +45,6 @@ PROGRAMS = """(wanted) => {
 """Whether the programs of this test are shown, and those of the test before are not any more."""
 
 
-def named(relay: Daemon, label: str) -> iris.Client:
-    """Return a client that is shown by this name."""
-    config = iris.ClientConfig(relay=relay.socket, label=label)
-    return iris.connect(keyring=iris.Keyring.single(KEY), config=config)
-
-
 def orders(delay_s: float = 0.0, **settings: Any) -> iris.Service:
     """A service whose handlers take this long."""
     service = iris.Service("orders", **settings)
@@ -76,13 +70,8 @@ async def load(*callers: iris.Client) -> AsyncIterator[None]:
             await caller.request("orders", b"x", timeout=PATIENCE_S)
             await caller.publish("nobody.listens", b"x")
 
-    tasks = [asyncio.create_task(call(caller)) for caller in callers]
-    try:
+    async with running([call(caller) for caller in callers]):
         yield
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @pytest.fixture(scope="module")

@@ -11,15 +11,14 @@ import ctypes
 import os
 import random
 import signal
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import pytest
-from browser.kit import Pages
+from browser.kit import Pages, named, running
 from support.dashboards import Dashboard
 from support.links import Host
-from support.relays import KEY, Daemon
 from support.waiting import PATIENCE_S
 
 import iris
@@ -43,11 +42,6 @@ def call_host(name: str) -> Callable[[], None] | None:
             libc.sethostname(encoded, len(encoded))
 
     return before
-
-
-def named(relay: Daemon, label: str) -> iris.Client:
-    config = iris.ClientConfig(relay=relay.socket, label=label)
-    return iris.connect(keyring=iris.Keyring.single(KEY), config=config)
 
 
 def service(name: str, low_s: float, high_s: float, chance: random.Random) -> iris.Service:
@@ -82,17 +76,6 @@ async def consume(worker: iris.Client) -> None:
                 work.nack(message, reason="no such customer")
             else:
                 work.ack(message)
-
-
-@contextlib.asynccontextmanager
-async def running(works: list[Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
-    tasks = [asyncio.create_task(work) for work in works]
-    try:
-        yield
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def test_the_pictures_of_the_documentation_are_of_a_real_network(

@@ -12,24 +12,13 @@ from pathlib import Path
 import pytest
 from support import commands
 from support.commands import Shell, dev_relay, end
-from support.waiting import PATIENCE_S, wait_until
+from support.docs import fits, printed, sessions
+from support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(120)
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "command.md").read_text("utf-8")
-
-
-def sessions() -> list[tuple[str, str]]:
-    """Return each command of the page with the output that the page shows; "…" stands for any text."""
-    found: list[tuple[str, str]] = []
-    for block in re.findall(r"(?:^    .*\n)+", PAGE, re.M):
-        lines = [line.removeprefix("    ") for line in block.splitlines()]
-        if lines[0].startswith("$ "):
-            for part in "\n".join(lines).removeprefix("$ ").split("\n$ "):
-                command, _, output = part.partition("\n")
-                found.append((command, output))
-    return found
 
 
 @pytest.fixture
@@ -56,14 +45,10 @@ def environ() -> Iterator[dict[str, str]]:
 
 
 def test_the_commands_of_the_page_print_what_it_says(environ: dict[str, str]) -> None:
-    assert len(sessions()) == PAGE.count("\n    $ ")
-    for command, output in sessions():
-        done = subprocess.run(
-            ["bash", "-c", command], env=environ, cwd=environ["PWD"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, text=True, timeout=PATIENCE_S, check=False,
-        )  # fmt: skip
-        pattern = re.escape(output.strip()).replace("…", ".*")
-        assert re.fullmatch(pattern, done.stdout.strip(), re.S), (command, done.stdout)
+    assert len(sessions(PAGE)) == PAGE.count("\n    $ ")
+    for command, output in sessions(PAGE):
+        said = printed(command, environ, Path(environ["PWD"]))
+        assert fits(said, output), (command, said)
 
 
 def test_every_verb_and_flag_of_the_page_exists() -> None:

@@ -7,7 +7,6 @@ import http.client
 import os
 import re
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 from integration.http_kit import a_host, running
 from support.commands import Shell
+from support.docs import fits, printed, sessions
 from support.waiting import PATIENCE_S, wait_until
 
 import iris
@@ -29,18 +29,6 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "http.md").read_text("utf-8")
 
 
-def sessions() -> list[tuple[str, str]]:
-    """Return each command of the page with the output that the page shows; "…" stands for any text."""
-    found: list[tuple[str, str]] = []
-    for block in re.findall(r"(?:^    .*\n)+", PAGE, re.M):
-        lines = [line.removeprefix("    ") for line in block.splitlines()]
-        if lines[0].startswith("$ "):
-            for part in "\n".join(lines).removeprefix("$ ").split("\n$ "):
-                command, _, output = part.partition("\n")
-                found.append((command, output))
-    return found
-
-
 @pytest.fixture
 def shell() -> Iterator[Shell]:
     with a_host() as made:
@@ -52,21 +40,18 @@ def test_the_commands_of_the_page_print_what_it_says(shell: Shell) -> None:
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "HOME": str(shell.root),
     }
-    assert len(sessions()) == PAGE.count("\n    $ ") > 8
+    commands = sessions(PAGE)
+    assert len(commands) == PAGE.count("\n    $ ") > 8
 
-    def run(address: str, sessions: list[tuple[str, str]]) -> None:
-        for command, output in sessions:
-            done = subprocess.run(
-                ["bash", "-c", command.replace("127.0.0.1:8081", address)], env=environ, cwd=shell.root, stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=PATIENCE_S, check=False,
-            )  # fmt: skip
-            pattern = re.escape(output.strip()).replace("…", ".*")
-            assert re.fullmatch(pattern, done.stdout.strip(), re.S), (command, done.stdout)
+    def run(address: str, commands: list[tuple[str, str]]) -> None:
+        for command, output in commands:
+            said = printed(command.replace("127.0.0.1:8081", address), environ, shell.root)
+            assert fits(said, output), (command, said)
 
-    run("", sessions()[:2])  # the tokens
+    run("", commands[:2])  # the tokens
     token = (shell.root / "token").read_text().strip()
     with running(shell) as (address, _):
-        run(address, sessions()[2:])
+        run(address, commands[2:])
     assert token not in (shell.root / "bridge.log").read_text()
 
 

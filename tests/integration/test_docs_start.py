@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from support import commands
 from support.commands import Shell, dev_relay, end
+from support.docs import fits
 from support.waiting import PATIENCE_S, wait_until
 
 from iris.cli.init import SERVICE
@@ -48,8 +49,7 @@ def run(shell: Shell, where: Path, command: str, output: str) -> None:
         ["bash", "-c", command], env=shell.environ, cwd=where, stdin=subprocess.DEVNULL, capture_output=True,
         text=True, timeout=PATIENCE_S, check=False,
     )  # fmt: skip
-    pattern = re.escape(output.strip()).replace("…", ".*")
-    assert re.fullmatch(pattern, done.stdout.strip(), re.S), (command, done.stdout)
+    assert fits(done.stdout, output), (command, done.stdout)
 
 
 def test_the_commands_of_the_page_print_what_it_says(shell: Shell) -> None:

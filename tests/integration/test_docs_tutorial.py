@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from support import commands
 from support.commands import Shell, dev_relay, end
+from support.docs import fits, sessions
 from support.links import Host
 from support.waiting import PATIENCE_S, wait_until
 
@@ -36,13 +37,12 @@ def events(page: Path) -> Iterator[tuple[str, str]]:
     """Yield each command of a page with its output, and with "runs" what keeps running beside them."""
     text = re.sub(r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.S | re.M)
     for block in re.findall(r"(?:^    .*\n)+", text, re.M):
-        lines = [line.removeprefix("    ") for line in block.splitlines()]
-        if lines[0].startswith("$ "):
-            for part in "\n".join(lines).removeprefix("$ ").split("\n$ "):
-                command, _, output = part.partition("\n")
-                yield command, output
+        if block.startswith("    $ "):
+            yield from sessions(block)
         else:
-            yield from ((line, "runs") for line in lines if re.match(r"iris run|python ", line))
+            yield from (
+                (line, "runs") for line in re.findall(r"^    (iris run.*|python .*)$", block, re.M)
+            )
 
 
 def files(number: int, directory: Path) -> None:
@@ -79,10 +79,6 @@ def printed(shell: Shell, command: str) -> str:
         capture_output=True, text=True, timeout=PATIENCE_S, check=False,
     )  # fmt: skip
     return (done.stdout + ("" if "pytest" in command else done.stderr)).strip()
-
-
-def fits(said: str, output: str) -> bool:
-    return bool(re.fullmatch(re.escape(output.strip()).replace("…", ".*"), said, re.S))
 
 
 @pytest.mark.parametrize("number", range(1, 7))

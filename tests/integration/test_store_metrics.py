@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.pages import Scraped, scrape
 from support.relays import Daemon, client
-from support.waiting import PATIENCE_S
+from support.waiting import PATIENCE_S, wait_until
 
 import iris
 from iris.crypto.keys import GroupKey
@@ -19,12 +19,12 @@ KEY = iris.ClusterKey(bytes(32))
 
 async def page_when(where: str, name: str, value: float, **labels: str) -> Scraped:
     """Return the first page on which a metric has this value."""
-    async with asyncio.timeout(PATIENCE_S):
-        while True:
-            page = await asyncio.to_thread(scrape, where)
-            if name in page.samples and page.sum(name, **labels) == value:
-                return page
-            await asyncio.sleep(0.2)
+
+    def found() -> Scraped | None:
+        page = scrape(where)
+        return page if name in page.samples and page.sum(name, **labels) == value else None
+
+    return await asyncio.to_thread(wait_until, found)
 
 
 async def test_streams_and_consumers_are_on_the_page_also_after_the_store_was_killed(

@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
 
 PATIENCE_S = 20.0
 """How long anything is waited for before the test fails; nothing is measured by it."""
 
 
-def wait_until(true: Callable[[], object]) -> None:
-    """Return once `true()` is; fails after `PATIENCE_S`."""
+def wait_until(true: Callable[[], T | None]) -> T:
+    """Return what `true()` is once it is true; fails after `PATIENCE_S`."""
     until_s = time.monotonic() + PATIENCE_S
-    while not true():
+    while not (found := true()):
         assert time.monotonic() < until_s, "it did not happen in time"
         time.sleep(0.01)
+    return found
 
 
 async def eventually(true: Callable[[], object]) -> None:
