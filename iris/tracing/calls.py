@@ -13,7 +13,7 @@ from iris.core.bundle import Headers
 from iris.request_many import Outcome
 from iris.survey import Survey
 from iris.tracing.context import Carried
-from iris.tracing.spans import ACCEPTED, COUNT, FAILED, Spans, failed
+from iris.tracing.spans import ACCEPTED, COUNT, FAILED, Sending, Spans, failed
 from iris.tunnel import Tunnel
 
 
@@ -42,13 +42,8 @@ def _awaited(
             return await call(*arguments, headers=headers, **options)
         name = arguments[0] if arguments else options.get(parameter)
         span, carried = spans.send(operation, name, headers, options.get("method") or "")
-        try:
+        with Sending(span):
             return await call(*arguments, headers=carried, **options)
-        except BaseException as err:
-            failed(span, err)
-            raise
-        finally:
-            span.end()
 
     return traced
 
@@ -62,16 +57,11 @@ def _offered(spans: Spans, call: Callable[..., bool], operation: str, parameter:
             return call(*arguments, headers=headers, **options)
         name = arguments[0] if arguments else options.get(parameter)
         span, carried = spans.send(operation, name, headers)
-        try:
+        with Sending(span):
             accepted = call(*arguments, headers=carried, **options)
             if not accepted:
                 span.set_attribute(ACCEPTED, False)
             return accepted
-        except BaseException as err:
-            failed(span, err)
-            raise
-        finally:
-            span.end()
 
     return traced
 
@@ -86,14 +76,9 @@ def _tunnel(
     ) -> AsyncIterator[Tunnel]:
         name = arguments[0] if arguments else options.get("cluster")
         span, carried = spans.send("tunnel", name, headers)
-        try:
+        with Sending(span):
             async with call(*arguments, headers=carried, **options) as tunnel:
                 yield tunnel
-        except BaseException as err:
-            failed(span, err)
-            raise
-        finally:
-            span.end()
 
     return traced
 

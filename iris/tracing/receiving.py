@@ -16,7 +16,7 @@ from iris.streams.consuming import Consumer
 from iris.streams.records import StreamMessage
 from iris.subscription import Subscription
 from iris.tracing.handlers import traced_callback
-from iris.tracing.spans import COUNT, GROUP, KIND, OFFSET, SUBSCRIPTION, Spans, failed
+from iris.tracing.spans import COUNT, GROUP, KIND, OFFSET, SUBSCRIPTION, Sending, Spans
 
 
 class TracedSubscription(Subscription):
@@ -84,25 +84,15 @@ class TracedStreams(Streams):
         self, name: str, message: object, *, headers: Headers | None = None, **options: Any
     ) -> int:
         span, carried = self._spans.send("append", name, headers)
-        try:
+        with Sending(span):
             offset = await super().append(name, message, headers=carried, **options)
             span.set_attribute(OFFSET, offset)
             return offset
-        except BaseException as err:
-            failed(span, err)
-            raise
-        finally:
-            span.end()
 
     async def append_many(
         self, name: str, messages: Sequence[object], *, headers: Headers | None = None, **options: Any
     ) -> list[int]:  # fmt: skip
         span, carried = self._spans.send("append", name, headers)
         span.set_attribute(COUNT, len(messages))
-        try:
+        with Sending(span):
             return await super().append_many(name, messages, headers=carried, **options)
-        except BaseException as err:
-            failed(span, err)
-            raise
-        finally:
-            span.end()

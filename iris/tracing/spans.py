@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import traceback
 from collections.abc import Sequence
+from types import TracebackType
 from typing import Any, Final
 
 from opentelemetry import trace
@@ -159,6 +160,25 @@ class Spans:
         self._tracer.start_span(
             f"receive {destination}", kind=SpanKind.CLIENT, attributes=attributes, links=links
         ).end()
+
+
+class Sending:
+    """The span of what is sent inside the block. It ends with the block, and fails with it."""
+
+    __slots__ = ("_span",)
+
+    def __init__(self, span: Span) -> None:
+        self._span = span
+
+    def __enter__(self) -> None:
+        """Begin."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:  # fmt: skip
+        if error is not None:
+            failed(self._span, error)
+        self._span.end()
 
 
 def failed(span: Span, error: BaseException) -> None:
