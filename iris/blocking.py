@@ -35,6 +35,7 @@ from iris.service import Service
 from iris.stats import Stats
 from iris.streams.blocking import Streams
 from iris.subscription import QUEUE_BYTES, Policy
+from iris.survey import Scope
 from iris.tracer import Tracer
 from iris.tunnel import EndOfTunnel
 from iris.tunnel import Tunnel as _AsyncTunnel
@@ -134,7 +135,7 @@ class Client:
         )
 
     def broadcast(
-        self, cluster: str, payload: object, *, headers: Headers | None = None, scope: _client.Scope = "federation"
+        self, cluster: str, payload: object, *, headers: Headers | None = None, scope: Scope = "federation"
     ) -> None:  # fmt: skip
         """See `iris.Client.broadcast`."""
         self._run(self._client.broadcast(cluster, payload, headers=headers, scope=scope))
@@ -241,26 +242,26 @@ class Client:
     @overload
     def survey(
         self, cluster: str, payload: object, *, timeout: float, headers: Headers | None = None,
-        type: None = None, scope: _client.Scope = "federation", method: str | None = None,
+        type: None = None, scope: Scope = "federation", method: str | None = None,
     ) -> Answers[Message]: ...  # fmt: skip
     @overload
     def survey(
         self, cluster: str, payload: object, *, timeout: float, headers: Headers | None = None,
-        type: type[T], scope: _client.Scope = "federation", method: str | None = None,
+        type: type[T], scope: Scope = "federation", method: str | None = None,
     ) -> Answers[T]: ...  # fmt: skip
     @overload
     def survey(
         self, cluster: str, payload: object, *, timeout: float, headers: Headers | None = None,
-        type: TypeForm[T], scope: _client.Scope = "federation", method: str | None = None,
+        type: TypeForm[T], scope: Scope = "federation", method: str | None = None,
     ) -> Answers[T]: ...  # fmt: skip
     @overload
     def survey(
         self, cluster: str, payload: object, *, timeout: float, headers: Headers | None = None,
-        type: Any, scope: _client.Scope = "federation", method: str | None = None,
+        type: Any, scope: Scope = "federation", method: str | None = None,
     ) -> Answers[Any]: ...  # fmt: skip
     def survey(
         self, cluster: str, payload: object, *, timeout: float, headers: Headers | None = None, type: Any = None,
-        scope: _client.Scope = "federation", method: str | None = None,
+        scope: Scope = "federation", method: str | None = None,
     ) -> Answers[Any]:  # fmt: skip
         """Return all answers, and which members did not give one; see `iris.Client.survey`."""
 

@@ -16,13 +16,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequen
 from contextlib import AbstractAsyncContextManager
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
 import msgspec
 
 from iris.attachment import OPEN, Attachment, Connector, unwatched
 from iris.audience import Audience, ask_audience, wait_for_subscribers
-from iris.checks import check_number, check_whole
+from iris.checks import check_number
 from iris.config import ClientConfig
 from iris.core.bundle import CUT_BYTES, MESSAGE_BYTES, Headers
 from iris.core.credit import WhenFull
@@ -39,13 +39,13 @@ from iris.deadlines import (
     seconds_left,
 )
 from iris.describing import (
-    DESCRIBE,
-    PING,
     Description,
     PerMember,
     Ping,
+    Send,
     ask_members,
-    read_description,
+    describe_member,
+    ping_member,
 )
 from iris.dialling import REMOTE, arrivals, find_keys, reach, retried
 from iris.errors import (
@@ -57,6 +57,7 @@ from iris.errors import (
     RequestTimeout,
     ran_before,
 )
+from iris.following import wait_for_members, watch_members
 from iris.handlers import subscriber
 from iris.keyfiles import has_keys, load_keys
 from iris.lifespan import serving
@@ -71,13 +72,13 @@ from iris.service import Service
 from iris.serving import ServiceBinding
 from iris.stats import Stats, snapshot
 from iris.subscription import QUEUE_BYTES, Policy, Subscription
-from iris.survey import Survey
+from iris.survey import Scope, Survey, make_survey, scoped
 from iris.tracer import Tracer, default_tracer
 from iris.tunnel import Tunnel, open_tunnel
 from iris.wire import frames
 from iris.wire.codec import MIN_MESSAGE_LIMIT
-from iris.wire.kinds import HERE, REQUEST, Kind
-from iris.wire.names import check_address, check_member, check_method, plural
+from iris.wire.kinds import REQUEST, Kind
+from iris.wire.names import check_address, check_member, check_method
 
 if TYPE_CHECKING:
     from typing_extensions import TypeForm  # checkers bring it; the library does not import it
@@ -86,8 +87,6 @@ if TYPE_CHECKING:
     from relay.embedded import EmbeddedRelay
 
 T = TypeVar("T")
-Scope = Literal["site", "federation"]
-"""Range of a survey or broadcast: the members of this site, or of all sites."""
 
 
 def connect(
@@ -524,30 +523,9 @@ class Client:
         have answered, or at the timeout. After that, `missing` lists the members that did not answer; see `Survey`.
         `method` is as in `request`.
         """
-        address = _scoped(cluster, scope)
-        if method is not None:
-            check_method(method)
-        if type is not None:
-            check_decodable(type)
-        data, packed = self._encode(payload, headers)
-
-        async def start(survey: Survey[Any]) -> Callable[[], None]:
-            left_s = inherited_s(cluster, timeout) if HANDLED else None
-            until_s = deadline(timeout if left_s is None else left_s)
-            pump, session = await self._ready(cluster, timeout if left_s is None else left_s)
-            pending = session.requests.send(
-                Kind.SURVEY, address, self._registry.cluster_keys(address)[0], data, headers, packed,
-                timeout_ms=milliseconds(seconds_left(until_s)), survey=survey, method=method or "",
-            )  # fmt: skip
-            pump.touch()
-
-            def forget() -> None:
-                session.requests.forget(pending)
-                pump.touch()
-
-            return forget
-
-        return Survey(cluster, start, type)
+        return make_survey(
+            self._runtime, cluster, payload, timeout=timeout, headers=headers, wanted=type, scope=scope, method=method
+        )  # fmt: skip
 
     async def flush(self, *, timeout: float = 5.0) -> None:
         """Return when the relay has routed everything sent before. All failures of pushes have been reported by then.
@@ -587,7 +565,7 @@ class Client:
         Each member receives it at most once, and the messages of one sender in their order. The members of all sites
         receive it, or with `scope="site"` only those of this site. Waits and raises as `publish` does.
         """
-        cluster = _scoped(cluster, scope)
+        cluster = scoped(cluster, scope)
         if not self._take(Kind.BROADCAST, cluster, payload, headers):
             await self._attached().wait_writable()
             self._take(Kind.BROADCAST, cluster, payload, headers, force=True)
@@ -791,38 +769,16 @@ class Client:
         """
         return await self.wait_for_members(cluster, 0, timeout=timeout)
 
-    async def watch_members(self, cluster: str) -> AsyncIterator[Members]:
+    def watch_members(self, cluster: str) -> AsyncIterator[Members]:
         """Iterate over the members of a cluster: the list now, then the list after each change."""
-        with self._runtime.watching(cluster) as watcher:
-            await watcher.first()
-            while not watcher.ended:
-                yield watcher.members()
-                await watcher.changed()
+        return watch_members(self._runtime, cluster)
 
     async def wait_for_members(self, cluster: str, count: int, *, timeout: float) -> Members:
         """Wait until a cluster has at least `count` members in this site, and return them.
 
         Raises RequestTimeout after `timeout` seconds.
         """
-        check_whole("count", count, 0)
-        until_s = deadline(timeout)
-        listed = False
-        with self._runtime.watching(cluster) as watcher:
-            try:
-                async with asyncio.timeout(timeout):
-                    await watcher.first()
-                    listed = True
-                    while len(watcher.members()) < count:
-                        await watcher.changed()
-                        self._attached()
-            except TimeoutError:
-                found = len(watcher.members())
-                text = f"the cluster has {found} of {plural(count, 'member')} after {timeout:g} s"
-                if not listed:
-                    text = f"the relay did not list the members within {timeout:g} s"
-                text += self._runtime.away_text(timeout, until_s)
-                raise RequestTimeout(cluster, text) from None
-            return watcher.members()
+        return await wait_for_members(self._runtime, cluster, count, timeout)
 
     async def describe(self, cluster: str, *, timeout: float = 5.0) -> PerMember[Description]:
         """Ask each member of a cluster in this site what it is: its handlers and their types, counts and times.
@@ -831,34 +787,22 @@ class Client:
         answer, such as those of earlier versions of Iris, and `sites` counts the members of other sites, which cannot
         be asked. Raises RequestTimeout if the relay does not list the members within `timeout` seconds.
         """
-
-        async def describe(member: str, left_s: float) -> Description:
-            return read_description(await self._ask_member(cluster, DESCRIBE, member, left_s))
-
-        return await self._ask_members(cluster, timeout, describe)
+        return await self._ask_members(cluster, timeout, describe_member)
 
     async def ping(self, cluster: str, *, timeout: float = 5.0) -> PerMember[Ping]:
         """Measure the round trip to each member of a cluster in this site. `failed` and `sites` as in `describe`."""
-
-        async def ping(member: str, left_s: float) -> Ping:
-            started_s = time.perf_counter()
-            await self._ask_member(cluster, PING, member, left_s)
-            return Ping(member, time.perf_counter() - started_s)
-
-        return await self._ask_members(cluster, timeout, ping)
+        return await self._ask_members(cluster, timeout, ping_member)
 
     async def _ask_members(
-        self, cluster: str, timeout: float, ask: Callable[[str, float], Awaitable[T]]
+        self, cluster: str, timeout: float, ask: Callable[[Send, str, float], Awaitable[T]]
     ) -> PerMember[T]:
+        def send(member: str, method: str, left_s: float) -> Awaitable[bytes]:
+            # Without the middleware of this client, which is for the requests of the program.
+            return Client.request(self, cluster, b"", timeout=left_s, member=member, method=method, type=bytes)  # fmt: skip
+
         until_s = deadline(timeout)
         members = await self.members(cluster, timeout=timeout)
-        return await ask_members(members, ask, seconds_left(until_s))
-
-    def _ask_member(
-        self, cluster: str, method: str, member: str, left_s: float
-    ) -> Awaitable[bytes]:
-        # Without the middleware of this client, which is for the requests of the program.
-        return Client.request(self, cluster, b"", timeout=left_s, member=member, method=method, type=bytes)  # fmt: skip
+        return await ask_members(members, partial(ask, send), seconds_left(until_s))
 
     async def status(self, *, timeout: float = 5.0) -> dict[str, Any]:
         """Return the status of the local relay: its counters and tables, as `iris status --json` shows them.
@@ -892,17 +836,3 @@ def _tracer(tracing: bool | Tracer | None) -> Tracer | None:
             f"tracing must be True, False or an iris.tracing.Tracing, not {tracing!r}; for a provider, pass Tracing(provider)"
         )
     return tracing or None
-
-
-def _scoped(cluster: str, scope: Scope) -> str:
-    """Return the address for a scope: ".:NAME" for "site", else `cluster`. Raises InvalidName or ConfigError."""
-    site, name = check_address(cluster)
-    if scope == "federation":
-        return cluster
-    if scope != "site":
-        raise ConfigError(f"scope must be 'site' or 'federation', not {scope!r}")
-    if site not in ("", HERE):
-        raise ConfigError(
-            f"scope='site' means this site, but {cluster!r} names another; leave out one of them"
-        )
-    return f"{HERE}:{name}"

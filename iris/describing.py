@@ -33,6 +33,8 @@ AT_ONCE: Final = 64
 """Members that are asked at the same time."""
 _MAX_DOC: Final = 2000
 T = TypeVar("T")
+Send = Callable[[str, str, float], Awaitable[bytes]]
+"""Sends a request without a payload: (member, method, timeout in seconds) -> reply."""
 
 
 class HandlerInfo(msgspec.Struct, frozen=True):
@@ -202,6 +204,18 @@ class PerMember(list[T]):
         """Members that gave no answer: id -> what a request to that member raised."""
         self.sites = sites
         """Members in other sites, which cannot be asked one by one: site -> number."""
+
+
+async def describe_member(send: Send, member: str, timeout: float) -> Description:
+    """Ask one member what it is."""
+    return read_description(await send(member, DESCRIBE, timeout))
+
+
+async def ping_member(send: Send, member: str, timeout: float) -> Ping:
+    """Measure the round trip to one member."""
+    started_s = time.perf_counter()
+    await send(member, PING, timeout)
+    return Ping(member, time.perf_counter() - started_s)
 
 
 async def ask_members(

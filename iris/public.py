@@ -1,7 +1,7 @@
 """The public names of `iris`, which `import iris` loads all at once when the first of them is used."""
 
 from iris.audience import Audience, SlowReceiver
-from iris.client import Client, Scope, connect
+from iris.client import Client, connect
 from iris.config import ClientConfig, Limits
 from iris.core.faults import Refusal
 from iris.core.interfaces import Lost
@@ -54,7 +54,7 @@ from iris.streams import (
     StreamRecord,
 )
 from iris.subscription import Subscription
-from iris.survey import Survey
+from iris.survey import Scope, Survey
 from iris.tunnel import EndOfTunnel, Tunnel
 
 __all__ = [

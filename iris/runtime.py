@@ -40,7 +40,6 @@ from iris.errors import (
     name_timeout,
 )  # fmt: skip
 from iris.logs import Repeats, error_text, function_name, logger
-from iris.membership import Watcher
 from iris.registry import Registry, Served, Subscriber
 from iris.transport import Pump
 from iris.wire import frames
@@ -227,23 +226,6 @@ class Runtime:
         session.ask(frames.Settle, waiter)
         attachment.touch()
         await self.acknowledged(waiter)  # if this relay is lost, the next one advertises it, too
-
-    @contextlib.contextmanager
-    def watching(self, cluster: str) -> Iterator[Watcher]:
-        """Follow the members of a cluster inside the block."""
-        attachment = self.attached()
-        watcher = Watcher(cluster, self.registry.cluster_keys(cluster))
-        self.registry.watchers.append(watcher)
-        pump = attachment.calling()
-        if pump is not None:
-            watcher.attach(pump.session)
-            attachment.touch()
-        try:
-            yield watcher
-        finally:
-            self.registry.watchers.remove(watcher)
-            watcher.detach()
-            attachment.touch()
 
     async def reload(self, keyring: Keyring) -> None:
         """Move to `keyring` with a new session. While the old session drains, the keys of both keyrings are known.

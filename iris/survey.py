@@ -1,4 +1,4 @@
-"""A survey: an async iterator over the answers of all members, which afterwards lists those that did not answer."""
+"""Surveys: an async iterator over the answers of all members, which afterwards lists those that did not answer."""
 
 from __future__ import annotations
 
@@ -6,12 +6,19 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
-from iris.core.message import MEMBER_HEADER, Message, decode_payload
-from iris.errors import DecodeError, IrisError, RemoteError
+from iris.core.bundle import Headers
+from iris.core.message import MEMBER_HEADER, Message, check_decodable, decode_payload
+from iris.deadlines import HANDLED, deadline, inherited_s, milliseconds, seconds_left
+from iris.errors import ConfigError, DecodeError, IrisError, RemoteError
+from iris.runtime import Runtime
+from iris.wire.kinds import HERE, Kind
+from iris.wire.names import check_address, check_method
 
 T = TypeVar("T")
+Scope = Literal["site", "federation"]
+"""Range of a survey or broadcast: the members of this site, or of all sites."""
 
 
 class Survey(Generic[T]):
@@ -113,3 +120,48 @@ class Survey(Generic[T]):
         waiter, self._waiter = self._waiter, None
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
+
+
+def make_survey(
+    runtime: Runtime, cluster: str, payload: object, *, timeout: float, headers: Headers | None, wanted: Any, scope: Scope,
+    method: str | None,
+) -> Survey[Any]:  # fmt: skip
+    """Return a survey whose arguments are checked, and whose answers are decoded into `wanted`; see `Client.survey`."""
+    address = scoped(cluster, scope)
+    if method is not None:
+        check_method(method)
+    if wanted is not None:
+        check_decodable(wanted)
+    data, packed = runtime.encode(payload, headers)
+
+    async def start(survey: Survey[Any]) -> Callable[[], None]:
+        left_s = inherited_s(cluster, timeout) if HANDLED else None
+        until_s = deadline(timeout if left_s is None else left_s)
+        pump, session = await runtime.ready(cluster, timeout if left_s is None else left_s)
+        pending = session.requests.send(
+            Kind.SURVEY, address, runtime.registry.cluster_keys(address)[0], data, headers, packed,
+            timeout_ms=milliseconds(seconds_left(until_s)), survey=survey, method=method or "",
+        )  # fmt: skip
+        pump.touch()
+
+        def forget() -> None:
+            session.requests.forget(pending)
+            pump.touch()
+
+        return forget
+
+    return Survey(cluster, start, wanted)
+
+
+def scoped(cluster: str, scope: Scope) -> str:
+    """Return the address for a scope: ".:NAME" for "site", else `cluster`. Raises InvalidName or ConfigError."""
+    site, name = check_address(cluster)
+    if scope == "federation":
+        return cluster
+    if scope != "site":
+        raise ConfigError(f"scope must be 'site' or 'federation', not {scope!r}")
+    if site not in ("", HERE):
+        raise ConfigError(
+            f"scope='site' means this site, but {cluster!r} names another; leave out one of them"
+        )
+    return f"{HERE}:{name}"

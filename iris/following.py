@@ -1,0 +1,64 @@
+"""Follows the members of a cluster: the work behind `Client.members`, `watch_members` and `wait_for_members`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+
+from iris.checks import check_whole
+from iris.deadlines import deadline
+from iris.errors import RequestTimeout
+from iris.membership import Members, Watcher
+from iris.runtime import Runtime
+from iris.wire.names import plural
+
+
+async def watch_members(runtime: Runtime, cluster: str) -> AsyncIterator[Members]:
+    """Iterate over the members of a cluster: the list now, then the list after each change."""
+    with _watching(runtime, cluster) as watcher:
+        await watcher.first()
+        while not watcher.ended:
+            yield watcher.members()
+            await watcher.changed()
+
+
+async def wait_for_members(runtime: Runtime, cluster: str, count: int, timeout: float) -> Members:
+    """Wait until a cluster has at least `count` members in this site, and return them. Raises RequestTimeout."""
+    check_whole("count", count, 0)
+    until_s = deadline(timeout)
+    listed = False
+    with _watching(runtime, cluster) as watcher:
+        try:
+            async with asyncio.timeout(timeout):
+                await watcher.first()
+                listed = True
+                while len(watcher.members()) < count:
+                    await watcher.changed()
+                    runtime.attached()
+        except TimeoutError:
+            found = len(watcher.members())
+            text = f"the cluster has {found} of {plural(count, 'member')} after {timeout:g} s"
+            if not listed:
+                text = f"the relay did not list the members within {timeout:g} s"
+            text += runtime.away_text(timeout, until_s)
+            raise RequestTimeout(cluster, text) from None
+        return watcher.members()
+
+
+@contextlib.contextmanager
+def _watching(runtime: Runtime, cluster: str) -> Iterator[Watcher]:
+    """Follow the members of a cluster inside the block."""
+    attachment, registry = runtime.attached(), runtime.registry
+    watcher = Watcher(cluster, registry.cluster_keys(cluster))
+    registry.watchers.append(watcher)
+    pump = attachment.calling()
+    if pump is not None:
+        watcher.attach(pump.session)
+        attachment.touch()
+    try:
+        yield watcher
+    finally:
+        registry.watchers.remove(watcher)
+        watcher.detach()
+        attachment.touch()
