@@ -28,14 +28,14 @@ from iris.core.local_senders import LocalSenders
 from iris.core.outbound import Outbound
 from iris.core.session import Session
 from iris.errors import Closed, ConnectionLost, IrisError, RelayUnavailable, with_deadline
+from iris.leaving import Leaving, bye, fence, leave_replaced
 from iris.logs import logger
-from iris.nested import IN_HANDLER, handlers_run_at, used
+from iris.nested import used
 from iris.pairs import READ_BYTES, Pairs
-from iris.registry import Registry, leave
+from iris.registry import Registry
 from iris.transport import Pump
-from iris.wire import frames
 from iris.wire.codec import ReceiveBuffer
-from iris.wire.kinds import NESTED_MINOR, Kind
+from iris.wire.kinds import Kind
 
 log = logger(__name__)
 
@@ -57,10 +57,6 @@ Raises RelayUnavailable.
 
 Cast = tuple[int, str, bytes, Headers | None, bool]
 """(kind, name, payload, headers, packed): a publication or broadcast that is not in a bundle yet."""
-
-
-LEAVE_POLL_S: Final = 0.005
-"""Interval at which a session that is being left is checked for unfinished work."""
 
 
 def unwatched() -> Callable[[], bool]:
@@ -129,10 +125,8 @@ class Attachment:
         self._up = asyncio.Event()
         self._vacant = asyncio.Event()
         """Set while there is no session in use, so that `_run` looks for a relay."""
-        self._leaving: dict[Pump[Session], asyncio.Task[None]] = {}
-        """Sessions being left because their relay stops -> the task that leaves them gracefully."""
-        self._stopping: Pump[Session] | None = None
-        """The latest session being left through which running handlers may still call."""
+        self._leaving = Leaving(config)
+        """Sessions being left because their relay stops."""
         self._missed = ""
         """Why the last session was left, until the possible losses have been reported; else ""."""
         self._writable: asyncio.Future[None] | None = None
@@ -164,20 +158,16 @@ class Attachment:
 
     async def say_bye(self) -> None:
         """Flush, send BYE, and return when the relay has routed everything and ended the session."""
-        if self._leaving:
-            await asyncio.wait(list(self._leaving.values()))
+        await self._leaving.wait()
         if self.pump is not None:
-            await self._bye(self.pump, "client closed")
+            await bye(self.pump, "client closed")
 
     def close(self) -> None:
         """End all sessions now. Idempotent."""
         self.state = Life.CLOSED
         if self._task is not None:
             self._task.cancel()
-        for leaving in self._leaving.values():
-            leaving.cancel()
-        for pump in [*self._leaving]:
-            pump.abort("the client was closed")
+        self._leaving.abort("the client was closed")
         if self.pump is not None:
             self.pump.abort("the client was closed")
         offline, self._offline = self._offline, deque()
@@ -212,7 +202,7 @@ class Attachment:
             try:
                 with contextlib.suppress(ConnectionLost, TimeoutError):
                     async with asyncio.timeout(self._config.connect_timeout_s):
-                        await self._fence(old)
+                        await fence(old)
                 # Everything that was routed to the old session before the new one was registered has been read now.
                 new.release_casts()
                 if (
@@ -229,53 +219,7 @@ class Attachment:
                 new.abort("this session was never used")
                 self.writing_resumed(old)
                 raise
-            try:
-                with contextlib.suppress(IrisError, TimeoutError):
-                    async with asyncio.timeout(self._config.connect_timeout_s):
-                        # What was registered meanwhile must be in effect before the old session ends.
-                        await self._fence(new)
-                        await self._fence(old)  # after this, every JOIN on it is answered
-                        await self._leave_all(old)
-                    with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(self._config.drain_timeout_s):
-                            while old.session.busy and old.connected:
-                                await asyncio.sleep(LEAVE_POLL_S)
-                                old.turn()
-                                old.flush()  # because `touch` writes only for the session in use
-                    async with asyncio.timeout(self._config.connect_timeout_s):
-                        await self._bye(old, "moved to another session")
-            finally:
-                old.abort("replaced")
-
-    async def _fence(self, pump: Pump[Session]) -> None:
-        """Return when the relay has routed everything that was sent on `pump`."""
-        waiter = self._loop.create_future()
-        pump.turn()
-        pump.session.flush()
-        pump.session.ask(frames.Ping, waiter)
-        pump.flush()
-        await waiter
-
-    async def _leave_all(self, pump: Pump[Session]) -> None:
-        """Leave with all members of a session; return when the relay dispatches nothing more to them."""
-        pump.turn()
-        waiters = [leave(pump.session, member) for member in pump.session.members]
-        pump.flush()
-        if waiters:
-            await asyncio.gather(*waiters)
-
-    async def _bye(self, pump: Pump[Session], reason: str) -> None:
-        """Flush a session, send BYE, and return when the relay has ended it."""
-        if pump.connected:
-            pump.turn()
-            pump.session.flush()
-            while pump.session.tunnels.queued_bytes and pump.connected:  # noqa: ASYNC110 - as in `_leave`
-                await asyncio.sleep(LEAVE_POLL_S)
-            pump.turn()
-            pump.session.flush()
-            pump.session.out.control(frames.Bye(reason))
-            pump.flush()
-            await pump.closed.wait()
+            await leave_replaced(old, new, self._config)
 
     def _is_open(self) -> bool:
         return self.state is OPEN
@@ -312,10 +256,7 @@ class Attachment:
         """Use a new session, after everything that sessions being left have still to deliver was received."""
         new = await self._attach(hold=bool(self._missed))
         try:
-            for old in [*self._leaving]:
-                with contextlib.suppress(ConnectionLost, TimeoutError):
-                    async with asyncio.timeout(self._config.connect_timeout_s):
-                        await self._fence(old)
+            await self._leaving.fence_all()
             self._report_missed()
             new.release_casts()
             self._adopt_unless_replaced(new)
@@ -421,50 +362,13 @@ class Attachment:
     # -- a relay that stops ----------------------------------------------------------------------------------
 
     def drain(self) -> None:
-        """Stop using a session whose relay is stopping.
-
-        What was accepted is written now, and what runs may finish.
-        """
+        """Stop using a session whose relay is stopping; what runs there may finish."""
         pump = self.pump
         if pump is None or pump.session.drain_ms is None or self.state is not OPEN:
             return
-        pump.session.flush()
-        pump.write()
-        if pump.session.minor >= NESTED_MINOR:
-            self._stopping = pump
+        self._leaving.start(pump)
         self._missed = "the relay was stopped"
         self._vacate("the relay is about to stop")
-        leaving = self._loop.create_task(self._leave(pump), name="iris-leaving")
-        self._leaving[pump] = leaving
-        leaving.add_done_callback(lambda _: self._leaving.pop(pump, None))
-
-    async def _leave(self, pump: Pump[Session]) -> None:
-        """Leave a session whose relay is stopping: accept nothing new, finish what runs, and send BYE.
-
-        Handlers have most of the relay's grace period for it, and may still call through this session. When the relay
-        answers BYE, it has routed all that was accepted.
-        """
-        session = pump.session
-        grace_s = (session.drain_ms or 0) / 1000
-        try:
-            with contextlib.suppress(IrisError, TimeoutError):
-                # BYE must reach the relay before its grace period ends.
-                async with asyncio.timeout(grace_s - min(1.0, grace_s / 5)):
-                    await self._fence(pump)  # after this, every JOIN is answered
-                    await self._leave_all(pump)
-                    while (session.busy or self._calls_may_follow(pump)) and pump.connected:  # noqa: ASYNC110 - no event covers all of it
-                        await asyncio.sleep(LEAVE_POLL_S)
-            if self._stopping is pump:
-                self._stopping = None
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._config.connect_timeout_s):
-                    await self._bye(pump, "moved on: the relay is about to stop")
-        finally:
-            pump.abort("the relay was stopped")
-
-    def _calls_may_follow(self, pump: Pump[Session]) -> bool:
-        """Whether handlers of this process, for which the relay waits, may still call through a session being left."""
-        return pump is self._stopping and handlers_run_at(pump.session.relay_id)
 
     def _report_missed(self) -> None:
         """Report a loss of unknown count to subscriptions and services if a session was left since the last call."""
@@ -508,12 +412,7 @@ class Attachment:
 
         It is the session in use. While there is none, it is the one being left, for handlers that the relay waits for.
         """
-        if self.pump is not None:
-            return self.pump
-        pump = self._stopping
-        if pump is None or not pump.connected or not IN_HANDLER.get():
-            return None
-        return pump if self._calls_may_follow(pump) else None
+        return self.pump if self.pump is not None else self._leaving.calling()
 
     async def ready(self, name: str, timeout: float) -> tuple[Pump[Session], Session]:
         """Return the session for a call, after waiting at most `timeout` seconds for one; see `calling`.
@@ -568,7 +467,7 @@ class Attachment:
         """Write what sessions have queued at the end of this turn of the loop."""
         if self.pump is not None:
             self.pump.touch()
-        for pump in self._leaving:
+        for pump in self._leaving.pumps:
             pump.touch()
 
     def writable(self) -> Awaitable[None] | None:
@@ -609,7 +508,8 @@ class Attachment:
         return self._offline_bytes
 
     def _live(self) -> list[Pump[Session]]:
-        pumps = [*self._leaving] if self.pump is None else [*self._leaving, self.pump]
+        leaving = self._leaving.pumps
+        pumps = [*leaving] if self.pump is None else [*leaving, self.pump]
         return [pump for pump in pumps if pump.connected]
 
     def poison(self) -> None:
@@ -626,7 +526,7 @@ class Attachment:
         """Write now, because enough is framed to be worth a write before the turn ends."""
         if self.pump is not None:
             self.pump.write()
-        for pump in self._leaving:
+        for pump in self._leaving.pumps:
             pump.write()
 
     def writing_paused(self, pump: Pump[Session]) -> None:
@@ -652,7 +552,7 @@ class Attachment:
         pairs = self._pairs.pop(pump, None)
         if pairs is not None:
             pairs.cancel()
-        if pump in self._leaving:
+        if pump in self._leaving.pumps:
             self._report_missed()
         if pump is not self.pump:
             return

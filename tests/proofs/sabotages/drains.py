@@ -28,8 +28,8 @@ SABOTAGES = (
     ),
     Sabotage(
         "drain-ends-before-handlers",
-        "iris/attachment.py",
-        "Attachment._calls_may_follow",
+        "iris/leaving.py",
+        "Leaving._calls_may_follow",
         "handlers_run_at(pump.session.relay_id)",
         "False",
         HANDLERS,
@@ -37,8 +37,8 @@ SABOTAGES = (
     ),
     Sabotage(
         "drain-for-everybody",
-        "iris/attachment.py",
-        "Attachment.calling",
+        "iris/leaving.py",
+        "Leaving.calling",
         "IN_HANDLER.get()",
         "True",
         HANDLERS,
@@ -46,8 +46,8 @@ SABOTAGES = (
     ),
     Sabotage(
         "drain-of-an-old-relay",
-        "iris/attachment.py",
-        "Attachment.drain",
+        "iris/leaving.py",
+        "Leaving.start",
         "pump.session.minor >= NESTED_MINOR",
         "True",
         HANDLERS,
