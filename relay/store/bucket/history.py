@@ -45,7 +45,7 @@ async def registrations(objects: Objects, sealer: Sealer, start: int = 1) -> lis
     number = start
     while True:
         keys = [registration_key(number + index) for index in range(AHEAD)]
-        for key, sealed in zip(keys, await at_once(map(objects.get, keys)), strict=True):
+        for key, sealed in zip(keys, await at_once(objects.get(key) for key in keys), strict=True):
             if sealed is None:
                 return found
             content = sealer.open(key, sealed)
@@ -173,7 +173,9 @@ class Reader:
         """
         while self.fence is None:
             keys = [journal_key(self.journal, self.number + index) for index in range(AHEAD)]
-            for key, sealed in zip(keys, await at_once(map(self._objects.get, keys)), strict=True):
+            for key, sealed in zip(
+                keys, await at_once(self._objects.get(key) for key in keys), strict=True
+            ):
                 if sealed is None:
                     return
                 content = self._open(key, sealed)

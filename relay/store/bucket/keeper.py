@@ -23,13 +23,12 @@ from typing import Final, Protocol
 from iris.core.backoff import Backoff
 from iris.crypto.keys import public_id
 from iris.errors import ConfigError, IrisError
-from relay.store.bucket.checkpointing import delete, note, remaining, write_all
+from relay.store.bucket.checkpointing import Checkpoints
 from relay.store.bucket.history import Registration, end_of, registrations
 from relay.store.bucket.loading import Loaded, load
 from relay.store.bucket.objects import BucketError, Objects, probe
-from relay.store.bucket.replica import Place, Replica
+from relay.store.bucket.replica import Replica
 from relay.store.bucket.sealing import (
-    Covered,
     Intent,
     ObjectDamaged,
     Registered,
@@ -57,9 +56,6 @@ RETRY_MIN_S: Final = 0.1
 RETRY_MAX_S: Final = 5.0
 CHECKPOINT_BYTES: Final = 64 << 20
 """A checkpoint is written when a journal has more than this, and more than three times what its streams have."""
-OBJECT_BYTES: Final = 64 << 10
-"""Assumed size of an object of a journal that was taken."""
-COMPACT_S: Final = 1.0
 CHECK_US: Final = 5_000_000
 """Pause between two checks whether a journal to which nothing is written is still ours."""
 INTENT_BYTES: Final = 64
@@ -109,17 +105,18 @@ class Keeper:
         self._wall_us = wall_us
         self._failover_s = failover_s
         self._writers: list[Writer] = []
-        self._begun: dict[tuple[str, ...], tuple[Writer, dict[str, Registration]]] = {}
-        """Journals that hold nothing yet, by what they are about to take: for the next try."""
-        self._taking: tuple[list[str], set[bytes]] | None = None
-        """The journals that we are about to take from other stores, and these stores, until that has succeeded: after a
-        failure some of them may have our fence already, and nobody else takes them from us."""
-        self._covers: dict[str, list[Covered]] = {}
-        """Journal of ours -> what its next checkpoint will cover of the journals that it took."""
-        self._checkpoints: dict[str, tuple[int, int]] = {}
-        """Journal of ours -> how many checkpoints it has, and the first object of the last one."""
-        self._since: dict[str, int] = {}
-        """Journal of ours -> bytes that were in it when its last checkpoint began."""
+        self._begun: dict[tuple[str, ...], list[tuple[Writer, dict[str, Registration]]]] = {}
+        """Journals that are not served yet, by what they are about to take: the last one is for the next try. Those
+        before it have ended, and may hold a part of it already."""
+        self._opening = asyncio.Lock()
+        """One journal is opened at a time: each removes the databases that nobody has in use."""
+        self._own: list[str] | None = None
+        """The journal that we had last for new streams; those of the last run of this store; None: not read yet."""
+        self._taking: dict[bytes, tuple[list[str], Set[bytes]]] = {}
+        """Store -> its journals that we are about to take, and the stores that may hold them meanwhile, until that has
+        succeeded: after a failure some of them may have our fence already, and nobody else takes them from us."""
+        self._checkpoints: dict[str, Checkpoints] = {}
+        """Journal of ours -> what keeps it small."""
         self._checkpoint_bytes = checkpoint_bytes
         self._puts: set[asyncio.Task[None]] = set()
         self._checks = 0
@@ -157,38 +154,48 @@ class Keeper:
         """Bring everything that was written to the bucket; return whether that succeeded in time."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while any(not writer.idle for writer in self._writers):
+                again = not self._puts
+                while any(not writer.idle and not writer.ended for writer in self._writers):
                     for writer in self._writers:
                         writer.close_object()
-                        self._put_all(writer, writer.flying if not self._puts else ())
+                        self._put_all(writer, writer.flying if again else ())
+                    again = False
                     await asyncio.sleep(TICK_S)
         await self._cancel_puts()
         self._owner.flush()
-        return all(writer.idle for writer in self._writers)
+        return all(writer.idle or writer.ended for writer in self._writers)
 
     async def restore(self) -> int:
         """Take all journals of the bucket, whoever writes them, and bring their streams to this disk; return how many.
 
         The store that starts here next serves them. Raises BucketError, ConfigError, ObjectDamaged, LogError, OSError.
         """
-        if self._taking is None:
+        if self._store not in self._taking:
             found = await registrations(self._objects, self._sealer)
             if not found:
                 raise ConfigError(f"bucket {self.url}: no store has written to it; check the URL")
-            ends = [await end_of(self._objects, self._sealer, one) for one in found]
-            held = [
-                one.registered.journal
-                for one, end in zip(found, ends, strict=True)
-                if end.fence is None and end.number
-            ]
-            self._taking = held, {one.registered.store for one in found}
-        _, loaded = await self._open(*self._taking)
-        self._taking = None
+            self._taking[self._store] = (
+                await self._that_hold(found),
+                {one.registered.store for one in found},
+            )
+        writer, loaded = await self._open(*self._taking[self._store])
+        del self._taking[self._store]
         if not await self.drain(FAILOVER_S * 6):
             raise BucketError(
                 f"bucket {self.url}: it did not take everything in time; run the command again"
             )
+        if writer.ended:
+            raise BucketError(f"bucket {self.url}: {writer.ended}; stop that store")
         return loaded
+
+    async def _that_hold(self, found: Sequence[Registration]) -> list[str]:
+        """Return the ids of those of these journals that may hold something. Raises BucketError, ObjectDamaged."""
+        ends = [await end_of(self._objects, self._sealer, one) for one in found]
+        return [
+            one.registered.journal
+            for one, end in zip(found, ends, strict=True)
+            if end.fence is None and end.number
+        ]
 
     # -- our own streams -------------------------------------------------------------------------------------
 
@@ -197,12 +204,15 @@ class Keeper:
         backoff = Backoff(RETRY_MIN_S, RETRY_MAX_S, random.random)
         while True:
             try:
-                writer, _ = await self._open(self._last_journals(), {self._store})
+                if self._own is None:
+                    self._own = await self._last_journals()
+                writer, _ = await self._open(self._own, {self._store})
             except (IrisError, OSError) as err:
                 self._cannot(err)
                 await asyncio.sleep(backoff.failed())
                 continue
             backoff.succeeded()
+            self._own = [writer.journal]
             self._shelf.writer, self._shelf.away = writer, ""
             await self._write(writer)
             # Another store holds what this journal had. Begin a new one for what is created now.
@@ -212,10 +222,11 @@ class Keeper:
 
     async def _succeed_others(self, group: asyncio.TaskGroup) -> None:
         """Take over from stores of the bucket that cannot be seen any more."""
-        began_s = self._now_us() / 1e6
+        began_s = looked_s = self._now_us() / 1e6
         seen_s: dict[str, float] = {}
         known: list[Registration] = []
         done: set[str] = set()
+        empty: set[str] = set()
         while True:
             await asyncio.sleep(LOOK_S)
             now_s = self._now_us() / 1e6
@@ -230,39 +241,76 @@ class Keeper:
             if self._shelf.writer is None:
                 continue
             try:
-                if not known or any(now_s - at_s >= self._failover_s for at_s in seen_s.values()):
+                late = any(now_s - at_s >= self._failover_s for at_s in seen_s.values())
+                if not known or late or now_s - looked_s >= UNSEEN_S:
                     known += await registrations(self._objects, self._sealer, len(known) + 1)
-                gone = [
-                    one
-                    for one in known
-                    if one.registered.journal not in done
-                    and self._is_gone(one.registered, visible, seen_s, began_s, now_s)
-                ]
-                held = []
-                for one in gone:
-                    end = await end_of(self._objects, self._sealer, one)
-                    if end.fence is not None or not end.number:
-                        done.add(one.registered.journal)
-                    else:
-                        held.append(one.registered.journal)
-                if held and self._taking is None:
-                    self._taking = held, {self._store, *(one.registered.store for one in gone)}
-                if self._taking is not None:
-                    held, stores = self._taking
-                    writer, count = await self._open(held, stores)
-                    self._taking = None
-                    log.warning(
-                        "store.took_over",
-                        extra={"fields": {"journals": held, "streams": count, "bucket": self.url}},
-                    )
-                    group.create_task(self._write(writer), name="iris-bucket-taken")
+                    looked_s = now_s
+                    empty.clear()  # a store that was not seen for a while may have gone on
+            except (IrisError, OSError) as err:
+                self._warn(err)
+                continue
+            gone = [
+                one
+                for one in known
+                if one.registered.journal not in done | empty
+                and self._is_gone(one.registered, visible, seen_s, began_s, now_s)
+            ]
+            stores = {self._store, *(one.registered.store for one in gone)}
+            read = await self._find_held(gone, stores, done, empty)
+            if await self._take_all(group) and read:
                 seen_s = {
                     address: at_s
                     for address, at_s in seen_s.items()
                     if now_s - at_s < self._failover_s
                 }
+
+    async def _find_held(
+        self, gone: Sequence[Registration], stores: Set[bytes], done: set[str], empty: set[str]
+    ) -> bool:
+        """Note in `_taking` what journals of these stores hold; return whether all could be read.
+
+        One that cannot be read is not in the way of the others.
+        """
+        held: dict[bytes, list[str]] = {}
+        read = True
+        for one in gone:
+            try:
+                end = await end_of(self._objects, self._sealer, one)
             except (IrisError, OSError) as err:
                 self._warn(err)
+                read = False
+                continue
+            if end.fence is not None:
+                done.add(one.registered.journal)
+            elif not end.number:
+                empty.add(one.registered.journal)
+            else:
+                held.setdefault(one.registered.store, []).append(one.registered.journal)
+        for store, journals in held.items():
+            self._taking.setdefault(store, (journals, stores))
+        return read
+
+    async def _take_all(self, group: asyncio.TaskGroup) -> bool:
+        """Take what is noted in `_taking`, store by store; return whether that succeeded."""
+        for store, (held, stores) in list(self._taking.items()):
+            try:
+                writer, count = await self._open(held, stores)
+            except (IrisError, OSError) as err:
+                self._warn(err)
+                continue
+            del self._taking[store]
+            fields = {"journals": held, "streams": count, "bucket": self.url}
+            log.warning("store.took_over", extra={"fields": fields})
+            group.create_task(self._write_taken(writer), name="iris-bucket-taken")
+        return not self._taking
+
+    async def _write_taken(self, writer: Writer) -> None:
+        """Write a journal that was taken over. After a fault of ours it is taken again."""
+        if await self._write(writer):
+            self._writers = [one for one in self._writers if one is not writer]
+        else:
+            journals, _ = self._taking.get(self._store, ([], set()))
+            self._taking[self._store] = [*journals, writer.journal], {self._store}
 
     def _is_gone(
         self, registered: Registered, visible: set[str], seen_s: dict[str, float], began_s: float, now_s: float
@@ -284,21 +332,25 @@ class Keeper:
         If one of them has passed to a journal of one of these `stores`, that one is taken.
         Raises BucketError, ConfigError, ObjectDamaged, LogError, OSError.
         """
+        async with self._opening:
+            return await self._open_next(victims, stores)
+
+    async def _open_next(self, victims: Sequence[str], stores: Set[bytes]) -> tuple[Writer, int]:
         shelf = self._shelf
         shelf.make_directory()
         purpose = tuple(victims)
-        writer, known = self._begun.get(purpose, (None, {}))
-        if writer is None or writer.ended:
+        begun = self._begun.setdefault(purpose, [])
+        if not begun or begun[-1][0].ended:
             await probe(self._objects)
             mine, earlier = await begin(
                 self._objects, self._sealer, self._store, self._label, self._wall_us()
             )
             known = {one.registered.journal: one for one in (*earlier, mine)}
-            writer = Writer(mine.registered.journal, self._sealer, mine.hash)
-            self._begun[purpose] = writer, known
-            if self._writers:
-                self._save()  # what is fenced by this journal leads to it, and nothing else does
-        taken = []
+            begun.append((Writer(mine.registered.journal, self._sealer, mine.hash), known))
+        writer, known = begun[-1]
+        if self._writers or len(begun) > 1:
+            self._save()  # what is fenced by this journal leads to it, and nothing else does
+        taken: dict[str, None] = {}
         for victim in victims:
             if victim not in known:
                 raise ObjectDamaged(
@@ -306,44 +358,63 @@ class Keeper:
                     "use the bucket that this store had before, or restore its objects from a backup"
                 )
             if (held := await self._take(writer, victim, known, stores)) is not None:
-                taken.append(held)
-        others = {
-            uuid
-            for one in self._writers
-            if not one.ended
-            for uuid in shelf.held.get(one.journal, ())
-        }
+                taken[held] = None
+        for one in self._writers:
+            if one.ended:
+                self._abandon(one)
         loaded, covers = await load(
-            self._objects, self._sealer, taken, known, shelf.directory, writer.journal, keep=others
-        )
-        replicas = {one.uuid: self._resume(one, writer) for one in loaded}
-        shelf.held[writer.journal] = {one.uuid for one in loaded}
-        self._writers = [one for one in self._writers if not one.ended] + [writer]
-        self._save()
-        self._covers[writer.journal] = covers
+            self._objects, self._sealer, list(taken), known, shelf.directory, writer.journal,
+            keep={uuid for held in shelf.held.values() for uuid in held},
+        )  # fmt: skip
         del self._begun[purpose]
-        self._owner.adopt({one.uuid: (one.path, replicas[one.uuid]) for one in loaded})
+        before = self._writers
+        try:
+            self._writers = [one for one in before if one.journal not in victims] + [writer]
+            self._serve(writer, loaded)
+        except BaseException:
+            # Rows that were added to this journal are not in the bucket. The next try finds them in the databases.
+            writer.end("the store could not serve its streams and opens them again")
+            self._abandon(writer)
+            self._begun[purpose], self._writers = begun, before
+            raise
+        self._checkpoints[writer.journal] = Checkpoints(
+            self._objects, self._sealer, writer, covers, self._checkpoint_bytes,
+            lambda: self._owner.logs(writer), self._now_us, self._warn,
+        )  # fmt: skip
         fields = {"bucket": self.url, "journal": writer.journal, "streams": len(loaded)}
         log.info("store.bucket_opened", extra={"fields": fields})
         return writer, len(loaded)
 
-    def _last_journals(self) -> list[str]:
-        """Return the ids of the journals that this store wrote last. Raises ConfigError."""
+    def _serve(self, writer: Writer, loaded: list[Loaded]) -> None:
+        """Serve what was loaded for a journal. Raises LogError, OSError."""
+        replicas = {one.uuid: self._resume(one, writer) for one in loaded}
+        self._shelf.held[writer.journal] = {one.uuid for one in loaded}
+        self._save()
+        self._owner.adopt({one.uuid: (one.path, replicas[one.uuid]) for one in loaded})
+
+    async def _last_journals(self) -> list[str]:
+        """Return the ids of the journals that this store wrote in its last run.
+
+        Raises BucketError, ConfigError, ObjectDamaged.
+        """
         path = self._shelf.directory / STATE_FILE
-        live = {writer.journal for writer in self._writers if not writer.ended}
         try:
-            journals = json.loads(path.read_bytes())["journals"]
-            return [str(one) for one in journals if one not in live]
-        except FileNotFoundError:
-            return []
+            return [str(one) for one in json.loads(path.read_bytes())["journals"]]
+        except FileNotFoundError:  # the store is new, or somebody has made room on its disk
+            found = await registrations(self._objects, self._sealer)
+            return await self._that_hold(
+                [one for one in found if one.registered.store == self._store]
+            )
         except (ValueError, KeyError, TypeError) as err:
             raise ConfigError(
                 f"data: {path} is damaged: {err}; restore it from a backup, or use `iris store restore` on an empty directory"
             ) from err
 
     def _save(self) -> None:
-        writers = [*self._writers, *(writer for writer, _ in self._begun.values())]
-        state = json.dumps({"journals": list(dict.fromkeys(one.journal for one in writers))})
+        begun = [writer for each in self._begun.values() for writer, _ in each]
+        state = json.dumps(
+            {"journals": list(dict.fromkeys(one.journal for one in (*self._writers, *begun)))}
+        )
         write_beside(str(self._shelf.directory / STATE_FILE), state.encode())
 
     async def _take(
@@ -357,6 +428,8 @@ class Keeper:
             end = await fence(self._objects, self._sealer, known[victim], writer.journal, intent)
             if end.by == writer.journal:
                 return victim
+            if any(end.by == one.journal and not one.ended for one in self._writers):
+                return None  # we hold it already
             successor = known.get(end.by)
             if (
                 successor is None
@@ -391,23 +464,35 @@ class Keeper:
 
     # -- writing ---------------------------------------------------------------------------------------------
 
-    async def _write(self, writer: Writer) -> None:
-        """Bring objects to the bucket until the journal ends."""
+    async def _write(self, writer: Writer) -> bool:
+        """Bring objects to the bucket until the journal ends; return False if that was our own fault."""
         self._put_all(writer, writer.flying)
         compacting = asyncio.get_running_loop().create_task(
-            self._compact(writer), name="iris-bucket-checkpoints"
+            self._checkpoints[writer.journal].run(), name="iris-bucket-checkpoints"
         )
+        ours = False
         try:
             await self._write_on(writer)
-        except Exception:  # we take our own journal again
+        except Exception:  # whoever called takes this journal again
             log.exception("store.fault", extra={"fields": {"stream": f"all of {self.url}"}})
             writer.end("the store had an internal error and opens the stream again")
+            ours = True
         finally:
             compacting.cancel()
             await asyncio.gather(compacting, return_exceptions=True)
-        self._owner.abandon(writer)
-        self._shelf.held.pop(writer.journal, None)
+        self._abandon(writer)
         self._owner.flush()
+        return not ours
+
+    def _abandon(self, writer: Writer) -> None:
+        """Serve the streams of an ended journal no more. Idempotent."""
+        self._checkpoints.pop(writer.journal, None)
+        if writer.journal in self._shelf.held:
+            try:
+                self._owner.abandon(writer)
+            except Exception:  # the other journals go on
+                log.exception("store.fault", extra={"fields": {"stream": f"all of {self.url}"}})
+            del self._shelf.held[writer.journal]
 
     async def _write_on(self, writer: Writer) -> None:
         checked_us, checks = self._now_us(), self._checks
@@ -419,53 +504,6 @@ class Keeper:
             elif checks != self._checks or self._now_us() >= checked_us + CHECK_US:
                 checks, checked_us = self._checks, self._now_us()
                 await self._check(writer)
-
-    # -- checkpoints -----------------------------------------------------------------------------------------
-
-    async def _compact(self, writer: Writer) -> None:
-        """Write a checkpoint whenever the journal has far more than its streams. Runs until cancelled."""
-        backoff = Backoff(COMPACT_S, 60 * COMPACT_S, random.random)
-        pause_s = COMPACT_S
-        while True:
-            await asyncio.sleep(pause_s)
-            try:
-                logs = self._owner.logs(writer)
-                live = sum(each.size_bytes for each in logs.values())
-                taken = sum(each.end - each.first for each in self._covers[writer.journal])
-                there = writer.written - self._since.get(writer.journal, 0) + taken * OBJECT_BYTES
-                if there > max(self._checkpoint_bytes, 3 * live):
-                    await self._checkpoint(writer, logs)
-            except IrisError as err:  # also a log that was closed or deleted meanwhile
-                self._warn(err)
-                pause_s = backoff.failed()
-            else:
-                backoff.succeeded()
-                pause_s = COMPACT_S
-
-    async def _checkpoint(self, writer: Writer, logs: dict[bytes, Log]) -> None:
-        """Write the journal's streams once more, and delete what that covers.
-
-        Raises BucketError, LogError, ObjectDamaged.
-        """
-        journal, written = writer.journal, writer.written
-        parts = {uuid: each.copied() for uuid, each in logs.items()}
-        first = await write_all(writer, parts, self._now_us())
-        if writer.ended:
-            return
-        count, before = self._checkpoints.get(journal, (0, 1))
-        taken = await remaining(self._objects, self._covers[journal])
-        covers = [*taken, Covered(journal, before, first)]
-        await note(
-            self._objects, self._sealer, journal, first, writer.before_watched, count + 1, covers
-        )
-        self._checkpoints[journal], self._since[journal] = (count + 1, first), written
-        for uuid, each in self._owner.logs(writer).items():
-            if uuid in logs:
-                each.note_copied(Place(journal, writer.number).pack())
-        await delete(self._objects, covers)
-        self._covers[journal] = []
-        fields = {"journal": journal, "object": first, "bytes": writer.written - written}
-        log.info("store.checkpoint", extra={"fields": fields})
 
     async def _check(self, writer: Writer) -> None:
         """Check whether somebody has ended a journal to which nothing is written now."""

@@ -11,9 +11,9 @@ import contextlib
 import os
 import re
 import secrets
-from collections.abc import Awaitable, Iterable
+from collections.abc import Coroutine, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from iris.errors import ConfigError, IrisError
@@ -52,17 +52,6 @@ class Objects(Protocol):
 
     async def delete(self, key: str) -> None:
         """Delete an object if it exists. Raises BucketError."""
-
-
-async def at_once(calls: Iterable[Awaitable[T]]) -> list[T]:
-    """Return the results of calls that run at the same time. Raises the first error, when all have ended."""
-    results = await asyncio.gather(*calls, return_exceptions=True)
-    found: list[T] = []
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-        found.append(result)
-    return found
 
 
 class Directory:
@@ -236,6 +225,16 @@ def open_bucket(url: str) -> Objects:
             f"bucket: {url}: {error_line(err)}; set it in the environment, for example AZURE_STORAGE_ACCOUNT_NAME"
         ) from err
     return Cloud(url, store)
+
+
+async def at_once(requests: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Return the results of requests that run at the same time. The first error cancels the others and is raised."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(each) for each in requests]
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
 
 
 async def probe(objects: Objects) -> None:

@@ -7,10 +7,18 @@ and two stores that believe each other gone cannot take each other's streams awa
 from __future__ import annotations
 
 import secrets
+from collections import deque
 from collections.abc import AsyncIterator
 from typing import Final
 
-from relay.store.bucket.history import Reader, Registration, beginning_of, end_of, registrations
+from relay.store.bucket.history import (
+    Beginning,
+    Reader,
+    Registration,
+    beginning_of,
+    end_of,
+    registrations,
+)
 from relay.store.bucket.objects import BucketError, Objects
 from relay.store.bucket.sealing import (
     Covered,
@@ -78,22 +86,54 @@ async def steps(
     registrations by journal. Adds to `covers` what the next checkpoint will cover.
     Raises BucketError, ObjectDamaged.
     """
-    beginning = await beginning_of(objects, sealer, _of(known, journal))
-    covers += beginning.covers
-    reader = Reader(objects, sealer, journal, beginning)
-    async for number, content in reader.rest():
-        for entry in content.entries:
-            if isinstance(entry, Intent):
-                taken = (await end_of(objects, sealer, _of(known, entry.victim))).fence
-                if taken is not None and (taken.by, taken.intent) == (journal, number):
-                    async for step in steps(objects, sealer, entry.victim, known, covers):
-                        yield step
-        yield journal, number, content
-    if reader.fence is None:
-        raise BucketError(
-            f"bucket {objects.url}: journal {journal} has not ended; it must be read again"
-        )
-    covers.append(Covered(journal, beginning.number, reader.number))
+    # Not by recursion: a store that restarts often has a long chain of journals.
+    reading = [_Reading(objects, sealer, journal, await beginning_of(objects, sealer, _of(known, journal)))]  # fmt: skip
+    while reading:
+        one = reading[-1]
+        if one.intents:
+            victim = _of(known, one.intents.popleft())
+            taken = (await end_of(objects, sealer, victim)).fence
+            if taken is not None and (taken.by, taken.intent) == (one.journal, one.number):
+                name = victim.registered.journal
+                beginning = await beginning_of(objects, sealer, victim)
+                reading.append(_Reading(objects, sealer, name, beginning))
+        elif one.content is not None:
+            content, one.content = one.content, None
+            yield one.journal, one.number, content
+        elif not await one.next():
+            if one.reader.fence is None:
+                raise BucketError(
+                    f"bucket {objects.url}: journal {one.journal} has not ended; it must be read again"
+                )
+            covers += one.beginning.covers
+            covers.append(Covered(one.journal, one.beginning.number, one.reader.number))
+            reading.pop()
+
+
+class _Reading:
+    """A journal that is read, and what the object that was read last intended to take."""
+
+    def __init__(
+        self, objects: Objects, sealer: Sealer, journal: str, beginning: Beginning
+    ) -> None:
+        self.journal = journal
+        self.beginning = beginning
+        self.reader = Reader(objects, sealer, journal, beginning)
+        self.number = 0
+        self.content: Numbered | None = None
+        """The object that was read last, until it was yielded."""
+        self.intents: deque[str] = deque()
+        """Journals that it intended to take, which are read before it."""
+        self._rest = self.reader.rest()
+
+    async def next(self) -> bool:
+        """Read the next object; return whether there was one. Raises BucketError, ObjectDamaged."""
+        found = await anext(self._rest, None)
+        if found is None:
+            return False
+        self.number, self.content = found
+        self.intents = deque(one.victim for one in self.content.entries if isinstance(one, Intent))
+        return True
 
 
 def _of(known: dict[str, Registration], journal: str) -> Registration:

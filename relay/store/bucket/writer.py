@@ -84,8 +84,8 @@ class Writer:
         self._sizes: dict[int, int] = {}
         self._held: dict[int, list[Output]] = {}
         self._watched = 0
-        self.before_watched = before
-        """Hash of the object before the one that `watch` returned last."""
+        self._before_watched: bytes | None = None
+        """Hash of the object before the one that `watch` returned last; None until that has taken off."""
 
     @property
     def full(self) -> bool:
@@ -134,7 +134,7 @@ class Writer:
             number, entries = self._closed.popleft()
             key = journal_key(self.journal, number)
             if number == self._watched:
-                self.before_watched = self._before
+                self._before_watched = self._before
             sealed = self._sealer.seal(key, Numbered(self._before, entries))
             self._before = hash_of(sealed)
             flying = self._flying[number] = Flying(number, key, sealed)
@@ -164,10 +164,15 @@ class Writer:
                     output.release()
 
     def watch(self) -> int:
-        """Close the open object; return the number of the next. Once that is sealed, `before_watched` is set."""
+        """Close the open object; return the number of the next."""
         self.close_object()
-        self._watched = self.number
+        self._watched, self._before_watched = self.number, None
         return self.number
+
+    @property
+    def before_watched(self) -> bytes:
+        """Hash of the object before the one that `watch` returned last, once all before that are known to be there."""
+        return self._before if self._before_watched is None else self._before_watched
 
     def hold(self, number: int, output: Output) -> None:
         """Release `output` when the object `number` is known to be in the bucket."""
