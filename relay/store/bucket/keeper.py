@@ -27,6 +27,7 @@ from relay.store.bucket.checkpointing import Checkpoints
 from relay.store.bucket.history import Registration, end_of, registrations
 from relay.store.bucket.loading import Loaded, load
 from relay.store.bucket.objects import BucketError, Objects, probe
+from relay.store.bucket.pace import Pace
 from relay.store.bucket.replica import Replica
 from relay.store.bucket.sealing import (
     Intent,
@@ -130,6 +131,8 @@ class Keeper:
     def check(self) -> None:
         """Check soon whether our journals are still ours, because this store was away from its relay."""
         self._checks += 1
+        for writer in self._writers:
+            writer.on_change()
 
     async def run(self) -> None:
         """Open the bucket, as often as it takes, then bring everything there. Runs until cancelled."""
@@ -496,9 +499,10 @@ class Keeper:
 
     async def _write_on(self, writer: Writer) -> None:
         checked_us, checks = self._now_us(), self._checks
+        pace = Pace(writer, self._now_us)
         while not writer.ended:
             self._put_all(writer)
-            await asyncio.sleep(TICK_S)
+            await pace.wait(checked_us + CHECK_US)
             if not writer.idle:
                 checked_us = self._now_us()
             elif checks != self._checks or self._now_us() >= checked_us + CHECK_US:

@@ -1,8 +1,12 @@
 """A journal that grows: collects what its streams wrote, numbers and seals it, and lets out what
 rests on it once it is in the bucket (sans-IO).
 
-    write of a stream ──► open object ── FLUSH_US or MAX_BYTES ──► closed ──► flying ──► known to be there
+    write of a stream ──► open object ── its time or MAX_BYTES ──► closed ──► flying ──► known to be there
     answer, credit ─────► held until the last write of its stream is known to be there
+
+An object's time comes `GATHER_US` after its first write, or `FLUSH_US` after the object before it closed for the
+same reason, whichever is later. So a write that is alone waits hardly at all, and a store makes at most one PUT in
+`FLUSH_US` and one more for each `MAX_BYTES`.
 
 Several objects fly at once. They are known in the order of their numbers, each when all before it
 are. So what leaves the store never rests on something that may still be lost: neither an
@@ -21,6 +25,8 @@ from relay.store.bucket.sealing import WINDOW, Entry, Numbered, Sealer, hash_of,
 
 FLUSH_US: Final = 100_000
 """Longest wait of a write for others that go into the same object."""
+GATHER_US: Final = 2_000
+"""Shortest wait: writes that arrive together go into one object."""
 MAX_BYTES: Final = 4 << 20
 """Size at which an object is closed. A single write may be larger."""
 BACKLOG_BYTES: Final = 64 << 20
@@ -51,7 +57,7 @@ class Writer:
 
     def __init__(
         self, journal: str, sealer: Sealer, before: bytes, *, flush_us: int = FLUSH_US, max_bytes: int = MAX_BYTES,
-        window: int = WINDOW, backlog_bytes: int = BACKLOG_BYTES,
+        window: int = WINDOW, backlog_bytes: int = BACKLOG_BYTES, gather_us: int = GATHER_US,
     ) -> None:  # fmt: skip
         """`before` is the hash of the journal's registration."""
         self.journal = journal
@@ -67,17 +73,20 @@ class Writer:
         """Bytes that wait for the bucket, sealed or not."""
         self.failing = ""
         """Why the bucket took nothing when it was last asked; empty if it answered."""
-        self.on_known: Callable[[], None] = lambda: None
-        """Called whenever `known` has grown, before outputs are released."""
+        self.on_change: Callable[[], None] = lambda: None
+        """Called when `next_us` has changed, an object may take off, or the journal has ended."""
         self._sealer = sealer
         self._before = before
         self._flush_us = flush_us
+        self._gather_us = gather_us
         self._max_bytes = max_bytes
         self._window = window
         self.backlog_limit = backlog_bytes
         self._open: list[Entry] = []
         self._open_bytes = 0
         self._open_us = NEVER_US
+        self._flushed_us = -flush_us
+        """When an object was closed last because its time had come."""
         self._closed: deque[tuple[int, list[Entry]]] = deque()
         self._flying: dict[int, Flying] = {}
         self._there: set[int] = set()
@@ -100,7 +109,8 @@ class Writer:
     def add(self, entry: Entry, size: int, now_us: int) -> int:
         """Add an entry of about `size` bytes; return the number of the object that will hold it."""
         number = self.number
-        if not self._open:
+        opened = not self._open
+        if opened:
             self._open_us = now_us
         self._open.append(entry)
         self._open_bytes += size
@@ -108,6 +118,8 @@ class Writer:
         self.written += size
         if self._open_bytes >= self._max_bytes:
             self.close_object()
+        elif opened:
+            self.on_change()
         return number
 
     def close_object(self) -> None:
@@ -117,11 +129,14 @@ class Writer:
             self._sizes[self.number] = self._open_bytes
             self._open, self._open_bytes, self._open_us = [], 0, NEVER_US
             self.number += 1
+            self.on_change()
 
     @property
     def next_us(self) -> int:
         """When the open object is due."""
-        return self._open_us + self._flush_us if self._open else NEVER_US
+        if not self._open:
+            return NEVER_US
+        return max(self._open_us + self._gather_us, self._flushed_us + self._flush_us)
 
     def take_off(self, now_us: int) -> list[Flying]:
         """Return the objects that are to be created now. Each is repeated unchanged until `landed`, or until `end`."""
@@ -129,6 +144,7 @@ class Writer:
             return []
         if now_us >= self.next_us:
             self.close_object()
+            self._flushed_us = now_us
         leaving = []
         while self._closed and self._closed[0][0] <= self.known + self._window:
             number, entries = self._closed.popleft()
@@ -158,7 +174,7 @@ class Writer:
             self._there.remove(self.known)
             self.backlog -= self._sizes.pop(self.known)
         if self.known > before:
-            self.on_known()
+            self.on_change()
             for number in range(before + 1, self.known + 1):
                 for output in self._held.pop(number, ()):
                     output.release()
@@ -191,6 +207,7 @@ class Writer:
         held, self._held = self._held, {}
         self._flying.clear()
         self._closed.clear()
+        self.on_change()
         for number in sorted(held):
             for output in held[number]:
                 output.withdraw(reason)

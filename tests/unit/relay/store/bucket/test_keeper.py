@@ -455,6 +455,8 @@ def test_a_takeover_that_failed_half_way_is_repeated_as_the_same(
             async def fault(what: str, key: str) -> None:
                 await asyncio.sleep(0.001)
                 began = asyncio.get_running_loop().time() > ends and "probe" not in key
+                if (what, key.partition("/")[0]) == ("created", "journals"):
+                    return  # a registration whose answer was lost would be one more
                 if began and next(requests) in range(fails, fails + 3):
                     raise BucketError("bucket memory: no answer")
 

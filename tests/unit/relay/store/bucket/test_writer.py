@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from iris.crypto.keys import GroupKey
 from relay.store.bucket.sealing import NO_HASH, Intent, Numbered, Sealer, hash_of
-from relay.store.bucket.writer import FLUSH_US, Flying, Writer
+from relay.store.bucket.writer import FLUSH_US, GATHER_US, Flying, Writer
 
 SEALER = Sealer(GroupKey(bytes(32)), lambda size: bytes(size))
 ENTRY = Intent("0" * 32)
@@ -48,11 +50,62 @@ def written(to: Writer, count: int) -> list[Flying]:
 def test_an_object_leaves_when_its_time_or_its_size_is_reached() -> None:
     ours = writer(max_bytes=100)
     assert ours.add(ENTRY, 10, 1000) == 1
-    assert ours.next_us == 1000 + FLUSH_US
-    assert not ours.take_off(1000 + FLUSH_US - 1)
-    assert [one.number for one in ours.take_off(1000 + FLUSH_US)] == [1]
+    assert ours.next_us == 1000 + GATHER_US
+    assert not ours.take_off(1000 + GATHER_US - 1)
+    assert [one.number for one in ours.take_off(1000 + GATHER_US)] == [1]
     assert [ours.add(ENTRY, 60, 0) for _ in range(3)] == [2, 2, 3]
     assert [one.number for one in ours.take_off(0)] == [2]
+
+
+def test_writes_that_go_on_leave_in_one_object_for_each_flush_time() -> None:
+    ours = writer()
+    left = []
+    for at_us in range(0, 10 * FLUSH_US, 1000):
+        ours.add(ENTRY, 10, at_us)
+        for flying in ours.take_off(at_us):
+            left.append(at_us)
+            ours.landed(flying)
+    assert left == list(range(GATHER_US, 10 * FLUSH_US, FLUSH_US))
+
+
+def test_a_write_waits_no_longer_than_the_flush_time_whatever_came_before() -> None:
+    rng = random.Random(1)
+    ours = writer()
+    now_us = 0
+    for _ in range(200):
+        now_us += rng.randrange(3 * FLUSH_US)
+        ours.add(ENTRY, 10, now_us)
+        assert ours.next_us <= now_us + FLUSH_US
+        now_us = max(now_us, ours.next_us)
+        assert ours.take_off(now_us)[0].number == ours.number - 1
+        ours.landed(ours.flying[0])
+
+
+def test_what_fills_an_object_does_not_make_the_rest_wait() -> None:
+    ours = writer(max_bytes=100)
+    ours.add(ENTRY, 100, 0)
+    ours.add(ENTRY, 10, 0)
+    assert ours.next_us == GATHER_US
+
+
+def test_whoever_puts_objects_learns_of_each_change_but_not_of_each_write() -> None:
+    ours = writer(max_bytes=100)
+    changes: list[str] = []
+
+    def changed(why: str) -> None:
+        ours.on_change = lambda: changes.append(why)
+
+    changed("the first write")
+    ours.add(ENTRY, 10, 0)
+    ours.add(ENTRY, 10, 0)
+    changed("full")
+    ours.add(ENTRY, 100, 0)
+    (flying,) = ours.take_off(0)
+    changed("known")
+    ours.landed(flying)
+    changed("ended")
+    ours.end("taken")
+    assert changes == ["the first write", "full", "known", "ended"]
 
 
 def test_objects_name_the_one_before() -> None:
