@@ -67,7 +67,16 @@ _MAX_SIGHTED = 1024
 _NOT_SETTINGS: Final = ("config_file", "network_keys")
 
 
-def make_router(config: RelayConfig, entropy: Callable[[int], bytes] = os.urandom) -> Router:
+def wall_us() -> int:
+    """Return the wall clock, in µs since 1970."""
+    return time.time_ns() // 1000
+
+
+def make_router(
+    config: RelayConfig,
+    entropy: Callable[[int], bytes] = os.urandom,
+    wall: Callable[[], int] = wall_us,
+) -> Router:
     """Return the router of a relay with a fresh random id."""
     limits = Limits(
         aliases=config.max_aliases,
@@ -89,6 +98,7 @@ def make_router(config: RelayConfig, entropy: Callable[[int], bytes] = os.urando
         site=config.site,
         policy=Policy(config.export, config.import_),
         label=socket.gethostname()[:64],
+        wall=wall,
     )
 
 
@@ -99,9 +109,10 @@ class Relay:
     gateway.
     """
 
-    def __init__(self, config: RelayConfig) -> None:
+    def __init__(self, config: RelayConfig, *, wall: Callable[[], int] = wall_us) -> None:
+        """`wall` returns the wall clock that other relays are told, in µs since 1970."""
         self.config = config
-        self.router = make_router(config)
+        self.router = make_router(config, wall=wall)
         self.driver = Driver(self.router, config.queue_bytes)
         self.hub = SessionHub(self.driver, config)
         self.links: LinkHub | None = None

@@ -24,6 +24,9 @@ LOW_BYTES: Final = 256 << 20
 """A store with less free space on its disk is about to stop."""
 LOW_SHARE: Final = 0.05
 MAX_ERROR_S: Final = 1.0
+"""A clock that is further off may be wrong in ways that people notice."""
+FAR_S: Final = 60.0
+"""Clocks that differ by more are a tenth of the way to `freshness_s`, after which messages are refused."""
 SHOWN: Final = 5
 """How many names a line shows."""
 SKIPPABLE: Final = ("links", "sites", "store", "keys", "clock")
@@ -235,7 +238,33 @@ def _digits(key: iris.ClusterKey) -> str:
 
 
 def _clock(report: dict[str, Any]) -> tuple[State, str]:
-    alone = not report["links"] and not report["sites"]
+    """Judge our clock by the clocks of other relays, and by what the kernel knows from a time service."""
+    state, text = _kept(alone=not report["links"] and not report["sites"])
+    differing = sorted(_differing(report), reverse=True)
+    if not differing:
+        return state, text
+    worst_s = differing[0][0]
+    names = _some([each for _, each in differing])
+    return (
+        "critical" if worst_s > FAR_S else "warning"
+    ), f"it differs from that of {names}; {text}"
+
+
+def _differing(report: dict[str, Any]) -> Iterator[tuple[float, str]]:
+    """Yield the relays whose clock surely differs by more than `MAX_ERROR_S`: (by how many seconds at least, text)."""
+    ways = [(site["site"], way) for site in report["sites"] for way in site["ways"]]
+    for name, peer in [*((link["label"], link) for link in report["links"]), *ways]:
+        if peer.get("clock_offset_us") is None:
+            continue
+        offset_s, error_s = peer["clock_offset_us"] / 1e6, peer["clock_error_us"] / 1e6
+        if abs(offset_s) - error_s > MAX_ERROR_S:
+            ahead = "ahead" if offset_s > 0 else "behind"
+            text = f"{printable(name)}, which is {ahead} by {abs(offset_s):,.1f} s"
+            yield abs(offset_s) - error_s, text
+
+
+def _kept(*, alone: bool) -> tuple[State, str]:
+    """Judge our clock by what the kernel knows of it."""
     found = clock.read()
     if found is None:
         return "ok", "the system does not say whether a time service keeps it"

@@ -561,6 +561,8 @@ class Beat(Control, frozen=True):
     held_us: U63 = 0
     version: U63 = 0
     """Version of the sender's interest. The peer's replica must be at the same version."""
+    wall_us: U63 | UnsetType = UNSET
+    """The sender's wall clock, in µs since 1970: between relays, and left out for those of earlier versions."""
 
 
 class MemberEntry(Struct, frozen=True, array_like=True):

@@ -19,6 +19,7 @@ from iris.wire import frames
 from iris.wire.kinds import NEVER_US, Kind
 from relay.core.advertiser import Advertiser
 from relay.core.casts import Casts
+from relay.core.clocks import clock_status
 from relay.core.interest import Interest
 from relay.core.neighbor import Address, Topic
 from relay.core.reach import Reach
@@ -251,8 +252,8 @@ class Federation:
         soonest = [wan.snapshot_due_us for wan in self._sites.wans.values() if wan.snapshot_due_us]
         self.deadline_us = min(self._flush_us, *soonest, NEVER_US)
 
-    def status(self) -> dict[str, object]:
-        """Return the remote sites and the refusals, ready for JSON."""
+    def status(self, now_us: int, wall_us: int | None) -> dict[str, object]:
+        """Return the remote sites and the refusals, ready for JSON. `wall_us` is our wall clock, if there is one."""
         return {
             "sites": [
                 {
@@ -264,6 +265,11 @@ class Federation:
                             "relay": site_route.relay_id.hex(),
                             "own": site_route.own,
                             "rtt_us": site_route.rtt_us,
+                            **(
+                                clock_status(site_route.neighbor.beats, now_us, wall_us)
+                                if isinstance(site_route.neighbor, Wan)
+                                else {}
+                            ),
                         }
                         for site_route in site_routes.values()
                     ],

@@ -19,6 +19,7 @@ from iris.wire.kinds import NEVER_US, PROTOCOL_MINOR, PROTOCOL_VERSION, Kind
 from iris.wire.names import printable
 from relay.core.advertiser import Advertiser
 from relay.core.casts import Casts
+from relay.core.clocks import clock_status
 from relay.core.interest import MAX_OTHERS, Interest
 from relay.core.link import SUSPENDED_US, Copy, Link
 from relay.core.loads import LoadReports
@@ -260,8 +261,8 @@ class Mesh:
                 found[entry.name] = found.get(entry.name, 0) + 1
         return found
 
-    def status(self, now_us: int) -> dict[str, object]:
-        """Return links and suspended relays, ready for JSON."""
+    def status(self, now_us: int, wall_us: int | None) -> dict[str, object]:
+        """Return links and suspended relays, ready for JSON. `wall_us` is our wall clock, if there is one."""
         return {
             "linked_clusters": self.cluster_counts(),
             "links": [
@@ -270,6 +271,7 @@ class Mesh:
                     "label": link.label,
                     "site": link.copy.site,
                     "rtt_us": link.rtt_us,
+                    **clock_status(link.beats, now_us, wall_us),
                     "silent_us": now_us - link.beats.last_us,
                     "members": len(link.copy.members),
                     "topics": len(link.topics),

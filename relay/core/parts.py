@@ -56,8 +56,10 @@ class Parts:
 
     def __init__(
         self, relay_id: bytes, *, message_limit: int, limits: Limits | None = None,
-        site: str = "", label: str = "", policy: Policy | None = None,
+        site: str = "", label: str = "", policy: Policy | None = None, wall: Callable[[], int] | None = None,
     ) -> None:  # fmt: skip
+        """`wall` returns the wall clock in µs since 1970. Other relays and people see it, and it decides nothing."""
+        self._wall = wall
         self.relay_id = relay_id
         self.label = label
         """The host's name, for people."""
@@ -120,6 +122,11 @@ class Parts:
         self.stores = StoreWatch(self.advertiser)
         self.settling = Settling(self.links, self.advertiser, lambda: self.now_us)
         self.audiences = Audiences(label, self.interest, self.slow, lambda: self.now_us)
+
+    @property
+    def wall_us(self) -> int | None:
+        """The wall clock in µs since 1970; None if this router was given none."""
+        return None if self._wall is None else self._wall()
 
     def number(self) -> int:
         """Return the number of the next neighbor or site route."""
@@ -349,8 +356,8 @@ class Parts:
             "clusters_not_shown": max(0, self.interest.names - MAX_SHOWN),
             "other_keys": self._casts.other_keys.shown(),
             "accounts": self.accounts.report(self.held_messages),
-            **self.mesh.status(self.now_us),
-            **self.federation.status(),
+            **self.mesh.status(self.now_us, self.wall_us),
+            **self.federation.status(self.now_us, self.wall_us),
             "slow": self.slow.report(self.now_us),
             "parked": len(self._calls.parking.waiting),
             "publishers_waiting": self.credits.waiting,

@@ -18,7 +18,7 @@ from typing import Final
 
 from iris.wire import frames
 from iris.wire.codec import KIND_AT
-from iris.wire.kinds import NEVER_US, TUNNEL_KINDS, Kind
+from iris.wire.kinds import NEVER_US, TUNNEL_KINDS, WALL_MINOR, Kind
 from iris.wire.names import (
     printable,
 )
@@ -51,7 +51,7 @@ class Router(Parts):
 
     def __init__(
         self, relay_id: bytes, *, entropy: Callable[[int], bytes], message_limit: int, limits: Limits | None = None,
-        site: str = "", label: str = "", policy: Policy | None = None,
+        site: str = "", label: str = "", policy: Policy | None = None, wall: Callable[[], int] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
             relay_id,
@@ -60,6 +60,7 @@ class Router(Parts):
             site=site,
             label=label,
             policy=policy,
+            wall=wall,
         )
         self._entropy = entropy
         casts, calls = self._casts, self._calls
@@ -238,12 +239,14 @@ class Router(Parts):
                     self.session_down(neighbor)
                 continue
             if self.now_us >= pulse.beat_us - BEAT_STEP_US:
-                version = 0
+                version, wall_us = 0, None
                 if neighbor.hop_class:
+                    if neighbor.minor >= WALL_MINOR:
+                        wall_us = self.wall_us
                     version = (
                         self.federation if isinstance(neighbor, Wan) else self.advertiser
                     ).journal.version
-                neighbor.control(pulse.beat(self.now_us, version))
+                neighbor.control(pulse.beat(self.now_us, version, wall_us))
             soonest = min(soonest, pulse.deadline_us)
         self.pulse_us = soonest
 

@@ -68,6 +68,7 @@ SPECS: Final = (
     Spec("iris_relay_links_refused_total", "Connections of other relays that were refused, by reason.", ("reason",)),
     Spec("iris_relay_link_protocol_errors_total", "Links closed because the other relay broke the protocol."),
     Spec("iris_relay_link_rtt_seconds", "Round trip to a linked relay, by host.", ("host",)),
+    Spec("iris_relay_link_clock_offset_seconds", "Difference between the clock of a linked relay and ours, without a sign, by host.", ("host",)),
     Spec("iris_relay_link_frames_total", "Frames over links, by host and direction (in, out). A link that comes back starts at 0.", ("host", "direction")),
     Spec("iris_relay_link_received_bytes_total", "Bytes received over links, by host. A link that comes back starts at 0.", ("host",)),
     Spec("iris_relay_link_queued_bytes", "Bytes queued for a linked relay, by host.", ("host",)),
@@ -216,6 +217,9 @@ def _links(page: Page, report: Mapping[str, Any], labels: Labels) -> None:
     for link in report["links"]:
         host = labels.hosts(link["label"])
         page.raise_to("iris_relay_link_rtt_seconds", link["rtt_us"] / 1e6, host)
+        if link["clock_offset_us"] is not None:
+            offset_s = abs(link["clock_offset_us"]) / 1e6
+            page.raise_to("iris_relay_link_clock_offset_seconds", offset_s, host)
         page.add("iris_relay_link_frames_total", link.get("in_frames"), host, "in")
         page.add("iris_relay_link_frames_total", link.get("out_frames"), host, "out")
         page.add("iris_relay_link_received_bytes_total", link.get("in_bytes"), host)

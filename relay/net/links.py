@@ -138,7 +138,8 @@ class LinkHub(Hub):
         ports = {port.relay_id.hex(): port for port in self.up}
         links = []
         for known in cast(
-            list[dict[str, object]], self.router.mesh.status(self.router.now_us)["links"]
+            list[dict[str, object]],
+            self.router.mesh.status(self.router.now_us, self.router.wall_us)["links"],
         ):
             port = ports.get(str(known["peer"]))
             links.append(known | port.status() if port is not None else known)

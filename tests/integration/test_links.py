@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from adversity import misbehaving
+from support.commands import command
 from support.links import NETWORK, OTHER, Host, Site, address, hub, link, linked, seen
 from support.relays import Daemon, client
 from support.waiting import PATIENCE_S, eventually, wait_until
@@ -19,6 +20,7 @@ from support.waiting import PATIENCE_S, eventually, wait_until
 import iris
 from iris.crypto.keys import ClusterKey
 from iris.wire.kinds import Kind
+from relay.daemon import wall_us
 from relay.discovery import Sighting
 from relay.net.sessions import SessionHub
 from relay.stopping import DRAIN_QUIET_POLLS
@@ -51,6 +53,28 @@ async def test_a_relay_that_is_given_one_address_gets_to_know_the_others(site: S
     await eventually(lambda: linked(seed, first))
     second = await site.start(seed)
     await eventually(lambda: linked(seed, first, second))
+
+
+async def test_linked_relays_know_by_how_much_their_clocks_differ(site: Site) -> None:
+    one = await site.start()
+    two = await site.start(one, wall=lambda: wall_us() + 90_000_000)
+
+    def offsets() -> list[int | None]:
+        return [relay.router.status()["links"][0]["clock_offset_us"] for relay in (one, two)]  # type: ignore[index]  # JSON
+
+    await eventually(lambda: linked(one, two))
+    await eventually(lambda: None not in offsets())
+    ahead, behind = offsets()
+    assert ahead is not None
+    assert behind is not None
+    assert 80_000_000 < ahead < 100_000_000
+    assert -100_000_000 < behind < -80_000_000
+    check = await asyncio.create_subprocess_exec(
+        *command("check", "--relay", str(one.config.socket_path)), stdout=asyncio.subprocess.PIPE
+    )
+    shown, _ = await check.communicate()
+    assert check.returncode == 2
+    assert b"which is ahead by 90.0 s" in shown
 
 
 async def test_relays_serve_and_link_over_ipv6(site: Site) -> None:

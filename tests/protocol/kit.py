@@ -16,6 +16,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import Any
 
 from msgspec import UNSET
@@ -477,13 +478,21 @@ class Network:
     """Relays and their hosts. The clock of relay n is `CLOCK_STEP_US` times n ahead of the first one's."""
 
     def __init__(
-        self, *, limits: Limits | None = None, relay_seed: int = 0, relays: int = 1
-    ) -> None:
+        self, *, limits: Limits | None = None, relay_seed: int = 0, relays: int = 1,
+        walls: Sequence[Callable[[], int]] = (),
+    ) -> None:  # fmt: skip
+        """`walls` are the wall clocks of the relays."""
         self.entropy = random.Random(relay_seed).randbytes
         self.now_us = START_US
         self.routers = [
-            Router(self.entropy(16), entropy=self.entropy, message_limit=LIMIT, limits=limits)
-            for _ in range(relays)
+            Router(
+                self.entropy(16),
+                entropy=self.entropy,
+                message_limit=LIMIT,
+                limits=limits,
+                wall=wall,
+            )
+            for _, wall in zip_longest(range(relays), walls)
         ]
         self.router = self.routers[0]
         for number, router in enumerate(self.routers):

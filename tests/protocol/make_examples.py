@@ -191,6 +191,7 @@ CONTROLS: Final[dict[str, Control]] = {
         1, 1, RELAY_ID, 1_000_000, 1_004_000, 1 << 20, 65_536, "", "db-1", ["10.0.0.7:7430"]
     ),
     "beat": frames.Beat(2_004_000, 5_000_000, 998_000, 4),
+    "beat-wall": frames.Beat(2_004_000, 5_000_000, 998_000, 4, 1_760_000_000_000_000),
     "interest-snapshot": frames.Interest(
         0, 4,
         [frames.MemberEntry(7, CLUSTER, [KEY.key_id], {int(Kind.REQUEST): 8}, "billing", "", 3)],

@@ -456,7 +456,7 @@ def test_what_a_site_wants_is_bounded(net: Sites, monkeypatch: pytest.MonkeyPatc
         late = msgspec.structs.replace(first, **{named: "late"})
         assert not end.receive(frames.Interest(9, 10, **{kind: [late]}))
         assert (len(way.clusters) + len(way.topics), way.dropped_entries) == (4, 8)
-        (status,) = net.router.federation.status()["sites"]
+        (status,) = net.router.federation.status(0, None)["sites"]
         assert status["untaken"] == 8
         # The end of a dropped entry breaks no rule, and does not free room twice.
         ended = [msgspec.structs.replace(e, **NOTHING[type(e)]) for e in entries[kind]]

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
+from msgspec import UNSET
 from protocol.kit import KEY, LIMIT, OTHER_KEY, Answers, Host, Inbox, Network, Port, Result
 from protocol.test_sites import WanEnd
 
@@ -529,7 +530,11 @@ class Adversary:
         version = self.version if rng.random() < 0.8 else self.count()
         self.say(
             frames.Beat(
-                rng.choice((self.router.now_us, self.count())), self.count(), self.count(), version
+                rng.choice((self.router.now_us, self.count())),
+                self.count(),
+                self.count(),
+                version,
+                rng.choice((UNSET, self.count())),
             )
         )
 

@@ -13,7 +13,7 @@ from iris import keyfiles
 from iris.crypto.keyring import dump_network_keys
 from iris.crypto.keys import NetworkKey
 from relay.config import RelayConfig
-from relay.daemon import Relay
+from relay.daemon import Relay, wall_us
 from relay.discovery import Sighting
 from relay.net.addresses import show
 from relay.net.gateways import GatewayPort
@@ -26,15 +26,16 @@ OTHER = NetworkKey(bytes(range(1, 33)))
 
 
 async def start(
-    directory: Path, *join: Relay | str, keys: tuple[NetworkKey, ...] = (NETWORK,), **settings: Any
-) -> Relay:
-    """Start a relay that links on 127.0.0.1 and knows the relays in `join`."""
+    directory: Path, *join: Relay | str, keys: tuple[NetworkKey, ...] = (NETWORK,), wall: Callable[[], int] = wall_us,
+    **settings: Any,
+) -> Relay:  # fmt: skip
+    """Start a relay that links on 127.0.0.1 and knows the relays in `join`. `wall` is its wall clock in µs."""
     os.mkdir(directory, 0o700)
     given = {
         "port": 0, "bind": ("127.0.0.1",), "mdns": False, "drain_timeout_s": 1.0, "network_keys": keys, **settings,
     }  # fmt: skip
     joins = tuple(j if isinstance(j, str) else address(j) for j in join)
-    relay = Relay(RelayConfig(socket_path=directory / "relay.sock", join=joins, **given))
+    relay = Relay(RelayConfig(socket_path=directory / "relay.sock", join=joins, **given), wall=wall)
     await relay.start()
     return relay
 

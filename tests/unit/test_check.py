@@ -146,6 +146,29 @@ def test_the_clock_matters_if_there_are_other_hosts(
     assert verb._clock({**status(), "links": links})[0] == state
 
 
+def test_a_clock_that_differs_from_that_of_another_relay_is_told_by_how_much(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(clock, "read", lambda: clock.Clock(True, 0.0001, 0.01))
+    kept = "kept by a time service to within 10 ms (now off by 0.1 ms)"
+
+    def of(offset_us: int | None, error_us: int | None, **more: Any) -> tuple[str, str]:
+        link = {**LINK, "clock_offset_us": offset_us, "clock_error_us": error_us}
+        return verb._clock({**status(), "links": [link], **more})
+
+    assert of(None, None) == ("ok", kept)
+    assert of(-900_000, 400) == ("ok", kept)
+    assert of(5_000_000, 4_500_000) == ("ok", kept)  # the round trip is too long to say
+    assert of(-90_500_000, 400)[0] == "critical"
+    assert of(2_500_000, 400) == ("warning", f"it differs from that of b, which is ahead by 2.5 s; {kept}")  # fmt: skip
+    ways = [{"clock_offset_us": -3_000_000, "clock_error_us": 9}, {"relay": "cd"}]
+    state, text = of(2_500_000, 400, sites=[{"site": "eu\x1b", "ways": ways}])
+    assert state == "warning"
+    assert "\x1b" not in text
+    assert text.startswith("it differs from that of eu")
+    assert "which is behind by 3.0 s; b, which is ahead by 2.5 s; kept" in text
+
+
 def test_the_kernel_is_asked_for_its_clock_and_not_changed() -> None:
     found = clock.read()
     assert found is None or 0 <= found.max_error_s <= 60

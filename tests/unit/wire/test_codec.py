@@ -83,6 +83,7 @@ EXAMPLES: list[Control] = [
     frames.Audience(11, 3, 40, [frames.SlowEntry("label", 40, 9, 8, "host", 1, "10.0.0.1:7", True)]),
     frames.LinkHello(1, 0, KEY_ID, 5, 6, 1 << 20, 9, "site", "host", ["10.0.0.1:7430"]),
     frames.Beat(7, 6, 1, 2),
+    frames.Beat(7, 6, 1, 2, 1 << 50),
     frames.Interest(
         1, 2, [frames.MemberEntry(1, "db", [KEY_ID], {0x40: 4}, "label", "", 3)], [3],
         [frames.TopicEntry("a.>", KEY_ID, "g", 2)], True, True,
