@@ -53,7 +53,7 @@ def dashboard(
 
     The page shows the rates of the relay that it uses, and of those that
     --also names. Members describe themselves if this process holds their key.
-    It needs the extra [web]. docs/dashboard.md explains the page.
+    It needs the extra 'web'. docs/dashboard.md explains the page.
 
     \b
     Examples:

@@ -513,10 +513,10 @@ class Settled(Struct, frozen=True, tag_field="op", tag="settled"):
 class ConsumerInfo(Struct, frozen=True):
     """State of a consumer. All numbers are messages, except `workers` and the offsets `floor` and `position`.
 
-    `lag` counts messages that are not settled, and `pending` those that workers hold. `redelivering` wait to be
-    delivered again. `dead` are dead letters that are not stored in the stream of dead letters yet, so it is 0 as soon
-    as they are. `missed` and `late` count since the consumer was created: messages that were removed or damaged before
-    they were settled, and acks of messages that were settled already.
+    `workers` hold messages or wait for some. `lag` counts messages that are not settled, and `pending` those that
+    workers hold. `redelivering` wait to be delivered again. `dead` are dead letters that are not stored in the stream
+    of dead letters yet, so it is 0 as soon as they are. `missed` and `late` count since the consumer was created:
+    messages that were removed or damaged before they were settled, and acks of messages that were settled already.
     """
 
     name: Name

@@ -107,7 +107,7 @@ SPECS: Final = (
     Spec("iris_store_stream_dead_letters_total", "Dead letters that the consumers of a stream have stored since it was made.", ("stream",)),
     Spec("iris_store_consumer_lag_messages", "Messages that a consumer has not settled.", ("stream", "consumer")),
     Spec("iris_store_consumer_pending_messages", "Messages that workers of a consumer hold.", ("stream", "consumer")),
-    Spec("iris_store_consumer_workers", "Workers that hold messages of a consumer.", ("stream", "consumer")),
+    Spec("iris_store_consumer_workers", "Workers that hold messages of a consumer, or wait for some.", ("stream", "consumer")),
     Spec("iris_store_bucket_up", "1 if the bucket of the store answers; absent without a bucket."),
     Spec("iris_store_bucket_backlog_bytes", "Bytes that wait for the bucket; what is in them is not acknowledged yet."),
     Spec("iris_store_bucket_backlog_limit_bytes", "Limit of the backlog of one journal, at which its streams accept nothing new."),

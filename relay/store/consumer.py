@@ -12,6 +12,7 @@ queue when it is due. Records without a key have no order.
 
 from __future__ import annotations
 
+from collections.abc import Set
 from enum import Enum
 from typing import Final
 
@@ -63,7 +64,7 @@ class Info(Struct, frozen=True):
     redelivering: int
     dead: int
     workers: int
-    """Workers that hold messages."""
+    """Workers that hold messages or wait for some."""
     counts: Counts
 
 
@@ -414,8 +415,8 @@ class Consumer:
             self._log.cursors.put(self.name, cursor.encode(state), sync=sync)
             self._table.dirty = False
 
-    def info(self) -> Info:
-        """Return the state of this consumer."""
+    def info(self, waiting: Set[bytes] = frozenset()) -> Info:
+        """Return the state of this consumer, for which the workers `waiting` wait."""
         table = self._table
         return Info(
             floor=table.floor(self.position),
@@ -424,7 +425,7 @@ class Consumer:
             pending=table.pending,
             redelivering=table.dispatched - table.pending - table.given_up,
             dead=table.given_up,
-            workers=len(table.held),
+            workers=len(table.held.keys() | waiting),
             counts=self.counts,
         )
 

@@ -177,8 +177,17 @@ class ConsumerCalls:
         """
         names = sorted({*self._log.cursors.names(), *self._consumers})
         names = [name for name in names if name > after]
-        infos = [_info(self._get(name)) for name in names[:MAX_LISTED]]
+        infos = [self._info(self._get(name)) for name in names[:MAX_LISTED]]
         return infos, len(names) > MAX_LISTED
+
+    def _info(self, consumer: Consumer) -> ConsumerInfo:
+        waiting = {one.call.worker for one in self._waiting.get(consumer.name, ())}
+        info, settings, counts = consumer.info(waiting), consumer.settings, consumer.counts
+        return ConsumerInfo(
+            consumer.name, settings.group, settings.durable, info.floor, info.position, info.lag, info.pending,
+            info.redelivering, info.workers, info.dead, counts.missed, counts.late, consumer.paused,
+            settings.ack_timeout_us, settings.max_deliver, counts.redriven,
+        )  # fmt: skip
 
     def change(self, call: ChangeConsumer, now_us: int) -> ConsumerInfo:
         """Change the settings of a consumer, or pause or resume it, and return its state once that is on disk.
@@ -191,7 +200,7 @@ class ConsumerCalls:
         )  # fmt: skip
         consumer.save(sync=True)
         self._after_settle(consumer, now_us)
-        return _info(consumer)
+        return self._info(consumer)
 
     def redrive(self, call: RedriveLetters, dead: Log, now_us: int) -> Redriven:
         """Make the messages of these letters in the log `dead` deliverable again, then delete the letters.
@@ -433,15 +442,6 @@ def _check_letters(letters: Sequence[int], end: int) -> None:
                 f"letters: {at} is not in ascending order and below the end of the dead letters, {end}"
             )
         last = at
-
-
-def _info(consumer: Consumer) -> ConsumerInfo:
-    info, settings, counts = consumer.info(), consumer.settings, consumer.counts
-    return ConsumerInfo(
-        consumer.name, settings.group, settings.durable, info.floor, info.position, info.lag, info.pending,
-        info.redelivering, info.workers, info.dead, counts.missed, counts.late, consumer.paused,
-        settings.ack_timeout_us, settings.max_deliver, counts.redriven,
-    )  # fmt: skip
 
 
 def _to_wire(item: Delivery | Gap | Hole) -> Handed:

@@ -84,6 +84,30 @@ async def test_the_workers_of_a_group_share_each_message_once(setting: Any) -> N
     assert len(by_worker) > 1
 
 
+async def test_workers_without_messages_count_as_workers_until_they_leave(setting: Any) -> None:
+    _, client, other = setting
+    await client.streams.create("orders")
+
+    async def reach(count: int) -> None:
+        """Return when the consumer has this many workers."""
+        async with asyncio.timeout(15.0):
+            while [one.workers for one in await client.streams.consumers("orders")] != [count]:  # noqa: ASYNC110 - it has no event
+                await asyncio.sleep(0.01)
+
+    async def idle() -> None:
+        async with other.streams.consumer("orders", "invoices", group=True) as work:
+            await anext(work)
+
+    one, two = asyncio.create_task(idle()), asyncio.create_task(idle())
+    await reach(2)
+    one.cancel()
+    await reach(1)
+    await client.streams.append("orders", b"now it holds one")
+    await two
+    await reach(0)
+    await asyncio.gather(one, return_exceptions=True)
+
+
 async def test_a_bundle_is_shared_as_the_workers_asked_for_it(setting: Any) -> None:
     _, client, other = setting
     await client.streams.create("orders")
