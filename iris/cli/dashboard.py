@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -64,6 +65,7 @@ def dashboard(
     from iris.web.server import address_of, check_installed
     from iris.web.server import listen as listen_at
     from iris.web.tokens import Tokens, new_token
+    from relay import notify
     from relay.logs import configure
     from relay.process import stop_on_signals
 
@@ -85,6 +87,7 @@ def dashboard(
         stop = stop_on_signals(asyncio.get_running_loop())
         address = f"http://{address_of(listener)}/"
         output.write((f"{address}#token={token}" if token else address).encode() + b"\n")
+        notify.ready(os.environ)
         await serve(
             listener,
             watch,

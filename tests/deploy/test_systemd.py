@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import configparser
+import contextlib
 import grp
 import json
 import os
@@ -70,8 +71,13 @@ def below(root: Path, text: str) -> str:
     return re.sub(r"(?<![\w/])/(?=(?:etc|run|var/lib)/iris\b)", f"{str(root).rstrip('/')}/", text)
 
 
-def test_there_is_a_unit_for_the_relay_and_one_for_the_store() -> None:
-    assert [unit.name for unit in UNITS] == ["iris-relay.service", "iris-store.service"]
+def test_there_is_a_unit_for_each_daemon() -> None:
+    assert [unit.stem for unit in UNITS] == [
+        "iris-bridge-http",
+        "iris-dashboard",
+        "iris-relay",
+        "iris-store",
+    ]
 
 
 @needs_systemd
@@ -98,34 +104,59 @@ def test_the_exposure_of_a_unit_is_under_two(unit: Path) -> None:
     assert float(found[1]) < EXPOSURE_LIMIT / 10
 
 
-@each_unit
-def test_what_a_unit_starts_is_ready_and_pings_within_the_units_watchdog(
-    unit: Path, tmp_path: Path
-) -> None:
-    settings = Unit(unit)
-    service = settings["Service"]
+@pytest.fixture
+def root(short: Path) -> Path:
+    """A directory that stands for the root of a host, with the files that the units need."""
     for name in ("etc", "run", "var/lib"):
-        (tmp_path / name / "iris").mkdir(parents=True, mode=0o755)
-    keyfiles.create_keys(tmp_path / "etc" / "iris")
-    (tmp_path / "etc" / "iris" / "relay.toml").write_text("port = 0\nmdns = false\n")
-    seconds = {"30": 30, "3min": 180}[service["WatchdogSec"]]
+        (short / name / "iris").mkdir(parents=True, mode=0o755)
+    keyfiles.create_keys(short / "etc/iris")
+    (short / "etc/iris/relay.toml").write_text("port = 0\nmdns = false\n")
+    for user, tokens, verb in (("iris-http", "http-tokens.toml", "request"), ("iris-dashboard", "tokens.toml", "view")):  # fmt: skip
+        keyfiles.create_keys(short / "etc" / user)
+        (short / "etc" / user / tokens).touch(mode=0o600)
+        (short / "etc" / user / tokens).write_text(f'[[token]]\nname = "one"\nsha256 = "{"0" * 64}"\n[token.allow]\n{verb} = [">"]\n')  # fmt: skip
+    return short
+
+
+@contextlib.contextmanager
+def started(unit: Path, root: Path) -> Iterator[tuple[subprocess.Popen[bytes], socket.socket]]:
+    """Start what a unit starts, and stop it as systemd does; yield it and the socket where it reports its state."""
+    settings = Unit(unit)
+    seconds = {"30": 30, "3min": 180, None: 0}[settings["Service"].get("WatchdogSec")]
+    address = root / f"notify-{unit.stem}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
-        manager.bind(str(tmp_path / "notify"))
+        manager.bind(str(address))
         manager.settimeout(PATIENCE_S)
-        with (tmp_path / "log").open("wb") as log:
+        command = [
+            each.replace(":8080", ":0").replace(":8081", ":0") for each in settings.command(root)
+        ]
+        with (root / f"log-{unit.stem}").open("wb") as log:
             process = subprocess.Popen(
-                settings.command(tmp_path), stderr=log, cwd="/", umask=int(service["UMask"], 8),
-                env={**settings.environment(tmp_path), "PATH": os.environ["PATH"],
-                     "NOTIFY_SOCKET": str(tmp_path / "notify"), "WATCHDOG_USEC": str(seconds * 1_000_000)},
+                command, stdout=log, stderr=log, cwd="/", umask=int(settings["Service"]["UMask"], 8),
+                env={**settings.environment(root), "PATH": os.environ["PATH"], "NOTIFY_SOCKET": str(address)}
+                | ({"WATCHDOG_USEC": str(seconds * 1_000_000)} if seconds else {}),
             )  # fmt: skip
         try:
-            said = [manager.recv(100), manager.recv(100)]
-            assert said == [b"READY=1", b"WATCHDOG=1"], (tmp_path / "log").read_text()
+            assert manager.recv(100) == b"READY=1", (root / f"log-{unit.stem}").read_text()
+            yield process, manager
             process.terminate()
             assert process.wait(PATIENCE_S) == 0
         finally:
             process.kill()
             process.wait()
+
+
+@each_unit
+def test_what_a_unit_starts_is_ready_and_pings_within_the_units_watchdog(
+    unit: Path, root: Path
+) -> None:
+    relay = SYSTEMD / "iris-relay.service"
+    with contextlib.ExitStack() as stack:
+        if unit.stem == "iris-bridge-http":  # it connects before it is ready
+            stack.enter_context(started(relay, root))
+        _, manager = stack.enter_context(started(unit, root))
+        if "WatchdogSec" in Unit(unit)["Service"]:
+            assert manager.recv(100) == b"WATCHDOG=1"
 
 
 def test_a_stop_waits_longer_than_a_drain() -> None:

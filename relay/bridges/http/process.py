@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import iris
 from iris.web import server
 from iris.web.guard import Guard
 from iris.web.tokens import Tokens
+from relay import notify
 from relay.bridges.http.application import OPEN_PATHS, Application
 from relay.bridges.http.config import VERBS, HttpConfig
 
@@ -56,6 +58,7 @@ class HttpBridge:
         log.info("http.serving", extra={"fields": fields})
         ending = asyncio.ensure_future(self._end_streams(stop))
         self.serving = True
+        notify.ready(os.environ)
         try:
             await server.serve(
                 self.guard, listener, stop, max_connections=self._config.max_connections, grace_s=self._config.drain_s,
@@ -92,6 +95,7 @@ class HttpBridge:
 
     async def _end_streams(self, stop: asyncio.Event) -> None:
         await stop.wait()
+        notify.stopping(os.environ)
         self.application.end_streams()
 
 
