@@ -47,7 +47,8 @@ class Unsettled:
     """
 
     def __init__(self, settings: Settings, now_us: int, clock: Clock) -> None:
-        self.now_us = self.awake_us = now_us
+        self.now_us = now_us
+        self.awake_us = now_us + clock.awake_ahead_us
         self._clock = clock
         self.dirty = True
         self.records: dict[int, OpenRecord] = {}

@@ -229,12 +229,16 @@ def open_bucket(url: str) -> Objects:
 
 async def at_once(requests: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Return the results of requests that run at the same time. The first error cancels the others and is raised."""
+    # Not a TaskGroup: in Python 3.11 one whose task fails leaves a request to cancel in the task that waits for it.
+    # `asyncio.timeout` then cancels that task for good instead of raising TimeoutError.
+    tasks = [asyncio.ensure_future(each) for each in requests]
     try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(each) for each in requests]
-    except ExceptionGroup as errors:
-        raise errors.exceptions[0] from None
-    return [task.result() for task in tasks]
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
 
 
 async def probe(objects: Objects) -> None:

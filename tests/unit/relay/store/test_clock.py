@@ -231,6 +231,16 @@ def test_a_host_that_slept_takes_nothing_from_its_workers(log: Log) -> None:
     assert host.take(BOB) == [0]
 
 
+def test_leases_of_a_consumer_that_is_new_after_the_host_slept_end_on_time(log: Log) -> None:
+    host = Worker(log, ack_timeout_us=10 * SECOND)
+    host.append()
+    host.sleep(3600)
+    settings = Settings(group=True, ack_timeout_us=10 * SECOND)
+    host.consumer = Consumer(log, "new", settings, 0, host.clock.elapsed_us, host.clock)
+    assert host.take(ANN) == [0]
+    assert host.due_after(11) == pytest.approx(10, abs=0.2)
+
+
 def test_what_was_deferred_before_a_step_back_comes_when_as_much_time_has_passed(log: Log) -> None:
     host = Worker(log)
     host.append(due_s=10)

@@ -96,6 +96,19 @@ async def test_calls_at_once_are_all_over_when_the_first_error_is_raised() -> No
     assert await at_once(map(call, (2, 3))) == [2, 3]
 
 
+async def test_a_wait_after_calls_that_failed_ends_with_its_timeout() -> None:
+    async def call(number: int) -> int:
+        await asyncio.sleep(0.001 * number)
+        raise BucketError(str(number))
+
+    for _ in range(3):
+        with pytest.raises(BucketError, match="0"):
+            await at_once(map(call, range(4)))
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0):
+            await asyncio.Event().wait()
+
+
 def test_an_error_of_a_service_is_one_line_with_the_system_s_words() -> None:
     text = (
         "Generic S3 error: Error performing GET http://127.0.0.1:9/b/x in 85.937µs - HTTP error: error sending request\n\n"
