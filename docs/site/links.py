@@ -38,7 +38,11 @@ class Page(HTMLParser):
 
 def wrong_links(site: Path) -> Iterator[str]:
     """Yield a sentence about each link of the site in `site` that leads nowhere, or that loads from another host."""
-    pages = {path: Page(path.read_text("utf-8")) for path in sorted(site.rglob("*.html"))}
+    pages = {
+        path: Page(path.read_text("utf-8"))
+        for path in sorted(site.rglob("*.html"))
+        if path.is_file()
+    }
     for path, page in pages.items():
         name = path.relative_to(site)
         here = f"/{name}"
