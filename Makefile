@@ -1,8 +1,8 @@
 # Needs python3 (3.11 or newer) and make. Everything else is installed into .venv, at the versions of constraints.txt
 # and only if its hash is in requirements/.
 #   make demo | federation-demo | spark-demo [ROWS=…] | test | lint | docs | clean
-#   make bench [QUICK=1] | bench-full | bench-floor | bench-streams [QUICK=1] | bench-spark [QUICK=1]
-#   make bench-federation [QUICK=1] | proof AREA=… N=… | lock | dist [AUDIT=off]
+#   make bench [QUICK=1] | bench-full | bench-floor | bench-streams [QUICK=1] | bench-bucket [QUICK=1]
+#   make bench-spark [QUICK=1] | bench-federation [QUICK=1] | proof AREA=… N=… | lock | dist [AUDIT=off]
 # The tests of Spark and its demo need Java 17 or newer, which is installed where we may: tests/spark/java.
 
 # One that was built with profile-guided optimisation, or else the newest; of those that work and that the tests pass on.
@@ -25,7 +25,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-war
 # Installs only locked files. The build tools are locked too.
 LOCKED := $(PIP) --require-hashes --use-pep517 --no-build-isolation
 
-.PHONY: demo federation-demo spark-demo test lint types unit docs bench bench-full bench-floor bench-streams bench-spark bench-federation proof lock dist clean
+.PHONY: demo federation-demo spark-demo test lint types unit docs bench bench-full bench-floor bench-streams bench-bucket bench-spark bench-federation proof lock dist clean
 
 demo: $(STAMP)
 	@$(BIN)/iris demo
@@ -70,6 +70,10 @@ bench-floor: $(STAMP)
 # Durable streams beside JetStream and Redis Streams.
 bench-streams: $(BENCH_STAMP)
 	$(BENCH_VENV)/bin/python bench/streams.py $(if $(QUICK),--quick)
+
+# Streams in a bucket beside bare PUTs, streams on disk and JetStream with three replicas.
+bench-bucket: $(STAMP)
+	$(BIN)/python bench/bucket.py $(if $(QUICK),--quick)
 
 # Spark's source and sink beside Spark's own.
 bench-spark: $(SPARK_STAMP)

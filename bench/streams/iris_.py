@@ -2,23 +2,32 @@
 
 An append is acknowledged when it is synced; appends that arrive meanwhile share the next sync. One client calls
 `append_many` with 1,000 messages, 8 times before the first call returns.
+
+With the option `bucket` ("file" or "s3") the store has a bucket, a directory or a service of this machine, and with
+`durability` "bucket" an append is acknowledged when it is there. This takes longer, so there are 16 calls.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 from peers import TOPIC, Server
 from peers.iris_ import TIMEOUT_S, Iris
 
 import iris
+from iris.crypto.keys import GroupKey
 from streams import Appender, Durable, Missing, Offering, State, TookMany
+from streams.s3 import NAME, environ
 
+BUCKET_INFLIGHT = 16
 START_S = 15.0
 PAUSE_S = 0.05
 Answer = TypeVar("Answer")
@@ -37,6 +46,10 @@ class IrisAppender(Appender):
         await self._streams.append(self._name, payload, timeout=TIMEOUT_S)
 
 
+class BucketAppender(IrisAppender):
+    INFLIGHT = BUCKET_INFLIGHT
+
+
 class IrisOffering(Offering):
     def __init__(self, client: iris.Client) -> None:
         self._client = client
@@ -49,15 +62,45 @@ class IrisOffering(Offering):
 
 
 class IrisStreams(Iris, Durable):
+    @property
+    def url(self) -> str:
+        """The bucket; "" if there is none."""
+        where = self.setup.get("bucket", "")
+        return {"": "", "file": f"file://{self.directory}/bucket", "s3": f"s3://{NAME}/bench"}[where]  # fmt: skip
+
+    @property
+    def bucket_environ(self) -> dict[str, str]:
+        """What a process needs to find the bucket."""
+        return environ(self.port("s3")) if self.url.startswith("s3:") else {}
+
+    def prepare(self) -> None:
+        super().prepare()
+        if not self.url:
+            return
+        make_group_key(self.data)
+        if self.url.startswith("s3:"):
+            self.choose_port("s3")
+
     def servers(self) -> list[Server]:
-        return [
-            dataclasses.replace(made, command=[*made.command, "--data", str(self.data)])
+        more = ["--data", str(self.data), *(["--bucket", self.url] if self.url else [])]
+        relays = [
+            dataclasses.replace(
+                made, command=[*made.command, *more], env={**made.env, **self.bucket_environ}
+            )
             for made in super().servers()
         ]
+        if not self.bucket_environ:
+            return relays
+        port = self.port("s3")
+        command = [sys.executable, "-m", "streams.s3", str(port)]
+        return [Server("s3", command, ("127.0.0.1", port)), *relays]
 
     async def create(self, name: str, *, topic: str = "", keep: int = 0, size: int = 0) -> None:
         streams = (await self._connect(0)).streams
-        await _once_up(lambda: streams.create(name, topic=topic, max_bytes=keep * size))
+        durability = self.setup.get("durability", "disk")
+        await _once_up(
+            lambda: streams.create(name, topic=topic, max_bytes=keep * size, durability=durability)
+        )
 
     async def delete(self, name: str) -> None:
         await (await self._connect(0)).streams.delete(name, timeout=TIMEOUT_S)
@@ -68,7 +111,8 @@ class IrisStreams(Iris, Durable):
         return State(info.next, info.messages, info.size_bytes)
 
     async def appender(self, name: str, *, keep: int = 0) -> Appender:
-        return IrisAppender(await self._connect(0), name)
+        made = BucketAppender if self.setup.get("durability") == "bucket" else IrisAppender
+        return made(await self._connect(0), name)
 
     async def replay(self, name: str, took: TookMany) -> Missing:
         client = await self._connect(1)
@@ -92,6 +136,13 @@ class IrisStreams(Iris, Durable):
         if client is None:
             client = self._client = await super()._connect(side)
         return client
+
+
+def make_group_key(data: Path) -> None:
+    """Make the data directory of a store, with the key of its group."""
+    data.mkdir(mode=0o700)
+    with open(data / "group.key", "w", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:  # fmt: skip
+        file.write(GroupKey(bytes(32)).reveal())
 
 
 async def _once_up(ask: Callable[[], Awaitable[Answer]]) -> Answer:

@@ -1,14 +1,20 @@
 """NATS JetStream: a file store with one replica, nats-py. Appends use `publish_async`, with 4,000 unacknowledged
 (its default), and replays an ordered consumer. Logs that record a topic receive messages of the plain `publish`.
+
+With the option `servers`, as many servers make a cluster, and each has a replica. An append is then acknowledged when
+a majority of them has handed it to its kernel.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from nats.aio.client import Client
 from nats.aio.msg import Msg
+from nats.errors import Error
 from nats.js import JetStreamContext
 from nats.js.api import StorageType, StreamConfig
 from peers import TOPIC
@@ -17,6 +23,8 @@ from peers.nats_ import TIMEOUT_S, Nats
 from streams import Appender, Durable, Missing, Offering, State, TookMany
 
 MANY = 1000
+PAUSE_S = 0.1
+ASK_S = 2.0
 
 
 class NatsAppender(Appender):
@@ -52,14 +60,32 @@ class NatsStreams(Nats, Durable):
     def prepare(self) -> None:
         super().prepare()
         sync = f", sync_interval: {self.setup['sync']}" if self.setup["sync"] else ""
-        with (self.directory / "nats0.conf").open("a") as file:
-            file.write(f'jetstream {{ store_dir: "{self.data}"{sync} }}\n')
+        for number in range(self.setup["servers"]):
+            with (self.directory / f"nats{number}.conf").open("a") as file:
+                file.write(f'server_name: "n{number}"\n')
+                file.write(f'jetstream {{ store_dir: "{self.data_of(number)}"{sync} }}\n')
+
+    def data_of(self, number: int) -> Path:
+        """Directory that a server writes to."""
+        return self.data / str(number)
 
     async def create(self, name: str, *, topic: str = "", keep: int = 0, size: int = 0) -> None:
         config = StreamConfig(
-            name=name, subjects=[topic or name], storage=StorageType.FILE, max_bytes=keep * size or -1
+            name=name, subjects=[topic or name], storage=StorageType.FILE, max_bytes=keep * size or -1,
+            num_replicas=self.setup["servers"],
         )  # fmt: skip
-        await (await self._jetstream()).add_stream(config)
+        asking = await self._jetstream()
+        if self.setup["servers"] > 1:
+            asking = (await self._connect(0)).jetstream(timeout=ASK_S)
+        until_s = time.monotonic() + TIMEOUT_S
+        while True:  # a cluster answers nothing until it has elected who may create
+            try:
+                await asking.add_stream(config)
+                return
+            except (Error, TimeoutError):
+                if self.setup["servers"] == 1 or time.monotonic() > until_s:
+                    raise
+                await asyncio.sleep(PAUSE_S)
 
     async def delete(self, name: str) -> None:
         await (await self._jetstream()).delete_stream(name)

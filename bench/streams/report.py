@@ -74,7 +74,7 @@ def markdown(document: Mapping[str, Any]) -> str:
         lines += ["## Not run, failed", "", *(f"* {reason}" for reason in reasons), ""]
     lines += ["## Facts", ""]
     facts, options = document["facts"], document["options"]
-    lines += [f"* {name}: {_plain(value)}" for name, value in {**facts, **options}.items()]
+    lines += [f"* {name}: {plain(value)}" for name, value in {**facts, **options}.items()]
     lines += [f"* {entry['title']}: {entry['version']}" for entry in document["systems"]]
     return "\n".join(lines) + "\n"
 
@@ -86,15 +86,15 @@ def _cell(document: Mapping[str, Any], cell: Run, reasons: list[str]) -> list[st
     lines = [
         f"## {cell['title'][0].upper()}{cell['title'][1:]}",
         "",
-        _row(head),
-        _row(["---"] * len(head)),
+        row(head),
+        row(["---"] * len(head)),
     ]
     for entry in document["systems"]:
         here = [r for r in document["runs"] if (r["system"], r["cell"]) == (entry["name"], cell["id"])]  # fmt: skip
         good = [r["figures"] for r in here if r["status"] == "ok"]
         bad = [r for r in here if r["status"] != "ok"]
         for run in bad:
-            reasons.append(f"{entry['title']}, {cell['title']}, round {run['round']}, {run['status']}: {_plain(run['reason'])}")  # fmt: skip
+            reasons.append(f"{entry['title']}, {cell['title']}, round {run['round']}, {run['status']}: {plain(run['reason'])}")  # fmt: skip
         for figures in good[:1]:
             if kind == "replay" and figures["cold"] is None:
                 reasons.append(f"{entry['title']}, {cell['title']}, cold, not run: {figures['cold_reason']}")  # fmt: skip
@@ -102,25 +102,25 @@ def _cell(document: Mapping[str, Any], cell: Run, reasons: list[str]) -> list[st
         if not good:
             first += [bad[0]["status"] if bad else "not run"] + [""] * (len(columns) - 1)
         else:
-            first += [_figure_text(good, path, form) for _, path, form in columns]
+            first += [figure_text(good, path, form) for _, path, form in columns]
             if bad:
                 first[2] += f" ({len(bad)} of {len(here)} {bad[0]['status']})"
-        lines.append(_row(first))
+        lines.append(row(first))
     counts = []
     if kind == "live":
         head = ["", *(title for title, _, _ in COUNTS)]
-        counts = ["", _row(head), _row(["---"] * len(head))]
+        counts = ["", row(head), row(["---"] * len(head))]
         for entry in document["systems"]:
             good = [r["figures"] for r in document["runs"] if (r["system"], r["cell"], r["status"]) == (entry["name"], cell["id"], "ok")]  # fmt: skip
             if good:
-                texts = (_figure_text(good, path, form) for _, path, form in COUNTS)
-                counts.append(_row([entry["title"], *texts]))
+                texts = (figure_text(good, path, form) for _, path, form in COUNTS)
+                counts.append(row([entry["title"], *texts]))
     return [*lines, *counts, "", BELOW[kind], ""]
 
 
 def _processes(document: Mapping[str, Any]) -> list[str]:
     lines = ["## Processes", "", "Processor seconds: the median of the rounds, without the start of interpreters. Memory: the most that was resident at once, in any round.", ""]  # fmt: skip
-    lines += [_row(["load", "system", "process", "processor, s", "memory, MB"]), _row(["---"] * 5)]
+    lines += [row(["load", "system", "process", "processor, s", "memory, MB"]), row(["---"] * 5)]
     for cell in document["cells"]:
         for entry in document["systems"]:
             spent: dict[str, list[Run]] = {}
@@ -131,11 +131,12 @@ def _processes(document: Mapping[str, Any]) -> list[str]:
             for name, found in spent.items():
                 cpu_s = statistics.median(each["cpu_s"] for each in found)
                 peak = max(each["peak_bytes"] for each in found)
-                lines.append(_row([cell["id"], entry["title"], name, f"{cpu_s:.2f}", f"{peak / 1e6:,.0f}"]))  # fmt: skip
+                lines.append(row([cell["id"], entry["title"], name, f"{cpu_s:.2f}", f"{peak / 1e6:,.0f}"]))  # fmt: skip
     return [*lines, ""]
 
 
-def _figure_text(figures: Iterable[Run], path: str, form: str) -> str:
+def figure_text(figures: Iterable[Run], path: str, form: str) -> str:
+    """Return the median of a figure, with its extremes."""
     found = [value for each in figures if (value := _at(each, path)) is not None]
     if not found:
         return "-"
@@ -155,9 +156,11 @@ def _at(figures: Any, path: str) -> float | None:
     return found
 
 
-def _row(cells: Iterable[str]) -> str:
+def row(cells: Iterable[str]) -> str:
+    """Return a row of a table."""
     return f"| {' | '.join(cells)} |"
 
 
-def _plain(value: object) -> str:
+def plain(value: object) -> str:
+    """Return a value as text that does not end a cell."""
     return " ".join(str(value).replace("|", "\\|").replace("<", "&lt;").split())

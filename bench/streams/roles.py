@@ -44,6 +44,7 @@ POLL_S: Final = 0.1
 TICK_NS: Final = 50_000
 BURST: Final = 256
 END_S: Final = 0.02
+TRICKLE_S: Final = 0.002
 DISK_BYTES: Final = 1 << 20
 
 
@@ -103,8 +104,8 @@ async def appender(peer: Durable, size: int, seconds: float) -> Result:
     }
 
 
-async def single(peer: Durable, size: int, seconds: float) -> Result:
-    """Append one message after the other, each when the one before is acknowledged."""
+async def single(peer: Durable, size: int, seconds: float, pause_s: float = 0.0) -> Result:
+    """Append one message after the other, each `pause_s` after the one before was acknowledged."""
     await peer.create(LOG)
     out = await peer.appender(LOG)
     filler, pack = bytes(size - NUMBER.size), NUMBER.pack
@@ -117,8 +118,26 @@ async def single(peer: Durable, size: int, seconds: float) -> Result:
             await out.append(pack(sent) + filler)
             samples_ns.append(time.monotonic_ns() - begin_ns)
             sent += 1
+            if pause_s:
+                await asyncio.sleep(pause_s)
     state = await peer.state(LOG)
     return {"sent": sent, "written": state.written, "latency": encoded(samples_ns)}
+
+
+async def trickle(peer: Durable, size: int, seconds: float, rate: float) -> Result:
+    """Append `rate` messages each second, evenly, whatever waits."""
+    await peer.create(LOG)
+    out = await peer.appender(LOG)
+    payload = bytes(size)
+    begin_s = time.monotonic()
+    sent = 0
+    async with asyncio.TaskGroup() as group:
+        while (spent_s := time.monotonic() - begin_s) < seconds:
+            while sent < rate * spent_s:
+                group.create_task(out.append(payload))
+                sent += 1
+            await asyncio.sleep(TRICKLE_S)
+    return {"sent": sent, "spent_s": time.monotonic() - begin_s}
 
 
 # -- reading -------------------------------------------------------------------------------------------------
@@ -128,6 +147,12 @@ async def filler(peer: Durable, size: int, messages: int, limit_s: float) -> Res
     """Write the log that is read later."""
     await peer.create(LOG)
     return await _write(await peer.appender(LOG), size, messages, limit_s)
+
+
+async def delete(peer: Durable) -> Result:
+    """Delete the log."""
+    await peer.delete(LOG)
+    return {}
 
 
 async def look(peer: Durable) -> Result:
@@ -305,6 +330,8 @@ def put(directory: Path, seconds: float, size: int) -> Result:
 ROLES: Final = {
     "appender": appender,
     "single": single,
+    "trickle": trickle,
+    "delete": delete,
     "filler": filler,
     "look": look,
     "reader": reader,

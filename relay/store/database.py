@@ -371,6 +371,15 @@ class Database:
             raise LogDamaged(self.path, str(err)) from err
         return value
 
+    def record(self, key: bytes) -> bytes | None:
+        """Return the record at `key`; None if there is none. Raises LogDamaged if it cannot be read."""
+        self.check_open()
+        try:
+            value: bytes | None = self._records.get(key)
+        except Exception as err:
+            raise LogDamaged(self.path, str(err)) from err
+        return value
+
     def rows(self, prefix: bytes, start: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
         """Yield the rest of each key with this `prefix`, from `start` on, and its value.
 

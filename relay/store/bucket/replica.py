@@ -5,7 +5,8 @@ Rows of the database that belong to the copy and are not part of it:
     j           journal | u64 number of the object that has, or will have, the last write
     r number    u64 number | u32 index -> the writes of one batch, until their object is in the bucket
 
-A killed store has written more here than there. What is in rows `r` is then added to its next
+A row `r` does not repeat the values of records: a record that is written again or removed is so by a later row `r`,
+whose writes come after it. A killed store has written more here than there. What is in rows `r` is then added to its next
 journal, if nobody else has taken the old one meanwhile.
 """
 
@@ -22,7 +23,7 @@ from msgspec import Struct
 from iris.wire.streams import dead_uuid
 from relay.store.bucket.sealing import Ended, Rows
 from relay.store.bucket.writer import Output, Writer
-from relay.store.database import PLACE_ROW, REDO_ROWS, CopiedBatch, Database, Op
+from relay.store.database import PLACE_ROW, PUT_RECORD, REDO_ROWS, CopiedBatch, Database, Op
 from relay.store.errors import LogDamaged
 
 REDO_END: Final = b"s"
@@ -98,7 +99,7 @@ class Replica:
         key = REDO_ROWS + _REDO.pack(number, self._index)
         self._index += 1
         self._redo.append((number, key))
-        raw.put(key, _encode(batch.ops))
+        raw.put(key, _encode([_by_key(op) for op in batch.ops]))
         raw.put(PLACE_ROW, Place(self.writer.journal, number).pack())
 
     def wrote(self, batch: CopiedBatch) -> None:
@@ -112,12 +113,28 @@ def redo(database: Database, after: int) -> list[list[Op]]:
     """
     try:
         return [
-            _decode(value)
+            [one for op in _decode(value) if (one := _whole(op, database)) is not None]
             for row, value in database.rows(REDO_ROWS)
             if _REDO.unpack(row)[0] > after
         ]
     except (struct.error, msgspec.DecodeError) as err:
         raise LogDamaged(database.path, f"a row 'r' is malformed: {err}") from err
+
+
+def _by_key(op: Op) -> Op:
+    """Return a write without the value of a record. No record is empty."""
+    return Op(PUT_RECORD, op.key) if op.what == PUT_RECORD else op
+
+
+def _whole(op: Op, database: Database) -> Op | None:
+    """Return a write of a row `r` with the value that its record has now; None if it was removed since.
+
+    Raises LogDamaged.
+    """
+    if op.what != PUT_RECORD or op.value:
+        return op
+    value = database.record(op.key)
+    return None if value is None else Op(PUT_RECORD, op.key, value)
 
 
 def move(database: Database, place: Place) -> None:

@@ -5,8 +5,9 @@ rests on it once it is in the bucket (sans-IO).
     answer, credit ─────► held until the last write of its stream is known to be there
 
 An object's time comes `GATHER_US` after its first write, or `FLUSH_US` after the object before it closed for the
-same reason, whichever is later. So a write that is alone waits hardly at all, and a store makes at most one PUT in
-`FLUSH_US` and one more for each `MAX_BYTES`.
+same reason, whichever is later. So a write that is alone waits hardly at all. An object also leaves with `EARLY_BYTES`
+if fewer than `window` fly; else it grows. So a store makes at most one PUT in `FLUSH_US` and one more for each
+`EARLY_BYTES`, and larger ones if the bucket is slow.
 
 Several objects fly at once. They are known in the order of their numbers, each when all before it
 are. So what leaves the store never rests on something that may still be lost: neither an
@@ -27,6 +28,8 @@ FLUSH_US: Final = 100_000
 """Longest wait of a write for others that go into the same object."""
 GATHER_US: Final = 2_000
 """Shortest wait: writes that arrive together go into one object."""
+EARLY_BYTES: Final = 1 << 20
+"""Size at which an object is closed if it can leave at once."""
 MAX_BYTES: Final = 4 << 20
 """Size at which an object is closed. A single write may be larger."""
 BACKLOG_BYTES: Final = 64 << 20
@@ -57,7 +60,7 @@ class Writer:
 
     def __init__(
         self, journal: str, sealer: Sealer, before: bytes, *, flush_us: int = FLUSH_US, max_bytes: int = MAX_BYTES,
-        window: int = WINDOW, backlog_bytes: int = BACKLOG_BYTES, gather_us: int = GATHER_US,
+        window: int = WINDOW, backlog_bytes: int = BACKLOG_BYTES, gather_us: int = GATHER_US, early_bytes: int = EARLY_BYTES,
     ) -> None:  # fmt: skip
         """`before` is the hash of the journal's registration."""
         self.journal = journal
@@ -79,6 +82,7 @@ class Writer:
         self._before = before
         self._flush_us = flush_us
         self._gather_us = gather_us
+        self._early_bytes = early_bytes
         self._max_bytes = max_bytes
         self._window = window
         self.backlog_limit = backlog_bytes
@@ -116,7 +120,7 @@ class Writer:
         self._open_bytes += size
         self.backlog += size
         self.written += size
-        if self._open_bytes >= self._max_bytes:
+        if self._open_bytes >= self._max_bytes or self._early:
             self.close_object()
         elif opened:
             self.on_change()
@@ -132,6 +136,11 @@ class Writer:
             self.on_change()
 
     @property
+    def _early(self) -> bool:
+        """Whether the open object can leave at once, and is worth a PUT."""
+        return self._open_bytes >= self._early_bytes and self.number <= self.known + self._window
+
+    @property
     def next_us(self) -> int:
         """When the open object is due."""
         if not self._open:
@@ -142,7 +151,9 @@ class Writer:
         """Return the objects that are to be created now. Each is repeated unchanged until `landed`, or until `end`."""
         if self.ended:
             return []
-        if now_us >= self.next_us:
+        if self._early:
+            self.close_object()
+        elif now_us >= self.next_us:
             self.close_object()
             self._flushed_us = now_us
         leaving = []

@@ -88,6 +88,20 @@ def test_what_fills_an_object_does_not_make_the_rest_wait() -> None:
     assert ours.next_us == GATHER_US
 
 
+def test_an_object_that_can_leave_at_once_leaves_before_it_is_full() -> None:
+    ours = writer(max_bytes=100, early_bytes=30, window=2)
+    flying = []
+    for _ in range(4):
+        ours.add(ENTRY, 30, 0)
+        flying += ours.take_off(0)
+    assert [one.number for one in flying] == [1, 2], "two fly, so the third grows"
+    ours.landed(flying[0])
+    (third,) = ours.take_off(0)
+    content = SEALER.open(third.key, third.sealed)
+    assert isinstance(content, Numbered)
+    assert content.entries == [ENTRY, ENTRY]
+
+
 def test_whoever_puts_objects_learns_of_each_change_but_not_of_each_write() -> None:
     ours = writer(max_bytes=100)
     changes: list[str] = []
