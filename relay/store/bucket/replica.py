@@ -5,9 +5,9 @@ Rows of the database that belong to the copy and are not part of it:
     j           journal | u64 number of the object that has, or will have, the last write
     r number    u64 number | u32 index -> the writes of one batch, until their object is in the bucket
 
-A row `r` does not repeat the values of records: a record that is written again or removed is so by a later row `r`,
-whose writes come after it. A killed store has written more here than there. What is in rows `r` is then added to its next
-journal, if nobody else has taken the old one meanwhile.
+A row `r` does not repeat the values of records. A record may have changed since, but then a later
+row `r` changes it in the same way. A killed store has written more here than there. What is in rows
+`r` is then added to its next journal, if nobody else has taken the old one meanwhile.
 """
 
 from __future__ import annotations
