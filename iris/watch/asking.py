@@ -20,6 +20,8 @@ from iris.wire.streams import ConsumerInfo
 
 ANSWER_S: Final = 2.0
 """How long one answer is waited for."""
+LOST_S: Final = 0.5
+"""How long a relay whose connection was lost is waited for until it counts as away."""
 MAX_FOLLOWED: Final = 128
 """Clusters whose members are followed."""
 MAX_ASKED: Final = 256
@@ -72,18 +74,21 @@ class RelayAsker:
 
     async def ask(self) -> RelayAnswer:
         """Return the status of the relay, or why there is none."""
+        wait_s = ANSWER_S
         try:
-            async with asyncio.timeout(ANSWER_S):
+            if self.client is not None and self.client.stats().connected_since is None:
+                wait_s = LOST_S
+            async with asyncio.timeout(wait_s):
                 if self.client is None:
                     await self._open()
                 assert self.client is not None
-                report = await self.client.status(timeout=ANSWER_S)
+                report = await self.client.status(timeout=wait_s)
         except Closed as err:
             await self.close()
             return self._answer(None, str(err))
         except TimeoutError as err:
             why = str(err) if isinstance(err, IrisError) else ""
-            return self._answer(None, why or f"no answer within {ANSWER_S:g} s")
+            return self._answer(None, why or f"no answer within {wait_s:g} s")
         except (IrisError, OSError) as err:
             return self._answer(None, str(err))
         return self._answer(report, "")

@@ -17,6 +17,7 @@ import iris
 from iris.errors import ConfigError
 from iris.testing import LocalCluster
 from iris.watch import Network, Watch, as_json
+from iris.watch.asking import LOST_S
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -124,6 +125,9 @@ async def test_a_relay_that_crashes_is_shown_as_away_and_comes_back(cluster: Loc
         away = await seen(watch, lambda network: network.relays[0].state == "away")
         assert away.relays[0].id == before.relays[0].id
         assert away.problems
+        assert f"within {LOST_S:g} s" in away.relays[0].error, (
+            "a lost one is not waited for as long"
+        )
         await cluster.start_relay()
         back = await seen(watch, lambda network: network.relays[0].state == "up")
         assert back.relays[0].id != before.relays[0].id
