@@ -30,6 +30,7 @@ Names and keys
     keyring       the cluster keys of a process: by cluster, by topic prefix, and a default
     network key   the key that relays of one site share; it admits relays, and opens no payload
     site key      the key by which the gateways of other sites recognize a site
+    group key     32 secret bytes that the stores of one bucket share; they encrypt what is in the bucket with it
     seal, open    to encrypt and authenticate a payload, and the reverse; only key holders can do either
 
 Messages
@@ -80,6 +81,9 @@ Durable streams
     dead letter   a message that a consumer has delivered too often without a confirmation
     tombstone     a message that marks its key as deleted
     mirror        an identical copy of a stream at another store, which can take over
+    bucket        object storage that keeps streams, so that another store can take them over when a store is lost
+    journal       the numbered objects in a bucket to which one store adds all its writes
+    fence         the object that ends a journal when another store takes it over; no more writes are added to it
     staging       writing the records of a batch to the store before they become visible
     attempt       what one task stages for a batch; a repeated task makes another attempt
     batch         attempts that are committed together: their records appear all at once and exactly once

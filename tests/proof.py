@@ -76,8 +76,8 @@ RECORD = proofs.ROOT / "docs" / "proof.md"
 SEED = 20_241
 HEAD = """# What was proved, and when
 
-Written by `make proof AREA=… N=…`: one section per area and count, replaced by the next run of the same. `make test`
-runs the same code at small counts. `bench/README.md` says what each area does. MB are 10^6 bytes.
+Written by `make proof AREA=… N=…`. Each section is one area at one count; the next run at that count replaces it.
+`make test` runs the same code at small counts. `bench/README.md` says what each area does. MB are 10^6 bytes.
 """
 
 
