@@ -27,7 +27,7 @@ from iris.wire.codec import (
 )
 from iris.wire.frames import Declare
 from iris.wire.kinds import Kind
-from relay.core.neighbor import Delivery, gap_of
+from relay.core.connection import Delivery, gap_of
 from relay.core.ports import Held
 
 QUEUE_BYTES: Final = 128 << 20

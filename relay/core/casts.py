@@ -25,12 +25,13 @@ from iris.wire.kinds import (
     HopClass,
     Kind,
 )
+from relay.core.connection import Delivery
 from relay.core.credit import Credits, Flow
 from relay.core.flags import route_of
 from relay.core.interest import Interest
 from relay.core.link import Link
 from relay.core.missed_casts import MissedCasts
-from relay.core.neighbor import UNUSED, Delivery, Neighbor, Route, Subscriber, Target
+from relay.core.neighbor import UNUSED, Neighbor, Route, Subscriber, Target
 from relay.core.other_keys import OtherKeys
 from relay.core.ports import Accounts
 from relay.core.session import Session

@@ -18,8 +18,9 @@ from iris.core.credit import FIRST_WINDOW
 from iris.errors import PeerProtocolError
 from iris.wire import frames
 from iris.wire.kinds import NEVER_US, UNLIMITED, WAIT_MINOR, HopClass, Kind
+from relay.core.connection import Delivery
 from relay.core.interest import Interest
-from relay.core.neighbor import RELEASED, CountedFlow, Delivery, Neighbor, Route, Target
+from relay.core.neighbor import RELEASED, CountedFlow, Neighbor, Route, Target
 
 STEP_BYTES: Final = 32 << 10
 """A publisher is sent a WINDOW when its credit grows by this much, or at all after it had none."""

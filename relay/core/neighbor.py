@@ -1,4 +1,4 @@
-"""A connection of the router, and what is in transit over it: declared aliases, calls in flight, tunnels.
+"""What is in transit over a connection of the router: routes, calls in flight, tunnels.
 
 These types refer to one another, so they share a module: a neighbor has routes and calls, and each leads to
 a neighbor.
@@ -10,28 +10,20 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Final, Protocol
 
 from iris.core.aliases import Alias, AliasTable
-from iris.core.heartbeat import Heartbeat
-from iris.errors import LocalProtocolError, PeerProtocolError
-from iris.wire.codec import BODY_AT, MAX_REPORT_BYTES, RELAY_HOP, encode_control
-from iris.wire.frames import Beat, Control, Declare, Gap
+from iris.wire.codec import BODY_AT, MAX_REPORT_BYTES
+from iris.wire.frames import Declare
 from iris.wire.kinds import HopClass
+from relay.core.connection import Connection, Delivery
+from relay.core.outstanding import Outstanding
 from relay.core.ports import Held, Port
 from relay.core.shares import Share, UserShare
 
-MAX_GAPS: Final = 65_536
-"""Limit of deliveries with unreported losses per neighbor."""
 MAX_TARGETS: Final = 1024
 """Limit of cached targets per route."""
-PACE_WEIGHT: Final = 0.125
-"""Weight of the latest interval in the average (as TCP smooths its round trips: RFC 6298)."""
-UNKNOWN_PACE_US: Final = 1000
-"""Assumed time per call of one handler until the pace is known."""
 
 Address = tuple[str, bytes]
 Topic = tuple[str, bytes, str]
 """(filter, key id, group)."""
-Delivery = tuple[int, str, bytes, bytes, bool, tuple[str, ...], int, int, str]
-"""What an alias stands for: (kind, name, key id, sender id, plain, groups, member, hop class, site)."""
 
 
 class Subscriber(Protocol):
@@ -449,30 +441,17 @@ class Tunnel:
         self.member_held = Held()
 
 
-class Neighbor:
-    """The router's side of one connection: a session, or a link or WAN connection to another relay."""
+class Neighbor(Connection):
+    """A connection of the router, and what is in transit over it: the routes of its frames, its calls, its tunnels."""
 
     __slots__ = (
-        "address",
-        "aliases",
         "casts",
-        "clock_us",
-        "closed",
         "dropped_entries",
-        "gaps",
-        "greeted",
         "group_bytes",
         "in_flight",
-        "label",
         "left_hops",
-        "minor",
-        "number",
         "over_share",
-        "own_hop",
-        "own_hop_mask",
         "pending",
-        "port",
-        "pulse",
         "routes",
         "shares",
         "swept_us",
@@ -480,27 +459,9 @@ class Neighbor:
         "user",
         "users",
     )
-    hop_class = HopClass.LOCAL
-    site = ""
-    """The remote site, if this connection leads to one."""
 
     def __init__(self, port: Port, number: int, max_aliases: int) -> None:
-        self.port = port
-        self.number = number
-        self.greeted = False
-        self.closed = False
-        self.label = ""
-        self.address = ""
-        """host:port of the peer, if it is on another host."""
-        self.minor = 0
-        """Minor version of its greeting. Frames that were added later are not sent to it."""
-        self.pulse: Heartbeat | None = None
-        """The heartbeat state of a peer on another host; None on this host."""
-        self.clock_us = 0
-        """Our clock minus the peer's, to be added to its deadlines."""
-        self.own_hop = RELAY_HOP
-        """Value of the `own_hop_mask` bits in hop ids that we chose: both sides number their own."""
-        self.own_hop_mask = RELAY_HOP
+        super().__init__(port, number, max_aliases)
         self.casts = False
         """It has declared an alias for publications or broadcasts."""
         self.swept_us = 0
@@ -509,7 +470,6 @@ class Neighbor:
         """Alias -> route."""
         self.group_bytes = 0
         """Bytes of the queue group names in its aliases."""
-        self.aliases: AliasTable[Delivery] = AliasTable(max_aliases)
         self.in_flight: dict[int, Dispatched] = {}
         """Our hop id -> call in flight at its members."""
         self.pending = 0
@@ -528,8 +488,6 @@ class Neighbor:
         """Calls that were not dispatched to it because their sender's share was used up."""
         self.dropped_entries = 0
         """Entries of its advertised interest that were dropped over a limit."""
-        self.gaps: dict[Delivery, list[int]] = {}
-        """Unreported losses on the way to it: delivery -> [first sequence, count]."""
 
     def forget(self) -> None:
         """Drop its tables after it disconnected: objects that still refer to it keep little."""
@@ -550,93 +508,16 @@ class Neighbor:
         """Return how many subscriptions to (filter, key id, group) it stands for. It must have at least one."""
         return 1
 
-    def beat_came(self, beat: Beat, now_us: int) -> None:
-        """Note a beat and the peer's clock; raises PeerProtocolError from a session of this host, which does
-        not beat.
-        """
-        if self.pulse is None:
-            raise PeerProtocolError("BEAT from a session on this host")
-        self.pulse.on_beat(beat, now_us)
-        self.clock_us = self.pulse.clock_us
 
-    def control(self, body: Control) -> None:
-        """Send it a control frame.
-
-        A frame that does not fit closes a connection between relays; for a session it raises.
-        """
-        try:
-            frame = encode_control(body)
-        except LocalProtocolError as err:
-            if not self.hop_class:
-                raise
-            self.port.abort(str(err))
-        else:
-            self.port.control(frame)
-
-    def out_alias(self, delivery: Delivery, tick: int) -> Alias:
-        """Return the alias for a delivery towards this neighbor, declared if it is new."""
-        alias = self.aliases.get(delivery)
-        if alias is None:
-            alias = self.aliases.add(delivery, tick)
-            kind, name, key_id, sender_id, plain, groups, member, hop_class, site = delivery
-            address = (kind, name, key_id, sender_id)
-            self.control(
-                Declare(alias.number, *address, plain, list(groups), member, hop_class, site)
-            )
-        return alias
-
-    def dropped(self, delivery: Delivery, first: int, count: int) -> None:
-        """Note a loss on the way to this neighbor, to be reported when there is room.
-
-        The receiver itself sees losses between messages that arrive, so of a plain delivery only the latest
-        run is kept. Where a run starts is reported at once, in order: a receiver that does not know this
-        sender counts from there.
-        """
-        gap = self.gaps.get(delivery)
-        plain = delivery[4]
-        if gap is not None and (not plain or gap[0] + gap[1] == first):
-            gap[1] += count
-        elif gap is not None or len(self.gaps) < MAX_GAPS:
-            self.gaps[delivery] = [first, count]
-            if plain:
-                self.send_gap(delivery, first, 0, "slow receiver")
-
-    def send_gaps(self) -> None:
-        """Report the losses that were noted, because there is room again."""
-        gaps, self.gaps = self.gaps, {}
-        for delivery, (first, count) in gaps.items():
-            self.send_gap(delivery, first, count, "slow receiver")
-
-    def send_gap(self, delivery: Delivery, first: int, count: int, cause: str) -> None:
-        """Send it a GAP for a loss on the way to it."""
-        self.control(gap_of(delivery, first, count, cause))
-
-
-def gap_of(delivery: Delivery, first: int, count: int, cause: str) -> Gap:
-    """Return the GAP frame for a loss of a delivery."""
-    kind, name, key_id, sender_id, plain, groups, member, _, site = delivery
-    # `first` comes from the sender, and `count` is a sum: they may not fit in the fields.
-    first, count = min(first, (1 << 63) - 1), min(count, (1 << 32) - 1)
-    return Gap(
-        kind, name, key_id, sender_id, first, count, cause, plain, list(groups), member, site
-    )
-
-
-class Load:
+class Load(Outstanding):
     """Calls of one kind in flight at one member, or at all members of an address behind one link or site route."""
 
     __slots__ = (
-        "_since_us",
         "behind",
-        "bytes",
-        "concurrency",
         "kind",
         "limit_bytes",
         "member",
-        "messages",
         "neighbor",
-        "others",
-        "pace_us",
         "pushes",
         "site_route",
     )
@@ -651,6 +532,7 @@ class Load:
         behind: RemoteMembers | None = None,
         site_route: Subscriber | None = None,
     ) -> None:
+        super().__init__(concurrency)
         self.neighbor = neighbor
         self.member = member
         """The member; None if the relay behind the link chooses one of `behind`."""
@@ -659,17 +541,7 @@ class Load:
         self.site_route = site_route
         """The route to the site of these members, if it is a remote one."""
         self.kind = kind
-        self.concurrency = concurrency
         self.limit_bytes = limit_bytes
-        self.messages = 0
-        """Calls in flight from this relay."""
-        self.others = 0
-        """Calls in flight from other relays, as last reported."""
-        self.bytes = 0
-        self.pace_us = 0.0
-        """Moving average of the time between two ends of our calls while all handlers are busy; 0 until it is known."""
-        self._since_us = 0
-        """When all handlers became busy, or the latest end since."""
         self.pushes: dict[int, int] = {}
         """Pushes in flight at a member: hop id -> hop id."""
 
@@ -677,35 +549,3 @@ class Load:
     def serial(self) -> int:
         """Serial of the member; 0 behind a link."""
         return 0 if self.member is None else self.member.serial
-
-    def taken(self, size: int, now_us: int, count: int = 1) -> None:
-        """Count calls of `size` bytes each that were dispatched."""
-        self.bytes += size * count
-        self.messages += count
-        beyond = self.messages + self.others - self.concurrency
-        if 0 <= beyond < count:
-            # Time in which its handlers waited for calls does not make it slow.
-            self._since_us = now_us
-
-    def ended(self, size: int, now_us: int, count: int = 1) -> None:
-        """Subtract calls of `size` bytes each that ended."""
-        self.bytes -= size * count
-        if self.messages + self.others >= self.concurrency:
-            if self._since_us:
-                each_us = (now_us - self._since_us) / count
-                weight = PACE_WEIGHT if count == 1 else 1 - (1 - PACE_WEIGHT) ** count
-                self.pace_us += (each_us - self.pace_us) * weight
-            self._since_us = now_us
-        else:
-            self._since_us = 0
-        self.messages -= count
-
-    def wait_us(self) -> float:
-        """Return how long one more call would take, judged by the pace.
-
-        This is Little's law for our own calls only: the pace at which these end includes what others' share
-        of the handlers costs.
-        """
-        if self.pace_us:
-            return (self.messages + 1) * self.pace_us
-        return (self.messages + self.others + 1) * UNKNOWN_PACE_US / self.concurrency

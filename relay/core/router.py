@@ -22,11 +22,12 @@ from iris.wire.kinds import NEVER_US, TUNNEL_KINDS, WALL_MINOR, Kind
 from iris.wire.names import (
     printable,
 )
+from relay.core.connection import Delivery
 from relay.core.control import SessionControl
 from relay.core.draining import PING_MINOR
 from relay.core.limits import Limits
 from relay.core.link import Link
-from relay.core.neighbor import Delivery, Neighbor
+from relay.core.neighbor import Neighbor
 from relay.core.parts import Parts
 from relay.core.peers import LinkControl, WanControl
 from relay.core.policy import Policy

@@ -10,7 +10,8 @@ from itertools import islice
 from typing import Final
 
 from iris.wire.kinds import NEVER_US
-from relay.core.neighbor import Delivery, Neighbor
+from relay.core.connection import Delivery
+from relay.core.neighbor import Neighbor
 from relay.core.session import Session
 
 GATHER_US: Final = 200_000

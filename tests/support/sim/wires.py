@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from relay.core.budget import Budget, cut
-from relay.core.neighbor import Delivery
+from relay.core.connection import Delivery
 from relay.core.ports import Held
 
 WINDOW_BYTES: Final = 32 << 10

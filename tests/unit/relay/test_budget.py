@@ -10,7 +10,7 @@ from iris.wire.codec import CALL, CAST, FIRST, KIND_AT, decode_control, encode_c
 from iris.wire.frames import Declare, Gap
 from iris.wire.kinds import HopClass, Kind
 from relay.core.budget import LOOK, Budget, Entry, cut
-from relay.core.neighbor import Delivery
+from relay.core.connection import Delivery
 from relay.core.ports import Held
 
 LIMIT_BYTES = 64_000
