@@ -25,6 +25,7 @@
                                checked (root)
     gateway-drains  100        drains of the gateways of two sites under load
     direct          200        direct tunnels broken under load by the end of a process, the relay or the pair
+    bucket-kills    200        kills and freezes of the store that serves a stream in a bucket, under load
 
 Exits 1 if the promise does not hold. The figures go to docs/proof.md, or to the file that `--record` names: one
 section per area and N, which replaces the previous one. The areas sim, scale, federation and mutations, and the
@@ -71,6 +72,7 @@ AREAS = (
     "gateway-drains",
     "histories",
     "direct",
+    "bucket-kills",
 )
 RECORD = proofs.ROOT / "docs" / "proof.md"
 SEED = 20_241

@@ -55,6 +55,14 @@ def store(
             hidden=True, min=1, help="Size of a journal from which on a checkpoint is written."
         ),
     ] = 64 << 20,
+    failover_s: Annotated[
+        float,
+        typer.Option(
+            hidden=True,
+            min=0.1,
+            help="How long another store of the bucket must be gone until it is taken over.",
+        ),
+    ] = 5.0,
     log_level: Annotated[
         str | None, typer.Option(help="DEBUG, INFO, WARNING or ERROR. Default: INFO.")
     ] = None,
@@ -106,7 +114,9 @@ def store(
             chosen.log_format,
             supervised=supervised,
             figures=figures,
-            bucket=process.BucketSettings(bucket, bucket_key, checkpoint_bytes) if bucket else None,
+            bucket=process.BucketSettings(bucket, bucket_key, checkpoint_bytes, failover_s)
+            if bucket
+            else None,
         )
     except IrisError as err:
         sys.stderr.write(f"iris store: {err}\n")

@@ -40,7 +40,7 @@ from iris.wire.frames import Bye, Ping
 from relay import notify, watchdog
 from relay.logs import configure
 from relay.process import loop_factory, raise_descriptor_limit, stop_on_signals
-from relay.store.bucket.keeper import CHECKPOINT_BYTES, STATE_FILE, Keeper
+from relay.store.bucket.keeper import CHECKPOINT_BYTES, FAILOVER_S, STATE_FILE, Keeper
 from relay.store.bucket.objects import Objects, open_bucket
 from relay.store.bucket.replica import Replica
 from relay.store.bucket.shelf import DIRECTORY, Shelf
@@ -85,6 +85,7 @@ class BucketSettings(Struct, frozen=True):
     url: str
     key_file: Path | None = None
     checkpoint_bytes: int = CHECKPOINT_BYTES
+    failover_s: float = FAILOVER_S
 
 
 class DirectoryBusy(ConfigError):
@@ -181,7 +182,8 @@ class StoreProcess:
             return None
         return Keeper(
             shelf, self._objects, store.key.public_key, self._label, self, now_us=_monotonic_us,
-            wall_us=lambda: time.time_ns() // 1000, checkpoint_bytes=self._bucket.checkpoint_bytes, entropy=self._entropy,
+            wall_us=lambda: time.time_ns() // 1000, checkpoint_bytes=self._bucket.checkpoint_bytes,
+            failover_s=self._bucket.failover_s, entropy=self._entropy,
         )  # fmt: skip
 
     # -- callbacks of the keeper -----------------------------------------------------------------------------

@@ -29,6 +29,7 @@ COUNTS = {
     "drains": 1,
     "gateway-drains": 2,
     "direct": 4,
+    "bucket-kills": 3,
 }
 
 
