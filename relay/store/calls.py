@@ -240,6 +240,8 @@ class Calls:
     def _stream(self, incoming: IncomingCall) -> Stream:
         stream = self._catalogue.by_address.get((incoming.name, incoming.key_id))
         if stream is None:
+            if (incoming.name, incoming.key_id) in self._catalogue.moved:
+                raise Refuse("leaving", f"another store serves {incoming.name!r} now; try again")
             raise Refuse(
                 "no-stream",
                 f"this store has no stream {incoming.name!r} under key {incoming.key_id.hex()[:8]}",

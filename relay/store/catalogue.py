@@ -39,6 +39,8 @@ from relay.store.stream import Stream
 log = logging.getLogger(__name__)
 
 _UUID: Final = re.compile("[0-9a-f]{32}")
+MAX_MOVED: Final = 4096
+"""Addresses that are remembered: two for each key of a stream that was taken over, and two for its dead letters."""
 encode_definition_file: Final = msgspec.msgpack.Encoder().encode
 _decode_definition_file: Final = msgspec.msgpack.Decoder(DefinitionFile).decode
 
@@ -57,6 +59,8 @@ class Catalogue:
         self.streams: dict[bytes, Stream] = {}
         self.by_address: dict[tuple[str, bytes], Stream] = {}
         """(name or uuid, key id) -> stream."""
+        self.moved: dict[tuple[str, bytes], None] = {}
+        """Addresses of streams that another store of the bucket has taken over: a call may still be on its way here."""
         self.version = 0
         """Changes whenever the set of streams or what they record changes."""
         self.authority = authority
@@ -246,6 +250,14 @@ class Catalogue:
             Path(path + ORDERS).unlink(missing_ok=True)
         except (OSError, LogError) as err:
             log.warning("store.files_left", extra={"fields": {"path": path, "error": str(err)}})
+
+    def hand_over(self, stream: Stream, reason: str) -> None:
+        """Remove a stream that another store of the bucket has taken over."""
+        both = (stream, self.streams.get(dead_uuid(stream.uuid)))
+        self.moved |= {address: None for address, one in self.by_address.items() if one in both}
+        while len(self.moved) > MAX_MOVED:
+            del self.moved[next(iter(self.moved))]
+        self.remove(stream, reason)
 
     def remove(self, stream: Stream, reason: str) -> None:
         self.leave(stream)

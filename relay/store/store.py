@@ -148,7 +148,7 @@ class Store:
         for stream in list(self.streams.values()):
             replica = stream.replica
             if replica is not None and replica.writer is writer and not stream.dead:
-                self.catalogue.remove(stream, writer.ended)
+                self.catalogue.hand_over(stream, writer.ended)
 
     def close(self) -> None:
         """Commit everything received and close all files. Idempotent."""

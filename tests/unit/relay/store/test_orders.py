@@ -26,7 +26,7 @@ from support.keeper import (
 
 from iris.crypto.keys import ClusterKey, StoreKey
 from iris.wire.orders import END, ORDER_FRESH_US, Definition, Origin, SignedOrder, decode_order
-from iris.wire.streams import Change, Described, Refused, Settled, dead_uuid
+from iris.wire.streams import Change, Describe, Described, Refused, Settled, dead_uuid
 from relay.store.authority import DefinitionFile
 from relay.store.errors import Refuse
 from relay.store.log import Log
@@ -380,6 +380,16 @@ def test_the_relay_is_shown_the_order_of_a_new_key(keeper: Keeper) -> None:
     keeper.change(countersigned())
     shown = [decode_order(one.order).key_id for one in keeper.session.shown]
     assert shown == [OWNER.key_id, SECOND.key_id]
+
+
+def test_who_asks_for_a_stream_that_another_store_took_over_is_told_to_try_again(
+    keeper: Keeper,
+) -> None:
+    keeper.store.catalogue.hand_over(keeper.store.streams[UUID], "another store has it")
+    for name in ("orders", UUID.hex()):
+        refused(keeper.ask(Describe(), name=name), "leaving", "another store serves")
+    refused(keeper.ask(Describe(), name="other"), "no-stream", "other")
+    refused(keeper.ask(Describe(), key=STRANGER), "no-stream", "orders")
 
 
 # -- delete ------------------------------------------------------------------------------------------------------
