@@ -16,6 +16,7 @@ from support.web import http
 
 import iris
 from iris import Refusal
+from relay.bridges.http.metrics import source
 
 
 class Shop:
@@ -291,6 +292,28 @@ async def test_a_token_allows_its_verbs_and_names_alone(tmp_path: Path) -> None:
         assert (
             await bridge.post("/clusters/orders/push", b"", {"origin": "https://evil.example"})
         ).status == 403
+
+
+async def test_the_metrics_of_a_bridge_count_what_it_was_asked_and_what_it_refused(
+    tmp_path: Path,
+) -> None:
+    async with bridged(tmp_path, service=Shop().service) as bridge:
+        for _ in range(3):
+            assert (await bridge.post("/clusters/shop/request", b"x")).status == 200
+        assert (await bridge.post("/clusters/shop/request", b"", token="wrong")).status == 401
+        async with bridge.events("/topics/news.%3E") as events:
+            assert (await bridge.post("/topics/news.shop", b"y")).status == 202
+            assert await events.next()
+            page = source(bridge.bridge).page().decode().splitlines()
+        for line in (
+            'iris_bridge_ready{bridge="http"} 1.0',
+            'iris_bridge_peers{bridge="http",socket="subscribe"} 1.0',
+            'iris_bridge_messages_total{bridge="http",direction="in",socket="request"} 3.0',
+            'iris_bridge_messages_total{bridge="http",direction="in",socket="publish"} 1.0',
+            'iris_bridge_messages_total{bridge="http",direction="out",socket="subscribe"} 1.0',
+            'iris_bridge_lost_total{bridge="http",cause="token",socket="http"} 1.0',
+        ):
+            assert line in page
 
 
 async def test_names_are_decoded_after_the_path_is_split(tmp_path: Path) -> None:

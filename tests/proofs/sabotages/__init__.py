@@ -18,6 +18,7 @@ from proofs.sabotages import (
     sites,
     streams,
     waiting,
+    web,
 )
 from proofs.sabotages.sabotage import Sabotage
 
@@ -34,5 +35,6 @@ SABOTAGES: tuple[Sabotage, ...] = (
     *waiting.SABOTAGES,
     *drains.SABOTAGES,
     *bucket.SABOTAGES,
+    *web.SABOTAGES,
     *aimed.SABOTAGES,
 )

@@ -60,6 +60,15 @@ def test_no_token_is_kept_or_shown(tmp_path: Path) -> None:
     assert repr(tokens.find(SECRET)) == "Caller('a')"
 
 
+def test_tokens_are_looked_up_by_a_hash_under_a_key_of_this_process(tmp_path: Path) -> None:
+    """So nobody who measures the time of a lookup can choose tokens whose hashes resemble a known one."""
+    path = written(tmp_path, f'[[token]]\nname = "a"\ntoken = "{SECRET}"\nallow.push = ["b"]\n')
+    one, two = Tokens.load(path, VERBS), Tokens.load(path, VERBS)
+    assert one.find(SECRET) is not None
+    assert two.find(SECRET) is not None
+    assert one._callers.keys().isdisjoint(two._callers)
+
+
 def test_a_made_token_is_long_and_of_characters_that_a_header_may_have() -> None:
     token = new_token()
     assert len(token) == 48
