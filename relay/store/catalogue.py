@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -55,6 +55,8 @@ class Catalogue:
         self.directory = directory
         self.shelf = shelf
         """The streams of this store that are in a bucket, if it has one."""
+        self.grown: Callable[[Stream], None] = lambda stream: None
+        """Called when readers of a stream in a bucket may be shown more."""
         self.ended = Ended(directory)
         self.streams: dict[bytes, Stream] = {}
         self.by_address: dict[tuple[str, bytes], Stream] = {}
@@ -94,7 +96,7 @@ class Catalogue:
         made = Log.create(path, uuid=uuid, definition=stored, created_us=self.clock.wall_us)
         stream = self.streams[uuid] = Stream(path, uuid, made, charter, self.clock)
         if replica is not None:
-            stream.replicate(replica)
+            stream.replicate(replica, self.grown)
             made.copy_all()
         return stream
 
@@ -116,7 +118,7 @@ class Catalogue:
     def _load(self, path: Path, uuid: bytes, replica: Replica | None = None) -> None:
         stream = Stream(str(path), uuid, None, clock=self.clock)
         if replica is not None:
-            stream.replicate(replica)
+            stream.replicate(replica, self.grown)
         try:
             opened = Log.open(str(path))
         except LogError as err:

@@ -421,7 +421,7 @@ class Consumer:
         return Info(
             floor=table.floor(self.position),
             position=self.position,
-            lag=self._log.next - self.position + table.open,
+            lag=max(0, self._log.shown - self.position) + table.open,
             pending=table.pending,
             redelivering=table.dispatched - table.pending - table.given_up,
             dead=table.given_up,

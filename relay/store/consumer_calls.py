@@ -30,6 +30,7 @@ from iris.wire.streams import (
     decode_dead,
 )
 from relay.store.answers import item_to_wire
+from relay.store.bucket.replica import Replica
 from relay.store.clock import Clock
 from relay.store.consumer import Consumer, Redrive
 from relay.store.cursor import CursorDamaged, Dead, Settings
@@ -70,6 +71,10 @@ class ConsumerCalls:
         self, log: Log, write_dead_letters: WriteDeadLetters, clock: Clock | None = None
     ) -> None:
         self._log = log
+        self.replica: Replica | None = None
+        """Copies the log to a bucket, which makes it durable; None if the disk does."""
+        self._rests: dict[str, int] = {}
+        """Consumer -> number of the bucket's object that has its creation or its last change."""
         self._clock = clock or Clock()
         self.paused = False
         """No messages are dispatched. Workers may settle those they hold."""
@@ -198,7 +203,7 @@ class ConsumerCalls:
         consumer.change(
             ack_timeout_us=call.ack_timeout_us, max_deliver=call.max_deliver, paused=call.paused, now_us=now_us
         )  # fmt: skip
-        consumer.save(sync=True)
+        self._save(consumer)
         self._after_settle(consumer, now_us)
         return self._info(consumer)
 
@@ -232,7 +237,7 @@ class ConsumerCalls:
                 else:
                     gone.append(at)
             count += 1
-        consumer.save(sync=True)
+        self._save(consumer)
         if dealt_with:
             dead.remove(dealt_with)
         self._after_settle(consumer, now_us)
@@ -243,6 +248,7 @@ class ConsumerCalls:
         known = self._consumers.pop(name, None) is not None
         self._used_us.pop(name, None)
         self._save_us.pop(name, None)
+        self._rests.pop(name, None)
         for waiting in self._waiting.pop(name, []):
             waiting.incoming.refuse("consumer", f"consumer {name!r} was deleted")
         return self._log.cursors.delete(name) or known
@@ -326,7 +332,7 @@ class ConsumerCalls:
             consumer = Consumer(self._log, call.consumer, settings, start, now_us, self._clock)
             if call.durable:
                 try:
-                    consumer.save(sync=True)
+                    self._save(consumer)
                 except CursorsFull as err:
                     raise ConsumerRefused(str(err)) from err
             self._consumers[call.consumer] = consumer
@@ -376,6 +382,7 @@ class ConsumerCalls:
         self._move_dead_letters(consumer)
         if not taken.items and not taken.fenced and not last:
             return False
+        incoming.rests_on = self._rests_on(consumer, taken)
         incoming.answer(self._delivered(consumer, call, taken))
         if taken.messages:
             key = (call.consumer, call.worker)
@@ -384,6 +391,26 @@ class ConsumerCalls:
             if len(self._answered) > MAX_WAITING:
                 self._answered.popitem(last=False)
         return True
+
+    def _rests_on(self, consumer: Consumer, taken: Taken) -> int | None:
+        """Return the object of the bucket without which these messages may not be delivered; None: the last one.
+
+        That they were dispatched need not be in the bucket: a successor delivers them again, as a restarted store does.
+        """
+        if self.replica is None or any(isinstance(item, Hole) for item in taken.items):
+            return None
+        tail = self.replica.tail
+        ends = [
+            item.record.next if isinstance(item, Delivery) else item.next for item in taken.items
+        ]
+        number = tail.number_of(max(ends, default=0))
+        return max(number, tail.changed, self._rests.get(consumer.name, 0))
+
+    def _save(self, consumer: Consumer) -> None:
+        """Save a consumer. Nothing is delivered until this is durable. Raises CursorsFull or LogWriteFailed."""
+        consumer.save(sync=True)
+        if self.replica is not None:
+            self._rests[consumer.name] = self.replica.last
 
     def _delivered(self, consumer: Consumer, call: Consume, taken: Taken) -> Delivered:
         items = [_to_wire(item) for item in taken.items]

@@ -229,8 +229,8 @@ class Copier(Protocol):
     def writing(self, batch: CopiedBatch) -> None:
         """Called before a batch is written here; may add rows of its own to `batch.raw`."""
 
-    def wrote(self, batch: CopiedBatch) -> None:
-        """Called after a batch was written here."""
+    def wrote(self, batch: CopiedBatch, next_offset: int) -> None:
+        """Called after a batch was written here. `next_offset` is as for `Database.write`."""
 
 
 class Database:
@@ -357,7 +357,7 @@ class Database:
             self.failed = str(err)
             raise LogWriteFailed(self.path, self.failed) from err
         if copied is not None and self.copier is not None:
-            self.copier.wrote(copied)
+            self.copier.wrote(copied, next_offset)
 
     def get(self, key: bytes) -> bytes | None:
         """Return the row at `key` outside the records; None if there is none.

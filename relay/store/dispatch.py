@@ -199,17 +199,20 @@ class Dispatcher:
     def _take_new(self, basket: _Basket) -> None:
         size = FIRST_READ_BYTES
         for _ in range(READS):
-            if self.position >= self._log.next or basket.full():
+            end = self._log.shown
+            if self.position >= end or basket.full():
                 return
             room = min(size, basket.max_bytes - basket.bytes)
-            chunk = self._log.read(self.position, room, now_us=self._table.wall_us, deferred=False)
+            chunk = self._log.read(
+                self.position, room, now_us=self._table.wall_us, deferred=False, end=end
+            )
             for item in chunk.items:
                 if not self._take_item(item, basket):
                     return
                 self.position = item.next
                 self._table.dirty = True
             size *= 2
-        basket.more = self.position < self._log.next
+        basket.more = self.position < self._log.shown
 
     def _take_item(self, item: Item, basket: _Basket) -> bool:
         """Process the item at the read position; return whether to continue with the next one."""

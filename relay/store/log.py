@@ -24,7 +24,7 @@ import os
 import shutil
 import struct
 from collections.abc import Iterator, Sequence, Set
-from typing import Final
+from typing import Final, Protocol
 
 from msgspec import Struct
 from rocksdict import Rdict
@@ -78,6 +78,13 @@ class Chunk(Struct, frozen=True):
     high_water: int
 
 
+class Tail(Protocol):
+    """Says how much of a log may be shown, where that is less than it has."""
+
+    end: int
+    oldest: int
+
+
 class Log:
     """The log of one stream. Open it with `open` or `create`; use it from one thread at a time.
 
@@ -106,6 +113,7 @@ class Log:
         self.steps = Steps()
         self.ids = Ids(database)
         """The owner sets its `window_us` and `now_us`."""
+        self._tail: Tail | None = None
 
     # Opening and closing
 
@@ -177,9 +185,13 @@ class Log:
                 raise LogBusy(path, "it is open in another process, or twice in this one") from err
         shutil.rmtree(path)
 
-    def copy_to(self, copier: Copier) -> None:
-        """Give every further write to `copier`, which makes it durable; the disk is no longer synced."""
+    def copy_to(self, copier: Copier, tail: Tail | None = None) -> None:
+        """Give every further write to `copier`, which makes it durable; the disk is no longer synced.
+
+        `tail` says how much of it is durable.
+        """
         self._database.copier = copier
+        self._tail = tail
 
     def copied(self) -> Iterator[list[Op]]:
         """Yield everything that the log has as writes, in parts of about 1 MiB.
@@ -230,6 +242,11 @@ class Log:
     def next(self) -> int:
         """The offset of the next message. Everything below is on disk, so this is also the high-water mark."""
         return self._chain.next
+
+    @property
+    def shown(self) -> int:
+        """Where the part of the log ends that readers may be shown: `next`, unless a copy makes it durable."""
+        return self._chain.next if self._tail is None else self._tail.end
 
     @property
     def size_bytes(self) -> int:
@@ -420,13 +437,16 @@ class Log:
 
     # Reading
 
-    def read(self, start: int, max_bytes: int, *, now_us: int, deferred: bool = True) -> Chunk:
+    def read(
+        self, start: int, max_bytes: int, *, now_us: int, deferred: bool = True, end: int | None = None
+    ) -> Chunk:  # fmt: skip
         """Return about `max_bytes` of entries, at least one, beginning with the entry that contains `start`.
 
         A removed or expired record is a hole and counts with its size on disk, so a call never
         reads much more than `max_bytes`. A record that a later one of its key supersedes is
         returned until `compact` has run. With `deferred=False`, deferred records are holes too,
-        before and after they are due; `due` lists them, and a read at their offset returns them.
+        before and after they are due; `due` lists them, and a read at their offset returns them. Stops at
+        `end` (default: `next`), after the entry that contains the offset before it.
 
         Raises:
             ValueError: `start` is not between 0 and `next`.
@@ -440,7 +460,7 @@ class Log:
             items.append(Hole(start, at, Reason.RETENTION))
         used = 0
         try:
-            for item, size in self._chain.walk(at):
+            for item, size in self._chain.walk(at) if end is None or at < end else ():
                 shown = _shown(item, now_us, deferred)
                 last = items[-1] if items else None
                 if (
@@ -453,7 +473,7 @@ class Log:
                     items.append(shown)
                 at = item.next
                 used += size
-                if used >= max_bytes:
+                if used >= max_bytes or (end is not None and at >= end):
                     break
         except LogDamaged:
             if not items:

@@ -70,7 +70,7 @@ class Bundle:
 class Gate(Protocol):
     """Holds back what rests on writes that may still be lost."""
 
-    def hold(self, output: Output) -> None: ...
+    def hold(self, output: Output, number: int | None = None) -> None: ...
 
 
 class HeldAnswer:
@@ -117,6 +117,7 @@ class IncomingCall:
         "hop",
         "key_id",
         "name",
+        "rests_on",
         "session",
     )
 
@@ -135,13 +136,15 @@ class IncomingCall:
         """Counter of the call in its channel."""
         self.gate: Gate | None = None
         """Gate of the stream that the call is for; None if its writes are durable at once."""
+        self.rests_on: int | None = None
+        """Number of the object that the answer waits for at its gate; None: everything that was written."""
 
     def answer(self, answer: Answer) -> None:
         """Send the answer, as soon as what it says is durable. It is dropped if the session has ended."""
         if self.gate is None:
             self.session.answer(self, encode(answer))
         else:
-            self.gate.hold(HeldAnswer(self, encode(answer)))
+            self.gate.hold(HeldAnswer(self, encode(answer)), self.rests_on)
 
     def refuse(self, code: str, detail: str, *, sure: bool = False) -> None:
         """Answer that the call was refused, and why.

@@ -73,6 +73,7 @@ class Store:
         self.catalogue = Catalogue(
             directory / STREAMS, authority, self.registration, self.clock, shelf
         )
+        self.catalogue.grown = self._touch
         self.streams = self.catalogue.streams
         self._dirty: dict[bytes, Stream] = {}
         self._on_dirty = dirty

@@ -105,20 +105,30 @@ class Stream:
         if log is not None:
             self.opened(log)
 
-    def replicate(self, replica: Replica) -> None:
-        """Copy every write to a bucket, and answer when it is there."""
+    def replicate(self, replica: Replica, grown: Callable[[Stream], None]) -> None:
+        """Copy every write to a bucket, and answer when it is there.
+
+        `grown` is called when readers and workers may be shown more; then call `commit`.
+        """
         self.replica = self.recorder.gate = replica
-        if self.log is not None:
-            self.log.copy_to(replica)
+        replica.tail.on_grown = lambda: grown(self)
+        if self.log is not None and self.consumer_calls is not None:
+            self._copy(self.log, replica)
+            self.consumer_calls.replica = replica
+
+    def _copy(self, log: Log, replica: Replica) -> None:
+        replica.tail.begin(log.next, log.oldest, replica.last)
+        log.copy_to(replica, replica.tail)
 
     def opened(self, log: Log) -> None:
         """Use this log, which was opened for the first time or again."""
         self.log = self.recorder.log = log
         if self.replica is not None:
-            log.copy_to(self.replica)
+            self._copy(log, self.replica)
         self.consumer_calls = ConsumerCalls(
             log, lambda consumer, dead: self.write_dead_letters(consumer, dead), self._clock
         )
+        self.consumer_calls.replica = self.replica
         self.stage_calls = StageCalls(log)
         self._apply()
 
@@ -438,7 +448,7 @@ class Stream:
             incoming.refuse("damaged", self.failed)
         elif call.start > log.next:
             incoming.refuse("offset", f"offset {call.start} is beyond the end, {log.next}")
-        elif wait or (call.start == log.next and call.wait_ms):
+        elif wait or (call.start >= log.shown and call.wait_ms):
             if len(self._waiting) < MAX_WAITING:
                 until_us = self._elapsed_us(now_us) + 1000 * call.wait_ms
                 self._waiting.append((until_us, incoming, call))
@@ -453,13 +463,19 @@ class Stream:
         log = self.log
         assert log is not None
         limit = min(incoming.session.message_limit, call.max_bytes)
+        oldest, high_water = log.oldest, log.next
+        if self.replica is not None and log.oldest <= call.start <= log.shown:
+            # What is known to be in the bucket does not wait for what was appended since.
+            oldest, high_water = self.replica.tail.oldest, log.shown
+            incoming.rests_on = self.replica.tail.changed
         try:
-            chunk = log.read(call.start, limit, now_us=now_us)
+            chunk = log.read(call.start, limit, now_us=now_us, end=high_water)
         except LogDamaged as err:
             incoming.refuse("damaged", str(err))
             return
         items, end = items_to_wire(chunk, limit, call.start)
-        incoming.answer(streams.Fetched(items, end, log.oldest, log.next, self.uuid))
+        # A hole may reach further: then its removals are known to be in the bucket, too.
+        incoming.answer(streams.Fetched(items, end, oldest, max(end, high_water), self.uuid))
 
     def wake(self, now_us: int) -> None:
         """Answer the waiting workers and readers that can be answered."""
@@ -475,7 +491,7 @@ class Stream:
         if not self._waiting:
             return
         waiting, self._waiting = self._waiting, []
-        end = self.log.next if self.log is not None else 0
+        end = self.log.shown if self.log is not None else 0
         elapsed_us = self._elapsed_us(now_us)
         for entry in waiting:
             until_us, incoming, call = entry

@@ -22,6 +22,7 @@ from msgspec import Struct
 
 from iris.wire.streams import dead_uuid
 from relay.store.bucket.sealing import Ended, Rows
+from relay.store.bucket.tail import Tail
 from relay.store.bucket.writer import Output, Writer
 from relay.store.database import PLACE_ROW, PUT_RECORD, REDO_ROWS, CopiedBatch, Database, Op
 from relay.store.errors import LogDamaged
@@ -63,6 +64,8 @@ class Replica:
         self.writer = writer
         self.last = 0
         """Number of the object that holds the stream's last write."""
+        self.tail = Tail(writer)
+        """What of it readers may be shown."""
         self._now_us = now_us
         self._redo: deque[tuple[int, bytes]] = deque()
         self._index = 0
@@ -72,9 +75,9 @@ class Replica:
         """Whether everything that was written is known to be in the bucket."""
         return self.last <= self.writer.known
 
-    def hold(self, output: Output) -> None:
-        """Let `output` out when everything that was written so far is in the bucket."""
-        self.writer.hold(self.last, output)
+    def hold(self, output: Output, number: int | None = None) -> None:
+        """Let `output` out when everything that was written so far is in the bucket, or only up to this object."""
+        self.writer.hold(self.last if number is None else number, output)
 
     def ended(self) -> None:
         """The stream was deleted, with its dead letters."""
@@ -102,8 +105,9 @@ class Replica:
         raw.put(key, _encode([_by_key(op) for op in batch.ops]))
         raw.put(PLACE_ROW, Place(self.writer.journal, number).pack())
 
-    def wrote(self, batch: CopiedBatch) -> None:
+    def wrote(self, batch: CopiedBatch, next_offset: int) -> None:
         self.last = self.writer.add(Rows(self.uuid, batch.ops), batch.size, self._now_us())
+        self.tail.wrote(self.last, batch.ops, next_offset)
 
 
 def redo(database: Database, after: int) -> list[list[Op]]:
