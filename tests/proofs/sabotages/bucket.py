@@ -5,6 +5,7 @@ from __future__ import annotations
 from proofs.sabotages.sabotage import Sabotage
 
 TAKEOVERS = ("tests/unit/relay/store/bucket/test_takeovers.py",)
+TAIL = ("tests/unit/relay/store/bucket/test_tail.py",)
 SUCCESSION = ("tests/unit/relay/store/bucket/test_succession.py",)
 
 SABOTAGES = (
@@ -43,5 +44,23 @@ SABOTAGES = (
         "True",
         TAKEOVERS,
         "an append is acknowledged that is not in the bucket",
+    ),
+    Sabotage(
+        "bucket-removals-shown-early",
+        "relay/store/stream.py",
+        "Stream._answer",
+        "self.replica.tail.changed",
+        "0",
+        TAIL,
+        "a reader misses a message that a successor has again",
+    ),
+    Sabotage(
+        "bucket-deliveries-early",
+        "relay/store/consumer_calls.py",
+        "ConsumerCalls._rests_on",
+        "max(number, tail.changed, self._rests.get(consumer.name, 0))",
+        "0",
+        TAIL,
+        "messages are delivered for a consumer that a successor does not know",
     ),
 )

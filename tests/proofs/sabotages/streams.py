@@ -250,7 +250,7 @@ SABOTAGES = (
         "redriven-saved",
         "relay/store/consumer_calls.py",
         "ConsumerCalls.redrive",
-        "consumer.save(sync=True)",
+        "self._save(consumer)",
         "None",
         (
             "tests/integration/test_redriving.py::test_a_store_that_dies_while_it_redrives_loses_no_message",
