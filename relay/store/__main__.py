@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -99,14 +100,14 @@ def store(
             raise ConfigError(
                 "--data is missing; give the directory of the streams, for example --data /var/lib/iris"
             )
-        process = _process()
+        daemon = _load("daemon")
         flags: dict[str, object] = {
             "socket_path": relay and relay.absolute(),
             "log_level": log_level,
             "log_format": log_format,
         }
         chosen = load_config(flags, os.environ, None)
-        process.run(
+        daemon.run(
             data.absolute(),
             chosen.socket_path,
             chosen.relay_user,
@@ -114,7 +115,7 @@ def store(
             chosen.log_format,
             supervised=supervised,
             figures=figures,
-            bucket=process.BucketSettings(bucket, bucket_key, checkpoint_bytes, failover_s)
+            bucket=daemon.BucketSettings(bucket, bucket_key, checkpoint_bytes, failover_s)
             if bucket
             else None,
         )
@@ -151,7 +152,7 @@ def salvage(
     from iris.cli.output import write_json
 
     try:
-        process = _process()
+        directory = _load("directory")
         from relay.store import salvage as work
 
         def print_report(report: work.Report) -> None:
@@ -160,7 +161,7 @@ def salvage(
             else:
                 typer.echo("\n".join(_report_lines(report)))
 
-        with process.locked(data.absolute()) as streams:
+        with directory.locked(data.absolute()) as streams:
             reports = work.salvage(streams, stream, print_report)
     except (IrisError, OSError) as err:
         sys.stderr.write(f"iris store salvage: {err}\n")
@@ -195,7 +196,7 @@ def restore(
     import asyncio
 
     try:
-        process = _process()
+        process = _load("process")
         settings = process.BucketSettings(bucket, bucket_key and bucket_key.absolute())
         found = asyncio.run(process.restore(data.absolute(), settings))
     except (IrisError, OSError) as err:
@@ -234,17 +235,16 @@ def _offsets(first: int, end: int) -> str:
     return str(first) if end == first + 1 else f"{first}-{end - 1}"
 
 
-def _process() -> ModuleType:
-    """Return the module `process`, which requires RocksDB. Raises ConfigError if RocksDB is not installed."""
+def _load(name: str) -> ModuleType:
+    """Return a module of this package, which requires RocksDB. Raises ConfigError if RocksDB is not installed."""
     try:
-        from relay.store import process
+        return importlib.import_module(f"relay.store.{name}")
     except ModuleNotFoundError as err:
         if err.name != "rocksdict":
             raise
         raise ConfigError(
             "a store requires RocksDB; install it with: pip install 'iris-messaging[store]'"
         ) from err
-    return process
 
 
 def main() -> None:

@@ -1,27 +1,22 @@
-"""The store process: locks its directory, loads its key, connects to the relay, and decides when to
-write to disk.
+"""A store on its data directory: locks it, loads its key, connects to the relay, and decides when to write to disk.
 
 lock DIR -> key -> open every stream -> relay -> serve ... -> commit -> bye -> close
 
 It runs on one event loop, which stands still during a write to disk. What arrives meanwhile waits
-in the socket and becomes the next batch, written with one sync. SIGTERM and SIGINT end the process,
-and so does the end of its standard input if a relay started it.
+in the socket and becomes the next batch, written with one sync.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
-import json
 import logging
 import os
 import random
 import socket
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Final
 
 from msgspec import Struct
@@ -29,37 +24,27 @@ from msgspec import Struct
 from iris import keyfiles
 from iris.config import ClientConfig
 from iris.core.backoff import Backoff
-from iris.crypto.keys import SECRET_BYTES, GroupKey, StoreKey
-from iris.dialling import dial
-from iris.errors import ConfigError, IrisError, KeyringError, RelayUnavailable
-from iris.keyfiles import sync_directory
-from iris.memory import keep_freed_memory
+from iris.crypto.keys import GroupKey
+from iris.errors import ConfigError, IrisError, RelayUnavailable
 from iris.transport import Pump
 from iris.wire.codec import MAX_MESSAGE_LIMIT, ReceiveBuffer
 from iris.wire.frames import Bye, Ping
-from relay import notify, watchdog
-from relay.logs import configure
-from relay.process import loop_factory, raise_descriptor_limit, stop_on_signals
 from relay.store.bucket.keeper import CHECKPOINT_BYTES, FAILOVER_S, STATE_FILE, Keeper
 from relay.store.bucket.objects import Objects, open_bucket
 from relay.store.bucket.replica import Replica
 from relay.store.bucket.shelf import DIRECTORY, Shelf
 from relay.store.bucket.writer import Writer
-from relay.store.catalogue import is_stream
-from relay.store.database import write_beside
+from relay.store.directory import KEY_FILE, LOCK_FILE, load_key, lock, make_directory
 from relay.store.errors import LogError
-from relay.store.figures import report
 from relay.store.log import Log
 from relay.store.registration import PongWaiter
 from relay.store.session import StoreSession
 from relay.store.store import COMMIT_BYTES, Store
-from relay.supervisor import STREAMS, UNREAD
+from relay.supervisor import STREAMS
 
 log = logging.getLogger(__name__)
 
-KEY_FILE: Final = "store.key"
 GROUP_FILE: Final = "group.key"
-LOCK_FILE: Final = "store.lock"
 TICK_S: Final = 0.05
 RUNNING: Final = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 """A clock that is never set. On Linux it also runs while the host sleeps."""
@@ -67,10 +52,6 @@ GATHER_S: Final = 0.002
 """Longest wait of a commit for more data. It waits only while data keeps arriving."""
 WRITE_HIGH_BYTES: Final = 16 << 20
 DRAIN_S: Final = 5.0
-RETRY_OPEN_S: Final = 2.0
-"""Pause between two attempts to open a directory or key that cannot be used. The same process tries again."""
-RETRY_BUSY_S: Final = 0.5
-"""The same pause for a directory that another store uses: that store may be about to exit."""
 RETRY_MIN_S: Final = 0.05
 RETRY_MAX_S: Final = 2.0
 DRAIN_WAIT_S: Final = 0.5
@@ -86,10 +67,6 @@ class BucketSettings(Struct, frozen=True):
     key_file: Path | None = None
     checkpoint_bytes: int = CHECKPOINT_BYTES
     failover_s: float = FAILOVER_S
-
-
-class DirectoryBusy(ConfigError):
-    """Another process holds the lock of the data directory."""
 
 
 class StoreProcess:
@@ -134,14 +111,14 @@ class StoreProcess:
             LogWriteFailed: a new key could not be written to disk.
         """
         try:
-            _make_directory(self.directory)
+            make_directory(self.directory)
             # Anybody who may write to the directory could replace our key. `resolve`, because the
             # path may contain a link.
             if why := keyfiles.distrust(self.directory.resolve(), (os.geteuid(),), parent=False):
                 raise ConfigError(f"data: {why}")
-            _make_directory(self.directory / STREAMS)
-            self._lock_fd = _lock(self.directory / LOCK_FILE)
-            key = _load_key(self.directory / KEY_FILE, self._entropy)
+            make_directory(self.directory / STREAMS)
+            self._lock_fd = lock(self.directory / LOCK_FILE)
+            key = load_key(self.directory / KEY_FILE, self._entropy)
             shelf = self._open_shelf()
             self.store = store = Store(
                 self.directory, key, self._label, self._dirty, self._urge, self._entropy, shelf
@@ -395,62 +372,6 @@ class StoreProcess:
                 log.warning("store.no_word_left", extra={"fields": {"error": str(err)}})
 
 
-def _load_key(path: Path, entropy: Callable[[int], bytes]) -> StoreKey:
-    """Return the key of a data directory; create it at first use.
-
-    Raises ConfigError, KeyringError, LogWriteFailed or OSError.
-    """
-    if not path.exists():
-        streams = path.parent / STREAMS
-        if any(is_stream(name) for name in os.listdir(streams)):
-            raise ConfigError(
-                f"data: {path} is missing, and the streams in {streams} are signed for the store with that key; restore the file "
-                f"from a backup. Without it these streams cannot be served again: move {streams} away to start without them"
-            )
-        write_beside(str(path), StoreKey(entropy(SECRET_BYTES)).reveal().encode() + b"\n")
-    return keyfiles.load(path, _parse_key)
-
-
-def _parse_key(text: str) -> StoreKey:
-    try:
-        return StoreKey.parse(text.strip())
-    except KeyringError as err:
-        raise KeyringError(
-            f"{err}: the file is damaged, and streams are signed for the store with that key; restore it from a backup"
-        ) from None
-
-
-def _make_directory(path: Path) -> None:
-    """Create a directory and its missing parents, synced so that their names survive a power cut."""
-    if not path.is_dir():
-        if not path.parent.is_dir():
-            _make_directory(path.parent)
-        path.mkdir(mode=0o700, exist_ok=True)
-        sync_directory(str(path.parent))
-
-
-def _lock(path: Path) -> int:
-    """Return a descriptor that holds the lock of a data directory.
-
-    The kernel releases it however this process ends.
-    """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, f"{os.getpid()}\n".encode())
-    except BlockingIOError as err:
-        pid = os.read(descriptor, 32).decode(errors="replace").strip()
-        os.close(descriptor)
-        raise DirectoryBusy(
-            f"data: another store uses {path.parent}: process {pid or 'unknown'}; stop it first, or the relay that runs it"
-        ) from err
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
 async def restore(directory: Path, bucket: BucketSettings) -> int:
     """Bring all streams of a bucket to an empty data directory; return how many.
 
@@ -482,150 +403,6 @@ async def restore(directory: Path, bucket: BucketSettings) -> int:
         return await keeper.restore()
     finally:
         await process.close()
-
-
-@contextlib.contextmanager
-def locked(directory: Path) -> Iterator[Path]:
-    """Hold the lock of an existing data directory whose store is stopped; yield the directory of its streams.
-
-    Raises:
-        ConfigError: a store uses the directory, or it belongs to another user.
-    """
-    streams = directory / STREAMS
-    try:
-        if not streams.is_dir():
-            raise ConfigError(
-                f"data: {directory} is not a store's data directory: it has no {STREAMS}/"
-            )
-        if why := keyfiles.distrust(directory.resolve(), (os.geteuid(),), parent=False):
-            raise ConfigError(f"data: {why}; run this as the user that runs the store")
-        descriptor = _lock(directory / LOCK_FILE)
-    except OSError as err:
-        raise ConfigError(f"data: {directory}: {err.strerror or err}") from err
-    try:
-        yield streams
-    finally:
-        os.close(descriptor)
-
-
-async def serve(
-    directory: Path, relay: Path, relay_user: str, *, supervised: bool, environ: Mapping[str, str] = MappingProxyType({}),
-    bucket: BucketSettings | None = None, figures: bool = False,
-) -> None:  # fmt: skip
-    """Run a store until SIGTERM or SIGINT; a second signal ends the process at once.
-
-    `figures`: write figures for the page of metrics to standard output, which the relay reads.
-    `environ` names the service manager of a store that is not supervised: it is notified when the directory is open.
-    """
-    loop = asyncio.get_running_loop()
-    stop = stop_on_signals(loop)
-
-    async def connect(factory: Callable[[], Pump[StoreSession]]) -> object:
-        return await loop.create_unix_connection(factory, sock=await dial(relay, relay_user))
-
-    process = StoreProcess(directory, connect, supervised=supervised, bucket=bucket)
-    ended = asyncio.Event()
-    if supervised:
-        # The relay holds the other end of standard input, so we exit when the relay ends for whatever reason.
-        loop.add_reader(0, _read_stdin, loop, stop, ended, process.unread)
-    if not supervised:
-        process.open()
-    elif not await _open_when_possible(process, stop):
-        return
-    running = loop.create_task(process.run(), name="iris-store")
-    notify.ready(environ)
-    pinging = loop.create_task(watchdog.keep_alive(environ), name="iris-watchdog")
-    helpers = [pinging]
-    if figures:
-        helpers.append(loop.create_task(report(process.store), name="iris-store-figures"))
-    try:
-        stopped = loop.create_task(stop.wait())
-        await asyncio.wait((running, stopped), return_when=asyncio.FIRST_COMPLETED)
-        stopped.cancel()
-        if supervised and not running.done():
-            await process.wait_for_relay(ended)
-        if running.done():
-            running.result()
-    finally:
-        notify.stopping(environ)
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-        try:
-            await process.close()
-        finally:
-            for task in helpers:
-                task.cancel()
-
-
-async def _open_when_possible(process: StoreProcess, stop: asyncio.Event) -> bool:
-    """Try to open the directory until that succeeds, and report each new error to the relay.
-
-    Returns False if `stop` was set first.
-    """
-    said = ""
-    while not stop.is_set():
-        try:
-            process.open()
-        except IrisError as err:
-            busy = isinstance(err, DirectoryBusy)
-            if str(err) != said:
-                said = str(err)
-                log.error("store.cannot_serve", extra={"fields": {"error": said}})
-                report_to_relay(said, final=not busy)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(RETRY_BUSY_S if busy else RETRY_OPEN_S):
-                    await stop.wait()
-        else:
-            report_to_relay("", final=False)
-            return True
-    return False
-
-
-def report_to_relay(why: str, *, final: bool) -> None:
-    """Report to the relay that started us why we cannot serve ("": we can).
-
-    `final`: the error will not pass by itself.
-    """
-    line = json.dumps({"cannot": why, "final": final}).encode() + b"\n"
-    with contextlib.suppress(OSError):
-        os.write(1, line)  # one write, shorter than the buffer of a pipe
-
-
-def _read_stdin(
-    loop: asyncio.AbstractEventLoop, stop: asyncio.Event, ended: asyncio.Event, unread: Callable[[], None]
-) -> None:  # fmt: skip
-    said = os.read(0, 64)
-    if said == UNREAD:
-        unread()
-    if not said:
-        loop.remove_reader(0)
-        ended.set()
-        stop.set()
-
-
-def run(
-    directory: Path, relay: Path, relay_user: str, log_level: str, log_format: str, *, supervised: bool = False,
-    bucket: BucketSettings | None = None, figures: bool = False,
-) -> None:  # fmt: skip
-    """Run a store in this process until a signal, or the end of standard input if supervised, stops it."""
-    configure(log_level, log_format)
-    raise_descriptor_limit()
-    keep_freed_memory()
-    with asyncio.Runner(loop_factory=loop_factory()) as runner:
-        environ = (
-            {} if supervised else os.environ
-        )  # the relay's service manager is not that of its store
-        runner.run(
-            serve(
-                directory,
-                relay,
-                relay_user,
-                supervised=supervised,
-                environ=environ,
-                bucket=bucket,
-                figures=figures,
-            )
-        )
 
 
 def _monotonic_us() -> int:

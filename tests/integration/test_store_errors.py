@@ -19,7 +19,7 @@ from support.waiting import PATIENCE_S, eventually
 import iris
 from iris.config import ClientConfig
 from iris.errors import NoStream, StreamUnavailable
-from relay.store import process
+from relay.store import directory
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -129,10 +129,10 @@ async def test_it_is_reported_to_members_of_other_relays_and_a_store_that_waits_
 def test_the_key_that_is_missing_is_made_only_where_no_stream_is(tmp_path: Path) -> None:
     key = tmp_path / "store.key"
     (tmp_path / "streams").mkdir()
-    made = process._load_key(key, os.urandom)
-    assert process._load_key(key, os.urandom).public_key == made.public_key
+    made = directory.load_key(key, os.urandom)
+    assert directory.load_key(key, os.urandom).public_key == made.public_key
     key.unlink()
     (tmp_path / "streams" / ("0" * 32 + ".damaged-1")).mkdir()
     with pytest.raises(iris.ConfigError, match="is missing"):
-        process._load_key(key, os.urandom)
+        directory.load_key(key, os.urandom)
     assert not key.exists()

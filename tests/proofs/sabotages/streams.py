@@ -408,8 +408,8 @@ SABOTAGES = (
     ),
     Sabotage(
         "store-key-mode",
-        "relay/store/process.py",
-        "_load_key",
+        "relay/store/directory.py",
+        "load_key",
         "keyfiles.load(path, _parse_key)",
         "_parse_key(path.read_text())",
         FILES,
