@@ -2,7 +2,7 @@
 
     new -> open -> closing -> closed
 
-While no relay is connected, `session` is None, requests wait, and casts are held up to `ClientConfig.offline_bytes`.
+While no relay is connected, `session` is None, requests wait, and casts are held (`iris.held_casts`).
 """
 
 from __future__ import annotations
@@ -12,22 +12,23 @@ import contextlib
 import os
 import random
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable
 from enum import Enum
 from pathlib import Path
 from typing import Final, Protocol
 from weakref import WeakSet
 
+from iris.absences import Absences
 from iris.config import ClientConfig
 from iris.core.backoff import Backoff
 from iris.core.bundle import Headers
 from iris.core.guard import Guard
-from iris.core.interfaces import Lost, Owner
+from iris.core.interfaces import Owner
 from iris.core.local_senders import LocalSenders
 from iris.core.outbound import Outbound
 from iris.core.session import Session
 from iris.errors import Closed, ConnectionLost, IrisError, RelayUnavailable, with_deadline
+from iris.held_casts import HeldCasts
 from iris.leaving import Leaving, bye, fence, leave_replaced
 from iris.logs import logger
 from iris.nested import used
@@ -35,17 +36,8 @@ from iris.pairs import READ_BYTES, Pairs
 from iris.registry import Registry
 from iris.transport import Pump
 from iris.wire.codec import ReceiveBuffer
-from iris.wire.kinds import Kind
 
 log = logger(__name__)
-
-ABSENCES: Final = 64
-"""Times without a session that an attachment remembers, for the errors of calls."""
-POLL_MIN_S: Final = 0.01
-POLL_MAX_S: Final = 0.25
-POLL_SHARE: Final = 0.05
-"""Without a relay, the socket's path is polled: the interval is this share of the time without a relay, within
-`POLL_MIN_S` and `POLL_MAX_S`."""
 
 Connector = Callable[[Callable[[], asyncio.BufferedProtocol]], Awaitable[Path | None]]
 """Connects the protocol that the factory makes to a relay.
@@ -54,14 +46,6 @@ Returns the path of the relay's socket, or None if it has none.
 
 Raises RelayUnavailable.
 """
-
-Cast = tuple[int, str, bytes, Headers | None, bool]
-"""(kind, name, payload, headers, packed): a publication or broadcast that is not in a bundle yet."""
-
-
-def unwatched() -> Callable[[], bool]:
-    """Return a watch that never reports the arrival of a relay, so that each pause takes its full time."""
-    return lambda: False
 
 
 class Registrar(Owner, Protocol):
@@ -108,6 +92,8 @@ class Attachment:
         """Whether casts must wait: the write buffer is over its high-water mark, or there is no session."""
         self.state = OPEN
         self.guard = Guard(int(config.freshness_s * 1e6))
+        self.held = HeldCasts(config.offline_bytes, client.lost)
+        self.absences = Absences(asyncio.get_running_loop())
         self._client = client
         self._registry = registry
         self._config = config
@@ -132,13 +118,6 @@ class Attachment:
         self._writable: asyncio.Future[None] | None = None
         self._task: asyncio.Task[None] | None = None
         self._replacing = asyncio.Lock()
-        self._lost_s: float | None = None
-        """Loop time at which the last session ended; None while there is a session."""
-        self._absences: deque[tuple[float, float]] = deque(maxlen=ABSENCES)
-        """The latest times without a session: (from, until), in monotonic seconds."""
-        self._offline: deque[Cast] = deque()
-        """Casts held for the next session."""
-        self._offline_bytes = 0
         self._ended = {"sent": 0, "received": 0, "sent bytes": 0, "received bytes": 0}
         """Messages and bytes sent and received over sessions that have ended."""
         self.reconnects = 0
@@ -170,10 +149,8 @@ class Attachment:
         self._leaving.abort("the client was closed")
         if self.pump is not None:
             self.pump.abort("the client was closed")
-        offline, self._offline = self._offline, deque()
-        self._offline_bytes = 0
-        for cast in offline:
-            self._report_lost(cast, "the client was closed without a relay")
+        for cast in self.held.release():
+            self.held.lost(cast, "the client was closed without a relay")
         self._up.set()
         self._wake_writers()
 
@@ -239,18 +216,7 @@ class Attachment:
                     await self._move()
                 except (IrisError, OSError) as err:
                     log.debug("client.reconnect", extra={"fields": {"error": str(err)}})
-                    await self._pause(backoff.failed(), arrived)
-
-    async def _pause(self, pause_s: float, arrived: Callable[[], bool]) -> None:
-        """Sleep for `pause_s`, or until a relay has created its socket."""
-        until_s = self._loop.time() + pause_s
-        while not arrived():
-            now_s = self._loop.time()
-            if now_s >= until_s:
-                return
-            away_s = now_s - self._lost_s if self._lost_s is not None else 0.0
-            poll_s = min(max(POLL_MIN_S, away_s * POLL_SHARE), POLL_MAX_S)
-            await asyncio.sleep(min(poll_s, until_s - now_s))
+                    await self.absences.pause(backoff.failed(), arrived)
 
     async def _move(self) -> None:
         """Use a new session, after everything that sessions being left have still to deliver was received."""
@@ -339,22 +305,17 @@ class Attachment:
         used(pump.session)
         self.connected_s = time.time()
         self.blocked = False
-        if self._lost_s is not None:
-            away_s = round(self._loop.time() - self._lost_s, 3)
+        away_s = self.absences.end()
+        if away_s is not None:
             log.info("client.connected", extra={"fields": {"away_s": away_s}})
-            now_s = time.monotonic()
-            self._absences.append((now_s - away_s, now_s))
             self.reconnects += 1
-            self._lost_s = None
         pump.turn()
         self._registry.adopted(pump.session)
-        offline, self._offline = self._offline, deque()
-        self._offline_bytes = 0
-        for cast in offline:
+        for cast in self.held.release():
             try:
                 self._client.cast(*cast)
             except IrisError as err:  # for example, its key is no longer in the keyring
-                self._report_lost(cast, str(err))
+                self.held.lost(cast, str(err))
         pump.touch()
         self._up.set()
         self._wake_writers()
@@ -385,7 +346,7 @@ class Attachment:
         self._up.clear()
         self._vacant.set()
         if self.state is OPEN:
-            self._lost_s = self._loop.time()
+            self.absences.begin()
             log.info("client.disconnected", extra={"fields": {"reason": reason}})
         self._wake_writers()
 
@@ -395,17 +356,6 @@ class Attachment:
         """Raise Closed unless the client is open."""
         if self.state is not OPEN:
             raise Closed(f"this client {self.state.value}")
-
-    def away_s(self, since_s: float) -> float:
-        """Return for how many seconds there was no session since the monotonic time `since_s`.
-
-        Counts the latest `ABSENCES` absences.
-        """
-        now_s = time.monotonic()
-        absences = [*self._absences]
-        if self._lost_s is not None:
-            absences.append((now_s - (self._loop.time() - self._lost_s), now_s))
-        return sum(max(0.0, until_s - max(from_s, since_s)) for from_s, until_s in absences)
 
     def calling(self) -> Pump[Session] | None:
         """Return the pump of the session through which the caller may call now, or None.
@@ -448,21 +398,6 @@ class Attachment:
         pump.turn()
         return pump, pump.session
 
-    def hold(self, cast: Cast) -> None:
-        """Hold a cast until there is a session. Raises ConnectionLost if `offline_bytes` would be exceeded."""
-        size = len(cast[2]) + 64
-        if self._offline_bytes + size > self._config.offline_bytes:
-            detail = (
-                f"no relay is connected, and {self._offline_bytes} of {self._config.offline_bytes} bytes are "
-                "held for the next one (offline_bytes)"
-            )
-            raise ConnectionLost(cast[1], detail, may_have_run=False)
-        self._offline.append(cast)
-        self._offline_bytes += size
-
-    def _report_lost(self, cast: Cast, cause: str) -> None:
-        self._client.lost(Lost(Kind(cast[0]).name.lower(), cast[1], b"", 1, cause))
-
     def touch(self) -> None:
         """Write what sessions have queued at the end of this turn of the loop."""
         if self.pump is not None:
@@ -501,11 +436,6 @@ class Attachment:
     def dropped(self) -> list[tuple[str, int]]:
         """Return (cause, number) of the messages dropped in sessions that have not ended."""
         return [each for pump in self._live() for each in pump.session.dropped.items()]
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of casts held for the next session."""
-        return self._offline_bytes
 
     def _live(self) -> list[Pump[Session]]:
         leaving = self._leaving.pumps
@@ -558,11 +488,7 @@ class Attachment:
             return
         self._missed = ""
         self._vacate(reason)
-        for cast in session.out.unsent():
-            try:
-                self.hold(cast)
-            except ConnectionLost as err:
-                self._report_lost(cast, err.detail)
+        self.held.hold_unsent(session.out.unsent())
         if self.state is OPEN:
             self._client.detached(reason)
 

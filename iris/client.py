@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
 import msgspec
 
-from iris.attachment import OPEN, Attachment, Connector, unwatched
+from iris.absences import unwatched
+from iris.attachment import OPEN, Attachment, Connector
 from iris.audience import Audience, ask_audience, wait_for_subscribers
 from iris.checks import check_number
 from iris.config import ClientConfig
@@ -533,7 +534,7 @@ class Client:
         Raises RequestTimeout if the relay does not answer within `timeout` seconds.
         """
         until_s = deadline(timeout)
-        held = self._attached().held_bytes  # held casts are only flushed by the next session
+        held = self._attached().held.bytes  # held casts are only flushed by the next session
         ready = self._runtime.in_use if held else self._ready
         pump, session = await ready("relay", timeout)
         waiter: asyncio.Future[Any] = self._loop.create_future()

@@ -171,7 +171,7 @@ class Runtime:
         return away_text(self._away_s(until_s - timeout))
 
     def _away_s(self, since_s: float) -> float:
-        return self.attachment.away_s(since_s) if self.attachment is not None else 0.0
+        return self.attachment.absences.seconds(since_s) if self.attachment is not None else 0.0
 
     async def answered(
         self, waiter: asyncio.Future[Any], text: str, timeout: float, until_s: float
@@ -295,7 +295,7 @@ class Runtime:
         if attachment.out is None:
             # Check the name and its key now, because the caller cannot get the error later.
             (self.registry.topic_key if kind == Kind.PUBLISH else self.registry.cluster_keys)(name)
-            attachment.hold((kind, name, data, headers, packed))
+            attachment.held.hold((kind, name, data, headers, packed))
             return True
         if attachment.blocked and not force:
             return False

@@ -136,7 +136,7 @@ def snapshot(runtime: Runtime) -> Stats:
         received_bytes=attachment.messages("received bytes"),
         connected_since=datetime.fromtimestamp(since_s, UTC) if since_s is not None else None,
         reconnects=attachment.reconnects,
-        held_bytes=attachment.held_bytes,
+        held_bytes=attachment.held.bytes,
         unwritten_bytes=attachment.pump.unwritten_bytes if attachment.pump is not None else 0,
         queued_bytes=sum(each.queued_bytes for each in subscriptions)
         + sum(each.queued_bytes for each in services),
