@@ -205,7 +205,7 @@ async def test_an_offline_cast_that_cannot_be_sent_is_reported_and_the_rest_goes
         await cluster.stop_relay()
         await until(lambda: sender._attachment.pump is None)  # type: ignore[union-attr]
         assert sender._attachment is not None
-        sender._attachment.hold((Kind.BROADCAST, "no name", b"x", None, False))
+        sender._attachment.held.hold((Kind.BROADCAST, "no name", b"x", None, False))
         await sender.publish("t", b"y")
         await cluster.start_relay()
         await reader.subscribe("t", collector).ready()
