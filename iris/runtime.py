@@ -23,7 +23,7 @@ from iris.core.inbound import InFlow
 from iris.core.interfaces import Lost, Sink
 from iris.core.local_senders import LocalSenders
 from iris.core.message import encode_payload
-from iris.core.outbound import OutFlow
+from iris.core.outflow import OutFlow
 from iris.core.session import Session
 from iris.crypto.keyring import Keyring
 from iris.crypto.keys import ClusterKey
