@@ -446,13 +446,14 @@ class Keeper:
 
     async def _land_all(self, writer: Writer) -> None:
         """Bring everything to the bucket. Raises BucketError, or Lost, which ends the journal."""
-        writer.take_off(self._now_us())
-        for flying in writer.flying:
-            try:
-                await self._create(writer, flying)
-            except Lost as err:
-                writer.end(str(err))
-                raise
+        while not writer.idle:  # after tries that failed, more wait than may fly at once
+            writer.take_off(self._now_us())
+            for flying in writer.flying:
+                try:
+                    await self._create(writer, flying)
+                except Lost as err:
+                    writer.end(str(err))
+                    raise
 
     def _resume(self, loaded: Loaded, writer: Writer) -> Replica:
         replica = Replica(loaded.uuid, writer, self._now_us)

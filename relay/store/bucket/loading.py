@@ -82,8 +82,7 @@ async def load(
     """Bring the databases below `directory` to what the journals `taken` hold; remove others, except `keep`.
 
     Their streams go on in journal `into`. Also returns what the first checkpoint of that journal will cover.
-    A database that has more than the bucket keeps it if the journal that it was written for was taken by us; else it
-    is made again.
+    A database that has more than the bucket keeps it if nobody wrote to the stream meanwhile; else it is made again.
     Raises BucketError, ObjectDamaged, LogError.
     """
     targets = _targets(directory, keep)
@@ -127,10 +126,17 @@ async def _replay(
     held: set[bytes] = set()
     ends: dict[str, int] = {}
     begins: dict[str, int] = {}
+    read = 0
+    read_last: dict[str, int] = {}
+    """Journal -> when its last object was read."""
+    written_last: dict[bytes, int] = {}
+    """Stream -> when its last write was read."""
     for journal in taken:
         async for name, number, content in steps(objects, sealer, journal, known, covers):
             begin = begins.setdefault(name, number)
             ends[name] = number
+            read += 1
+            read_last[name] = read
             for target in targets.values():
                 place = target.place
                 if (
@@ -142,6 +148,7 @@ async def _replay(
             for entry in content.entries:
                 if isinstance(entry, Rows):
                     held.add(entry.uuid)
+                    written_last[entry.uuid] = read
                     target = targets.get(entry.uuid) or _Target(
                         directory / entry.uuid.hex(), entry.uuid
                     )
@@ -150,11 +157,17 @@ async def _replay(
                         target.write(entry.ops)
                 elif isinstance(entry, Ended):
                     held.discard(entry.uuid)
-    stale = {
-        uuid
-        for uuid in held
-        if not targets[uuid].reached and not _is_ahead(targets[uuid].place, taken, ends)
-    }
+
+    def is_ahead(uuid: bytes) -> bool:
+        """Return whether a database has all that the bucket has, and more, and nobody went on with the stream."""
+        place = targets[uuid].place
+        return (
+            place is not None
+            and place.number > ends.get(place.journal, place.number)
+            and written_last[uuid] <= read_last[place.journal]
+        )
+
+    stale = {uuid for uuid in held if not targets[uuid].reached and not is_ahead(uuid)}
     for uuid in stale:
         targets[uuid].restart()
     if stale:
@@ -164,8 +177,3 @@ async def _replay(
                     if isinstance(entry, Rows) and entry.uuid in stale:
                         targets[entry.uuid].write(entry.ops)
     return held, ends
-
-
-def _is_ahead(place: Place | None, taken: list[str], ends: dict[str, int]) -> bool:
-    """Return whether a database has all that the bucket has, and more, and nobody else went on meanwhile."""
-    return place is not None and place.journal in taken and place.number > ends[place.journal]

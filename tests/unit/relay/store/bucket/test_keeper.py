@@ -369,6 +369,34 @@ def test_a_store_that_killed_before_its_rows_left_adds_them_again_in_parts(tmp_p
     run(main())
 
 
+def test_rows_of_a_killed_store_are_not_lost_if_it_is_killed_again_before_it_has_them_back(
+    tmp_path: Path,
+) -> None:
+    async def main() -> None:
+        objects, owner = Scripted(), Owner()
+        await killed_with(objects, tmp_path, 1, STREAM, 2, 3)
+        theirs = (await registrations(objects, SEALER))[0].registered.journal
+        fenced = asyncio.Event()
+
+        async def fault(what: str, key: str) -> None:
+            await asyncio.sleep(0.001)
+            if what == "created" and theirs in key:
+                fenced.set()
+                await asyncio.sleep(1e6)
+
+        objects.fault = fault
+        again, _ = keeper(objects, tmp_path, 1)
+        async with running(again):
+            await fenced.wait()
+        objects.fault = failing("", [])  # type: ignore[assignment]
+        ours, _ = keeper(objects, tmp_path, 1, owner)
+        async with running(ours):
+            assert numbers_in(await served_by(owner)) == [1, 2, 3]
+        owner.close()
+
+    run(main())
+
+
 def test_rows_of_a_killed_store_are_dropped_if_another_store_has_taken_its_journal(
     tmp_path: Path,
 ) -> None:
@@ -500,6 +528,38 @@ def test_a_store_that_is_killed_while_it_takes_over_holds_it_after_its_restart(
         async with running(ours):
             for uuid in (STREAM, OTHER):
                 assert numbers_in(await served_by(owner, uuid)) == [1]
+        owner.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize("fails", [1, 4, 5, 9])
+def test_an_intent_is_in_the_bucket_before_its_fence_however_often_it_failed(
+    tmp_path: Path, fails: int
+) -> None:
+    async def main() -> None:
+        objects, owner = Scripted(), Owner()
+        await killed_with(objects, tmp_path / "first", 1, STREAM)
+        theirs = (await registrations(objects, SEALER))[0].registered.journal
+        ours, _ = keeper(objects, tmp_path / "ours", 2)
+        refused = failing("create", ["journal/"], fails)
+
+        async def fault(what: str, key: str) -> None:
+            await refused(what, key)  # type: ignore[operator]
+            if what == "created" and theirs in key:
+                await asyncio.sleep(1e6)  # the store is killed as soon as its fence is there
+
+        objects.fault = fault
+        for _ in range(fails):
+            with pytest.raises(BucketError):
+                await ours.restore()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(10):
+                await ours.restore()
+        objects.fault = failing("", [])  # type: ignore[assignment]
+        third, _ = keeper(objects, tmp_path / "third", 3, owner)
+        await third.restore()
+        assert numbers_in(owner.served[STREAM][0]) == [1]
         owner.close()
 
     run(main())
