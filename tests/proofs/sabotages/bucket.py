@@ -6,6 +6,7 @@ from proofs.sabotages.sabotage import Sabotage
 
 TAKEOVERS = ("tests/unit/relay/store/bucket/test_takeovers.py",)
 TAIL = ("tests/unit/relay/store/bucket/test_tail.py",)
+LIVES = ("tests/unit/relay/store/bucket/test_lives.py",)
 SUCCESSION = ("tests/unit/relay/store/bucket/test_succession.py",)
 
 SABOTAGES = (
@@ -62,5 +63,86 @@ SABOTAGES = (
         "0",
         TAIL,
         "messages are delivered for a consumer that a successor does not know",
+    ),
+    Sabotage(
+        "bucket-lives-no-fence",
+        "relay/store/bucket/succession.py",
+        "fence",
+        "await objects.create(key, sealer.seal(key, Fence(end.hash, journal, intent)))",
+        "return Fence(end.hash, journal, intent)",
+        LIVES,
+        "a store takes a journal without a fence",
+    ),
+    Sabotage(
+        "bucket-lives-no-read-back",
+        "relay/store/bucket/keeper.py",
+        "Keeper._create",
+        "not await self._objects.create(flying.key, flying.sealed)",
+        "not await self._objects.create(flying.key, flying.sealed) and False",
+        LIVES,
+        "an object that another store was first to create counts as ours",
+    ),
+    Sabotage(
+        "bucket-lives-no-hash-chain",
+        "relay/store/bucket/writer.py",
+        "Writer.take_off",
+        "self._before = hash_of(sealed)",
+        "pass",
+        LIVES,
+        "objects do not name the ones before them",
+    ),
+    Sabotage(
+        "bucket-lives-acknowledged-out-of-order",
+        "relay/store/bucket/writer.py",
+        "Writer.landed",
+        "self._there.add(flying.number)",
+        "self._there.add(flying.number) or [one.release() for one in self._held.pop(flying.number, ())]",
+        LIVES,
+        "an answer leaves although an earlier object is on its way",
+    ),
+    Sabotage(
+        "bucket-lives-intent-not-awaited",
+        "relay/store/bucket/keeper.py",
+        "Keeper._take",
+        "await self._land_all(writer)",
+        "writer.take_off(self._now_us())",
+        LIVES,
+        "a fence names an intent that may never be there",
+    ),
+    Sabotage(
+        "bucket-lives-intents-beyond-the-window",
+        "relay/store/bucket/keeper.py",
+        "Keeper._land_all",
+        "while not writer.idle:",
+        "for _ in (1,):",
+        LIVES,
+        "after many tries a fence names an intent that is not there",
+    ),
+    Sabotage(
+        "bucket-lives-no-redo",
+        "relay/store/bucket/replica.py",
+        "redo",
+        "_REDO.unpack(row)[0] > after",
+        "False",
+        LIVES,
+        "what a killed store had written is on its disk and not in the bucket",
+    ),
+    Sabotage(
+        "bucket-lives-redo-over-others",
+        "relay/store/bucket/loading.py",
+        "_replay",
+        "written_last[uuid] <= read_last[place.journal]",
+        "True",
+        LIVES,
+        "what a killed store had written is added to what another one wrote meanwhile",
+    ),
+    Sabotage(
+        "bucket-lives-void-fence",
+        "relay/store/bucket/succession.py",
+        "fence",
+        "# Whatever the answer was: what stands there now decides.\n            continue",
+        "return Fence(end.hash, journal, intent)",
+        LIVES,
+        "a fence counts that another store's, or a checkpoint, has made void",
     ),
 )

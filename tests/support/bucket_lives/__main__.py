@@ -19,9 +19,9 @@ def main() -> int:
             began_s = time.perf_counter()
             outcome = live(seed, print if verbose else None)
             said = "; ".join(outcome.broken[:3]) or "held"
-            print(f"seed {seed}: {said} ({time.perf_counter() - began_s:.2f} s)")
+            sys.stdout.write(f"seed {seed}: {said} ({time.perf_counter() - began_s:.2f} s)\n")
             if verbose:
-                print(dict(outcome.counts))
+                sys.stdout.write(f"{dict(outcome.counts)}\n")
             broken += bool(outcome.broken)
     return int(broken > 0)
 

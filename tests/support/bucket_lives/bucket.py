@@ -47,6 +47,8 @@ class Bucket:
         """Journal -> the fences that were created in it; void ones, too."""
         self.registered: dict[str, bytes] = {}
         """Journal -> the public key of its store."""
+        self._begins: dict[str, int] = {}
+        """Journal -> where its last checkpoint begins."""
         self._rng = rng
         self._sealer = sealer
         self._counts = counts
@@ -122,12 +124,15 @@ class Bucket:
             return
         match self._sealer.open(key, data):
             case Fence() as fence:
+                journal, _, number = rest.partition("/")
                 self._counts["fences"] += 1
-                self.fences.setdefault(rest.partition("/")[0], []).append(fence)
+                self._counts["void fences"] += int(number) < self._begins.get(journal, 0)
+                self.fences.setdefault(journal, []).append(fence)
             case Registered(journal, store):
                 self._counts["journals"] += 1
                 self.registered[journal] = store
-            case Checkpoint():
+            case Checkpoint(first):
+                self._begins[rest.partition("/")[0]] = first
                 self._counts["checkpoints"] += 1
             case Numbered():
                 self._counts["objects"] += 1

@@ -234,9 +234,10 @@ class Life(World):
             [order(OWNER, definition, issued_us=EPOCH_US, uuid=uuid, store=GROUP)]
         )
         process = self.rng.choice(list(self.processes.values()))
-        while not isinstance(
-            await self._ask(process, process.address, NO_KEY, call), streams.Described
-        ):
+        while True:
+            answer = await self._ask(process, process.address, NO_KEY, call)
+            if isinstance(answer, streams.Described):
+                return
             await asyncio.sleep(0.1)
 
     # -- the life ------------------------------------------------------------------------------------------------
@@ -297,6 +298,7 @@ class Life(World):
         for name in self.streams:
             if (now := await self._whole(name)) != self.history.ends[name]:
                 self.breaks(f"{name} changed after everything was quiet: it had {len(self.history.ends[name])}, has {len(now)}")  # fmt: skip
+        await self._restore()
         self.counts["virtual ms"] += self.time.now_us // 1000
 
     def _clients(self) -> tuple[list[Producer | Once | Committer], list[Reader], list[Worker]]:
@@ -451,9 +453,7 @@ class Life(World):
         found: list[tuple[int, bytes]] = []
         at = 0
         while True:
-            answer = await self.ask(name, streams.Fetch(at, 1 << 19))
-            if not isinstance(answer, streams.Fetched):
-                raise TimeoutError(f"{name} cannot be read at the end: {answer}")
+            answer = await self._at_end(name, streams.Fetch(at, 1 << 19), streams.Fetched)
             for item in answer.items:
                 body = item.body if isinstance(item, streams.Record) else repr(item).encode()
                 found.append((item.offset, body))
@@ -461,11 +461,40 @@ class Life(World):
             if at == answer.high_water:
                 return found
 
+    async def _restore(self) -> None:
+        """All stores are lost. An empty machine gets everything from the bucket."""
+        for number in list(self.processes):
+            self.kill(number, disk=True)
+        loop = self.loops.add()
+        process = Process(
+            self, loop, 99, self._directory / "restored", failover_s=self._failover_s,
+            checkpoint_bytes=self._checkpoint_bytes, runs=False,
+        )  # fmt: skip
+        restoring = loop.create_task(process.keeper.restore())
+        await self._until("the bucket cannot be restored", restoring.done)
+        restoring.result()
+        for name, uuid in self.streams.items():
+            stream = process.store.streams.get(uuid)
+            there = records(stream.log) if stream is not None and stream.log is not None else []
+            if there != self.history.ends[name]:
+                self.breaks(f"{name}: the bucket has {len(there)} messages, its store had {len(self.history.ends[name])}")  # fmt: skip
+        process.kill()
+        self.loops.remove(loop)
+
     async def _place(self, name: str) -> int:
-        answer = await self.ask(name, streams.DescribeConsumers())
-        if not isinstance(answer, streams.Consumers):
-            raise TimeoutError(f"the consumers of {name} cannot be read at the end: {answer}")
-        return answer.consumers[0].floor
+        """Return the position of a stream's consumer."""
+        found = await self._at_end(name, streams.DescribeConsumers(), streams.Consumers)
+        floor: int = found.consumers[0].floor
+        return floor
+
+    async def _at_end(self, name: str, call: Call, wanted: type[Answer]) -> Any:
+        """Return the answer to a call when all is well; a takeover that began before may still be under way."""
+        for _ in range(100):
+            answer = await self.ask(name, call)
+            if isinstance(answer, wanted):
+                return answer
+            await asyncio.sleep(0.5)
+        raise TimeoutError(f"{name} is not served at the end: {answer}")
 
 
 @contextlib.contextmanager

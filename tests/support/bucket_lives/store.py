@@ -121,8 +121,10 @@ class Process:
     """One start of a store. `directory` is its disk."""
 
     def __init__(
-        self, world: World, loop: Loop, number: int, directory: Path, *, failover_s: float, checkpoint_bytes: int
+        self, world: World, loop: Loop, number: int, directory: Path, *, failover_s: float, checkpoint_bytes: int,
+        runs: bool = True,
     ) -> None:  # fmt: skip
+        """`runs`: it serves; else it only restores."""
         self.loop = loop
         self.number = number
         self.directory = directory
@@ -146,9 +148,10 @@ class Process:
             failover_s=failover_s, checkpoint_bytes=checkpoint_bytes, entropy=rng.randbytes,
         )  # fmt: skip
         self.shelf = shelf
-        self.attach()
-        for work in (self.keeper.run(), self._tick()):
-            loop.create_task(work)
+        if runs:
+            self.attach()
+            for work in (self.keeper.run(), self._tick()):
+                loop.create_task(work)
 
     # -- what the process asks for -----------------------------------------------------------------------------
 
