@@ -24,11 +24,12 @@
     histories       1800       seconds of random faults among processes of two sites, whose histories are
                                checked (root)
     gateway-drains  100        drains of the gateways of two sites under load
+    bucket          10000    lives of stores that share a bucket, in virtual time, whose histories are checked
     direct          200        direct tunnels broken under load by the end of a process, the relay or the pair
     bucket-kills    200        kills and freezes of the store that serves a stream in a bucket, under load
 
 Exits 1 if the promise does not hold. The figures go to docs/proof.md, or to the file that `--record` names: one
-section per area and N, which replaces the previous one. The areas sim, scale, federation and mutations, and the
+section per area and N, which replaces the previous one. The areas sim, scale, federation, bucket and mutations, and the
 steps of hostile, run in this process or in memory. All others run real processes, with their own relay, keys and
 sockets.
 """
@@ -73,6 +74,7 @@ AREAS = (
     "histories",
     "direct",
     "bucket-kills",
+    "bucket",
 )
 RECORD = proofs.ROOT / "docs" / "proof.md"
 SEED = 20_241

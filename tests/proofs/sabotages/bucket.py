@@ -7,6 +7,7 @@ from proofs.sabotages.sabotage import Sabotage
 TAKEOVERS = ("tests/unit/relay/store/bucket/test_takeovers.py",)
 TAIL = ("tests/unit/relay/store/bucket/test_tail.py",)
 LIVES = ("tests/unit/relay/store/bucket/test_lives.py",)
+KEEPER = "tests/unit/relay/store/bucket/test_keeper.py"
 SUCCESSION = ("tests/unit/relay/store/bucket/test_succession.py",)
 
 SABOTAGES = (
@@ -110,39 +111,33 @@ SABOTAGES = (
         "a fence names an intent that may never be there",
     ),
     Sabotage(
-        "bucket-lives-intents-beyond-the-window",
+        "bucket-intents-beyond-the-window",
         "relay/store/bucket/keeper.py",
         "Keeper._land_all",
         "while not writer.idle:",
         "for _ in (1,):",
-        LIVES,
+        (f"{KEEPER}::test_an_intent_is_in_the_bucket_before_its_fence_however_often_it_failed",),
         "after many tries a fence names an intent that is not there",
     ),
     Sabotage(
-        "bucket-lives-no-redo",
+        "bucket-no-redo",
         "relay/store/bucket/replica.py",
         "redo",
         "_REDO.unpack(row)[0] > after",
         "False",
-        LIVES,
+        (
+            f"{KEEPER}::test_a_store_that_killed_before_its_rows_left_adds_them_again_in_parts",
+            *LIVES,
+        ),
         "what a killed store had written is on its disk and not in the bucket",
     ),
     Sabotage(
-        "bucket-lives-redo-over-others",
+        "bucket-redo-over-others",
         "relay/store/bucket/loading.py",
         "_replay",
         "written_last[uuid] <= read_last[place.journal]",
         "True",
-        LIVES,
+        (f"{KEEPER}::test_rows_of_a_killed_store_are_dropped_if_it_takes_its_stream_back_at_once",),
         "what a killed store had written is added to what another one wrote meanwhile",
-    ),
-    Sabotage(
-        "bucket-lives-void-fence",
-        "relay/store/bucket/succession.py",
-        "fence",
-        "# Whatever the answer was: what stands there now decides.\n            continue",
-        "return Fence(end.hash, journal, intent)",
-        LIVES,
-        "a fence counts that another store's, or a checkpoint, has made void",
     ),
 )

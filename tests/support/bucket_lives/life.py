@@ -22,6 +22,7 @@ from iris.wire.orders import Definition
 from iris.wire.streams import Answer, Call
 from relay.store import consumer_calls
 from relay.store.bucket import objects, succession
+from relay.store.bucket.objects import BucketError
 from relay.store.bucket.sealing import Sealer
 from support.bucket_lives.bucket import Bucket
 from support.bucket_lives.clients import (
@@ -249,8 +250,8 @@ class Life(World):
             self.loops.run(lambda: main.done() or bool(self.broken))
             if main.done():
                 main.result()
-        except (Stuck, TimeoutError) as err:
-            self.breaks(str(err) or "it took too long")
+        except Exception as err:  # whatever it is, this life has shown it
+            self.breaks(str(err) or repr(err))
         finally:
             for number in list(self.processes):
                 with contextlib.suppress(Stuck):
@@ -470,7 +471,17 @@ class Life(World):
             self, loop, 99, self._directory / "restored", failover_s=self._failover_s,
             checkpoint_bytes=self._checkpoint_bytes, runs=False,
         )  # fmt: skip
-        restoring = loop.create_task(process.keeper.restore())
+
+        async def restore() -> None:
+            while True:
+                try:
+                    await process.keeper.restore()
+                except BucketError:  # requests of killed stores, such as deletes, still arrive
+                    await asyncio.sleep(1)
+                else:
+                    return
+
+        restoring = loop.create_task(restore())
         await self._until("the bucket cannot be restored", restoring.done)
         restoring.result()
         for name, uuid in self.streams.items():
