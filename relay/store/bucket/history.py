@@ -131,6 +131,9 @@ async def end_of(objects: Objects, sealer: Sealer, journal: Registration) -> End
     beginning = await beginning_of(objects, sealer, journal)
     there = await _last(objects, lambda number: journal_key(name, number), beginning.number)
     first = max(beginning.number, there - WINDOW)
+    if first > beginning.number and not await objects.exists(journal_key(name, first)):
+        # What `_last` found stands behind a fence and another hole, so the end is further down.
+        first = beginning.number
     end = End(beginning.number - 1, beginning.before, None)
     for number in range(first, there + 1):
         key = journal_key(name, number)

@@ -23,7 +23,14 @@ from relay.store.bucket.history import (
 from relay.store.bucket.keeper import FAILOVER_S, UNSEEN_S, Keeper
 from relay.store.bucket.objects import BucketError
 from relay.store.bucket.replica import Replica
-from relay.store.bucket.sealing import Covered, Intent, Rows, Sealer, journal_key
+from relay.store.bucket.sealing import (
+    Covered,
+    Intent,
+    Numbered,
+    Rows,
+    Sealer,
+    journal_key,
+)
 from relay.store.bucket.shelf import Shelf
 from relay.store.bucket.succession import begin, fence, steps
 from relay.store.bucket.writer import Writer
@@ -185,6 +192,26 @@ def test_a_journal_of_which_a_part_was_deleted_is_never_held_again(fails: int) -
             await delete(objects, [Covered(name, 1, 12)])
         again = await fence(objects, SEALER, began, "b" * 32, 1)
         assert again.by == "a" * 32 or await history_of(objects, name) == []
+
+    run(main())
+
+
+@pytest.mark.parametrize("behind", range(4))
+def test_a_journal_that_was_deleted_can_be_taken_with_whatever_stands_behind_its_fence(
+    behind: int,
+) -> None:
+    async def main() -> None:
+        objects = Scripted()
+        began, _ = await journal(objects, 2)
+        name = began.registered.journal
+        await fence(objects, SEALER, began, "a" * 32, 1)
+        for number in range(4, 4 + behind):  # what the fenced store had on its way
+            key = journal_key(name, number)
+            objects.objects[key] = SEALER.seal(key, Numbered(bytes(32), []))
+        await delete(objects, [Covered(name, 1, 3)])
+        again = await fence(objects, SEALER, began, "b" * 32, 1)
+        assert again.by == "b" * 32
+        assert await history_of(objects, name) == []
 
     run(main())
 
