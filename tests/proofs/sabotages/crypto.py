@@ -289,8 +289,8 @@ SABOTAGES = (
     ),
     Sabotage(
         "fresh-request",
-        "iris/core/session.py",
-        "Session._dispatch",
+        "iris/core/serving.py",
+        "ServingSession._dispatch",
         "abs(self.now_us - sent_us) >= self.guard.freshness_us",
         "False",
         GUARDING,
@@ -347,8 +347,8 @@ SABOTAGES = (
     ),
     Sabotage(
         "expired-request",
-        "iris/core/session.py",
-        "Session._dispatch",
+        "iris/core/serving.py",
+        "ServingSession._dispatch",
         "deadline_us < self.mono_us",
         "False",
         GUARDING,
