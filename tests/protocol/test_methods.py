@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from protocol.kit import KEY, Answers, Host, Network, kind_of
 
-import iris.core.session
+import iris.core.serving
 from iris.core.bundle import Headers, decode_bundle, encode_single
 from iris.errors import DecodeError, RelayError
 from iris.wire import frames
@@ -29,7 +29,7 @@ def earlier_members(monkeypatch: pytest.MonkeyPatch) -> None:
             raise DecodeError(f"a frame of this kind must carry 1 message, not {len(payloads)}")
         return payloads[0], headers[0] if headers else None, packed, ""
 
-    monkeypatch.setattr(iris.core.session, "decode_single", decode_single)
+    monkeypatch.setattr(iris.core.serving, "decode_single", decode_single)
 
 
 def test_calls_of_every_kind_name_their_method_under_the_seal(net: Network) -> None:
