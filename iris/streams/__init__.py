@@ -110,7 +110,7 @@ class Streams:
 
     async def create(
         self, name: str, *, topic: str = "", cluster: str = "", max_bytes: int = 0, max_messages: int = 0, max_age: float = 0.0,
-        compact: bool = False, dedup_window: float = 0.0, durability: str = "disk", timeout: float = 10.0,
+        compact: bool = False, dedup_window: float = 0.0, durability: str = "disk", copy: bool = True, timeout: float = 10.0,
     ) -> StreamInfo:  # fmt: skip
         """Create a stream, a durable log. A stream that exists with the same definition is returned as it is.
 
@@ -122,6 +122,8 @@ class Streams:
 
         `durability` says when a message is acknowledged: "disk", when it is on the disk of one store, or "bucket",
         when it is in the object storage of a store started with `--bucket`, which then outlives the disk.
+        A "disk" stream of such a store is copied to its bucket, too, unless `copy` is False. Nothing waits for the
+        copy; `describe` shows how far it is behind.
 
         Raises:
             ConfigError: a setting is out of range, or `durability` is another word.
@@ -143,6 +145,7 @@ class Streams:
             round(max_age * 1e6),
             compact,
             dedup_window_us=round(dedup_window * 1e6),
+            copy=copy,
         )
         check_definition(definition)
         until_s = deadline(timeout)
@@ -176,9 +179,9 @@ class Streams:
     async def change(
         self, name: str, *, max_bytes: int | None = None, max_messages: int | None = None, max_age: float | None = None,
         compact: bool | None = None, paused: bool | None = None, consumers_paused: bool | None = None, dedup_window: float | None = None,
-        uuid: str = "", timeout: float = 10.0,
+        copy: bool | None = None, uuid: str = "", timeout: float = 10.0,
     ) -> StreamInfo:  # fmt: skip
-        """Change a stream's limits, or whether it records; None leaves a field as it is.
+        """Change a stream's limits, whether it records, or whether it is copied; None leaves a field as it is.
 
         The stream is also shared with every key that this keyring has for it.
 
@@ -187,7 +190,7 @@ class Streams:
         """
         changes = given_fields(
             max_bytes=max_bytes, max_messages=max_messages, max_age=max_age, compact=compact, paused=paused,
-            consuming_paused=consumers_paused, dedup_window=dedup_window,
+            consuming_paused=consumers_paused, dedup_window=dedup_window, copy=copy,
         )  # fmt: skip
         return await redefine(
             self._stores, name, uuid, lambda d: structs.replace(d, **changes), timeout

@@ -24,7 +24,7 @@ from iris.wire.streams import Change, Create, Delete, Described, Settled
 CHANGE_TRIES: Final = 8
 """Attempts to apply a change on top of changes by others, before the caller gets an error."""
 _CHANGEABLE: Final = frozenset(
-    {"max_bytes", "max_messages", "max_age_us", "compact", "dedup_window_us"}
+    {"max_bytes", "max_messages", "max_age_us", "compact", "dedup_window_us", "copy"}
 )
 """Fields of a definition that `change` can change."""
 

@@ -70,6 +70,14 @@ class StreamInfo(Struct, frozen=True):
     """Seconds for which message ids are remembered."""
     durability: str = "disk"
     """Where acknowledged messages are: on the store's "disk", or in a "bucket"."""
+    copy: bool = True
+    """Whether a store that has a bucket copies the stream there, if it is on the disk."""
+    copy_lag_bytes: int | None = None
+    """Bytes that the copy in the bucket does not have yet; None if there is no copy."""
+    copy_lag_s: float | None = None
+    """For how long the oldest of them has been waiting, in seconds; None if there is no copy."""
+    copy_behind: bool = False
+    """Whether too much waited for the bucket, so that the stream will be copied there once more."""
 
 
 async def list_streams(stores: Stores, timeout: float) -> list[VerifiedStream]:
@@ -142,6 +150,7 @@ def stream_info(stream: VerifiedStream) -> StreamInfo:
             consuming_paused=False, dedup_window_us=0,
         )  # fmt: skip
     source = definition.origins[-1].name if definition.mirror else ""
+    copied = found.copied
     heard = bool(source) and found.heard_us > 0
     return StreamInfo(
         definition.name, found.uuid.hex(), definition.topic, definition.cluster, definition.max_bytes, definition.max_messages,
@@ -150,4 +159,6 @@ def stream_info(stream: VerifiedStream) -> StreamInfo:
         [public_id(signed.public_key).hex() for signed in found.orders], definition.mirror, source,
         max(0, found.source_next - found.next) if heard else None, found.heard_us if heard else 0,
         definition.consuming_paused, definition.dedup_window_us / 1e6, "bucket" if found.holder else "disk",
+        definition.copy, None if copied is None else copied.bytes, None if copied is None else copied.us / 1e6,
+        copied is not None and copied.behind,
     )  # fmt: skip

@@ -78,6 +78,9 @@ class Definition(Struct, frozen=True):
     dedup_window_us: Time = 0
     """Time for which ids of appended messages are remembered; 0 if messages have no ids."""
 
+    copy: bool = True
+    """Whether a store that has a bucket copies the stream there, behind its acknowledgements."""
+
     @property
     def order_version(self) -> int:
         """Version that an order with this definition must have, so that a store which does not support

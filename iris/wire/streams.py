@@ -398,6 +398,16 @@ class Opened(Struct, frozen=True, tag_field="op", tag="opened"):
     signature: Signature
 
 
+class CopyLag(Struct, frozen=True, array_like=True):
+    """How far the copy in a bucket of a stream, which is on its store's disk, is behind."""
+
+    bytes: Offset
+    us: Time
+    """How long the oldest write that is missing there has been waiting; 0 if none is missing."""
+    behind: bool = False
+    """Whether too much waited, so that the stream will be written there once more."""
+
+
 class Described(Struct, frozen=True, tag_field="op", tag="described"):
     """State of a stream at its store."""
 
@@ -427,6 +437,8 @@ class Described(Struct, frozen=True, tag_field="op", tag="described"):
     holder: Annotated[bytes, Meta(max_length=32)] = b""
     """For a stream in a bucket, whose `store` is the key of all stores that share it: the public key of the store
     that holds it now. Else empty."""
+    copied: CopyLag | None = None
+    """For a stream on the disk of a store that copies it to a bucket; else None."""
 
 
 class Listed(Struct, frozen=True, tag_field="op", tag="listed"):

@@ -111,6 +111,9 @@ SPECS: Final = (
     Spec("iris_store_bucket_up", "1 if the bucket of the store answers; absent without a bucket."),
     Spec("iris_store_bucket_backlog_bytes", "Bytes that wait for the bucket; what is in them is not acknowledged yet."),
     Spec("iris_store_bucket_backlog_limit_bytes", "Limit of the backlog of one journal, at which its streams accept nothing new."),
+    Spec("iris_store_copies_lag_bytes", "Bytes of the store's streams on disk that their copies in the bucket do not have."),
+    Spec("iris_store_copies_lag_seconds", "How long the oldest write that a copy in the bucket does not have has been waiting."),
+    Spec("iris_store_copies_behind", "Streams on disk that will be copied to the bucket once more, because too much waited for it."),
 )  # fmt: skip
 
 
@@ -287,7 +290,9 @@ def fill_store(page: Page, figures: Mapping[str, Any], labels: Labels) -> None:
         page.add("iris_store_consumer_workers", workers, *pair)
     bucket = figures["bucket"]
     if bucket is not None:
-        up, backlog, limit = bucket
+        up, backlog, limit, *copies = bucket
         page.set("iris_store_bucket_up", up)
         page.set("iris_store_bucket_backlog_bytes", backlog)
         page.set("iris_store_bucket_backlog_limit_bytes", limit)
+        for name, value in zip(("lag_bytes", "lag_seconds", "behind"), copies, strict=False):
+            page.set(f"iris_store_copies_{name}", value)

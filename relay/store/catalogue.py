@@ -100,6 +100,23 @@ class Catalogue:
             made.copy_all()
         return stream
 
+    def copy(self, stream: Stream) -> None:
+        """Begin to copy a stream of the disk, and its dead letters, to the bucket, or end that, as its definition says.
+
+        Raises LogError.
+        """
+        if self.shelf is None or stream.replica is not None or stream.dead:
+            return
+        wanted = stream.definition.copy and bool(stream.orders)
+        for one in (stream, self.streams.get(dead_uuid(stream.uuid))):
+            if one is None or wanted == (one.bucket_copy is not None):
+                continue
+            if wanted:
+                one.follow(self.shelf.copies.of(one.uuid))
+            else:
+                one.follow(None)
+                self.shelf.copies.end(one.uuid)
+
     def replica_for(self, charter: Charter) -> Replica | None:
         """Return the copier of a new stream; None if its orders name this store alone.
 
@@ -210,6 +227,7 @@ class Catalogue:
     def add_addresses(self, stream: Stream) -> None:
         if stream.dead:
             return
+        self.copy(stream)
         stream.write_dead_letters = partial(self._write_dead_letters, stream)
         self.version += 1
         for key_id in stream.orders:
@@ -270,6 +288,8 @@ class Catalogue:
                 removed.end(reason)
                 if removed.replica is not None and self.shelf is not None:
                     self.shelf.forget(removed.replica)
+                if removed.bucket_copy is not None and self.shelf is not None:
+                    self.shelf.copies.end(uuid)
                 self._destroy(removed.path)
 
 

@@ -226,6 +226,9 @@ class CopiedBatch(Batch):
 class Copier(Protocol):
     """Takes what is written to a database, for its copies elsewhere."""
 
+    durable: bool
+    """Whether what it took is durable elsewhere, so writes here need no sync."""
+
     def writing(self, batch: CopiedBatch) -> None:
         """Called before a batch is written here; may add rows of its own to `batch.raw`."""
 
@@ -250,7 +253,7 @@ class Database:
         self._mark_fd = -1
         self._uuid = bytes(16)
         self.copier: Copier | None = None
-        """Takes every write; what it took is durable elsewhere, so writes here need no sync."""
+        """Takes every write."""
         self.failed: str | None = None
         """Why a write failed; None if none did.
 
@@ -348,7 +351,7 @@ class Database:
         copied = batch if isinstance(batch, CopiedBatch) and self.copier is not None else None
         if copied is not None and self.copier is not None:
             self.copier.writing(copied)
-            sync = False
+            sync = sync and not self.copier.durable
         try:
             self._meta.write(batch.raw, self._synced if sync else self._unsynced)
             if sync:

@@ -83,6 +83,11 @@ class BucketRow(Struct, array_like=True):
     up: bool
     backlog: int
     backlog_limit: int
+    copies_bytes: int = 0
+    """Bytes of `disk` streams that their copies do not have."""
+    copies_s: float = 0.0
+    copies_behind: int = 0
+    """Streams that will be copied once more."""
 
 
 class Figures(Struct):
@@ -155,7 +160,9 @@ def _bucket(store: Store) -> BucketRow | None:
     going = [writer for writer in writers.values() if not writer.ended]
     up = not shelf.away and not any(writer.failing for writer in going)
     limit = max((writer.backlog_limit for writer in going), default=0)
-    return BucketRow(up, sum(writer.backlog for writer in going), limit)
+    lag, behind = shelf.copies.lag(), sum(copy.lag().behind for copy in shelf.copies.all.values())
+    backlog = sum(writer.backlog for writer in going)
+    return BucketRow(up, backlog, limit, lag.bytes, lag.us / 1e6, behind)
 
 
 def encode(found: Figures) -> bytes:

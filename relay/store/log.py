@@ -185,8 +185,8 @@ class Log:
                 raise LogBusy(path, "it is open in another process, or twice in this one") from err
         shutil.rmtree(path)
 
-    def copy_to(self, copier: Copier, tail: Tail | None = None) -> None:
-        """Give every further write to `copier`, which makes it durable; the disk is no longer synced.
+    def copy_to(self, copier: Copier | None, tail: Tail | None = None) -> None:
+        """Give every further write to `copier`. If that makes it durable, the disk is no longer synced.
 
         `tail` says how much of it is durable.
         """
@@ -232,6 +232,11 @@ class Log:
         self.close()
 
     # What it is
+
+    @property
+    def database(self) -> Database:
+        """Where the log is stored, for what copies it."""
+        return self._database
 
     @property
     def oldest(self) -> int:

@@ -29,6 +29,7 @@ from iris.errors import ConfigError, IrisError, RelayUnavailable
 from iris.transport import Pump
 from iris.wire.codec import MAX_MESSAGE_LIMIT, ReceiveBuffer
 from iris.wire.frames import Bye, Ping
+from relay.store.bucket.copying import Copying
 from relay.store.bucket.keeper import CHECKPOINT_BYTES, FAILOVER_S, STATE_FILE, Keeper
 from relay.store.bucket.objects import Objects, open_bucket
 from relay.store.bucket.replica import Replica
@@ -88,6 +89,7 @@ class StoreProcess:
         self._entropy = entropy
         self._bucket = bucket
         self._keeper: Keeper | None = None
+        self._copying: Copying | None = None
         self._objects: Objects
         self._loop = asyncio.get_running_loop()
         self._buffer = ReceiveBuffer()
@@ -163,6 +165,17 @@ class StoreProcess:
             failover_s=self._bucket.failover_s, entropy=self._entropy,
         )  # fmt: skip
 
+    def _copy(self, store: Store) -> Copying | None:
+        """Return what copies streams of the disk to the bucket; None without a bucket."""
+        shelf = store.catalogue.shelf
+        if shelf is None or self._bucket is None:
+            return None
+        return Copying(
+            shelf.copies, self._objects, shelf.key, store.key.public_key, self._label, shelf.directory, now_us=_monotonic_us,
+            wall_us=lambda: time.time_ns() // 1000, checkpoint_bytes=self._bucket.checkpoint_bytes,
+            ended=lambda: store.catalogue.ended.uuids, entropy=self._entropy,
+        )  # fmt: skip
+
     # -- callbacks of the keeper -----------------------------------------------------------------------------
 
     def adopt(self, found: Mapping[bytes, tuple[Path, Replica]]) -> None:
@@ -191,9 +204,12 @@ class StoreProcess:
         """Serve the relay, and reconnect whenever the connection is lost. Runs until cancelled."""
         ticking = self._loop.create_task(self._tick(), name="iris-store-tick")
         self._keeper = self._keep(self.store)
-        keeping = None
-        if self._keeper is not None:
-            keeping = self._loop.create_task(self._keeper.run(), name="iris-store-bucket")
+        self._copying = self._copy(self.store)
+        keeping = [
+            self._loop.create_task(each.run(), name="iris-store-bucket")
+            for each in (self._keeper, self._copying)
+            if each is not None
+        ]
         backoff = Backoff(RETRY_MIN_S, RETRY_MAX_S, random.random)
         first = True
         try:
@@ -222,9 +238,9 @@ class StoreProcess:
                 log.info("store.detached", extra={"fields": {"reason": reason}})
         finally:
             ticking.cancel()
-            if keeping is not None:
-                keeping.cancel()
-                await asyncio.gather(keeping, return_exceptions=True)
+            for each in keeping:
+                each.cancel()
+            await asyncio.gather(*keeping, return_exceptions=True)
 
     async def close(self) -> None:
         """Commit what was received, send BYE, and unlock the directory. Idempotent."""
@@ -234,6 +250,13 @@ class StoreProcess:
         self.store.commit()
         if self._keeper is not None and not await self._keeper.drain(DRAIN_S):
             log.warning("store.bucket_behind", extra={"fields": {"bucket": self._keeper.url}})
+        if self._copying is not None and not await self._copying.drain(DRAIN_S):
+            lag = self.store.lag_of_copies
+            fields = {
+                "bucket": self._bucket.url if self._bucket else "",
+                "bytes": lag.bytes if lag else 0,
+            }
+            log.warning("store.copies_behind", extra={"fields": fields})
         if self._unread and self.store.registration.session is None:
             self._save_complete(unread=True)
         try:

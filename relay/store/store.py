@@ -19,6 +19,7 @@ from iris.wire import frames
 from iris.wire.kinds import Refusal
 from relay.logs import Quiet
 from relay.store.authority import Authority
+from relay.store.bucket.copies import Lag
 from relay.store.bucket.replica import Replica
 from relay.store.bucket.shelf import Shelf
 from relay.store.bucket.writer import Writer
@@ -143,6 +144,12 @@ class Store:
                     raise LogWriteFailed(stream.path, stream.failed or "an earlier write failed")
                 logs[stream.uuid] = stream.log
         return logs
+
+    @property
+    def lag_of_copies(self) -> Lag | None:
+        """How far the copies in the bucket of `disk` streams are behind; None without a bucket."""
+        shelf = self.catalogue.shelf
+        return None if shelf is None else shelf.copies.lag()
 
     def abandon(self, writer: Writer) -> None:
         """Stop serving the streams of a journal that has ended: another store holds them."""

@@ -18,6 +18,8 @@ import struct
 from collections.abc import Callable, Set
 from typing import Final
 
+from msgspec import structs
+
 from iris.core.conversation import UP
 from iris.wire import streams
 from iris.wire.codec import END
@@ -39,6 +41,7 @@ from iris.wire.streams import (
 )
 from relay.store.answers import item_from_wire, items_to_wire
 from relay.store.authority import NO_CHARTER, Charter
+from relay.store.bucket.copies import Copy as BucketCopy
 from relay.store.bucket.replica import Replica
 from relay.store.clock import Clock
 from relay.store.consumer_calls import ConsumerCalls
@@ -101,6 +104,8 @@ class Stream:
         self.write_dead_letters: Callable[[str, list[Dead]], None] = _no_dead_letters
         self.replica: Replica | None = None
         """Copies the log to a bucket, which makes it durable; None if the disk does."""
+        self.bucket_copy: BucketCopy | None = None
+        """The copy in a bucket that follows the disk; None if there is none."""
         self.redefine()
         if log is not None:
             self.opened(log)
@@ -120,11 +125,21 @@ class Stream:
         replica.tail.begin(log.next, log.oldest, replica.last)
         log.copy_to(replica, replica.tail)
 
+    def follow(self, copy: BucketCopy | None) -> None:
+        """Let this copy follow the log from now on; None: let none follow. Raises LogError."""
+        self.bucket_copy = copy
+        if self.log is not None and copy is not None:
+            copy.opened(self.log)
+        elif self.log is not None:
+            self.log.copy_to(None)
+
     def opened(self, log: Log) -> None:
-        """Use this log, which was opened for the first time or again."""
+        """Use this log, which was opened for the first time or again. Raises LogError."""
         self.log = self.recorder.log = log
         if self.replica is not None:
             self._copy(log, self.replica)
+        elif self.bucket_copy is not None:
+            self.bucket_copy.opened(log)
         self.consumer_calls = ConsumerCalls(
             log, lambda consumer, dead: self.write_dead_letters(consumer, dead), self._clock
         )
@@ -206,6 +221,7 @@ class Stream:
             *numbers, lost=self.recorder.lost, failed=failed[:1024], readable=log is not None,
             source_next=self._source_next, heard_us=self._source_seen_us,
             holder=holder if self.replica is not None else b"",
+            copied=None if self.bucket_copy is None else streams.CopyLag(*structs.astuple(self.bucket_copy.lag())),
         )  # fmt: skip
 
     @property

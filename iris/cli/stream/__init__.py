@@ -63,6 +63,9 @@ def create(
     durability: Annotated[
         str, typer.Option("--durability", metavar="WHERE", help="When a message is acknowledged: 'disk', when the store's disk has it; 'bucket', when its object storage has it.")
     ] = "disk",
+    copy: Annotated[
+        bool, typer.Option("--copy/--no-copy", help="Whether a store that has a bucket copies the stream there.")
+    ] = True,
     timeout: options.Timeout = 10.0,
     json: options.AsJson = False,
     relay: options.RelayPath = None,
@@ -84,7 +87,7 @@ def create(
             info = await client.streams.create(
                 name, topic=topic, cluster=cluster, max_bytes=max_bytes or 0, max_messages=max_messages or 0,
                 max_age=max_age or 0.0, compact=compact, dedup_window=dedup_window or 0.0, durability=durability,
-                timeout=timeout,
+                copy=copy, timeout=timeout,
             )  # fmt: skip
         if json:
             output.write_json(info)
@@ -176,6 +179,9 @@ def change(
         bool | None, typer.Option("--compact/--no-compact", help="Keep only the last message of each key, or all.", show_default=False)
     ] = None,
     dedup_window: texts.DedupWindow = None,
+    copy: Annotated[
+        bool | None, typer.Option("--copy/--no-copy", help="Whether a store that has a bucket copies the stream there.", show_default=False)
+    ] = None,
     uuid: texts.Uuid = "",
     timeout: options.Timeout = 10.0,
     relay: options.RelayPath = None,
@@ -187,7 +193,7 @@ def change(
       iris stream change orders --max-bytes 20GiB
       iris stream change orders --max-age 0
     """
-    given = {"max_bytes": max_bytes, "max_messages": max_messages, "max_age": max_age, "compact": compact, "dedup_window": dedup_window}  # fmt: skip
+    given = {"max_bytes": max_bytes, "max_messages": max_messages, "max_age": max_age, "compact": compact, "dedup_window": dedup_window, "copy": copy}  # fmt: skip
     changes: dict[str, Any] = {field: value for field, value in given.items() if value is not None}
     if not changes:
         raise WrongUsage("nothing to change; give at least one limit, such as --max-age 7d")
@@ -361,6 +367,7 @@ def _facts(info: StreamInfo, *, human: bool) -> list[tuple[str, str]]:
         ),
         *_copy_facts(info),
         ("durability", info.durability),
+        ("copy-in-bucket", _bucket_copy(info)),
         ("lost", str(info.lost)),
         ("failed", info.failed or ("no" if human else "")),
         ("keys", " ".join(info.key_ids)),
@@ -369,6 +376,16 @@ def _facts(info: StreamInfo, *, human: bool) -> list[tuple[str, str]]:
         ("store", info.store),
         ("epoch", str(info.epoch)),
     ]
+
+
+def _bucket_copy(info: StreamInfo) -> str:
+    """Return how far the copy of a stream in the bucket is behind."""
+    if info.copy_lag_bytes is None or info.copy_lag_s is None:
+        return "none"
+    if not info.copy_lag_bytes and not info.copy_behind:
+        return "follows"
+    behind = f"{info.copy_lag_bytes} B and {info.copy_lag_s:.1f} s behind"
+    return f"{behind}, is copied once more" if info.copy_behind else behind
 
 
 def _copy_facts(info: StreamInfo) -> list[tuple[str, str]]:

@@ -110,6 +110,7 @@ class Checkpoints:
         # Nothing is awaited before: a stream that was created meanwhile would be in no part and before `first`.
         parts = {uuid: each.copied() for uuid, each in logs.items()}
         first = await write_all(writer, parts, self._now_us())
+        self._logs()  # raises if the copy of a stream fell behind meanwhile: then its parts do not fit together
         covers = await remaining(self._objects, self._covers)
         covers.append(Covered(writer.journal, self._first, first))
         backoff = Backoff(COMPACT_S, RETRY_MAX_S, random.random)

@@ -7,6 +7,7 @@ from typing import Final
 
 from relay.store.bucket.objects import BucketError, Objects, at_once
 from relay.store.bucket.sealing import (
+    JOURNALS,
     WINDOW,
     Checkpoint,
     Content,
@@ -39,12 +40,14 @@ class Registration:
         """Which the journal's first object names."""
 
 
-async def registrations(objects: Objects, sealer: Sealer, start: int = 1) -> list[Registration]:
+async def registrations(
+    objects: Objects, sealer: Sealer, start: int = 1, folder: str = JOURNALS
+) -> list[Registration]:
     """Return all journals of the bucket from number `start` on. Raises BucketError, ObjectDamaged."""
     found: list[Registration] = []
     number = start
     while True:
-        keys = [registration_key(number + index) for index in range(AHEAD)]
+        keys = [registration_key(number + index, folder) for index in range(AHEAD)]
         for key, sealed in zip(keys, await at_once(objects.get(key) for key in keys), strict=True):
             if sealed is None:
                 return found

@@ -58,6 +58,8 @@ class Place(Struct, frozen=True):
 class Replica:
     """Copies one stream's database to a journal. It is the database's `Copier`."""
 
+    durable = True
+
     def __init__(self, uuid: bytes, writer: Writer, now_us: Callable[[], int]) -> None:
         """`now_us` is a clock that is never set."""
         self.uuid = uuid
@@ -99,15 +101,20 @@ class Replica:
         raw = batch.raw
         while self._redo and self._redo[0][0] <= self.writer.known:
             raw.delete(self._redo.popleft()[1])
-        key = REDO_ROWS + _REDO.pack(number, self._index)
+        key, value = pack_redo(number, self._index, batch.ops)
         self._index += 1
         self._redo.append((number, key))
-        raw.put(key, _encode([_by_key(op) for op in batch.ops]))
+        raw.put(key, value)
         raw.put(PLACE_ROW, Place(self.writer.journal, number).pack())
 
     def wrote(self, batch: CopiedBatch, next_offset: int) -> None:
         self.last = self.writer.add(Rows(self.uuid, batch.ops), batch.size, self._now_us())
         self.tail.wrote(self.last, batch.ops, next_offset)
+
+
+def pack_redo(number: int, index: int, ops: list[Op]) -> tuple[bytes, bytes]:
+    """Return the row `r` of the `index`-th batch, whose object is `number`."""
+    return REDO_ROWS + _REDO.pack(number, index), _encode([_by_key(op) for op in ops])
 
 
 def redo(database: Database, after: int) -> list[list[Op]]:

@@ -30,6 +30,11 @@ NO_HASH: Final = bytes(HASH_BYTES)
 WINDOW: Final = 4
 """A store creates the object `n` of a journal only when all up to `n - WINDOW` are known to be there."""
 
+JOURNALS: Final = "journals"
+"""Where journals of streams in the bucket are registered."""
+COPIES: Final = "copies"
+"""Where journals with copies of `disk` streams are registered. No store takes those of another store."""
+
 Hash = Annotated[bytes, Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
 JournalId = Annotated[str, Meta(min_length=32, max_length=32)]
 """32 hex digits, random for each journal."""
@@ -58,7 +63,19 @@ class Intent(Struct, frozen=True, array_like=True, tag="intent"):
     victim: JournalId
 
 
-Entry = Rows | Ended | Intent
+class Begun(Struct, frozen=True, array_like=True, tag="begun"):
+    """A new copy of a `disk` stream begins: what follows of it belongs to that. The earlier one stays until `Whole`."""
+
+    uuid: Annotated[bytes, Meta(min_length=16, max_length=16)]
+
+
+class Whole(Struct, frozen=True, array_like=True, tag="whole"):
+    """The copy that began last is whole, and takes the place of the one before."""
+
+    uuid: Annotated[bytes, Meta(min_length=16, max_length=16)]
+
+
+Entry = Rows | Ended | Intent | Begun | Whole
 
 
 class Registered(Struct, frozen=True, tag_field="t", tag="journal"):
@@ -121,9 +138,9 @@ def checkpoint_key(journal: str, number: int) -> str:
     return f"checkpoint/{journal}/{number:012d}"
 
 
-def registration_key(number: int) -> str:
+def registration_key(number: int, folder: str = JOURNALS) -> str:
     """Return the object key of the bucket's journal `number`."""
-    return f"journals/{number:012d}"
+    return f"{folder}/{number:012d}"
 
 
 def hash_of(sealed: bytes) -> bytes:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from iris.crypto.keys import GroupKey
+from relay.store.bucket.copies import Copies
 from relay.store.bucket.replica import Replica
 from relay.store.bucket.writer import Writer
 from relay.store.errors import Refuse
@@ -30,6 +31,8 @@ class Shelf:
         self.away = f"the bucket {url} has not been read yet; try again"
         """Why nothing can be written; empty while it can."""
         self._now_us = now_us
+        self.copies = Copies(now_us)
+        """Copies in the bucket of streams that are on the store's disk."""
 
     @property
     def public_key(self) -> bytes:

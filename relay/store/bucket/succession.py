@@ -21,6 +21,7 @@ from relay.store.bucket.history import (
 )
 from relay.store.bucket.objects import BucketError, Objects
 from relay.store.bucket.sealing import (
+    JOURNALS,
     Covered,
     Fence,
     Intent,
@@ -37,21 +38,21 @@ MAX_TRIES: Final = 1000
 
 
 async def begin(
-    objects: Objects, sealer: Sealer, store: bytes, label: str, now_us: int
+    objects: Objects, sealer: Sealer, store: bytes, label: str, now_us: int, folder: str = JOURNALS
 ) -> tuple[Registration, list[Registration]]:
     """Register a new journal; return it, and all journals that began before it.
 
     Raises BucketError, ObjectDamaged.
     """
     registered = Registered(secrets.token_hex(16), store, label, now_us)
-    earlier = await registrations(objects, sealer)
+    earlier = await registrations(objects, sealer, folder=folder)
     for _ in range(MAX_TRIES):
         number = len(earlier) + 1
-        key = registration_key(number)
+        key = registration_key(number, folder)
         sealed = sealer.seal(key, registered)
         if await objects.create(key, sealed) or await objects.get(key) == sealed:
             return Registration(number, registered, hash_of(sealed)), earlier
-        earlier += await registrations(objects, sealer, number)
+        earlier += await registrations(objects, sealer, number, folder)
     raise AssertionError("unreachable: others cannot register that many journals meanwhile")
 
 
@@ -77,13 +78,14 @@ async def fence(
 
 
 async def steps(
-    objects: Objects, sealer: Sealer, journal: str, known: dict[str, Registration], covers: list[Covered]
+    objects: Objects, sealer: Sealer, journal: str, known: dict[str, Registration], covers: list[Covered],
+    *, ended: bool = True,
 ) -> AsyncIterator[tuple[str, int, Numbered]]:  # fmt: skip
     """Yield (journal, number, object) of everything that an ended journal holds, in order: what it took, before
     what it wrote after that.
 
     A journal that it only intended to take is left out, and so is what its last checkpoint covers. `known` has all
-    registrations by journal. Adds to `covers` what the next checkpoint will cover.
+    registrations by journal. Without `ended`, the journal may still grow. Adds to `covers` what the next checkpoint will cover.
     Raises BucketError, ObjectDamaged.
     """
     # Not by recursion: a store that restarts often has a long chain of journals.
@@ -101,7 +103,7 @@ async def steps(
             content, one.content = one.content, None
             yield one.journal, one.number, content
         elif not await one.next():
-            if one.reader.fence is None:
+            if one.reader.fence is None and (ended or len(reading) > 1):
                 raise BucketError(
                     f"bucket {objects.url}: journal {one.journal} has not ended; it must be read again"
                 )

@@ -1,0 +1,485 @@
+"""Brings the copies of a store's `disk` streams to the bucket, and reads them there.
+
+    probe ─► register a journal of copies ─► intent ─► fence of our last one ─► PUT ... ─► stop
+                                                                                 │
+                        what fell behind is written once more ◄── the bucket answers
+
+A store takes the journals of copies that it wrote itself, and no others: the streams are on its disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Final
+
+import msgspec
+from msgspec import Struct
+
+from iris.core.backoff import Backoff
+from iris.crypto.keys import GroupKey
+from iris.errors import ConfigError, IrisError
+from relay.store.bucket.checkpointing import BACKLOG_BYTES, Checkpoints, remaining
+from relay.store.bucket.copies import Copies, Copy, State
+from relay.store.bucket.history import Registration, beginning_of, end_of, registrations
+from relay.store.bucket.objects import BucketError, Objects, probe
+from relay.store.bucket.pace import Pace
+from relay.store.bucket.sealing import (
+    COPIES,
+    Begun,
+    Covered,
+    Ended,
+    Intent,
+    ObjectDamaged,
+    Rows,
+    Sealer,
+    Whole,
+    journal_key,
+)
+from relay.store.bucket.succession import begin, fence, steps
+from relay.store.bucket.writer import Flying, Writer
+from relay.store.database import OP_BYTES, Database, write_beside
+from relay.store.errors import LogWriteFailed
+from relay.store.log import Log
+
+log = logging.getLogger(__name__)
+
+STATE_FILE: Final = "copies.json"
+"""File beside the logs that names the journals of copies of this store."""
+CHECK_US: Final = 30_000_000
+"""Pause between two checks whether a journal to which nothing is written is still ours."""
+RETRY_MIN_S: Final = 0.1
+RETRY_MAX_S: Final = 5.0
+CATCH_UP_S: Final = 0.2
+CATCH_UP_MAX_S: Final = 60.0
+PAUSE_S: Final = 0.02
+TICK_S: Final = 0.01
+WARN_S: Final = 10.0
+
+
+class _Ours(Struct):
+    """The file with the journals of this store."""
+
+    journals: list[str]
+    covers: list[Covered] = []
+    """What may be deleted once the last of them has a checkpoint."""
+
+
+class Copying:
+    """The journal of copies of one store. Call `run` until it is cancelled, then `drain`."""
+
+    def __init__(
+        self, copies: Copies, objects: Objects, key: GroupKey, store: bytes, label: str, directory: Path, *,
+        now_us: Callable[[], int], wall_us: Callable[[], int], checkpoint_bytes: int,
+        ended: Callable[[], Iterable[bytes]] = tuple, entropy: Callable[[int], bytes] = os.urandom,
+    ) -> None:  # fmt: skip
+        """`directory` is for the file with our journals. `ended` returns the uuids of deleted streams."""
+        self._copies = copies
+        self._objects = objects
+        self._sealer = Sealer(key, entropy)
+        self._store = store
+        self._label = label
+        self._directory = directory
+        self._now_us = now_us
+        self._wall_us = wall_us
+        self._checkpoint_bytes = checkpoint_bytes
+        self._ended = ended
+        self._begun: tuple[Writer, dict[str, Registration]] | None = None
+        self._puts: set[asyncio.Task[None]] = set()
+        self._warned_us = 0
+        copies.on_behind = self._note_behind
+
+    async def run(self) -> None:
+        """Bring the copies to the bucket, as often as it takes. Runs until cancelled."""
+        backoff = Backoff(RETRY_MIN_S, RETRY_MAX_S, random.random)
+        try:
+            while True:
+                try:
+                    writer, covers = await self._open()
+                except (IrisError, OSError) as err:
+                    self._warn(err)
+                    await asyncio.sleep(backoff.failed())
+                    continue
+                backoff.succeeded()
+                try:
+                    await self._work(writer, covers)
+                except Exception:
+                    log.exception("store.fault", extra={"fields": {"stream": "all copies"}})
+                    writer.end("the store had an internal error")
+                self._copies.lost(writer)
+                await asyncio.sleep(RETRY_MIN_S)
+        finally:
+            await self._cancel_puts()
+
+    async def drain(self, seconds: float) -> bool:
+        """Bring everything that was written to the bucket; return whether that succeeded in time."""
+        writer = self._copies.writer
+        if writer is None:
+            return not self._copies.lag().bytes
+        until_us = self._now_us() + int(seconds * 1e6)
+        again = not self._puts
+        while not writer.idle and not writer.ended and self._now_us() < until_us:
+            writer.close_object()
+            self._put_all(writer, writer.flying if again else [])
+            again = False
+            await asyncio.sleep(TICK_S)
+        await self._cancel_puts()
+        return writer.idle and not self._copies.lag().behind
+
+    # -- our journal -----------------------------------------------------------------------------------------
+
+    async def _open(self) -> tuple[Writer, list[Covered]]:
+        """Begin a journal that takes our last ones; also return what its first checkpoint covers.
+
+        Raises BucketError, ConfigError, ObjectDamaged, LogError, OSError.
+        """
+        self._directory.mkdir(mode=0o700, exist_ok=True)
+        if self._begun is None or self._begun[0].ended:
+            await probe(self._objects)
+            mine, earlier = await begin(
+                self._objects, self._sealer, self._store, self._label, self._wall_us(), COPIES
+            )
+            known = {one.registered.journal: one for one in (*earlier, mine)}
+            self._begun = Writer(mine.registered.journal, self._sealer, mine.hash), known
+        writer, known = self._begun
+        ours = self._read_ours(known)
+        if writer.journal not in ours.journals:
+            ours.journals.append(writer.journal)
+        self._save(ours)  # what is fenced by this journal leads to it, and nothing else does
+        ends, covers = {writer.journal: 0}, list(ours.covers)
+        fenced: dict[str, str] = {}
+        for name in ours.journals:
+            if name == writer.journal:
+                continue
+            journal = known[name]
+            end = await end_of(self._objects, self._sealer, journal)
+            if end.fence is None and end.number:
+                intent = writer.add(Intent(name), 64, self._now_us())
+                writer.close_object()
+                writer.take_off(self._now_us())
+                for flying in writer.flying:
+                    await self._create(writer, flying)
+                if writer.ended:
+                    raise BucketError(f"bucket {self._objects.url}: {writer.ended}")
+                await fence(self._objects, self._sealer, journal, writer.journal, intent)
+                end = await end_of(self._objects, self._sealer, journal)
+            if end.fence is not None:
+                beginning = await beginning_of(self._objects, self._sealer, journal)
+                fenced[name], ends[name] = end.fence.by, end.number - 1
+                covers += beginning.covers
+                covers.append(Covered(name, beginning.number, end.number))
+        ends = {name: end for name, end in ends.items() if _leads_to(name, fenced, writer.journal)}
+        covers = await remaining(
+            self._objects, list({(each.journal, each.first): each for each in covers}.values())
+        )
+        self._begun = None
+        self._copies.began(writer, ends)
+        self._save(_Ours([writer.journal], covers))
+        self._copies.ended |= dict.fromkeys(self._ended())
+        self._copies.note_ended()
+        fields = {"bucket": self._objects.url, "journal": writer.journal, "streams": len(self._copies.all)}  # fmt: skip
+        log.info("store.copies_opened", extra={"fields": fields})
+        return writer, covers
+
+    def _read_ours(self, known: dict[str, Registration]) -> _Ours:
+        """Return the journals of our last run. Raises ObjectDamaged."""
+        try:
+            ours = msgspec.json.decode((self._directory / STATE_FILE).read_bytes(), type=_Ours)
+        except FileNotFoundError:  # the store is new, or somebody has made room on its disk
+            return _Ours([name for name, one in known.items() if one.registered.store == self._store])  # fmt: skip
+        except msgspec.DecodeError as err:
+            raise ConfigError(
+                f"data: {self._directory / STATE_FILE} is damaged: {err}; delete it, and the store reads the bucket"
+            ) from err
+        if missing := [one for one in ours.journals if one not in known]:
+            raise ObjectDamaged(
+                f"bucket {self._objects.url}: the journal of copies {missing[0]}, which this store wrote, is missing; use the "
+                f"bucket that this store had before, or delete {self._directory / STATE_FILE} to copy the streams once more"
+            )
+        return ours
+
+    def _save(self, ours: _Ours) -> None:
+        write_beside(
+            str(self._directory / STATE_FILE), json.dumps(msgspec.to_builtins(ours)).encode()
+        )
+
+    async def _work(self, writer: Writer, covers: list[Covered]) -> None:
+        """Bring a journal to the bucket until it has ended."""
+        checkpoints = Checkpoints(
+            self._objects, self._sealer, writer, covers, self._checkpoint_bytes, self._logs, self._now_us, self._warn,
+        )  # fmt: skip
+        loop = asyncio.get_running_loop()
+        helpers = [
+            loop.create_task(checkpoints.run(), name="iris-copies-checkpoints"),
+            loop.create_task(self._catch_up_all(writer), name="iris-copies-behind"),
+        ]
+        try:
+            self._put_all(writer, writer.flying)
+            pace, checked_us = Pace(writer, self._now_us), self._now_us()
+            while not writer.ended:
+                self._put_all(writer, [])
+                await pace.wait(checked_us + CHECK_US)
+                if not writer.idle:
+                    checked_us = self._now_us()
+                elif self._now_us() >= checked_us + CHECK_US:
+                    checked_us = self._now_us()
+                    await self._check(writer)
+        finally:
+            for task in helpers:
+                task.cancel()
+            await asyncio.gather(*helpers, return_exceptions=True)
+
+    def _logs(self) -> dict[bytes, Log]:
+        """Return the logs that are copied. Raises LogWriteFailed if one is behind: its last copy must stay."""
+        found: dict[bytes, Log] = {}
+        for uuid, copy in self._copies.all.items():
+            if copy.state is not State.FOLLOWING or copy.log is None:
+                raise LogWriteFailed(uuid.hex(), "its copy in the bucket is behind")
+            found[uuid] = copy.log
+        return found
+
+    # -- what fell behind ------------------------------------------------------------------------------------
+
+    async def _catch_up_all(self, writer: Writer) -> None:
+        """Write each stream that is behind to the journal once more, one after the other, while the bucket answers."""
+        backoff = Backoff(CATCH_UP_S, CATCH_UP_MAX_S, random.random)
+        pause_s = CATCH_UP_S
+        while True:
+            await asyncio.sleep(pause_s)
+            pause_s = CATCH_UP_S
+            for copy in list(self._copies.all.values()):
+                if writer.failing or writer.backlog > BACKLOG_BYTES:
+                    break
+                if copy.state is not State.BEHIND or copy.log is None or copy.log.failed:
+                    continue
+                try:
+                    whole = await self._catch_up(writer, copy, copy.log)
+                except IrisError as err:  # also a log that was closed meanwhile
+                    self._warn(err)
+                    whole = False
+                except Exception:
+                    log.exception("store.fault", extra={"fields": {"stream": copy.uuid.hex()}})
+                    whole = False
+                if not whole:
+                    copy.stop()
+                    pause_s = backoff.failed()
+                    break
+                backoff.succeeded()
+
+    async def _catch_up(self, writer: Writer, copy: Copy, whole: Log) -> bool:
+        """Write a stream to the journal once more; return whether its copy follows now. Raises LogError, Closed."""
+        copy.begin(writer)
+        for ops in whole.copied():
+            size = sum(len(op.key) + len(op.value) + OP_BYTES for op in ops)
+            writer.add(Rows(copy.uuid, ops), size, self._now_us())
+            await asyncio.sleep(0)  # appends go first
+            while writer.backlog > BACKLOG_BYTES and not writer.ended:  # noqa: ASYNC110 - the bucket takes its time
+                await asyncio.sleep(PAUSE_S)
+            if copy.state is not State.CATCHING_UP or writer.ended:
+                return False
+        last = copy.whole()
+        writer.close_object()
+        while writer.known < last and not writer.ended and copy.state is State.CLOSING:  # noqa: ASYNC110 - the same
+            await asyncio.sleep(PAUSE_S)
+        if writer.known < last or copy.state is not State.CLOSING:
+            return False
+        copy.follow()
+        return True
+
+    # -- objects ---------------------------------------------------------------------------------------------
+
+    def _put_all(self, writer: Writer, again: list[Flying]) -> None:
+        for flying in (*again, *writer.take_off(self._now_us())):
+            task = asyncio.get_running_loop().create_task(self._put(writer, flying), name="iris-put-copies")  # fmt: skip
+            self._puts.add(task)
+            task.add_done_callback(self._puts.discard)
+
+    async def _put(self, writer: Writer, flying: Flying) -> None:
+        """Create one object, as often as it takes."""
+        backoff = Backoff(RETRY_MIN_S, RETRY_MAX_S, random.random)
+        while not writer.ended:
+            try:
+                await self._create(writer, flying)
+            except BucketError as err:
+                writer.failing = str(err)
+                self._warn(err)
+                await asyncio.sleep(backoff.failed())
+            else:
+                writer.failing = ""
+                return
+
+    async def _create(self, writer: Writer, flying: Flying) -> None:
+        """Create an object, or see that it is there from an earlier try, or end the journal. Raises BucketError."""
+        if not await self._objects.create(flying.key, flying.sealed):
+            there = await self._objects.get(flying.key)
+            if there is None:
+                raise BucketError(
+                    f"bucket {self._objects.url}: {flying.key} exists, but cannot be read"
+                )
+            if there != flying.sealed:
+                self._lost(writer)
+                return
+        writer.landed(flying)
+
+    async def _check(self, writer: Writer) -> None:
+        try:
+            taken = await self._objects.exists(journal_key(writer.journal, writer.number))
+        except BucketError as err:
+            writer.failing = str(err)
+            self._warn(err)
+            return
+        writer.failing = ""
+        if taken and writer.idle:
+            self._lost(writer)
+
+    def _lost(self, writer: Writer) -> None:
+        error = (
+            f"another store with this store's key has ended its journal of copies {writer.journal}"
+        )
+        log.error("store.copies_lost", extra={"fields": {"error": error}})
+        writer.end(error)
+
+    async def _cancel_puts(self) -> None:
+        puts = list(self._puts)
+        for task in puts:
+            task.cancel()
+        await asyncio.gather(*puts, return_exceptions=True)
+        self._puts.clear()
+
+    # -- the log ---------------------------------------------------------------------------------------------
+
+    def _warn(self, err: Exception) -> None:
+        """Log an error, at most one in `WARN_S`."""
+        if not self._warned_us or self._now_us() >= self._warned_us + WARN_S * 1e6:
+            self._warned_us = self._now_us()
+            fields = {"error": str(err), "behind_bytes": self._copies.lag().bytes}
+            log.warning("store.copies_late", extra={"fields": fields})
+
+    def _note_behind(self, copy: Copy) -> None:
+        fields = {"uuid": copy.uuid.hex(), "behind_bytes": copy.lag().bytes}
+        log.warning("store.copy_behind", extra={"fields": fields})
+
+
+def _leads_to(journal: str, fenced: dict[str, str], last: str) -> bool:
+    """Return whether a journal was taken by `last`, or by one that was."""
+    for _ in range(len(fenced) + 1):
+        if journal == last:
+            return True
+        if journal not in fenced:
+            return False
+        journal = fenced[journal]
+    return False
+
+
+# -- reading ---------------------------------------------------------------------------------------------------
+
+
+class Found(Struct, frozen=True):
+    """The copy of a stream that was read from the bucket."""
+
+    uuid: bytes
+    path: Path
+    store: bytes
+    """Public key of the store that wrote it."""
+    label: str
+    """Host of that store."""
+
+
+async def read_copies(
+    objects: Objects, key: GroupKey, directory: Path, only: bytes = b""
+) -> list[Found]:
+    """Write the copies in a bucket to databases in `directory`, which is emptied; `only`: of this stream.
+
+    Stores that still run may write on meanwhile: each copy is what the stream was at some moment.
+    Raises BucketError, ObjectDamaged, LogError, OSError.
+    """
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(mode=0o700, parents=True)
+    sealer = Sealer(key, os.urandom)
+    registered = await registrations(objects, sealer, folder=COPIES)
+    known = {one.registered.journal: one for one in registered}
+    found: dict[bytes, Found] = {}
+    for one in registered:
+        end = await end_of(objects, sealer, one)
+        if end.fence is not None or not end.number:
+            continue
+        its = _Reading(directory, only)
+        try:
+            async for _, _, content in steps(objects, sealer, one.registered.journal, known, [], ended=False):  # fmt: skip
+                for entry in content.entries:
+                    its.add(entry)
+        finally:
+            its.close()
+        for uuid, path in its.whole():
+            kept = directory / uuid.hex()
+            shutil.rmtree(kept, ignore_errors=True)
+            os.rename(path, kept)
+            found[uuid] = Found(uuid, kept, one.registered.store, one.registered.label)
+    return list(found.values())
+
+
+class _Reading:
+    """The copies of one store while they are read."""
+
+    def __init__(self, directory: Path, only: bytes) -> None:
+        self._directory = directory
+        self._only = only
+        self._now: dict[bytes, Database] = {}
+        self._next: dict[bytes, Database] = {}
+        """Copies that are not whole yet."""
+        self._made = 0
+
+    def add(self, entry: object) -> None:
+        """Raises LogError."""
+        if not isinstance(entry, Rows | Begun | Whole | Ended):
+            return
+        uuid = entry.uuid
+        if self._only and uuid != self._only:
+            return
+        match entry:
+            case Rows(_, ops):
+                database = self._next.get(uuid) or self._now.get(uuid)
+                if database is None:  # what a checkpoint covers begins without `Begun`
+                    database = self._now[uuid] = self._make(uuid)
+                batch = database.batch()
+                batch.apply(ops)
+                database.write(batch, 0, sync=False)
+            case Begun():
+                self._drop(self._next, uuid)
+                self._next[uuid] = self._make(uuid)
+            case Whole():
+                if uuid in self._next:  # else it began before a checkpoint, which has all of it
+                    self._drop(self._now, uuid)
+                    self._now[uuid] = self._next.pop(uuid)
+            case Ended():
+                self._drop(self._now, uuid)
+                self._drop(self._next, uuid)
+
+    def whole(self) -> list[tuple[bytes, Path]]:
+        """Return the uuids of the copies, and where they are."""
+        return [(uuid, Path(database.path)) for uuid, database in self._now.items()]
+
+    def close(self) -> None:
+        """Close all databases, and delete what is not whole. Idempotent."""
+        for uuid in list(self._next):
+            self._drop(self._next, uuid)
+        for database in self._now.values():
+            database.close()
+
+    def _make(self, uuid: bytes) -> Database:
+        self._made += 1
+        database = Database.create(str(self._directory / f"{uuid.hex()}.{self._made}"))
+        database.make_mark(uuid, 0)
+        return database
+
+    def _drop(self, among: dict[bytes, Database], uuid: bytes) -> None:
+        database = among.pop(uuid, None)
+        if database is not None:
+            database.close()
+            shutil.rmtree(database.path, ignore_errors=True)
