@@ -90,7 +90,8 @@ class Copy:
             if self._copies.writer is not None:
                 self.resume(self._copies.writer, self._copies.ends)
             return
-        # A new stream, or one from before there was a bucket, is behind, too. After a failed write the database may have more than was given to us.
+        # A new stream, or one from before there was a bucket, is behind, too. After a failed write the database may
+        # have more than was given to us.
         self._fall_behind(max(1, log.size_bytes))
         self._forget_rows(database)
 
@@ -242,7 +243,10 @@ class Copies:
         self.on_behind: Callable[[Copy], None] = lambda copy: None
 
     def began(self, writer: Writer, ends: Mapping[str, int]) -> None:
-        """Go on in this journal. `ends`: itself and those that it took -> number of the last object. Raises LogError."""
+        """Go on in this journal. `ends`: itself and those that it took -> number of the last object.
+
+        Raises LogError.
+        """
         self.writer, self.ends = writer, ends
         for copy in self.all.values():
             copy.resume(writer, ends)

@@ -399,8 +399,7 @@ async def read_copies(
     Stores that still run may write on meanwhile: each copy is what the stream was at some moment.
     Raises BucketError, ObjectDamaged, LogError, OSError.
     """
-    shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir(mode=0o700, parents=True)
+    await asyncio.to_thread(_empty, directory)
     sealer = Sealer(key, os.urandom)
     registered = await registrations(objects, sealer, folder=COPIES)
     known = {one.registered.journal: one for one in registered}
@@ -422,6 +421,11 @@ async def read_copies(
             os.rename(path, kept)
             found[uuid] = Found(uuid, kept, one.registered.store, one.registered.label)
     return list(found.values())
+
+
+def _empty(directory: Path) -> None:
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(mode=0o700, parents=True)
 
 
 class _Reading:

@@ -85,7 +85,8 @@ async def steps(
     what it wrote after that.
 
     A journal that it only intended to take is left out, and so is what its last checkpoint covers. `known` has all
-    registrations by journal. Without `ended`, the journal may still grow. Adds to `covers` what the next checkpoint will cover.
+    registrations by journal. Without `ended`, the journal may still grow. Adds to `covers` what the next checkpoint
+    will cover.
     Raises BucketError, ObjectDamaged.
     """
     # Not by recursion: a store that restarts often has a long chain of journals.
