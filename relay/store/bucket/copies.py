@@ -136,7 +136,7 @@ class Copy:
             if self.state is State.FOLLOWING and writer is not None:
                 raw.put(PLACE_ROW, Place(writer.journal, writer.number).pack())
 
-    def wrote(self, batch: CopiedBatch) -> None:
+    def wrote(self, batch: CopiedBatch, next_offset: int) -> None:
         now_us = self._copies.now_us()
         if self.state in (State.UNKNOWN, State.BEHIND) or self._writer is None:
             self._missed += batch.size
