@@ -24,7 +24,7 @@ from iris.wire.kinds import Kind
 from iris.wire.orders import DEAD, Definition
 from iris.wire.streams import dead_uuid
 from relay.store.authority import NO_CHARTER, Authority, Charter, DefinitionFile
-from relay.store.bucket.replica import Replica
+from relay.store.bucket.replica import Replica, forget
 from relay.store.bucket.shelf import Shelf
 from relay.store.clock import Clock
 from relay.store.cursor import Dead
@@ -101,21 +101,25 @@ class Catalogue:
         return stream
 
     def copy(self, stream: Stream) -> None:
-        """Begin to copy a stream of the disk, and its dead letters, to the bucket, or end that, as its definition says.
-
-        Raises LogError.
-        """
-        if self.shelf is None or stream.replica is not None or stream.dead:
+        """Copy a stream of the disk, and its dead letters, to the bucket or not, as its definition says."""
+        if stream.replica is not None or stream.dead:
             return
-        wanted = stream.definition.copy and bool(stream.orders)
+        shelf = self.shelf if stream.definition.copy and stream.orders else None
         for one in (stream, self.streams.get(dead_uuid(stream.uuid))):
-            if one is None or wanted == (one.bucket_copy is not None):
+            if one is None or (shelf is not None and one.bucket_copy is not None):
                 continue
-            if wanted:
-                one.follow(self.shelf.copies.of(one.uuid))
-            else:
-                one.follow(None)
+            if shelf is not None:
+                one.follow(shelf.copies.of(one.uuid))
+                continue
+            if one.bucket_copy is not None and self.shelf is not None:
                 self.shelf.copies.end(one.uuid)
+            one.follow(None)
+            try:
+                if one.log is not None:
+                    forget(one.log.database)  # what is written now is in no copy
+            except LogError as err:
+                fields = {"error": str(err), "behind_bytes": 0}
+                log.warning("store.copies_late", extra={"fields": fields})
 
     def replica_for(self, charter: Charter) -> Replica | None:
         """Return the copier of a new stream; None if its orders name this store alone.

@@ -29,6 +29,7 @@ from iris.errors import ConfigError, IrisError, RelayUnavailable
 from iris.transport import Pump
 from iris.wire.codec import MAX_MESSAGE_LIMIT, ReceiveBuffer
 from iris.wire.frames import Bye, Ping
+from iris.wire.streams import dead_uuid
 from relay.store.bucket.copying import Copying
 from relay.store.bucket.keeper import CHECKPOINT_BYTES, FAILOVER_S, STATE_FILE, Keeper
 from relay.store.bucket.objects import Objects, open_bucket
@@ -173,7 +174,7 @@ class StoreProcess:
         return Copying(
             shelf.copies, self._objects, shelf.key, store.key.public_key, self._label, shelf.directory, now_us=_monotonic_us,
             wall_us=lambda: time.time_ns() // 1000, checkpoint_bytes=self._bucket.checkpoint_bytes,
-            ended=lambda: store.catalogue.ended.uuids, entropy=self._entropy,
+            ended=lambda: [each for uuid in store.catalogue.ended.uuids for each in (uuid, dead_uuid(uuid))], entropy=self._entropy,
         )  # fmt: skip
 
     # -- callbacks of the keeper -----------------------------------------------------------------------------

@@ -114,6 +114,8 @@ class Store:
         self.catalogue.load()
         self.completeness.load(self._complete_path, self.streams.values())
         for stream in list(self.streams.values()):
+            self.catalogue.copy(stream)  # before anything is written
+        for stream in list(self.streams.values()):
             if stream.uuid not in self.completeness.complete:
                 # What was published in the meantime was not counted by anybody.
                 self._note_gap(stream, "the store was not running")

@@ -126,7 +126,7 @@ class Stream:
         log.copy_to(replica, replica.tail)
 
     def follow(self, copy: BucketCopy | None) -> None:
-        """Let this copy follow the log from now on; None: let none follow. Raises LogError."""
+        """Let this copy follow the log from now on; None: let none follow."""
         self.bucket_copy = copy
         if self.log is not None and copy is not None:
             copy.opened(self.log)
@@ -134,7 +134,7 @@ class Stream:
             self.log.copy_to(None)
 
     def opened(self, log: Log) -> None:
-        """Use this log, which was opened for the first time or again. Raises LogError."""
+        """Use this log, which was opened for the first time or again."""
         self.log = self.recorder.log = log
         if self.replica is not None:
             self._copy(log, self.replica)

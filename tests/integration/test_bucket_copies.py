@@ -193,3 +193,28 @@ async def test_checkpoints_keep_the_copies_small(tmp_path: Path) -> None:
             await followed(client, "orders")
             assert await group.stop(1) == 0
             assert await copies(group) == {info.uuid: on_disk(group, 1, info.uuid)}
+
+
+async def test_what_was_written_while_the_store_had_no_bucket_is_copied_later(
+    tmp_path: Path,
+) -> None:
+    with Group(tmp_path) as group:
+        group.start(1)
+        await group.logged(1, "store.attached")
+        async with group.rig.client() as client:
+            info = await client.streams.create("orders")
+            await client.streams.append("orders", b"a")
+            await followed(client, "orders")
+            assert await group.stop(1) == 0
+            url, group.url = group.url, ""  # without a bucket
+            group.start(1)
+            await client.streams.append("orders", b"b", timeout=PATIENCE_S)
+            assert await group.stop(1) == 0
+            group.url = url
+            group.start(1)
+            await group.logged(1, "store.copies_opened", 2)
+            await followed(client, "orders")
+            assert await group.stop(1) == 0
+            found = await copies(group)
+            assert len(found[info.uuid]) == 2
+            assert found == {info.uuid: on_disk(group, 1, info.uuid)}

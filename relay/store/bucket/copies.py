@@ -19,10 +19,12 @@ from typing import Final
 
 from msgspec import Struct
 
-from relay.store.bucket.replica import ENDED_BYTES, REDO_END, Place, pack_redo, redo
+from iris.errors import Closed
+from relay.store.bucket.replica import ENDED_BYTES, REDO_END, Place, forget, pack_redo, redo
 from relay.store.bucket.sealing import Begun, Ended, Rows, Whole
 from relay.store.bucket.writer import Writer
-from relay.store.database import PLACE_ROW, REDO_ROWS, Batch, CopiedBatch, Database
+from relay.store.database import PLACE_ROW, REDO_ROWS, Batch, CopiedBatch
+from relay.store.errors import LogError
 from relay.store.log import Log
 
 WAITING_BYTES: Final = 16 << 20
@@ -77,23 +79,26 @@ class Copy:
         """Since when; 0 if there are none."""
 
     def opened(self, log: Log) -> None:
-        """Copy this log, which was opened for the first time or again. Raises LogError."""
+        """Copy this log, which was opened for the first time or again."""
         first, self.log = self.log is None, log
         database = log.database
-        self._place = Place.of(database)
-        rows = [int.from_bytes(row[8:], "big") for row, _ in database.rows(REDO_ROWS)]
-        self._rows = bool(rows) or self._place is not None
         self._redo.clear()
-        self._index = max(rows, default=0) + 1
+        self._rows = True
+        try:
+            self._place = Place.of(database)
+            rows = [int.from_bytes(row[8:], "big") for row, _ in database.rows(REDO_ROWS)]
+            self._index = max(rows, default=0) + 1
+            if not first or self._place is None:
+                # A new stream, or one from before there was a bucket, is behind, too. After a failed write the
+                # database may have more than was given to us.
+                self._fall_behind(max(1, log.size_bytes))
+                forget(database)
+                self._rows = False
+        except LogError:  # whoever reads or writes the log next reports it
+            self._fall_behind(max(1, log.size_bytes))
         log.copy_to(self)
-        if first and self._place is not None:
-            if self._copies.writer is not None:
-                self.resume(self._copies.writer, self._copies.ends)
-            return
-        # A new stream, or one from before there was a bucket, is behind, too. After a failed write the database may
-        # have more than was given to us.
-        self._fall_behind(max(1, log.size_bytes))
-        self._forget_rows(database)
+        if self.state is State.UNKNOWN and self._copies.writer is not None:
+            self.resume(self._copies.writer, self._copies.ends)
 
     def closed(self) -> None:
         """The stream is no longer served here."""
@@ -153,16 +158,23 @@ class Copy:
     # Catching up
 
     def resume(self, writer: Writer, ends: Mapping[str, int]) -> None:
-        """Go on in this journal, which took earlier ones: journal -> number of its last object. Raises LogError."""
+        """Go on in this journal, which took earlier ones: journal -> number of its last object."""
         place, log = self._place, self.log
         if self.state is not State.UNKNOWN or log is None or place is None:
             return
-        if place.journal not in ends:
+        try:
+            if place.journal in ends:
+                self._resume(writer, log, ends[place.journal])
+            else:
+                self._fall_behind(max(1, log.size_bytes))
+                forget(log.database)
+                self._rows = False
+        except (LogError, Closed):  # whoever reads or writes the log next reports it
             self._fall_behind(max(1, log.size_bytes))
-            self._forget_rows(log.database)
-            return
+
+    def _resume(self, writer: Writer, log: Log, end: int) -> None:
         database = log.database
-        unsent = redo(database, ends[place.journal])
+        unsent = redo(database, end)
         self.state, self._writer = State.FOLLOWING, writer
         self._redo.clear()
         self._missed = self._missed_us = 0
@@ -179,7 +191,10 @@ class Copy:
             database.write(own, log.next, sync=False)
 
     def begin(self, writer: Writer) -> None:
-        """Begin a new copy in this journal. The caller adds what the log has, and calls `whole`."""
+        """Begin a new copy in this journal. The caller adds what the log has, and calls `whole`. Raises LogError."""
+        if self._rows and self.log is not None:
+            forget(self.log.database)  # rows of an earlier journal
+            self._rows = False
         self.state, self._writer = State.CATCHING_UP, writer
         writer.add(Begun(self.uuid), ENDED_BYTES, self._copies.now_us())
 
@@ -219,13 +234,6 @@ class Copy:
         if before is State.FOLLOWING:
             self._copies.on_behind(self)
 
-    def _forget_rows(self, database: Database) -> None:
-        batch = Batch(database.records_handle)
-        batch.delete_range(REDO_ROWS, REDO_END)
-        batch.delete(PLACE_ROW)
-        database.write(batch, 0, sync=False)
-        self._rows = False
-
 
 class Copies:
     """The copies of one store."""
@@ -243,10 +251,7 @@ class Copies:
         self.on_behind: Callable[[Copy], None] = lambda copy: None
 
     def began(self, writer: Writer, ends: Mapping[str, int]) -> None:
-        """Go on in this journal. `ends`: itself and those that it took -> number of the last object.
-
-        Raises LogError.
-        """
+        """Go on in this journal. `ends`: itself and those that it took -> number of the last object."""
         self.writer, self.ends = writer, ends
         for copy in self.all.values():
             copy.resume(writer, ends)

@@ -137,7 +137,7 @@ class Copying:
     async def _open(self) -> tuple[Writer, list[Covered]]:
         """Begin a journal that takes our last ones; also return what its first checkpoint covers.
 
-        Raises BucketError, ConfigError, ObjectDamaged, LogError, OSError.
+        Raises BucketError, ConfigError, ObjectDamaged, LogWriteFailed, OSError.
         """
         self._directory.mkdir(mode=0o700, exist_ok=True)
         if self._begun is None or self._begun[0].ended:

@@ -24,7 +24,7 @@ from iris.wire.streams import dead_uuid
 from relay.store.bucket.sealing import Ended, Rows
 from relay.store.bucket.tail import Tail
 from relay.store.bucket.writer import Output, Writer
-from relay.store.database import PLACE_ROW, PUT_RECORD, REDO_ROWS, CopiedBatch, Database, Op
+from relay.store.database import PLACE_ROW, PUT_RECORD, REDO_ROWS, Batch, CopiedBatch, Database, Op
 from relay.store.errors import LogDamaged
 
 REDO_END: Final = b"s"
@@ -146,6 +146,15 @@ def _whole(op: Op, database: Database) -> Op | None:
         return op
     value = database.record(op.key)
     return None if value is None else Op(PUT_RECORD, op.key, value)
+
+
+def forget(database: Database) -> None:
+    """Remove what a database knows of its copy, which then must be made again. Raises LogWriteFailed."""
+    if Place.of(database) is not None or any(database.rows(REDO_ROWS)):
+        batch = Batch(database.records_handle)
+        batch.delete_range(REDO_ROWS, REDO_END)
+        batch.delete(PLACE_ROW)
+        database.write(batch, 0, sync=False)
 
 
 def move(database: Database, place: Place) -> None:
