@@ -46,6 +46,8 @@ FLUSH_MS: Final = 100
 WHERE: Final = ("file", "s3")
 PAUSE_S: Final = 0.15
 """Longer than a store collects writes."""
+SINGLE_S: Final = 5.0
+"""Shortest time in which single appends are enough for a median."""
 ALL: Final = 1 << 62
 FIGURES: Final = {"processes": []}
 
@@ -152,7 +154,8 @@ def single(where: str, plan: Plan, number: int) -> Result:
         bare = twin(stage, SMALL, 1, min(2.0, plan.seconds), synced=True)
         latency = {"put": bare["latency"]}
         for name, pause_s in (("append", 0.0), ("paused", PAUSE_S)):
-            done = stage.run("appender", "single", plan.seconds * 3, size=SIZE, seconds=plan.seconds, pause_s=pause_s)  # fmt: skip
+            seconds = max(plan.seconds, SINGLE_S)
+            done = stage.run("appender", "single", seconds * 3, size=SIZE, seconds=seconds, pause_s=pause_s)  # fmt: skip
             latency[name] = done["latency"]
             stage.run("deleter", "delete", SERVER_S)
         figures: Result = {}

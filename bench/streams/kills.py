@@ -159,7 +159,8 @@ class NatsVictim(Victim):
                     raise
                 await asyncio.sleep(PAUSE_S)
         self._jetstream = self._client.jetstream(timeout=2.0)
-        self._peer._made = self._jetstream  # type: ignore[attr-defined]  # the peer's own connection, without reconnects, is not used
+        # The peer's own connection does not reconnect.
+        self._peer._made = self._client.jetstream(timeout=TIMEOUT_S)  # type: ignore[attr-defined]  # made at first use
         await self._peer.create(LOG)
 
     async def append(self, number: int) -> None:
@@ -176,7 +177,7 @@ class NatsVictim(Victim):
                 await asyncio.sleep(PAUSE_S)
 
     async def kill(self) -> None:
-        info = await self._jetstream.stream_info(LOG)
+        info = await self._client.jetstream(timeout=TIMEOUT_S).stream_info(LOG)
         assert info.cluster is not None
         assert info.cluster.leader is not None
         number = int(info.cluster.leader.removeprefix("n"))
