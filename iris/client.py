@@ -1,42 +1,30 @@
 """The client: call clusters by name and serve them. `connect()` returns a `Client`.
 
-A client uses one event loop in one thread, and has one session with the local relay. When the relay is lost,
-the client reconnects by itself. Meanwhile requests in flight end with ConnectionLost and tunnels with
-TunnelBroken; publications are held, up to a limit. After the reconnect, services and subscriptions are
-registered again.
+It is a connection to a relay (`iris.connection`) with calls (`iris.calls`), and here with casts, services and members.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import msgspec
 
-from iris.absences import unwatched
-from iris.attachment import OPEN, Attachment, Connector
+from iris.attachment import Connector
 from iris.audience import Audience, ask_audience, wait_for_subscribers
-from iris.checks import check_number
+from iris.calls import Calls
 from iris.config import ClientConfig
 from iris.core.bundle import CUT_BYTES, MESSAGE_BYTES, Headers
 from iris.core.credit import WhenFull
 from iris.core.interfaces import Lost
-from iris.core.message import Message, check_decodable, decode_payload
 from iris.crypto.keyring import Keyring
-from iris.crypto.keys import ClusterKey
 from iris.deadlines import (
-    HANDLED,
     deadline,
-    explain_cut,
-    inherited_s,
-    milliseconds,
     seconds_left,
 )
 from iris.describing import (
@@ -48,44 +36,30 @@ from iris.describing import (
     describe_member,
     ping_member,
 )
-from iris.dialling import REMOTE, arrivals, find_keys, reach, retried
+from iris.dialling import REMOTE
 from iris.errors import (
-    Closed,
     ConfigError,
     ConnectionLost,
     DecodeError,
-    RequestError,
-    RequestTimeout,
-    ran_before,
 )
 from iris.following import wait_for_members, watch_members
 from iris.handlers import subscriber
-from iris.keyfiles import has_keys, load_keys
 from iris.lifespan import serving
 from iris.membership import Members
-from iris.memory import keep_freed_memory
-from iris.middleware import Middleware, checked, wrap_push, wrap_request
+from iris.middleware import Middleware
 from iris.parameters import Provided
-from iris.registry import Registry
-from iris.request_many import IN_FLIGHT, SESSIONS_TRIED, Many, Outcome, wrap_request_many
-from iris.runtime import Runtime
 from iris.service import Service
 from iris.serving import ServiceBinding
-from iris.stats import Stats, snapshot
 from iris.subscription import QUEUE_BYTES, Policy, Subscription
-from iris.survey import Scope, Survey, make_survey, scoped
+from iris.survey import Scope, scoped
 from iris.tracer import Tracer, default_tracer
-from iris.tunnel import Tunnel, open_tunnel
 from iris.wire import frames
 from iris.wire.codec import MIN_MESSAGE_LIMIT
-from iris.wire.kinds import REQUEST, Kind
-from iris.wire.names import check_address, check_member, check_method
+from iris.wire.kinds import Kind
+from iris.wire.names import check_address
 
 if TYPE_CHECKING:
-    from typing_extensions import TypeForm  # checkers bring it; the library does not import it
-
     from iris.streams import Streams
-    from relay.embedded import EmbeddedRelay
 
 T = TypeVar("T")
 
@@ -127,7 +101,7 @@ def connect(
     )
 
 
-class Client:
+class Client(Calls):
     """A process's connection to its relay, made by `connect`. Use it as an async context manager.
 
     All methods must be called in the event loop in which the client was opened.
@@ -138,120 +112,14 @@ class Client:
         connector: Connector | None = None, entropy: Callable[[int], bytes] = os.urandom,
         middleware: Sequence[Middleware] = (), tracing: bool | Tracer | None = None, wait: float = 0.0,
     ) -> None:  # fmt: skip
-        self.config = config
-        self._runtime = runtime = Runtime(config)
-        self.losses = runtime.losses
-        """The latest 1,000 losses, oldest first."""
-        self.counters = runtime.counters
-        """Messages dropped in this process, by cause, and the number of handlers that failed: name -> count.
-
-        What a session drops by itself is added when it ends; `stats` counts it at once.
-        """
-        self._given_keyring = keyring
-        check_number("wait", wait, 0)
-        self._wait_s = wait
-        self._embedded = embedded
-        self._entropy = entropy
-        self._connector = connector
-        self._loop: asyncio.AbstractEventLoop
-        self._registry: Registry
-        self._attachment: Attachment | None = None
-        self._relay: EmbeddedRelay | None = None
-        self._closed = False
-        # Looked up once, because every message uses them.
-        self._attached = runtime.attached
-        self._ready = runtime.ready
-        self._encode = runtime.encode
-        self._take = runtime.take
-        self._has_credit = runtime.has_credit
+        super().__init__(
+            config, keyring, embedded=embedded, connector=connector, entropy=entropy, wait=wait
+        )
         self._tracer = _tracer(tracing)
         if self._tracer is not None:
             self._tracer.trace_calls(self)
-        if middleware:  # instead of a look at it in each call
-            around = checked(middleware)
-            self.request = wrap_request(self.request, around)  # type: ignore[method-assign]  # for this client only
-            self.request_many = wrap_request_many(self.request_many, self.request)  # type: ignore[method-assign]  # for this client only
-            self.push = wrap_push(self.push, around)  # type: ignore[method-assign]  # for this client only
-
-    # -- life ------------------------------------------------------------------------------------------------
-
-    async def __aenter__(self) -> Self:
-        await self.open()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-    async def open(self) -> None:
-        """Connect; `async with` calls it.
-
-        Raises:
-            RelayUnavailable: no relay answered.
-            KeyringError: there is no keyring, or it cannot be used.
-            Closed: this client was opened before.
-        """
-        if self._attachment is not None:
-            raise Closed("this client was opened before; make another one with iris.connect()")
-        keyring = self._given_keyring
-        if keyring is None and self._embedded and not has_keys(os.environ):
-            keyring = Keyring.single(ClusterKey(self._entropy(32)))
-        until_s = time.monotonic() + self._wait_s
-        if keyring is None:
-            keyring = await retried(lambda: find_keys(self.config, os.environ), until_s)
-        if self.config.keep_freed_memory:
-            keep_freed_memory()
-        self._loop = asyncio.get_running_loop()
-        connector, watch = self._connector, unwatched
-        if connector is None and self._embedded:
-            from relay.embedded import EmbeddedRelay
-
-            self._relay = EmbeddedRelay(entropy=self._entropy)
-            connector = self._relay.connect
-        elif connector is None:
-            connector = partial(reach, self.config, os.environ)
-            watch = partial(arrivals, self.config, os.environ)
-        self._attachment = self._runtime.attach(keyring, connector, self._entropy, watch)
-        self._registry = self._runtime.registry
-        try:
-            await retried(self._attachment.open, until_s)
-        except BaseException:
-            self._attachment.close()
-            await self._stop_embedded()
-            raise
-
-    async def close(self) -> None:
-        """Close gracefully: members leave and finish what they accepted, and everything sent is flushed. Idempotent.
-
-        Takes at most `config.drain_timeout_s` for handlers, once more for those that were cancelled after that, and
-        `config.connect_timeout_s` for the relay. If `close` is cancelled, the connection ends at once.
-        """
-        attachment = self._attachment
-        if attachment is None or self._closed or attachment.state is not OPEN:
-            return  # after a fork the socket, the loop and its tasks are the parent's
-        self._closed = True
-        try:
-            await self._runtime.close()
-        finally:
-            await self._stop_embedded()
-
-    async def reload_keys(self, keyring: Keyring | None = None) -> None:
-        """Replace the keyring by `keyring`, or read its file again, and move to a new session.
-
-        No accepted message is lost.
-
-        Returns when the old session has finished its work, at the latest after `config.drain_timeout_s`. From then on
-        this client no longer uses keys that are not in the new keyring.
-
-        Raises:
-            RelayUnavailable: no new session could be made; the client goes on with the old keyring.
-            KeyringError: the keyring cannot be used, or lacks a needed key; the client goes on with the old one.
-        """
-        self._attached()
-        await self._runtime.reload(keyring or load_keys(os.environ))
-
-    async def _stop_embedded(self) -> None:
-        if self._relay is not None:
-            await self._relay.close()
+        if middleware:
+            self._wrap_calls(middleware)
 
     @cached_property
     def streams(self) -> Streams:
@@ -263,298 +131,6 @@ class Client:
         return (
             Streams(self._runtime) if self._tracer is None else self._tracer.streams(self._runtime)
         )
-
-    @property
-    def on_loss(self) -> Callable[[Lost], object] | None:
-        """Function that is called with every loss, or None.
-
-        Losses are pushes that failed, gaps in subscriptions and broadcasts, and messages dropped in this process.
-        """
-        return self._runtime.on_loss
-
-    @on_loss.setter
-    def on_loss(self, handler: Callable[[Lost], object] | None) -> None:
-        self._runtime.on_loss = handler
-
-    @property
-    def keyring(self) -> Keyring:
-        """Keyring in use."""
-        return self._runtime.keyring
-
-    @property
-    def message_limit(self) -> int:
-        """Largest payload that can be sent, in bytes."""
-        return self._runtime.message_limit
-
-    @property
-    def sent_messages(self) -> int:
-        """Number of data messages sent, over all sessions."""
-        return self._runtime.messages("sent")
-
-    @property
-    def received_messages(self) -> int:
-        """Number of data messages received over all sessions, accepted or not."""
-        return self._runtime.messages("received")
-
-    def stats(self) -> Stats:
-        """Return what this client has sent, received, dropped and holds now. Raises Closed unless it is open."""
-        return snapshot(self._runtime)
-
-    # -- requests --------------------------------------------------------------------------------------------
-
-    @overload
-    async def request(
-        self, cluster: str, payload: object, *, timeout: float, headers: Headers | None = None, idempotent: bool = False,
-        type: type[T], member: str | None = None, method: str | None = None,
-    ) -> T: ...  # fmt: skip
-    @overload
-    async def request(
-        self, cluster: str, payload: object, *, timeout: float, headers: Headers | None = None, idempotent: bool = False,
-        type: TypeForm[T], member: str | None = None, method: str | None = None,
-    ) -> T: ...  # fmt: skip
-    @overload
-    async def request(
-        self, cluster: str, payload: object, *, timeout: float, headers: Headers | None = None, idempotent: bool = False,
-        type: Any = None, member: str | None = None, method: str | None = None,
-    ) -> Any: ...  # fmt: skip
-    async def request(
-        self, cluster: str, payload: object, *, timeout: float, headers: Headers | None = None, idempotent: bool = False,
-        type: Any = None, member: str | None = None, method: str | None = None,
-    ) -> Any:  # fmt: skip
-        """Send a request to one member and return its reply.
-
-        The relays choose a member of this site if one accepts the request, else a member of the nearest site that has
-        one. A `cluster` such as "eu:billing" names a site.
-
-        `payload` is bytes or str (sent as they are) or an object (sent as MessagePack). The reply is bytes if
-        the handler returned bytes or str, else the object. With `type` the reply is decoded into that type;
-        `type=iris.Message` returns the whole message with its headers.
-
-        The request runs at most once. With `idempotent=True` it may run again on another member if one is lost.
-
-        With `member`, an id from `members`, the request goes to that member alone. It fails with NoMembers if the
-        member has left, and is never sent to another one. Only members of this site can be called so.
-
-        With `method`, the handler of that name runs (`Service.on_request("place")`). A member that has none answers
-        with a RemoteError of the code "no_method". Members of earlier versions of Iris refuse the request with a
-        RelayError. In both cases `may_have_run` is False.
-
-        Raises:
-            RequestError: NoMembers, Overloaded, RequestTimeout, RemoteError, RelayError or ConnectionLost. Its
-                `may_have_run` is False only if no handler has run.
-            MessageTooLarge: the payload is over `message_limit`; nothing was sent.
-            EncodeError: the payload cannot be sent. Nothing was sent.
-            DecodeError: the reply does not fit `type`. Its `may_have_run` is True.
-            KeyringError: the keyring has no key for the cluster.
-            InvalidName: `cluster`, `member` or `method` is not allowed.
-            ConfigError: no reply can be decoded into `type`. Nothing was sent.
-        """
-        if member is not None:
-            check_member(cluster, member)
-        if method is not None:
-            check_method(method)
-        if type is not None:
-            check_decodable(type)
-        own_timeout = 0.0
-        if HANDLED and (left_s := inherited_s(cluster, timeout)) is not None:
-            own_timeout, timeout = timeout, left_s
-        timeout_ms = milliseconds(timeout)
-        until_s = time.monotonic() + timeout
-        attempts = SESSIONS_TRIED if idempotent else 1
-        ran = False
-        left_s = timeout
-        try:
-            while True:
-                attempts -= 1
-                attachment = self._attachment
-                pump = (
-                    attachment.pump if attachment is not None and attachment.state is OPEN else None
-                )
-                if pump is not None:
-                    pump.turn()
-                    session = pump.session
-                else:
-                    pump, session = await self._ready(cluster, left_s)
-                    timeout_ms = milliseconds(seconds_left(until_s))
-                data, packed = self._encode(payload, headers)
-                waiter: asyncio.Future[Message] = self._loop.create_future()
-                pending = session.requests.send(
-                    REQUEST, cluster, self._registry.cluster_keys(cluster)[0], data, headers, packed,
-                    timeout_ms=timeout_ms, waiter=waiter, idempotent=idempotent, member=member or "",
-                    method=method or "",
-                )  # fmt: skip
-                pump.touch()
-                try:
-                    message = await waiter
-                except ConnectionLost as err:
-                    ran = ran or err.may_have_run
-                    left_s = seconds_left(until_s)
-                    timeout_ms = milliseconds(left_s)
-                    if not attempts or timeout_ms <= 1 or self._closed:
-                        raise
-                except BaseException:  # cancelled, or this coroutine is collected as garbage
-                    if not waiter.done() or waiter.cancelled():
-                        session.requests.forget(pending)
-                        if not self._loop.is_closed():
-                            pump.touch()
-                    raise
-                else:
-                    break
-        except RequestError as err:
-            self._runtime.name_timeout(err, timeout, until_s)
-            if ran:
-                ran_before(err)
-            if own_timeout and isinstance(err, RequestTimeout):
-                explain_cut(err, own_timeout)
-            raise
-        if type is Message:
-            return message
-        try:
-            return decode_payload(message.payload, message.packed, type, "reply")
-        except DecodeError as err:
-            err.may_have_run = True
-            raise
-
-    @overload
-    def request_many(
-        self, cluster: str, payloads: Iterable[object], *, timeout: float, headers: Headers | None = None, idempotent: bool = False,
-        type: type[T], in_flight: int = IN_FLIGHT, member: str | None = None, method: str | None = None,
-    ) -> AsyncIterator[Outcome[T]]: ...  # fmt: skip
-    @overload
-    def request_many(
-        self, cluster: str, payloads: Iterable[object], *, timeout: float, headers: Headers | None = None, idempotent: bool = False,
-        type: TypeForm[T], in_flight: int = IN_FLIGHT, member: str | None = None, method: str | None = None,
-    ) -> AsyncIterator[Outcome[T]]: ...  # fmt: skip
-    @overload
-    def request_many(
-        self, cluster: str, payloads: Iterable[object], *, timeout: float, headers: Headers | None = None, idempotent: bool = False,
-        type: Any = None, in_flight: int = IN_FLIGHT, member: str | None = None, method: str | None = None,
-    ) -> AsyncIterator[Outcome[Any]]: ...  # fmt: skip
-    def request_many(
-        self, cluster: str, payloads: Iterable[object], *, timeout: float, headers: Headers | None = None, idempotent: bool = False,
-        type: Any = None, in_flight: int = IN_FLIGHT, member: str | None = None, method: str | None = None,
-    ) -> AsyncIterator[Outcome[Any]]:  # fmt: skip
-        """Send one request for each payload; yield an `Outcome` for each, in the order in which they end.
-
-            async for outcome in client.request_many("thumbnails", photos, timeout=5.0): ...
-
-        Each request is sent as `request` does it, and its `timeout` begins when it is sent. An error of one
-        request is the `error` of its outcome and does not end the others. This needs no task for each request,
-        and requests that are sent together travel together.
-
-        At most `in_flight` requests are unanswered or not yet yielded. Payloads are taken from the iterable as there
-        is room. `member` and `method` are as in `request`: with `member`, all go to that member.
-
-        Raises:
-            InvalidName: the name of the cluster, the member or the method is not allowed. Nothing was sent.
-            KeyringError: the keyring has no key for the cluster. Nothing was sent.
-        """
-        if member is not None:
-            check_member(cluster, member)
-        if method is not None:
-            check_method(method)
-        if type is not None:
-            check_decodable(type)
-        many = Many(
-            self._runtime, cluster, payloads, timeout=timeout, headers=headers, idempotent=idempotent, wanted=type,
-            in_flight=in_flight, member=member or "", method=method or "",
-        )  # fmt: skip
-        return many.outcomes()
-
-    async def push(
-        self, cluster: str, payload: object, *, timeout: float = 5.0, headers: Headers | None = None,
-        member: str | None = None, method: str | None = None,
-    ) -> None:  # fmt: skip
-        """Send a message to one member, without a reply. It runs at most once.
-
-        `timeout` is how long the message may wait until a handler starts. Returns when the message is on its way.
-        `member` and `method` are as in `request`.
-
-        A push that fails (no members, all at capacity, member lost, not started in time) is reported to `on_loss` and
-        in `losses`. After `flush`, all failures of earlier pushes have been reported.
-
-        Raises:
-            ConnectionLost: no relay was connected within `timeout`; nothing was sent.
-            MessageTooLarge: the payload is over `message_limit`; nothing was sent.
-            KeyringError: the keyring has no key for the cluster.
-        """
-        if member is not None:
-            check_member(cluster, member)
-        if method is not None:
-            check_method(method)
-        until_s = deadline(timeout)
-        pump, session = await self._ready(cluster, timeout)
-        data, packed = self._encode(payload, headers)
-        key = self._registry.cluster_keys(cluster)[0]
-        left_ms = milliseconds(seconds_left(until_s))
-        session.requests.push(
-            cluster, key, data, headers, packed, left_ms, member or "", method or ""
-        )
-        pump.touch()
-        if (attachment := self._attached()).blocked:
-            await attachment.wait_writable()
-
-    @overload
-    def survey(
-        self, cluster: str, payload: object, *, timeout: float, headers: Headers | None = None,
-        type: None = None, scope: Scope = "federation", method: str | None = None,
-    ) -> Survey[Message]: ...  # fmt: skip
-    @overload
-    def survey(
-        self, cluster: str, payload: object, *, timeout: float, headers: Headers | None = None,
-        type: type[T], scope: Scope = "federation", method: str | None = None,
-    ) -> Survey[T]: ...  # fmt: skip
-    @overload
-    def survey(
-        self, cluster: str, payload: object, *, timeout: float, headers: Headers | None = None,
-        type: TypeForm[T], scope: Scope = "federation", method: str | None = None,
-    ) -> Survey[T]: ...  # fmt: skip
-    @overload
-    def survey(
-        self, cluster: str, payload: object, *, timeout: float, headers: Headers | None = None,
-        type: Any, scope: Scope = "federation", method: str | None = None,
-    ) -> Survey[Any]: ...  # fmt: skip
-    def survey(
-        self, cluster: str, payload: object, *, timeout: float, headers: Headers | None = None, type: Any = None,
-        scope: Scope = "federation", method: str | None = None,
-    ) -> Survey[Any]:  # fmt: skip
-        """Ask all members and iterate over their answers: `async for answer in client.survey(...)`.
-
-        It asks the members of all sites, or with `scope="site"` only those of this site. The iteration ends when all
-        have answered, or at the timeout. After that, `missing` lists the members that did not answer; see `Survey`.
-        `method` is as in `request`.
-        """
-        return make_survey(
-            self._runtime, cluster, payload, timeout=timeout, headers=headers, wanted=type, scope=scope, method=method
-        )  # fmt: skip
-
-    async def flush(self, *, timeout: float = 5.0) -> None:
-        """Return when the relay has routed everything sent before. All failures of pushes have been reported by then.
-
-        Raises RequestTimeout if the relay does not answer within `timeout` seconds.
-        """
-        until_s = deadline(timeout)
-        held = self._attached().held.bytes  # held casts are only flushed by the next session
-        ready = self._runtime.in_use if held else self._ready
-        pump, session = await ready("relay", timeout)
-        waiter: asyncio.Future[Any] = self._loop.create_future()
-        session.flush()
-        session.ask(frames.Ping, waiter)
-        pump.touch()
-        await self._runtime.answered(waiter, "the relay did not answer", timeout, until_s)
-
-    @contextlib.asynccontextmanager
-    async def watch_losses(self, *, timeout: float = 5.0) -> AsyncIterator[list[Lost]]:
-        """Collect the losses of messages sent inside the block: `async with client.watch_losses() as losses`.
-
-        After a `flush` the list is complete. If the relay was lost or stopped meanwhile, the list has a `Lost`
-        of kind "relay": some of the messages sent before it may be lost.
-
-        Waits for a relay first, and raises ConnectionLost if none is connected within `timeout` seconds.
-        """
-        await self._ready("relay", timeout)
-        with self._runtime.watching_losses() as losses:
-            yield losses
 
     # -- casts -----------------------------------------------------------------------------------------------
 
@@ -709,37 +285,6 @@ class Client:
         return make(
             self._runtime, pattern, callback, group, policy, limit_bytes, on_gap, concurrency, when_full
         )  # fmt: skip
-
-    # -- tunnels ---------------------------------------------------------------------------------------------
-
-    @contextlib.asynccontextmanager
-    async def tunnel(
-        self, cluster: str, *, timeout: float, headers: Headers | None = None, member: str | None = None
-    ) -> AsyncIterator[Tunnel]:  # fmt: skip
-        """Open a tunnel to one member: `async with client.tunnel("archive", timeout=1.0) as tunnel`.
-
-        The tunnel is closed when the block ends, and broken on both sides if the block raises. `member` is as in
-        `request`. Raises as `open_tunnel`.
-        """
-        tunnel = await self.open_tunnel(cluster, timeout=timeout, headers=headers, member=member)
-        async with tunnel:
-            yield tunnel
-
-    async def open_tunnel(
-        self, cluster: str, *, timeout: float, headers: Headers | None = None, member: str | None = None
-    ) -> Tunnel:  # fmt: skip
-        """Open a tunnel to one member and return it; you must close it. `tunnel` closes it for you.
-
-        `member` is as in `request`.
-
-        Raises:
-            RequestError: NoMembers, Overloaded, RequestTimeout, RelayError or ConnectionLost.
-            KeyringError: the keyring has no key for the cluster.
-            InvalidName: `cluster` or `member` is not allowed.
-        """
-        if member is not None:
-            check_member(cluster, member)
-        return await open_tunnel(self._runtime, cluster, timeout, headers, member or "")
 
     # -- serving ---------------------------------------------------------------------------------------------
 

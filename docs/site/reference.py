@@ -43,6 +43,8 @@ NAMES: Final = {
     "keys": ("Keys", "Keyrings, for programs that do not read theirs from a file", ("Keyring", "ClusterKey")),
 }  # fmt: skip
 """Page -> its title, what it is about, and the names of `iris` on it. A test checks that every name has a page."""
+OPTIONS: Final = {"Client": "    options:\n      inherited_members: true\n"}
+"""Name -> how mkdocstrings shows it, if not as the others: what a client inherits is not described elsewhere."""
 MODULES: Final = {
     "iris.streams": ("Streams", "Consumer", "Reader", "Mirror", "ConsumerInfo"),
     "iris.blocking": ("connect", "Client", "Tunnel", "Answers"),
@@ -80,7 +82,7 @@ def write_reference(out: Path) -> None:
 def api_pages() -> Iterator[tuple[str, str]]:
     """Yield the name and the text of each page about Python, for mkdocstrings to fill in."""
     for name, (title, about, names) in NAMES.items():
-        entries = "\n".join(f"::: iris.{each}\n" for each in names)
+        entries = "\n".join(f"::: iris.{each}\n{OPTIONS.get(each, '')}" for each in names)
         yield name, f"# {title}\n\n{about}.\n\n{entries}"
     for module, names in MODULES.items():
         about = inspect.getdoc(__import__(module, fromlist=["_"])) or ""

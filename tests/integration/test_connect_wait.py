@@ -24,7 +24,7 @@ def tries(monkeypatch: pytest.MonkeyPatch) -> list[None]:
         made.append(None)
         return await reach(*arguments)  # type: ignore[arg-type]  # passed on as they are
 
-    monkeypatch.setattr("iris.client.reach", counted)
+    monkeypatch.setattr("iris.connection.reach", counted)
     return made
 
 

@@ -80,7 +80,7 @@ LAYERS = (
     "relay.store.__main__",
 )
 """From the ground up. A module is of the one that most of its name begins with."""
-REACH_UP = {"iris.client", "iris.testing"}
+REACH_UP = {"iris.connection", "iris.testing"}
 """They start a relay in this process when they are asked to, and import it then."""
 
 
