@@ -21,20 +21,26 @@ from pathlib import Path
 
 import pytest
 from support.waiting import PATIENCE_S, eventually
+from support.web import ask, http
 
 import iris
 from iris import keyfiles, paths
+from iris.web.tokens import hash_token
 from relay.settings import load_config
 
 SYSTEMD = Path(__file__).parents[2] / "deploy" / "systemd"
 UNITS = sorted(SYSTEMD.glob("*.service"))
 INSTALLED = "/opt/iris/bin"
 BIN = Path(sys.executable).parent
+TOKEN = "a-token-of-the-tests-that-is-long-enough"
 EXPOSURE_LIMIT = 20
 """In tenths, as systemd counts: from 0 (no exposure) to 100."""
 
 needs_systemd = pytest.mark.skipif(
     shutil.which("systemd-analyze") is None, reason="systemd is not installed (package systemd)"
+)
+needs_strace = pytest.mark.skipif(
+    shutil.which("strace") is None, reason="strace is not installed (package strace)"
 )
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to a user")
 each_unit = pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
@@ -58,8 +64,8 @@ class Unit(configparser.RawConfigParser):
         return optionstr
 
     def command(self, root: Path) -> list[str]:
-        """Return what the unit starts, with this environment's `iris` and with its directories below `root`."""
-        return shlex.split(below(root, self["Service"]["ExecStart"]))
+        """Return what the unit starts, with this environment's `iris`, a free port, and its directories below `root`."""
+        return shlex.split(re.sub(r":808\d\b", ":0", below(root, self["Service"]["ExecStart"])))
 
     def environment(self, root: Path) -> dict[str, str]:
         pairs = shlex.split(below(root, self["Service"].get("Environment", "")))
@@ -114,7 +120,7 @@ def root(short: Path) -> Path:
     for user, tokens, verb in (("iris-http", "http-tokens.toml", "request"), ("iris-dashboard", "tokens.toml", "view")):  # fmt: skip
         keyfiles.create_keys(short / "etc" / user)
         (short / "etc" / user / tokens).touch(mode=0o600)
-        (short / "etc" / user / tokens).write_text(f'[[token]]\nname = "one"\nsha256 = "{"0" * 64}"\n[token.allow]\n{verb} = [">"]\n')  # fmt: skip
+        (short / "etc" / user / tokens).write_text(f'[[token]]\nname = "one"\nsha256 = "{hash_token(TOKEN)}"\n[token.allow]\n{verb} = [">"]\n')  # fmt: skip
     return short
 
 
@@ -127,9 +133,7 @@ def started(unit: Path, root: Path) -> Iterator[tuple[subprocess.Popen[bytes], s
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(str(address))
         manager.settimeout(PATIENCE_S)
-        command = [
-            each.replace(":8080", ":0").replace(":8081", ":0") for each in settings.command(root)
-        ]
+        command = settings.command(root)
         with (root / f"log-{unit.stem}").open("wb") as log:
             process = subprocess.Popen(
                 command, stdout=log, stderr=log, cwd="/", umask=int(settings["Service"]["UMask"], 8),
@@ -225,16 +229,20 @@ def traced(unit: Unit, root: Path) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
             ["strace", "-f", "-qq", "-o", str(root / "calls"), *unit.command(root)],
             env={**unit.environment(root), "PATH": os.environ["PATH"], "PYTHONDONTWRITEBYTECODE": "1"},
-            stderr=log, cwd="/",
+            stdout=log, stderr=log, cwd="/",
         )  # fmt: skip
+
+
+def children(tracing: subprocess.Popen[bytes]) -> list[int]:
+    """Return the process that strace started, if it still runs."""
+    return [int(pid) for pid in Path(f"/proc/{tracing.pid}/task/{tracing.pid}/children").read_text().split()]  # fmt: skip
 
 
 def end(tracing: subprocess.Popen[bytes]) -> None:
     """Kill strace and what it traces, which would outlive it."""
     if tracing.poll() is None:
-        children = Path(f"/proc/{tracing.pid}/task/{tracing.pid}/children").read_text().split()
-        for pid in children:
-            os.kill(int(pid), signal.SIGKILL)
+        for pid in children(tracing):
+            os.kill(pid, signal.SIGKILL)
         tracing.kill()
         tracing.wait()
 
@@ -244,9 +252,7 @@ def hello(name: str) -> str:
 
 
 @needs_systemd
-@pytest.mark.skipif(
-    shutil.which("strace") is None, reason="strace is not installed (package strace)"
-)
+@needs_strace
 async def test_a_relay_with_a_store_does_only_what_its_unit_allows(short: Path) -> None:
     """Seen by strace, while programs call each other and streams are written and read."""
     unit = SYSTEMD / "iris-relay.service"
@@ -276,13 +282,58 @@ async def test_a_relay_with_a_store_does_only_what_its_unit_allows(short: Path) 
         assert await asyncio.to_thread(tracing.wait, PATIENCE_S) == 0
     finally:
         end(tracing)
-    trace = (short / "calls").read_text(errors="replace")
+    trace = check_allowed(unit, short, "/run/iris", "/var/lib/iris")
+    assert re.search(r" (fsync|fdatasync)\(", trace), "the trace has the store's calls, too"
+
+
+@needs_systemd
+@needs_strace
+@pytest.mark.parametrize("name", ["iris-bridge-http", "iris-dashboard"])
+async def test_the_bridge_and_the_dashboard_do_only_what_their_units_allow(
+    root: Path, name: str
+) -> None:
+    """Seen by strace, while they are used, told to read their settings again, and stopped."""
+    unit = SYSTEMD / f"{name}.service"
+    keyring = root / "etc/iris/keyring.toml"
+    for user in ("iris-http", "iris-dashboard"):
+        shutil.copy(keyring, root / "etc" / user)
+    service = iris.Service("greeter")
+    service.on_request(hello)
+    with started(SYSTEMD / "iris-relay.service", root):
+        async with iris.connect(root / "run/iris/relay.sock", keyring=keyfiles.load_keyring(keyring)) as client, client.serve(service):  # fmt: skip
+            tracing, log = traced(Unit(unit), root), root / "log"
+            try:
+                await eventually(lambda: re.search(r'(http://|"address":"|"address": ")127.0.0.1:\d+', log.read_text()))  # fmt: skip
+                (address, *_) = re.findall(r"127.0.0.1:\d+", log.read_text())
+                if name == "iris-dashboard":
+                    async with http(address) as page:
+                        page.send("GET", "/events", {"authorization": f"Bearer {TOKEN}"})
+                        assert (await page.start()).status == 200
+                        async for part in page.chunks():
+                            if b"event: network" in part:
+                                break
+                else:
+                    answer = await ask(address, "POST", "/clusters/greeter/request", body=b"world", token=TOKEN)  # fmt: skip
+                    assert (answer.status, answer.body) == (200, b"hello, world")
+                    os.kill(children(tracing)[0], signal.SIGHUP)
+                    await eventually(lambda: "bridge.keys_reloaded" in log.read_text())
+                os.kill(children(tracing)[0], signal.SIGTERM)
+                assert await asyncio.to_thread(tracing.wait, PATIENCE_S) == 0
+            finally:
+                end(tracing)
+    check_allowed(unit, root)
+
+
+def check_allowed(unit: Path, root: Path, *writable: str) -> str:
+    """Check that a trace has only what a unit allows, and writes to these directories alone; return it."""
+    trace = (root / "calls").read_text(errors="replace")
     made = set(re.findall(r"^\d+ +([a-z0-9_]+)\(", trace, re.MULTILINE))
-    assert made & {"fsync", "fdatasync"}, "the trace has the store's calls, too"
+    assert made
     assert made - allowed_calls(unit) == set()
     assert not re.search(r"PROT_WRITE\|PROT_EXEC", trace), "MemoryDenyWriteExecute= forbids it"
     families = set(re.findall(r"socket\((AF_[A-Z0-9]+)", trace))
-    assert families <= set(settings["Service"]["RestrictAddressFamilies"].split())
+    assert families <= set(Unit(unit)["Service"]["RestrictAddressFamilies"].split())
     written = re.findall(r'openat\(AT_FDCWD, "(/[^"]+)", O_(?:WRONLY|RDWR)', trace)
-    elsewhere = {path for path in written if not path.startswith((f"{short}/run/iris", f"{short}/var/lib/iris", "/dev/null", "/proc/self/"))}  # fmt: skip
-    assert elsewhere == set()
+    places = (*(f"{root}{each}" for each in writable), "/dev/null", "/proc/self/")
+    assert {path for path in written if not path.startswith(places)} == set()
+    return trace
