@@ -38,12 +38,16 @@ export class Bridge {
 async function* parse(body) {
   let rest = "";
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
-  for (let part = await reader.read(); !part.done; part = await reader.read()) {
-    const blocks = (rest + part.value).split("\n\n");
-    rest = blocks.pop();
-    for (const block of blocks) {
-      const field = (name) => block.split("\n").filter((line) => line.startsWith(`${name}: `)).map((line) => line.slice(name.length + 2)).join("\n");
-      if (field("data")) yield [field("event"), JSON.parse(field("data")), field("id")];
+  try {
+    for (let part = await reader.read(); !part.done; part = await reader.read()) {
+      const blocks = (rest + part.value).split("\n\n");
+      rest = blocks.pop();
+      for (const block of blocks) {
+        const field = (name) => block.split("\n").filter((line) => line.startsWith(`${name}: `)).map((line) => line.slice(name.length + 2)).join("\n");
+        if (field("data")) yield [field("event"), JSON.parse(field("data")), field("id")];
+      }
     }
+  } finally {
+    reader.cancel().catch(() => {}); // whoever leaves the loop ends the connection
   }
 }

@@ -64,7 +64,7 @@ class Unit(configparser.RawConfigParser):
         return optionstr
 
     def command(self, root: Path) -> list[str]:
-        """Return what the unit starts, with this environment's `iris`, a free port, and its directories below `root`."""
+        """Return what the unit starts: this environment's `iris`, with a free port and its directories below `root`."""
         return shlex.split(re.sub(r":808\d\b", ":0", below(root, self["Service"]["ExecStart"])))
 
     def environment(self, root: Path) -> dict[str, str]:
