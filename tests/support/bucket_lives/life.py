@@ -445,7 +445,7 @@ class Life(World):
         for name, uuid in self.streams.items():
             holding = [one for one in self.processes.values() if one.holds(uuid)]
             serving = [one for one in self.processes.values() if one.serves(name)]
-            if len(holding) != 1 or holding != serving:
+            if len(holding) != 1 or holding != serving or not holding[0].settled(uuid):
                 return False
         return True
 
@@ -472,6 +472,8 @@ class Life(World):
             checkpoint_bytes=self._checkpoint_bytes, runs=False,
         )  # fmt: skip
 
+        self.processes[process.number] = process
+
         async def restore() -> None:
             while True:
                 try:
@@ -489,8 +491,7 @@ class Life(World):
             there = records(stream.log) if stream is not None and stream.log is not None else []
             if there != self.history.ends[name]:
                 self.breaks(f"{name}: the bucket has {len(there)} messages, its store had {len(self.history.ends[name])}")  # fmt: skip
-        process.kill()
-        self.loops.remove(loop)
+        self.kill(process.number, disk=True)
 
     async def _place(self, name: str) -> int:
         """Return the position of a stream's consumer."""

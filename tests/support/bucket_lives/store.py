@@ -244,6 +244,11 @@ class Process:
         stream = self.store.streams.get(uuid)
         return stream is not None and stream.replica is not None and not stream.replica.writer.ended
 
+    def settled(self, uuid: bytes) -> bool:
+        """Return whether everything that a stream has is known to be in the bucket."""
+        replica = self.store.streams[uuid].replica
+        return replica is not None and replica.settled
+
     def kill(self) -> dict[bytes, tuple[str, list[tuple[int, bytes]]]]:
         """End the process as SIGKILL does; return what its disk has: uuid -> (journal, records)."""
         self.dead = True
