@@ -1,4 +1,6 @@
-"""Clients of streams in a bucket: they write, read and consume, try again until they are sure, and note what they saw."""
+"""Clients of streams in a bucket: they write, read and consume, try again until they are sure, and note what they
+saw.
+"""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ class Acked:
     stream: str
     writer: str
     number: int
-    """Of the message at its writer; each writer appends its messages in this order."""
+    """The message's number at its writer, which appends its messages in this order."""
     body: bytes
     offset: int | None
     """None if it was acknowledged as a duplicate whose offset is forgotten."""
