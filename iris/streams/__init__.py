@@ -37,6 +37,7 @@ from iris.streams.definitions import (
 from iris.streams.listing import StreamInfo, list_consumers, list_streams, stream_info
 from iris.streams.messages import OF_A_MESSAGE, make_extras
 from iris.streams.mirroring import Mirror
+from iris.streams.moving import move_stream
 from iris.streams.reading import FETCH_BYTES, Reader, Start, start_offset
 from iris.streams.records import RecordOpener, StreamGap, StreamMessage, StreamPage, StreamRecord
 from iris.streams.redriving import Letters, RedriveInfo
@@ -234,6 +235,22 @@ class Streams:
                     await self.change(info.name, uuid=info.uuid, timeout=seconds_left(until_s))
                 )
         return sorted(changed, key=lambda info: (info.name, info.uuid))
+
+    async def move(
+        self, name: str, *, to: str, uuid: str = "", timeout: float = 60.0
+    ) -> StreamInfo:
+        """Move a stream that is in a bucket to another store of the bucket; return it as that store describes it.
+
+        `to` is the store's host, or its id (at least 4 hex digits of it). Readers, consumers and appends go on there
+        by themselves; while the new store reads the stream from the bucket, they wait. If `timeout` seconds pass, the
+        move may still take place: look at `StreamInfo.store`.
+
+        Raises:
+            ConfigError: `to` names no store that can take the stream; the text lists those that can.
+            StreamError: the stream is not in a bucket, or a store refused.
+        """
+        check_address(name)
+        return await move_stream(self._stores, name, to, uuid, timeout)
 
     # -- writing ---------------------------------------------------------------------------------------------
 

@@ -239,6 +239,7 @@ class Streams(_Proxy[asynchronous.Streams]):
     pause = _waiting(asynchronous.Streams.pause)
     resume = _waiting(asynchronous.Streams.resume)
     delete = _waiting(asynchronous.Streams.delete)
+    move = _waiting(asynchronous.Streams.move)
     share_keys = _waiting(asynchronous.Streams.share_keys)
     append = _waiting(asynchronous.Streams.append)
     append_many = _waiting(asynchronous.Streams.append_many)

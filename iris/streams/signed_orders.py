@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
+from msgspec import structs
+
 from iris.crypto.keyring import Keyring
 from iris.crypto.keys import ClusterKey, public_id
 from iris.streams.stores import VerifiedStream
-from iris.wire.orders import END, KEEP, ORDER_FRESH_US, Definition, Order, SignedOrder
+from iris.wire.orders import END, KEEP, MOVE, ORDER_FRESH_US, Definition, Order, SignedOrder
 from iris.wire.streams import encode
 
 
@@ -45,6 +47,21 @@ def orders_to_end(stream: VerifiedStream, keyring: Keyring) -> list[SignedOrder]
     return [
         _signed(key, _next_order(END, key, stream, definition, issued_us)) for key in _our_keys(stream, keyring).values()
     ]  # fmt: skip
+
+
+def orders_to_move(stream: VerifiedStream, keyring: Keyring, target: bytes) -> list[SignedOrder]:
+    """Return orders that move a stream to the store with the public key `target`, under every key of the stream in
+    the keyring.
+    """
+    definition, issued_us = stream.order.definition, _issue_time_us(stream)
+    orders = [
+        _next_order(MOVE, key, stream, definition, issued_us)
+        for key in _our_keys(stream, keyring).values()
+    ]
+    return [
+        _signed(key, structs.replace(order, store=target))
+        for key, order in zip(_our_keys(stream, keyring).values(), orders, strict=True)
+    ]
 
 
 def _our_keys(stream: VerifiedStream, keyring: Keyring) -> dict[bytes, ClusterKey]:

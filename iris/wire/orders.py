@@ -18,6 +18,7 @@ from iris.wire.names import check_cluster, check_filter
 
 KEEP: Final = "keep"
 END: Final = "end"
+MOVE: Final = "move"
 ORDER_VERSION: Final = 2
 """Highest order version that a store of this version accepts."""
 MAX_ORDER_BYTES: Final = 8192
@@ -140,7 +141,7 @@ def check_definition(definition: Definition) -> None:
 
 
 class Order(Struct, frozen=True):
-    """Order of a cluster key's holder to one store, to keep a stream as defined or to end it.
+    """Order of a cluster key's holder to one store, to keep a stream as defined, to end it, or to move it.
 
     A stream has one order for each of its key ids. `in_force` selects the one that defines it.
     """
@@ -149,7 +150,7 @@ class Order(Struct, frozen=True):
     uuid: Id16
     key_id: Id16
     store: Key32
-    """The store's public key."""
+    """The store's public key; for "move", that of the store that is to hold the stream."""
     issued_us: Time
     definition: Definition
     version: Annotated[int, Meta(ge=1, le=ORDER_VERSION)] = 1

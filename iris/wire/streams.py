@@ -41,6 +41,7 @@ MAX_WRITER_BYTES: Final = 255
 MAX_ATTEMPTS: Final = 65_536
 """Most attempts in a Commit or Discard; the message limit applies, too."""
 MAX_COPY_ITEMS: Final = 4096
+MAX_TICKET_BYTES: Final = 1024
 MAX_REDRIVEN: Final = 1024
 """Most dead letters in one "redrive"."""
 # -- records -----------------------------------------------------------------------------------------------------
@@ -188,6 +189,19 @@ class Delete(Struct, frozen=True, tag_field="op", tag="delete"):
     """Request to end the stream and remove its log. Answered with Settled."""
 
     orders: Orders
+
+
+class Move(Struct, frozen=True, tag_field="op", tag="move"):
+    """Request to the store that has a stream of a bucket to release it to another store of the bucket, which the
+    orders name. Answered with Moving."""
+
+    orders: Orders
+
+
+class Take(Struct, frozen=True, tag_field="op", tag="take"):
+    """Request to a store to take the stream of a ticket. Answered with Settled once the store serves the stream."""
+
+    ticket: Annotated[bytes, Meta(max_length=MAX_TICKET_BYTES)]
 
 
 class Append(Struct, frozen=True, tag_field="op", tag="append"):
@@ -441,6 +455,13 @@ class Described(Struct, frozen=True, tag_field="op", tag="described"):
     """For a stream on the disk of a store that copies it to a bucket; else None."""
 
 
+class Moving(Struct, frozen=True, tag_field="op", tag="moving"):
+    """The stream is released. The store that was named serves it after a Take with this ticket, which only stores of
+    the bucket can read. Without one the stream goes on where it was."""
+
+    ticket: Annotated[bytes, Meta(max_length=MAX_TICKET_BYTES)]
+
+
 class Listed(Struct, frozen=True, tag_field="op", tag="listed"):
     """Streams of one store. With `more`, list again after the last."""
 
@@ -606,6 +627,8 @@ Call = (
     | DeleteConsumer
     | ChangeConsumer
     | RedriveLetters
+    | Move
+    | Take
 )
 Answer = (
     StoreInfo
@@ -623,6 +646,7 @@ Answer = (
     | Settled
     | Consumers
     | Redriven
+    | Moving
     | Refused
 )
 

@@ -21,6 +21,7 @@ from iris.errors import ConfigError, DecodeError, InvalidName, OpenError
 from iris.wire.orders import (
     END,
     KEEP,
+    MOVE,
     ORDER_FRESH_US,
     Definition,
     Order,
@@ -129,7 +130,18 @@ class Authority:
         self, charter: Charter, signed: Sequence[SignedOrder], uuid: bytes, now_us: int
     ) -> None:
         """Return if the orders may end the stream; raise Refuse otherwise."""
-        for key_id, (order, _) in self.read(signed, uuid, action=END).items():
+        self._check_act(charter, self.read(signed, uuid, action=END), now_us)
+
+    def move(
+        self, charter: Charter, signed: Sequence[SignedOrder], uuid: bytes, now_us: int
+    ) -> bytes:
+        """Return the public key of the store to which the orders move the stream."""
+        orders = self.read(signed, uuid, action=MOVE)
+        self._check_act(charter, orders, now_us)
+        return next(order.store for order, _ in orders.values())
+
+    def _check_act(self, charter: Charter, orders: _Signed, now_us: int) -> None:
+        for key_id, (order, _) in orders.items():
             _check_revised(order)
             if key_id not in charter.orders:
                 raise Refuse(
@@ -160,7 +172,10 @@ class Authority:
         return Charter(orders, tuple(stored.roots), admitted)
 
     def read(self, signed: Sequence[SignedOrder], uuid: bytes, *, action: str = KEEP) -> _Signed:
-        """Return key id -> order. Each order must be signed, and be for this store, log and action."""
+        """Return key id -> order. Each order must be signed, and be for this store, log and action.
+
+        An order that moves a stream names the store that is to have it.
+        """
         orders: _Signed = {}
         for one in signed:
             try:
@@ -169,7 +184,7 @@ class Authority:
                 check_definition(order.definition)
             except (OpenError, DecodeError, ConfigError, InvalidName) as err:
                 raise Refuse("order", str(err)) from err
-            if order.store not in self._stores:
+            if action != MOVE and order.store not in self._stores:
                 raise Refuse("order", "the order is for another store")
             if (order.key_id, order.uuid, order.action) != (key_id, uuid, action):
                 raise Refuse("order", "the order is for another key, log or action")

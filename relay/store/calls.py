@@ -16,6 +16,7 @@ from iris.wire.kinds import NO_KEY
 from iris.wire.orders import END, SignedOrder, decode_order
 from iris.wire.streams import dead_uuid
 from relay.logs import Quiet
+from relay.store import moving
 from relay.store.authority import is_promotion, one_definition
 from relay.store.catalogue import Catalogue, encode_definition_file
 from relay.store.channels import UNSEALED, UPGRADE, Channels
@@ -65,6 +66,10 @@ class Calls:
             streams.Describe: self._on_describe,
             streams.Change: self._on_change,
             streams.Delete: self._on_delete,
+            streams.Move: lambda incoming, call: moving.move(
+                catalogue, incoming, self._stream(incoming), call
+            ),
+            streams.Take: partial(moving.take, catalogue, self._address),
             streams.Append: self._on_append,
             streams.Stage: self._on_stage,
             streams.Commit: self._on_commit,

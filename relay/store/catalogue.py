@@ -38,9 +38,10 @@ from relay.store.stream import Stream
 
 log = logging.getLogger(__name__)
 
+MOVING: Final = "the stream moves to another store; try again"
 _UUID: Final = re.compile("[0-9a-f]{32}")
 MAX_MOVED: Final = 4096
-"""Addresses that are remembered: two for each key of a stream that was taken over, and two for its dead letters."""
+"""Addresses that are remembered: two for each key of a stream that left, and two for its dead letters."""
 encode_definition_file: Final = msgspec.msgpack.Encoder().encode
 _decode_definition_file: Final = msgspec.msgpack.Decoder(DefinitionFile).decode
 
@@ -277,11 +278,30 @@ class Catalogue:
 
     def hand_over(self, stream: Stream, reason: str) -> None:
         """Remove a stream that another store of the bucket has taken over."""
+        self._note_moved(stream)
+        self.remove(stream, reason)
+
+    def _note_moved(self, stream: Stream) -> None:
         both = (stream, self.streams.get(dead_uuid(stream.uuid)))
         self.moved |= {address: None for address, one in self.by_address.items() if one in both}
         while len(self.moved) > MAX_MOVED:
             del self.moved[next(iter(self.moved))]
-        self.remove(stream, reason)
+
+    def release(self, uuid: bytes) -> dict[bytes, Path]:
+        """Stop serving a stream that moves to another store, and close its files and those of its dead letters;
+        return uuid -> files. Raises LogError.
+        """
+        stream = self.streams[uuid]
+        stream.commit(self.clock.wall_us)
+        parts = [one for each in (uuid, dead_uuid(uuid)) if (one := self.streams.get(each))]
+        self._note_moved(stream)
+        self.leave(stream)
+        self.remove_addresses(stream)
+        for one in parts:
+            del self.streams[one.uuid]
+            one.refuse_waiting(MOVING)
+            one.end(MOVING)
+        return {one.uuid: Path(one.path) for one in parts}
 
     def remove(self, stream: Stream, reason: str) -> None:
         self.leave(stream)

@@ -189,6 +189,10 @@ class StoreProcess:
         """Stop serving the streams of a journal that has ended."""
         self.store.abandon(writer)
 
+    def release(self, uuid: bytes) -> dict[bytes, Path]:
+        """Stop serving a stream that moves; return the files of it and of its dead letters. Raises LogError."""
+        return self.store.catalogue.release(uuid)
+
     def logs(self, writer: Writer) -> dict[bytes, Log]:
         """Return the open logs of a journal. Raises LogError if one is not open."""
         return self.store.logs_of(writer)

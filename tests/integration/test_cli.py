@@ -30,7 +30,7 @@ VERBS = [
     "request", "push", "survey", "broadcast", "publish", "subscribe", "tunnel", "members", "describe", "ping", "status", "run", "relay",
     "key new", "key show", "key list", "context add", "context use", "context list", "context remove", "init", "key add", "key promote", "key retire", "demo", "bench serve", "bench request", "bench publish",
     "bench tunnel", "store", "federation key", "federation list", "federation ping", "bridge iris1", "bridge sp", *(f"stream {verb}" for verb in (
-        "create", "list", "info", "read", "append", "export", "import", "change", "pause", "resume", "delete", "keys",
+        "create", "list", "info", "read", "append", "export", "import", "change", "pause", "resume", "delete", "move", "keys",
         "consumer list", "consumer delete", "mirror", "promote",
     )),
 ]  # fmt: skip

@@ -15,7 +15,7 @@ from iris.crypto.keys import ClusterKey, StoreKey
 from iris.wire import frames, streams
 from iris.wire.codec import BODY_AT, HOP, KIND_AT, decode_control, encode_control
 from iris.wire.kinds import Kind
-from iris.wire.orders import END, KEEP, Definition, Order, SignedOrder
+from iris.wire.orders import END, KEEP, MOVE, Definition, Order, SignedOrder
 from iris.wire.streams import decode_answer, encode
 from relay.store.session import StoreSession
 from relay.store.store import Store
@@ -230,6 +230,7 @@ ATTACKS: dict[str, Any] = {
     "describe": streams.Describe(),
     "change": streams.Change([order(OTHER, issued_us=1 << 62), order(issued_us=NOW_US + 1)]),
     "delete": streams.Delete([order(action=END, issued_us=NOW_US + 1)]),
+    "move": streams.Move([order(action=MOVE, issued_us=NOW_US + 1)]),
 }
 
 

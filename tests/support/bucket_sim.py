@@ -132,6 +132,11 @@ class Owner:
                 del self.served[uuid]
                 database.close()
 
+    def release(self, uuid: bytes) -> dict[bytes, Path]:
+        database, _ = self.served.pop(uuid)
+        database.close()
+        return {uuid: Path(database.path)}
+
     def logs(self, writer: Writer) -> dict[bytes, Log]:
         return {}
 

@@ -272,6 +272,29 @@ def keys(timeout: options.Timeout = 10.0, relay: options.RelayPath = None) -> No
 
 
 @app.command()
+def move(
+    name: texts.Name,
+    to: Annotated[
+        str, typer.Option("--to", metavar="STORE", help="The store that is to have it: its host, or at least 4 digits of its id.", show_default=False)
+    ],
+    uuid: texts.Uuid = "",
+    timeout: options.Timeout = 60.0,
+    relay: options.RelayPath = None,
+) -> None:  # fmt: skip
+    """Move a stream that is in a bucket to another store of the same bucket.
+
+    Nothing is lost or stored twice. Readers, consumers and appends wait while
+    the new store reads the stream from the bucket, and go on there.
+
+    \b
+    Examples:
+      iris stream move orders --to db-2
+      iris stream move orders --to 3f9c01ab
+    """
+    _do(lambda client: client.streams.move(name, to=to, uuid=uuid, timeout=timeout), relay)
+
+
+@app.command()
 def delete(
     name: texts.Name,
     yes: Annotated[bool, typer.Option("--yes", help="Confirm the deletion.")] = False,

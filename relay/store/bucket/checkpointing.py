@@ -62,6 +62,8 @@ class Checkpoints:
         self._logs = logs
         self._now_us = now_us
         self._warn = warn
+        self.paused: Callable[[], bool] = lambda: False
+        """Whether the journal must keep what it has, because another one needs it."""
         self._count = 0
         self._first = 1
         """The first object of the last checkpoint."""
@@ -81,7 +83,9 @@ class Checkpoints:
             try:
                 await self._delete()
                 logs = self._logs()
-                if self._is_due(sum(each.size_bytes for each in logs.values())):
+                if not self.paused() and self._is_due(
+                    sum(each.size_bytes for each in logs.values())
+                ):
                     await self._write(logs)
             except IrisError as err:  # also a log that was closed or deleted meanwhile
                 self._warn(err)
@@ -150,17 +154,24 @@ async def write_all(writer: Writer, parts: Mapping[bytes, Iterator[list[Op]]], n
     Returns when everything is known to be in the bucket, or the journal has ended. Raises LogDamaged.
     """
     first = writer.watch()
+    await write_parts(writer, parts, lambda: now_us)
+    return first
+
+
+async def write_parts(
+    writer: Writer, parts: Mapping[bytes, Iterator[list[Op]]], now_us: Callable[[], int]
+) -> None:
+    """Write streams (uuid -> parts) to a journal. Returns as `write_all`. Raises LogDamaged."""
     for uuid, each in parts.items():
         for ops in each:
             size = sum(len(op.key) + len(op.value) + OP_BYTES for op in ops)
-            writer.add(Rows(uuid, ops), size, now_us)
+            writer.add(Rows(uuid, ops), size, now_us())
             while writer.backlog > BACKLOG_BYTES and not writer.ended:  # noqa: ASYNC110 - the bucket takes its time
                 await asyncio.sleep(PAUSE_S)
     writer.close_object()
     last = writer.number - 1
     while writer.known < last and not writer.ended:  # noqa: ASYNC110 - the same
         await asyncio.sleep(PAUSE_S)
-    return first
 
 
 async def note(

@@ -26,6 +26,7 @@ from iris.errors import ConfigError, IrisError
 from relay.store.bucket.checkpointing import Checkpoints
 from relay.store.bucket.history import Registration, end_of, registrations
 from relay.store.bucket.loading import Loaded, load
+from relay.store.bucket.moves import Moves
 from relay.store.bucket.objects import BucketError, Objects, probe
 from relay.store.bucket.pace import Pace
 from relay.store.bucket.replica import Replica
@@ -33,7 +34,9 @@ from relay.store.bucket.sealing import (
     Intent,
     ObjectDamaged,
     Registered,
+    Released,
     Sealer,
+    Taken,
     journal_key,
 )
 from relay.store.bucket.shelf import Shelf
@@ -72,6 +75,9 @@ class Owner(Protocol):
 
     def abandon(self, writer: Writer) -> None:
         """Stop serving the streams of a journal that has ended."""
+
+    def release(self, uuid: bytes) -> dict[bytes, Path]:
+        """Stop serving a stream and its dead letters; return uuid -> files, which are closed. Raises LogError."""
 
     def logs(self, writer: Writer) -> dict[bytes, Log]:
         """Return the open logs of a journal: uuid -> log. Raises LogError if one is not open."""
@@ -119,6 +125,9 @@ class Keeper:
         self._checkpoints: dict[str, Checkpoints] = {}
         """Journal of ours -> what keeps it small."""
         self._checkpoint_bytes = checkpoint_bytes
+        self._moves = shelf.mover = Moves(
+            objects, self._sealer, store, shelf, owner, self._opening, now_us, self._warn
+        )
         self._puts: set[asyncio.Task[None]] = set()
         self._checks = 0
         self._warned_s = 0.0
@@ -142,6 +151,7 @@ class Keeper:
                 others = partial(self._succeed_others, group)
                 group.create_task(self._again(others), name="iris-bucket-failover")
         finally:
+            await self._moves.cancel()
             await self._cancel_puts()
 
     async def _again(self, work: Callable[[], Awaitable[None]]) -> None:
@@ -365,9 +375,10 @@ class Keeper:
         for one in self._writers:
             if one.ended:
                 self._abandon(one)
+        unsettled: list[Released | Taken] = []
         loaded, covers = await load(
             self._objects, self._sealer, list(taken), known, shelf.directory, writer.journal,
-            keep={uuid for held in shelf.held.values() for uuid in held},
+            keep={uuid for held in shelf.held.values() for uuid in held}, unsettled=unsettled,
         )  # fmt: skip
         del self._begun[purpose]
         before = self._writers
@@ -384,6 +395,8 @@ class Keeper:
             self._objects, self._sealer, writer, covers, self._checkpoint_bytes,
             lambda: self._owner.logs(writer), self._now_us, self._warn,
         )  # fmt: skip
+        self._checkpoints[writer.journal].paused = partial(self._moves.is_open, writer.journal)
+        self._moves.inherit(writer, unsettled)
         fields = {"bucket": self.url, "journal": writer.journal, "streams": len(loaded)}
         log.info("store.bucket_opened", extra={"fields": fields})
         return writer, len(loaded)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from pathlib import Path
 from typing import Final
 
 from relay.store.bucket.history import Registration
+from relay.store.bucket.moved import Arrived, Chain, released
 from relay.store.bucket.objects import Objects
 from relay.store.bucket.replica import Place, move, redo
-from relay.store.bucket.sealing import Covered, Ended, Rows, Sealer
+from relay.store.bucket.sealing import Covered, Ended, Released, Rows, Sealer, Taken
 from relay.store.bucket.succession import steps
 from relay.store.database import Database, Op
 from relay.store.errors import LogError
@@ -77,18 +78,20 @@ class _Target:
 
 async def load(
     objects: Objects, sealer: Sealer, taken: list[str], known: dict[str, Registration], directory: Path, into: str,
-    *, keep: Set[bytes] = frozenset(),
+    *, keep: Set[bytes] = frozenset(), unsettled: list[Released | Taken] | None = None,
 ) -> tuple[list[Loaded], list[Covered]]:  # fmt: skip
     """Bring the databases below `directory` to what the journals `taken` hold; remove others, except `keep`.
 
     Their streams go on in journal `into`. Also returns what the first checkpoint of that journal will cover.
     A database that has more than the bucket keeps it if nobody wrote to the stream meanwhile; else it is made again.
+    Adds to `unsettled` the moves of streams that somebody has to settle.
     Raises BucketError, ObjectDamaged, LogError.
     """
     targets = _targets(directory, keep)
     try:
         covers: list[Covered] = []
-        held, ends = await _replay(objects, sealer, taken, known, directory, targets, covers)
+        moves: list[Released | Taken] = [] if unsettled is None else unsettled
+        held, ends = await _replay(objects, sealer, taken, known, directory, targets, covers, moves)
         loaded = []
         for uuid, target in targets.items():
             if uuid not in held:
@@ -120,10 +123,11 @@ def _targets(directory: Path, keep: Set[bytes]) -> dict[bytes, _Target]:
 
 async def _replay(
     objects: Objects, sealer: Sealer, taken: list[str], known: dict[str, Registration], directory: Path,
-    targets: dict[bytes, _Target], covers: list[Covered],
+    targets: dict[bytes, _Target], covers: list[Covered], unsettled: list[Released | Taken],
 ) -> tuple[set[bytes], dict[str, int]]:  # fmt: skip
     """Write what is missing into each database; return the uuids that are held, and the end of each journal."""
-    held: set[bytes] = set()
+    held: dict[bytes, set[str]] = {}
+    named: dict[bytes, set[str]] = {}
     ends: dict[str, int] = {}
     begins: dict[str, int] = {}
     read = 0
@@ -132,6 +136,7 @@ async def _replay(
     written_last: dict[bytes, int] = {}
     """Stream -> when its last write was read."""
     for journal in taken:
+        chain = Chain(objects, sealer)
         async for name, number, content in steps(objects, sealer, journal, known, covers):
             begin = begins.setdefault(name, number)
             ends[name] = number
@@ -146,17 +151,23 @@ async def _replay(
                 ):
                     target.reached = True
             for entry in content.entries:
-                if isinstance(entry, Rows):
-                    held.add(entry.uuid)
-                    written_last[entry.uuid] = read
-                    target = targets.get(entry.uuid) or _Target(
-                        directory / entry.uuid.hex(), entry.uuid
-                    )
-                    targets[entry.uuid] = target
-                    if target.reached:
-                        target.write(entry.ops)
-                elif isinstance(entry, Ended):
-                    held.discard(entry.uuid)
+                async for effect in chain.effects(name, entry):
+                    if isinstance(effect, Rows):
+                        held.setdefault(effect.uuid, set()).add(journal)
+                        named.setdefault(effect.uuid, set()).add(journal)
+                        written_last[effect.uuid] = read
+                        if effect.uuid not in targets:
+                            path = directory / effect.uuid.hex()
+                            targets[effect.uuid] = _Target(path, effect.uuid)
+                        target = targets[effect.uuid]
+                        if target.reached:
+                            target.write(effect.ops)
+                    elif isinstance(effect, Ended):
+                        held.get(effect.uuid, set()).discard(journal)
+                        _restart(targets, [effect.uuid])
+                    else:
+                        _restart(targets, effect.uuids)
+        unsettled += chain.unsettled
 
     def is_ahead(uuid: bytes) -> bool:
         """Return whether a database has all that the bucket has, and more, and nobody went on with the stream."""
@@ -167,13 +178,60 @@ async def _replay(
             and written_last[uuid] <= read_last[place.journal]
         )
 
-    stale = {uuid for uuid in held if not targets[uuid].reached and not is_ahead(uuid)}
+    holders = {uuid: journals for uuid, journals in held.items() if journals}
+    stale = {
+        uuid
+        for uuid in holders
+        # A stream that moved from one of these journals to another was written in the wrong order.
+        if len(named[uuid]) > 1 or (not targets[uuid].reached and not is_ahead(uuid))
+    }
     for uuid in stale:
         targets[uuid].restart()
     if stale:
         for journal in taken:
-            async for _, _, content in steps(objects, sealer, journal, known, []):
+            chain = Chain(objects, sealer)
+            mine = {uuid for uuid in stale if journal in holders[uuid]}
+            async for name, _, content in steps(objects, sealer, journal, known, []):
                 for entry in content.entries:
-                    if isinstance(entry, Rows) and entry.uuid in stale:
-                        targets[entry.uuid].write(entry.ops)
-    return held, ends
+                    async for effect in chain.effects(name, entry):
+                        if isinstance(effect, Rows):
+                            if effect.uuid in mine:
+                                targets[effect.uuid].write(effect.ops)
+                        elif isinstance(effect, Arrived):
+                            _restart(targets, mine.intersection(effect.uuids))
+    return set(holders), ends
+
+
+def _restart(targets: dict[bytes, _Target], uuids: Iterable[bytes]) -> None:
+    """Forget what was written for these streams up to here."""
+    for uuid in uuids:
+        target = targets.get(uuid)
+        if target is not None and target.reached:
+            target.restart()
+
+
+async def receive(
+    objects: Objects, sealer: Sealer, taken: Taken, directory: Path, into: str
+) -> dict[bytes, Path]:
+    """Bring the streams of a move that took place to new databases below `directory`; return uuid -> path.
+
+    They go on in journal `into`. Raises BucketError, ObjectDamaged, LogError.
+    """
+    targets: dict[bytes, _Target] = {}
+    try:
+        async for effect in released(objects, sealer, taken):
+            if isinstance(effect, Rows):
+                if effect.uuid not in targets:
+                    path = directory / effect.uuid.hex()
+                    targets[effect.uuid] = _Target(path, effect.uuid)
+                    targets[effect.uuid].restart()
+                targets[effect.uuid].write(effect.ops)
+            else:
+                _restart(targets, effect.uuids)
+        for target in targets.values():
+            assert target.database is not None
+            move(target.database, Place(into, 0))
+        return {uuid: target.path for uuid, target in targets.items()}
+    finally:
+        for target in targets.values():
+            target.close()

@@ -75,7 +75,31 @@ class Whole(Struct, frozen=True, array_like=True, tag="whole"):
     uuid: Annotated[bytes, Meta(min_length=16, max_length=16)]
 
 
-Entry = Rows | Ended | Intent | Begun | Whole
+Token = Annotated[str, Meta(min_length=32, max_length=32)]
+"""32 hex digits, random for each move of a stream. The object `decision_key` decides whether it took place."""
+Uuid = Annotated[bytes, Meta(min_length=16, max_length=16)]
+Uuids = Annotated[list[Uuid], Meta(min_length=1, max_length=2)]
+"""The uuid of a stream, and that of its dead letters if it has some."""
+
+
+class Released(Struct, frozen=True, array_like=True, tag="released"):
+    """If move `token` takes place, this journal holds these streams no more."""
+
+    token: Token
+    uuids: Uuids
+
+
+class Taken(Struct, frozen=True, array_like=True, tag="taken"):
+    """If move `token` takes place, this journal holds these streams, as journal `source` had them when it released
+    them.
+    """
+
+    token: Token
+    uuids: Uuids
+    source: JournalId
+
+
+Entry = Rows | Ended | Intent | Begun | Whole | Released | Taken
 
 
 class Registered(Struct, frozen=True, tag_field="t", tag="journal"):
@@ -122,7 +146,29 @@ class Checkpoint(Struct, frozen=True, tag_field="t", tag="checkpoint"):
     """What may be deleted, of this journal and of those that it took."""
 
 
-Content = Registered | Numbered | Fence | Checkpoint
+class Decision(Struct, frozen=True, tag_field="t", tag="decision"):
+    """Which journal has the streams of a move; empty if the move does not take place. Whoever creates this object
+    first decides it."""
+
+    journal: Annotated[str, Meta(max_length=32)]
+
+
+class Settled(Struct, frozen=True, tag_field="t", tag="settled"):
+    """The journal that took the streams of a move has all of them, so the other one need not keep them."""
+
+
+class Ticket(Struct, frozen=True, tag_field="t", tag="ticket"):
+    """Shows the store `target` that the move `token` may take place. It is carried by clients, not in the bucket."""
+
+    token: Token
+    uuids: Uuids
+    source: JournalId
+    target: bytes
+    """Public key of the store that takes the streams."""
+    size_bytes: int
+
+
+Content = Registered | Numbered | Fence | Checkpoint | Decision | Settled | Ticket
 
 _decode: Final = msgspec.msgpack.Decoder(Content).decode
 _encode: Final = msgspec.msgpack.Encoder().encode
@@ -136,6 +182,16 @@ def journal_key(journal: str, number: int) -> str:
 def checkpoint_key(journal: str, number: int) -> str:
     """Return the object key of a checkpoint of a journal."""
     return f"checkpoint/{journal}/{number:012d}"
+
+
+def decision_key(token: str) -> str:
+    """Return the object key of what decides a move."""
+    return f"decision/{token}"
+
+
+def settled_key(token: str) -> str:
+    """Return the object key that says that the source of a move need not keep its streams."""
+    return f"settled/{token}"
 
 
 def registration_key(number: int, folder: str = JOURNALS) -> str:

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 from iris.crypto.keys import GroupKey
 from relay.store.bucket.copies import Copies
 from relay.store.bucket.replica import Replica
-from relay.store.bucket.writer import Writer
+from relay.store.bucket.writer import Output, Writer
 from relay.store.errors import Refuse
 
 DIRECTORY: Final = "bucket"
 """Subdirectory of the data directory with the logs of streams that are in a bucket."""
+
+
+class Mover(Protocol):
+    """Moves streams between the stores of a bucket; see `relay.store.bucket.moves`."""
+
+    def release(
+        self, replica: Replica, target: bytes, size_bytes: int, answer: Callable[[bytes], Output]
+    ) -> None: ...
+    def take(self, sealed: bytes, done: Callable[[Refuse | None], None]) -> None: ...
 
 
 class Shelf:
@@ -30,6 +39,8 @@ class Shelf:
         """Journal of this store -> uuids of the streams whose writes go there."""
         self.away = f"the bucket {url} has not been read yet; try again"
         """Why nothing can be written; empty while it can."""
+        self.mover: Mover | None = None
+        """Moves streams to other stores; None until the bucket is used."""
         self._now_us = now_us
         self.copies = Copies(now_us)
         """Copies in the bucket of streams that are on the store's disk."""
@@ -51,6 +62,10 @@ class Shelf:
     def replica_beside(self, uuid: bytes, other: Replica) -> Replica:
         """Return a copier for a log that always moves together with another one."""
         return self._on(uuid, other.writer)
+
+    def replica_in(self, uuid: bytes, writer: Writer) -> Replica:
+        """Return a copier for a stream that this journal holds already."""
+        return self._on(uuid, writer)
 
     def forget(self, replica: Replica) -> None:
         """A stream was deleted."""

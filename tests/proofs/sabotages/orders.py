@@ -121,7 +121,7 @@ SABOTAGES = (
     Sabotage(
         "end-key",
         "relay/store/authority.py",
-        "Authority.end",
+        "Authority._check_act",
         "key_id not in charter.orders",
         "False",
         ORDERS,
@@ -130,7 +130,7 @@ SABOTAGES = (
     Sabotage(
         "end-step",
         "relay/store/authority.py",
-        "Authority.end",
+        "Authority._check_act",
         "_check_step(charter, order)",
         "None",
         ORDERS,
@@ -139,7 +139,7 @@ SABOTAGES = (
     Sabotage(
         "end-fresh",
         "relay/store/authority.py",
-        "Authority.end",
+        "Authority._check_act",
         "_check_fresh(order, now_us)",
         "None",
         ORDERS,

@@ -1,0 +1,331 @@
+"""Moves streams between two stores that both run: releases them here, or takes them here.
+
+    client ── order ──► old store: closes the streams, writes Released ── ticket ──► client
+    client ── ticket ─► new store: writes Taken, decides yes, reads the streams, serves them ──► client
+                        then writes all of them into its journal, and says that the move is settled
+    old store: asks what was decided; after `PATIENCE_S` without a decision it decides no, and serves the streams again
+
+What is in the bucket, and what it means for stores that succeed one of the two, is in `moved`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import secrets
+import shutil
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final, Protocol, TypeVar
+
+from iris.core.backoff import Backoff
+from iris.errors import IrisError
+from relay.store.bucket.checkpointing import write_parts
+from relay.store.bucket.loading import receive
+from relay.store.bucket.moved import NO, decide, decided, settle, settled
+from relay.store.bucket.objects import Objects
+from relay.store.bucket.replica import Replica
+from relay.store.bucket.sealing import ObjectDamaged, Released, Sealer, Taken, Ticket
+from relay.store.bucket.shelf import Shelf
+from relay.store.bucket.writer import Output, Writer
+from relay.store.errors import Refuse
+from relay.store.log import Log
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+TICKET_KEY: Final = "ticket"
+"""In the place of an object's key, for what is not in the bucket."""
+PATIENCE_S: Final = 15.0
+"""How long a stream is not served while its next store does not take it."""
+ASK_MIN_S: Final = 0.05
+ASK_MAX_S: Final = 1.0
+ENTRY_BYTES: Final = 128
+SPARE_BYTES: Final = 64 << 20
+"""Room on the disk that a stream which arrives leaves free."""
+
+TAKEN_BACK: Final = (
+    "the move did not take place: this store took too long, so the other one goes on; try again"
+)
+
+Done = Callable[[Refuse | None], None]
+"""Called once a move has ended: with None if the stream is here, else with why it is not."""
+
+
+class Owner(Protocol):
+    """The store whose streams move."""
+
+    def adopt(self, found: Mapping[bytes, tuple[Path, Replica]]) -> None: ...
+    def release(self, uuid: bytes) -> dict[bytes, Path]:
+        """Stop serving a stream and its dead letters; return uuid -> files, which are closed. Raises LogError."""
+
+    def logs(self, writer: Writer) -> dict[bytes, Log]: ...
+    def flush(self) -> None: ...
+
+
+class Moves:
+    """The moves of one store."""
+
+    def __init__(
+        self, objects: Objects, sealer: Sealer, store: bytes, shelf: Shelf, owner: Owner, opening: asyncio.Lock,
+        now_us: Callable[[], int], warn: Callable[[Exception], None],
+    ) -> None:  # fmt: skip
+        """`opening` is held while databases of the bucket are made or removed."""
+        self._objects = objects
+        self._sealer = sealer
+        self._store = store
+        self._shelf = shelf
+        self._owner = owner
+        self._opening = opening
+        self._now_us = now_us
+        self._warn = warn
+        self._open: dict[str, dict[str, frozenset[bytes]]] = {}
+        """Journal of ours -> moves that it takes part in and that are not settled -> their streams."""
+        self._leaving: set[bytes] = set()
+        """Streams that were released here and whose move is not decided."""
+        self._taking: dict[str, list[Done]] = {}
+        """Moves of which somebody waits for the end."""
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def is_open(self, journal: str) -> bool:
+        """Whether a move of this journal is not settled. Until then no checkpoint may cover it."""
+        return bool(self._open.get(journal))
+
+    def inherit(self, writer: Writer, unsettled: Iterable[Released | Taken]) -> None:
+        """Bring moves to their end that journals which this one took had begun. They took place."""
+        for one in unsettled:
+            self._begin(writer, one.token, one.uuids)
+            work = self._settle if isinstance(one, Taken) else self._until_settled
+            self._start(work(writer, one.token, one.uuids))
+
+    def release(
+        self, replica: Replica, target: bytes, size_bytes: int, answer: Callable[[bytes], Output]
+    ) -> None:
+        """Release a stream to the store with the key `target`; what `answer` returns for the ticket leaves once the
+        bucket knows of it.
+
+        Raises Refuse, LogError.
+        """
+        writer = replica.writer
+        if writer.ended or any(replica.uuid in one for one in self._open.get(writer.journal, {}).values()):  # fmt: skip
+            raise Refuse("leaving", "the stream has just come to this store; try again")
+        paths = self._owner.release(replica.uuid)
+        token = secrets.token_hex(16)
+        number = writer.add(Released(token, list(paths)), ENTRY_BYTES, self._now_us())
+        writer.close_object()
+        self._begin(writer, token, paths)
+        self._leaving.update(paths)
+        ticket = Ticket(token, list(paths), writer.journal, target, size_bytes)
+        writer.hold(number, answer(self._sealer.seal(TICKET_KEY, ticket)))
+        self._start(self._released(writer, token, number, paths))
+
+    def take(self, sealed: bytes, done: Done) -> None:
+        """Take the streams of a ticket, and then call `done`. It may be repeated. Raises Refuse."""
+        try:
+            ticket = self._sealer.open(TICKET_KEY, sealed)
+        except ObjectDamaged as err:
+            raise Refuse("order", "the ticket was not made by a store of this one's bucket") from err  # fmt: skip
+        if not isinstance(ticket, Ticket) or ticket.target != self._store:
+            raise Refuse("order", "the ticket is for another store")
+        if ticket.token in self._taking:
+            self._taking[ticket.token].append(done)
+            return
+        self._taking[ticket.token] = [done]
+        self._start(self._take(ticket))
+
+    async def cancel(self) -> None:
+        """End all work. What was begun is brought to its end at the next start."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._tasks.clear()
+
+    # -- from here -------------------------------------------------------------------------------------------
+
+    async def _released(
+        self, writer: Writer, token: str, number: int, paths: Mapping[bytes, Path]
+    ) -> None:
+        """See what becomes of streams that were released."""
+        try:
+            if not await _known(writer, number):
+                return  # whoever took the journal decides
+            until_s = self._now_us() / 1e6 + PATIENCE_S
+
+            async def ask() -> str | None:
+                if self._now_us() / 1e6 >= until_s:
+                    return await decide(self._objects, self._sealer, token, NO)
+                return await decided(self._objects, self._sealer, token)
+
+            gone = await self._until(writer, ask)
+            async with self._opening:
+                if gone is None or writer.ended:
+                    return
+                if gone:
+                    for uuid, path in paths.items():
+                        self._shelf.forget(Replica(uuid, writer, self._now_us))
+                        shutil.rmtree(path, ignore_errors=True)
+                else:
+                    self._end(writer, token)
+                    self._adopt(writer, paths)
+            fields = {"journal": writer.journal, "streams": [uuid.hex() for uuid in paths]}
+            log.info("store.stream_left" if gone else "store.stream_kept", extra={"fields": fields})
+        finally:
+            self._leaving.difference_update(paths)
+        if gone:
+            await self._until_settled(writer, token, list(paths))
+
+    async def _until_settled(self, writer: Writer, token: str, uuids: list[bytes]) -> None:
+        """Keep what was released until the new store has all of it."""
+
+        async def ask() -> bool | None:
+            return await settled(self._objects, self._sealer, token) or None
+
+        await self._until(writer, ask)
+        self._end(writer, token)
+
+    # -- to here ---------------------------------------------------------------------------------------------
+
+    async def _take(self, ticket: Ticket) -> None:
+        refused: Refuse | None = Refuse("leaving", "the store is stopping; try again")
+        writer = None
+        try:
+            writer, refused = await self._taken(ticket)
+        finally:
+            for done in self._taking.pop(ticket.token, ()):
+                done(refused)
+            self._owner.flush()
+        if refused is None and writer is not None:
+            await self._settle(writer, ticket.token, ticket.uuids)
+
+    async def _taken(self, ticket: Ticket) -> tuple[Writer | None, Refuse | None]:
+        """Take streams; return the journal that has them now, or why none of ours has."""
+        writer, token = self._shelf.writer, ticket.token
+        while self._leaving.intersection(ticket.uuids):  # noqa: ASYNC110 - they are just leaving from here
+            await asyncio.sleep(ASK_MIN_S)
+        if writer is None or writer.ended:
+            return None, Refuse("leaving", self._shelf.away or "the store lost its journal; try again")  # fmt: skip
+        # A repeated call, which began after the move was decided, changes nothing.
+        try:
+            before = await decided(self._objects, self._sealer, token)
+        except IrisError as err:
+            return None, Refuse("leaving", str(err))
+        if before is not None:
+            here = self._shelf.held.get(before, set()).issuperset(ticket.uuids)
+            return None, None if here else Refuse("failed", TAKEN_BACK)
+        free = shutil.disk_usage(self._shelf.directory).free
+        if free < ticket.size_bytes + SPARE_BYTES:
+            await self._until(writer, lambda: decide(self._objects, self._sealer, token, NO))
+            return None, Refuse(
+                "full",
+                f"the stream has {ticket.size_bytes:,} bytes, and the store's disk has {free:,} left; make room there, "
+                "or move the stream to another store",
+            )
+        taken = Taken(token, ticket.uuids, ticket.source)
+        number = writer.add(taken, ENTRY_BYTES, self._now_us())
+        writer.close_object()
+        self._begin(writer, token, ticket.uuids)
+        lost = Refuse("moved", "another store has taken over from this one meanwhile")
+        if not await _known(writer, number):
+            return None, lost
+        mine = writer.journal
+        by = await self._until(writer, lambda: decide(self._objects, self._sealer, token, mine))
+        if by is None:
+            return None, lost
+        if by != mine:
+            self._end(writer, token)
+            return None, Refuse("failed", TAKEN_BACK)
+
+        async def arrive() -> bool | None:
+            async with self._opening:
+                if writer.ended:
+                    return None
+                found = await receive(
+                    self._objects, self._sealer, taken, self._shelf.directory, writer.journal
+                )
+                if writer.ended:
+                    return None
+                self._adopt(writer, found)
+            return True
+
+        if await self._until(writer, arrive) is None:
+            return None, lost
+        fields = {"journal": writer.journal, "from": taken.source, "streams": [one.hex() for one in taken.uuids]}  # fmt: skip
+        log.info("store.stream_arrived", extra={"fields": fields})
+        return writer, None
+
+    async def _settle(self, writer: Writer, token: str, uuids: list[bytes]) -> None:
+        """Write streams that arrived into our journal, so that the store that had them need not keep them."""
+
+        async def copy() -> bool | None:
+            logs = self._owner.logs(writer)
+            parts = {uuid: logs[uuid].copied() for uuid in uuids if uuid in logs}
+            await write_parts(writer, parts, self._now_us)
+            if writer.ended:
+                return None
+            await settle(self._objects, self._sealer, token)
+            return True
+
+        await self._until(writer, copy)
+        self._end(writer, token)
+
+    # -- both ------------------------------------------------------------------------------------------------
+
+    def _adopt(self, writer: Writer, paths: Mapping[bytes, Path]) -> None:
+        self._owner.adopt(
+            {uuid: (path, self._shelf.replica_in(uuid, writer)) for uuid, path in paths.items()}
+        )
+
+    def _begin(self, writer: Writer, token: str, uuids: Iterable[bytes]) -> None:
+        self._open.setdefault(writer.journal, {})[token] = frozenset(uuids)
+
+    def _end(self, writer: Writer, token: str) -> None:
+        self._open.get(writer.journal, {}).pop(token, None)
+
+    async def _until(self, writer: Writer, ask: Callable[[], Awaitable[T | None]]) -> T | None:
+        """Ask until there is an answer, whatever fails meanwhile; None if the journal ended before."""
+        backoff = Backoff(ASK_MIN_S, ASK_MAX_S, random.random)
+        while not writer.ended:
+            try:
+                found = await ask()
+            except (IrisError, OSError) as err:
+                self._warn(err)
+            else:
+                if found is not None:
+                    return found
+            await asyncio.sleep(backoff.failed())
+        return None
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(self._run(work), name="iris-stream-move")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except Exception:
+            log.exception("store.fault", extra={"fields": {"stream": "a stream that moves"}})
+
+
+class _Known:
+    """Waits until an object is known to be in the bucket."""
+
+    def __init__(self, future: asyncio.Future[bool]) -> None:
+        self._future = future
+
+    def release(self) -> None:
+        if not self._future.done():
+            self._future.set_result(True)
+
+    def withdraw(self, reason: str) -> None:
+        if not self._future.done():
+            self._future.set_result(False)
+
+
+async def _known(writer: Writer, number: int) -> bool:
+    """Return whether an object of a journal reached the bucket before the journal ended."""
+    future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+    writer.hold(number, _Known(future))
+    return await future
