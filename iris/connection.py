@@ -25,6 +25,7 @@ from iris.crypto.keys import ClusterKey
 from iris.dialling import arrivals, find_keys, reach, retried
 from iris.errors import (
     Closed,
+    ConfigError,
 )
 from iris.keyfiles import has_keys, load_keys
 from iris.memory import keep_freed_memory
@@ -34,6 +35,15 @@ from iris.stats import Stats, snapshot
 
 if TYPE_CHECKING:
     from relay.embedded import EmbeddedRelay
+
+
+def _check_keyring(keyring: object) -> None:
+    """Raise ConfigError unless `keyring` is a Keyring or None."""
+    if keyring is not None and not isinstance(keyring, Keyring):
+        raise ConfigError(
+            f"keyring must be an iris.Keyring, not a {type(keyring).__name__}; without it, keyring.toml in the "
+            "configuration directory ($IRIS_CONFIG) is used"
+        )
 
 
 class Connection:
@@ -52,6 +62,7 @@ class Connection:
 
         What a session drops by itself is added when it ends; `stats` counts it at once.
         """
+        _check_keyring(keyring)
         self._given_keyring = keyring
         check_number("wait", wait, 0)
         self._wait_s = wait
@@ -142,6 +153,7 @@ class Connection:
             KeyringError: the keyring cannot be used, or lacks a needed key; the client goes on with the old one.
         """
         self._attached()
+        _check_keyring(keyring)
         await self._runtime.reload(keyring or load_keys(os.environ))
 
     async def _stop_embedded(self) -> None:

@@ -88,3 +88,10 @@ async def test_keys_that_appear_with_a_relay_are_waited_for_and_a_keyring_that_i
     with pytest.raises(iris.KeyringError):
         await dialling.retried(find, loop.time() + 60.0)
     assert len(made) == 3
+
+
+def test_a_keyring_that_of_another_type_is_refused_by_name() -> None:
+    with pytest.raises(
+        iris.ConfigError, match=r"^keyring must be an iris\.Keyring, not a PosixPath; "
+    ):
+        iris.connect(keyring=Path("keyring.toml"))  # type: ignore[arg-type]  # what the test is about
