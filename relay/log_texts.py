@@ -126,6 +126,8 @@ SENTENCES: Final[dict[str, str | tuple[str, ...]]] = {
     "store.files_left": "Files of a deleted stream could not be removed: {path}: {error}. They are removed at the next start.",
     "store.bucket_opened": "The store serves {streams} streams of bucket {bucket}, and writes them to journal {journal} there.",
     "store.bucket_not_opened": "The store cannot use its bucket: {error}. It tries again, and serves its other streams meanwhile.",
+    "store.bucket_rolled_back": "The bucket has less than this store has seen there: {error}. The store takes nothing over, and serves its other streams.",
+    "store.bucket_seen_not_written": "The store could not write down what it has seen of its bucket: {error}. It tries again; until then it might not notice that the bucket was rolled back.",
     "store.bucket_away": "The bucket does not answer: {error}. The store tries again; {waiting_bytes} bytes wait to be written.",
     "store.bucket_behind": "The store stopped before everything was in bucket {bucket}. What is missing there was not acknowledged; the store writes it at its next start.",
     "store.journal_taken": "Another store has taken over journal {journal}, and serves its streams with its own journal {by}.",

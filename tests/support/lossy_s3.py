@@ -20,9 +20,10 @@ from typing import Any, Final, Literal, Self
 
 from moto.server import ThreadedMotoServer
 
-Fault = Literal["", "lost", "cut", "late", "slow", "refused"]
+Fault = Literal["", "lost", "cut", "late", "slow", "refused", "denied"]
 """lost: carried out, and not answered; cut: not carried out, and not answered; late: not answered, and carried out
-afterwards; slow: answered late; refused: 409, not carried out, as S3 does when two requests meet."""
+afterwards; slow: answered late; refused: 409, not carried out, as S3 does when two requests meet; denied: 403, as with credentials that are not valid
+any more."""
 LATE_S: Final = 0.3
 TIMEOUT_S: Final = 30
 
@@ -155,6 +156,8 @@ class _Handler(BaseHTTPRequestHandler):
             time.sleep(LATE_S)  # what is slow here is the network
         if fault == "refused":
             status, answered, content = 409, [], b""
+        elif fault == "denied":
+            status, answered, content = 403, [], b"<Error><Code>InvalidAccessKeyId</Code></Error>"
         else:
             status, answered, content = service.forward(*request)
         if fault == "lost":

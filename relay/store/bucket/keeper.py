@@ -39,6 +39,7 @@ from relay.store.bucket.sealing import (
     Taken,
     journal_key,
 )
+from relay.store.bucket.seen import RolledBack, Seen
 from relay.store.bucket.shelf import Shelf
 from relay.store.bucket.succession import begin, fence
 from relay.store.bucket.writer import Flying, Writer
@@ -105,6 +106,7 @@ class Keeper:
         self._shelf = shelf
         self._objects = objects
         self._sealer = Sealer(shelf.key, entropy)
+        self._seen = Seen(objects, self._sealer, shelf.directory)
         self._store = store
         self._label = label
         self._owner = owner
@@ -150,6 +152,7 @@ class Keeper:
                 group.create_task(self._again(self._keep_own), name="iris-bucket")
                 others = partial(self._succeed_others, group)
                 group.create_task(self._again(others), name="iris-bucket-failover")
+                group.create_task(self._again(self._seen.keep), name="iris-bucket-seen")
         finally:
             await self._moves.cancel()
             await self._cancel_puts()
@@ -257,6 +260,7 @@ class Keeper:
                 late = any(now_s - at_s >= self._failover_s for at_s in seen_s.values())
                 if not known or late or now_s - looked_s >= UNSEEN_S:
                     known += await registrations(self._objects, self._sealer, len(known) + 1)
+                    self._seen.note_registered(known[-1:])
                     looked_s = now_s
                     empty.clear()  # a store that was not seen for a while may have gone on
             except (IrisError, OSError) as err:
@@ -355,9 +359,11 @@ class Keeper:
         begun = self._begun.setdefault(purpose, [])
         if not begun or begun[-1][0].ended:
             await probe(self._objects)
+            await self._seen.verify(victims)
             mine, earlier = await begin(
                 self._objects, self._sealer, self._store, self._label, self._wall_us()
             )
+            self._seen.note_begun(mine)
             known = {one.registered.journal: one for one in (*earlier, mine)}
             begun.append((Writer(mine.registered.journal, self._sealer, mine.hash), known))
         writer, known = begun[-1]
@@ -432,6 +438,7 @@ class Keeper:
             {"journals": list(dict.fromkeys(one.journal for one in (*self._writers, *begun)))}
         )
         write_beside(str(self._shelf.directory / STATE_FILE), state.encode())
+        self._seen.save()
 
     async def _take(
         self, writer: Writer, victim: str, known: dict[str, Registration], stores: Set[bytes]
@@ -441,21 +448,25 @@ class Keeper:
             intent = writer.add(Intent(victim), INTENT_BYTES, self._now_us())
             writer.close_object()
             await self._land_all(writer)
-            end = await fence(self._objects, self._sealer, known[victim], writer.journal, intent)
-            if end.by == writer.journal:
+            made, end = await fence(
+                self._objects, self._sealer, known[victim], writer.journal, intent
+            )
+            by = made.by
+            if by == writer.journal:
+                self._seen.note_end(known[victim], end)
                 return victim
-            if any(end.by == one.journal and not one.ended for one in self._writers):
+            if any(by == one.journal and not one.ended for one in self._writers):
                 return None  # we hold it already
-            successor = known.get(end.by)
+            successor = known.get(by)
             if (
                 successor is None
                 or successor.registered.store not in stores
                 or successor.number >= known[writer.journal].number
             ):
-                fields = {"journal": victim, "by": end.by}
+                fields = {"journal": victim, "by": by}
                 log.warning("store.journal_taken", extra={"fields": fields})
                 return None
-            victim = end.by
+            victim = by
 
     async def _land_all(self, writer: Writer) -> None:
         """Bring everything to the bucket. Raises BucketError, or Lost, which ends the journal."""
@@ -577,6 +588,7 @@ class Keeper:
             if there != flying.sealed:
                 raise self._lost(writer)
         writer.landed(flying)
+        self._seen.note_landed(writer, flying)
 
     async def _cancel_puts(self) -> None:
         puts = list(self._puts)
@@ -590,10 +602,17 @@ class Keeper:
     def _cannot(self, err: Exception) -> None:
         self._shelf.away = str(err)
         if self._may_warn():
-            log.warning("store.bucket_not_opened", extra={"fields": {"error": str(err)}})
+            if isinstance(err, RolledBack):
+                log.error("store.bucket_rolled_back", extra={"fields": {"error": str(err)}})
+            else:
+                log.warning("store.bucket_not_opened", extra={"fields": {"error": str(err)}})
 
     def _warn(self, err: Exception) -> None:
-        if self._may_warn():
+        if not self._may_warn():
+            return
+        if isinstance(err, RolledBack):
+            log.error("store.bucket_rolled_back", extra={"fields": {"error": str(err)}})
+        else:
             waiting = sum(writer.backlog for writer in self._writers)
             fields = {"error": str(err), "waiting_bytes": waiting}
             log.warning("store.bucket_away", extra={"fields": fields})

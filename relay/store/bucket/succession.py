@@ -13,6 +13,7 @@ from typing import Final
 
 from relay.store.bucket.history import (
     Beginning,
+    End,
     Reader,
     Registration,
     beginning_of,
@@ -58,8 +59,8 @@ async def begin(
 
 async def fence(
     objects: Objects, sealer: Sealer, victim: Registration, journal: str, intent: int
-) -> Fence:
-    """End the journal `victim`, unless somebody else was first; return its fence.
+) -> tuple[Fence, End]:
+    """End the journal `victim`, unless somebody else was first; return its fence, and the end that this is.
 
     `intent` is the number of the object of `journal` that says so, which is known to be in the bucket.
     Raises BucketError, after which it may be repeated; ObjectDamaged.
@@ -74,7 +75,7 @@ async def fence(
             continue
         # A checkpoint behind it was first: the number was free because what had it was deleted.
         if end.number >= (await beginning_of(objects, sealer, victim)).number:
-            return end.fence
+            return end.fence, end
 
 
 async def steps(

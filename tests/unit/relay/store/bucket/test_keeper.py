@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 
 import pytest
-from support.bucket_sim import KEY, STREAM, Owner, Scripted, keeper, run
+from support.bucket_sim import KEY, STREAM, Ack, Owner, Scripted, VirtualLoop, keeper, run
 
 from iris.crypto.keys import public_id
 from relay.store.bucket.checkpointing import delete, note, write_all
@@ -190,7 +190,7 @@ def test_a_journal_of_which_a_part_was_deleted_is_never_held_again(fails: int) -
         objects.fault = failing("delete", [journal_key(name, fails)])  # type: ignore[assignment]
         with pytest.raises(BucketError):
             await delete(objects, [Covered(name, 1, 12)])
-        again = await fence(objects, SEALER, began, "b" * 32, 1)
+        again, _ = await fence(objects, SEALER, began, "b" * 32, 1)
         assert again.by == "a" * 32 or await history_of(objects, name) == []
 
     run(main())
@@ -689,3 +689,49 @@ def test_a_journal_that_was_taken_over_is_taken_again_after_a_fault(
         owner.close()
 
     run(main())
+
+
+def test_a_store_that_wakes_up_an_hour_later_acknowledges_nothing_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        objects, owner, taker = Scripted(), Owner(), Owner()
+        slept = Scripted()
+        slept.objects = objects.objects
+        awake = asyncio.Event()
+
+        async def asleep(what: str, key: str) -> None:
+            await awake.wait()
+
+        ours, shelf = keeper(slept, tmp_path / "ours", 1, owner)
+        theirs, _ = keeper(objects, tmp_path / "theirs", 2, taker)
+        async with running(ours):
+            await until(lambda: shelf.writer)
+            writer = shelf.writer
+            assert writer is not None
+            database, replica = make_stream(shelf)
+            put(database, 1)
+            await until(lambda: replica.settled)
+            # What it has on its way arrives when it wakes up.
+            slept.fault = asleep
+            put(database, 2)
+            acked: list[bytes] = []
+            replica.hold(Ack(acked, b"2"))
+            await asyncio.sleep(1)
+            await theirs.restore()
+            there, replica_there = taker.served[STREAM]
+            put(there, 3)
+            assert await theirs.drain(10)
+            assert replica_there.settled
+            await asyncio.sleep(3600)
+            awake.set()
+            await until(lambda: writer.ended)
+            assert acked == []
+            assert numbers_in(there) == [1, 3]
+        database.close()
+        taker.close()
+
+    caplog.set_level(logging.ERROR)
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(main())
+    assert "store.journal_lost" in {record.message for record in caplog.records}

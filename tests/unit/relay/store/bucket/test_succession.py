@@ -46,7 +46,7 @@ async def test_the_fence_stands_before_objects_that_overtook_one_that_is_missing
         late = flying.pop(lost)
         for one in flying:
             assert await objects.create(one.key, one.sealed)
-        made = await fence(objects, SEALER, began, OURS, 1)
+        made, _ = await fence(objects, SEALER, began, OURS, 1)
         assert (made.by, (await end_of(objects, SEALER, began)).number) == (OURS, late.number)
         assert not await objects.create(late.key, late.sealed)
 
@@ -58,11 +58,11 @@ async def test_a_fence_is_found_whatever_arrives_behind_it_later(
     for arrives in itertools.product((False, True), repeat=WINDOW - 1):
         objects = Directory(tmp_path / "".join(str(int(one)) for one in arrives))
         began, _, flying = await journal(objects, count)
-        first = await fence(objects, SEALER, began, OURS, 1)
+        first, _ = await fence(objects, SEALER, began, OURS, 1)
         for one, there in zip(flying[1:], arrives, strict=True):
             if there:
                 assert await objects.create(one.key, one.sealed)
-        assert await fence(objects, SEALER, began, THEIRS, 1) == first
+        assert (await fence(objects, SEALER, began, THEIRS, 1))[0] == first
         sealed = await objects.get(journal_key(began.registered.journal, count + 1))
         assert sealed is not None
         assert isinstance(SEALER.open(flying[0].key, sealed), Fence)
