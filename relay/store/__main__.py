@@ -18,6 +18,7 @@ from iris.wire.names import plural, printable
 from relay.settings import load_config
 
 if TYPE_CHECKING:
+    from relay.store.bucket.checking import Report as Found
     from relay.store.salvage import Report
 
 
@@ -92,6 +93,7 @@ def store(
       iris store --data /var/lib/iris --bucket s3://company-iris/streams
       iris store salvage /var/lib/iris       (while the store is stopped)
       iris store restore /var/lib/iris --bucket s3://company-iris/streams
+      iris store check /var/lib/iris --bucket s3://company-iris/streams
     """
     if context.invoked_subcommand:
         return
@@ -204,6 +206,70 @@ def restore(
         print_causes(err)
         raise typer.Exit(2) from err
     typer.echo(f"{data}: {plural(found, 'stream')} from {bucket}")
+
+
+@app.command()
+def check(
+    data: Annotated[Path, typer.Argument(help="Data directory of a store of the bucket.", file_okay=False)],
+    bucket: Annotated[
+        str, typer.Option(metavar="URL", help="The bucket: s3://NAME/PATH, gs://, az:// or file:///PATH.")
+    ],
+    bucket_key: Annotated[
+        Path | None, typer.Option(help="Key file of the stores that share the bucket. Default: group.key in DATA.", dir_okay=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:  # fmt: skip
+    """Check a bucket, and compare it with the streams on this disk. Changes nothing.
+
+    Reads every object of the bucket, also while its stores run. The streams in DATA are compared only
+    while their store is stopped. This needs as much free disk space as they use. Exits 0 if nothing is
+    damaged, 1 if something is, and 2 if it cannot be checked.
+
+    \b
+    Examples:
+      iris store check /var/lib/iris --bucket s3://company-iris/streams
+      iris store check /var/lib/iris --bucket s3://company-iris/streams --json
+    """
+    import asyncio
+
+    from iris.cli.output import write_json
+
+    try:
+        process = _process()
+        from relay.store.bucket_check import check_bucket
+
+        settings = process.BucketSettings(bucket, bucket_key and bucket_key.absolute())
+        found = asyncio.run(check_bucket(data.absolute(), settings.url, settings.key_file))
+    except (IrisError, OSError) as err:
+        sys.stderr.write(f"iris store check: {err}\n")
+        print_causes(err)
+        raise typer.Exit(2) from err
+    if as_json:
+        write_json(found)
+    else:
+        typer.echo("\n".join(_check_lines(found)))
+    if found.damage:
+        raise typer.Exit(1)
+
+
+def _check_lines(found: Found) -> list[str]:
+    """Return the lines of a check for people."""
+    lines = [f"{found.bucket}: {plural(len(found.journals), 'journal')}, {plural(found.streams, 'log')}"]  # fmt: skip
+    for one in found.journals:
+        objects = f"objects {one.first} to {one.last}" if one.last >= one.first else "no objects"
+        after = f", taken by {one.taken_by[:8]}" if one.taken_by else ""
+        lines.append(
+            f"  journal {one.journal[:8]} of {printable(one.label)} ({one.store[:8]}): {objects}{after}"
+        )
+    lines += [
+        f"  log     {one.uuid}: {one.state}{f': {one.detail}' if one.detail else ''}"
+        for one in found.databases
+    ]
+    lines += [f"  skipped {found.skipped}"] if found.skipped else []
+    lines += [f"  garbage {printable(one)}" for one in found.garbage]
+    lines += [f"  damage  {printable(one)}" for one in found.damage]
+    lines.append("damaged" if found.damage else "no damage found")
+    return lines
 
 
 def _report_lines(report: Report) -> list[str]:

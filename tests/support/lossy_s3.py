@@ -22,8 +22,8 @@ from moto.server import ThreadedMotoServer
 
 Fault = Literal["", "lost", "cut", "late", "slow", "refused", "denied"]
 """lost: carried out, and not answered; cut: not carried out, and not answered; late: not answered, and carried out
-afterwards; slow: answered late; refused: 409, not carried out, as S3 does when two requests meet; denied: 403, as with credentials that are not valid
-any more."""
+afterwards; slow: answered late; refused: 409, not carried out, as S3 does when two requests meet;
+denied: 403, as with credentials that are not valid any more."""
 LATE_S: Final = 0.3
 TIMEOUT_S: Final = 30
 

@@ -178,6 +178,7 @@ class Keeper:
                     again = False
                     await asyncio.sleep(TICK_S)
         await self._cancel_puts()
+        self._seen.save_or_warn()
         self._owner.flush()
         return all(writer.idle or writer.ended for writer in self._writers)
 

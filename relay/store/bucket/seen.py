@@ -218,16 +218,20 @@ class Seen:
         if self._changed:
             write_beside(str(self._path), self._dump())
 
+    def save_or_warn(self) -> None:
+        """Write the file; if that fails, say so, and try again when this is called again."""
+        try:
+            self.save()
+        except LogError as err:
+            self._changed = True
+            fields = {"error": str(err)}
+            log.warning("store.bucket_seen_not_written", extra={"fields": fields})
+
     async def keep(self) -> None:
         """Write the file again and again while something changes. Runs until cancelled."""
         while True:
             await asyncio.sleep(SAVE_S)
-            try:
-                self.save()
-            except LogError as err:
-                self._changed = True
-                fields = {"error": str(err)}
-                log.warning("store.bucket_seen_not_written", extra={"fields": fields})
+            self.save_or_warn()
 
 
 class _Own:

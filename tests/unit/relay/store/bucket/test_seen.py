@@ -1,4 +1,4 @@
-"""A store notices a bucket that has less than it has seen there, and a checkpoint's deletions are no such thing."""
+"""A store notices a bucket that has less than it has seen there. Deletions of a checkpoint raise no alarm."""
 
 from __future__ import annotations
 

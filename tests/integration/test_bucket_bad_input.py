@@ -1,0 +1,132 @@
+"""A bucket that is away, full, locked or harmed, and a store too many: told, and nothing wrong is served."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.buckets import Group, numbered, whole
+from support.lossy_s3 import Service, never
+from support.stores import small_disk
+
+from iris.errors import StreamUnavailable
+
+pytestmark = pytest.mark.timeout(120)
+
+
+async def test_an_append_to_a_bucket_that_is_away_waits_for_its_timeout_and_may_have_run(
+    tmp_path: Path,
+) -> None:
+    with Group(tmp_path) as group:
+        group.start(1)
+        async with group.rig.client() as client:
+            await group.create(client, "orders")
+            away = tmp_path / "away"
+            group.bucket.rename(away)
+            group.bucket.write_text("not a directory")
+            with pytest.raises(StreamUnavailable) as caught:
+                await client.streams.append("orders", b"first", timeout=1)
+            assert caught.value.may_have_run
+            await group.logged(1, "store.bucket_away")
+            assert "Not a directory" in group.log(1)
+            group.bucket.unlink()
+            away.rename(group.bucket)
+            await client.streams.append("orders", b"second", timeout=60)
+            assert await whole(client, "orders") == [b"first", b"second"]
+
+
+async def test_a_full_bucket_is_told_and_what_waits_is_stored_when_it_has_room(
+    tmp_path: Path,
+) -> None:
+    try:
+        with small_disk(tmp_path / "small", 4) as disk:  # type: ignore[attr-defined]  # a context manager
+            bucket = disk / "bucket"
+            bucket.mkdir()
+            with Group(tmp_path, f"file://{bucket}") as group:
+                group.start(1)
+                async with group.rig.client() as client:
+                    await group.create(client, "orders")
+                    filler = disk / "filler"
+                    filler.write_bytes(bytes(shutil.disk_usage(disk).free - 4096))
+                    large = bytes(1 << 20)
+                    waiting = asyncio.create_task(
+                        client.streams.append("orders", large, timeout=60)
+                    )
+                    await group.logged(1, "store.bucket_away")
+                    assert "No space left on device" in group.log(1)
+                    assert not waiting.done()
+                    filler.unlink()
+                    assert await waiting == 0
+                    assert await whole(client, "orders") == [large]
+    except PermissionError as err:
+        pytest.skip(str(err))
+
+
+async def test_credentials_that_are_revoked_are_named_and_nothing_is_acknowledged(
+    tmp_path: Path,
+) -> None:
+    with Service() as service, Group(tmp_path, service.url, **service.environ) as group:
+        group.start(1)
+        async with group.rig.client() as client:
+            await group.create(client, "orders")
+            await client.streams.append("orders", b"before")
+            service.faults = lambda method, path: "denied"
+            with pytest.raises(StreamUnavailable) as caught:
+                await client.streams.append("orders", b"during", timeout=1)
+            assert caught.value.may_have_run
+            await group.logged(1, "store.bucket_away")
+            assert "403 Forbidden" in group.log(1) or "AccessDenied" in group.log(1)
+            service.faults = never
+            await client.streams.append("orders", b"after", timeout=60)
+            assert await whole(client, "orders") == [b"before", b"during", b"after"]
+
+
+@pytest.mark.parametrize("newest", [True, False])
+async def test_an_object_that_was_removed_by_hand_is_noticed_at_the_next_start(
+    tmp_path: Path, newest: bool
+) -> None:
+    with Group(tmp_path) as group:
+        group.start(1)
+        async with group.rig.client() as client:
+            await group.create(client, "orders")
+            for message in numbered("", 6):
+                await client.streams.append("orders", message)
+            assert await group.stop(1) == 0
+            objects = sorted((group.bucket / "journal").glob("*/*"))
+            kept = objects[-1 if newest else -4]
+            saved = kept.read_bytes()
+            kept.unlink()
+            group.start(1)
+            await group.logged(1, "store.bucket_rolled_back")
+            assert "bring the newer objects back" in group.log(1)
+            before = sorted((group.bucket / "journal").glob("*/*"))
+            kept.write_bytes(saved)
+            assert len(before) == len(objects) - 1, (
+                "nothing was written to a bucket that lacks some"
+            )
+            await group.logged(1, "store.bucket_opened", 2)
+            assert await whole(client, "orders") == numbered("", 6)
+
+
+async def test_a_second_store_on_the_same_data_says_so_and_the_first_goes_on(
+    tmp_path: Path,
+) -> None:
+    with Group(tmp_path) as group:
+        group.start(1)
+        async with group.rig.client() as client:
+            await group.create(client, "orders")
+            command = [
+                sys.executable, "-m", "relay.store", "--data", str(group.data(1)), "--relay", str(group.rig.socket), "--bucket", group.url,
+            ]  # fmt: skip
+            done = await asyncio.to_thread(
+                subprocess.run, command, capture_output=True, text=True, env=group.rig.environ
+            )
+            assert done.returncode == 2
+            assert "another store" in done.stderr
+            assert str(group.data(1)) in done.stderr
+            assert await client.streams.append("orders", b"m") == 0
+            assert len(list((group.bucket / "journals").iterdir())) == 1
