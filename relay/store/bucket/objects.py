@@ -28,6 +28,11 @@ TIMEOUT: Final = "30s"
 SCHEMES: Final = ("s3", "gs", "az", "file")
 _TOOK: Final = re.compile(r" in [0-9.]+[nµm]?s\b")
 """The time that a request took, in texts of obstore: an error that is the same should read the same."""
+_WHERE: Final = re.compile(r"(https?://[^/\s]+)/\S*")
+"""The address of an object, whose key the error names already."""
+_DENIED: Final = re.compile(
+    r"status code: 40[13]\b|necessary privileges|not authenticated|Unauthenticated", re.I
+)
 _CAUSE: Final = re.compile(r'(?:message|error): "([^"]{1,200})"')
 """The system's words in obstore's debug output, such as "Connection refused"."""
 
@@ -175,7 +180,10 @@ def error_line(err: Exception) -> str:
     The rest of its text is debug output.
     """
     first, _, debug = str(err).strip().partition("\n")
-    line = _TOOK.sub("", first)[:300] or type(err).__name__
+    denied = _DENIED.search(first) is not None
+    line = _WHERE.sub(r"\1", _TOOK.sub("", first))[:300] or type(err).__name__
+    if denied:
+        return f"{line}; check the credentials of this store, and what they may do in the bucket"
     causes = _CAUSE.findall(debug)
     return f"{line} ({causes[-1]})" if causes and causes[-1] not in line else line
 

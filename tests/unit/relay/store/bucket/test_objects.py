@@ -115,9 +115,14 @@ def test_an_error_of_a_service_is_one_line_with_the_system_s_words() -> None:
         'Debug source:\nGeneric {\n source: Os {\n code: 111,\n message: "Connection refused",\n },\n}'
     )
     assert error_line(OSError(text)) == (
-        "Generic S3 error: Error performing GET http://127.0.0.1:9/b/x - HTTP error: error sending request (Connection refused)"
+        "Generic S3 error: Error performing GET http://127.0.0.1:9 - HTTP error: error sending request (Connection refused)"
     )
     assert error_line(TimeoutError()) == "TimeoutError"
+    denied = f"Generic S3 error: Error performing PUT http://127.0.0.1:9/{'b/' * 100}x in 1ms - Server returned non-2xx status code: 403 Forbidden: <Error/>"
+    assert error_line(OSError(denied)) == (
+        "Generic S3 error: Error performing PUT http://127.0.0.1:9 - Server returned non-2xx status code: 403 Forbidden: "
+        "<Error/>; check the credentials of this store, and what they may do in the bucket"
+    )
 
 
 @pytest.mark.parametrize(
