@@ -235,11 +235,9 @@ def check(
     from iris.cli.output import write_json
 
     try:
-        process = _process()
-        from relay.store.bucket_check import check_bucket
-
-        settings = process.BucketSettings(bucket, bucket_key and bucket_key.absolute())
-        found = asyncio.run(check_bucket(data.absolute(), settings.url, settings.key_file))
+        work = _load("bucket_check")
+        key_file = bucket_key and bucket_key.absolute()
+        found: Found = asyncio.run(work.check_bucket(data.absolute(), bucket, key_file))
     except (IrisError, OSError) as err:
         sys.stderr.write(f"iris store check: {err}\n")
         print_causes(err)

@@ -12,7 +12,8 @@ from relay.store.bucket.checking import Check, Report
 from relay.store.bucket.objects import open_bucket
 from relay.store.bucket.sealing import Sealer
 from relay.store.bucket.shelf import DIRECTORY
-from relay.store.process import GROUP_FILE, DirectoryBusy, locked
+from relay.store.directory import DirectoryBusy, locked
+from relay.store.process import GROUP_FILE
 
 
 async def check_bucket(directory: Path, url: str, key_file: Path | None) -> Report:

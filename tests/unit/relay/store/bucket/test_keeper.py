@@ -209,7 +209,7 @@ def test_a_journal_that_was_deleted_can_be_taken_with_whatever_stands_behind_its
             key = journal_key(name, number)
             objects.objects[key] = SEALER.seal(key, Numbered(bytes(32), []))
         await delete(objects, [Covered(name, 1, 3)])
-        again = await fence(objects, SEALER, began, "b" * 32, 1)
+        again, _ = await fence(objects, SEALER, began, "b" * 32, 1)
         assert again.by == "b" * 32
         assert await history_of(objects, name) == []
 
