@@ -255,7 +255,7 @@ class Check:
             if one.content is not None:
                 content, one.content = one.content, None
                 for entry in content.entries:
-                    if not isinstance(entry, Intent):
+                    if isinstance(entry, Rows | Ended):
                         yield one.journal, one.number, entry
                 continue
             item = await anext(one.rest, None)
