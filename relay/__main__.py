@@ -68,6 +68,10 @@ def relay(
         Path | None,
         typer.Option(help="Key file of the stores that share the bucket. Default: group.key in the data directory.", dir_okay=False),
     ] = None,
+    disk_limit: Annotated[
+        int | None,
+        typer.Option(metavar="BYTES", help="Bytes of records that streams in the bucket may have on this disk; older ones are read from the bucket. Default: no limit."),
+    ] = None,
     metrics: Annotated[
         str | None,
         typer.Option(metavar="HOST:PORT", help="Serve metrics and health over HTTP here, such as 127.0.0.1:9464. Needs the extra 'metrics'."),
@@ -151,7 +155,7 @@ def relay(
             "socket_path": socket and socket.absolute(), "socket_group": group, "log_level": log_level, "log_format": log_format, "dev": dev or None,
             "join": join or None, "mdns": False if no_mdns else None, "port": port, "bind": bind or None,
             "listen": listen or None, "data": data and data.absolute(), "bucket": bucket,
-            "bucket_key": bucket_key and bucket_key.absolute(), "metrics": metrics, "site": site, "gateway": gateway or None,
+            "bucket_key": bucket_key and bucket_key.absolute(), "disk_limit_bytes": disk_limit, "metrics": metrics, "site": site, "gateway": gateway or None,
             "site_key": site_key and site_key.absolute(), "peer_site": peer_site or None, "site_cost": site_cost or None,
             "site_compression": site_compression or None,
             "export": export or None, "import": import_ or None,

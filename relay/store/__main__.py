@@ -51,6 +51,14 @@ def store(
             dir_okay=False,
         ),
     ] = None,
+    disk_limit: Annotated[
+        int,
+        typer.Option(
+            metavar="BYTES",
+            min=0,
+            help="Bytes of records that streams in the bucket may have on this disk; older ones are read from the bucket. Default: no limit.",
+        ),
+    ] = 0,
     checkpoint_bytes: Annotated[
         int,
         typer.Option(
@@ -117,7 +125,9 @@ def store(
             chosen.log_format,
             supervised=supervised,
             figures=figures,
-            bucket=daemon.BucketSettings(bucket, bucket_key, checkpoint_bytes, failover_s)
+            bucket=daemon.BucketSettings(
+                bucket, bucket_key, checkpoint_bytes, failover_s, disk_limit
+            )
             if bucket
             else None,
         )

@@ -22,7 +22,14 @@ from relay.store.catalogue import Catalogue, encode_definition_file
 from relay.store.channels import UNSEALED, UPGRADE, Channels
 from relay.store.consumer_calls import ConsumerCalls, ConsumerRefused
 from relay.store.database import write_beside
-from relay.store.errors import ChannelRefused, LogDamaged, LogError, Refuse
+from relay.store.errors import (
+    ChannelRefused,
+    LogDamaged,
+    LogError,
+    RecordsAway,
+    RecordsUnreachable,
+    Refuse,
+)
 from relay.store.salvage import ORDERS
 from relay.store.session import IncomingCall
 from relay.store.staged_rows import StagingRefused
@@ -111,6 +118,11 @@ class Calls:
             incoming.refuse("invalid", str(err))
         except LogDamaged as err:
             incoming.refuse("damaged", str(err))
+        except RecordsAway as away:
+            stream = self._catalogue.by_address[incoming.name, incoming.key_id]
+            stream.put_off.add(incoming, away, partial(self.call_received, incoming))
+        except RecordsUnreachable as err:
+            incoming.refuse("leaving", str(err))
         except LogError as err:
             incoming.refuse("disk", str(err))
         except (ValueError, OverflowError) as err:
@@ -333,9 +345,10 @@ class Calls:
             )
         self._authority.end(stream.charter, call.orders, stream.uuid, self._clock.wall_us)
         self._catalogue.ended.add(stream.uuid, self._clock.wall_us)
+        objects = stream.log.moving.keys() if stream.log is not None else []
         self._catalogue.remove(stream, "the stream was deleted")
-        if stream.replica is not None:
-            stream.replica.ended()
+        if stream.replica is not None and self._catalogue.shelf is not None:
+            self._catalogue.shelf.end(stream.replica, objects)
         incoming.answer(streams.Settled())
         log.info(
             "store.stream_deleted",

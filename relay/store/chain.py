@@ -10,10 +10,12 @@ import struct
 from collections import deque
 from collections.abc import Iterator
 from copy import copy
+from itertools import islice, zip_longest
 from typing import Final
 
 from relay.store.database import Batch, Database
 from relay.store.errors import LogDamaged
+from relay.store.moved import MovedRecords
 from relay.store.records import (
     KEY,
     Entry,
@@ -28,7 +30,7 @@ from relay.store.records import (
     encode_hole,
     encode_record,
 )
-from relay.store.segments import Segment, Slot, pack_outline, unpack_outline
+from relay.store.segments import SEGMENT_BYTES, Segment, Slot, pack_outline, unpack_outline
 
 DUE: Final = struct.Struct(">QQ")
 """(due time, offset): the key of a deferred record in rows `d`."""
@@ -45,6 +47,10 @@ class Chain:
         self.database = database
         self.path = database.path
         self.oldest, self.next = self._load_offset(b"o"), self._load_offset(b"n")
+        self.moved = MovedRecords(database)
+        """What is in objects of the bucket: the first segments, one for each object."""
+        self.segment_bytes = SEGMENT_BYTES
+        """Size at which a segment is full."""
         self.segments: deque[Segment] = deque()
         """The full segments.
 
@@ -73,16 +79,35 @@ class Chain:
         """The segment that holds `oldest`."""
         return self.segments[0] if self.segments else self.open
 
+    @property
+    def local(self) -> int:
+        """The first offset whose entries are in the database."""
+        return max(self.oldest, self.moved.end)
+
+    @property
+    def local_bytes(self) -> int:
+        """Bytes of keys and values in the database."""
+        return self.size - sum(
+            segment.size for segment in islice(self.segments, len(self.moved.every))
+        )
+
     def walk(self, start: int, end: int | None = None) -> Iterator[tuple[Item, int]]:
         """Yield each entry and its size on disk, from the entry that contains `start` until `end` (default:
         `next`).
 
-        Raises LogDamaged where the chain of entries breaks.
+        Raises LogDamaged where the chain of entries breaks. Where entries are in the bucket, raises RecordsAway or
+        RecordsUnreachable, also after some entries.
         """
         self.database.check_open()
         end = self.next if end is None else end
-        if start >= end:
-            return
+        if start < min(end, self.moved.end):
+            for item, size in self.moved.walk(start, min(end, self.moved.end)):
+                yield item, size
+                start = item.next
+        if start < end:
+            yield from self._walk_local(start, end)
+
+    def _walk_local(self, start: int, end: int) -> Iterator[tuple[Item, int]]:
         at = start
         try:
             rows = self.database.records()
@@ -114,7 +139,7 @@ class Chain:
 
     def draft(self) -> Draft:
         """Return an empty draft that begins at `next`."""
-        return Draft(self.database, self.next, self.open, self.open_slots)
+        return Draft(self.database, self.next, self.open, self.open_slots, self.segment_bytes)
 
     def finish(self, draft: Draft) -> None:
         """Write `draft` to disk with a sync, and add its sums.
@@ -179,6 +204,11 @@ class Chain:
                 raise LogDamaged(self.path, "a segment summary is missing", at)
             at = segment.next
             self.segments.append(segment)
+        for segment, moved in zip_longest(
+            islice(self.segments, len(self.moved.every)), self.moved.every
+        ):
+            if segment is None or (segment.first, segment.next) != (moved.first, moved.next):
+                raise LogDamaged(self.path, "the summary of moved records is missing", moved.first)
         if self.segments and self.segments[0].first > self.oldest:
             raise LogDamaged(self.path, "a segment summary is missing", self.oldest)
         self.open = Segment(max(self.oldest, at or 0))
@@ -197,11 +227,13 @@ class Chain:
 class Draft:
     """Entries that are about to be written, and the end of the log after that write."""
 
-    __slots__ = ("_before", "batch", "full", "listed_us", "next", "open", "rows", "since", "slots")
+    __slots__ = (
+        "_before", "_segment_bytes", "batch", "full", "listed_us", "next", "open", "rows", "since", "slots",
+    )  # fmt: skip
 
     def __init__(
-        self, database: Database, at: int, segment: Segment, before: list[Slot] | None
-    ) -> None:
+        self, database: Database, at: int, segment: Segment, before: list[Slot] | None, segment_bytes: int
+    ) -> None:  # fmt: skip
         """`before` are the entries of `segment`; None if they are not known."""
         self.batch = database.batch()
         self.next = at
@@ -211,6 +243,7 @@ class Draft:
         self.since = 0
         """How many of `slots` belong to full segments."""
         self._before = before
+        self._segment_bytes = segment_bytes
         self.rows = False
         """Write the batch even if it contains no entry."""
         self.listed_us = 0
@@ -289,7 +322,7 @@ class Draft:
         self.slots.append(slot)
         self.open.add(slot)
         self.next = slot.next
-        if self.open.full:
+        if self.open.is_full(self._segment_bytes):
             self.batch.put(b"s" + KEY.pack(self.open.first), self.open.pack())
             if self._before is not None and not self.open.indexed:
                 outline = pack_outline([*self._before, *self.slots[self.since :]])

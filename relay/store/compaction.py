@@ -32,8 +32,8 @@ class Compaction:
             self._at, self._end = chain.oldest, chain.next
         read = 0
         for index, segment in enumerate(chain.every):
-            if segment.next <= self._at or not segment.entries:
-                continue
+            if segment.next <= max(self._at, self._chain.moved.end) or not segment.entries:
+                continue  # what was moved to the bucket stays as it is
             if read >= COMPACT_BYTES or segment.first >= self._end:
                 break
             if segment.indexed or 0 < segment.expires_us <= now_us:

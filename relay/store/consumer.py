@@ -151,6 +151,7 @@ class Consumer:
         Raises:
             ValueError: a limit is below 1.
             LogDamaged: the log cannot be read at the next record, and nothing was dispatched.
+            RecordsAway, RecordsUnreachable: the same, because the record is in the bucket.
         """
         if max_bytes < 1 or max_messages < 1:
             raise ValueError(

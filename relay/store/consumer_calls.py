@@ -35,7 +35,13 @@ from relay.store.clock import Clock
 from relay.store.consumer import Consumer, Redrive
 from relay.store.cursor import CursorDamaged, Dead, Settings
 from relay.store.dispatch import Delivery, Taken
-from relay.store.errors import CursorsFull, LogDamaged, LogError
+from relay.store.errors import (
+    CursorsFull,
+    LogDamaged,
+    LogError,
+    RecordsAway,
+    RecordsUnreachable,
+)
 from relay.store.log import Log
 from relay.store.records import Gap, Hole, Item, Record
 from relay.store.session import IncomingCall
@@ -275,6 +281,11 @@ class ConsumerCalls:
                 return
             waiting.pop(0)
 
+    def _arrived(self, name: str) -> None:
+        """Records that a consumer needs have arrived from the bucket."""
+        if name in self._waiting:
+            self._wake(name, self._clock.elapsed_us)
+
     def tend(self, now_us: int) -> None:
         """End expired leases and waits, write dead letters, and save consumers. Raises LogError."""
         for name, waiting in self._waiting.items():
@@ -379,6 +390,12 @@ class ConsumerCalls:
         except LogDamaged as err:
             incoming.refuse("damaged", str(err))
             return True
+        except RecordsUnreachable as err:
+            incoming.refuse("leaving", str(err))
+            return True
+        except RecordsAway as away:
+            away.when((self, consumer.name), lambda: self._arrived(consumer.name))
+            taken = Taken([], 0, 0)
         self._move_dead_letters(consumer)
         if not taken.items and not taken.fenced and not last:
             return False

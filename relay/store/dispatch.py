@@ -18,7 +18,7 @@ from msgspec import Struct
 
 from relay.store import cursor
 from relay.store.cursor import Counts, Settings
-from relay.store.errors import LogDamaged
+from relay.store.errors import LogDamaged, RecordsAway, RecordsUnreachable
 from relay.store.log import MAX_OFFSET, Log
 from relay.store.parts import OpenRecord, Part, lowest
 from relay.store.records import Gap, Hole, Item, Reason, Record
@@ -118,14 +118,14 @@ class Dispatcher:
     def take(self, worker: bytes, max_bytes: int, max_messages: int) -> Taken:
         """Dispatch messages to `worker`.
 
-        Raises LogDamaged if the log cannot be read and nothing was dispatched.
+        Raises LogDamaged, RecordsAway or RecordsUnreachable if the log cannot be read and nothing was dispatched.
         """
         basket = _Basket(worker, max_bytes, max_messages)
         self._report_lost(basket)
         try:
             if self._take_ready(basket) and self._take_due(basket):
                 self._take_new(basket)
-        except LogDamaged:
+        except (LogDamaged, RecordsAway, RecordsUnreachable):
             if not basket.items:
                 raise  # otherwise return what was dispatched; the next call raises
         return Taken(basket.items, basket.bytes, basket.messages, basket.more)

@@ -6,13 +6,17 @@
     ├── LogBusy            another process, or another `Log` of this one, has it open
     ├── LogDamaged         the data on disk cannot be trusted; quarantine this stream, serve the others
     ├── CursorsFull        the log has the maximum number of cursors
+    ├── RecordsAway        the records are in the bucket, and are being fetched
+    ├── RecordsUnreachable the records are in the bucket, which does not answer
     └── LogWriteFailed     a write did not reach the disk; reads still work, writes need a reopen
 
-Each error requires another reaction of the caller: create, open, wait, quarantine, delete a cursor, or reopen.
+Each error requires another reaction of the caller: create, open, wait, quarantine, delete a cursor, fetch, try again,
+or reopen.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 from iris.errors import IrisError
@@ -51,6 +55,30 @@ class LogDamaged(LogError):
         super().__init__(path, f"{what}{where}. {_SALVAGE}")
         self.what = what
         self.offset = offset
+
+
+class ObjectLost(LogDamaged):
+    """An object of the bucket that has records of the log is missing, or is not what was written."""
+
+    def __init__(self, path: str, what: str) -> None:
+        LogError.__init__(self, path, f"{what}; restore the object from a backup")
+        self.what = what
+        self.offset = None
+
+
+class RecordsAway(LogError):
+    """The records are in an object of the bucket, which is being fetched. Nothing was changed."""
+
+    def __init__(
+        self, path: str, key: str, when: Callable[[object, Callable[[], None]], None]
+    ) -> None:
+        super().__init__(path, f"records are being fetched from object {key}")
+        self.when = when
+        """`when(key, callback)`: call `callback` once the same read is worth another try. The last one of a key counts."""
+
+
+class RecordsUnreachable(LogError):
+    """The records are in an object of the bucket, which does not answer. Nothing was changed."""
 
 
 class CursorsFull(LogError):

@@ -7,7 +7,8 @@ they could be stored) and holes (records that were removed). `read` follows this
 skips a missing entry, because RocksDB's iterator simply ends at a damaged block.
 
 Rows outside the records, by prefix: `i` identity, `o` oldest, `n` next, `s` segment summaries, `x`
-their outlines, `j` and `r` of a log that is copied to a bucket (`bucket.replica`), `p` producers,
+their outlines, `j` and `r` of a log that is copied to a bucket (`bucket.replica`), `g` and `y` of records that were moved
+there (`moved`), `p` producers,
 `k` key hash -> its last record, `d` due time and offset of deferred records, `c` cursors, `t` staged
 entries, `u` the size and time of each, `w` writers' last batches.
 Rows `k` and `d` are written and deleted in the same batch as their record, so there are never more
@@ -42,9 +43,12 @@ from relay.store.errors import (
     LogExists,
     LogMissing,
     LogWriteFailed,
+    RecordsAway,
+    RecordsUnreachable,
 )
 from relay.store.identity import Identity, make
 from relay.store.ids import Ids
+from relay.store.moving import Moving
 from relay.store.outcomes import Conflict, Outcome, Stored
 from relay.store.producers import Producers
 from relay.store.records import (
@@ -107,6 +111,8 @@ class Log:
         self._chain = Chain(database)
         self._retention = Retention(self._chain)
         self._compaction = Compaction(self._chain)
+        self.moving = Moving(self._chain, self._retention)
+        """Moves the oldest records to objects of a bucket."""
         self._producers = Producers(database.rows(b"p"))
         self.staged = StagedRows(database)
         self.cursors = Cursors(self._chain)
@@ -203,7 +209,7 @@ class Log:
         while ops := self._database.copy_rows(after, OWN_ROWS, COPY_BYTES):
             after = ops[-1].key
             yield ops
-        start = KEY.pack(self.oldest)
+        start = KEY.pack(self._chain.local)
         while ops := self._database.copy_records(start, COPY_BYTES):
             start = ops[-1].key + b"\0"
             yield ops
@@ -257,6 +263,11 @@ class Log:
     def size_bytes(self) -> int:
         """Bytes of stored keys and values from `oldest` on."""
         return self._chain.size
+
+    @property
+    def local_bytes(self) -> int:
+        """The part of `size_bytes` that is in the database; the rest is in objects of a bucket."""
+        return self._chain.local_bytes
 
     @property
     def messages(self) -> int:
@@ -456,6 +467,8 @@ class Log:
         Raises:
             ValueError: `start` is not between 0 and `next`.
             LogDamaged: the entry at `start` is not what was written. Entries before it can be read.
+            RecordsAway: it is in the bucket, and is being fetched.
+            RecordsUnreachable: it is in the bucket, which does not answer.
         """
         if not 0 <= start <= self._chain.next:
             raise ValueError(f"start: {start} is not between 0 and {self._chain.next}")
@@ -480,7 +493,7 @@ class Log:
                 used += size
                 if used >= max_bytes or (end is not None and at >= end):
                     break
-        except LogDamaged:
+        except (LogDamaged, RecordsAway, RecordsUnreachable):
             if not items:
                 raise
         return Chunk(items, at, self._chain.oldest, self._chain.next)
@@ -488,13 +501,14 @@ class Log:
     def find(self, time_us: int) -> int:
         """Return the offset of the first entry that was stored at `time_us` or later; `next` if there is none.
 
-        Raises LogDamaged.
+        Raises LogDamaged, RecordsAway, RecordsUnreachable.
         """
         for segment in self._chain.every:
             if segment.newest_us >= time_us and segment.entries:
-                for item, _ in self._chain.walk(
-                    max(segment.first, self._chain.oldest), segment.next
-                ):
+                start = max(segment.first, self._chain.oldest)
+                if start < self._chain.moved.end:
+                    start = self._chain.moved.start_at(segment.first, time_us)
+                for item, _ in self._chain.walk(start, segment.next):
                     if not isinstance(item, Hole) and item.stored_us >= time_us:
                         return item.first
         return self._chain.next
@@ -519,8 +533,8 @@ class Log:
         return found
 
     def verify(self) -> None:
-        """Read the whole log, and return if it contains what was written. Raises LogDamaged."""
-        for _ in self._chain.walk(self._chain.oldest):
+        """Read what the database has, and return if it contains what was written. Raises LogDamaged."""
+        for _ in self._chain.walk(self._chain.local):
             pass
         for prefix in (b"c", b"d", b"k", b"p", b"s", b"t", b"u", b"w", b"x"):
             for row, value in self._database.rows(prefix):

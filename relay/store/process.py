@@ -33,8 +33,11 @@ from iris.wire.streams import dead_uuid
 from relay.store.bucket.copying import Copying
 from relay.store.bucket.keeper import CHECKPOINT_BYTES, FAILOVER_S, STATE_FILE, Keeper
 from relay.store.bucket.objects import Objects, open_bucket
+from relay.store.bucket.reading import SegmentReader
 from relay.store.bucket.replica import Replica
+from relay.store.bucket.sealing import Sealer
 from relay.store.bucket.shelf import DIRECTORY, Shelf
+from relay.store.bucket.tiers import Tiers
 from relay.store.bucket.writer import Writer
 from relay.store.directory import KEY_FILE, LOCK_FILE, load_key, lock, make_directory
 from relay.store.errors import LogError
@@ -69,6 +72,8 @@ class BucketSettings(Struct, frozen=True):
     key_file: Path | None = None
     checkpoint_bytes: int = CHECKPOINT_BYTES
     failover_s: float = FAILOVER_S
+    disk_limit_bytes: int = 0
+    """Bytes of records that its streams may have on this disk; older ones are in the bucket alone. 0: no limit."""
 
 
 class StoreProcess:
@@ -92,6 +97,7 @@ class StoreProcess:
         self._keeper: Keeper | None = None
         self._copying: Copying | None = None
         self._objects: Objects
+        self._reader: SegmentReader | None = None
         self._loop = asyncio.get_running_loop()
         self._buffer = ReceiveBuffer()
         self._pump: Pump[StoreSession] | None = None
@@ -152,6 +158,8 @@ class StoreProcess:
             )
         key = keyfiles.load(path, lambda text: GroupKey.parse(text.strip()))
         shelf = Shelf(self.directory / DIRECTORY, key, objects.url, _monotonic_us)
+        shelf.reader = self._reader = SegmentReader(objects, Sealer(key, self._entropy))
+        self._reader.on_read = self._flush
         self._objects = objects
         return shelf
 
@@ -175,6 +183,16 @@ class StoreProcess:
             shelf.copies, self._objects, shelf.key, store.key.public_key, self._label, shelf.directory, now_us=_monotonic_us,
             wall_us=lambda: time.time_ns() // 1000, checkpoint_bytes=self._bucket.checkpoint_bytes,
             ended=lambda: [each for uuid in store.catalogue.ended.uuids for each in (uuid, dead_uuid(uuid))], entropy=self._entropy,
+        )  # fmt: skip
+
+    def _keep_limit(self, store: Store) -> Tiers | None:
+        """Return what keeps the streams of a bucket within the limit of the disk; None without a bucket."""
+        shelf = store.catalogue.shelf
+        if shelf is None or self._bucket is None:
+            return None
+        return Tiers(
+            self._objects, Sealer(shelf.key, self._entropy), self._bucket.disk_limit_bytes, store.in_bucket,
+            left=shelf.left, now_s=lambda: _monotonic_us() / 1e6, entropy=self._entropy,
         )  # fmt: skip
 
     # -- callbacks of the keeper -----------------------------------------------------------------------------
@@ -212,7 +230,7 @@ class StoreProcess:
         self._copying = self._copy(self.store)
         keeping = [
             self._loop.create_task(each.run(), name="iris-store-bucket")
-            for each in (self._keeper, self._copying)
+            for each in (self._keeper, self._copying, self._keep_limit(self.store))
             if each is not None
         ]
         backoff = Backoff(RETRY_MIN_S, RETRY_MAX_S, random.random)
@@ -246,6 +264,8 @@ class StoreProcess:
             for each in keeping:
                 each.cancel()
             await asyncio.gather(*keeping, return_exceptions=True)
+            if self._reader is not None:
+                await self._reader.close()
 
     async def close(self) -> None:
         """Commit what was received, send BYE, and unlock the directory. Idempotent."""

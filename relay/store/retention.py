@@ -19,15 +19,21 @@ class Retention:
 
     def __init__(self, chain: Chain) -> None:
         self._chain = chain
-        self._dead_from = chain.database.first_record(chain.oldest)
+        self.free_bytes = FREE_BYTES
+        self._dead_from = chain.database.first_record(chain.local)
         # How much an earlier process left to free is not known, so the first move frees it.
-        self._dead_bytes = FREE_BYTES if self._dead_from < chain.oldest else 0
+        self._dead_bytes = FREE_BYTES if self._dead_from < chain.local else 0
 
     def enforce(self, limits: Limits, now_us: int) -> None:
         """See `Log.enforce`."""
         chain = self._chain
         while chain.first.entries:
             head = chain.first
+            if chain.moved.every:  # objects are removed whole
+                if not self._wants(limits, now_us, head):
+                    break
+                self._drop_segment(head)
+                continue
             if head is not chain.open and not head.indexed and self._wants(limits, now_us, head):
                 self._drop_segment(head)
                 continue
@@ -35,9 +41,13 @@ class Retention:
             if not over:
                 break
             self._drop_entries(head, over)
-        if self._dead_bytes >= FREE_BYTES:
-            chain.database.free(KEY.pack(self._dead_from), KEY.pack(chain.oldest))
-            self._dead_from, self._dead_bytes = chain.oldest, 0
+        if self._dead_bytes >= self.free_bytes:
+            chain.database.free(KEY.pack(self._dead_from), KEY.pack(chain.local))
+            self._dead_from, self._dead_bytes = chain.local, 0
+
+    def moved(self, size: int) -> None:
+        """Free the disk space of `size` bytes of records that were moved to the bucket."""
+        self._dead_bytes += size
 
     def _wants(self, limits: Limits, now_us: int, segment: Segment) -> bool:
         """Return whether the limits require removing all of the first `segment`."""
@@ -75,7 +85,13 @@ class Retention:
         chain = self._chain
         batch = chain.database.batch()
         _forget(batch, segment)
+        moved = bool(chain.moved.every)
+        if moved:
+            chain.moved.drop(batch)
         self._move(batch, segment.next, segment.size, segment.messages)
+        if moved:
+            chain.moved.dropped()
+            self._dead_bytes -= segment.size  # it was not on this disk
         chain.segments.popleft()
         chain.head = None
 

@@ -67,9 +67,9 @@ class Segment:
         self.expires_us = 0
         """The earliest expiry; 0 is none."""
 
-    @property
-    def full(self) -> bool:
-        return self.size >= SEGMENT_BYTES or self.entries >= SEGMENT_ENTRIES
+    def is_full(self, max_bytes: int) -> bool:
+        """Return whether a segment that may have this size is full."""
+        return self.size >= max_bytes or self.entries >= SEGMENT_ENTRIES
 
     def add(self, slot: Slot) -> None:
         """Add the next entry to the sums."""
@@ -88,6 +88,16 @@ class Segment:
         self.entries -= 1
         self.messages -= slot.messages
         self.indexed -= slot.indexed
+
+    def merge(self, following: Segment) -> None:
+        """Add the next segment to the sums. Its rows outside the records are not counted any more."""
+        self.next = following.next
+        self.size += following.size
+        self.entries += following.entries
+        self.messages += following.messages
+        self.newest_us = max(self.newest_us, following.newest_us)
+        if following.expires_us:
+            self.expires_us = min(self.expires_us or following.expires_us, following.expires_us)
 
     def pack(self) -> bytes:
         """Return the summary, which is stored under the key `KEY.pack(first)`."""

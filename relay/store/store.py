@@ -153,6 +153,10 @@ class Store:
         shelf = self.catalogue.shelf
         return None if shelf is None else shelf.copies.lag()
 
+    def in_bucket(self) -> list[Stream]:
+        """Return the streams that are in the bucket."""
+        return [stream for stream in self.streams.values() if stream.replica is not None]
+
     def abandon(self, writer: Writer) -> None:
         """Stop serving the streams of a journal that has ended: another store holds them."""
         for stream in list(self.streams.values()):

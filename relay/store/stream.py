@@ -47,9 +47,16 @@ from relay.store.clock import Clock
 from relay.store.consumer_calls import ConsumerCalls
 from relay.store.cursor import Dead
 from relay.store.database import check_room_to_open
-from relay.store.errors import LogDamaged, LogError, LogWriteFailed
+from relay.store.errors import (
+    LogDamaged,
+    LogError,
+    LogWriteFailed,
+    RecordsAway,
+    RecordsUnreachable,
+)
 from relay.store.ids import MAX_IDS
 from relay.store.log import Log
+from relay.store.put_off import PutOff
 from relay.store.recorder import Batch, Recorder
 from relay.store.records import Entry, Stamp, check_entry
 from relay.store.segments import Limits
@@ -89,6 +96,8 @@ class Stream:
         self.missed_while_closed = False
         """Messages were missed while the log was not open, and nobody counted them."""
         self._waiting: list[tuple[int, IncomingCall, Fetch]] = []
+        self.put_off = PutOff()
+        """Calls that wait for records from the bucket."""
         self._compact_us = 0
         self.reopen_us = 0
         """When to reopen a failed log, in elapsed time."""
@@ -124,6 +133,8 @@ class Stream:
     def _copy(self, log: Log, replica: Replica) -> None:
         replica.tail.begin(log.next, log.oldest, replica.last)
         log.copy_to(replica, replica.tail)
+        if replica.reader is not None:
+            log.moving.read_by(replica.reader)
 
     def follow(self, copy: BucketCopy | None) -> None:
         """Let this copy follow the log from now on; None: let none follow."""
@@ -223,6 +234,11 @@ class Stream:
             holder=holder if self.replica is not None else b"",
             copied=None if self.bucket_copy is None else streams.CopyLag(*structs.astuple(self.bucket_copy.lag())),
         )  # fmt: skip
+
+    @property
+    def movable(self) -> bool:
+        """Whether old records may be moved to the bucket. Compaction and redriving rewrite records in place."""
+        return self.replica is not None and not self.dead and not self.definition.compact
 
     @property
     def complete(self) -> bool:
@@ -489,6 +505,14 @@ class Stream:
         except LogDamaged as err:
             incoming.refuse("damaged", str(err))
             return
+        except RecordsAway as away:
+            self.put_off.add(
+                incoming, away, lambda: self.fetch(incoming, call, self._clock.wall_us)
+            )
+            return
+        except RecordsUnreachable as err:
+            incoming.refuse("leaving", str(err))
+            return
         items, end = items_to_wire(chunk, limit, call.start)
         # A hole may reach further: then its removals are known to be in the bucket, too.
         incoming.answer(streams.Fetched(items, end, oldest, max(end, high_water), self.uuid))
@@ -520,6 +544,7 @@ class Stream:
 
     def callers_left(self, hops: Set[int], now_us: int) -> None:
         """Remove waiting calls, by hop id, whose callers no longer wait."""
+        self.put_off.callers_left(hops)
         left = [entry for entry in self._waiting if entry[1].hop in hops]
         if left:
             self._waiting = [entry for entry in self._waiting if entry[1].hop not in hops]
@@ -535,6 +560,7 @@ class Stream:
         waiting, self._waiting = self._waiting, []
         for _, incoming, _ in waiting:
             incoming.refuse(code, reason)
+        self.put_off.refuse(code, reason)
         if self.consumer_calls is not None:
             self.consumer_calls.refuse_waiting(reason)
 

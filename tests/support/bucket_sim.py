@@ -72,6 +72,10 @@ class Memory:
         await asyncio.sleep(self._rng.uniform(0, 0.02))
         return self.objects.get(key)
 
+    async def get_range(self, key: str, start: int, end: int) -> bytes | None:
+        found = await self.get(key)
+        return None if found is None else found[start:end]
+
     async def exists(self, key: str) -> bool:
         return await self.get(key) is not None
 
@@ -98,6 +102,11 @@ class Scripted:
     async def get(self, key: str) -> bytes | None:
         await self.fault("get", key)
         return self.objects.get(key)
+
+    async def get_range(self, key: str, start: int, end: int) -> bytes | None:
+        await self.fault("get", key)
+        found = self.objects.get(key)
+        return None if found is None else found[start:end]
 
     async def exists(self, key: str) -> bool:
         await self.fault("exists", key)

@@ -84,7 +84,7 @@ class Checkpoints:
                 await self._delete()
                 logs = self._logs()
                 if not self.paused() and self._is_due(
-                    sum(each.size_bytes for each in logs.values())
+                    sum(each.local_bytes for each in logs.values())
                 ):
                     await self._write(logs)
             except IrisError as err:  # also a log that was closed or deleted meanwhile

@@ -481,7 +481,7 @@ class Keeper:
                     raise
 
     def _resume(self, loaded: Loaded, writer: Writer) -> Replica:
-        replica = Replica(loaded.uuid, writer, self._now_us)
+        replica = Replica(loaded.uuid, writer, self._now_us, self._shelf.reader)
         if loaded.unsent:
             database = Database.open(str(loaded.path))
             database.copier = replica

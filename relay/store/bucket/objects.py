@@ -52,6 +52,12 @@ class Objects(Protocol):
     async def get(self, key: str) -> bytes | None:
         """Return an object's content; None if it does not exist. Raises BucketError."""
 
+    async def get_range(self, key: str, start: int, end: int) -> bytes | None:
+        """Return the bytes of an object from `start` until `end`, fewer if it ends before; None if it does not exist.
+
+        Raises BucketError.
+        """
+
     async def exists(self, key: str) -> bool:
         """Return whether an object exists. Raises BucketError."""
 
@@ -75,6 +81,9 @@ class Directory:
 
     async def get(self, key: str) -> bytes | None:
         return await asyncio.to_thread(self._get, key)
+
+    async def get_range(self, key: str, start: int, end: int) -> bytes | None:
+        return await asyncio.to_thread(self._get_range, key, start, end)
 
     async def exists(self, key: str) -> bool:
         return await asyncio.to_thread((self._root / key).exists)
@@ -112,6 +121,16 @@ class Directory:
         except OSError as err:
             raise BucketError(f"bucket {self.url}: {key}: {err.strerror or err}") from err
 
+    def _get_range(self, key: str, start: int, end: int) -> bytes | None:
+        try:
+            with (self._root / key).open("rb") as file:
+                file.seek(start)
+                return file.read(end - start)
+        except FileNotFoundError:
+            return None
+        except OSError as err:
+            raise BucketError(f"bucket {self.url}: {key}: {err.strerror or err}") from err
+
     def _delete(self, key: str) -> None:
         try:
             (self._root / key).unlink(missing_ok=True)
@@ -144,6 +163,16 @@ class Cloud:
         try:
             found = await obstore.get_async(self._store, key)
             return bytes(await found.bytes_async())
+        except FileNotFoundError:
+            return None
+        except Exception as err:
+            raise self._failed(key, err) from err
+
+    async def get_range(self, key: str, start: int, end: int) -> bytes | None:
+        import obstore
+
+        try:
+            return bytes(await obstore.get_range_async(self._store, key, start=start, end=end))
         except FileNotFoundError:
             return None
         except Exception as err:

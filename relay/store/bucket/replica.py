@@ -26,6 +26,7 @@ from relay.store.bucket.tail import Tail
 from relay.store.bucket.writer import Output, Writer
 from relay.store.database import PLACE_ROW, PUT_RECORD, REDO_ROWS, Batch, CopiedBatch, Database, Op
 from relay.store.errors import LogDamaged
+from relay.store.moved import Reader
 
 REDO_END: Final = b"s"
 ENDED_BYTES: Final = 32
@@ -60,9 +61,12 @@ class Replica:
 
     durable = True
 
-    def __init__(self, uuid: bytes, writer: Writer, now_us: Callable[[], int]) -> None:
-        """`now_us` is a clock that is never set."""
+    def __init__(
+        self, uuid: bytes, writer: Writer, now_us: Callable[[], int], reader: Reader | None = None
+    ) -> None:
+        """`now_us` is a clock that is never set. `reader` reads what was moved to the bucket."""
         self.uuid = uuid
+        self.reader = reader
         self.writer = writer
         self.last = 0
         """Number of the object that holds the stream's last write."""

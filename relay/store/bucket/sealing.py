@@ -199,6 +199,16 @@ def registration_key(number: int, folder: str = JOURNALS) -> str:
     return f"{folder}/{number:012d}"
 
 
+def segment_key(uuid: bytes, first: int, random: bytes) -> str:
+    """Return the object key of records of a stream that begin at `first`."""
+    return f"segment/{uuid.hex()}/{first:019d}-{random.hex()}"
+
+
+def _of_chunk(key: str, number: int) -> bytes:
+    """Return the associated data of a chunk. No key of another object has this form."""
+    return f"{key}#{number}".encode()
+
+
 def hash_of(sealed: bytes) -> bytes:
     """Return the hash by which the next object names this one."""
     return hashlib.sha256(sealed).digest()
@@ -217,6 +227,22 @@ class Sealer:
         return (
             bytes([VERSION]) + nonce + self._cipher.encrypt(nonce, _encode(content), key.encode())
         )
+
+    def seal_chunk(self, key: str, number: int, plain: bytes) -> bytes:
+        """Return a chunk of the segment object `key`."""
+        nonce = self._entropy(NONCE_BYTES)
+        return bytes([VERSION]) + nonce + self._cipher.encrypt(nonce, plain, _of_chunk(key, number))
+
+    def open_chunk(self, key: str, number: int, sealed: bytes) -> bytes:
+        """Return what a chunk of the segment object `key` holds. Raises ObjectDamaged."""
+        nonce, body = sealed[1 : 1 + NONCE_BYTES], sealed[1 + NONCE_BYTES :]
+        try:
+            return self._cipher.decrypt(nonce, body, _of_chunk(key, number))
+        except (InvalidTag, ValueError) as err:
+            raise ObjectDamaged(
+                f"object {key}: chunk {number} was not written with this group key, or was changed; "
+                "restore the object from a backup"
+            ) from err
 
     def open(self, key: str, sealed: bytes) -> Content:
         """Return what an object holds. Raises ObjectDamaged."""

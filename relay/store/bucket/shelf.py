@@ -11,6 +11,7 @@ from relay.store.bucket.copies import Copies
 from relay.store.bucket.replica import Replica
 from relay.store.bucket.writer import Output, Writer
 from relay.store.errors import Refuse
+from relay.store.moved import Reader
 
 DIRECTORY: Final = "bucket"
 """Subdirectory of the data directory with the logs of streams that are in a bucket."""
@@ -41,6 +42,10 @@ class Shelf:
         """Why nothing can be written; empty while it can."""
         self.mover: Mover | None = None
         """Moves streams to other stores; None until the bucket is used."""
+        self.reader: Reader | None = None
+        """Reads what was moved to segment objects."""
+        self.left: list[tuple[Replica, int, list[str]]] = []
+        """Of deleted streams: their copier, the object of its journal that says so, and their segment objects."""
         self._now_us = now_us
         self.copies = Copies(now_us)
         """Copies in the bucket of streams that are on the store's disk."""
@@ -71,10 +76,16 @@ class Shelf:
         """A stream was deleted."""
         self.held.get(replica.writer.journal, set()).discard(replica.uuid)
 
+    def end(self, replica: Replica, objects: list[str]) -> None:
+        """A stream was deleted that has these segment objects."""
+        replica.ended()
+        if objects:
+            self.left.append((replica, replica.last, objects))
+
     def make_directory(self) -> None:
         """Make the directory of the logs. Raises OSError."""
         self.directory.mkdir(mode=0o700, exist_ok=True)
 
     def _on(self, uuid: bytes, writer: Writer) -> Replica:
         self.held.setdefault(writer.journal, set()).add(uuid)
-        return Replica(uuid, writer, self._now_us)
+        return Replica(uuid, writer, self._now_us, self.reader)
