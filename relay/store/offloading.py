@@ -8,6 +8,7 @@ nothing. At most it leaves an object that row `y` names.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import islice
 from typing import Final
 
@@ -138,8 +139,9 @@ class Moving:
         self._retention.moved(whole.size)
         return True
 
-    def forget(self, key: str) -> None:
-        """Forget an object that was deleted. Raises LogWriteFailed."""
+    def forget(self, keys: Iterable[str]) -> None:
+        """Forget objects that were deleted. Raises LogWriteFailed."""
         batch = self._chain.database.batch()
-        self._chain.moved.forget(batch, key)
+        for key in keys:
+            self._chain.moved.forget(batch, key)
         self._chain.write(batch, sync=False)

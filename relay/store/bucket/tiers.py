@@ -20,7 +20,7 @@ import msgspec
 from iris.core.backoff import Backoff
 from iris.errors import IrisError
 from relay.logs import Quiet
-from relay.store.bucket.objects import BucketError, Objects
+from relay.store.bucket.objects import BucketError, Objects, at_once
 from relay.store.bucket.replica import Replica
 from relay.store.bucket.sealing import Sealer, hash_of, segment_key
 from relay.store.log import Log
@@ -41,8 +41,8 @@ RETRY_MAX_S: Final = 30.0
 LATE_S: Final = 60.0
 """An object that was intended and not used is deleted after this time: the request to make it may arrive late."""
 FREE_BYTES: Final = 64 << 20
-DELETES: Final = 32
-"""Objects that are deleted before other work is done."""
+DELETES: Final = 8
+"""Objects that are deleted at once."""
 
 
 class Tiered(Protocol):
@@ -177,29 +177,28 @@ class Tiers:
     # -- deleting --------------------------------------------------------------------------------------------
 
     async def delete(self) -> None:
-        """Delete some objects that no stream has any more. Raises BucketError, LogError."""
+        """Delete objects that no stream has any more. Raises BucketError, LogError."""
         there = set()
-        deleted = 0
         for stream in list(self._streams()):
             ours, replica = stream.log, stream.replica
-            if ours is None or replica is None or ours.failed:
+            if ours is None or replica is None or not _serves(stream, ours):
                 continue
-            for key, why in list(ours.moving.left.items()):
+            due = []
+            for key, why in ours.moving.left.items():
                 there.add((ours, key))
-                if key in self._making:
-                    continue
                 late_s = LATE_S if why == INTENDED else 0.0
-                left = self._left.setdefault(
-                    (ours, key), _Left(replica.last, self._now_s() + late_s)
-                )
-                if left.number > replica.writer.known or replica.writer.ended:
-                    continue
-                if self._now_s() < left.at_s or deleted >= DELETES:
-                    continue
-                await self._objects.delete(key)
-                deleted += 1
-                if _serves(stream, ours):
-                    ours.moving.forget(key)
+                left = self._left.get((ours, key))
+                if left is None:
+                    left = self._left[ours, key] = _Left(replica.last, self._now_s() + late_s)
+                known = left.number <= replica.writer.known and self._now_s() >= left.at_s
+                if known and key not in self._making:
+                    due.append(key)
+            for at in range(0, len(due), DELETES):
+                some = due[at : at + DELETES]
+                await at_once(self._objects.delete(key) for key in some)
+                if not _serves(stream, ours):
+                    break
+                ours.moving.forget(some)
         self._left = {place: left for place, left in self._left.items() if place in there}
         await self._delete_ended()
 

@@ -109,7 +109,6 @@ class Store:
         try:
             while await self.tiers.move():
                 pass
-            await self.tiers.delete()
             await asyncio.sleep(0.05)
         finally:
             task.cancel()
@@ -179,7 +178,7 @@ def test_a_stream_larger_than_the_disk_is_read_as_before(tmp_path: Path) -> None
         assert numbers(await store.read(0)) == list(range(3000))
         assert numbers(await store.read(1234)) == list(range(1234, 3000))
         assert await patiently(lambda: log.find(1 + 1000)) == 1000
-        assert store.reader.reads < 30
+        assert store.reader.reads <= len(log.moving.keys())  # none twice
         store.close()
 
     virtually(main)
@@ -364,7 +363,7 @@ def test_an_object_that_was_harmed_is_an_error_that_names_it(tmp_path: Path, har
         first, second = segments_of(objects)[:2]
         match harm:
             case "changed":
-                change_one(objects, 300_000)
+                change_one(objects, 30_000)
             case "swapped":
                 objects.objects[first] = objects.objects[second]
             case "cut":
