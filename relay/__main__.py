@@ -155,7 +155,7 @@ def relay(
             "socket_path": socket and socket.absolute(), "socket_group": group, "log_level": log_level, "log_format": log_format, "dev": dev or None,
             "join": join or None, "mdns": False if no_mdns else None, "port": port, "bind": bind or None,
             "listen": listen or None, "data": data and data.absolute(), "bucket": bucket,
-            "bucket_key": bucket_key and bucket_key.absolute(), "disk_limit_bytes": disk_limit, "metrics": metrics, "site": site, "gateway": gateway or None,
+            "bucket_key": bucket_key and bucket_key.absolute(), "disk_limit": disk_limit, "metrics": metrics, "site": site, "gateway": gateway or None,
             "site_key": site_key and site_key.absolute(), "peer_site": peer_site or None, "site_cost": site_cost or None,
             "site_compression": site_compression or None,
             "export": export or None, "import": import_ or None,

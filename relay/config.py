@@ -161,7 +161,7 @@ class RelayConfig:
     bucket_key: Path | None = None
     """Key file of the stores that share the bucket (`iris key store-group`). None: group.key in `data`."""
 
-    disk_limit_bytes: int = 0
+    disk_limit: int = 0
     """Bytes of records that streams in the bucket may have on the store's disk. The oldest ones are moved to the bucket
     and read from there. 0: no limit."""
 
@@ -298,11 +298,11 @@ class RelayConfig:
             )
         if self.bucket_key is not None and not self.bucket:
             raise ConfigError("bucket_key: this key has no use without a bucket; set bucket, too")
-        if self.disk_limit_bytes and not self.bucket:
+        if self.disk_limit and not self.bucket:
             raise ConfigError(
-                "disk_limit_bytes: only streams in a bucket can have records elsewhere; set bucket, too"
+                "disk_limit: only streams in a bucket can have records elsewhere; set bucket, too"
             )
-        self._check_range("disk_limit_bytes", 0, math.inf)
+        self._check_range("disk_limit", 0, math.inf)
         if self.metrics:
             parse_metrics(self.metrics)
         parse_rate("session_rate", self.session_rate)

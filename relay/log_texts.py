@@ -129,6 +129,7 @@ SENTENCES: Final[dict[str, str | tuple[str, ...]]] = {
     "store.bucket_rolled_back": "The bucket has less than this store has seen there: {error}. The store takes nothing over, and serves its other streams.",
     "store.bucket_seen_not_written": "The store could not write down what it has seen of its bucket: {error}. It tries again; until then it might not notice that the bucket was rolled back.",
     "store.bucket_away": "The bucket does not answer: {error}. The store tries again; {waiting_bytes} bytes wait to be written.",
+    "store.records_moved": "{bytes} bytes of old records of stream {stream} are now in the object {object} of the bucket.",
     "store.not_moved": "Old records could not be moved to the bucket, or objects there not be deleted: {error}. The store tries again.",
     "store.bucket_behind": "The store stopped before everything was in bucket {bucket}. What is missing there was not acknowledged; the store writes it at its next start.",
     "store.journal_taken": "Another store has taken over journal {journal}, and serves its streams with its own journal {by}.",

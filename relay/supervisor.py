@@ -59,7 +59,7 @@ class StoreSupervisor(Child):
 
     def __init__(
         self, data: Path, socket_path: Path, log_level: str, log_format: str, cannot: Callable[[str, bool], None] = lambda why, final: None,
-        *, bucket: str = "", bucket_key: Path | None = None, disk_limit_bytes: int = 0,
+        *, bucket: str = "", bucket_key: Path | None = None, disk_limit: int = 0,
         figures: Callable[[bytes], None] | None = None,
     ) -> None:  # fmt: skip
         """`cannot(why, final)` is called when the store cannot serve, and with "" when it can again.
@@ -73,7 +73,7 @@ class StoreSupervisor(Child):
                 sys.executable, "-m", "relay.store", "--data", str(data), "--relay", str(socket_path), "--log-level", log_level,
                 "--log-format", log_format, "--supervised", *(("--bucket", bucket) if bucket else ()),
                 *(("--bucket-key", str(bucket_key.absolute())) if bucket_key else ()),
-                *(("--disk-limit", str(disk_limit_bytes)) if disk_limit_bytes else ()),
+                *(("--disk-limit", str(disk_limit)) if disk_limit else ()),
                 *(("--figures",) if figures else ()),
             )
         )  # fmt: skip

@@ -345,7 +345,7 @@ class Calls:
             )
         self._authority.end(stream.charter, call.orders, stream.uuid, self._clock.wall_us)
         self._catalogue.ended.add(stream.uuid, self._clock.wall_us)
-        objects = stream.log.moving.keys() if stream.log is not None else []
+        objects = stream.log.offloading.keys() if stream.log is not None else []
         self._catalogue.remove(stream, "the stream was deleted")
         if stream.replica is not None and self._catalogue.shelf is not None:
             self._catalogue.shelf.end(stream.replica, objects)

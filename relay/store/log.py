@@ -7,10 +7,10 @@ they could be stored) and holes (records that were removed). `read` follows this
 skips a missing entry, because RocksDB's iterator simply ends at a damaged block.
 
 Rows outside the records, by prefix: `i` identity, `o` oldest, `n` next, `s` segment summaries, `x`
-their outlines, `j` and `r` of a log that is copied to a bucket (`bucket.replica`), `g` and `y` of records that were moved
-there (`moved`), `p` producers,
-`k` key hash -> its last record, `d` due time and offset of deferred records, `c` cursors, `t` staged
-entries, `u` the size and time of each, `w` writers' last batches.
+their outlines, `j` and `r` of a log that is copied to a bucket (`bucket.replica`), `g` and `y` of
+records that were moved there (`moved`), `p` producers, `k` key hash -> its last record, `d` due time
+and offset of deferred records, `c` cursors, `t` staged entries, `u` the size and time of each, `w`
+writers' last batches.
 Rows `k` and `d` are written and deleted in the same batch as their record, so there are never more
 of them than records.
 
@@ -48,7 +48,7 @@ from relay.store.errors import (
 )
 from relay.store.identity import Identity, make
 from relay.store.ids import Ids
-from relay.store.moving import Moving
+from relay.store.offloading import Offloading
 from relay.store.outcomes import Conflict, Outcome, Stored
 from relay.store.producers import Producers
 from relay.store.records import (
@@ -111,7 +111,7 @@ class Log:
         self._chain = Chain(database)
         self._retention = Retention(self._chain)
         self._compaction = Compaction(self._chain)
-        self.moving = Moving(self._chain, self._retention)
+        self.offloading = Offloading(self._chain, self._retention)
         """Moves the oldest records to objects of a bucket."""
         self._producers = Producers(database.rows(b"p"))
         self.staged = StagedRows(database)

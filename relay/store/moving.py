@@ -22,7 +22,7 @@ def move(catalogue: Catalogue, incoming: IncomingCall, stream: Stream, call: str
     target = catalogue.authority.move(
         stream.charter, call.orders, stream.uuid, catalogue.clock.wall_us
     )
-    size = 0 if stream.log is None else stream.log.size_bytes
+    size = 0 if stream.log is None else stream.log.local_bytes
 
     def answer(ticket: bytes) -> HeldAnswer:
         return HeldAnswer(incoming, streams.encode(streams.Moving(ticket)))

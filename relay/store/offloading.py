@@ -26,7 +26,7 @@ READ_BYTES: Final = 512 << 10
 """What is read at once."""
 
 
-class Moving:
+class Offloading:
     """What moves the records of one log."""
 
     def __init__(self, chain: Chain, retention: Retention) -> None:

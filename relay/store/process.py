@@ -72,7 +72,7 @@ class BucketSettings(Struct, frozen=True):
     key_file: Path | None = None
     checkpoint_bytes: int = CHECKPOINT_BYTES
     failover_s: float = FAILOVER_S
-    disk_limit_bytes: int = 0
+    disk_limit: int = 0
     """Bytes of records that its streams may have on this disk; older ones are in the bucket alone. 0: no limit."""
 
 
@@ -191,7 +191,7 @@ class StoreProcess:
         if shelf is None or self._bucket is None:
             return None
         return Tiers(
-            self._objects, Sealer(shelf.key, self._entropy), self._bucket.disk_limit_bytes, store.in_bucket,
+            self._objects, Sealer(shelf.key, self._entropy), self._bucket.disk_limit, store.in_bucket,
             left=shelf.left, now_s=lambda: _monotonic_us() / 1e6, entropy=self._entropy,
         )  # fmt: skip
 

@@ -134,7 +134,7 @@ class Stream:
         replica.tail.begin(log.next, log.oldest, replica.last)
         log.copy_to(replica, replica.tail)
         if replica.reader is not None:
-            log.moving.read_by(replica.reader)
+            log.offloading.read_by(replica.reader)
 
     def follow(self, copy: BucketCopy | None) -> None:
         """Let this copy follow the log from now on; None: let none follow."""

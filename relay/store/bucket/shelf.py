@@ -45,7 +45,7 @@ class Shelf:
         self.reader: Reader | None = None
         """Reads what was moved to segment objects."""
         self.left: list[tuple[Replica, int, list[str]]] = []
-        """Of deleted streams: their copier, the object of its journal that says so, and their segment objects."""
+        """(copier, object of its journal that says so, segment objects) of each deleted stream."""
         self._now_us = now_us
         self.copies = Copies(now_us)
         """Copies in the bucket of streams that are on the store's disk."""

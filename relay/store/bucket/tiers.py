@@ -125,12 +125,12 @@ class Tiers:
         )
         for one in streams:
             assert one.log is not None
-            one.log.moving.size_segments(segment_bytes, min(FREE_BYTES, self._limit_bytes // 2))
+            one.log.offloading.size_segments(segment_bytes, min(FREE_BYTES, self._limit_bytes // 2))
         if sum(one.log.local_bytes for one in streams if one.log) <= self._limit_bytes:
             return False
         for one in sorted(streams, key=lambda one: -(one.log.local_bytes if one.log else 0)):
             if one.movable and one.log is not None and one.replica is not None:
-                segments = one.log.moving.oldest(min(OBJECT_BYTES, self._limit_bytes // 4))
+                segments = one.log.offloading.oldest(min(OBJECT_BYTES, self._limit_bytes // 4))
                 if segments:
                     return await self._move(one, one.log, one.replica, segments)
         return False
@@ -142,13 +142,13 @@ class Tiers:
         key = segment_key(ours.uuid, first, self._entropy(8))
         self._making.add(key)
         try:
-            ours.moving.intend(key)
+            ours.offloading.intend(key)
             if not await self._known(replica, replica.last):
                 return False
             making = _Making(self._sealer, key, first)
             while making.next < end:
                 # Between two reads the log goes on.
-                rows = ours.moving.read(making.next, end)
+                rows = ours.offloading.read(making.next, end)
                 await asyncio.to_thread(making.add, *rows)
                 if not _serves(stream, ours):
                     return False
@@ -160,7 +160,7 @@ class Tiers:
             if not _serves(stream, ours):
                 await self._objects.delete(key)
                 return False
-            if not ours.moving.finish(segments, moved):
+            if not ours.offloading.finish(segments, moved):
                 return False
         finally:
             self._making.discard(key)
@@ -184,7 +184,7 @@ class Tiers:
             if ours is None or replica is None or not _serves(stream, ours):
                 continue
             due = []
-            for key, why in ours.moving.left.items():
+            for key, why in ours.offloading.left.items():
                 there.add((ours, key))
                 late_s = LATE_S if why == INTENDED else 0.0
                 left = self._left.get((ours, key))
@@ -198,7 +198,7 @@ class Tiers:
                 await at_once(self._objects.delete(key) for key in some)
                 if not _serves(stream, ours):
                     break
-                ours.moving.forget(some)
+                ours.offloading.forget(some)
         self._left = {place: left for place, left in self._left.items() if place in there}
         await self._delete_ended()
 

@@ -94,7 +94,7 @@ SABOTAGES = (
     Sabotage(
         "log-chain",
         "relay/store/chain.py",
-        "Chain.walk",
+        "Chain._walk_local",
         "key != KEY.pack(at)",
         "False",
         LOG,

@@ -104,7 +104,7 @@ def test_every_setting_can_be_given_as_toml_and_as_text(tmp_path: Path) -> None:
         "data": Path("/var/lib/iris"),
         "bucket": "s3://iris/streams",
         "bucket_key": Path("/etc/iris/group.key"),
-        "disk_limit_bytes": 1 << 30,
+        "disk_limit": 1 << 30,
         "metrics": "[::1]:9464",
         "mdns": False,
         "listen": ("tls://127.0.0.1:7431",),

@@ -68,8 +68,8 @@ class Store:
 
     def serve(self, log: Log) -> None:
         self.replica = Replica(STREAM, self.writer, lambda: 0, self.reader)
-        log.copy_to(self.replica)
-        log.moving.read_by(self.reader)
+        log.copy_to(self.replica, self.replica.tail)
+        log.offloading.read_by(self.reader)
         self.log = log
 
     def land(self) -> None:
@@ -156,7 +156,7 @@ def filled(directory: Path, count: int = 3000, objects: Scripted | None = None) 
     """Return a store with a stream of `count` messages of 1000 bytes, all of it on its disk."""
     store = Store(directory, objects or Scripted())
     log = store.create()
-    log.moving.size_segments(64 << 10, 64 << 10)
+    log.offloading.size_segments(64 << 10, 64 << 10)
     for first in range(0, count, 50):
         log.append([entry(number) for number in range(first, min(count, first + 50))], 1 + first)
     return store
@@ -178,7 +178,7 @@ def test_a_stream_larger_than_the_disk_is_read_as_before(tmp_path: Path) -> None
         assert numbers(await store.read(0)) == list(range(3000))
         assert numbers(await store.read(1234)) == list(range(1234, 3000))
         assert await patiently(lambda: log.find(1 + 1000)) == 1000
-        assert store.reader.reads <= len(log.moving.keys())  # none twice
+        assert store.reader.reads <= len(log.offloading.keys())  # none twice
         store.close()
 
     virtually(main)
@@ -232,7 +232,7 @@ def test_retention_deletes_objects_once_the_bucket_knows_of_it(tmp_path: Path) -
         await store.tiers.delete()
         left = segments_of(objects)
         assert len(left) < len(before)
-        assert left == sorted(log.moving.keys())
+        assert left == sorted(log.offloading.keys())
         found = await store.read(0)
         assert found[0] == Hole(0, log.oldest, Reason.RETENTION)
         assert numbers(found) == list(range(log.oldest, 3000))
@@ -279,8 +279,8 @@ def test_what_was_removed_is_deleted_by_the_successor_of_a_store_that_died_befor
         other = store.successor(tmp_path / "other")
         assert other.log is not None
         await other.tiers.delete()
-        assert segments_of(store.objects) == sorted(other.log.moving.keys())
-        assert not other.log.moving.left
+        assert segments_of(store.objects) == sorted(other.log.offloading.keys())
+        assert not other.log.offloading.left
         store.close()
         other.close()
 
@@ -310,7 +310,7 @@ def test_an_object_of_a_store_that_died_while_it_made_it_is_deleted_later(
         await asyncio.sleep(LATE_S + 1)
         await other.tiers.delete()
         assert segments_of(store.objects) == []
-        assert not other.log.moving.left
+        assert not other.log.offloading.left
         assert numbers(await other.read(0)) == list(range(3000))
         store.close()
         other.close()
@@ -326,13 +326,13 @@ def test_a_record_that_a_consumer_waits_for_keeps_its_due_time(tmp_path: Path) -
     async def main() -> None:
         store = Store(tmp_path, Scripted())
         log = store.create()
-        log.moving.size_segments(64 << 10, 64 << 10)
+        log.offloading.size_segments(64 << 10, 64 << 10)
         for number in range(1000):
             log.append([entry(number, due_us=500 if number == 7 else 0, key_hash=bytes([number % 9]) * 32)], 1)  # fmt: skip
             if number == 20:
                 log.append([NewGap(3, "a test")], 1)
         await store.settle()
-        assert log.moving.objects
+        assert log.offloading.objects
         assert log.due(1000) == [(500, 7)]
         found = await store.read(0)
         assert numbers(found) == list(range(1000))
@@ -372,7 +372,7 @@ def test_an_object_that_was_harmed_is_an_error_that_names_it(tmp_path: Path, har
                 del objects.objects[first]
         with pytest.raises(LogDamaged, match=first):
             await store.read(0)
-        end = log.moving.keys()
+        end = log.offloading.keys()
         assert len(end) > 1
         assert numbers(await store.read(2900)) == list(range(2900, 3000))  # the tail is served
         store.close()
@@ -410,7 +410,7 @@ def test_the_cache_keeps_to_its_size(tmp_path: Path) -> None:
         await store.settle()
         small = SegmentReader(store.objects, sealer(), cache_bytes=600_000, now_s=now_s)
         assert store.log is not None
-        store.log.moving.read_by(small)
+        store.log.offloading.read_by(small)
         assert numbers(await store.read(0)) == list(range(3000))
         await asyncio.sleep(1)
         assert small.cached_bytes <= 600_000
