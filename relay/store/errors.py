@@ -74,7 +74,7 @@ class RecordsAway(LogError):
     ) -> None:
         super().__init__(path, f"records are being fetched from object {key}")
         self.when = when
-        """`when(key, callback)` calls `callback` when the same read is worth another try; the last one of a key counts."""
+        """`when(key, callback)` calls `callback` when a read is worth another try; the last one of a key counts."""
 
 
 class RecordsUnreachable(LogError):
