@@ -88,6 +88,13 @@ class BucketRow(Struct, array_like=True):
     copies_s: float = 0.0
     copies_behind: int = 0
     """Streams that will be copied once more."""
+    local: int = 0
+    """Bytes of records of streams in the bucket that are on this disk; `moved` are in segment objects alone."""
+    moved: int = 0
+    reads: int = 0
+    """Requests for chunks of segment objects."""
+    hits: int = 0
+    """Chunks that were in memory when they were asked for."""
 
 
 class Figures(Struct):
@@ -162,7 +169,11 @@ def _bucket(store: Store) -> BucketRow | None:
     limit = max((writer.backlog_limit for writer in going), default=0)
     lag, behind = shelf.copies.lag(), sum(copy.lag().behind for copy in shelf.copies.all.values())
     backlog = sum(writer.backlog for writer in going)
-    return BucketRow(up, backlog, limit, lag.bytes, lag.us / 1e6, behind)
+    logs = [stream.log for stream in store.in_bucket() if stream.log is not None]
+    local = sum(each.local_bytes for each in logs)
+    moved = sum(each.size_bytes for each in logs) - local
+    reads, hits = (0, 0) if shelf.reader is None else (shelf.reader.reads, shelf.reader.hits)
+    return BucketRow(up, backlog, limit, lag.bytes, lag.us / 1e6, behind, local, moved, reads, hits)
 
 
 def encode(found: Figures) -> bytes:

@@ -66,6 +66,11 @@ class Moved(Struct, frozen=True, array_like=True):
 class Reader(Protocol):
     """Reads chunks of objects."""
 
+    reads: int
+    """Requests to the bucket."""
+    hits: int
+    """Chunks that were there when they were asked for."""
+
     def rows(self, path: str, places: Sequence[tuple[Moved, int]]) -> Rows:
         """Return the entries of the first of these chunks; the others are likely to be asked for next.
 

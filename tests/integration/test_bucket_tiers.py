@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from support.buckets import Group, append_all, whole
+from support.buckets import Group, append_all, check, whole
 from support.stores import PATIENCE_S
 
 import iris
@@ -110,3 +110,49 @@ async def test_old_records_that_cannot_be_read_hold_up_nothing_else(tmp_path: Pa
                 assert numbers([bytes(message.payload) async for message in reader]) == [last]
             await client.streams.append("payments", body(1))
             assert numbers(await whole(client, "payments")) == [1]
+
+
+async def test_a_bucket_that_is_silent_for_old_records_serves_the_tail_and_other_streams(
+    tmp_path: Path,
+) -> None:
+    with Group(tmp_path) as group:
+        group.start(1, None, *SMALL)
+        async with group.rig.client() as client:
+            await group.create(client, "orders")
+            await group.create(client, "payments")
+            count = 6 * LIMIT // BODY
+            await fill(client, "orders", 0, count)
+            await until(lambda: sum(one.stat().st_size for one in objects(group)) > 4 * LIMIT)
+            segments, away = group.bucket / "segment", tmp_path / "away"
+            segments.rename(away)
+            segments.write_text("not a directory")
+            reading = asyncio.create_task(whole(client, "orders"))
+            assert await client.streams.append("orders", body(count)) == count
+            await client.streams.append("payments", body(1))
+            assert numbers(await whole(client, "payments")) == [1]
+            async with client.streams.read("orders", count, follow=False) as reader:
+                assert numbers([bytes(message.payload) async for message in reader]) == [count]
+            assert not reading.done()
+            segments.unlink()
+            away.rename(segments)
+            assert numbers(await reading)[:count] == list(range(count))
+
+
+async def test_a_check_of_the_bucket_names_an_object_of_old_records_that_is_missing(
+    tmp_path: Path,
+) -> None:
+    with Group(tmp_path) as group:
+        group.start(1, None, *SMALL)
+        async with group.rig.client() as client:
+            await group.create(client, "orders")
+            await fill(client, "orders", 0, 4 * LIMIT // BODY)
+            await until(lambda: sum(one.stat().st_size for one in objects(group)) > 2 * LIMIT)
+        assert await group.stop(1) == 0
+        code, found = await check(group, 1)
+        assert (code, found["damage"]) == (0, [])
+        assert [one["state"] for one in found["databases"]] == ["same"]
+        lost = objects(group)[1]
+        lost.unlink()
+        code, found = await check(group, 1)
+        assert code == 1
+        assert [lost.name in one and "is missing" in one for one in found["damage"]] == [True]

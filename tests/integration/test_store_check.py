@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from support.buckets import Group, numbered
+from support.buckets import Group, check, numbered
 
 from iris.crypto.keys import GroupKey
 from relay.store.bucket.replica import Place
@@ -22,17 +20,6 @@ from relay.store.database import PLACE_ROW, Database
 pytestmark = pytest.mark.timeout(180)
 
 MESSAGES = 30
-
-
-async def check(group: Group, number: int, *more: str) -> tuple[int, Any]:
-    """Return the exit code of a check, and its report, or what it says on standard error."""
-    command = [
-        sys.executable, "-m", "relay.store", "check", str(group.data(number)), "--bucket", group.url, "--json", *more,
-    ]  # fmt: skip
-    done = await asyncio.to_thread(
-        subprocess.run, command, capture_output=True, text=True, env=group.rig.environ
-    )
-    return done.returncode, json.loads(done.stdout) if done.stdout else done.stderr
 
 
 async def fill(group: Group) -> None:

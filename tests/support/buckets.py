@@ -10,6 +10,7 @@ with Group(directory) as group:
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 import signal
@@ -18,7 +19,7 @@ import sys
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import iris
 from iris.crypto.keys import GroupKey, StoreKey, public_id
@@ -130,6 +131,17 @@ class Group:
             if public_id(StoreKey.parse(text.strip()).public_key).hex() == store:
                 return number
         raise AssertionError(f"no store of this group is {store}")
+
+
+async def check(group: Group, number: int, *more: str) -> tuple[int, Any]:
+    """Return the exit code of a check, and its report, or what it says on standard error."""
+    command = [
+        sys.executable, "-m", "relay.store", "check", str(group.data(number)), "--bucket", group.url, "--json", *more,
+    ]  # fmt: skip
+    done = await asyncio.to_thread(
+        subprocess.run, command, capture_output=True, text=True, env=group.rig.environ
+    )
+    return done.returncode, json.loads(done.stdout) if done.stdout else done.stderr
 
 
 async def whole(client: iris.Client, name: str) -> list[bytes]:

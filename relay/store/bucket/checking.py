@@ -37,12 +37,15 @@ from relay.store.bucket.sealing import (
     ObjectDamaged,
     Rows,
     Sealer,
+    hash_of,
     journal_key,
     registration_key,
 )
 from relay.store.bucket.seen import RolledBack, Seen
 from relay.store.database import OWN_ROWS, Database, Op
 from relay.store.errors import LogError
+from relay.store.moved import Moved, MovedRecords
+from relay.store.records import KEY
 
 PART_BYTES: Final = 1 << 20
 
@@ -100,6 +103,8 @@ class Check:
         self._fences: dict[str, Fence] = {}
         self._ends: dict[str, int] = {}
         self._intents: dict[str, dict[int, set[str]]] = {}
+        self._moved: list[Moved] = []
+        """Segment objects of the databases that are as the bucket says."""
         self._last: dict[bytes, tuple[str, int]] = {}
         """Stream -> the journal that holds it, and the object there with its last write (0: it has none there)."""
 
@@ -166,6 +171,20 @@ class Check:
             finally:
                 for copy in copies.values():
                     copy.close()
+        for moved in self._moved:
+            await self._check_segment(moved)
+
+    async def _check_segment(self, moved: Moved) -> None:
+        """Check an object that has old records of a stream on this disk. Raises BucketError."""
+        found = await self._objects.get(moved.key)
+        if found is None:
+            self.report.damage.append(
+                f"object {moved.key}: it is missing; restore it from a backup"
+            )
+        elif hash_of(found) != moved.digest:
+            self.report.damage.append(
+                f"object {moved.key}: it is not what the store wrote; restore it from a backup"
+            )
 
     # -- the bucket ------------------------------------------------------------------------------------------
 
@@ -325,6 +344,7 @@ class Check:
             if ours != theirs:
                 key = (ours or theirs).key
                 return "different", f"key {key.hex()} has not what the bucket has; delete {database.path}, and it is made again at the next start"  # fmt: skip
+        self._moved += MovedRecords(database).every
         return "same", ""
 
     def _note(self, path: Path, state: str, detail: str) -> None:
@@ -359,7 +379,9 @@ def _content(database: Database) -> Iterator[Op]:
     while rows := database.copy_rows(after, OWN_ROWS, PART_BYTES):
         yield from rows
         after = rows[-1].key
-    start = b""
+    # What is below is freed in lumps, or is in segment objects.
+    (oldest,) = KEY.unpack(database.get(b"o") or bytes(KEY.size))
+    start = KEY.pack(max(oldest, MovedRecords(database).end))
     while records := database.copy_records(start, PART_BYTES):
         yield from records
         start = records[-1].key + b"\0"
