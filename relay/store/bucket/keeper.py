@@ -41,7 +41,7 @@ from relay.store.bucket.sealing import (
 )
 from relay.store.bucket.seen import RolledBack, Seen
 from relay.store.bucket.shelf import Shelf
-from relay.store.bucket.succession import begin, fence
+from relay.store.bucket.succession import Unfenced, begin, fence
 from relay.store.bucket.writer import Flying, Writer
 from relay.store.database import Database, write_beside
 from relay.store.log import Log
@@ -379,18 +379,33 @@ class Keeper:
                 )
             if (held := await self._take(writer, victim, known, stores)) is not None:
                 taken[held] = None
-        for one in self._writers:
-            if one.ended:
-                self._abandon(one)
         unsettled: list[Released | Taken] = []
-        loaded, covers = await load(
-            self._objects, self._sealer, list(taken), known, shelf.directory, writer.journal,
-            keep={uuid for held in shelf.held.values() for uuid in held}, unsettled=unsettled,
-        )  # fmt: skip
+        while True:
+            for one in self._writers:
+                if one.ended:
+                    self._abandon(one)
+            unsettled.clear()
+            try:
+                loaded, covers = await load(
+                    self._objects, self._sealer, list(taken), known, shelf.directory, writer.journal,
+                    keep={uuid for held in shelf.held.values() for uuid in held}, unsettled=unsettled,
+                )  # fmt: skip
+                break
+            except Unfenced as found:
+                for victim in found.victims:
+                    for one in self._writers:
+                        if one.journal == victim:
+                            one.end(
+                                "the store opens the stream again, together with others; try again"
+                            )
+                    if (held := await self._take(writer, victim, known, stores)) is not None:
+                        taken[held] = None
         del self._begun[purpose]
         before = self._writers
         try:
-            self._writers = [one for one in before if one.journal not in victims] + [writer]
+            self._writers = [one for one in before if one.journal not in {*victims, *taken}] + [
+                writer
+            ]
             self._serve(writer, loaded)
         except BaseException:
             # Rows that were added to this journal are not in the bucket. The next try finds them in the databases.

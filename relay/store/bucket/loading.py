@@ -13,7 +13,7 @@ from relay.store.bucket.moved import Arrived, Chain, released
 from relay.store.bucket.objects import Objects
 from relay.store.bucket.replica import Place, move, redo
 from relay.store.bucket.sealing import Covered, Ended, Released, Rows, Sealer, Taken
-from relay.store.bucket.succession import steps
+from relay.store.bucket.succession import Unfenced, steps
 from relay.store.database import Database, Op
 from relay.store.errors import LogError
 
@@ -85,7 +85,7 @@ async def load(
     Their streams go on in journal `into`. Also returns what the first checkpoint of that journal will cover.
     A database that has more than the bucket keeps it if nobody wrote to the stream meanwhile; else it is made again.
     Adds to `unsettled` the moves of streams that somebody has to settle.
-    Raises BucketError, ObjectDamaged, LogError.
+    Raises Unfenced if another journal must be taken first; BucketError, ObjectDamaged, LogError.
     """
     targets = _targets(directory, keep)
     try:
@@ -125,7 +125,11 @@ async def _replay(
     objects: Objects, sealer: Sealer, taken: list[str], known: dict[str, Registration], directory: Path,
     targets: dict[bytes, _Target], covers: list[Covered], unsettled: list[Released | Taken],
 ) -> tuple[set[bytes], dict[str, int]]:  # fmt: skip
-    """Write what is missing into each database; return the uuids that are held, and the end of each journal."""
+    """Write what is missing into each database; return the uuids that are held, and the end of each journal.
+
+    Raises Unfenced.
+    """
+    unfenced: dict[str, None] = {}
     held: dict[bytes, set[str]] = {}
     named: dict[bytes, set[str]] = {}
     ends: dict[str, int] = {}
@@ -137,7 +141,9 @@ async def _replay(
     """Stream -> when its last write was read."""
     for journal in taken:
         chain = Chain(objects, sealer)
-        async for name, number, content in steps(objects, sealer, journal, known, covers):
+        async for name, number, content in steps(
+            objects, sealer, journal, known, covers, unfenced=unfenced
+        ):
             begin = begins.setdefault(name, number)
             ends[name] = number
             read += 1
@@ -168,6 +174,8 @@ async def _replay(
                     else:
                         _restart(targets, effect.uuids)
         unsettled += chain.unsettled
+    if unfenced:
+        raise Unfenced(list(unfenced))
 
     def is_ahead(uuid: bytes) -> bool:
         """Return whether a database has all that the bucket has, and more, and nobody went on with the stream."""

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import AsyncIterator
 from typing import Final
 
+from iris.errors import IrisError
 from relay.store.bucket.history import (
     Beginning,
     End,
@@ -36,6 +37,20 @@ from relay.store.bucket.sealing import (
 )
 
 MAX_TRIES: Final = 1000
+
+
+class Unfenced(IrisError):
+    """Journals have no end, but a journal that was read intends to take them.
+
+    Its store may still fence them, however late. They would then be a part of that journal, and so of its successor's,
+    which has read it without them. So whoever takes a journal takes these journals, too.
+    """
+
+    def __init__(self, victims: list[str]) -> None:
+        super().__init__(
+            f"journals {', '.join(victims)} are about to be taken by a journal that was taken itself"
+        )
+        self.victims = victims
 
 
 async def begin(
@@ -80,14 +95,14 @@ async def fence(
 
 async def steps(
     objects: Objects, sealer: Sealer, journal: str, known: dict[str, Registration], covers: list[Covered],
-    *, ended: bool = True,
+    *, ended: bool = True, unfenced: dict[str, None] | None = None,
 ) -> AsyncIterator[tuple[str, int, Numbered]]:  # fmt: skip
     """Yield (journal, number, object) of everything that an ended journal holds, in order: what it took, before
     what it wrote after that.
 
     A journal that it only intended to take is left out, and so is what its last checkpoint covers. `known` has all
     registrations by journal. Without `ended`, the journal may still grow. Adds to `covers` what the next checkpoint
-    will cover.
+    will cover, and to `unfenced` the journals that it intended to take and nobody has taken.
     Raises BucketError, ObjectDamaged.
     """
     # Not by recursion: a store that restarts often has a long chain of journals.
@@ -101,6 +116,8 @@ async def steps(
                 name = victim.registered.journal
                 beginning = await beginning_of(objects, sealer, victim)
                 reading.append(_Reading(objects, sealer, name, beginning))
+            elif taken is None and unfenced is not None:
+                unfenced[victim.registered.journal] = None
         elif one.content is not None:
             content, one.content = one.content, None
             yield one.journal, one.number, content

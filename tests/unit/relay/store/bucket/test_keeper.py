@@ -18,6 +18,7 @@ from relay.store.bucket.history import (
     Reader,
     Registration,
     beginning_of,
+    end_of,
     registrations,
 )
 from relay.store.bucket.keeper import FAILOVER_S, UNSEEN_S, Keeper
@@ -735,3 +736,70 @@ def test_a_store_that_wakes_up_an_hour_later_acknowledges_nothing_and_says_so(
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         runner.run(main())
     assert "store.journal_lost" in {record.message for record in caplog.records}
+
+
+async def intends(objects: Scripted, store: int, victim: str) -> tuple[Registration, int]:
+    """Begin a journal whose store intends to take `victim`, and gets no further; return it and the intent's number."""
+    began, writer = await journal(objects, 0, store)
+    intent = writer.add(Intent(victim), 10, 0)
+    await land(objects, writer)
+    return began, intent
+
+
+@pytest.mark.parametrize("victims_store_is_there", [True, False])
+def test_what_a_store_that_is_gone_was_about_to_take_is_not_lost_when_its_fence_arrives_late(
+    tmp_path: Path, victims_store_is_there: bool
+) -> None:
+    async def main() -> None:
+        objects, owner = Scripted(), Owner({address(1), address(3)})
+        await killed_with(objects, tmp_path / "first", 1, STREAM)
+        victim = (await registrations(objects, SEALER))[-1]
+        gone, intent = await intends(objects, 2, victim.registered.journal)
+        if not victims_store_is_there:
+            owner.visible = {address(3)}
+        ours, _ = keeper(objects, tmp_path / "ours", 3, owner)
+        async with running(ours):
+            await until(lambda: any(key.startswith("journals/") for key in objects.objects))
+            async with asyncio.timeout(600):
+                while (await end_of(objects, SEALER, gone)).fence is None:  # noqa: ASYNC110 - virtual time
+                    await asyncio.sleep(1)
+            await asyncio.sleep(10)
+            await fence(objects, SEALER, victim, gone.registered.journal, intent)
+            assert numbers_in(await served_by(owner)) == [1]
+            database, replica = owner.served[STREAM]
+            put(database, 2)
+            await until(lambda: replica.settled)
+        owner.close()
+
+    run(main())
+
+
+def test_a_store_takes_its_own_journal_again_if_one_that_is_gone_was_about_to_take_it(
+    tmp_path: Path,
+) -> None:
+    async def main() -> None:
+        objects, owner = Scripted(), Owner({address(3)})
+        ours, shelf = keeper(objects, tmp_path / "ours", 3, owner)
+        async with running(ours):
+            await until(lambda: shelf.writer)
+            own = (await registrations(objects, SEALER))[-1]
+            database, replica = make_stream(shelf)
+            owner.served[STREAM] = database, replica
+            put(database, 1)
+            await until(lambda: replica.settled)
+            gone, intent = await intends(objects, 2, own.registered.journal)
+            async with asyncio.timeout(600):
+                while (await end_of(objects, SEALER, gone)).fence is None:  # noqa: ASYNC110 - virtual time
+                    await asyncio.sleep(1)
+            await asyncio.sleep(10)
+            await fence(objects, SEALER, own, gone.registered.journal, intent)
+            await until(lambda: STREAM in owner.served and not owner.served[STREAM][1].writer.ended)
+            database, replica = owner.served[STREAM]
+            assert numbers_in(database) == [1]
+            put(database, 2)
+            await until(lambda: replica.settled)
+            await asyncio.sleep(20)
+            assert owner.served[STREAM] == (database, replica)
+        owner.close()
+
+    run(main())
