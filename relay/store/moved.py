@@ -175,6 +175,11 @@ class MovedRecords:
         del self._firsts[0]
         self.left[moved.key] = DROPPED
 
+    def give_up(self, batch: Batch, key: str) -> None:
+        """Note that an object which was intended will not be used."""
+        batch.put(LEFT_ROWS + key.encode(), DROPPED)
+        self.left[key] = DROPPED
+
     def forget(self, batch: Batch, key: str) -> None:
         """Forget an object that was deleted."""
         batch.delete(LEFT_ROWS + key.encode())

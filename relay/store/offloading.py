@@ -139,6 +139,13 @@ class Offloading:
         self._retention.moved(whole.size)
         return True
 
+    def give_up(self, keys: Iterable[str]) -> None:
+        """Write down that these objects, which were intended, will not be used. Raises LogWriteFailed."""
+        batch = self._chain.database.batch()
+        for key in keys:
+            self._chain.moved.give_up(batch, key)
+        self._chain.write(batch, sync=False)
+
     def forget(self, keys: Iterable[str]) -> None:
         """Forget objects that were deleted. Raises LogWriteFailed."""
         batch = self._chain.database.batch()

@@ -3,7 +3,8 @@ deletes the objects that nobody needs any more.
 
 An object is deleted when the write that took it out of its stream is known to be in the bucket. So a store whose
 journal has ended can delete nothing that its successor serves: what the successor does not know, the store does not
-know to be there either.
+know to be there either. Before an object is deleted that was only intended, a write says that it is dropped: the disk
+of the store that made it may have the row that names it, and that store must find that somebody went on without it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from relay.logs import Quiet
 from relay.store.bucket.objects import BucketError, Objects, at_once
 from relay.store.bucket.replica import Replica
 from relay.store.bucket.sealing import Sealer, hash_of, segment_key
+from relay.store.errors import LogError
 from relay.store.log import Log
 from relay.store.moved import INTENDED, Chunk, Moved, Rows
 from relay.store.records import Hole, decode
@@ -40,6 +42,8 @@ PAUSE_S: Final = 0.02
 RETRY_MAX_S: Final = 30.0
 LATE_S: Final = 60.0
 """An object that was intended and not used is deleted after this time: the request to make it may arrive late."""
+AGAIN_S: Final = 60.0
+"""A stream whose records could not be moved is tried again after this time."""
 FREE_BYTES: Final = 64 << 20
 DELETES: Final = 8
 """Objects that are deleted at once."""
@@ -85,6 +89,8 @@ class Tiers:
         self._quiet = Quiet()
         self._entropy = entropy
         self._making: set[str] = set()
+        self._failed: dict[Log, float] = {}
+        """Stream whose records could not be moved -> when to try again."""
         self._left: dict[tuple[Log, str], _Left] = {}
         self._ended = left
 
@@ -99,10 +105,7 @@ class Tiers:
                 pause_s = PAUSE_S if await self.move() else LOOK_S
                 backoff.succeeded()
             except IrisError as err:
-                fields = {"error": str(err)}
-                self._quiet.warning(
-                    log, "store.not_moved", self._objects.url, self._now_s(), fields
-                )
+                self._warn(self._objects.url, err)
                 pause_s = backoff.failed()
             except Exception:
                 log.exception(
@@ -110,12 +113,15 @@ class Tiers:
                 )
                 pause_s = backoff.failed()
 
+    def _warn(self, what: str, err: IrisError) -> None:
+        self._quiet.warning(log, "store.not_moved", what, self._now_s(), {"error": str(err)})
+
     # -- moving ----------------------------------------------------------------------------------------------
 
     async def move(self) -> bool:
         """Move some records if the streams are over the limit; return whether any were moved.
 
-        Raises BucketError, LogError.
+        A stream whose records cannot be read is left alone for a while, and the others are moved. Raises BucketError.
         """
         if not self._limit_bytes:
             return False
@@ -123,16 +129,24 @@ class Tiers:
         segment_bytes = max(
             LEAST_SEGMENT_BYTES, min(SEGMENT_BYTES, self._limit_bytes // (4 * max(1, len(streams))))
         )
+        self._failed = {each: at_s for each, at_s in self._failed.items() if at_s > self._now_s()}
         for one in streams:
             assert one.log is not None
             one.log.offloading.size_segments(segment_bytes, min(FREE_BYTES, self._limit_bytes // 2))
         if sum(one.log.local_bytes for one in streams if one.log) <= self._limit_bytes:
             return False
         for one in sorted(streams, key=lambda one: -(one.log.local_bytes if one.log else 0)):
-            if one.movable and one.log is not None and one.replica is not None:
-                segments = one.log.offloading.oldest(min(OBJECT_BYTES, self._limit_bytes // 4))
-                if segments:
-                    return await self._move(one, one.log, one.replica, segments)
+            ours, replica = one.log, one.replica
+            if not one.movable or ours is None or replica is None:
+                continue
+            if self._failed.get(ours, 0.0) > self._now_s():
+                continue
+            if segments := ours.offloading.oldest(min(OBJECT_BYTES, self._limit_bytes // 4)):
+                try:
+                    return await self._move(one, ours, replica, segments)
+                except LogError as err:
+                    self._failed[ours] = self._now_s() + AGAIN_S
+                    self._warn(ours.uuid.hex(), err)
         return False
 
     async def _move(
@@ -143,7 +157,7 @@ class Tiers:
         self._making.add(key)
         try:
             ours.offloading.intend(key)
-            if not await self._known(replica, replica.last):
+            if not await self._known(replica, replica.last) or not _serves(stream, ours):
                 return False
             making = _Making(self._sealer, key, first)
             while making.next < end:
@@ -183,7 +197,8 @@ class Tiers:
             ours, replica = stream.log, stream.replica
             if ours is None or replica is None or not _serves(stream, ours):
                 continue
-            due = []
+            due: list[str] = []
+            late: list[str] = []
             for key, why in ours.offloading.left.items():
                 there.add((ours, key))
                 late_s = LATE_S if why == INTENDED else 0.0
@@ -192,7 +207,11 @@ class Tiers:
                     left = self._left[ours, key] = _Left(replica.last, self._now_s() + late_s)
                 known = left.number <= replica.writer.known and self._now_s() >= left.at_s
                 if known and key not in self._making:
-                    due.append(key)
+                    (late if why == INTENDED else due).append(key)
+            if late:
+                ours.offloading.give_up(late)
+                for key in late:
+                    self._left[ours, key] = _Left(replica.last, self._now_s())
             for at in range(0, len(due), DELETES):
                 some = due[at : at + DELETES]
                 await at_once(self._objects.delete(key) for key in some)

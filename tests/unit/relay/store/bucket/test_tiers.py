@@ -22,6 +22,7 @@ from relay.store.bucket.writer import Writer
 from relay.store.database import Database
 from relay.store.errors import LogDamaged, RecordsAway, RecordsUnreachable
 from relay.store.log import Log
+from relay.store.records import KEY as KEY_ROW
 from relay.store.records import Entry, Gap, Hole, NewGap, Reason, Record
 from relay.store.segments import Limits
 
@@ -81,6 +82,19 @@ class Store:
                 assert isinstance(content, Numbered)
                 self.ops += [each for each in content.entries if isinstance(each, Rows)]
                 self.writer.landed(one)
+
+    async def move(self) -> bool:
+        """Move once. The journal lands once, when it says that an object is about to be made."""
+        assert self.log is not None
+        ours = self.log.offloading
+        moving = asyncio.create_task(self.tiers.move())
+        landed = False
+        while not moving.done():  # also keeps virtual time going while a thread works
+            if ours.left and not landed:
+                landed = True
+                self.land()
+            await asyncio.sleep(0.001)
+        return moving.result()
 
     def successor(self, directory: Path) -> Store:
         """Return a store that has what the bucket has, and has ended this one's journal."""
@@ -309,11 +323,177 @@ def test_an_object_of_a_store_that_died_while_it_made_it_is_deleted_later(
         await other.tiers.delete()
         await asyncio.sleep(LATE_S + 1)
         await other.tiers.delete()
+        other.land()
+        await other.tiers.delete()
         assert segments_of(store.objects) == []
         assert not other.log.offloading.left
         assert numbers(await other.read(0)) == list(range(3000))
         store.close()
         other.close()
+
+    virtually(main)
+
+
+def test_an_object_that_a_dead_store_may_name_on_its_disk_is_kept_until_the_bucket_says_it_is_dropped(
+    tmp_path: Path,
+) -> None:
+    """Else that store, started again before anybody wrote to the stream, would serve records that are gone."""
+
+    async def main() -> None:
+        store = filled(tmp_path)
+        store.land()
+        assert await store.move()
+        other = store.successor(tmp_path / "other")  # it does not know that the object is used
+        assert store.log is not None
+        assert store.log.offloading.objects == 1
+        assert other.log is not None
+        assert other.log.offloading.objects == 0
+        await other.tiers.delete()
+        await asyncio.sleep(LATE_S + 1)
+        before = len(other.ops)
+        await other.tiers.delete()
+        await other.tiers.delete()
+        assert len(segments_of(store.objects)) == 1
+        other.land()
+        assert (
+            len(other.ops) > before
+        )  # a database without this write is made again from the bucket
+        await other.tiers.delete()
+        assert segments_of(store.objects) == []
+        assert numbers(await other.read(0)) == list(range(3000))
+        store.close()
+        other.close()
+
+    virtually(main)
+
+
+def test_a_stream_whose_records_cannot_be_read_does_not_keep_others_on_the_disk(
+    tmp_path: Path,
+) -> None:
+    async def main() -> None:
+        (tmp_path / "a").mkdir()
+        (tmp_path / "b").mkdir()
+        damaged, whole = filled(tmp_path / "a", 4000), filled(tmp_path / "b")
+        assert damaged.log is not None
+        batch = damaged.log.database.batch()
+        batch.put_record(KEY_ROW.pack(10), b"not an entry")
+        damaged.log.database.write(batch, damaged.log.next, sync=False)
+        tiers = Tiers(
+            whole.objects, sealer(), LIMIT, lambda: [damaged, whole], left=[], now_s=now_s,
+            entropy=lambda size: next(_NONCE).to_bytes(size, "big"),
+        )  # fmt: skip
+
+        async def landing() -> None:
+            while True:
+                damaged.land()
+                whole.land()
+                await asyncio.sleep(0.01)
+
+        task = asyncio.create_task(landing())
+        while await tiers.move():
+            pass
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert whole.log is not None
+        assert whole.log.local_bytes < LIMIT
+        assert numbers(await whole.read(0)) == list(range(3000))
+        damaged.close()
+        whole.close()
+
+    virtually(main)
+
+
+def test_a_stream_that_leaves_while_its_records_are_moved_keeps_them_and_no_object(
+    tmp_path: Path,
+) -> None:
+    async def main() -> None:
+        store = filled(tmp_path)
+        log = store.log
+        assert log is not None
+
+        async def fault(what: str, key: str) -> None:
+            if what == "created" and store.log is not None:
+                store.log = None
+                log.close()
+
+        store.objects.fault = fault
+        assert not await store.move()
+        assert segments_of(store.objects) == []
+        store.land()
+        other = store.successor(tmp_path / "other")
+        assert numbers(await other.read(0)) == list(range(3000))
+        other.close()
+
+        store.serve(Log.open(store.path))
+        moving = asyncio.create_task(store.tiers.move())
+        await asyncio.sleep(0)  # it waits until the bucket knows that an object will be made
+        assert store.log is not None
+        again, store.log = store.log, None
+        again.close()
+        store.land()
+        assert not await moving
+        assert segments_of(store.objects) == []
+
+    virtually(main)
+
+
+def test_what_retention_removes_while_an_object_is_made_is_not_in_the_stream_again(
+    tmp_path: Path,
+) -> None:
+    async def main() -> None:
+        for limit in (2980, 2000):  # inside the first segment, and all of what is moved
+            directory = tmp_path / str(limit)
+            directory.mkdir()
+            store = filled(directory)
+            log = store.log
+            assert log is not None
+            done = False
+
+            async def fault(what: str, key: str, log: Log = log, limit: int = limit) -> None:
+                nonlocal done
+                if what == "created" and not done:
+                    done = True
+                    log.enforce(Limits(max_messages=limit), 0)
+
+            store.objects.fault = fault
+            await store.settle()
+            assert (log.oldest, log.messages) == (3000 - limit, limit)
+            assert numbers(await store.read(0)) == list(range(3000 - limit, 3000))
+            assert log.size_bytes == sum(segment.size for segment in log._chain.every)
+            store.land()
+            other = store.successor(directory / "other")
+            assert other.log is not None
+            assert (other.log.oldest, other.log.messages) == (3000 - limit, limit)
+            assert numbers(await other.read(0)) == list(range(3000 - limit, 3000))
+            await asyncio.sleep(LATE_S + 1)
+            for _ in range(3):
+                await other.tiers.delete()
+                other.land()
+                await asyncio.sleep(LATE_S + 1)
+            assert segments_of(store.objects) == sorted(other.log.offloading.keys())
+            store.close()
+            other.close()
+
+    virtually(main)
+
+
+def test_a_reader_whose_chunk_is_deleted_learns_that_retention_removed_it(tmp_path: Path) -> None:
+    async def main() -> None:
+        store = filled(tmp_path)
+        await store.settle()
+        log = store.log
+        assert log is not None
+        with pytest.raises(RecordsAway):
+            log.read(0, 1 << 20, now_us=10)
+        log.enforce(Limits(max_age_us=1), 1 << 40)
+        store.land()
+        await store.tiers.delete()
+        assert segments_of(store.objects) == []
+        found = await store.read(0)
+        assert found == [Hole(0, 3000, Reason.RETENTION)]
+        await asyncio.sleep(1)
+        assert log.read(0, 1 << 20, now_us=10).items == found
+        store.close()
 
     virtually(main)
 
