@@ -34,6 +34,7 @@ BY_DESIGN: Final = {
     "Link.demands": "kept while an address may be asked for again, and swept",
     "Accounts.dropped": "one counter for each cause",
     "Heartbeat.samples": "16 samples of the other clock",
+    "Heartbeat.offsets": "the same, for the offset of its wall clock",
     "SlowReceivers._slow": "256 receivers, kept for operators after they left",
     "Slow.topics": "64 addresses of each",
     "OtherKeys._remembered": "64 topics, forgotten when the next status report finds that they are unused",
