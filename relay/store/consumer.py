@@ -302,19 +302,30 @@ class Consumer:
         self._table.update_time(now_us)
         self._table.answer_lost(worker, counted=counted)
 
-    def redrive(self, offset: int, now_us: int) -> Redrive:
-        """Make the message at `offset`, which became a dead letter, deliverable again with no deliveries counted.
+    def letter(self, offset: int, now_us: int) -> Record | None:
+        """Return the record with the message at `offset`, without its body; None if it is gone.
 
-        One that waits or is held already, or that was not read yet, is left as it is.
+        Changes nothing. Raises RecordsAway, RecordsUnreachable.
         """
         self._table.update_time(now_us)
         if offset >= self._log.next:
-            return Redrive.GONE
+            return None
         try:
             item = self._log.read(offset, 1, now_us=self._table.wall_us).items[0]
         except LogDamaged:
-            return Redrive.GONE  # readers of the stream get the error
+            return None  # readers of the stream get the error
         if not isinstance(item, Record) or item.count > cursor.MAX_COUNT:
+            return None
+        return structs.replace(item, body=b"")
+
+    def redrive(self, offset: int, item: Record | None, now_us: int) -> Redrive:
+        """Make the message at `offset`, which became a dead letter, deliverable again with no deliveries counted.
+
+        `item` is what `letter` returned for it. A message that waits or is held already, or that was not read yet, is
+        left as it is.
+        """
+        self._table.update_time(now_us)
+        if item is None or offset < self._log.oldest:
             return Redrive.GONE
         record = self._table.records.get(item.first)
         bit = 1 << (offset - item.first)

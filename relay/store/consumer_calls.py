@@ -49,6 +49,8 @@ from relay.store.session import IncomingCall
 MAX_EPHEMERAL: Final = 1024
 MAX_LISTED: Final = 500
 MAX_WAITING: Final = 16_384
+MAX_REDRIVING: Final = 16
+"""Calls for which records from the bucket are kept. What was read for another one is read again."""
 IDLE_US: Final = 60_000_000
 """An ephemeral consumer without calls for this long is removed."""
 SAVE_US: Final = 50_000
@@ -93,6 +95,10 @@ class ConsumerCalls:
         """Consumer -> when it may be saved next."""
         self._answered: OrderedDict[tuple[str, bytes], int] = OrderedDict()
         """(consumer, worker) -> hop id of the call that last dispatched messages to the worker."""
+        self._redriving: OrderedDict[int, tuple[RedriveLetters, dict[int, Record | None]]] = (
+            OrderedDict()
+        )
+        """Calls that wait for records from the bucket -> what was read for them, without bodies."""
 
     # -- calls -----------------------------------------------------------------------------------------------
 
@@ -229,13 +235,16 @@ class ConsumerCalls:
             (at, self._message_of(dead.read(at, 1, now_us=0).items[0], call.consumer))
             for at in call.letters
         ]
+        found = self._letters(
+            consumer, call, [one for _, one in letters if one is not None], now_us
+        )
         self._move_dead_letters(consumer)
         dealt_with: set[int] = set()
         gone = []
         count = 0
         for at, offset in letters:
             if offset is not None:  # otherwise it was redriven before, and the answer was lost
-                outcome = consumer.redrive(offset, now_us)
+                outcome = consumer.redrive(offset, found[offset], now_us)
                 if outcome is Redrive.FULL:
                     break
                 if outcome is Redrive.WAITING:
@@ -248,6 +257,23 @@ class ConsumerCalls:
             dead.remove(dealt_with)
         self._after_settle(consumer, now_us)
         return Redriven(count, gone)
+
+    def _letters(
+        self, consumer: Consumer, call: RedriveLetters, offsets: Sequence[int], now_us: int
+    ) -> dict[int, Record | None]:
+        """Read all records of a call before anything changes: the call is repeated if one of them is in the bucket.
+
+        What was read is kept for the repeated call, because all of it may be more than the cache of records has room
+        for.
+        """
+        found = self._redriving.setdefault(id(call), (call, {}))[1]
+        if len(self._redriving) > MAX_REDRIVING:
+            self._redriving.popitem(last=False)
+        for offset in offsets:
+            if offset not in found:
+                found[offset] = consumer.letter(offset, now_us)
+        self._redriving.pop(id(call), None)
+        return found
 
     def delete(self, name: str) -> bool:
         """Delete a consumer; return whether it existed. Raises LogWriteFailed."""

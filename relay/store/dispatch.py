@@ -297,11 +297,15 @@ class Dispatcher:
 
     def came_due(self, first: int, end: int) -> bool:
         """Return whether these offsets, ahead of the read position, belong to a deferred record
-        that is settled.
+        that is settled. Also true if that record is in the bucket and not at hand: then nothing is
+        left to settle there, or it is in the table.
         """
         if first >= self._log.next:
             return False
-        item = self._log.read(first, 1, now_us=0).items[0]
+        try:
+            item = self._log.read(first, 1, now_us=0).items[0]
+        except (RecordsAway, RecordsUnreachable):
+            return True
         return (
             isinstance(item, Record)
             and item.deferred

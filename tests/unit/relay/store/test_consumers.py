@@ -392,11 +392,15 @@ def buried(log: Log, count: int, **fields: object) -> Consumer:
     return one
 
 
+def redriven(one: Consumer, offset: int, now_us: int) -> Redrive:
+    return one.redrive(offset, one.letter(offset, now_us), now_us)
+
+
 def test_a_redriven_message_is_new_again_also_after_a_crash(log: Log) -> None:
     log.append([entry(), entry()], 1)
     one = buried(log, 2)
     assert one.info().lag == 0
-    assert one.redrive(1, 1) is one.redrive(1, 1) is Redrive.WAITING
+    assert redriven(one, 1, 1) is redriven(one, 1, 1) is Redrive.WAITING
     assert (one.info().lag, one.info().counts.redriven, one.info().floor) == (1, 1, 1)
     one.save()
     two = Consumer.load(log, "c")
@@ -413,7 +417,7 @@ def test_one_message_of_a_record_is_redriven_alone(log: Log) -> None:
     all_of(one)
     one.nack(ANN, 1, 2, 0, "no", 1)
     one.forget_dead(1)
-    assert one.redrive(1, 1) is Redrive.WAITING  # the others are still held
+    assert redriven(one, 1, 1) is Redrive.WAITING  # the others are still held
     one.ack(ANN, 0, 1, 1)
     assert deliveries_of(all_of(one)) == [(0, 0b010, 1)]
     assert one.ack(ANN, 1, 3, 1) == 2
@@ -424,7 +428,7 @@ def test_a_redriven_message_waits_behind_those_of_its_key(log: Log) -> None:
     log.append([entry(key=1), entry(key=1), entry(key=1)], 1)
     one = buried(log, 1)
     assert firsts(all_of(one)) == [1]
-    assert one.redrive(0, 1) is Redrive.WAITING
+    assert redriven(one, 0, 1) is Redrive.WAITING
     assert firsts(all_of(one)) == []
     one.ack(ANN, 1, 2, 1)
     got = firsts(all_of(one))
@@ -436,15 +440,15 @@ def test_a_redriven_message_waits_behind_those_of_its_key(log: Log) -> None:
 def test_what_the_log_no_longer_has_cannot_be_redriven(log: Log) -> None:
     log.append([entry(expires_us=5), entry()], 1)
     one = buried(log, 2)
-    assert one.redrive(0, 6) is Redrive.GONE
-    assert one.redrive(2, 6) is Redrive.GONE
+    assert redriven(one, 0, 6) is Redrive.GONE
+    assert redriven(one, 2, 6) is Redrive.GONE
     assert one.info().counts.redriven == 0
 
 
 def test_a_message_that_was_not_read_yet_is_delivered_once_when_it_is_redriven(log: Log) -> None:
     log.append([entry(), entry(due_us=10)], 1)
     one = consumer(log)
-    assert one.redrive(0, 1) is one.redrive(1, 1) is Redrive.WAITING
+    assert redriven(one, 0, 1) is redriven(one, 1, 1) is Redrive.WAITING
     assert firsts(all_of(one)) == [0]
     assert firsts(all_of(one, 11)) == [1]
     assert firsts(all_of(one, 11)) == []
@@ -456,7 +460,7 @@ def test_a_deferred_message_that_was_dead_is_redriven(log: Log) -> None:
     assert firsts(all_of(one, 11)) == [0]
     one.nack(ANN, 0, 1, 0, "no", 11)
     one.forget_dead(1)
-    assert one.redrive(0, 12) is Redrive.WAITING
+    assert redriven(one, 0, 12) is Redrive.WAITING
     assert firsts(all_of(one, 12)) == [0]
 
 

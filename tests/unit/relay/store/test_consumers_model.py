@@ -181,15 +181,19 @@ class Machine(RuleBasedStateMachine):
                 assert self.consumer.touch(worker, offset, offset + 1, self.now_us) == 1
                 self.held[offset] = (worker, self.now_us + self.timeout_us)
 
+    def _redrive(self, offset: int) -> Redrive:
+        letter = self.consumer.letter(offset, self.now_us)
+        return self.consumer.redrive(offset, letter, self.now_us)
+
     @precondition(lambda self: self.buried)
     @rule(data=st.data())
     def redrive(self, data: st.DataObject) -> None:
         offset = data.draw(st.sampled_from(sorted(self.buried)))
-        if self.consumer.redrive(offset, self.now_us) is Redrive.WAITING:
+        if self._redrive(offset) is Redrive.WAITING:
             self.buried.remove(offset)
             self.handed.discard(offset)
             self.revived.add(offset)
-            assert self.consumer.redrive(offset, self.now_us) is Redrive.WAITING
+            assert self._redrive(offset) is Redrive.WAITING
 
     @rule(timeout_us=st.sampled_from([1000, 1500, 2500]), most=st.integers(1, 4))
     def change(self, timeout_us: int, most: int) -> None:

@@ -12,6 +12,7 @@ from typing import TypeVar
 import pytest
 from support.bucket_sim import KEY, STREAM, Scripted, run
 
+from iris.wire import streams
 from iris.wire.codec import END
 from relay.store.bucket.objects import BucketError, Directory
 from relay.store.bucket.reading import AGAIN_S, PATIENCE_S, SegmentReader
@@ -19,7 +20,12 @@ from relay.store.bucket.replica import Replica
 from relay.store.bucket.sealing import NO_HASH, Numbered, Rows, Sealer
 from relay.store.bucket.tiers import LATE_S, Tiers
 from relay.store.bucket.writer import Writer
+from relay.store.clock import Clock
+from relay.store.consumer import Consumer
+from relay.store.consumer_calls import ConsumerCalls
+from relay.store.cursor import Settings
 from relay.store.database import Database
+from relay.store.dispatch import Delivery
 from relay.store.errors import LogDamaged, RecordsAway, RecordsUnreachable
 from relay.store.log import Log
 from relay.store.records import KEY as KEY_ROW
@@ -493,6 +499,80 @@ def test_a_reader_whose_chunk_is_deleted_learns_that_retention_removed_it(tmp_pa
         assert found == [Hole(0, 3000, Reason.RETENTION)]
         await asyncio.sleep(1)
         assert log.read(0, 1 << 20, now_us=10).items == found
+        store.close()
+
+    virtually(main)
+
+
+def test_dead_letters_of_old_messages_are_redriven_all_at_once_when_all_are_here(
+    tmp_path: Path,
+) -> None:
+    async def main() -> None:
+        store = filled(tmp_path)
+        log = store.log
+        assert log is not None
+        store.land()
+        consumer = Consumer(log, "c", Settings(group=True, max_deliver=1), 0, 1)
+        buried = [5, 600, 1200, 1800]
+        while taken := consumer.take(b"w" * 16, 1 << 20, 1000, 1).items:
+            for item in taken:
+                assert isinstance(item, Delivery)
+                if item.record.first in buried:
+                    consumer.nack(b"w" * 16, item.record.first, item.record.next, 0, "no", 1)
+                else:
+                    consumer.ack(b"w" * 16, item.record.first, item.record.next, 1)
+        consumer.forget_dead(len(consumer.dead_letters()))
+        consumer.save()
+        dead = Log.create(str(tmp_path / "dead"), uuid=bytes(16), definition=b"", created_us=1)
+        for offset in buried:
+            letter = streams.encode(streams.DeadLetter(STREAM, offset, "c", 1, "no"))
+            dead.append([Entry(streams.DEAD_KIND, "", bytes(16), bytes(16), END.pack(0, 0, 1, 0), letter)], 1)  # fmt: skip
+        await store.settle()
+        assert log.offloading.objects
+        small = SegmentReader(store.objects, sealer(), cache_bytes=1, now_s=now_s)  # one chunk
+        log.offloading.read_by(small)
+        calls = ConsumerCalls(log, lambda consumer, dead: None, Clock())
+        call = streams.RedriveLetters("c", [0, 1, 2, 3])
+        redriven = None
+        while redriven is None:
+            here = asyncio.Event()
+            try:
+                redriven = calls.redrive(call, dead, 1)
+            except RecordsAway as away:
+                assert calls.described("")[0][0].redriven == 0
+                away.when(here, here.set)
+                await here.wait()
+                await asyncio.sleep(0.1)  # what was fetched ahead takes its place
+        assert redriven == streams.Redriven(4, [])
+        assert calls.described("")[0][0].redriven == 4
+        await small.close()
+        dead.close()
+        store.close()
+
+    virtually(main)
+
+
+def test_what_a_worker_settles_of_old_deferred_messages_waits_for_no_object(tmp_path: Path) -> None:
+    async def main() -> None:
+        store = Store(tmp_path, Scripted())
+        log = store.create()
+        log.offloading.size_segments(64 << 10, 64 << 10)
+        for number in range(1500):
+            log.append([entry(number, due_us=5 if number == 700 else 0)], 1)
+        store.land()
+        consumer = Consumer(log, "c", Settings(group=True), 0, 1)
+        consumer.expire(1)
+        taken = consumer.take(b"w" * 16, 4000, 2, 10).items
+        assert 0 < len(taken) < 700
+        await store.settle()
+        assert log.offloading.objects
+        held = [item.record.first for item in taken if isinstance(item, Delivery)]
+        for first in held:
+            assert consumer.ack(b"w" * 16, first, first + 1, 11) == 1
+        consumer.ack(b"w" * 16, 700, 701, 11)  # again, or never: it changes nothing
+        assert consumer.info().pending == 0
+        with pytest.raises(ValueError, match="never dispatched"):
+            consumer.ack(b"w" * 16, log.next, log.next + 1, 11)
         store.close()
 
     virtually(main)
