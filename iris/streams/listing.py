@@ -78,6 +78,8 @@ class StreamInfo(Struct, frozen=True):
     """For how long the oldest of them has been waiting, in seconds; None if there is no copy."""
     copy_behind: bool = False
     """Whether too much waited for the bucket, so that the stream will be copied there once more."""
+    moved_bytes: int = 0
+    """The part of `size_bytes` that is in the bucket alone, because it is over the limit of the store's disk."""
 
 
 async def list_streams(stores: Stores, timeout: float) -> list[VerifiedStream]:
@@ -160,5 +162,5 @@ def stream_info(stream: VerifiedStream) -> StreamInfo:
         max(0, found.source_next - found.next) if heard else None, found.heard_us if heard else 0,
         definition.consuming_paused, definition.dedup_window_us / 1e6, "bucket" if found.holder else "disk",
         definition.copy, None if copied is None else copied.bytes, None if copied is None else copied.us / 1e6,
-        copied is not None and copied.behind,
+        copied is not None and copied.behind, found.moved_bytes,
     )  # fmt: skip

@@ -453,6 +453,8 @@ class Described(Struct, frozen=True, tag_field="op", tag="described"):
     that holds it now. Else empty."""
     copied: CopyLag | None = None
     """For a stream on the disk of a store that copies it to a bucket; else None."""
+    moved_bytes: Offset = 0
+    """For a stream in a bucket: the part of `size_bytes` that is in segment objects alone, not on the store's disk."""
 
 
 class Moving(Struct, frozen=True, tag_field="op", tag="moving"):

@@ -233,6 +233,7 @@ class Stream:
             source_next=self._source_next, heard_us=self._source_seen_us,
             holder=holder if self.replica is not None else b"",
             copied=None if self.bucket_copy is None else streams.CopyLag(*structs.astuple(self.bucket_copy.lag())),
+            moved_bytes=log.size_bytes - log.local_bytes if log else 0,
         )  # fmt: skip
 
     @property

@@ -67,6 +67,8 @@ async def test_a_stream_of_twenty_times_the_disk_is_served_and_taken_over(tmp_pa
             assert len(found) < count // 2 + 40
             first = await group.holder(client, "orders")
             await group.logged(first, "store.checkpoint")
+            info = await client.streams.describe("orders")
+            assert info.size_bytes - 2 * LIMIT < info.moved_bytes < info.size_bytes
             group.kill(first)
             group.lose_disk(first)
             assert await group.holder(client, "orders") == 3 - first

@@ -25,7 +25,7 @@ class MovingOwner(Owner):
     def logs(self, writer: Writer) -> dict[bytes, Any]:
         return {
             uuid: SimpleNamespace(
-                copied=lambda database=database: _copied(database), size_bytes=1000
+                copied=lambda database=database: _copied(database), local_bytes=1000
             )
             for uuid, (database, replica) in self.served.items()
             if replica.writer is writer

@@ -367,6 +367,9 @@ def _facts(info: StreamInfo, *, human: bool) -> list[tuple[str, str]]:
     size = str(info.size_bytes)
     if human:
         size = f"{texts.size_text(info.size_bytes)} ({size} B)"
+    moved = str(info.moved_bytes)
+    if human:
+        moved = f"{texts.size_text(info.moved_bytes)} ({moved} B)" if info.moved_bytes else "none"
     return [
         ("name", info.name),
         ("uuid", info.uuid),
@@ -391,6 +394,7 @@ def _facts(info: StreamInfo, *, human: bool) -> list[tuple[str, str]]:
         *_copy_facts(info),
         ("durability", info.durability),
         ("copy-in-bucket", _bucket_copy(info)),
+        ("moved-to-bucket", moved),
         ("lost", str(info.lost)),
         ("failed", info.failed or ("no" if human else "")),
         ("keys", " ".join(info.key_ids)),

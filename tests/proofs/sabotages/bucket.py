@@ -8,6 +8,7 @@ TAKEOVERS = ("tests/unit/relay/store/bucket/test_takeovers.py",)
 TAIL = ("tests/unit/relay/store/bucket/test_tail.py",)
 LIVES = ("tests/unit/relay/store/bucket/test_lives.py",)
 KEEPER = "tests/unit/relay/store/bucket/test_keeper.py"
+TIERS = "tests/unit/relay/store/bucket/test_tiers.py"
 SUCCESSION = ("tests/unit/relay/store/bucket/test_succession.py",)
 
 SABOTAGES = (
@@ -139,5 +140,26 @@ SABOTAGES = (
         "True",
         (f"{KEEPER}::test_rows_of_a_killed_store_are_dropped_if_it_takes_its_stream_back_at_once",),
         "what a killed store had written is added to what another one wrote meanwhile",
+    ),
+    Sabotage(
+        "bucket-segment-deleted-early",
+        "relay/store/bucket/tiers.py",
+        "Tiers.delete",
+        "left.number <= replica.writer.known",
+        "True",
+        (
+            f"{TIERS}::test_retention_deletes_objects_once_the_bucket_knows_of_it",
+            f"{TIERS}::test_a_store_whose_journal_has_ended_deletes_nothing_that_its_successor_serves",
+        ),
+        "a store deletes records that its successor serves",
+    ),
+    Sabotage(
+        "bucket-chunk-of-another-object",
+        "relay/store/bucket/sealing.py",
+        "_of_chunk",
+        'f"{key}#{number}".encode()',
+        "b''",
+        (f"{TIERS}::test_an_object_that_was_harmed_is_an_error_that_names_it[swapped]",),
+        "the bucket's owner can serve one object of records for another",
     ),
 )

@@ -276,6 +276,7 @@ def test_a_store_whose_journal_has_ended_deletes_nothing_that_its_successor_serv
         assert store.log is not None
         store.log.enforce(Limits(max_messages=1000), 0)  # the bucket does not learn of this
         other = store.successor(tmp_path / "other")
+        await store.tiers.delete()  # it has not noticed yet
         store.writer.end("another store has taken over")
         for _ in range(3):
             await store.tiers.delete()
