@@ -370,7 +370,8 @@ class Stores:
                 self._locations.clear()
                 self._seen.clear()
             self._locations[name, uuid] = location
-            self._seen.add((name, uuid))
+            # A reader looks it up by name, and from then on by uuid: it is the same stream.
+            self._seen |= {(name, uuid), (name, location.uuid.hex())}
         return location
 
     async def locate(self, name: str, uuid: str, *, timeout: float) -> StreamLocation:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,7 @@ async def test_a_stream_moves_back_and_forth_under_load_and_each_message_is_ther
                     async for message in reader:
                         seen.append(bytes(message.payload))
 
+            await reading.streams.describe("orders")  # or its first look may fall into a move
             loading, follower = asyncio.create_task(load()), asyncio.create_task(read())
             at = await group.holder(client, "orders")
             for _ in range(10):
@@ -66,10 +68,13 @@ async def test_a_stream_moves_back_and_forth_under_load_and_each_message_is_ther
             await loading
             assert await whole(client, "orders") == sent
             async with asyncio.timeout(PATIENCE_S):
-                while len(seen) < len(sent):  # noqa: ASYNC110 - the reader follows
+                while len(seen) < len(sent) and not follower.done():  # noqa: ASYNC110 - it follows
                     await asyncio.sleep(0.01)
+            if follower.done():
+                await follower  # raises why it did not go on
             follower.cancel()
-            await asyncio.gather(follower, return_exceptions=True)
+            with contextlib.suppress(asyncio.CancelledError):
+                await follower
             assert seen == sent
             assert await group.holder(client, "orders") == at
 
