@@ -45,6 +45,7 @@ ENTRY_BYTES: Final = 128
 SPARE_BYTES: Final = 64 << 20
 """Room on the disk that a stream which arrives leaves free."""
 
+STOPPING: Final = "the store is stopping; try again"
 TAKEN_BACK: Final = (
     "the move did not take place: this store took too long, so the other one goes on; try again"
 )
@@ -87,6 +88,8 @@ class Moves:
         self._taking: dict[str, list[Done]] = {}
         """Moves of which somebody waits for the end."""
         self._tasks: set[asyncio.Task[None]] = set()
+        self._stopping = False
+        """No move begins any more: nobody would bring it to its end."""
 
     def is_open(self, journal: str) -> bool:
         """Whether a move of this journal is not settled. Until then no checkpoint may cover it."""
@@ -107,6 +110,8 @@ class Moves:
 
         Raises Refuse, LogError.
         """
+        if self._stopping:
+            raise Refuse("leaving", STOPPING)
         writer = replica.writer
         if writer.ended or any(replica.uuid in one for one in self._open.get(writer.journal, {}).values()):  # fmt: skip
             raise Refuse("leaving", "the stream has just come to this store; try again")
@@ -122,6 +127,8 @@ class Moves:
 
     def take(self, sealed: bytes, done: Done) -> None:
         """Take the streams of a ticket, and then call `done`. It may be repeated. Raises Refuse."""
+        if self._stopping:
+            raise Refuse("leaving", STOPPING)
         try:
             ticket = self._sealer.open(TICKET_KEY, sealed)
         except ObjectDamaged as err:
@@ -135,7 +142,8 @@ class Moves:
         self._start(self._take(ticket))
 
     async def cancel(self) -> None:
-        """End all work. What was begun is brought to its end at the next start."""
+        """End all work, and begin none. What was begun is brought to its end at the next start."""
+        self._stopping = True
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -188,7 +196,7 @@ class Moves:
     # -- to here ---------------------------------------------------------------------------------------------
 
     async def _take(self, ticket: Ticket) -> None:
-        refused: Refuse | None = Refuse("leaving", "the store is stopping; try again")
+        refused: Refuse | None = Refuse("leaving", STOPPING)
         writer = None
         try:
             writer, refused = await self._taken(ticket)

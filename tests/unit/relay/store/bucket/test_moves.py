@@ -11,6 +11,7 @@ from support.bucket_sim import KEY, STREAM, Scripted, run
 
 from relay.store.bucket.history import registrations
 from relay.store.bucket.sealing import Sealer
+from relay.store.errors import Refuse
 
 SEALER = Sealer(KEY, bytes)
 
@@ -142,6 +143,25 @@ def test_a_move_that_nobody_goes_on_with_is_given_up_and_the_stream_stays(tmp_pa
         assert not old.serves
         new.start()
         await check(objects, tmp_path, [old, new], [1, 3, 4, 5])
+
+    run(main())
+
+
+def test_a_store_that_stops_begins_no_move(tmp_path: Path) -> None:
+    async def main() -> None:
+        _, old, new = await two(tmp_path)
+        leaves, takes = old.shelf.mover, new.shelf.mover
+        assert leaves is not None
+        assert takes is not None
+        _, replica = old.owner.served[STREAM]
+        for host in (old, new):
+            await host.kill()
+        ends: list[object] = []
+        with pytest.raises(Refuse, match="the store is stopping"):
+            leaves.release(replica, new.key, 1000, lambda ticket: pytest.fail("it was released"))
+        with pytest.raises(Refuse, match="the store is stopping"):
+            takes.take(b"ticket", ends.append)
+        assert ends == []
 
     run(main())
 
