@@ -29,6 +29,13 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
         yield daemon
 
 
+@pytest.fixture
+def patient(tmp_path: Path) -> Iterator[Daemon]:
+    """A relay that waits for running calls for as long as they take."""
+    with Daemon(tmp_path, settings={"IRIS_RELAY_DRAIN_TIMEOUT_S": "3600"}) as daemon:
+        yield daemon
+
+
 def left_behind(daemon: Daemon) -> list[str]:
     """Return the names in the relay's directory. The lock stays: a deleted lock could be held twice. The count of
     members stays while there are some.
@@ -54,7 +61,7 @@ def accepts(path: Path) -> bool:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_a_signal_drains_and_what_runs_is_finished(number: int, daemon: Daemon) -> None:
+async def test_a_signal_drains_and_what_runs_is_finished(number: int, patient: Daemon) -> None:
     running = asyncio.Event()
     finish = asyncio.Event()
     service = iris.Service("slow")
@@ -66,26 +73,26 @@ async def test_a_signal_drains_and_what_runs_is_finished(number: int, daemon: Da
         return payload
 
     async with (
-        client(daemon.socket) as member,
-        client(daemon.socket) as caller,
+        client(patient.socket) as member,
+        client(patient.socket) as caller,
         member.serve(service),
     ):
         waiting = asyncio.create_task(caller.request("slow", b"done", timeout=PATIENCE_S))
         await running.wait()
-        daemon.process.send_signal(number)
-        while daemon.socket.parent.exists() and not daemon.said("relay.stopped"):
+        patient.process.send_signal(number)
+        while patient.socket.parent.exists() and not patient.said("relay.stopped"):
             with contextlib.suppress(iris.RelayUnavailable):
-                async with client(daemon.socket):
+                async with client(patient.socket):
                     await asyncio.sleep(0.01)
                     continue
             break  # it accepts no new session, and the request still runs
         assert not waiting.done()
         finish.set()
         assert await waiting == b"done"
-        assert await asyncio.to_thread(daemon.process.wait, PATIENCE_S) == 0
-    assert daemon.said("relay.draining")
-    assert daemon.said("relay.stopped")
-    assert left_behind(daemon) == ["relay.sock.lock", "relay.sock.sessions"]
+        assert await asyncio.to_thread(patient.process.wait, PATIENCE_S) == 0
+    assert patient.said("relay.draining")
+    assert patient.said("relay.stopped")
+    assert left_behind(patient) == ["relay.sock.lock", "relay.sock.sessions"]
 
 
 def test_a_relay_without_work_does_not_wait_for_its_drain_timeout(tmp_path: Path) -> None:
