@@ -31,7 +31,8 @@ from iris.wire.codec import MAX_MESSAGE_LIMIT, ReceiveBuffer
 from iris.wire.frames import Bye, Ping
 from iris.wire.streams import dead_uuid
 from relay.store.bucket.copying import Copying
-from relay.store.bucket.keeper import CHECKPOINT_BYTES, FAILOVER_S, STATE_FILE, Keeper
+from relay.store.bucket.keeper import CHECKPOINT_BYTES, STATE_FILE, Keeper
+from relay.store.bucket.lookout import FAILOVER_S
 from relay.store.bucket.objects import Objects, open_bucket
 from relay.store.bucket.reading import SegmentReader
 from relay.store.bucket.replica import Replica

@@ -28,8 +28,8 @@ from iris.errors import ConfigError, IrisError
 from relay.store.bucket.checkpointing import BACKLOG_BYTES, Checkpoints, remaining
 from relay.store.bucket.copies import Copies, Copy, State
 from relay.store.bucket.history import Registration, beginning_of, end_of, registrations
-from relay.store.bucket.objects import BucketError, Objects, probe
-from relay.store.bucket.pace import Pace
+from relay.store.bucket.objects import Objects, probe
+from relay.store.bucket.puts import RETRY_MAX_S, RETRY_MIN_S, Lost, Puts
 from relay.store.bucket.sealing import (
     COPIES,
     Begun,
@@ -40,10 +40,9 @@ from relay.store.bucket.sealing import (
     Rows,
     Sealer,
     Whole,
-    journal_key,
 )
 from relay.store.bucket.succession import begin, fence, steps
-from relay.store.bucket.writer import Flying, Writer
+from relay.store.bucket.writer import Writer
 from relay.store.database import OP_BYTES, Database, write_beside
 from relay.store.errors import LogWriteFailed
 from relay.store.log import Log
@@ -54,12 +53,9 @@ STATE_FILE: Final = "copies.json"
 """File beside the logs that names the journals of copies of this store."""
 CHECK_US: Final = 30_000_000
 """Pause between two checks whether a journal to which nothing is written is still ours."""
-RETRY_MIN_S: Final = 0.1
-RETRY_MAX_S: Final = 5.0
 CATCH_UP_S: Final = 0.2
 CATCH_UP_MAX_S: Final = 60.0
 PAUSE_S: Final = 0.02
-TICK_S: Final = 0.01
 WARN_S: Final = 10.0
 
 
@@ -91,7 +87,10 @@ class Copying:
         self._checkpoint_bytes = checkpoint_bytes
         self._ended = ended
         self._begun: tuple[Writer, dict[str, Registration]] | None = None
-        self._puts: set[asyncio.Task[None]] = set()
+        self._puts = Puts(
+            objects, now_us, self._warn, lambda *_: None, self._lost, name="iris-put-copies", check_us=CHECK_US,
+            lost_text="another store with this store's key has ended its journal of copies",
+        )  # fmt: skip
         self._warned_us = 0
         copies.on_behind = self._note_behind
 
@@ -115,21 +114,14 @@ class Copying:
                 self._copies.lost(writer)
                 await asyncio.sleep(RETRY_MIN_S)
         finally:
-            await self._cancel_puts()
+            await self._puts.cancel()
 
     async def drain(self, seconds: float) -> bool:
         """Bring everything that was written to the bucket; return whether that succeeded in time."""
         writer = self._copies.writer
         if writer is None:
             return not self._copies.lag().bytes
-        until_us = self._now_us() + int(seconds * 1e6)
-        again = not self._puts
-        while not writer.idle and not writer.ended and self._now_us() < until_us:
-            writer.close_object()
-            self._put_all(writer, writer.flying if again else [])
-            again = False
-            await asyncio.sleep(TICK_S)
-        await self._cancel_puts()
+        await self._puts.drain([writer], seconds)
         return writer.idle and not self._copies.lag().behind
 
     # -- our journal -----------------------------------------------------------------------------------------
@@ -162,11 +154,7 @@ class Copying:
             if end.fence is None and end.number:
                 intent = writer.add(Intent(name), 64, self._now_us())
                 writer.close_object()
-                writer.take_off(self._now_us())
-                for flying in writer.flying:
-                    await self._create(writer, flying)
-                if writer.ended:
-                    raise BucketError(f"bucket {self._objects.url}: {writer.ended}")
+                await self._puts.land_all(writer)
                 await fence(self._objects, self._sealer, journal, writer.journal, intent)
                 end = await end_of(self._objects, self._sealer, journal)
             if end.fence is not None:
@@ -220,16 +208,7 @@ class Copying:
             loop.create_task(self._catch_up_all(writer), name="iris-copies-behind"),
         ]
         try:
-            self._put_all(writer, writer.flying)
-            pace, checked_us = Pace(writer, self._now_us), self._now_us()
-            while not writer.ended:
-                self._put_all(writer, [])
-                await pace.wait(checked_us + CHECK_US)
-                if not writer.idle:
-                    checked_us = self._now_us()
-                elif self._now_us() >= checked_us + CHECK_US:
-                    checked_us = self._now_us()
-                    await self._check(writer)
+            await self._puts.write(writer)
         finally:
             for task in helpers:
                 task.cancel()
@@ -292,67 +271,10 @@ class Copying:
         copy.follow()
         return True
 
-    # -- objects ---------------------------------------------------------------------------------------------
-
-    def _put_all(self, writer: Writer, again: list[Flying]) -> None:
-        for flying in (*again, *writer.take_off(self._now_us())):
-            task = asyncio.get_running_loop().create_task(self._put(writer, flying), name="iris-put-copies")  # fmt: skip
-            self._puts.add(task)
-            task.add_done_callback(self._puts.discard)
-
-    async def _put(self, writer: Writer, flying: Flying) -> None:
-        """Create one object, as often as it takes."""
-        backoff = Backoff(RETRY_MIN_S, RETRY_MAX_S, random.random)
-        while not writer.ended:
-            try:
-                await self._create(writer, flying)
-            except BucketError as err:
-                writer.failing = str(err)
-                self._warn(err)
-                await asyncio.sleep(backoff.failed())
-            else:
-                writer.failing = ""
-                return
-
-    async def _create(self, writer: Writer, flying: Flying) -> None:
-        """Create an object, or see that it is there from an earlier try, or end the journal. Raises BucketError."""
-        if not await self._objects.create(flying.key, flying.sealed):
-            there = await self._objects.get(flying.key)
-            if there is None:
-                raise BucketError(
-                    f"bucket {self._objects.url}: {flying.key} exists, but cannot be read"
-                )
-            if there != flying.sealed:
-                self._lost(writer)
-                return
-        writer.landed(flying)
-
-    async def _check(self, writer: Writer) -> None:
-        try:
-            taken = await self._objects.exists(journal_key(writer.journal, writer.number))
-        except BucketError as err:
-            writer.failing = str(err)
-            self._warn(err)
-            return
-        writer.failing = ""
-        if taken and writer.idle:
-            self._lost(writer)
-
-    def _lost(self, writer: Writer) -> None:
-        error = (
-            f"another store with this store's key has ended its journal of copies {writer.journal}"
-        )
-        log.error("store.copies_lost", extra={"fields": {"error": error}})
-        writer.end(error)
-
-    async def _cancel_puts(self) -> None:
-        puts = list(self._puts)
-        for task in puts:
-            task.cancel()
-        await asyncio.gather(*puts, return_exceptions=True)
-        self._puts.clear()
-
     # -- the log ---------------------------------------------------------------------------------------------
+
+    def _lost(self, err: Lost) -> None:
+        log.error("store.copies_lost", extra={"fields": {"error": str(err)}})
 
     def _warn(self, err: Exception) -> None:
         """Log an error, at most one in `WARN_S`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Final
 
 from relay.store.bucket.objects import BucketError, Objects, at_once
@@ -152,6 +152,18 @@ async def end_of(objects: Objects, sealer: Sealer, journal: Registration) -> End
         if end.fence is not None:
             break
     return end
+
+
+async def that_hold(
+    objects: Objects, sealer: Sealer, journals: Sequence[Registration]
+) -> list[str]:
+    """Return the ids of those journals that nobody has taken and that have objects. Raises BucketError, ObjectDamaged."""
+    ends = [await end_of(objects, sealer, one) for one in journals]
+    return [
+        one.registered.journal
+        for one, end in zip(journals, ends, strict=True)
+        if end.fence is None and end.number
+    ]
 
 
 class Reader:

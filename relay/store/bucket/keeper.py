@@ -10,7 +10,6 @@ store's other streams go on.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import os
@@ -21,23 +20,21 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from iris.core.backoff import Backoff
-from iris.crypto.keys import public_id
 from iris.errors import ConfigError, IrisError
 from relay.store.bucket.checkpointing import Checkpoints
-from relay.store.bucket.history import Registration, end_of, registrations
+from relay.store.bucket.history import Registration, registrations, that_hold
 from relay.store.bucket.loading import Loaded, load
+from relay.store.bucket.lookout import FAILOVER_S, Lookout
 from relay.store.bucket.moves import Moves
 from relay.store.bucket.objects import BucketError, Objects, probe
-from relay.store.bucket.pace import Pace
+from relay.store.bucket.puts import RETRY_MAX_S, RETRY_MIN_S, Lost, Puts
 from relay.store.bucket.replica import Replica
 from relay.store.bucket.sealing import (
     Intent,
     ObjectDamaged,
-    Registered,
     Released,
     Sealer,
     Taken,
-    journal_key,
 )
 from relay.store.bucket.seen import RolledBack, Seen
 from relay.store.bucket.shelf import Shelf
@@ -50,15 +47,8 @@ log = logging.getLogger(__name__)
 
 STATE_FILE: Final = "journals.json"
 """File beside the logs that names the journals of this store."""
-TICK_S: Final = 0.01
 LOOK_S: Final = 0.5
 """Pause between two checks whether other stores are gone."""
-FAILOVER_S: Final = 5.0
-"""How long a store must be gone until its streams are taken over."""
-UNSEEN_S: Final = 60.0
-"""The same for a store that this one has never seen: after a power cut of the whole site it may be about to start."""
-RETRY_MIN_S: Final = 0.1
-RETRY_MAX_S: Final = 5.0
 CHECKPOINT_BYTES: Final = 64 << 20
 """A checkpoint is written when a journal has more than this, and more than three times what its streams have."""
 CHECK_US: Final = 5_000_000
@@ -88,10 +78,6 @@ class Owner(Protocol):
 
     def flush(self) -> None:
         """Write answers to the relay."""
-
-
-class Lost(IrisError):
-    """Another store has taken over this store's streams."""
 
 
 class Keeper:
@@ -130,8 +116,10 @@ class Keeper:
         self._moves = shelf.mover = Moves(
             objects, self._sealer, store, shelf, owner, self._opening, now_us, self._warn
         )
-        self._puts: set[asyncio.Task[None]] = set()
-        self._checks = 0
+        self._puts = Puts(
+            objects, now_us, self._warn, self._landed, self._lost, name="iris-put", check_us=CHECK_US,
+            lost_text="another store of the bucket has taken over this store's journal",
+        )  # fmt: skip
         self._warned_s = 0.0
 
     @property
@@ -141,9 +129,7 @@ class Keeper:
 
     def check(self) -> None:
         """Check soon whether our journals are still ours, because this store was away from its relay."""
-        self._checks += 1
-        for writer in self._writers:
-            writer.on_change()
+        self._puts.check(self._writers)
 
     async def run(self) -> None:
         """Open the bucket, as often as it takes, then bring everything there. Runs until cancelled."""
@@ -155,7 +141,7 @@ class Keeper:
                 group.create_task(self._again(self._seen.keep), name="iris-bucket-seen")
         finally:
             await self._moves.cancel()
-            await self._cancel_puts()
+            await self._puts.cancel()
 
     async def _again(self, work: Callable[[], Awaitable[None]]) -> None:
         """Do work that never ends. A fault in it is logged, and the work begins again."""
@@ -168,16 +154,7 @@ class Keeper:
 
     async def drain(self, seconds: float) -> bool:
         """Bring everything that was written to the bucket; return whether that succeeded in time."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                again = not self._puts
-                while any(not writer.idle and not writer.ended for writer in self._writers):
-                    for writer in self._writers:
-                        writer.close_object()
-                        self._put_all(writer, writer.flying if again else ())
-                    again = False
-                    await asyncio.sleep(TICK_S)
-        await self._cancel_puts()
+        await self._puts.drain(self._writers, seconds)
         self._seen.save_or_warn()
         self._owner.flush()
         return all(writer.idle or writer.ended for writer in self._writers)
@@ -192,7 +169,7 @@ class Keeper:
             if not found:
                 raise ConfigError(f"bucket {self.url}: no store has written to it; check the URL")
             self._taking[self._store] = (
-                await self._that_hold(found),
+                await that_hold(self._objects, self._sealer, found),
                 {one.registered.store for one in found},
             )
         writer, loaded = await self._open(*self._taking[self._store])
@@ -204,15 +181,6 @@ class Keeper:
         if writer.ended:
             raise BucketError(f"bucket {self.url}: {writer.ended}; stop that store")
         return loaded
-
-    async def _that_hold(self, found: Sequence[Registration]) -> list[str]:
-        """Return the ids of those of these journals that may hold something. Raises BucketError, ObjectDamaged."""
-        ends = [await end_of(self._objects, self._sealer, one) for one in found]
-        return [
-            one.registered.journal
-            for one, end in zip(found, ends, strict=True)
-            if end.fence is None and end.number
-        ]
 
     # -- our own streams -------------------------------------------------------------------------------------
 
@@ -239,74 +207,25 @@ class Keeper:
 
     async def _succeed_others(self, group: asyncio.TaskGroup) -> None:
         """Take over from stores of the bucket that cannot be seen any more."""
-        began_s = looked_s = self._now_us() / 1e6
-        seen_s: dict[str, float] = {}
-        known: list[Registration] = []
-        done: set[str] = set()
-        empty: set[str] = set()
+        lookout = Lookout(
+            self._objects, self._sealer, self._seen, self._store, self._failover_s, self._now_us() / 1e6, self._warn
+        )  # fmt: skip
         while True:
             await asyncio.sleep(LOOK_S)
-            now_s = self._now_us() / 1e6
-            visible = self._owner.stores()
-            if visible is None:
-                began_s = now_s  # we have just lost our relay, and see nobody
-                seen_s = dict.fromkeys(seen_s, now_s)
-                continue
-            for address in sorted(visible - seen_s.keys() - {public_id(self._store).hex()}):
-                log.info("store.peer_seen", extra={"fields": {"store": address}})
-            seen_s |= dict.fromkeys(visible, now_s)
-            if self._shelf.writer is None:
+            if (
+                not lookout.see(self._owner.stores(), self._now_us() / 1e6)
+                or not self._shelf.writer
+            ):
                 continue
             try:
-                late = any(now_s - at_s >= self._failover_s for at_s in seen_s.values())
-                if not known or late or now_s - looked_s >= UNSEEN_S:
-                    known += await registrations(self._objects, self._sealer, len(known) + 1)
-                    self._seen.note_registered(known[-1:])
-                    looked_s = now_s
-                    empty.clear()  # a store that was not seen for a while may have gone on
+                held, stores = await lookout.find()
             except (IrisError, OSError) as err:
                 self._warn(err)
                 continue
-            gone = [
-                one
-                for one in known
-                if one.registered.journal not in done | empty
-                and self._is_gone(one.registered, visible, seen_s, began_s, now_s)
-            ]
-            stores = {self._store, *(one.registered.store for one in gone)}
-            read = await self._find_held(gone, stores, done, empty)
-            if await self._take_all(group) and read:
-                seen_s = {
-                    address: at_s
-                    for address, at_s in seen_s.items()
-                    if now_s - at_s < self._failover_s
-                }
-
-    async def _find_held(
-        self, gone: Sequence[Registration], stores: Set[bytes], done: set[str], empty: set[str]
-    ) -> bool:
-        """Note in `_taking` what journals of these stores hold; return whether all could be read.
-
-        One that cannot be read is not in the way of the others.
-        """
-        held: dict[bytes, list[str]] = {}
-        read = True
-        for one in gone:
-            try:
-                end = await end_of(self._objects, self._sealer, one)
-            except (IrisError, OSError) as err:
-                self._warn(err)
-                read = False
-                continue
-            if end.fence is not None:
-                done.add(one.registered.journal)
-            elif not end.number:
-                empty.add(one.registered.journal)
-            else:
-                held.setdefault(one.registered.store, []).append(one.registered.journal)
-        for store, journals in held.items():
-            self._taking.setdefault(store, (journals, stores))
-        return read
+            for store, journals in held.items():
+                self._taking.setdefault(store, (journals, stores))
+            if await self._take_all(group):
+                lookout.taken()
 
     async def _take_all(self, group: asyncio.TaskGroup) -> bool:
         """Take what is noted in `_taking`, store by store; return whether that succeeded."""
@@ -329,18 +248,6 @@ class Keeper:
         else:
             journals, _ = self._taking.get(self._store, ([], set()))
             self._taking[self._store] = [*journals, writer.journal], {self._store}
-
-    def _is_gone(
-        self, registered: Registered, visible: set[str], seen_s: dict[str, float], began_s: float, now_s: float
-    ) -> bool:  # fmt: skip
-        """Return whether the store of a journal was not seen for long enough."""
-        address = public_id(registered.store).hex()
-        if registered.store == self._store or address in visible:
-            return False
-        last_s = seen_s.get(address)
-        if last_s is not None:
-            return now_s - last_s >= self._failover_s
-        return now_s - began_s >= UNSEEN_S
 
     # -- taking over -----------------------------------------------------------------------------------------
 
@@ -440,9 +347,8 @@ class Keeper:
             return [str(one) for one in json.loads(path.read_bytes())["journals"]]
         except FileNotFoundError:  # the store is new, or somebody has made room on its disk
             found = await registrations(self._objects, self._sealer)
-            return await self._that_hold(
-                [one for one in found if one.registered.store == self._store]
-            )
+            ours = [one for one in found if one.registered.store == self._store]
+            return await that_hold(self._objects, self._sealer, ours)
         except (ValueError, KeyError, TypeError) as err:
             raise ConfigError(
                 f"data: {path} is damaged: {err}; restore it from a backup, or use `iris store restore` on an empty directory"
@@ -463,7 +369,7 @@ class Keeper:
         while True:
             intent = writer.add(Intent(victim), INTENT_BYTES, self._now_us())
             writer.close_object()
-            await self._land_all(writer)
+            await self._puts.land_all(writer)
             made, end = await fence(
                 self._objects, self._sealer, known[victim], writer.journal, intent
             )
@@ -484,17 +390,6 @@ class Keeper:
                 return None
             victim = by
 
-    async def _land_all(self, writer: Writer) -> None:
-        """Bring everything to the bucket. Raises BucketError, or Lost, which ends the journal."""
-        while not writer.idle:  # after tries that failed, more wait than may fly at once
-            writer.take_off(self._now_us())
-            for flying in writer.flying:
-                try:
-                    await self._create(writer, flying)
-                except Lost as err:
-                    writer.end(str(err))
-                    raise
-
     def _resume(self, loaded: Loaded, writer: Writer) -> Replica:
         replica = Replica(loaded.uuid, writer, self._now_us, self._shelf.reader)
         if loaded.unsent:
@@ -510,13 +405,12 @@ class Keeper:
 
     async def _write(self, writer: Writer) -> bool:
         """Bring objects to the bucket until the journal ends; return False if that was our own fault."""
-        self._put_all(writer, writer.flying)
         compacting = asyncio.get_running_loop().create_task(
             self._checkpoints[writer.journal].run(), name="iris-bucket-checkpoints"
         )
         ours = False
         try:
-            await self._write_on(writer)
+            await self._puts.write(writer)
         except Exception:  # whoever called takes this journal again
             log.exception("store.fault", extra={"fields": {"stream": f"all of {self.url}"}})
             writer.end("the store had an internal error and opens the stream again")
@@ -538,82 +432,15 @@ class Keeper:
                 log.exception("store.fault", extra={"fields": {"stream": f"all of {self.url}"}})
             del self._shelf.held[writer.journal]
 
-    async def _write_on(self, writer: Writer) -> None:
-        checked_us, checks = self._now_us(), self._checks
-        pace = Pace(writer, self._now_us)
-        while not writer.ended:
-            self._put_all(writer)
-            await pace.wait(checked_us + CHECK_US)
-            if not writer.idle:
-                checked_us = self._now_us()
-            elif checks != self._checks or self._now_us() >= checked_us + CHECK_US:
-                checks, checked_us = self._checks, self._now_us()
-                await self._check(writer)
-
-    async def _check(self, writer: Writer) -> None:
-        """Check whether somebody has ended a journal to which nothing is written now."""
-        try:
-            taken = await self._objects.exists(journal_key(writer.journal, writer.number))
-        except BucketError as err:
-            writer.failing = str(err)
-            self._warn(err)
-            return
-        writer.failing = ""
-        if taken and writer.idle:
-            lost = self._lost(writer)
-            log.error("store.journal_lost", extra={"fields": {"error": str(lost)}})
-            writer.end(str(lost))
-
-    def _lost(self, writer: Writer) -> Lost:
-        return Lost(
-            f"another store of the bucket has taken over this store's journal {writer.journal}"
-        )
-
-    def _put_all(self, writer: Writer, again: Sequence[Flying] = ()) -> None:
-        """Start to create what is due, and `again` what an earlier task left."""
-        for flying in (*again, *writer.take_off(self._now_us())):
-            put = self._put(writer, flying)
-            task = asyncio.get_running_loop().create_task(put, name="iris-put")
-            self._puts.add(task)
-            task.add_done_callback(self._puts.discard)
-
-    async def _put(self, writer: Writer, flying: Flying) -> None:
-        """Create one object, as often as it takes."""
-        backoff = Backoff(RETRY_MIN_S, RETRY_MAX_S, random.random)
-        while not writer.ended:
-            try:
-                await self._create(writer, flying)
-            except BucketError as err:
-                writer.failing = str(err)
-                self._warn(err)
-                await asyncio.sleep(backoff.failed())
-            except Lost as err:
-                log.error("store.journal_lost", extra={"fields": {"error": str(err)}})
-                writer.end(str(err))
-            else:
-                writer.failing = ""
-                self._owner.flush()
-                return
-
-    async def _create(self, writer: Writer, flying: Flying) -> None:
-        """Create an object, or see that it is there from an earlier try. Raises BucketError or Lost."""
-        if not await self._objects.create(flying.key, flying.sealed):
-            there = await self._objects.get(flying.key)
-            if there is None:
-                raise BucketError(f"bucket {self.url}: {flying.key} exists, but cannot be read")
-            if there != flying.sealed:
-                raise self._lost(writer)
-        writer.landed(flying)
+    def _landed(self, writer: Writer, flying: Flying) -> None:
+        """An object has reached the bucket, and released what waited for it."""
         self._seen.note_landed(writer, flying)
-
-    async def _cancel_puts(self) -> None:
-        puts = list(self._puts)
-        for task in puts:
-            task.cancel()
-        await asyncio.gather(*puts, return_exceptions=True)
-        self._puts.clear()
+        self._owner.flush()
 
     # -- the log ---------------------------------------------------------------------------------------------
+
+    def _lost(self, err: Lost) -> None:
+        log.error("store.journal_lost", extra={"fields": {"error": str(err)}})
 
     def _cannot(self, err: Exception) -> None:
         self._shelf.away = str(err)

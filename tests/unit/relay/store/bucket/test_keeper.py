@@ -21,7 +21,8 @@ from relay.store.bucket.history import (
     end_of,
     registrations,
 )
-from relay.store.bucket.keeper import FAILOVER_S, UNSEEN_S, Keeper
+from relay.store.bucket.keeper import Keeper
+from relay.store.bucket.lookout import FAILOVER_S, UNSEEN_S
 from relay.store.bucket.objects import BucketError
 from relay.store.bucket.replica import Replica
 from relay.store.bucket.sealing import (
