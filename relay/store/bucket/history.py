@@ -157,7 +157,7 @@ async def end_of(objects: Objects, sealer: Sealer, journal: Registration) -> End
 async def that_hold(
     objects: Objects, sealer: Sealer, journals: Sequence[Registration]
 ) -> list[str]:
-    """Return the ids of those journals that nobody has taken and that have objects. Raises BucketError, ObjectDamaged."""
+    """Return the ids of those that nobody has taken and that have objects. Raises BucketError, ObjectDamaged."""
     ends = [await end_of(objects, sealer, one) for one in journals]
     return [
         one.registered.journal
