@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 from iris.crypto.keys import StoreKey, public_id
 from iris.errors import DecodeError
@@ -37,7 +37,6 @@ from relay.store.stream import Stream
 
 log = logging.getLogger(__name__)
 
-MAX_STREAMS: Final = 500
 """Streams per store.
 
 One relay session can prove and join enough addresses for these, with a second key during key
@@ -230,11 +229,7 @@ class Calls:
             )
         charter = self._authority.create(orders, self._clock.wall_us)
         self._catalogue.check_keys(definition, set(orders))
-        if len(self._catalogue.streams) >= MAX_STREAMS:
-            raise Refuse(
-                "full",
-                f"this store has {MAX_STREAMS} streams, the maximum; delete one, or use another store",
-            )
+        self._catalogue.check_room(1)
         stream = self._catalogue.make(
             uuid,
             encode_definition_file(charter.definition_file),

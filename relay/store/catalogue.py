@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -21,6 +21,7 @@ from iris.errors import DecodeError, IrisError
 from iris.wire import frames
 from iris.wire.frames import MAX_KEY_IDS
 from iris.wire.kinds import Kind
+from iris.wire.names import plural
 from iris.wire.orders import DEAD, Definition
 from iris.wire.streams import dead_uuid
 from relay.store.authority import NO_CHARTER, Authority, Charter, DefinitionFile
@@ -40,6 +41,8 @@ log = logging.getLogger(__name__)
 
 MOVING: Final = "the stream moves to another store; try again"
 _UUID: Final = re.compile("[0-9a-f]{32}")
+MAX_STREAMS: Final = 500
+"""Logs that one store serves, those of dead letters among them."""
 MAX_MOVED: Final = 4096
 """Addresses that are remembered: two for each key of a stream that left, and two for its dead letters."""
 encode_definition_file: Final = msgspec.msgpack.Encoder().encode
@@ -228,6 +231,26 @@ class Catalogue:
                 "full",
                 f"{len(key_ids)} keys for {definition.topic or definition.name!r}; the limit is {MAX_KEY_IDS}",
             )
+
+    def check_room(self, count: int) -> None:
+        """Raise Refuse if this store cannot serve so many logs more."""
+        if len(self.streams) + count > MAX_STREAMS:
+            raise Refuse(
+                "full",
+                f"this store has {plural(len(self.streams), 'stream')}, and {MAX_STREAMS} are the maximum; delete one, or use "
+                "another store",
+            )
+
+    def check_arrival(self, name: str, key_ids: Iterable[bytes], count: int) -> None:
+        """Return if a stream that moves here can be served. Raises Refuse."""
+        self.check_room(count)
+        for key_id in key_ids:
+            there = self.by_address.get((name, key_id))
+            if there is not None:
+                raise Refuse(
+                    "exists",
+                    f"this store already has a stream {name!r}, as log {there.uuid.hex()}; move that one away or delete it first",
+                )
 
     def add_addresses(self, stream: Stream) -> None:
         if stream.dead:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from iris.wire import streams
+from relay.store.bucket.shelf import Leaving
 from relay.store.catalogue import Catalogue
 from relay.store.errors import Refuse
 from relay.store.session import HeldAnswer, IncomingCall
@@ -23,11 +24,12 @@ def move(catalogue: Catalogue, incoming: IncomingCall, stream: Stream, call: str
         stream.charter, call.orders, stream.uuid, catalogue.clock.wall_us
     )
     size = 0 if stream.log is None else stream.log.local_bytes
+    leaving = Leaving(stream.name, list(stream.orders), size)
 
     def answer(ticket: bytes) -> HeldAnswer:
         return HeldAnswer(incoming, streams.encode(streams.Moving(ticket)))
 
-    shelf.mover.release(stream.replica, target, size, answer)
+    shelf.mover.release(stream.replica, target, leaving, answer)
 
 
 def take(catalogue: Catalogue, address: str, incoming: IncomingCall, call: streams.Take) -> None:

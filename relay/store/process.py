@@ -198,11 +198,15 @@ class StoreProcess:
 
     # -- callbacks of the keeper -----------------------------------------------------------------------------
 
-    def adopt(self, found: Mapping[bytes, tuple[Path, Replica]]) -> None:
+    def adopt(self, found: Mapping[bytes, tuple[Path, Replica]], *, moved: bool = False) -> None:
         """Serve streams that are in the bucket."""
         self._now()
-        self.store.adopt(found)
+        self.store.adopt(found, moved=moved)
         self._flush()
+
+    def check_arrival(self, name: str, key_ids: list[bytes], count: int) -> None:
+        """Return if a stream that moves here can be served. Raises Refuse."""
+        self.store.catalogue.check_arrival(name, key_ids, count)
 
     def abandon(self, writer: Writer) -> None:
         """Stop serving the streams of a journal that has ended."""

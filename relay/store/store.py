@@ -123,14 +123,15 @@ class Store:
         for stream in self.streams.values():
             self.catalogue.add_addresses(stream)
 
-    def adopt(self, found: Mapping[bytes, tuple[Path, Replica]]) -> None:
-        """Serve streams that this store holds in its bucket: uuid -> their files and copier."""
+    def adopt(self, found: Mapping[bytes, tuple[Path, Replica]], *, moved: bool = False) -> None:
+        """Serve streams that this store holds in its bucket: uuid -> their files and copier. `moved`: in a move."""
         adopted = [
             self.catalogue.adopt(path, uuid, replica) for uuid, (path, replica) in found.items()
         ]
         for stream in adopted:
             if not stream.dead:
-                self._note_gap(stream, "the store was not running")
+                cause = "the stream was moved" if moved else "the store was not running"
+                self._note_gap(stream, cause)
                 self.catalogue.add_addresses(stream)
         self.commit()
         for stream in adopted:

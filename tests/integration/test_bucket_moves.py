@@ -109,6 +109,25 @@ async def test_acks_message_ids_dead_letters_and_limits_move_along(tmp_path: Pat
             await client.streams.delete("orders")
 
 
+async def test_a_stream_that_records_a_topic_says_that_it_was_moved(tmp_path: Path) -> None:
+    with Group(tmp_path) as group:
+        await both(group)
+        async with group.rig.client() as client:
+            await group.create(client, "orders", topic="orders.*")
+            await client.publish("orders.new", b"before")
+            await client.flush()
+            at = await group.holder(client, "orders")
+            await client.streams.move("orders", to=id_of(group, 3 - at))
+            await client.publish("orders.new", b"after")
+            async with asyncio.timeout(PATIENCE_S):
+                async with client.streams.read("orders", "first") as reader:
+                    assert [bytes((await anext(reader)).payload) for _ in range(2)] == [
+                        b"before",
+                        b"after",
+                    ]
+                    assert [gap.cause for gap in reader.gaps] == ["the stream was moved"]
+
+
 async def test_a_store_that_cannot_be_moved_to_is_refused_with_those_that_can(
     tmp_path: Path,
 ) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from iris.crypto.keys import public_id
 from relay.store.bucket.replica import Replica
+from relay.store.bucket.shelf import Leaving
 from relay.store.bucket.writer import Writer
 from relay.store.database import Database, Op
 from relay.store.errors import Refuse
@@ -145,7 +146,7 @@ async def move(old: Host, new: Host, seconds: float = 5.0) -> bool:
                     mover.release(
                         old.owner.served[STREAM][1],
                         new.key,
-                        1000,
+                        Leaving("orders", [b"key"], 1000),
                         lambda ticket, got=got: Ticket(ticket, got),
                     )
                     break

@@ -20,6 +20,7 @@ from relay.store.bucket.sealing import Rows
 from relay.store.bucket.shelf import Shelf
 from relay.store.bucket.writer import Writer
 from relay.store.database import PUT, Database, Op
+from relay.store.errors import Refuse
 from relay.store.log import Log
 
 STREAM = bytes(range(16))
@@ -128,8 +129,10 @@ class Owner:
         self.visible = visible
         """Addresses of the stores that it sees."""
         self.served: dict[bytes, tuple[Database, Replica]] = {}
+        self.full: Refuse | None = None
+        """Why no stream may move here."""
 
-    def adopt(self, found: Mapping[bytes, tuple[Path, Replica]]) -> None:
+    def adopt(self, found: Mapping[bytes, tuple[Path, Replica]], *, moved: bool = False) -> None:
         for uuid, (path, replica) in found.items():
             database = Database.open(str(path))
             database.copier = replica
@@ -140,6 +143,10 @@ class Owner:
             if replica.writer is writer:
                 del self.served[uuid]
                 database.close()
+
+    def check_arrival(self, name: str, key_ids: list[bytes], count: int) -> None:
+        if self.full is not None:
+            raise self.full
 
     def release(self, uuid: bytes) -> dict[bytes, Path]:
         database, _ = self.served.pop(uuid)

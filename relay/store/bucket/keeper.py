@@ -61,8 +61,12 @@ WARN_S: Final = 10.0
 class Owner(Protocol):
     """The store of a keeper."""
 
-    def adopt(self, found: Mapping[bytes, tuple[Path, Replica]]) -> None:
-        """Serve the streams that were found: uuid -> their files and copier."""
+    def adopt(self, found: Mapping[bytes, tuple[Path, Replica]], *, moved: bool = False) -> None:
+        """Serve the streams that were found: uuid -> their files and copier. `moved`: they come from a store that runs,
+        or were to go to one."""
+
+    def check_arrival(self, name: str, key_ids: list[bytes], count: int) -> None:
+        """Return if a stream of `count` logs can be served under this name and these keys. Raises Refuse."""
 
     def abandon(self, writer: Writer) -> None:
         """Stop serving the streams of a journal that has ended."""

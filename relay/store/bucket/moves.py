@@ -27,7 +27,7 @@ from relay.store.bucket.moved import NO, decide, decided, settle, settled
 from relay.store.bucket.objects import Objects
 from relay.store.bucket.replica import Replica
 from relay.store.bucket.sealing import ObjectDamaged, Released, Sealer, Taken, Ticket
-from relay.store.bucket.shelf import Shelf
+from relay.store.bucket.shelf import Leaving, Shelf
 from relay.store.bucket.writer import Output, Writer
 from relay.store.errors import Refuse
 from relay.store.log import Log
@@ -57,7 +57,12 @@ Done = Callable[[Refuse | None], None]
 class Owner(Protocol):
     """The store whose streams move."""
 
-    def adopt(self, found: Mapping[bytes, tuple[Path, Replica]]) -> None: ...
+    def adopt(
+        self, found: Mapping[bytes, tuple[Path, Replica]], *, moved: bool = False
+    ) -> None: ...
+    def check_arrival(self, name: str, key_ids: list[bytes], count: int) -> None:
+        """Return if a stream of `count` logs can be served under this name and these keys. Raises Refuse."""
+
     def release(self, uuid: bytes) -> dict[bytes, Path]:
         """Stop serving a stream and its dead letters; return uuid -> files, which are closed. Raises LogError."""
 
@@ -103,7 +108,7 @@ class Moves:
             self._start(work(writer, one.token, one.uuids))
 
     def release(
-        self, replica: Replica, target: bytes, size_bytes: int, answer: Callable[[bytes], Output]
+        self, replica: Replica, target: bytes, leaving: Leaving, answer: Callable[[bytes], Output]
     ) -> None:
         """Release a stream to the store with the key `target`; what `answer` returns for the ticket leaves once the
         bucket knows of it.
@@ -121,7 +126,9 @@ class Moves:
         writer.close_object()
         self._begin(writer, token, paths)
         self._leaving.update(paths)
-        ticket = Ticket(token, list(paths), writer.journal, target, size_bytes)
+        ticket = Ticket(
+            token, list(paths), writer.journal, target, leaving.size_bytes, leaving.name, leaving.key_ids
+        )  # fmt: skip
         writer.hold(number, answer(self._sealer.seal(TICKET_KEY, ticket)))
         self._start(self._released(writer, token, number, paths))
 
@@ -222,14 +229,12 @@ class Moves:
         if before is not None:
             here = self._shelf.held.get(before, set()).issuperset(ticket.uuids)
             return None, None if here else Refuse("failed", TAKEN_BACK)
-        free = shutil.disk_usage(self._shelf.directory).free
-        if free < ticket.size_bytes + SPARE_BYTES:
+        try:
+            self._owner.check_arrival(ticket.name, ticket.key_ids, len(ticket.uuids))
+            self._check_disk(ticket.size_bytes)
+        except Refuse as err:
             await self._until(writer, lambda: decide(self._objects, self._sealer, token, NO))
-            return None, Refuse(
-                "full",
-                f"the stream has {ticket.size_bytes:,} bytes, and the store's disk has {free:,} left; make room there, "
-                "or move the stream to another store",
-            )
+            return None, err
         taken = Taken(token, ticket.uuids, ticket.source)
         number = writer.add(taken, ENTRY_BYTES, self._now_us())
         writer.close_object()
@@ -263,6 +268,16 @@ class Moves:
         log.info("store.stream_arrived", extra={"fields": fields})
         return writer, None
 
+    def _check_disk(self, size_bytes: int) -> None:
+        """Raises Refuse."""
+        free = shutil.disk_usage(self._shelf.directory).free
+        if free < size_bytes + SPARE_BYTES:
+            raise Refuse(
+                "full",
+                f"the stream has {size_bytes:,} bytes, and the store's disk has {free:,} left; make room there, "
+                "or move the stream to another store",
+            )
+
     async def _settle(self, writer: Writer, token: str, uuids: list[bytes]) -> None:
         """Write streams that arrived into our journal, so that the store that had them need not keep them."""
 
@@ -282,7 +297,8 @@ class Moves:
 
     def _adopt(self, writer: Writer, paths: Mapping[bytes, Path]) -> None:
         self._owner.adopt(
-            {uuid: (path, self._shelf.replica_in(uuid, writer)) for uuid, path in paths.items()}
+            {uuid: (path, self._shelf.replica_in(uuid, writer)) for uuid, path in paths.items()},
+            moved=True,
         )
 
     def _begin(self, writer: Writer, token: str, uuids: Iterable[bytes]) -> None:

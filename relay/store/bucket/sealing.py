@@ -166,6 +166,10 @@ class Ticket(Struct, frozen=True, tag_field="t", tag="ticket"):
     target: bytes
     """Public key of the store that takes the streams."""
     size_bytes: int
+    name: str = ""
+    """Name of the stream; empty if a store of an earlier version has released it."""
+    key_ids: list[bytes] = []
+    """Keys that the stream is served under."""
 
 
 Content = Registered | Numbered | Fence | Checkpoint | Decision | Settled | Ticket

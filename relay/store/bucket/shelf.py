@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, Protocol
 
+from msgspec import Struct
+
 from iris.crypto.keys import GroupKey
 from relay.store.bucket.copies import Copies
 from relay.store.bucket.replica import Replica
@@ -17,11 +19,19 @@ DIRECTORY: Final = "bucket"
 """Subdirectory of the data directory with the logs of streams that are in a bucket."""
 
 
+class Leaving(Struct, frozen=True):
+    """A stream that is about to leave, as its next store has to know it."""
+
+    name: str
+    key_ids: list[bytes]
+    size_bytes: int
+
+
 class Mover(Protocol):
     """Moves streams between the stores of a bucket; see `relay.store.bucket.moves`."""
 
     def release(
-        self, replica: Replica, target: bytes, size_bytes: int, answer: Callable[[bytes], Output]
+        self, replica: Replica, target: bytes, leaving: Leaving, answer: Callable[[bytes], Output]
     ) -> None: ...
     def take(self, sealed: bytes, done: Callable[[Refuse | None], None]) -> None: ...
 

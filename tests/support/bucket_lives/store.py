@@ -191,12 +191,15 @@ class Process:
 
     # -- the owner of a keeper -----------------------------------------------------------------------------------
 
-    def adopt(self, found: Mapping[bytes, tuple[Path, Replica]]) -> None:
+    def adopt(self, found: Mapping[bytes, tuple[Path, Replica]], *, moved: bool = False) -> None:
         self._update_time()
-        self.store.adopt(found)
+        self.store.adopt(found, moved=moved)
         for uuid in found:
             self._world.adopted(self, uuid)
         self._flush()
+
+    def check_arrival(self, name: str, key_ids: list[bytes], count: int) -> None:
+        self.store.catalogue.check_arrival(name, key_ids, count)
 
     def abandon(self, writer: Writer) -> None:
         self.store.abandon(writer)

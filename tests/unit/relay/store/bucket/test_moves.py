@@ -11,6 +11,7 @@ from support.bucket_sim import KEY, STREAM, Scripted, run
 
 from relay.store.bucket.history import registrations
 from relay.store.bucket.sealing import Sealer
+from relay.store.bucket.shelf import Leaving
 from relay.store.errors import Refuse
 
 SEALER = Sealer(KEY, bytes)
@@ -158,10 +159,39 @@ def test_a_store_that_stops_begins_no_move(tmp_path: Path) -> None:
             await host.kill()
         ends: list[object] = []
         with pytest.raises(Refuse, match="the store is stopping"):
-            leaves.release(replica, new.key, 1000, lambda ticket: pytest.fail("it was released"))
+            leaves.release(
+                replica,
+                new.key,
+                Leaving("orders", [], 1000),
+                lambda ticket: pytest.fail("it was released"),
+            )
         with pytest.raises(Refuse, match="the store is stopping"):
             takes.take(b"ticket", ends.append)
         assert ends == []
+
+    run(main())
+
+
+def test_a_store_without_room_for_a_stream_refuses_it_before_it_writes_anything(
+    tmp_path: Path,
+) -> None:
+    async def main() -> None:
+        objects, old, new = await two(tmp_path)
+        takes = new.shelf.mover
+        assert takes is not None
+        ends: list[Refuse | None] = []
+        take = takes.take
+        takes.take = lambda sealed, done: take(sealed, lambda end: (ends.append(end), done(end))[0])  # type: ignore[method-assign]  # listens
+        new.owner.full = Refuse("full", "this store has 500 streams")
+        writer = new.shelf.writer
+        assert writer is not None
+        before = writer.written
+        assert not await move(old, new)
+        assert [str(end) for end in ends] == ["this store has 500 streams"]
+        assert writer.written == before
+        async with asyncio.timeout(2):  # it does not wait for a store that takes long
+            await until(lambda: old.serves)
+        await check(objects, tmp_path, [old, new], [1, 3, 4, 5])
 
     run(main())
 
