@@ -27,6 +27,7 @@
     bucket          10000    lives of stores that share a bucket, in virtual time, whose histories are checked
     direct          200        direct tunnels broken under load by the end of a process, the relay or the pair
     bucket-kills    200        kills and freezes of the store that serves a stream in a bucket, under load
+    points          1          rounds in which a store of a bucket fails at each request of a takeover and a move
 
 Exits 1 if the promise does not hold. The figures go to docs/proof.md, or to the file that `--record` names: one
 section per area and N, which replaces the previous one. The areas sim, scale, federation, bucket and mutations, and the
@@ -75,6 +76,7 @@ AREAS = (
     "direct",
     "bucket-kills",
     "bucket",
+    "points",
 )
 RECORD = proofs.ROOT / "docs" / "proof.md"
 SEED = 20_241

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import re
 import signal
+import subprocess
+import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +33,31 @@ class Proof:
         """Note whether the promise `text` holds."""
         if not holds:
             self.broken.append(text)
+
+
+def test_rounds(count: int, tests: Path, marked: str, limit_s: float, **env: str) -> Proof:
+    """Run the tests in `tests` with the marks `marked` `count` times, each time for `limit_s` seconds at most."""
+    proof = Proof()
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", marked, str(tests)]  # fmt: skip
+    passed = 0
+    begin_s = time.monotonic()
+    for number in range(1, count + 1):
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            env={**os.environ, **env},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=limit_s,
+        )
+        found = re.search(r"(\d+) passed", done.stdout)
+        passed += int(found[1]) if found else 0
+        print(f"round {number}: {done.stdout.strip().splitlines()[-1]}", file=sys.stderr)
+        proof.promise(f"round {number}: {done.stdout[-2000:]}", done.returncode == 0)
+    proof.figures["rounds"] = f"{count}, {passed} tests passed"
+    proof.figures["took"] = f"{time.monotonic() - begin_s:.0f} s"
+    return proof
 
 
 def deadline_s(count: int) -> float:

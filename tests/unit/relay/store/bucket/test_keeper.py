@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.bucket_sim import KEY, STREAM, Ack, Owner, Scripted, VirtualLoop, keeper, run
+from support.points import points
 
 from iris.crypto.keys import public_id
 from relay.store.bucket.checkpointing import delete, note, write_all
@@ -507,7 +508,7 @@ async def two_are_gone(objects: Scripted, directory: Path) -> None:
     await killed_with(objects, directory / "second", 2, OTHER)
 
 
-@pytest.mark.parametrize("fails", range(0, 60, 2))
+@pytest.mark.parametrize("fails", points(range(0, 60, 2), 4))
 def test_a_takeover_that_failed_half_way_is_repeated_as_the_same(
     tmp_path: Path, fails: int
 ) -> None:
@@ -538,7 +539,7 @@ def test_a_takeover_that_failed_half_way_is_repeated_as_the_same(
     run(main())
 
 
-@pytest.mark.parametrize("steps_done", range(0, 120, 4))
+@pytest.mark.parametrize("steps_done", points(range(0, 120, 4), 4))
 def test_a_store_that_is_killed_while_it_takes_over_holds_it_after_its_restart(
     tmp_path: Path, steps_done: int
 ) -> None:

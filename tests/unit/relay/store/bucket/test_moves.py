@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from support.bucket_moves import Host, make, move, numbers_in, put, remove
 from support.bucket_sim import KEY, STREAM, Scripted, run
+from support.points import points
 
 from relay.store.bucket.history import registrations
 from relay.store.bucket.sealing import Sealer
@@ -85,7 +86,7 @@ REQUESTS = 40
 
 @pytest.mark.parametrize("disk", ["kept", "lost"])
 @pytest.mark.parametrize("dies", ["old", "new"])
-@pytest.mark.parametrize("at", range(1, REQUESTS, 4))
+@pytest.mark.parametrize("at", points(range(1, REQUESTS), 13))
 def test_a_store_that_dies_during_a_move_and_starts_again_leaves_one_whole_stream(
     tmp_path: Path, dies: str, at: int, disk: str
 ) -> None:
@@ -106,7 +107,7 @@ def test_a_store_that_dies_during_a_move_and_starts_again_leaves_one_whole_strea
 
 
 @pytest.mark.parametrize("dies", ["old", "new", "both"])
-@pytest.mark.parametrize("at", range(1, REQUESTS, 4))
+@pytest.mark.parametrize("at", points(range(1, REQUESTS), 10))
 def test_a_store_that_dies_or_sleeps_during_a_move_is_succeeded_and_the_stream_is_whole(
     tmp_path: Path, dies: str, at: int
 ) -> None:
