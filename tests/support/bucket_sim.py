@@ -31,15 +31,25 @@ PATIENCE_S = 600.0
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """A loop whose clock jumps to the next timer when there is nothing to do."""
+    """A loop whose clock jumps to the next timer when there is nothing to do. While a thread works, it stands."""
 
     now_s = 0.0
+    _threads = 0
 
     def time(self) -> float:
         return self.now_s
 
+    def run_in_executor(self, executor: Any, function: Any, *args: Any) -> asyncio.Future[Any]:
+        made = super().run_in_executor(executor, function, *args)
+        self._threads += 1
+        made.add_done_callback(self._thread_ended)
+        return made
+
+    def _thread_ended(self, _: object) -> None:
+        self._threads -= 1
+
     def _run_once(self) -> None:
-        if not self._ready and self._scheduled:  # type: ignore[attr-defined]  # of asyncio's own base class
+        if not self._ready and self._scheduled and not self._threads:  # type: ignore[attr-defined]  # of asyncio's own base class
             self.now_s = max(self.now_s, self._scheduled[0].when())  # type: ignore[attr-defined]  # the same
         super()._run_once()  # type: ignore[misc]  # the same
 
