@@ -53,8 +53,18 @@ def relay(
         list[str] | None,
         typer.Option(
             metavar="tls://HOST:PORT",
-            help="Accept programs of hosts without a relay (`iris key access`). Repeatable.",
+            help="Accept programs of hosts without a relay (`iris key access`). wss://HOST:PORT: browsers, over WebSocket; ws://127.0.0.1:PORT: behind a proxy. Repeatable.",
         ),
+    ] = None,
+    wss_cert: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Web certificate of wss:// (PEM, with its chain).", dir_okay=False)
+    ] = None,
+    wss_key: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Its private key (PEM). Default: in the same file.", dir_okay=False)
+    ] = None,
+    origin: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ORIGIN", help="Origin of web pages that may connect, such as https://app.example. Repeatable."),
     ] = None,
     data: Annotated[
         Path | None,
@@ -139,6 +149,7 @@ def relay(
       iris relay --dev
       iris relay --join 10.0.0.7:7430
       iris relay --listen tls://0.0.0.0:7431
+      iris relay --dev --listen ws://127.0.0.1:7432 --origin http://localhost:8000
       iris relay --data /var/lib/iris
       iris relay --config relay.toml --check
       iris relay --site eu --site-key eu.toml --gateway tls://0.0.0.0:7440 \\
@@ -154,7 +165,8 @@ def relay(
         overrides: dict[str, object] = {
             "socket_path": socket and socket.absolute(), "socket_group": group, "log_level": log_level, "log_format": log_format, "dev": dev or None,
             "join": join or None, "mdns": False if no_mdns else None, "port": port, "bind": bind or None,
-            "listen": listen or None, "data": data and data.absolute(), "bucket": bucket,
+            "listen": listen or None, "wss_cert": wss_cert and wss_cert.absolute(), "wss_key": wss_key and wss_key.absolute(), "origins": origin or None,
+            "data": data and data.absolute(), "bucket": bucket,
             "bucket_key": bucket_key and bucket_key.absolute(), "disk_limit": disk_limit, "metrics": metrics, "site": site, "gateway": gateway or None,
             "site_key": site_key and site_key.absolute(), "peer_site": peer_site or None, "site_cost": site_cost or None,
             "site_compression": site_compression or None,
@@ -177,6 +189,8 @@ def _check(environ: Mapping[str, str]) -> None:
     """Raise ConfigError or KeyringError if a relay with these settings could not start. Create and bind nothing."""
     from relay.metrics.supervisor import check_installed
     from relay.net.socketfile import group_id
+    from relay.net.web import check_installed as check_web_installed
+    from relay.net.web import web_context
     from relay.start import network_keys
     from relay.supervisor import check_data
 
@@ -189,6 +203,9 @@ def _check(environ: Mapping[str, str]) -> None:
         check_data(config.data.absolute())
     if config.metrics:
         check_installed()
+    if config.web_listen:
+        check_web_installed()
+        web_context(config)
     if config.socket_group is not None:
         group_id(config.socket_group)
     for setting in config.no_effect:

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from iris.crypto.keys import NetworkKey
 
 MAX_LISTEN = 16
+MAX_ORIGINS = 64
+WEB_SCHEMES = ("ws:", "wss:")
+"""How entries of `listen` for sessions over WebSocket begin."""
 MAX_SITES = 64
 MAX_PINS = 8
 """Most keys that are pinned for one site. Two are needed while a site changes its key."""
@@ -147,8 +150,23 @@ class RelayConfig:
     name. One is enough, because relays introduce their peers to each other."""
 
     listen: tuple[str, ...] = ()
-    """Addresses at which sessions from hosts without a relay are accepted, each tls://HOST:PORT. Their
-    processes present an access file (`iris key access`)."""
+    """Addresses at which sessions of other processes are accepted. tls://HOST:PORT: from hosts without a relay, whose
+    processes present an access file (`iris key access`). wss://HOST:PORT: from browsers, over WebSocket.
+    ws://127.0.0.1:PORT: the same without TLS, behind a proxy."""
+
+    wss_cert: Path | None = None
+    """Web certificate (PEM, with its chain) of the wss:// addresses in `listen`. SIGHUP reads it again."""
+
+    wss_key: Path | None = None
+    """Private key of `wss_cert` (PEM). None: it is in the same file."""
+
+    origins: tuple[str, ...] = ()
+    """Origins of the web pages that may connect over WebSocket, such as https://app.example. Programs that send no
+    Origin, as browsers always do, are not restricted by it. Empty: no page may."""
+
+    tickets: bool = True
+    """Whether sessions over WebSocket must show a ticket. False is possible only if all their addresses are on
+    loopback."""
 
     data: Path | None = None
     """Directory of durable streams: the relay starts a store there. None: creating a stream is refused, unless
@@ -284,8 +302,7 @@ class RelayConfig:
             raise ConfigError(
                 f"listen: {len(self.listen)} entries are over the limit of {MAX_LISTEN}"
             )
-        for text in self.listen:
-            parse_listen(text)
+        self._check_web()
         if len(self.join) > MAX_JOINS:
             raise ConfigError(
                 f"join: {len(self.join)} entries are over the limit of {MAX_JOINS}; use dns:NAME for many relays"
@@ -323,6 +340,48 @@ class RelayConfig:
     def is_gateway(self) -> bool:
         """Whether this relay connects to other sites."""
         return bool(self.gateway or self.peer_site)
+
+    @property
+    def tls_listen(self) -> tuple[str, ...]:
+        """The addresses in `listen` for processes with an access file."""
+        return tuple(text for text in self.listen if not text.startswith(WEB_SCHEMES))
+
+    @property
+    def web_listen(self) -> tuple[str, ...]:
+        """The addresses in `listen` for sessions over WebSocket."""
+        return tuple(text for text in self.listen if text.startswith(WEB_SCHEMES))
+
+    def _check_web(self) -> None:
+        for text in self.tls_listen:
+            parse_listen(text)
+            if self.dev:
+                raise ConfigError(
+                    "listen: a development relay accepts no programs of other hosts, only ws://127.0.0.1:PORT"
+                )
+        web = [parse_web_listen(text) for text in self.web_listen]
+        for scheme, host, _ in web:
+            if scheme == "wss" and self.wss_cert is None:
+                raise ConfigError(
+                    "listen: wss:// needs a web certificate; set wss_cert and wss_key, or use ws:// on loopback behind a proxy"
+                )
+            if self.tickets:
+                raise ConfigError(
+                    "tickets: sessions over WebSocket must show tickets, and this relay knows no issuer of any; set tickets = false on loopback"
+                )
+            if not ipaddress.ip_address(host).is_loopback:
+                raise ConfigError(
+                    f"tickets: only listeners on loopback can do without tickets, and {host} is not; remove tickets = false"
+                )
+        if self.wss_key is not None and self.wss_cert is None:
+            raise ConfigError(
+                "wss_key: this key has no use without a certificate; set wss_cert, too"
+            )
+        if len(self.origins) > MAX_ORIGINS:
+            raise ConfigError(
+                f"origins: {len(self.origins)} entries are over the limit of {MAX_ORIGINS}"
+            )
+        for origin in self.origins:
+            _check_origin(origin)
 
     def _check_federation(self) -> None:
         if self.site:
@@ -400,9 +459,41 @@ def parse_listen(text: str) -> tuple[str, int]:
     """Return host and port of `tls://host:port`; raises ConfigError, in particular for a listener without TLS."""
     if not text.startswith("tls:"):
         raise ConfigError(
-            f"listen: {text!r} is not tls://HOST:PORT. Relays accept programs of other hosts only over TLS; programs on this host use the socket"
+            f"listen: {text!r} is not tls://HOST:PORT (or wss://HOST:PORT, or ws://127.0.0.1:PORT). Relays accept programs of other hosts only over TLS; "
+            "programs on this host use the socket"
         )
     return _tls_address("listen", text)
+
+
+def parse_web_listen(text: str) -> tuple[str, str, int]:
+    """Return scheme, IP address and port of `wss://address:port` or `ws://address:port`; raises ConfigError."""
+    scheme = text.partition(":")[0]
+    try:
+        host, port = _tls_address("listen", "tls" + text.removeprefix(scheme))
+        address = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
+    except (ConfigError, ValueError) as err:
+        raise ConfigError(
+            f"listen: {text!r} is not {scheme}://ADDRESS:PORT with an IP address of this host"
+        ) from err
+    if scheme == "ws" and not address.is_loopback:
+        raise ConfigError(
+            f"listen: {text!r} is not on loopback, and tickets must not cross a network in clear; use wss://, or ws://127.0.0.1:PORT behind a proxy"
+        )
+    return scheme, str(address), port
+
+
+def _check_origin(origin: str) -> None:
+    """Raise ConfigError unless `origin` is written as browsers send it: "null", or scheme, host and port alone."""
+    try:
+        parts = urllib.parse.urlsplit(origin)
+        whole_origin = f"{parts.scheme}://{parts.netloc}" == origin and parts.username is None
+    except ValueError:
+        whole_origin = False
+    plain = origin.isascii() and origin == origin.lower() and "*" not in origin
+    if origin != "null" and not (whole_origin and plain and parts.scheme and parts.hostname):
+        raise ConfigError(
+            f"origins: {origin!r} is not an origin; write scheme, host and port as in a browser's address bar, such as https://app.example"
+        )
 
 
 def parse_gateway(text: str) -> tuple[str, int]:
@@ -545,13 +636,12 @@ def dev(socket_path: Path) -> RelayConfig:
 
     It stops within a second, because a developer waits for it.
     """
-    return replace(lan(socket_path), dev=True, drain_timeout_s=1.0)
+    return replace(lan(socket_path), dev=True, drain_timeout_s=1.0, tickets=False)
 
 
 # Settings that a development relay refuses.
 _NOT_DEV = (
     "join",
-    "listen",
     "site",
     "gateway",
     "site_key",

@@ -45,6 +45,7 @@ from relay.net.ports import Driver
 from relay.net.remote import RemoteListener
 from relay.net.sessions import SessionHub
 from relay.net.tls import counting_garbled_names
+from relay.net.web import WebListener
 from relay.process import loop_factory, raise_descriptor_limit, stop_on_signals
 from relay.rate_settings import parse_address_rates, parse_rate
 from relay.settings import load_config
@@ -60,7 +61,9 @@ NOTHING_FOUND_S = 3.0
 LOOK_AGAIN_S = 10.0
 """Interval at which this host's addresses are read."""
 JOIN_HINT = "iris relay --join HOST:PORT"
-LIVE = ("drain_timeout_s", "frame_timeout_s", "hello_timeout_s", "join", "log_format", "log_level")
+LIVE = (
+    "drain_timeout_s", "frame_timeout_s", "hello_timeout_s", "join", "log_format", "log_level", "origins",
+)  # fmt: skip
 """Settings that SIGHUP applies to a running relay; the others need a restart."""
 _WILDCARDS = ("0.0.0.0", "::")
 _MAX_SIGHTED = 1024
@@ -119,8 +122,9 @@ class Relay:
         if config.network_keys and not config.dev:
             self.links = LinkHub(self.driver, config)
         self.remote: RemoteListener | None = None
-        if self.links is not None and config.listen:
+        if self.links is not None and config.tls_listen:
             self.remote = RemoteListener(self.hub, self.links.credentials)
+        self.web: WebListener | None = WebListener(self.hub, config) if config.web_listen else None
         self.gateways: GatewayHub | None = None
         if config.is_gateway:
             if self.links is None:
@@ -166,7 +170,9 @@ class Relay:
             if self.gateways is not None:
                 self.gateways.listen()
             if self.remote is not None:
-                self.remote.listen(self.config.listen)
+                self.remote.listen(self.config.tls_listen)
+            if self.web is not None:
+                self.web.listen(self.config.web_listen)
             if self.config.metrics:
                 self.metrics = MetricsSupervisor(self.config)
             self._startup_gate.start(linked=self.links is not None)
@@ -176,8 +182,8 @@ class Relay:
             self._socket.listener.close()
             self._socket.release()
             self._socket = None
-            if self.remote is not None:
-                self.remote.stop_listening()
+            for other in self._outside:
+                other.stop_listening()
             if self.metrics is not None:
                 self.metrics.close()
             raise
@@ -206,10 +212,15 @@ class Relay:
         log.info("relay.started", extra={"fields": fields})
         self._member_count.start()  # in time: sessions are read in later turns of the loop
 
+    @property
+    def _outside(self) -> list[RemoteListener | WebListener]:
+        """The listeners for sessions that do not come by the socket of this host."""
+        return [listener for listener in (self.remote, self.web) if listener is not None]
+
     def _opened(self) -> None:
         """Accept remote sessions, too: sessions are read from now on."""
-        if self.remote is not None:
-            self.remote.accept()
+        for listener in self._outside:
+            listener.accept()
         self._member_count.sessions_admitted()
 
     async def stop(self, *, drain_s: float | None = None) -> None:
@@ -229,8 +240,8 @@ class Relay:
             self.hub.stop_listening()
             if self._socket is not None:
                 self._socket.listener.close()
-            if self.remote is not None:
-                self.remote.stop_listening()
+            for listener in self._outside:
+                listener.stop_listening()
             for hub in self._hubs:
                 hub.stop_listening()
             for hub in self._hubs:
@@ -257,6 +268,8 @@ class Relay:
             if self._socket is not None:
                 self._socket.release()
                 self._socket = None
+        if self.web is not None:
+            await self.web.close()
         await self.hub.close()
         self.driver.close()
         account = self.router.accounts.report(self.router.held_messages)
@@ -292,6 +305,8 @@ class Relay:
         live = {name: getattr(config, name) for name in changed if name in LIVE}
         joined = "join" in live and self.links is not None
         self.config = self.hub.config = replace(self.config, **live)
+        if self.web is not None:
+            self.web.reload(self.config)
         if "log_level" in live or "log_format" in live:
             configure(config.log_level, config.log_format)
         if joined and self.links is not None:
@@ -434,6 +449,8 @@ class Relay:
             status["store"] = self._store.status()
         if self.metrics is not None:
             status["metrics"] = self.metrics.status()
+        if self.web is not None:
+            status["web"] = self.web.status()
         if self.links is None:
             return status
         status.update(self.links.status())

@@ -47,6 +47,9 @@ SENTENCES: Final[dict[str, str | tuple[str, ...]]] = {
     "bridge.metrics": "Metrics of the bridge are served at http://{address}/metrics.",
     # Sessions
     "sessions.listening": "Sessions over TLS are accepted at {addresses}.",
+    "web.listening": "Sessions over WebSocket are accepted at {addresses}.",
+    "web.refused": "A connection over WebSocket from {address} was refused: {reason}. See docs/web.md for what is accepted.",
+    "web.certificate_unreadable": "The web certificate {path} could not be read again, so new connections get the old one: {error}. Correct the file and send SIGHUP.",
     "sessions.no_descriptors": "A session was not accepted: {error}. Raise the limit of open files (LimitNOFILE= of systemd, or ulimit -n).",
     "sessions.full": "A session was refused because the relay or its user is at the limit: max_sessions is {max_sessions}, and user {user} has {of_this_user}. End sessions or raise max_sessions.",
     "session.not_attached": "A session was accepted but could not be set up: {error}.",

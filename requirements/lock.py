@@ -48,6 +48,8 @@ LAYERS: Final[dict[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {
             "otel",
             "--extra",
             "web",
+            "--extra",
+            "wss",
             PROJECT,
         ),
         (),

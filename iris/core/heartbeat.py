@@ -25,6 +25,25 @@ DEAD_US: Final = 3_000_000
 SAMPLES: Final = 16
 
 
+class ClockSamples:
+    """The offset of the clock of a peer that sends no heartbeats, by its greeting and its PINGs and PONGs.
+
+    The greeting came at `now_us` and carried `mono_us`.
+    """
+
+    __slots__ = ("_samples", "clock_us")
+
+    def __init__(self, mono_us: int, now_us: int) -> None:
+        self._samples = deque([now_us - mono_us], SAMPLES)
+        self.clock_us = now_us - mono_us
+        """Add this to the peer's times to get local times."""
+
+    def add(self, mono_us: int, now_us: int) -> None:
+        """Record what the peer's clock showed in a frame that came at `now_us`."""
+        self._samples.append(now_us - mono_us)
+        self.clock_us = min(self._samples)
+
+
 class Heartbeat:
     """State of one connection's heartbeats.
 

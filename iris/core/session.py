@@ -14,7 +14,7 @@ import msgspec
 from iris.core.casts import CASTS, Casts
 from iris.core.conversation import UP
 from iris.core.guard import Guard
-from iris.core.heartbeat import Heartbeat
+from iris.core.heartbeat import ClockSamples, Heartbeat
 from iris.core.inbound import UnknownKey
 from iris.core.interfaces import Owner
 from iris.core.local_senders import LocalSenders
@@ -70,6 +70,10 @@ class Session(ServingSession):
         """Over TLS: the relay id in the certificate, and the certificate's hash, to which proofs are bound."""
         self._heartbeat: Heartbeat | None = None
         """Heartbeat state; None for a relay on this host."""
+        self._web = False
+        """Whether this is a session over WebSocket."""
+        self._samples: ClockSamples | None = None
+        """Over WebSocket: samples of the relay's clock, in place of heartbeats."""
         self.casts = casts = Casts(
             owner, guard, self._inbound, self.drop, self.control, local_senders
         )  # fmt: skip
@@ -103,13 +107,13 @@ class Session(ServingSession):
             frames.Report: self._on_ack,
             frames.Audience: self._on_ack,
             frames.Beat: self._on_beat,
+            frames.Ping: self._on_ping,
         }
 
     @property
     def greeting(self) -> frames.Hello:
-        return msgspec.structs.replace(
-            super().greeting, mono_us=self.mono_us if self._certified else 0
-        )
+        far = self._certified or self._web
+        return msgspec.structs.replace(super().greeting, mono_us=self.mono_us if far else 0)
 
     # -- driving ---------------------------------------------------------------------------------------------
 
@@ -158,6 +162,10 @@ class Session(ServingSession):
 
     def over_tls(self, relay_id: bytes, channel: bytes) -> None:
         self._certified, self._channel = relay_id, channel
+
+    def over_web(self) -> None:
+        """Say in HELLO what our clock shows, because the session is over WebSocket. Call it before `greeting`."""
+        self._web = True
 
     def mark_alive(self) -> None:
         if self._heartbeat is not None:
@@ -324,6 +332,18 @@ class Session(ServingSession):
             self._heartbeat = Heartbeat(welcome.mono_us, self.mono_us)
             self.clock_us = self._heartbeat.clock_us
             self.deadline_us = min(self.deadline_us, self._heartbeat.deadline_us)
+        elif self._web:
+            self._samples = ClockSamples(welcome.mono_us, self.mono_us)
+            self.clock_us = self._samples.clock_us
+
+    def _on_ping(self, ping: frames.Ping) -> None:
+        if self._samples is None:
+            self.control(frames.Pong(ping.id))
+            return
+        if ping.mono_us is not msgspec.UNSET:
+            self._samples.add(ping.mono_us, self.mono_us)
+            self.clock_us = self._samples.clock_us
+        self.control(frames.Pong(ping.id, self.mono_us))
 
     def _unexpected_ack(self, ack: Any) -> None:
         if type(ack) is frames.Ack and ack.error:

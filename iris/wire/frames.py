@@ -53,7 +53,7 @@ class Hello(Control, frozen=True):
     label: Annotated[str, Meta(max_length=64)] = ""
     pid: U32 = 0
     mono_us: U63 = 0
-    """The session's CLOCK_MONOTONIC, over TLS only: on one host both sides share a clock."""
+    """The session's CLOCK_MONOTONIC, over TLS and WebSocket only: on one host both sides share a clock."""
 
 
 class Welcome(Control, frozen=True):
@@ -70,7 +70,7 @@ class Welcome(Control, frozen=True):
     aliases: Annotated[int, Meta(ge=1, le=65_536)] = 65_536
     """Number of aliases that the session may declare."""
     mono_us: U63 = 0
-    """The relay's CLOCK_MONOTONIC, over TLS only."""
+    """The relay's CLOCK_MONOTONIC, over TLS and WebSocket only."""
 
 
 class Error(Control, frozen=True):
@@ -462,6 +462,8 @@ class Ping(Control, frozen=True):
 
     FRAME = Kind.PING
     id: U63
+    mono_us: U63 | UnsetType = UNSET
+    """The sender's CLOCK_MONOTONIC, over WebSocket only."""
 
 
 class Pong(Control, frozen=True):
@@ -469,6 +471,8 @@ class Pong(Control, frozen=True):
 
     FRAME = Kind.PONG
     id: U63
+    mono_us: U63 | UnsetType = UNSET
+    """The sender's CLOCK_MONOTONIC, over WebSocket only."""
 
 
 class Settle(Control, frozen=True):

@@ -7,7 +7,7 @@ from typing import Final
 
 PROTOCOL_VERSION: Final = 1
 """Major version, which must be equal on both sides. It is the first byte of all sealed metadata."""
-PROTOCOL_MINOR: Final = 7
+PROTOCOL_MINOR: Final = 8
 """Minor version. Different minor versions work together, because unknown map keys are ignored."""
 BOUND_PROOF_MINOR: Final = 1
 """From this minor version on, a proof over TLS is bound to the relay's certificate."""
@@ -45,6 +45,10 @@ NESTED_MINOR: Final = 6
 handlers may call until then."""
 WALL_MINOR: Final = 7
 """From this minor version on, relays say in BEAT what their wall clock shows."""
+WEB_MINOR: Final = 8
+"""From this minor version on, PING and PONG carry `mono_us` in sessions over WebSocket."""
+CLOCK_PING: Final = 3
+"""Id of the PING by which a relay samples the clock of a session over WebSocket."""
 UNREADABLE: Final = "the member could not decrypt it"
 """Detail of FAIL for a call that its member cannot open, or whose contents are not what it expects."""
 MAX_PARTS: Final = 16

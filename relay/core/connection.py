@@ -70,7 +70,7 @@ class Connection:
         not beat.
         """
         if self.pulse is None:
-            raise PeerProtocolError("BEAT from a session on this host")
+            raise PeerProtocolError("BEAT from a session on this host or over WebSocket")
         self.pulse.on_beat(beat, now_us)
         self.clock_us = self.pulse.clock_us
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from msgspec import UNSET
 
-from iris.core.heartbeat import Heartbeat
+from iris.core.heartbeat import ClockSamples, Heartbeat
 from iris.crypto.keys import verify_proof
 from iris.errors import InvalidName, LocalProtocolError, OpenError, PeerProtocolError
 from iris.wire import frames
@@ -76,7 +76,7 @@ class SessionControl:
             frames.Members: self._on_members,
             frames.Unwatch: self._on_unwatch,
             frames.Status: self._on_status,
-            frames.Ping: lambda session, ping: session.control(frames.Pong(ping.id)),
+            frames.Ping: self._on_ping,
             frames.Pong: self._on_pong,
             frames.Settle: router.settling.ask,
             frames.Topic: self._on_topic,
@@ -112,10 +112,14 @@ class SessionControl:
             )
         if session.remote:
             if not hello.mono_us:
-                raise PeerProtocolError("HELLO over TLS must carry mono_us")
-            session.pulse = Heartbeat(hello.mono_us, self._router.now_us)
-            session.clock_us = session.pulse.clock_us
-            self._router.watch_pulse(session)
+                raise PeerProtocolError("HELLO over TLS or WebSocket must carry mono_us")
+            if session.web:  # the timers of hidden tabs run too seldom for heartbeats
+                session.samples = ClockSamples(hello.mono_us, self._router.now_us)
+                session.clock_us = session.samples.clock_us
+            else:
+                session.pulse = Heartbeat(hello.mono_us, self._router.now_us)
+                session.clock_us = session.pulse.clock_us
+                self._router.watch_pulse(session)
         session.greeted = True
         session.minor = hello.minor
         # The label is shown in terminals, so it must not contain control characters.
@@ -140,7 +144,18 @@ class SessionControl:
     def _on_beat(self, session: Session, beat: frames.Beat) -> None:
         session.beat_came(beat, self._router.now_us)
 
+    def _on_ping(self, session: Session, ping: frames.Ping) -> None:
+        self._sample(session, ping)
+        mono_us = self._router.now_us if session.samples is not None else UNSET
+        session.control(frames.Pong(ping.id, mono_us))
+
+    def _sample(self, session: Session, frame: frames.Ping | frames.Pong) -> None:
+        if session.samples is not None and frame.mono_us is not UNSET:
+            session.samples.add(frame.mono_us, self._router.now_us)
+            session.clock_us = session.samples.clock_us
+
     def _on_pong(self, session: Session, pong: frames.Pong) -> None:
+        self._sample(session, pong)
         self._router.drains.answered(session, pong, self._router.now_us)
         self._router.stores.answered(session, pong, self._router.now_us)
 

@@ -76,15 +76,17 @@ class Router(Parts):
     # -- driving ---------------------------------------------------------------------------------------------
 
     def session_up(
-        self, port: Port, *, remote: bool = False, ours: bool = True, user: str = "this process"
-    ) -> Session:
+        self, port: Port, *, remote: bool = False, web: bool = False, ours: bool = True, user: str = "this process"
+    ) -> Session:  # fmt: skip
         """Add a session that has yet to send HELLO.
 
-        `remote`: it is on another host; `ours`: it is of the relay's own user or root. What the session
-        holds counts in the shares of `user`.
+        `remote`: it is on another host; `web`: and connected over WebSocket; `ours`: it is of the relay's own user or
+        root. What the session holds counts in the shares of `user`.
         """
         number = self.number()
-        session = Session(port, number, self._entropy(32), self.limits.aliases, remote, ours, user)
+        session = Session(
+            port, number, self._entropy(32), self.limits.aliases, remote, web, ours, user
+        )
         self.rates.new_session(session, self.now_us)
         self.sessions[number] = self.neighbors[number] = session
         return session

@@ -8,6 +8,7 @@ from typing import Final
 from msgspec import UNSET
 from msgspec.structs import replace
 
+from iris.core.heartbeat import ClockSamples
 from iris.wire.frames import MemberInfo, Membership, Serving
 from iris.wire.kinds import MEMBER_MINOR, METHODS_MINOR, Kind
 from relay.core.buckets import Bucket
@@ -25,7 +26,7 @@ Granted = tuple[str, str, bytes]
 
 
 class Session(Neighbor):
-    """A process on this host, or over TLS (`remote`) on another."""
+    """A process on this host, or (`remote`) over TLS on another, or (`web`, too) over WebSocket."""
 
     __slots__ = (
         "challenge",
@@ -43,20 +44,25 @@ class Session(Neighbor):
         "proven",
         "rate",
         "remote",
+        "samples",
         "session_id",
         "settling",
         "subscriptions",
         "takes_descriptors",
         "topic_nodes",
         "watches",
+        "web",
     )
 
     def __init__(
-        self, port: Port, number: int, challenge: bytes, max_aliases: int, remote: bool, ours: bool, user: str
+        self, port: Port, number: int, challenge: bytes, max_aliases: int, remote: bool, web: bool, ours: bool, user: str
     ) -> None:  # fmt: skip
         super().__init__(port, number, max_aliases)
         self.user = user
         self.remote = remote
+        self.web = web
+        self.samples: ClockSamples | None = None
+        """Over WebSocket: samples of its clock, in place of heartbeats."""
         self.ours = ours
         """A process of the relay's own user or of root, which may be a store."""
         self.session_id = number.to_bytes(8, "little")

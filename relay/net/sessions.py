@@ -40,6 +40,10 @@ FIRST_LIMIT_BYTES = 64 << 10
 """Longest frame until a session has proven a key."""
 ACCEPTS = 64
 SWEEP_S = 0.5
+INTERNAL = "internal error"
+"""Reason for which a connection is cut after a bug."""
+WEB_USER = "web"
+"""User of sessions over WebSocket that showed no ticket."""
 _CREDENTIALS = struct.Struct("3i")
 """struct ucred: pid, uid, gid."""
 ChannelOf = Callable[[ssl.SSLContext], bytes]
@@ -223,15 +227,19 @@ class SessionPort(ConnectionPort):
     """The connection of one session. Implements `relay.core.ports.Port`."""
 
     def __init__(
-        self, hub: SessionHub, peer: Peer, *, accepted: bool = False, channel_of: ChannelOf | None = None
+        self, hub: SessionHub, peer: Peer, *, accepted: bool = False, channel_of: ChannelOf | None = None,
+        web: bool = False,
     ) -> None:  # fmt: skip
         """Serve `peer`.
 
-        With `channel_of` the session is of another host, and its user is unknown until it is admitted.
+        With `channel_of` the session is of another host, and its user is unknown until it is admitted. With `web` it
+        is a session over WebSocket.
         """
         super().__init__(hub.driver, hub.config)
-        self._trusted = peer.trusted and channel_of is None
-        self.user = peer.user if channel_of is None else ""
+        self._web = web
+        self._remote = web or channel_of is not None
+        self._trusted = peer.trusted and not self._remote
+        self.user = "" if self._remote else peer.user
         self._hub = hub
         self._channel_of = channel_of
         """Set only for a session of another host."""
@@ -252,19 +260,21 @@ class SessionPort(ConnectionPort):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         self._writer = Writer(self._transport)
-        channel_of = self._channel_of
-        remote = channel_of is not None
         self.session = self._router.session_up(
-            self, remote=remote, ours=self._trusted, user=self.user
+            self, remote=self._remote, web=self._web, ours=self._trusted, user=self.user
         )
         self.session.takes_descriptors = self._local
         self._hub.ports.add(self)
         self._hub.attaching -= self.attaching
         self.attaching = False
-        if channel_of is not None:
+        if self._remote:
             name = transport.get_extra_info("peername")
             self.session.address = show(*name[:2]) if name else ""
-            self._admit(transport.get_extra_info("ssl_object"), channel_of)
+        if self._channel_of is not None:
+            self._admit(transport.get_extra_info("ssl_object"), self._channel_of)
+        elif self._web:
+            self._hub.users.take(WEB_USER)
+            self.user = self.session.user = WEB_USER
         if self._hub.over:
             self.abort("the relay stops")
 
@@ -305,7 +315,7 @@ class SessionPort(ConnectionPort):
             self._protocol_error(err)
         except Exception:  # an internal error must cost this session only
             log.exception("session.fault", extra={"fields": {"session": self.session.number}})
-            self.abort("internal error")
+            self.abort(INTERNAL)
         finally:
             self._driver.settle()
         if self.session.greeted:

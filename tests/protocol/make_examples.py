@@ -51,7 +51,7 @@ from iris.wire.codec import (
     metadata_prefix,
 )
 from iris.wire.frames import Control, Serving
-from iris.wire.kinds import FLAG_REFUSED, OTHER_KEYS, Cause, Kind, Refusal
+from iris.wire.kinds import CLOCK_PING, FLAG_REFUSED, OTHER_KEYS, Cause, Kind, Refusal
 from iris.wire.orders import KEEP, Definition, Order, SignedOrder, decode_order
 
 DOCUMENT: Final = Path(__file__).parents[2] / "docs" / "protocol.md"
@@ -123,6 +123,8 @@ CONTROLS: Final[dict[str, Control]] = {
     "drain": frames.Drain(10_000),
     "ping": frames.Ping(9),
     "pong": frames.Pong(9),
+    "ping-clock": frames.Ping(CLOCK_PING, 7_200_000_000),
+    "pong-clock": frames.Pong(CLOCK_PING, 1_500_001),
     "settle": frames.Settle(10),
     "topic": frames.Topic(11, TOPIC, KEY.key_id, True),
     "audience": frames.Audience(

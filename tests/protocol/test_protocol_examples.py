@@ -144,9 +144,9 @@ def test_the_table_of_a_control_frame_has_exactly_its_fields(kind: Kind) -> None
         assert required == (default == ""), f"{name}: default {default!r}"
 
 
-def test_ping_and_pong_carry_an_id() -> None:
+def test_ping_and_pong_carry_an_id_and_a_clock() -> None:
     assert "#### PING `0x17` both ways, PONG `0x18` both ways" in TEXT
-    assert set(_table("PING `0x17`")) == {"id"}
+    assert set(_table("PING `0x17`")) == {"id", "mono_us"}
 
 
 def test_the_table_of_data_frames_names_every_kind() -> None:
@@ -521,6 +521,7 @@ LIMITS: Final = {
     "message, least and most": (codec.MIN_MESSAGE_LIMIT, codec.MAX_MESSAGE_LIMIT),
     "frame, beyond its message": codec.FRAME_OVERHEAD,
     "frame before the session's first proof": sessions.FIRST_LIMIT_BYTES,
+    "WebSocket message before HELLO is accepted": sessions.FIRST_LIMIT_BYTES + codec.LENGTH_BYTES,
     "control frame's map": codec.MAX_CONTROL_BYTES,
     "control frame with a relay's list (MEMBERSHIP, ROSTER, DONE, REPORT)": codec.MAX_REPORT_BYTES,
     "headers of a message": bundle.MAX_HEADERS_BYTES,

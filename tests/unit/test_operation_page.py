@@ -22,7 +22,12 @@ NOT_SETTINGS = ("config_file", "network_keys")
 """Fields of RelayConfig that no setting sets: the file itself, and what key files hold."""
 NOT_FOR_SETTINGS = {"--check", "--config", "--help", "--settings"}
 """Flags that set nothing."""
-OTHER_FLAGS = {"socket_path": "--socket", "socket_group": "--group", "mdns": "--no-mdns"}
+OTHER_FLAGS = {
+    "socket_path": "--socket",
+    "socket_group": "--group",
+    "mdns": "--no-mdns",
+    "origins": "--origin",
+}
 
 
 def section(heading: str) -> str:

@@ -67,6 +67,7 @@ def test_the_file_for_deployments_is_whole() -> None:
         + extras["metrics"]
         + extras["otel"]
         + extras["web"]
+        + extras["wss"]
     )
     named = {plain(re.split(r"[<>=;\[ ]", row)[0]) for row in rows}
     deployed = locked(ROOT / "requirements" / "deploy.txt")

@@ -1,0 +1,229 @@
+"""Accepts sessions over WebSocket: ws:// on loopback, for a proxy that has TLS, and wss:// with a web certificate.
+
+A connection is a stranger's until its session has greeted. At most `MAX_HALF_OPEN` connections are, and at most a
+quarter of `max_sessions`, each for at most `hello_timeout_s` before and after the upgrade; when one more arrives, the
+oldest is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import logging
+import socket
+import ssl
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from iris.errors import ConfigError
+from relay.config import RelayConfig, parse_web_listen
+from relay.logs import Quiet
+from relay.net.accepting import Acceptor
+from relay.net.addresses import listen_at, show
+from relay.net.sessions import SessionHub
+from relay.net.tls import refusal
+
+if TYPE_CHECKING:
+    from relay.net.websession import WebConnection
+
+log = logging.getLogger(__name__)
+
+HANDSHAKE_S: Final = 5.0
+MAX_HALF_OPEN: Final = 1024
+ACCEPTS: Final = 1
+ACCEPT_PAUSE_S: Final = 0.001
+UNSENT_BYTES: Final = 256 << 10
+"""Send buffer of a session in the kernel, which else may grow to 4 MiB: what waits there cannot be dropped."""
+CLOSING_S: Final = 0.5
+"""How long a stopping relay waits for browsers to answer its close frames."""
+
+
+def check_installed() -> None:
+    """Raise ConfigError if the packages of the extra [wss] are missing."""
+    try:
+        found = all(map(importlib.util.find_spec, ("websockets", "jwt")))
+    except ValueError:  # a name that is in sys.modules without a module
+        found = False
+    if not found:
+        raise ConfigError(
+            "listen: sessions over WebSocket need websockets and PyJWT: pip install 'iris-messaging[wss]'"
+        )
+
+
+class WebListener:
+    """The listeners for sessions over WebSocket, and their connections."""
+
+    def __init__(self, hub: SessionHub, config: RelayConfig) -> None:
+        """Read the certificate. Raises ConfigError: it cannot be used, or a package is missing."""
+        check_installed()
+        from relay.net.websession import WebConnection
+
+        self._connection: Callable[..., WebConnection] = WebConnection
+        self._hub = hub
+        self._origins: Sequence[str] = config.origins
+        self._tls = web_context(config)
+        self.addresses: list[str] = []
+        """URLs at which sessions are accepted."""
+        self.refusals: dict[str, int] = {}
+        self._listeners: dict[socket.socket, str] = {}
+        """Listener -> scheme."""
+        self._acceptors: list[Acceptor] = []
+        self._half_open: dict[WebConnection, asyncio.Task[None]] = {}
+        """Connections whose session has not greeted, the oldest first -> the task that attaches them."""
+        self._connections: set[WebConnection] = set()
+        self._quiet = Quiet()
+
+    @property
+    def half_open_limit(self) -> int:
+        """Most connections whose session has not greeted."""
+        return max(1, min(MAX_HALF_OPEN, self._hub.config.max_sessions // 4))
+
+    def listen(self, texts: Sequence[str]) -> None:
+        """Bind at every ws:// or wss:// URL; call `accept` later. Raises ConfigError, and then leaves nothing bound."""
+        with contextlib.ExitStack() as undo:
+            for text in texts:
+                scheme, host, port = parse_web_listen(text)
+                try:
+                    listener = undo.enter_context(listen_at("listen", host, port))
+                except OSError as err:
+                    raise ConfigError(
+                        f"listen: cannot accept sessions at {text}: {err.strerror}"
+                    ) from err
+                self._listeners[listener] = scheme
+                self.addresses.append(f"{scheme}://{show(*listener.getsockname()[:2])}")
+            undo.pop_all()
+        log.info("web.listening", extra={"fields": {"addresses": self.addresses}})
+
+    def accept(self) -> None:
+        """Start to accept, beginning with connections that arrived since `listen`."""
+        for scheme in sorted(set(self._listeners.values())):
+            acceptor = Acceptor(
+                self._accepted_tls if scheme == "wss" else self._accepted, self._starved,
+                per_turn=ACCEPTS, pause_s=ACCEPT_PAUSE_S,
+            )  # fmt: skip
+            acceptor.listen([each for each, used in self._listeners.items() if used == scheme])
+            self._acceptors.append(acceptor)
+
+    def stop_listening(self) -> None:
+        """Stop accepting, and close connections whose session has not greeted. Idempotent."""
+        for acceptor in self._acceptors:
+            acceptor.stop()
+        for listener in self._listeners:
+            listener.close()
+        self._listeners.clear()
+        for connection in list(self._half_open):
+            self._drop(connection)
+
+    async def close(self) -> None:
+        """Close every connection, after a moment for the answers to close frames. Idempotent."""
+        self.stop_listening()
+        until_s = time.monotonic() + CLOSING_S
+        while self._connections and time.monotonic() < until_s:  # noqa: ASYNC110 - browsers close when they like
+            await asyncio.sleep(0.01)
+        for connection in list(self._connections):
+            connection.abort()
+        for acceptor in self._acceptors:
+            acceptor.cancel()
+            await acceptor.closed()
+        await asyncio.sleep(0)
+
+    def reload(self, config: RelayConfig) -> None:
+        """Use the origins of `config` for new connections, and read the certificate again.
+
+        A certificate that cannot be read is logged, and the old one stays.
+        """
+        self._origins = config.origins
+        if self._tls is None or config.wss_cert is None:
+            return
+        try:
+            self._tls.load_cert_chain(config.wss_cert, config.wss_key)
+        except (OSError, ssl.SSLError) as err:
+            fields = {"path": str(config.wss_cert), "error": str(err)}
+            log.error("web.certificate_unreadable", extra={"fields": fields})
+
+    def status(self) -> dict[str, object]:
+        """Return listeners, connections and refusals, ready for JSON."""
+        return {
+            "listening": list(self.addresses),
+            "connections": len(self._connections),
+            "half_open": len(self._half_open),
+            "refused": dict(self.refusals),
+        }
+
+    def _accepted(self, connection: socket.socket, address: Any) -> None:
+        self._attach(connection, address[0], {})
+
+    def _accepted_tls(self, connection: socket.socket, address: Any) -> None:
+        self._attach(
+            connection, address[0], {"ssl": self._tls, "ssl_handshake_timeout": HANDSHAKE_S}
+        )
+
+    def _attach(self, accepted: socket.socket, host: str, tls: dict[str, Any]) -> None:
+        accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        accepted.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNSENT_BYTES)
+        if len(self._half_open) >= self.half_open_limit:
+            oldest = next(iter(self._half_open))
+            self._refused(oldest.host, "too many half-open")
+            self._drop(oldest)
+        connection = self._connection(
+            self._hub, lambda: self._origins,
+            refused=lambda connection, reason: self._refused(connection.host, reason),
+            greeted=self._greeted, ended=self._ended,
+        )  # fmt: skip
+        connection.host = host
+        self._connections.add(connection)
+        acceptor = self._acceptors[0]
+        task = acceptor.attach(
+            accepted, lambda: connection, lambda err: self._not_attached(connection, err), **tls
+        )
+        self._half_open[connection] = task
+
+    def _drop(self, connection: WebConnection) -> None:
+        """Close a connection whose session has not greeted."""
+        task = self._half_open.pop(connection)
+        if connection.attached:
+            connection.drop()
+        else:
+            task.cancel()
+            self._connections.discard(connection)
+
+    def _not_attached(self, connection: WebConnection, err: OSError) -> None:
+        self._half_open.pop(connection, None)
+        self._connections.discard(connection)
+        self._refused(connection.host, refusal(err))
+
+    def _greeted(self, connection: WebConnection) -> None:
+        self._half_open.pop(connection, None)
+
+    def _ended(self, connection: WebConnection) -> None:
+        self._half_open.pop(connection, None)
+        self._connections.discard(connection)
+
+    def _starved(self, err: OSError) -> None:
+        self._refused("", f"not accepted: {err.strerror}")
+
+    def _refused(self, host: str, reason: str) -> None:
+        self.refusals[reason] = self.refusals.get(reason, 0) + 1
+        fields = {"address": host, "reason": reason}
+        self._quiet.warning(log, "web.refused", (reason, host), time.monotonic(), fields)
+
+
+def web_context(config: RelayConfig) -> ssl.SSLContext | None:
+    """Return the context for wss:// with the web certificate of `config`; None if it has none.
+
+    Raises ConfigError: the certificate or its key cannot be used.
+    """
+    if config.wss_cert is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["http/1.1"])
+    try:
+        context.load_cert_chain(config.wss_cert, config.wss_key)
+    except (OSError, ssl.SSLError) as err:
+        raise ConfigError(
+            f"wss_cert: cannot use the certificate {config.wss_cert} with the key {config.wss_key or config.wss_cert}: {err}"
+        ) from err
+    return context

@@ -1,0 +1,426 @@
+"""Sessions over WebSocket (docs/protocol.md, §18.1): the frames of a session in binary messages.
+
+    socket ── bytes ──► WebConnection ── payloads ──► WebSession (a SessionPort) ──► router
+           ◄── bytes ──               ◄── frames ──   through MessageTransport
+
+The library `websockets` parses and frames; nothing here knows the layout of a WebSocket frame. A connection belongs to
+a stranger until its session has greeted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, cast
+
+from websockets.frames import BINARY, CLOSE, CONT, PONG, TEXT, Frame
+from websockets.http11 import Request
+from websockets.protocol import OPEN
+from websockets.server import ServerProtocol
+from websockets.typing import Origin, Subprotocol
+
+from iris.errors import PeerProtocolError
+from iris.wire import frames
+from iris.wire.codec import FRAME_OVERHEAD, LENGTH_BYTES, encode_control
+from iris.wire.kinds import CLOCK_PING, WEB_MINOR
+from relay.net.sessions import FIRST_LIMIT_BYTES, INTERNAL, WEB_USER, Peer, SessionHub, SessionPort
+
+_LIBRARY: Final = logging.getLogger("relay.net.websession.library")
+_LIBRARY.setLevel(logging.WARNING)  # it logs every connection
+
+SUBPROTOCOL: Final = Subprotocol("iris.1")
+PING_S: Final = 20.0
+DEAD_S: Final = 60.0
+"""Seconds after the last pong at which a session ends. Browsers answer pings by themselves, in hidden tabs, too."""
+CLOSE_S: Final = 2.0
+"""Seconds that the peer has to close the connection after a close frame."""
+WRITE_BYTES: Final = 64 << 10
+"""Bytes that may wait in the connection of one browser before its frames are queued, counted and dropped for."""
+MAX_REASON_BYTES: Final = 123
+_HEADER_BYTES: Final = 14
+"""Longest header of a WebSocket frame (RFC 6455, section 5.2)."""
+
+NORMAL: Final = 1000
+GOING_AWAY: Final = 1001
+TEXT_FRAME: Final = 1003
+TOO_LONG: Final = 1009
+INTERNAL_ERROR: Final = 1011
+TRY_LATER: Final = 1013
+BROKE_A_RULE: Final = 4000
+SILENT: Final = 4001
+DOES_NOT_READ: Final = 4002
+
+
+class WebConnection(asyncio.Protocol):
+    """One TCP or TLS connection of a browser, from its first byte to its end.
+
+    `refused` is called with a reason of few different texts, for counting. `greeted` is called when the session has
+    greeted, `ended` when the connection has ended; each at most once.
+    """
+
+    def __init__(
+        self, hub: SessionHub, origins: Callable[[], Sequence[str]], *,
+        refused: Callable[[WebConnection, str], None], greeted: Callable[[WebConnection], None],
+        ended: Callable[[WebConnection], None],
+    ) -> None:  # fmt: skip
+        self.host = ""
+        """Address of the peer, for logs."""
+        self.port: WebSession | None = None
+        """Its session, once the upgrade was accepted."""
+        self._open_port: WebSession | None = None
+        self.origin: str | None = None
+        """The Origin header of the upgrade; None: the peer is not a browser."""
+        self._hub = hub
+        self._refused = refused
+        self._greeted: Callable[[WebConnection], None] | None = greeted
+        self._ended = ended
+        limit = hub.router.message_limit + FRAME_OVERHEAD + LENGTH_BYTES
+        allowed: list[Origin | None] = [None, *map(Origin, origins())]
+        self._protocol = ServerProtocol(
+            origins=allowed, extensions=[], subprotocols=[SUBPROTOCOL], max_size=limit, logger=_LIBRARY
+        )  # fmt: skip
+        self._transport: asyncio.Transport | None = None
+        self._unparsed_bytes = 0
+        """Bytes received since the last event."""
+        self.message_since_s = 0.0
+        """When the fragmented message began that has not ended; 0: there is none."""
+        self._paused = False
+        self._over = False
+        """Whether this side has ended the connection, so that nothing of the peer counts any more."""
+        self._timer: asyncio.TimerHandle | None = None
+        self.pong_s = 0.0
+        """When the upgrade was accepted or the last pong came."""
+
+    # -- asyncio ---------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's have no common base class
+        timeout_s = self._hub.config.hello_timeout_s
+        self._timer = asyncio.get_running_loop().call_later(timeout_s, self._too_late)
+
+    def data_received(self, data: bytes) -> None:
+        protocol = self._protocol
+        self._unparsed_bytes += len(data)
+        protocol.receive_data(data)
+        if self._paused and protocol.state is OPEN:
+            protocol.data_to_send()  # pongs for a peer that sends pings and does not read
+        events = protocol.events_received()
+        if events:
+            self._unparsed_bytes = 0
+        for event in events:
+            if self._over:
+                break
+            if isinstance(event, Frame):
+                self._frame(event)
+            elif isinstance(event, Request):
+                self._upgrade(event)
+        if not self._over:
+            self._check()
+        self._write_out()
+
+    def eof_received(self) -> bool:
+        return False
+
+    def pause_writing(self) -> None:
+        self._paused = True
+        if self.port is not None:
+            self.port.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._paused = False
+        if self.port is not None:
+            self.port.resume_writing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        self._over = True
+        self._ended(self)
+        self._lose_port(exc)
+
+    # -- what is received ------------------------------------------------------------------------------------
+
+    def _upgrade(self, request: Request) -> None:
+        protocol = self._protocol
+        if not self._hub.has_room(WEB_USER):
+            self._refused(self, "too many sessions")
+            response = protocol.reject(http.HTTPStatus.SERVICE_UNAVAILABLE, "too many sessions\n")
+        else:
+            response = protocol.accept(request)
+        protocol.send_response(response)
+        self._stop_timer()
+        if response.status_code != http.HTTPStatus.SWITCHING_PROTOCOLS:
+            if response.status_code == http.HTTPStatus.FORBIDDEN:
+                self._refused(self, "origin not allowed")
+            elif response.status_code != http.HTTPStatus.SERVICE_UNAVAILABLE:
+                self._refused(self, "bad upgrade")
+            self._leave()
+            return
+        self.origin = protocol.origin
+        self.pong_s = time.monotonic()
+        self._write_out()  # before the session can write
+        assert self._transport is not None
+        self.port = self._open_port = WebSession(self._hub, self)
+        self.port.connection_made(MessageTransport(self, self._transport))
+
+    def _frame(self, frame: Frame) -> None:
+        if frame.opcode is BINARY or frame.opcode is CONT:
+            self._part(frame)
+        elif frame.opcode is TEXT:
+            self._refused(self, "text frame")
+            self.end(TEXT_FRAME, "messages must be binary")
+        elif frame.opcode is PONG:
+            self.pong_s = time.monotonic()
+        elif frame.opcode is CLOSE:
+            self._leave()  # the library has answered
+
+    def _part(self, frame: Frame) -> None:
+        """Pass on the payload of a message, or of a fragment of one."""
+        port = self.port
+        assert port is not None
+        if not port.session.greeted and len(frame.data) > FIRST_LIMIT_BYTES + LENGTH_BYTES:
+            self._too_long()
+            return
+        if not frame.fin and not self.message_since_s:
+            self.message_since_s = time.monotonic()
+        view = memoryview(frame.data)
+        while view and not self._over:
+            room = port.get_buffer(len(view))
+            size = min(len(view), len(room))
+            room[:size] = view[:size]
+            port.buffer_updated(size)
+            view = view[size:]
+        if frame.fin:
+            self.message_since_s = 0.0
+            port.message_ended()
+        if self._greeted is not None and port.session.greeted:
+            greeted, self._greeted = self._greeted, None
+            greeted(self)
+
+    def _check(self) -> None:
+        """End the connection if what it sent breaks WebSocket's rules or a limit."""
+        protocol = self._protocol
+        if protocol.parser_exc is not None:
+            sent = protocol.close_sent
+            self._refused(
+                self, "message too long" if sent and sent.code == TOO_LONG else "not WebSocket"
+            )
+            self._leave()
+        elif protocol.handshake_exc is not None and self.port is None:
+            self._refused(self, "bad upgrade")
+            self._leave()
+        elif self._unparsed_bytes > FIRST_LIMIT_BYTES + LENGTH_BYTES + _HEADER_BYTES and (
+            self.port is None or not self.port.session.greeted
+        ):
+            self._too_long()
+
+    def _too_long(self) -> None:
+        self._refused(self, "message too long")
+        text = f"before HELLO a message may have {FIRST_LIMIT_BYTES + LENGTH_BYTES} bytes"
+        self.end(TOO_LONG, text)
+
+    # -- what is sent ----------------------------------------------------------------------------------------
+
+    @property
+    def over(self) -> bool:
+        """Whether the connection has ended, or ends."""
+        return self._over
+
+    def send(self, data: bytes) -> None:
+        """Send `data`, which are whole frames, as one message."""
+        if not self._over and self._protocol.state is OPEN:
+            self._protocol.send_binary(data)
+            self._write_out()
+
+    def ping(self) -> None:
+        """Send a WebSocket ping."""
+        if not self._over and self._protocol.state is OPEN:
+            self._protocol.send_ping(b"")
+            self._write_out()
+
+    def end(self, code: int, reason: str) -> None:
+        """Close the connection with a close frame, or before the upgrade without one. Idempotent."""
+        if self._over:
+            return
+        if self._protocol.state is OPEN:
+            self._protocol.send_close(code, _cut(reason))
+            self._write_out()
+        self._leave()
+
+    def abort(self) -> None:
+        """Close the connection at once."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    @property
+    def attached(self) -> bool:
+        """Whether it has a transport, so that its TLS handshake is done."""
+        return self._transport is not None
+
+    def drop(self) -> None:
+        """Close the connection, because others need its place."""
+        self.end(TRY_LATER, "too many connections wait here; try again later")
+
+    def _leave(self) -> None:
+        """End the session now, and wait a little for the peer to close the connection, so that it can read why."""
+        self._over = True
+        self._stop_timer()
+        loop = asyncio.get_running_loop()
+        if self.port is not None:
+            self.port.cut()
+            loop.call_soon(self._lose_port)
+        self._write_out()
+        transport, protocol = self._transport, self._protocol
+        if transport is None or transport.is_closing():
+            return
+        if protocol.close_sent is None or protocol.close_rcvd is not None:
+            transport.close()
+        else:
+            self._timer = loop.call_later(CLOSE_S, transport.abort)
+
+    def _lose_port(self, exc: Exception | None = None) -> None:
+        port, self._open_port = self._open_port, None
+        if port is not None:
+            port.connection_lost(exc)
+
+    def _write_out(self) -> None:
+        data = self._protocol.data_to_send()
+        transport = self._transport
+        if not data or transport is None or transport.is_closing():
+            return
+        transport.writelines([each for each in data if each])
+        if data[-1] == b"" and self._over:
+            if self._protocol.close_rcvd is not None:
+                transport.close()
+            elif transport.can_write_eof():
+                transport.write_eof()
+
+    def _too_late(self) -> None:
+        self._timer = None
+        self._refused(self, "no upgrade in time")
+        self.end(NORMAL, "")
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+class MessageTransport(asyncio.Transport):
+    """What a `WebSession` writes to: each write becomes one binary message of its connection."""
+
+    def __init__(self, connection: WebConnection, transport: asyncio.Transport) -> None:
+        super().__init__()
+        self._connection = connection
+        self._socket = transport
+        self.closing: tuple[int, str] = (NORMAL, "")
+        """Code and reason with which `close` and `abort` close the connection."""
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return self._socket.get_extra_info(name, default) if name == "peername" else default
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self._connection.send(bytes(data))
+
+    def writelines(self, list_of_data: Iterable[bytes | bytearray | memoryview]) -> None:
+        self._connection.send(b"".join(list_of_data))
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        self._socket.set_write_buffer_limits(high, low)
+
+    def get_write_buffer_size(self) -> int:
+        return 0 if self._socket.is_closing() else self._socket.get_write_buffer_size()
+
+    def get_write_buffer_limits(self) -> tuple[int, int]:
+        return self._socket.get_write_buffer_limits()
+
+    def pause_reading(self) -> None:
+        if not self._socket.is_closing():
+            self._socket.pause_reading()
+
+    def resume_reading(self) -> None:
+        if not self._socket.is_closing():
+            self._socket.resume_reading()
+
+    def is_closing(self) -> bool:
+        return self._connection.over or self._socket.is_closing()
+
+    def close(self) -> None:
+        self._connection.end(*self.closing)
+
+    def abort(self) -> None:
+        self._connection.end(*self.closing)
+
+
+class WebSession(SessionPort):
+    """The session of one browser."""
+
+    high_water_bytes = WRITE_BYTES
+
+    def __init__(self, hub: SessionHub, connection: WebConnection) -> None:
+        super().__init__(hub, Peer(None), web=True)
+        self._connection = connection
+        self._ping_s = time.monotonic() + PING_S
+        """When the next ping is due."""
+
+    def message_ended(self) -> None:
+        """Check that the message held whole frames."""
+        if self._reader.held_bytes and not self._closed and not self._finishing:
+            self._protocol_error(PeerProtocolError("a message must hold whole frames"))
+            self._driver.settle()
+
+    def cut(self) -> None:
+        """Write nothing more: the connection has ended, and `connection_lost` follows."""
+        self._closed = True
+
+    def finish(self) -> None:
+        if self._router.draining:
+            self._close_with(GOING_AWAY, "the relay is stopping")
+        super().finish()
+
+    def abort(self, reason: str) -> None:
+        if not self._closed:
+            going = self._router.draining or self._hub.over
+            code = INTERNAL_ERROR if reason == INTERNAL else DOES_NOT_READ
+            self._close_with(GOING_AWAY if going else code, reason)
+        super().abort(reason)
+
+    def check_deadline(self, now_s: float) -> None:
+        if self._closed:
+            return
+        connection = self._connection
+        if now_s - connection.pong_s > DEAD_S:
+            self._close_with(SILENT, f"no pong was received for {DEAD_S:g} s")
+            super().abort("it did not answer pings")
+            return
+        since_s, limit_s = connection.message_since_s, self._hub.config.frame_timeout_s
+        if since_s and now_s - since_s > limit_s and not self._reading_paused:
+            self._protocol_error(
+                PeerProtocolError(f"the rest of a message was not received within {limit_s:g} s")
+            )
+            self._driver.settle()
+            return
+        if now_s >= self._ping_s and self.session.greeted and not self._finishing:
+            self._ping_s = now_s + PING_S
+            connection.ping()
+            if self.session.minor >= WEB_MINOR:  # a sample of its clock
+                self._driver.turn()
+                self.control(encode_control(frames.Ping(CLOCK_PING, self._router.now_us)))
+                self._driver.settle()
+        super().check_deadline(now_s)
+
+    def _protocol_error(self, err: PeerProtocolError) -> None:
+        self._close_with(BROKE_A_RULE, str(err))
+        super()._protocol_error(err)
+
+    def _close_with(self, code: int, reason: str) -> None:
+        transport = self._transport
+        if isinstance(transport, MessageTransport):
+            transport.closing = (code, reason)
+
+
+def _cut(reason: str) -> str:
+    """Return as much of a reason as fits in a close frame."""
+    return reason.encode()[:MAX_REASON_BYTES].decode(errors="ignore")
