@@ -1,5 +1,6 @@
-"""Fails a store of a bucket at every request of a takeover and of a move, N rounds: the tests of its unit tests that are
-marked `slow`, and those that `make test` runs.
+"""Fails a store of a bucket at every request of a takeover and of a move, N rounds.
+
+It runs the unit tests of that: those that are marked `slow`, and those that `make test` runs.
 """
 
 from __future__ import annotations
