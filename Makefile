@@ -1,6 +1,6 @@
 # Needs python3 (3.11 or newer) and make. Everything else is installed into .venv, at the versions of constraints.txt
 # and only if its hash is in requirements/.
-#   make demo | federation-demo | spark-demo [ROWS=…] | test | lint | docs | clean
+#   make demo | federation-demo | spark-demo [ROWS=…] | test | lint | js | docs | clean
 #   make bench [QUICK=1] | bench-full | bench-floor | bench-streams [QUICK=1] | bench-bucket [QUICK=1]
 #   make bench-spark [QUICK=1] | bench-federation [QUICK=1] | proof AREA=… N=… | lock | dist [AUDIT=off]
 # The tests of Spark and its demo need Java 17 or newer, which is installed where we may: tests/spark/java.
@@ -17,6 +17,8 @@ STAMP := $(VENV)/.installed
 SPARK_STAMP := $(VENV)/.installed-spark
 EXAMPLES_STAMP := $(VENV)/.installed-examples
 DOCS_STAMP := $(VENV)/.installed-docs
+JS := clients/js
+JS_STAMP := $(JS)/node_modules/.installed
 BENCH_VENV := .venv-bench
 BENCH_STAMP := $(BENCH_VENV)/.installed
 DIST_VENV := .venv-dist
@@ -25,7 +27,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-war
 # Installs only locked files. The build tools are locked too.
 LOCKED := $(PIP) --require-hashes --use-pep517 --no-build-isolation
 
-.PHONY: demo federation-demo spark-demo test lint types unit docs bench bench-full bench-floor bench-streams bench-bucket bench-spark bench-federation proof lock dist clean
+.PHONY: demo federation-demo spark-demo test lint types unit js docs bench bench-full bench-floor bench-streams bench-bucket bench-spark bench-federation proof lock dist clean
 
 demo: $(STAMP)
 	@$(BIN)/iris demo
@@ -43,15 +45,20 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: $(DOCS_STAMP)
+types: $(DOCS_STAMP) $(JS_STAMP)
 	$(BIN)/mypy
 	$(BIN)/mypy docs/site
 	$(BIN)/mypy --explicit-package-bases examples tests/typing
 	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(JS)/node node_modules/typescript/bin/tsc --noEmit
 
-unit: $(DOCS_STAMP)
+unit: $(DOCS_STAMP) $(JS_STAMP)
 	@tests/spark/java install
 	PYTHONASYNCIODEBUG=1 tests/run $(BIN)/pytest
+
+# The JavaScript client: clients/js/dist/iris.js, and its types.
+js: $(JS_STAMP)
+	@$(JS)/node build.js
 
 # The site of the documentation, in build/docs/site. Every link in it is checked; other hosts are not asked.
 docs: $(DOCS_STAMP)
@@ -115,6 +122,11 @@ $(DOCS_STAMP): $(SPARK_STAMP) requirements/docs.txt
 	@$(LOCKED) -r requirements/docs.txt
 	@touch $@
 
+# Node and npm are in .venv. Only what package-lock.json names is installed, if its hash is there; no script of it runs.
+$(JS_STAMP): $(STAMP) $(addprefix $(JS)/,package.json package-lock.json .npmrc)
+	@$(JS)/node npm ci --loglevel=error
+	@touch $@
+
 $(DIST_STAMP): requirements/build.txt requirements/dist.txt
 	@$(PYTHON) -m venv $(DIST_VENV)
 	@$(DIST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/build.txt -r requirements/dist.txt
@@ -135,5 +147,5 @@ lock:
 	@$(PYTHON) requirements/lock.py
 
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) $(DIST_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(BENCH_VENV) $(DIST_VENV) $(JS)/node_modules $(JS)/dist build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find iris relay tests bench examples -name __pycache__ -type d -prune -exec rm -rf {} +
