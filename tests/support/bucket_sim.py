@@ -259,5 +259,5 @@ async def life(directory: Path, seed: int) -> tuple[list[bytes], list[bytes]]:
 
 
 def run(work: Coroutine[Any, Any, Any]) -> Any:
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+    with asyncio.Runner(debug=False, loop_factory=VirtualLoop) as runner:
         return runner.run(asyncio.wait_for(work, PATIENCE_S))

@@ -508,7 +508,7 @@ async def two_are_gone(objects: Scripted, directory: Path) -> None:
     await killed_with(objects, directory / "second", 2, OTHER)
 
 
-@pytest.mark.parametrize("fails", points(range(0, 60, 2), 4))
+@pytest.mark.parametrize("fails", points(range(0, 60, 2), 2))
 def test_a_takeover_that_failed_half_way_is_repeated_as_the_same(
     tmp_path: Path, fails: int
 ) -> None:
@@ -539,7 +539,7 @@ def test_a_takeover_that_failed_half_way_is_repeated_as_the_same(
     run(main())
 
 
-@pytest.mark.parametrize("steps_done", points(range(0, 120, 4), 4))
+@pytest.mark.parametrize("steps_done", points(range(0, 120, 4), 2))
 def test_a_store_that_is_killed_while_it_takes_over_holds_it_after_its_restart(
     tmp_path: Path, steps_done: int
 ) -> None:
@@ -747,7 +747,7 @@ def test_a_store_that_wakes_up_an_hour_later_acknowledges_nothing_and_says_so(
         taker.close()
 
     caplog.set_level(logging.ERROR)
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+    with asyncio.Runner(debug=False, loop_factory=VirtualLoop) as runner:
         runner.run(main())
     assert "store.journal_lost" in {record.message for record in caplog.records}
 

@@ -86,7 +86,7 @@ REQUESTS = 40
 
 @pytest.mark.parametrize("disk", ["kept", "lost"])
 @pytest.mark.parametrize("dies", ["old", "new"])
-@pytest.mark.parametrize("at", points(range(1, REQUESTS), 13))
+@pytest.mark.parametrize("at", points(range(1, REQUESTS), 6))
 def test_a_store_that_dies_during_a_move_and_starts_again_leaves_one_whole_stream(
     tmp_path: Path, dies: str, at: int, disk: str
 ) -> None:
@@ -107,7 +107,7 @@ def test_a_store_that_dies_during_a_move_and_starts_again_leaves_one_whole_strea
 
 
 @pytest.mark.parametrize("dies", ["old", "new", "both"])
-@pytest.mark.parametrize("at", points(range(1, REQUESTS), 10))
+@pytest.mark.parametrize("at", points(range(1, REQUESTS), 6))
 def test_a_store_that_dies_or_sleeps_during_a_move_is_succeeded_and_the_stream_is_whole(
     tmp_path: Path, dies: str, at: int
 ) -> None:
