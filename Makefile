@@ -39,17 +39,19 @@ spark-demo: $(EXAMPLES_STAMP)
 	@tests/spark/java install
 	@JAVA_HOME=`tests/spark/java find` $(BIN)/python examples/spark/flights.py --out build/spark-demo $(if $(ROWS),--rows $(ROWS))
 
-test: lint types unit
+# Types are checked while the tests wait.
+test: lint
+	@$(MAKE) --no-print-directory -j2 -O types unit
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
 types: $(DOCS_STAMP) $(JS_STAMP)
-	$(BIN)/mypy
-	$(BIN)/mypy docs/site
-	$(BIN)/mypy --explicit-package-bases examples tests/typing
-	$(BIN)/pyright --pythonpath $(BIN)/python
+	nice $(BIN)/mypy
+	nice $(BIN)/mypy docs/site
+	nice $(BIN)/mypy --explicit-package-bases examples tests/typing
+	nice $(BIN)/pyright --pythonpath $(BIN)/python
 	$(JS)/node node_modules/typescript/bin/tsc --noEmit
 
 unit: $(DOCS_STAMP) $(JS_STAMP)
