@@ -27,6 +27,8 @@ MAX_ERROR_S: Final = 1.0
 """A clock that is further off may be wrong in ways that people notice."""
 FAR_S: Final = 60.0
 """Clocks that differ by more are a tenth of the way to `freshness_s`, after which messages are refused."""
+LATE_S: Final = 60.0
+"""A copy in a bucket that is further behind does not follow: the bucket is away or too slow."""
 SHOWN: Final = 5
 """How many names a line shows."""
 SKIPPABLE: Final = ("links", "sites", "store", "keys", "clock")
@@ -60,7 +62,8 @@ def check(
       relay   it answers, and is not stopping
       links   every known relay is linked
       sites   every site in peer_site is connected
-      store   it runs and can serve, and its disk has space
+      store   it runs and can serve, its disk has space, and its copies in a
+              bucket follow
       keys    no program or link uses only a key that is to be retired
       clock   a time service keeps the clock, if there are other hosts
 
@@ -174,13 +177,26 @@ def _store(
     if store["pid"] is None:
         return "critical", f"not running; it was started {plural(store['starts'], 'time')}"
     space = free(store["data"])
+    late = _late(store.get("copies"))
+    state: State = "warning" if late else "ok"
+    late = f"; {late}" if late else ""
     if space is None:
-        return "ok", "running; its disk cannot be seen by this user"
+        return state, f"running; its disk cannot be seen by this user{late}"
     left, whole = space
-    text = f"{left / 1e9:.1f} GB ({left / max(1, whole):.0%}) free on the disk of {store['data']}"
+    text = f"{left / 1e9:.1f} GB ({left / max(1, whole):.0%}) free on the disk of {store['data']}{late}"
     if left < LOW_BYTES:
         return "critical", text
-    return ("warning" if left < LOW_SHARE * whole else "ok"), f"running; {text}"
+    return ("warning" if left < LOW_SHARE * whole else state), f"running; {text}"
+
+
+def _late(copies: dict[str, Any] | None) -> str:
+    """Return how far the copies of streams in a bucket are behind; empty if they follow."""
+    if copies is None or not (copies["streams"] or copies["s"] > LATE_S):
+        return ""
+    text = f"copies in the bucket are {copies['bytes']:,} bytes and {copies['s']:.0f} s behind"
+    if not copies["streams"]:
+        return text
+    return f"{text}, and {plural(copies['streams'], 'stream')} must be copied once more"
 
 
 def _free(directory: str) -> tuple[int, int] | None:

@@ -60,9 +60,12 @@ def test_a_site_that_is_not_connected_is_named() -> None:
         ({}, (1 << 20, 1 << 40), "critical"),
         ({"pid": None}, (10**12, 10**12), "critical"),
         ({"cannot_serve": "disk write failed"}, (10**12, 10**12), "critical"),
+        ({"copies": {"bytes": 9, "s": 0.2, "streams": 0}}, (10**12, 10**12), "ok"),
+        ({"copies": {"bytes": 9, "s": 90.0, "streams": 0}}, (10**12, 10**12), "warning"),
+        ({"copies": {"bytes": 9, "s": 1.0, "streams": 2}}, None, "warning"),
     ],
 )
-def test_a_store_must_run_serve_and_have_space(
+def test_a_store_must_run_serve_have_space_and_copies_that_follow(
     store: dict[str, Any], space: tuple[int, int] | None, state: str
 ) -> None:
     there = {"data": "/d", "pid": 7, "starts": 1, "cannot_serve": "", **store}
