@@ -34,6 +34,7 @@ from iris.streams.definitions import (
     promoted,
     redefine,
 )
+from iris.streams.forcing import force_stream
 from iris.streams.listing import StreamInfo, list_consumers, list_streams, stream_info
 from iris.streams.messages import OF_A_MESSAGE, make_extras
 from iris.streams.mirroring import Mirror
@@ -237,7 +238,7 @@ class Streams:
         return sorted(changed, key=lambda info: (info.name, info.uuid))
 
     async def move(
-        self, name: str, *, to: str, uuid: str = "", timeout: float = 60.0
+        self, name: str, *, to: str, force: bool = False, uuid: str = "", timeout: float = 60.0
     ) -> StreamInfo:
         """Move a stream that is in a bucket to another store of the bucket; return it as that store describes it.
 
@@ -245,11 +246,20 @@ class Streams:
         by themselves; while the new store reads the stream from the bucket, they wait. If `timeout` seconds pass, the
         move may still take place: look at `StreamInfo.store`.
 
+        With `force`, make a stream with durability "disk", whose store is gone, again of its copy in the bucket. It has
+        another uuid, and a gap of unknown count where the copy ends: messages that the copy did not have yet are lost,
+        and readers may have seen them. What was appended in between is stored again if it is repeated. If an order
+        fails half way, repeat it.
+
         Raises:
             ConfigError: `to` names no store that can take the stream; the text lists those that can.
-            StreamError: the stream is not in a bucket, or a store refused.
+            StreamError: the stream is not in a bucket, or a store refused. With `force`: the stream's store can be
+                reached, or the bucket has no copy under your keys (NoStream), or several (AmbiguousStream: name the
+                uuid).
         """
         check_address(name)
+        if force:
+            return await force_stream(self._stores, name, to, uuid, timeout)
         return await move_stream(self._stores, name, to, uuid, timeout)
 
     # -- writing ---------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from iris.errors import ConfigError, NoStream, RequestError, StreamError, Stream
 from iris.streams.definitions import CHANGE_TRIES, check_not_dead_letters
 from iris.streams.listing import StreamInfo, stream_info
 from iris.streams.signed_orders import orders_to_move
-from iris.streams.stores import RevisionTaken, Stores, VerifiedStream
+from iris.streams.stores import RevisionTaken, Stores
 from iris.wire.kinds import NO_KEY, STORES
 from iris.wire.streams import FindStore, Move, Moving, Settled, StoreInfo, Take
 
@@ -31,9 +31,13 @@ async def move_stream(stores: Stores, name: str, to: str, uuid: str, timeout: fl
         raise StreamError(
             name,
             f"it is on the disk of the store on {found.described.label} and cannot be moved; only a stream in a bucket "
-            "can (`iris stream create --durability bucket`)",
+            "can (`iris stream create --durability bucket`). If that store is gone, its copy in a bucket can be served "
+            "(`iris stream move --force`)",
         )
-    target = _chosen(to, await _group(stores, found, until_s), found)
+    there = [
+        one for one in await with_buckets(stores, name, until_s) if one.group == found.order.store
+    ]
+    target = chosen(to, there, found.described.holder)
     log, address = found.order.uuid.hex(), public_id(target.key).hex()
     for _ in range(CHANGE_TRIES):
         call = Move(orders_to_move(found, stores.runtime.keyring, target.key))
@@ -74,9 +78,8 @@ async def move_stream(stores: Stores, name: str, to: str, uuid: str, timeout: fl
         await asyncio.sleep(LOOK_S)
 
 
-async def _group(stores: Stores, found: VerifiedStream, until_s: float) -> list[StoreInfo]:
-    """Return the stores that share the stream's bucket and answer now."""
-    name = found.name
+async def with_buckets(stores: Stores, name: str, until_s: float) -> list[StoreInfo]:
+    """Return the stores that have a bucket and answer now."""
     there: list[StoreInfo] = []
     holders = await stores.holders(STORES, [NO_KEY], timeout=seconds_left(until_s))
     for address in sorted({holder.uuid for holder in holders}):
@@ -86,23 +89,27 @@ async def _group(stores: Stores, found: VerifiedStream, until_s: float) -> list[
             )
         except (StreamError, RequestError):
             continue  # it has just left
-        if info.group == found.order.store:
+        if info.group:
             there.append(info)
     return there
 
 
-def _chosen(to: str, there: list[StoreInfo], found: VerifiedStream) -> StoreInfo:
-    """Return the store that `to` names, by its host or by the beginning of its id. Raises ConfigError."""
-    others = [one for one in there if one.key != found.described.holder]
+def chosen(to: str, there: list[StoreInfo], holder: bytes = b"") -> StoreInfo:
+    """Return the store that `to` names, by its host or by the beginning of its id; not the one with the key `holder`.
+
+    Raises ConfigError.
+    """
+    others = [one for one in there if one.key != holder]
     listed = ", ".join(f"{public_id(one.key).hex()[:8]} on {one.label}" for one in others)
-    advice = f"name one of {listed}" if others else "no other store of its bucket is there now"
+    bucket = "the stream's bucket" if holder else "a bucket"
+    advice = f"name one of {listed}" if others else f"no other store of {bucket} is there now"
     named = [one for one in there if one.label == to]
     if not named and len(to) >= 4:
         named = [one for one in there if public_id(one.key).hex().startswith(to.lower())]
     if len(named) > 1:
         raise ConfigError(f"to: {len(named)} stores of the bucket are called {to!r}; name the id: {advice}")  # fmt: skip
     if not named:
-        raise ConfigError(f"to: no store of the stream's bucket is called {to!r}; {advice}")
-    if named[0].key == found.described.holder:
+        raise ConfigError(f"to: no store of {bucket} is called {to!r}; {advice}")
+    if named[0].key == holder:
         raise ConfigError(f"to: the store {to!r} has the stream already; {advice}")
     return named[0]

@@ -10,8 +10,17 @@ from msgspec import structs
 from iris.crypto.keyring import Keyring
 from iris.crypto.keys import ClusterKey, public_id
 from iris.streams.stores import VerifiedStream
-from iris.wire.orders import END, KEEP, MOVE, ORDER_FRESH_US, Definition, Order, SignedOrder
-from iris.wire.streams import encode
+from iris.wire.orders import (
+    END,
+    KEEP,
+    MOVE,
+    ORDER_FRESH_US,
+    Definition,
+    Order,
+    SignedOrder,
+    decode_order,
+)
+from iris.wire.streams import NO_LOG, LostStream, encode
 
 
 def orders_to_create(
@@ -61,6 +70,40 @@ def orders_to_move(stream: VerifiedStream, keyring: Keyring, target: bytes) -> l
     return [
         _signed(key, structs.replace(order, store=target))
         for key, order in zip(_our_keys(stream, keyring).values(), orders, strict=True)
+    ]
+
+
+def orders_to_find_lost(name: str, keys: Iterable[ClusterKey], store: bytes) -> list[SignedOrder]:
+    """Return orders that ask the store with the public key `store` for copies of streams of this name."""
+    now_us, definition = time.time_ns() // 1000, Definition(name)
+    return [
+        _signed(key, Order(MOVE, NO_LOG, key.key_id, store, now_us, definition)) for key in keys
+    ]
+
+
+def orders_to_force(
+    lost: LostStream, order: Order, keyring: Keyring, target: bytes
+) -> list[SignedOrder]:
+    """Return orders that move a lost stream, which `order` defines, to the store with the public key `target`."""
+    now_us, definition = time.time_ns() // 1000, order.definition
+    revision = max(decode_order(signed.order).revision for signed in lost.orders) + 1
+    keys = {public_id(signed.public_key) for signed in lost.orders}
+    return [
+        _signed(
+            key,
+            Order(
+                MOVE,
+                lost.uuid,
+                key_id,
+                target,
+                now_us,
+                definition,
+                definition.order_version,
+                revision,
+            ),
+        )
+        for key_id in sorted(keys)
+        if (key := keyring.by_id(key_id)) is not None
     ]
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Annotated, Final
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, structs
 
 from iris.errors import ConfigError, DecodeError, InvalidName
 from iris.wire.frames import Id16
@@ -87,6 +87,14 @@ class Definition(Struct, frozen=True):
         """Version that an order with this definition must have, so that a store which does not support
         all of it refuses it."""
         return 2 if self.consuming_paused or self.dedup_window_us else 1
+
+    def made_again(self, uuid: bytes) -> Definition:
+        """Return the definition of a log that takes the place of the log `uuid`, which was lost. Hashes of keys and of
+        message ids stay the same."""
+        if self.origins:
+            return self
+        origin = Origin(uuid, self.name, self.topic, self.cluster)
+        return structs.replace(self, origins=(origin,))
 
     def key_uuid(self, uuid: bytes) -> bytes:
         """Return the uuid with which key hashes of the log `uuid` are made: for a copy, that of its first origin."""

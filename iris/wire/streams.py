@@ -11,7 +11,7 @@ import hashlib
 from typing import Annotated, Final
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from iris.errors import DecodeError
 from iris.wire.frames import Id16, Name, Text
@@ -204,6 +204,27 @@ class Take(Struct, frozen=True, tag_field="op", tag="take"):
     ticket: Annotated[bytes, Meta(max_length=MAX_TICKET_BYTES)]
 
 
+class FindLost(Struct, frozen=True, tag_field="op", tag="lost"):
+    """Request to a store for the copies in its bucket of streams of one name. Answered with LostStreams.
+
+    The orders have the action "move", the uuid `NO_LOG` and the store's key, and define no more than the name.
+    """
+
+    orders: Orders
+
+
+class Force(Struct, frozen=True, tag_field="op", tag="force"):
+    """Request to a store to make a stream of a copy in its bucket, because the store that had the stream is gone.
+    Answered with Described once the new stream is served, or if it was made before.
+
+    `orders` move the lost stream to the store, as in Move. `made` create the stream that takes its place, as in Create:
+    with the same definition, except that the lost log is an origin if it had none.
+    """
+
+    orders: Orders
+    made: Orders
+
+
 class Append(Struct, frozen=True, tag_field="op", tag="append"):
     """Records to append, sealed by `sender_id`. Answered with Appended once all of them are on disk."""
 
@@ -212,6 +233,9 @@ class Append(Struct, frozen=True, tag_field="op", tag="append"):
     producer: Id16 = NO_PRODUCER
     """Id of the producer. With NO_PRODUCER, the store cannot distinguish retries of these records from new ones."""
     epoch: U32 = 0
+    unanswered: Offset | UnsetType = UNSET
+    """When records are sent again: the lowest sequence of this epoch whose outcome the producer does not know. A log
+    that was made of a copy may not have the last ones that it does know."""
 
 
 class Stage(Struct, frozen=True, tag_field="op", tag="stage"):
@@ -389,6 +413,8 @@ class StoreInfo(Struct, frozen=True, tag_field="op", tag="store"):
     key: Key32
     label: ShortText = ""
     group: Annotated[bytes, Meta(max_length=32)] = b""
+    forces: bool = False
+    """Whether it accepts FindLost and Force."""
 
 
 class Door(Struct, frozen=True, tag_field="op", tag="door"):
@@ -455,6 +481,26 @@ class Described(Struct, frozen=True, tag_field="op", tag="described"):
     """For a stream on the disk of a store that copies it to a bucket; else None."""
     moved_bytes: Offset = 0
     """For a stream in a bucket: the part of `size_bytes` that is in segment objects alone, not on the store's disk."""
+
+
+class LostStream(Struct, frozen=True):
+    """A stream of which the bucket has a copy."""
+
+    uuid: Id16
+    orders: Annotated[list[SignedOrder], Meta(max_length=MAX_ORDERS)]
+    """Those in force when it was copied."""
+    store: Key32
+    """The public key of the store that has the stream, or had it."""
+    label: ShortText
+    """The host of that store."""
+    next: Offset
+    """Where the copy ends."""
+
+
+class LostStreams(Struct, frozen=True, tag_field="op", tag="lost"):
+    """Streams of the name asked for, whether or not their stores are gone."""
+
+    streams: Annotated[list[LostStream], Meta(max_length=MAX_LISTED)]
 
 
 class Moving(Struct, frozen=True, tag_field="op", tag="moving"):
@@ -631,6 +677,8 @@ Call = (
     | RedriveLetters
     | Move
     | Take
+    | FindLost
+    | Force
 )
 Answer = (
     StoreInfo
@@ -649,6 +697,7 @@ Answer = (
     | Consumers
     | Redriven
     | Moving
+    | LostStreams
     | Refused
 )
 

@@ -140,6 +140,13 @@ class Authority:
         self._check_act(charter, orders, now_us)
         return next(order.store for order, _ in orders.values())
 
+    def check_asked(self, orders: _Signed, now_us: int) -> None:
+        """Return if orders, which `read` has accepted, ask this store now, and not another or long ago."""
+        for order, _ in orders.values():
+            if order.store not in self._stores:
+                raise Refuse("order", "the order is for another store")
+            _check_fresh(order, now_us)
+
     def _check_act(self, charter: Charter, orders: _Signed, now_us: int) -> None:
         for key_id, (order, _) in orders.items():
             _check_revised(order)

@@ -30,6 +30,7 @@ from relay.store.errors import (
     RecordsUnreachable,
     Refuse,
 )
+from relay.store.forcing import Forced
 from relay.store.salvage import ORDERS
 from relay.store.session import IncomingCall
 from relay.store.staged_rows import StagingRefused
@@ -63,6 +64,7 @@ class Calls:
         self._clock = catalogue.clock
         self._touch = touch
         self._quiet = Quiet()
+        self.forced = Forced(catalogue, self._address, self._description)
         self.handlers: dict[type, Callable[[IncomingCall, Any], None]] = {
             streams.FindStore: self._on_find_store,
             streams.Knock: self._on_knock,
@@ -76,6 +78,8 @@ class Calls:
                 catalogue, incoming, self._stream(incoming), call
             ),
             streams.Take: partial(moving.take, catalogue, self._address),
+            streams.FindLost: self.forced.find,
+            streams.Force: self.forced.force,
             streams.Append: self._on_append,
             streams.Stage: self._on_stage,
             streams.Commit: self._on_commit,
@@ -141,7 +145,8 @@ class Calls:
     def _on_find_store(self, incoming: IncomingCall, call: streams.FindStore) -> None:
         shelf = self._catalogue.shelf
         group = shelf.public_key if shelf is not None and not shelf.away else b""
-        incoming.answer(streams.StoreInfo(self._key.public_key, self._label, group))
+        forces = self.forced.forcer is not None
+        incoming.answer(streams.StoreInfo(self._key.public_key, self._label, group, forces))
 
     def _on_knock(self, incoming: IncomingCall, call: streams.Knock) -> None:
         uuid, orders = self._addressed_log(incoming)
@@ -258,6 +263,8 @@ class Calls:
                 "no-stream",
                 f"this store has no stream {incoming.name!r} under key {incoming.key_id.hex()[:8]}",
             )
+        if stream.displaced and not _is_of_the_past(incoming.call):
+            raise Refuse("leaving", stream.displaced)
         incoming.gate = stream.replica
         return stream
 
@@ -432,6 +439,13 @@ class Calls:
         if dead.log.failed:
             raise Refuse("disk", dead.log.failed)
         incoming.answer(consumers.redrive(call, dead.log, self._clock.elapsed_us))
+
+
+def _is_of_the_past(call: streams.Call) -> bool:
+    """Return whether a call may be made to a stream whose place another one has taken: it is read once, or deleted."""
+    if isinstance(call, streams.Fetch):
+        return not call.wait_ms
+    return isinstance(call, streams.Knock | streams.Open | streams.Describe | streams.Find | streams.Delete)  # fmt: skip
 
 
 def _order_of_list(stream: Stream) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -17,6 +17,7 @@ from typing import Final
 import msgspec
 from msgspec import structs
 
+from iris.crypto.keys import public_id
 from iris.errors import DecodeError, IrisError
 from iris.wire import frames
 from iris.wire.frames import MAX_KEY_IDS
@@ -24,8 +25,10 @@ from iris.wire.kinds import Kind
 from iris.wire.names import plural
 from iris.wire.orders import DEAD, Definition
 from iris.wire.streams import dead_uuid
+from relay.store import displacing
 from relay.store.authority import NO_CHARTER, Authority, Charter, DefinitionFile
 from relay.store.bucket.replica import Replica, forget
+from relay.store.bucket.sealing import Forced
 from relay.store.bucket.shelf import Shelf
 from relay.store.clock import Clock
 from relay.store.cursor import Dead
@@ -33,7 +36,7 @@ from relay.store.database import write_beside
 from relay.store.ended import SUFFIX, Ended
 from relay.store.errors import LogError, LogWriteFailed, Refuse
 from relay.store.log import Log
-from relay.store.registration import Done, Registration
+from relay.store.registration import Done, Registration, log_refusal
 from relay.store.salvage import ORDERS, finish
 from relay.store.stream import Stream
 
@@ -168,6 +171,7 @@ class Catalogue:
                 log.error(
                     "store.stream_refused", extra={"fields": {"path": str(path), "error": str(err)}}
                 )
+        stream.displaced = displacing.read(str(path))
         self.streams[uuid] = stream
 
     def load_charter(self, stream: Stream, data: bytes) -> None:
@@ -219,6 +223,46 @@ class Catalogue:
             raise LogWriteFailed(dead_stream.path, "the log with this uuid is not for dead letters")
         dead_stream.append_dead_letters(stream, consumer, letters, self.clock.wall_us)
 
+    def check_forced(self, definition: Definition, key_ids: Collection[bytes], uuid: bytes) -> None:
+        """Return if a stream that is made of a copy can be served. Raises Refuse."""
+        self.check_arrival(definition.name, key_ids, 2)
+        self.check_keys(definition, set(key_ids))
+        dead = self.streams.get(dead_uuid(uuid))
+        if uuid in self.streams or uuid in self.ended or any(uuid == dead_uuid(u) for u in self.streams) or (dead is not None and not dead.dead):  # fmt: skip
+            raise Refuse("order", "the store has, or had, another log with this uuid; repeat the order with a new uuid")  # fmt: skip
+
+    def bring(self, uuid: bytes) -> Stream:
+        """Open a log that was made of a copy, and its dead letters. One that cannot be opened is quarantined."""
+        for one in (dead_uuid(uuid), uuid):
+            path = self.directory / one.hex()
+            if path.is_dir() and one not in self.streams:
+                self._load(path, one)
+        self.add_addresses(self.streams[uuid])
+        return self.streams[uuid]
+
+    def displace(self, entry: Forced) -> None:
+        """Serve a stream of the disk no more, if we have it: another one has taken its place. Its log is kept.
+
+        Idempotent. Raises LogWriteFailed.
+        """
+        stream = self.streams.get(entry.lost)
+        if stream is None or stream.dead or stream.replica is not None or stream.displaced:
+            return
+        stream.commit(self.clock.wall_us)
+        text = displacing.write(stream.path, entry)
+        self._note_moved(stream)
+        self.leave(stream)
+        self.remove_addresses(stream)
+        stream.displaced = text
+        for one in (stream, self.streams.get(dead_uuid(stream.uuid))):
+            if one is not None:
+                one.refuse_waiting(text)
+        self.add_addresses(stream)
+        fields = {"stream": stream.name, "uuid": stream.uuid.hex(), "by": entry.made.hex(), "store": public_id(entry.store).hex(), "host": entry.label}  # fmt: skip
+        log.error("store.stream_displaced", extra={"fields": fields})
+        if self.registration.session is not None:
+            self.serve(stream, log_refusal(stream.name))
+
     def check_keys(self, definition: Definition, key_ids: set[bytes]) -> None:
         """Raise Refuse if this stream, with all others of the same filter, has more keys than a
         frame to the relay can hold.
@@ -259,8 +303,7 @@ class Catalogue:
         stream.write_dead_letters = partial(self._write_dead_letters, stream)
         self.version += 1
         for key_id in stream.orders:
-            self.by_address[stream.uuid.hex(), key_id] = stream
-            self.by_address[stream.name, key_id] = stream
+            self._address(stream, key_id, displaced=bool(stream.displaced))
         dead = self.streams.get(dead_uuid(stream.uuid))
         if dead is not None:
             dead.charter = stream.charter
@@ -275,9 +318,14 @@ class Catalogue:
                 dedup_window_us=0,
             )
             dead.define(limits)
+            dead.displaced = stream.displaced
             for key_id in stream.orders:
-                self.by_address[dead.uuid.hex(), key_id] = dead
-                self.by_address[dead.name, key_id] = dead
+                self._address(dead, key_id, displaced=bool(stream.displaced))
+
+    def _address(self, stream: Stream, key_id: bytes, *, displaced: bool) -> None:
+        self.by_address[stream.uuid.hex(), key_id] = stream
+        if not displaced:  # else the name is that of another stream
+            self.by_address[stream.name, key_id] = stream
 
     def remove_addresses(self, stream: Stream) -> None:
         self.version += 1
@@ -296,6 +344,7 @@ class Catalogue:
             if os.path.isdir(path):
                 Log.destroy(path)
             Path(path + ORDERS).unlink(missing_ok=True)
+            displacing.remove(path)
         except (OSError, LogError) as err:
             log.warning("store.files_left", extra={"fields": {"path": path, "error": str(err)}})
 

@@ -20,7 +20,18 @@ from iris.crypto.keys import StoreKey, public_id
 from iris.errors import OpenError, SealError
 from iris.wire.kinds import NO_KEY
 from iris.wire.orders import SignedOrder
-from iris.wire.streams import NO_LOG, Create, Door, FindStore, Knock, Open, Opened, Take
+from iris.wire.streams import (
+    NO_LOG,
+    Create,
+    Door,
+    FindLost,
+    FindStore,
+    Force,
+    Knock,
+    Open,
+    Opened,
+    Take,
+)
 from relay.store.errors import ChannelRefused
 from relay.store.session import IncomingCall
 
@@ -34,7 +45,7 @@ MAX_SPENT: Final = 16_384
 One more closes all doors, and callers that were opening a channel knock again.
 """
 DOOR_US: Final = 30_000_000
-UNSEALED: Final = (FindStore, Create, Take, Knock, Open)
+UNSEALED: Final = (FindStore, Create, Take, FindLost, Force, Knock, Open)
 """Calls that need no channel: they reveal no secret, or are signed one by one."""
 UPGRADE: Final = "this store requires authenticated calls; upgrade the client"
 

@@ -339,6 +339,16 @@ class Database:
         os.fsync(self._mark_fd)
         sync_directory(self.path)
 
+    def rename(self, uuid: bytes, next_offset: int) -> None:
+        """Give the database another uuid. A crash may leave it without a mark, so that it cannot be opened.
+
+        Raises OSError.
+        """
+        os.close(self._mark_fd)
+        self._mark_fd = -1
+        os.unlink(os.path.join(self.path, MARK_NAME))
+        self.make_mark(uuid, next_offset)
+
     def write(self, batch: Batch, next_offset: int, *, sync: bool) -> None:
         """Write `batch`. With `sync`, return when this and all earlier writes are on disk and the mark is
         updated.

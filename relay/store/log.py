@@ -10,7 +10,7 @@ Rows outside the records, by prefix: `i` identity, `o` oldest, `n` next, `s` seg
 their outlines, `j` and `r` of a log that is copied to a bucket (`bucket.replica`), `g` and `y` of
 records that were moved there (`moved`), `p` producers, `k` key hash -> its last record, `d` due time
 and offset of deferred records, `c` cursors, `t` staged entries, `u` the size and time of each, `w`
-writers' last batches.
+writers' last batches, `f` the offset of the gap of a log that was made of a copy.
 Rows `k` and `d` are written and deleted in the same batch as their record, so there are never more
 of them than records.
 
@@ -69,6 +69,7 @@ from relay.store.segments import Limits
 from relay.store.staged_rows import Committed, Last, StagedRows
 
 MAX_OFFSET: Final = 1 << 63
+TORN_ROW: Final = b"f"
 COPY_BYTES: Final = 1 << 20
 
 
@@ -113,7 +114,8 @@ class Log:
         self._compaction = Compaction(self._chain)
         self.offloading = Offloading(self._chain, self._retention)
         """Moves the oldest records to objects of a bucket."""
-        self._producers = Producers(database.rows(b"p"))
+        torn = database.get(TORN_ROW)
+        self._producers = Producers(database.rows(b"p"), KEY.unpack(torn)[0] if torn else 0)
         self.staged = StagedRows(database)
         self.cursors = Cursors(self._chain)
         self.steps = Steps()
@@ -362,6 +364,18 @@ class Log:
                 f"items: they end at offset {draft.next}; they must end at {end}, below {MAX_OFFSET}"
             )
         self._chain.finish(draft)
+
+    def tear(self, cause: str, now_us: int) -> None:
+        """Append a gap of unknown count, for entries that this log, made of a copy, does not have.
+
+        Producers may leave out numbers there. Raises LogWriteFailed.
+        """
+        draft = self._draft()
+        torn = draft.next
+        draft.add_item(Gap(torn, None, cause, now_us), now_us)
+        draft.batch.put(TORN_ROW, KEY.pack(torn))
+        self._chain.finish(draft)
+        self._producers.torn = torn
 
     # Staging
 

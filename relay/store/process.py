@@ -15,7 +15,7 @@ import os
 import random
 import socket
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -29,14 +29,16 @@ from iris.errors import ConfigError, IrisError, RelayUnavailable
 from iris.transport import Pump
 from iris.wire.codec import MAX_MESSAGE_LIMIT, ReceiveBuffer
 from iris.wire.frames import Bye, Ping
+from iris.wire.orders import Definition
 from iris.wire.streams import dead_uuid
 from relay.store.bucket.copying import Copying
+from relay.store.bucket.forcing import Forcing
 from relay.store.bucket.keeper import CHECKPOINT_BYTES, STATE_FILE, Keeper
 from relay.store.bucket.lookout import FAILOVER_S
 from relay.store.bucket.objects import Objects, open_bucket
 from relay.store.bucket.reading import SegmentReader
 from relay.store.bucket.replica import Replica
-from relay.store.bucket.sealing import Sealer
+from relay.store.bucket.sealing import Forced, Sealer
 from relay.store.bucket.shelf import DIRECTORY, Shelf
 from relay.store.bucket.tiers import Tiers
 from relay.store.bucket.writer import Writer
@@ -97,6 +99,7 @@ class StoreProcess:
         self._bucket = bucket
         self._keeper: Keeper | None = None
         self._copying: Copying | None = None
+        self._forcing: Forcing | None = None
         self._objects: Objects
         self._reader: SegmentReader | None = None
         self._loop = asyncio.get_running_loop()
@@ -186,6 +189,17 @@ class StoreProcess:
             ended=lambda: [each for uuid in store.catalogue.ended.uuids for each in (uuid, dead_uuid(uuid))], entropy=self._entropy,
         )  # fmt: skip
 
+    def _force(self, store: Store, keeper: Keeper | None) -> Forcing | None:
+        """Return what makes streams of copies; None without a bucket."""
+        shelf = store.catalogue.shelf
+        if shelf is None or keeper is None:
+            return None
+        forcing = store.calls.forced.forcer = Forcing(
+            self._objects, shelf.key, store.key.public_key, self._label, self.directory, store.catalogue.directory, self,
+            wait_s=keeper.wait_s, wall_us=lambda: time.time_ns() // 1000, entropy=self._entropy,
+        )  # fmt: skip
+        return forcing
+
     def _keep_limit(self, store: Store) -> Tiers | None:
         """Return what keeps the streams of a bucket within the limit of the disk; None without a bucket."""
         shelf = store.catalogue.shelf
@@ -224,6 +238,25 @@ class StoreProcess:
         """Return the addresses of the stores that our relay knows."""
         return self.store.presence.addresses(self.store.clock.elapsed_us)
 
+    def check_forced(self, definition: Definition, key_ids: Collection[bytes], uuid: bytes) -> None:
+        """Return if a stream that is made of a copy can be served. Raises Refuse."""
+        self.store.catalogue.check_forced(definition, key_ids, uuid)
+
+    def has(self, uuid: bytes) -> bool:
+        """Return whether this store serves a log."""
+        return uuid in self.store.streams
+
+    def bring(self, uuid: bytes, then: Callable[[str], None]) -> None:
+        """Serve a log that was made of a copy."""
+        self._now()
+        self.store.bring(uuid, then)
+        self._flush()
+
+    def displace(self, entry: Forced) -> None:
+        """Serve a log of ours no more, because another one has taken its place. Raises LogWriteFailed."""
+        self.store.catalogue.displace(entry)
+        self._flush()
+
     def flush(self) -> None:
         """Write answers to the relay."""
         self._flush()
@@ -233,9 +266,12 @@ class StoreProcess:
         ticking = self._loop.create_task(self._tick(), name="iris-store-tick")
         self._keeper = self._keep(self.store)
         self._copying = self._copy(self.store)
+        self._forcing = self._force(self.store, self._keeper)
+        if self._forcing is not None:
+            await self._forcing.first_check()
         keeping = [
             self._loop.create_task(each.run(), name="iris-store-bucket")
-            for each in (self._keeper, self._copying, self._keep_limit(self.store))
+            for each in (self._keeper, self._copying, self._forcing, self._keep_limit(self.store))
             if each is not None
         ]
         backoff = Backoff(RETRY_MIN_S, RETRY_MAX_S, random.random)
@@ -253,6 +289,8 @@ class StoreProcess:
                 self.store.attached(pump.session, first=first)
                 if self._keeper is not None:
                     self._keeper.check()
+                if self._forcing is not None:
+                    self._forcing.check()
                 first = False
                 # Its answer comes after all other answers. It also shows a relay that has just
                 # started that we have attached.

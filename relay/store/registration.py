@@ -179,13 +179,14 @@ class Registration:
                 grant = (stream.uuid, key_id)
                 key = self._key if self.group is None or stream.replica is None else self.group
                 session.grant(key, signed, replies.expect(partial(self._note_granted, grant)))
-        recording = stream.log is not None and not definition.paused
+        recording = stream.log is not None and not definition.paused and not stream.displaced
         for held in (stream, dead):
             if held is not None:
                 uuid = held.uuid.hex()
                 served = self._track_member(stream)
                 session.join(uuid, key_ids, _STREAM, held.name, replies.expect(served))
-                session.join(held.name, key_ids, _STREAM, uuid, replies.expect(served))
+                if not stream.displaced:
+                    session.join(held.name, key_ids, _STREAM, uuid, replies.expect(served))
         if definition.cluster and recording:
             shares = self._track_member(stream, shares=True)
             late = partial(self._note_missed, [stream])

@@ -31,7 +31,7 @@ from relay.store.completeness import Completeness
 from relay.store.errors import LogError, LogWriteFailed
 from relay.store.log import Log
 from relay.store.presence import Presence
-from relay.store.registration import Registration, log_refusal
+from relay.store.registration import Done, Registration, log_refusal
 from relay.store.session import Bundle, StoreSession
 from relay.store.stream import Stream
 from relay.supervisor import COMPLETE_FILE, STREAMS
@@ -138,6 +138,15 @@ class Store:
             if stream.orders and not stream.dead and self.registration.session is not None:
                 self.catalogue.serve(stream, log_refusal(stream.name))
 
+    def bring(self, uuid: bytes, then: Done) -> None:
+        """Serve a log that was made of a copy, and its dead letters; call `then` with the relay's error, or ""."""
+        stream = self.catalogue.bring(uuid)
+        self.commit()
+        if self.registration.session is None:
+            then("")  # it is served once there is a relay
+        else:
+            self.catalogue.serve(stream, then)
+
     def logs_of(self, writer: Writer) -> dict[bytes, Log]:
         """Return the logs of a journal: uuid -> log. Raises LogWriteFailed if one cannot be written now."""
         logs = {}
@@ -203,7 +212,7 @@ class Store:
             self._note_gap(stream, "the relay refused what it records")
 
     def _note_gap(self, stream: Stream, cause: str) -> None:
-        if not (stream.definition.topic or stream.definition.cluster):
+        if stream.displaced or not (stream.definition.topic or stream.definition.cluster):
             return
         if stream.log is None:
             stream.missed_while_closed = True  # the gap is written when the log is open again
@@ -322,6 +331,8 @@ class Store:
                         self.catalogue.leave(stream)
                         self.catalogue.serve(stream, log_refusal(stream.name))
                     log.info("store.stream_reopened", extra={"fields": {"stream": stream.name}})
+                if stream.displaced:
+                    continue  # what it has is kept
                 if dropped := stream.tend(self.now_us):
                     fields = {"stream": stream.name, "records": dropped}
                     log.warning("store.staged_expired", extra={"fields": fields})

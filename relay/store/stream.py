@@ -18,7 +18,7 @@ import struct
 from collections.abc import Callable, Set
 from typing import Final
 
-from msgspec import structs
+from msgspec import UNSET, structs
 
 from iris.core.conversation import UP
 from iris.wire import streams
@@ -92,6 +92,8 @@ class Stream:
         self.recorder = Recorder()
         self.dead = False
         """This stream holds the dead letters of another stream."""
+        self.displaced = ""
+        """Which stream has taken the place of this one, which is only kept; empty if it is served."""
         self._limits = Limits()
         self.missed_while_closed = False
         """Messages were missed while the log was not open, and nobody counted them."""
@@ -200,6 +202,8 @@ class Stream:
         Only those whose order names the current source: a copy may be promoted under some of its keys only.
         """
         wanted = self.definition.topic, self.definition.cluster
+        if self.displaced:
+            return []
         return [
             key_id
             for key_id, (order, _) in self.orders.items()
@@ -226,7 +230,7 @@ class Stream:
             if log
             else (0,) * 5
         )
-        failed = self.failed or (log.failed if log else "") or ""
+        failed = self.displaced or self.failed or (log.failed if log else "") or ""
         return Described(
             self.definition, self.uuid, log.epoch if log else 0, [signed for _, signed in self.orders.values()], store, label,
             *numbers, lost=self.recorder.lost, failed=failed[:1024], readable=log is not None,
@@ -268,8 +272,9 @@ class Stream:
                 )
                 return
         entries = []
+        unanswered = None if call.unanswered is UNSET else call.unanswered
         for new in call.records:
-            stamp = Stamp(producer, call.epoch, new.sequence) if producer else None
+            stamp = Stamp(producer, call.epoch, new.sequence, unanswered) if producer else None
             entries.append(self._entry(incoming, call.sender_id, new, stamp))
         self.recorder.append(incoming, entries)
 

@@ -12,7 +12,7 @@ from support.stores import PATIENCE_S
 
 import iris
 from iris.streams.listing import StreamInfo
-from relay.store.bucket.copying import read_copies
+from relay.store.bucket.copy_reading import read_copies
 from relay.store.bucket.objects import Directory
 from relay.store.log import Log
 from relay.store.records import Record
@@ -31,9 +31,9 @@ async def followed(client: iris.Client, name: str) -> StreamInfo:
         await asyncio.sleep(0.05)
 
 
-async def copies(group: Group, only: bytes = b"") -> dict[str, list[Record]]:
+async def copies(group: Group) -> dict[str, list[Record]]:
     """Return what the bucket has: uuid -> records."""
-    found = await read_copies(Directory(group.bucket), group.key, group.directory / "read", only)
+    found = await read_copies(Directory(group.bucket), group.key, group.directory / "read")
     return {one.uuid.hex(): records_of(one.path) for one in found}
 
 

@@ -52,7 +52,7 @@ from iris.wire.codec import (
 )
 from iris.wire.frames import Control, Serving
 from iris.wire.kinds import CLOCK_PING, FLAG_REFUSED, OTHER_KEYS, Cause, Kind, Refusal
-from iris.wire.orders import KEEP, Definition, Order, SignedOrder, decode_order
+from iris.wire.orders import KEEP, MOVE, Definition, Order, SignedOrder, decode_order
 
 DOCUMENT: Final = Path(__file__).parents[2] / "docs" / "protocol.md"
 BLOCK: Final = re.compile(r"^```(hex|json) name=([a-z-]+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -99,6 +99,9 @@ ORDER: Final = streams.encode(
     )
 )  # fmt: skip
 
+FIND_LOST: Final = streams.encode(
+    Order(MOVE, streams.NO_LOG, KEY.key_id, STORE_KEY.public_key, SENT_US, Definition(STREAM))
+)
 NEW_KEY: Final = ClusterKey(bytes(range(1, 33)))
 NEXT_ORDER: Final = streams.encode(
     Order(
@@ -429,6 +432,7 @@ def derived() -> dict[str, dict[str, Any]]:
         "countersigned": {
             "key_secret": bytes(range(1, 33)).hex(), **readable(msgspec.structs.asdict(SIGNED)),
         },
+        "lost": {"order": readable(msgspec.msgpack.decode(FIND_LOST)), "call": streams.encode(_find_lost()).hex()},
         "stream": {
             "store_secret": bytes(range(0x20, 0x40)).hex(), "store_public_key": STORE_KEY.public_key.hex(),
             "store_id": public_id(STORE_KEY.public_key).hex(), "uuid": STREAM_UUID.hex(),
@@ -437,6 +441,11 @@ def derived() -> dict[str, dict[str, Any]]:
         "stream-channel": Opening(STREAM_UUID).keys(),
         "stream-long": long_code(),
     }  # fmt: skip
+
+
+def _find_lost() -> streams.FindLost:
+    """Return the call for copies of the stream of the examples."""
+    return streams.FindLost([SignedOrder(FIND_LOST, KEY.public_key, KEY.sign_order(FIND_LOST))])
 
 
 class Opening:

@@ -277,6 +277,9 @@ def move(
     to: Annotated[
         str, typer.Option("--to", metavar="STORE", help="The store that is to have it: its host, or at least 4 digits of its id.", show_default=False)
     ],
+    force: Annotated[
+        bool, typer.Option("--force", help="Make a stream on a disk again of its copy, because its store is gone.")
+    ] = False,
     uuid: texts.Uuid = "",
     timeout: options.Timeout = 60.0,
     relay: options.RelayPath = None,
@@ -286,12 +289,20 @@ def move(
     Nothing is lost or stored twice. Readers, consumers and appends wait while
     the new store reads the stream from the bucket, and go on there.
 
+    With --force: a stream on the disk of a store that is gone is made again of
+    its copy in the bucket. It gets another uuid. What the copy did not have yet
+    is lost, and a gap says so. If the command fails half way, run it again.
+
     \b
     Examples:
       iris stream move orders --to db-2
       iris stream move orders --to 3f9c01ab
+      iris stream move orders --to db-2 --force
     """
-    _do(lambda client: client.streams.move(name, to=to, uuid=uuid, timeout=timeout), relay)
+    _do(
+        lambda client: client.streams.move(name, to=to, force=force, uuid=uuid, timeout=timeout),
+        relay,
+    )
 
 
 @app.command()

@@ -14,7 +14,6 @@ import json
 import logging
 import os
 import random
-import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final
@@ -27,23 +26,20 @@ from iris.crypto.keys import GroupKey
 from iris.errors import ConfigError, IrisError
 from relay.store.bucket.checkpointing import BACKLOG_BYTES, Checkpoints, remaining
 from relay.store.bucket.copies import Copies, Copy, State
-from relay.store.bucket.history import Registration, beginning_of, end_of, registrations
+from relay.store.bucket.history import Registration, beginning_of, end_of
 from relay.store.bucket.objects import Objects, probe
 from relay.store.bucket.puts import RETRY_MAX_S, RETRY_MIN_S, Lost, Puts
 from relay.store.bucket.sealing import (
     COPIES,
-    Begun,
     Covered,
-    Ended,
     Intent,
     ObjectDamaged,
     Rows,
     Sealer,
-    Whole,
 )
-from relay.store.bucket.succession import begin, fence, steps
+from relay.store.bucket.succession import begin, fence
 from relay.store.bucket.writer import Writer
-from relay.store.database import OP_BYTES, Database, write_beside
+from relay.store.database import OP_BYTES, write_beside
 from relay.store.errors import LogWriteFailed
 from relay.store.log import Log
 
@@ -297,115 +293,3 @@ def _leads_to(journal: str, fenced: dict[str, str], last: str) -> bool:
             return False
         journal = fenced[journal]
     return False
-
-
-# -- reading ---------------------------------------------------------------------------------------------------
-
-
-class Found(Struct, frozen=True):
-    """The copy of a stream that was read from the bucket."""
-
-    uuid: bytes
-    path: Path
-    store: bytes
-    """Public key of the store that wrote it."""
-    label: str
-    """Host of that store."""
-
-
-async def read_copies(
-    objects: Objects, key: GroupKey, directory: Path, only: bytes = b""
-) -> list[Found]:
-    """Write the copies in a bucket to databases in `directory`, which is emptied; `only`: of this stream.
-
-    Stores that still run may write on meanwhile: each copy is what the stream was at some moment.
-    Raises BucketError, ObjectDamaged, LogError, OSError.
-    """
-    await asyncio.to_thread(_empty, directory)
-    sealer = Sealer(key, os.urandom)
-    registered = await registrations(objects, sealer, folder=COPIES)
-    known = {one.registered.journal: one for one in registered}
-    found: dict[bytes, Found] = {}
-    for one in registered:
-        end = await end_of(objects, sealer, one)
-        if end.fence is not None or not end.number:
-            continue
-        its = _Reading(directory, only)
-        try:
-            async for _, _, content in steps(objects, sealer, one.registered.journal, known, [], ended=False):  # fmt: skip
-                for entry in content.entries:
-                    its.add(entry)
-        finally:
-            its.close()
-        for uuid, path in its.whole():
-            kept = directory / uuid.hex()
-            shutil.rmtree(kept, ignore_errors=True)
-            os.rename(path, kept)
-            found[uuid] = Found(uuid, kept, one.registered.store, one.registered.label)
-    return list(found.values())
-
-
-def _empty(directory: Path) -> None:
-    shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir(mode=0o700, parents=True)
-
-
-class _Reading:
-    """The copies of one store while they are read."""
-
-    def __init__(self, directory: Path, only: bytes) -> None:
-        self._directory = directory
-        self._only = only
-        self._now: dict[bytes, Database] = {}
-        self._next: dict[bytes, Database] = {}
-        """Copies that are not whole yet."""
-        self._made = 0
-
-    def add(self, entry: object) -> None:
-        """Raises LogError."""
-        if not isinstance(entry, Rows | Begun | Whole | Ended):
-            return
-        uuid = entry.uuid
-        if self._only and uuid != self._only:
-            return
-        match entry:
-            case Rows(_, ops):
-                database = self._next.get(uuid) or self._now.get(uuid)
-                if database is None:  # what a checkpoint covers begins without `Begun`
-                    database = self._now[uuid] = self._make(uuid)
-                batch = database.batch()
-                batch.apply(ops)
-                database.write(batch, 0, sync=False)
-            case Begun():
-                self._drop(self._next, uuid)
-                self._next[uuid] = self._make(uuid)
-            case Whole():
-                if uuid in self._next:  # else it began before a checkpoint, which has all of it
-                    self._drop(self._now, uuid)
-                    self._now[uuid] = self._next.pop(uuid)
-            case Ended():
-                self._drop(self._now, uuid)
-                self._drop(self._next, uuid)
-
-    def whole(self) -> list[tuple[bytes, Path]]:
-        """Return the uuids of the copies, and where they are."""
-        return [(uuid, Path(database.path)) for uuid, database in self._now.items()]
-
-    def close(self) -> None:
-        """Close all databases, and delete what is not whole. Idempotent."""
-        for uuid in list(self._next):
-            self._drop(self._next, uuid)
-        for database in self._now.values():
-            database.close()
-
-    def _make(self, uuid: bytes) -> Database:
-        self._made += 1
-        database = Database.create(str(self._directory / f"{uuid.hex()}.{self._made}"))
-        database.make_mark(uuid, 0)
-        return database
-
-    def _drop(self, among: dict[bytes, Database], uuid: bytes) -> None:
-        database = among.pop(uuid, None)
-        if database is not None:
-            database.close()
-            shutil.rmtree(database.path, ignore_errors=True)

@@ -24,7 +24,7 @@ from iris.errors import ConfigError, IrisError
 from relay.store.bucket.checkpointing import Checkpoints
 from relay.store.bucket.history import Registration, registrations, that_hold
 from relay.store.bucket.loading import Loaded, load
-from relay.store.bucket.lookout import FAILOVER_S, Lookout
+from relay.store.bucket.lookout import FAILOVER_S, UNSEEN_S, Lookout
 from relay.store.bucket.moves import Moves
 from relay.store.bucket.objects import BucketError, Objects, probe
 from relay.store.bucket.puts import RETRY_MAX_S, RETRY_MIN_S, Lost, Puts
@@ -125,11 +125,17 @@ class Keeper:
             lost_text="another store of the bucket has taken over this store's journal",
         )  # fmt: skip
         self._warned_s = 0.0
+        self._lookout: Lookout | None = None
 
     @property
     def url(self) -> str:
         """Where the bucket is."""
         return self._objects.url
+
+    def wait_s(self, store: bytes) -> float | None:
+        """Return for how long another store must still be gone until it counts as such, in seconds; None if it can be
+        seen."""
+        return UNSEEN_S if self._lookout is None else self._lookout.wait_s(store)
 
     def check(self) -> None:
         """Check soon whether our journals are still ours, because this store was away from its relay."""
@@ -211,7 +217,7 @@ class Keeper:
 
     async def _succeed_others(self, group: asyncio.TaskGroup) -> None:
         """Take over from stores of the bucket that cannot be seen any more."""
-        lookout = Lookout(
+        lookout = self._lookout = Lookout(
             self._objects, self._sealer, self._seen, self._store, self._failover_s, self._now_us() / 1e6, self._warn
         )  # fmt: skip
         while True:

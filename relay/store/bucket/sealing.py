@@ -21,6 +21,7 @@ from msgspec import Meta, Struct
 
 from iris.crypto.keys import GroupKey
 from iris.errors import IrisError
+from iris.wire.orders import SignedOrder
 from relay.store.database import Op
 
 VERSION: Final = 1
@@ -172,7 +173,22 @@ class Ticket(Struct, frozen=True, tag_field="t", tag="ticket"):
     """Keys that the stream is served under."""
 
 
-Content = Registered | Numbered | Fence | Checkpoint | Decision | Settled | Ticket
+class Forced(Struct, frozen=True, tag_field="t", tag="forced"):
+    """The store of log `lost` was gone, and log `made` of the store `store` has taken its place. These objects are
+    numbered from 1 for the whole bucket; the first one of a log counts."""
+
+    lost: Uuid
+    made: Uuid
+    store: Annotated[bytes, Meta(min_length=32, max_length=32)]
+    """Public key of the store that makes the new log of a copy of the lost one."""
+    label: Annotated[str, Meta(max_length=255)]
+    """Host of that store."""
+    at_us: int
+    orders: list[SignedOrder]
+    """Orders of key holders to that store to keep the new log."""
+
+
+Content = Forced | Registered | Numbered | Fence | Checkpoint | Decision | Settled | Ticket
 
 _decode: Final = msgspec.msgpack.Decoder(Content).decode
 _encode: Final = msgspec.msgpack.Encoder().encode
@@ -196,6 +212,11 @@ def decision_key(token: str) -> str:
 def settled_key(token: str) -> str:
     """Return the object key that says that the source of a move need not keep its streams."""
     return f"settled/{token}"
+
+
+def forced_key(number: int) -> str:
+    """Return the object key of the bucket's lost log `number`."""
+    return f"forced/{number:012d}"
 
 
 def registration_key(number: int, folder: str = JOURNALS) -> str:

@@ -1,0 +1,425 @@
+"""Makes streams of the copies of `disk` streams whose stores are gone, and notices if that happened to ours.
+
+    order ─► outline of all copies ─► is the order valid, is the store gone? ─► read the copy ─► remake it
+          ─► entry in the bucket's list, which decides ─► move it to the other streams ─► serve it
+
+The entry names the new log and the store that has it. If that store is killed before it serves the log, the order is
+repeated, and it makes the log of the entry. The store of the lost log looks into the list at its start, when it
+attaches to its relay, and every `CHECK_S`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Final, Protocol, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from iris.crypto.keys import GroupKey, public_id
+from iris.errors import IrisError
+from iris.keyfiles import sync_directory
+from iris.wire.orders import Definition, SignedOrder
+from iris.wire.streams import LostStream, dead_uuid
+from relay.store.authority import Authority, Charter, DefinitionFile, one_definition
+from relay.store.bucket.copy_reading import Outline, outline_copies, read_copies
+from relay.store.bucket.forced import ForcedList
+from relay.store.bucket.objects import BucketError, Objects
+from relay.store.bucket.remaking import remake, remake_dead
+from relay.store.bucket.sealing import Forced, ObjectDamaged, Sealer
+from relay.store.database import write_beside
+from relay.store.errors import LogDamaged, LogError, Refuse
+from relay.store.salvage import ORDERS
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+DIRECTORY: Final = "forced"
+"""Subdirectory of the data directory where copies are read to."""
+CHECK_S: Final = 10.0
+FIRST_CHECK_S: Final = 5.0
+"""How long a store that starts waits for the list. Then it serves what it has, and asks again."""
+MAX_ORDERS: Final = 16
+"""Orders that a store carries out or lets wait: each reads all copies of the bucket."""
+VISIBLE_S: Final = 0.25
+VISIBLE_LOOKS: Final = 8
+"""How often, and with which pause, a store looks again whether another one can be seen."""
+SPARE_BYTES: Final = 64 << 20
+CAUSE: Final = "the stream's store was lost, and its copy in the bucket ended here"
+STOPPING: Final = "the store is stopping; try again"
+_encode: Final = msgspec.msgpack.Encoder().encode
+
+
+class Owner(Protocol):
+    """The store that makes streams of copies."""
+
+    def check_forced(self, definition: Definition, key_ids: Collection[bytes], uuid: bytes) -> None:
+        """Return if a stream with this uuid and its dead letters can be served. Raises Refuse."""
+
+    def has(self, uuid: bytes) -> bool:
+        """Return whether the store serves this log."""
+
+    def bring(self, uuid: bytes, then: Callable[[str], None]) -> None:
+        """Serve a log that was made in the directory of streams, with its dead letters; call `then` with the relay's
+        error, or "" if it serves."""
+
+    def displace(self, entry: Forced) -> None:
+        """Serve a log of ours no more, if we have it, because another one has taken its place. Idempotent.
+
+        Raises LogWriteFailed.
+        """
+
+    def flush(self) -> None:
+        """Write answers to the relay."""
+
+
+class Wish(Struct, frozen=True):
+    """An order to make a stream of a copy."""
+
+    lost: bytes
+    made: bytes
+    orders: Sequence[SignedOrder]
+    """Which move the lost stream to this store."""
+    making: Sequence[SignedOrder]
+    """Which create the new one."""
+
+
+class _Lost(Struct, frozen=True):
+    """A log that may be lost, and the copy that it is made of."""
+
+    uuid: bytes
+    stored: DefinitionFile
+    store: bytes
+    label: str
+    source: Outline
+
+    @property
+    def charter(self) -> Charter:
+        """Raises Refuse if its orders are not valid."""
+        return Authority(self.store).load(self.stored, self.uuid)
+
+
+class Forcing:
+    """The lost streams of one store's bucket. Call `first_check`, then `run` until it is cancelled."""
+
+    def __init__(
+        self, objects: Objects, key: GroupKey, store: bytes, label: str, data: Path, streams: Path, owner: Owner, *,
+        wait_s: Callable[[bytes], float | None], wall_us: Callable[[], int], entropy: Callable[[int], bytes] = os.urandom,
+    ) -> None:  # fmt: skip
+        """`store` is this store's public key, `data` its directory, and `streams` that of its streams.
+
+        `wait_s(store)` returns for how long another store must still be gone until it counts as such, in seconds; None
+        if it can be seen.
+        """
+        self._objects = objects
+        self._key = key
+        self._sealer = Sealer(key, entropy)
+        self._list = ForcedList(objects, self._sealer)
+        self._store = store
+        self._label = label
+        self._directory = data / DIRECTORY
+        self._streams = streams
+        self._owner = owner
+        self._wait_s = wait_s
+        self._wall_us = wall_us
+        self._one_at_a_time = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._stopping = False
+        self._check_now = asyncio.Event()
+        self._warned = ""
+
+    # -- what became of our own streams ----------------------------------------------------------------------
+
+    async def first_check(self) -> None:
+        """Find out what became of our streams, before they are served; give up after `FIRST_CHECK_S`."""
+        try:
+            async with asyncio.timeout(FIRST_CHECK_S):
+                await self._check()
+        except TimeoutError:
+            self._warn(f"no answer within {FIRST_CHECK_S:g} s")
+        except (IrisError, OSError) as err:
+            self._warn(str(err))
+
+    def check(self) -> None:
+        """Check soon what became of our streams, because this store was away from its relay."""
+        self._check_now.set()
+
+    async def run(self) -> None:
+        """Check again and again. Runs until cancelled."""
+        try:
+            while True:
+                self._check_now.clear()
+                try:
+                    await self._check()
+                    self._warned = ""
+                except (IrisError, OSError) as err:
+                    self._warn(str(err))
+                except Exception:
+                    log.exception("store.fault", extra={"fields": {"stream": "streams moved by force"}})  # fmt: skip
+                try:
+                    async with asyncio.timeout(CHECK_S):
+                        await self._check_now.wait()
+                except TimeoutError:
+                    pass
+        finally:
+            await self._cancel()
+
+    async def _check(self) -> None:
+        await self._list.read()
+        for entry in self._list.entries:
+            self._owner.displace(entry)
+
+    def _warn(self, why: str) -> None:
+        if why != self._warned:
+            self._warned = why
+            log.warning("store.forced_unknown", extra={"fields": {"error": why}})
+
+    # -- orders ----------------------------------------------------------------------------------------------
+
+    def find(
+        self, name: str, key_ids: Collection[bytes], done: Callable[[list[LostStream] | Refuse], None]
+    ) -> None:  # fmt: skip
+        """Call `done` with the copies of streams of this name under one of these keys. Raises Refuse."""
+
+        async def work() -> list[LostStream]:
+            async with self._one_at_a_time:
+                await self._list.read()
+                return self._found(name, key_ids, await outline_copies(self._objects, self._sealer))
+
+        self._start(work, done)
+
+    def force(self, wish: Wish, done: Callable[[bytes | Refuse], None]) -> None:
+        """Make a stream of a copy, and then call `done` with its uuid, also if it was made before. Raises Refuse."""
+
+        async def work() -> bytes:
+            async with self._one_at_a_time:
+                return await self._force(wish)
+
+        self._start(work, done)
+
+    def _start(self, work: Callable[[], Awaitable[T]], done: Callable[[T | Refuse], None]) -> None:
+        if self._stopping:
+            raise Refuse("leaving", STOPPING)
+        if len(self._tasks) >= MAX_ORDERS:
+            raise Refuse("leaving", f"{MAX_ORDERS} other orders read the copies of the bucket now, the maximum; try again")  # fmt: skip
+
+        async def run() -> None:
+            result: T | Refuse = Refuse("leaving", STOPPING)
+            try:
+                result = await work()
+            except Refuse as err:
+                result = err
+            except BucketError as err:
+                result = Refuse("leaving", str(err))
+            except (ObjectDamaged, LogDamaged) as err:
+                result = Refuse("damaged", str(err))
+            except (LogError, OSError) as err:
+                result = Refuse("disk", str(err))
+            except (IrisError, ValueError) as err:
+                result = Refuse("invalid", str(err))
+            except Exception as err:
+                log.exception(
+                    "store.fault", extra={"fields": {"stream": "a stream moved by force"}}
+                )
+                result = Refuse("failed", f"internal error: {type(err).__name__}")
+            finally:
+                done(result)
+                self._owner.flush()
+
+        task = asyncio.get_running_loop().create_task(run(), name="iris-stream-force")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _cancel(self) -> None:
+        self._stopping = True
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # -- finding ---------------------------------------------------------------------------------------------
+
+    def _found(
+        self, name: str, key_ids: Collection[bytes], outlines: Mapping[bytes, Outline]
+    ) -> list[LostStream]:  # fmt: skip
+        found = []
+        for uuid in outlines:
+            try:
+                lost = self._head(uuid, outlines)
+                charter = lost.charter if lost is not None else None
+            except Refuse as err:
+                log.warning("store.copy_refused", extra={"fields": {"uuid": uuid.hex(), "error": str(err)}})  # fmt: skip
+                continue
+            if lost is None or charter is None or charter.definition.name != name:
+                continue
+            if charter.orders.keys() & set(key_ids):
+                orders = [signed for _, signed in charter.orders.values()]
+                found.append(
+                    LostStream(lost.uuid, orders, lost.store, lost.label, lost.source.next)
+                )
+        return found
+
+    def _head(self, uuid: bytes, outlines: Mapping[bytes, Outline]) -> _Lost | None:
+        """Return the log that the copy of `uuid` may be made to next; None if another copy is newer.
+
+        Raises Refuse.
+        """
+        if outlines[uuid].stored.parent:
+            return None
+        entry = self._list.last_of(uuid)
+        if entry is None:
+            return self._lost(uuid, outlines)
+        if entry.made in outlines:
+            return None
+        if entry.store == self._store and not self._owner.has(entry.made):
+            return self._lost(entry.lost, outlines)  # to be completed
+        return self._lost(entry.made, outlines)
+
+    def _lost(self, uuid: bytes, outlines: Mapping[bytes, Outline]) -> _Lost:
+        """Return a log and the newest copy of it, or of the logs that it took the place of. Raises Refuse."""
+        outline = outlines.get(uuid)
+        if outline is not None:
+            return _Lost(uuid, outline.stored, outline.store, outline.label, outline)
+        entry = made = self._list.made(uuid)
+        while entry is not None and made is not None:
+            if (outline := outlines.get(entry.lost)) is not None:
+                roots = [public_id(signed.public_key) for signed in made.orders]
+                stored = DefinitionFile(made.orders, b"", roots)
+                return _Lost(uuid, stored, made.store, made.label, outline)
+            entry = self._list.made(entry.lost)
+        raise Refuse("no-stream", f"the bucket has no copy of log {uuid.hex()}")
+
+    # -- making ----------------------------------------------------------------------------------------------
+
+    async def _force(self, wish: Wish) -> bytes:
+        """Raises Refuse, BucketError, ObjectDamaged, LogError, OSError, DecodeError."""
+        await self._list.read()
+        outlines = await outline_copies(self._objects, self._sealer)
+        lost = self._lost(wish.lost, outlines)
+        if lost.stored.parent:
+            raise Refuse("invalid", "dead letters cannot be moved on their own; move their stream")
+        made = self._checked(wish, lost)
+        entry = self._list.of(wish.lost)
+        if entry is None:
+            await self._check_gone(lost)
+        return await self.make(lost, made, wish.made, entry)
+
+    async def make(
+        self, lost: _Lost, made: DefinitionFile, uuid: bytes, entry: Forced | None
+    ) -> bytes:
+        """Make the log `uuid` with this definition file, or that of `entry`, which was decided before; return which.
+
+        Raises as `_force`.
+        """
+        if entry is not None:
+            uuid, made = self._ours(entry)
+            if self._owner.has(uuid):
+                return uuid
+        definition = Authority(self._store).load(made, uuid).definition
+        key_ids = [public_id(signed.public_key) for signed in made.orders]
+        self._owner.check_forced(definition, key_ids, uuid)
+        self._check_disk(lost.source)
+        try:
+            parts = await self._copy(lost.source, made, uuid, mirror=bool(definition.mirror))
+            if entry is None:
+                wanted = Forced(
+                    lost.uuid, uuid, self._store, self._label, self._wall_us(), made.orders
+                )
+                uuid_decided, _ = self._ours(await self._list.decide(wanted))
+                if uuid_decided != uuid:
+                    raise Refuse("leaving", "another order for this stream was carried out; try again")  # fmt: skip
+            await asyncio.to_thread(self._install, parts)
+        finally:
+            await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
+        fields = {
+            "stream": definition.name, "lost": lost.uuid.hex(), "uuid": uuid.hex(), "host": lost.label,
+            "store": public_id(lost.store).hex(), "next": lost.source.next,
+        }  # fmt: skip
+        log.warning("store.stream_forced", extra={"fields": fields})
+        served: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._owner.bring(uuid, lambda error: None if served.done() else served.set_result(error))
+        if error := await served:
+            raise Refuse("leaving", f"the stream was made, and the relay does not serve it: {error}")  # fmt: skip
+        return uuid
+
+    def _ours(self, entry: Forced) -> tuple[bytes, DefinitionFile]:
+        """Return the log and the definition file of an entry. Raises Refuse if another store has the log."""
+        if entry.store != self._store:
+            raise Refuse(
+                "exists",
+                f"the store {public_id(entry.store).hex()[:8]} on {entry.label} has made this stream again, as log "
+                f"{entry.made.hex()}; if that store does not serve it, repeat the order with its id",
+            )
+        roots = [public_id(signed.public_key) for signed in entry.orders]
+        return entry.made, DefinitionFile(entry.orders, b"", roots)
+
+    def _checked(self, wish: Wish, lost: _Lost) -> DefinitionFile:
+        """Return the definition file of the new stream. Raises Refuse if the orders do not allow it."""
+        now_us, charter = self._wall_us(), lost.charter
+        target = Authority(lost.store).move(charter, wish.orders, lost.uuid, now_us)
+        if target != self._store:
+            raise Refuse("order", "the order moves the stream to another store")
+        ours = Authority(self._store)
+        orders = ours.read(wish.making, wish.made)
+        if one_definition(orders) != charter.definition.made_again(lost.uuid):
+            raise Refuse("order", "the new stream must be defined as the lost one")
+        for key_id in orders:
+            if key_id not in charter.orders:
+                raise Refuse("order", f"key {key_id.hex()[:8]} is not a key of the stream; add it with `iris stream keys` later")  # fmt: skip
+        return ours.create(orders, now_us).definition_file
+
+    async def _check_gone(self, lost: _Lost) -> None:
+        """Return if the store of a log is gone. Raises Refuse."""
+        where = f"the store {public_id(lost.store).hex()[:8]} on {lost.label}"
+        for _ in range(VISIBLE_LOOKS):
+            if (wait_s := self._wait_s(lost.store)) is not None:
+                break
+            await asyncio.sleep(VISIBLE_S)  # what our relay said last may be older than its end
+        else:
+            raise Refuse("invalid", f"{where} has the stream, and it runs; stop it first, if its disk is lost or cannot be used")  # fmt: skip
+        if wait_s:
+            raise Refuse("leaving", f"{where} has the stream and has not been gone for long enough; try again in {wait_s:.0f} s")  # fmt: skip
+
+    def _check_disk(self, source: Outline) -> None:
+        free = shutil.disk_usage(self._streams).free
+        if free < source.size_bytes + SPARE_BYTES:
+            raise Refuse(
+                "full",
+                f"the copy has up to {source.size_bytes:,} bytes, and the store's disk has {free:,} left; make room there, "
+                "or move the stream to another store",
+            )
+
+    async def _copy(
+        self, source: Outline, made: DefinitionFile, uuid: bytes, *, mirror: bool
+    ) -> dict[bytes, tuple[Path, bytes]]:
+        """Make the new log, and one of its dead letters; return uuid -> files and definition file."""
+        dead, its_dead = dead_uuid(source.uuid), dead_uuid(uuid)
+        found = await read_copies(self._objects, self._key, self._directory, {source.uuid, dead})
+        paths = {one.uuid: one.path for one in found}
+        if source.uuid not in paths:
+            raise Refuse("leaving", "the copy was replaced while it was read; try again")
+        parts: dict[bytes, tuple[Path, bytes]] = {}
+        if dead in paths:
+            stored = _encode(DefinitionFile(parent=uuid))
+            await asyncio.to_thread(remake_dead, paths[dead], its_dead, stored, uuid)
+            parts[its_dead] = paths[dead], stored
+        stored, cause = _encode(made), "" if mirror else CAUSE
+        await asyncio.to_thread(remake, paths[source.uuid], uuid, stored, cause, self._wall_us())
+        parts[uuid] = paths[source.uuid], stored
+        return parts
+
+    def _install(self, parts: dict[bytes, tuple[Path, bytes]]) -> None:
+        """Move new logs to the other streams. What a killed store has left of an earlier try is replaced."""
+        for uuid, (made, stored) in parts.items():
+            path = self._streams / uuid.hex()
+            if self._owner.has(uuid):
+                continue  # dead letters, which were found when the store started
+            write_beside(f"{path}{ORDERS}", stored)
+            shutil.rmtree(path, ignore_errors=True)
+            os.rename(made, path)
+        sync_directory(str(self._streams))

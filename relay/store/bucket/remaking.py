@@ -1,0 +1,88 @@
+"""Makes a log of the copy of another one: with its own uuid, and a gap where the copy ends."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Final
+
+from msgspec import structs
+
+from iris.errors import DecodeError
+from iris.wire.streams import DEAD_KIND, decode_dead, encode
+from relay.store.database import Database
+from relay.store.errors import LogDamaged
+from relay.store.identity import Identity
+from relay.store.log import Log
+from relay.store.records import KEY, Entry, Record, decode, encode_record
+
+PART_BYTES: Final = 1 << 20
+
+
+def remake(path: Path, uuid: bytes, definition: bytes, cause: str, now_us: int) -> None:
+    """Make the database at `path`, which is the copy of a log, a log with this uuid and definition file.
+
+    It ends with a gap of unknown count with this cause; if `cause` is empty, there is none. A copy of another stream
+    needs none: its source has what is missing.
+    Raises LogError, OSError.
+    """
+    database = Database.open(str(path))
+    try:
+        _rename(database, uuid, definition)
+    finally:
+        database.close()
+    with Log.open(str(path)) as log:
+        if cause:
+            log.tear(cause, now_us)
+
+
+def remake_dead(path: Path, uuid: bytes, definition: bytes, parent: bytes) -> None:
+    """Make the database at `path`, which is the copy of a log of dead letters, one of the stream `parent`.
+
+    Raises LogError, OSError.
+    """
+    database = Database.open(str(path))
+    try:
+        _readdress(database, parent)
+        _rename(database, uuid, definition)
+    finally:
+        database.close()
+    Log.open(str(path)).close()
+
+
+def _rename(database: Database, uuid: bytes, definition: bytes) -> None:
+    try:
+        before = Identity.unpack(database.get(b"i") or b"")
+        (end,) = KEY.unpack(database.get(b"n") or b"")
+    except (ValueError, struct.error) as err:
+        raise LogDamaged(database.path, str(err)) from err
+    batch = database.batch()
+    batch.put(b"i", Identity(uuid, before.epoch, before.created_us, definition).pack())
+    database.write(batch, end, sync=True)
+    database.rename(uuid, end)
+
+
+def _readdress(database: Database, parent: bytes) -> None:
+    """Let all dead letters refer to the log `parent`."""
+    start = b""
+    while ops := database.copy_records(start, PART_BYTES):
+        start = ops[-1].key + b"\0"
+        batch = database.batch()
+        for op in ops:
+            try:
+                item = decode(op.key, op.value)
+                if isinstance(item, Record) and item.kind == DEAD_KIND:
+                    batch.put_record(op.key, _letter(op.key, item, parent))
+            except (ValueError, DecodeError) as err:
+                raise LogDamaged(database.path, f"a dead letter is malformed: {err}") from err
+        database.write(batch, 0, sync=False)
+
+
+def _letter(key: bytes, record: Record, parent: bytes) -> bytes:
+    """Return the row of a dead letter that refers to the log `parent`. It is as long as before."""
+    letter = structs.replace(decode_dead(record.body), uuid=parent)
+    entry = Entry(
+        record.kind, record.name, record.key_id, parent, record.end, encode(letter), None, record.key_hash,
+        record.tombstone, record.expires_us, record.due_us,
+    )  # fmt: skip
+    return encode_record(key, entry, record.stored_us, deferred=record.deferred)

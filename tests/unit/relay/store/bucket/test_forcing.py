@@ -1,0 +1,249 @@
+"""A stream on a disk whose store is gone is made again once, of its copy, for who may order it."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec import structs
+from support.lost_streams import (
+    GROUP,
+    KEY,
+    LOST_STORE,
+    ORDERS,
+    OTHER_KEY,
+    Maker,
+    copy_to,
+    new_log,
+)
+
+from iris.crypto.keys import StoreKey
+from iris.wire.codec import END
+from iris.wire.orders import Definition, SignedOrder, decode_order
+from iris.wire.streams import DEAD_KIND, DeadLetter, dead_uuid, decode_dead, encode
+from relay.store.authority import DefinitionFile
+from relay.store.bucket.forced import ForcedList
+from relay.store.bucket.forcing import CAUSE
+from relay.store.bucket.objects import BucketError, Directory
+from relay.store.bucket.sealing import Forced, Sealer, forced_key
+from relay.store.errors import Refuse
+from relay.store.log import Log
+from relay.store.outcomes import Duplicate, OutOfOrder, Stored
+from relay.store.records import Entry, Gap, Record, Stamp
+
+UUID, MADE, OTHER = b"u" * 16, b"m" * 16, b"v" * 16
+PRODUCER = b"p" * 16
+
+
+def entry(number: int, unanswered: int | None = None) -> Entry:
+    end = END.pack(1_000, 0, 1, 7)
+    stamp = Stamp(PRODUCER, 0, number, unanswered)
+    return Entry(0x48, "orders", KEY.key_id, b"s" * 16, end, b"%d" % number, stamp)
+
+
+def bodies(log: Log) -> list[Any]:
+    items = log.read(0, 1 << 20, now_us=1).items
+    return [item.body if isinstance(item, Record) else item for item in items]
+
+
+@pytest.fixture
+def objects(tmp_path: Path) -> Directory:
+    return Directory(tmp_path / "bucket")
+
+
+async def lost(objects: Directory, directory: Path, definition: Definition = ORDERS) -> Log:
+    """Return the log of a store that is about to be gone, of which the bucket has all but the last two entries."""
+    log = new_log(directory / "log", UUID, definition)
+    log.append([entry(number) for number in range(5)], 1)
+    stored = encode(DefinitionFile(parent=UUID))
+    with Log.create(str(directory / "dead"), uuid=dead_uuid(UUID), definition=stored, created_us=1) as dead:  # fmt: skip
+        letter = encode(DeadLetter(UUID, 3, "billing", 1, "broken"))
+        dead.append([Entry(DEAD_KIND, "orders", KEY.key_id, UUID, END.pack(1, 0, 1, 0), letter)], 1)
+        await copy_to(objects, directory / "copies", log, dead)
+        log.copy_to(None)
+    log.append([entry(5), entry(6)], 1)
+    return log
+
+
+async def test_the_new_log_has_what_the_copy_has_then_a_gap_and_goes_on(
+    objects: Directory, tmp_path: Path
+) -> None:
+    (await lost(objects, tmp_path)).close()
+    maker = Maker(objects, tmp_path)
+    (found,) = await maker.find()
+    assert (found.uuid, found.store, found.label, found.next) == (UUID, LOST_STORE.public_key, "db-1", 5)  # fmt: skip
+    assert await maker.find("others") == await maker.find(key=OTHER_KEY) == []
+    assert await maker.force(maker.wish(found, MADE)) == MADE
+    assert maker.served == [MADE]
+    with maker.open(MADE) as log:
+        assert log.uuid == MADE
+        assert bodies(log)[:5] == [b"%d" % number for number in range(5)]
+        (gap,) = bodies(log)[5:]
+        assert isinstance(gap, Gap)
+        assert (gap.first, gap.count, gap.cause) == (5, None, CAUSE)
+        # The producer sends again what was not acknowledged: 4, which the copy has, and 7. It knows of 5 and 6.
+        assert log.append([entry(4, 4)], 2) == [Duplicate(4, 5)]
+        assert log.append([entry(8, 7)], 2) == [OutOfOrder(5)], "7 may be on its way"
+        assert log.append([entry(7, 7), entry(8, 7)], 2) == [Stored(6, 7), Stored(7, 8)]
+        assert log.append([entry(10, 10)], 2) == [OutOfOrder(9)], "nothing was lost since"
+    with maker.open(MADE) as log:
+        assert log.append([entry(8, 8), entry(9)], 3) == [Duplicate(7, 8), Stored(8, 9)]
+    with maker.open(dead_uuid(MADE)) as dead:
+        (letter,) = bodies(dead)
+        assert decode_dead(letter) == DeadLetter(MADE, 3, "billing", 1, "broken")
+
+
+async def test_a_copy_of_another_stream_has_no_gap_because_its_source_has_the_rest(
+    objects: Directory, tmp_path: Path
+) -> None:
+    mirror = structs.replace(
+        Definition("orders"), mirror=OTHER.hex(), origins=(ORDERS.made_again(OTHER).origins)
+    )
+    (await lost(objects, tmp_path, mirror)).close()
+    maker = Maker(objects, tmp_path)
+    (found,) = await maker.find()
+    await maker.force(maker.wish(found, MADE))
+    with maker.open(MADE) as log:
+        assert bodies(log) == [b"%d" % number for number in range(5)]
+
+
+async def test_two_orders_at_once_make_one_stream(objects: Directory, tmp_path: Path) -> None:
+    (await lost(objects, tmp_path)).close()
+    makers = [Maker(objects, tmp_path, number) for number in (1, 2)]
+    (found,) = await makers[0].find()
+    done = await asyncio.gather(
+        *(each.force(each.wish(found, bytes([n]) * 16)) for n, each in enumerate(makers, 1)),
+        *(makers[0].force(makers[0].wish(found, bytes([n]) * 16)) for n in (3, 4)),
+        return_exceptions=True,
+    )
+    refused = [each for each in done if isinstance(each, Refuse)]
+    made = {each for each in done if isinstance(each, bytes)}
+    assert len(made) == 1
+    assert {each.code for each in refused} == {"exists"}
+    assert [uuid for each in makers for uuid in each.served] == list(made)
+    there = {path.name for each in makers for path in each.streams.iterdir() if path.is_dir()}
+    assert there == {one.hex() for uuid in made for one in (uuid, dead_uuid(uuid))}
+    # Its old store learns of it.
+    await makers[0].forcing.first_check()
+    assert makers[0].displaced[UUID].made in made
+
+
+class Losing(Directory):
+    """A bucket whose answer about a list entry is lost, or that dies right after."""
+
+    lose = True
+
+    async def create(self, key: str, data: bytes) -> bool:
+        created = await super().create(key, data)
+        if self.lose and key.startswith("forced/"):
+            raise BucketError("no answer")
+        return created
+
+
+async def test_an_order_that_failed_half_way_is_repeated_and_completes_the_same_stream(
+    tmp_path: Path,
+) -> None:
+    objects = Losing(tmp_path / "bucket")
+    (await lost(objects, tmp_path)).close()
+    maker = Maker(objects, tmp_path)
+    (found,) = await maker.find()
+    with pytest.raises(Refuse, match="no answer"):
+        await maker.force(maker.wish(found, MADE))
+    assert not any(maker.streams.iterdir())
+    objects.lose = False
+    other = Maker(objects, tmp_path, 2)
+    with pytest.raises(Refuse, match=f"on db-2 has made this stream again, as log {MADE.hex()}"):
+        await other.force(other.wish(found, OTHER))
+    maker = Maker(objects, tmp_path)  # it was started again meanwhile
+    maker.wait_s = lambda store: None  # and so was the old store, which serves the stream no more
+    (found,) = await maker.find()
+    assert found.uuid == UUID
+    assert await maker.force(maker.wish(found, OTHER)) == MADE
+    assert maker.served == [MADE]
+    assert await maker.force(maker.wish(found, OTHER)) == MADE
+    with maker.open(MADE) as log:
+        assert len(bodies(log)) == 6
+
+
+async def test_a_stream_that_is_lost_twice_before_it_was_copied_is_made_of_the_first_copy(
+    objects: Directory, tmp_path: Path
+) -> None:
+    (await lost(objects, tmp_path)).close()
+    first, second = (Maker(objects, tmp_path, number) for number in (1, 2))
+    (found,) = await first.find()
+    await first.force(first.wish(found, MADE))
+    (found,) = await second.find()
+    assert (found.uuid, found.store, found.label) == (MADE, first.key.public_key, "db-2")
+    assert await second.force(second.wish(found, OTHER)) == OTHER
+    with second.open(OTHER) as log:
+        assert bodies(log)[:5] == [b"%d" % number for number in range(5)]
+    await first.forcing.first_check()
+    assert first.displaced.keys() == {UUID, MADE}
+    # A copy of the newest is what counts.
+    with second.open(OTHER) as log:
+        await copy_to(objects, tmp_path / "more", log, store=second.key)
+    (found,) = await Maker(objects, tmp_path, 3).find()
+    assert (found.uuid, found.next) == (OTHER, 6)
+
+
+async def test_an_order_that_is_not_valid_is_refused_and_leaves_nothing(
+    objects: Directory, tmp_path: Path
+) -> None:
+    (await lost(objects, tmp_path)).close()
+    maker = Maker(objects, tmp_path)
+    (found,) = await maker.find()
+    both = structs.replace(found, orders=[*found.orders])
+    unknown = structs.replace(found, uuid=OTHER)
+    wrong: list[tuple[str, Any]] = [
+        ("not a key of the stream", {"keys": {"default": [OTHER_KEY]}}),
+        ("to another store|for another store", {"target": StoreKey(b"x" * 32).public_key}),
+        ("must be defined as the lost one", {"change": lambda d: structs.replace(d, topic="x.>")}),
+        ("must be defined as the lost one", {"change": lambda d: structs.replace(d, origins=())}),
+    ]
+    for text, how in wrong:
+        wish = maker.wish(both, MADE, **how)
+        if "keys" in how:  # orders of somebody else, who knows the uuid
+            own = maker.wish(both, MADE)
+            wish = structs.replace(wish, orders=_resigned(own, OTHER_KEY))
+        with pytest.raises(Refuse, match=text):
+            await maker.force(wish)
+    with pytest.raises(Refuse, match="no copy of log"):
+        await maker.force(maker.wish(unknown, MADE))
+    maker.wait_s = lambda store: None
+    with pytest.raises(Refuse, match="on db-1 has the stream, and it runs; stop it first"):
+        await maker.force(maker.wish(found, MADE))
+    maker.wait_s = lambda store: 3.0
+    with pytest.raises(Refuse, match="try again in 3 s") as refused:
+        await maker.force(maker.wish(found, MADE))
+    assert refused.value.code == "leaving"
+    maker.wait_s = lambda store: 0.0
+    maker.refuses = Refuse("exists", "this store already has a stream 'orders'")
+    with pytest.raises(Refuse, match="already has a stream"):
+        await maker.force(maker.wish(found, MADE))
+    assert not any(maker.streams.iterdir())
+    assert not (tmp_path / "bucket" / "forced").exists()
+
+
+def _resigned(wish: Any, key: Any) -> list[Any]:
+    """Return orders of a wish, signed by another key."""
+    said = encode(structs.replace(decode_order(wish.orders[0].order), key_id=key.key_id))
+    return [SignedOrder(said, key.public_key, key.sign_order(said))]
+
+
+async def test_an_entry_that_would_close_a_circle_or_comes_second_does_not_count(
+    objects: Directory,
+) -> None:
+    sealer = Sealer(GROUP, bytes)
+    pairs = [(UUID, MADE), (UUID, OTHER), (MADE, UUID), (OTHER, OTHER), (MADE, OTHER)]
+    for number, (old, new) in enumerate(pairs, 1):
+        key = forced_key(number)
+        one = Forced(old, new, LOST_STORE.public_key, "db-1", number, [])
+        await objects.create(key, sealer.seal(key, one))
+    found = ForcedList(objects, sealer)
+    await found.read()
+    assert [(one.lost, one.made) for one in found.entries] == [(UUID, MADE), (MADE, OTHER)]
+    last = found.last_of(UUID)
+    assert last is not None
+    assert last.made == OTHER
