@@ -5,7 +5,7 @@ import { DecodeError, LocalProtocolError, PeerProtocolError } from "./errors.ts"
 import { decode, encode } from "./msgpack.ts";
 
 export const VERSION = 1;
-export const MINOR = 7;
+export const MINOR = 8;
 
 export const Kind = {
   HELLO: 0x01, WELCOME: 0x02, ERROR: 0x03, BYE: 0x04, DRAIN: 0x05, ACK: 0x06, PROVE: 0x07, DECLARE: 0x08, JOIN: 0x09,
@@ -83,8 +83,8 @@ const FIELDS: Readonly<Record<number, readonly Field[]>> = {
   [Kind.UNWATCH]: [["id", "int"]],
   [Kind.STATUS]: [["id", "int"]],
   [Kind.REPORT]: [["id", "int"], ["document", "str"]],
-  [Kind.PING]: [["id", "int"]],
-  [Kind.PONG]: [["id", "int"]],
+  [Kind.PING]: [["id", "int"], ["mono_us", "int", undefined]],
+  [Kind.PONG]: [["id", "int"], ["mono_us", "int", undefined]],
   [Kind.SETTLE]: [["id", "int"]],
   [Kind.TOPIC]: [["id", "int"], ["name", "str"], ["key_id", "bin16"], ["slow", "bool", false]],
   [Kind.AUDIENCE]: [

@@ -1,0 +1,275 @@
+/** One session's calls to stores: finding a log, its channel, and authenticated calls (docs/protocol.md §19). */
+
+import { concat, equal, hex, random, sha256, unhex, utf8, type Bytes } from "./bytes.ts";
+import { hasCode, Knock, type Channel } from "./channel.ts";
+import { wallUs } from "./clock.ts";
+import {
+  AmbiguousStream, ConnectionLost, DecodeError, NoStream, OpenError, SealError, StreamDamaged, StreamError,
+  StreamUnavailable, type IrisError,
+} from "./errors.ts";
+import { Cause, encodeEnd, Kind, type DataFrame, type Fields, type Int } from "./frames.ts";
+import { verify, type ClusterKey } from "./keys.ts";
+import { decode, encode } from "./msgpack.ts";
+import type { Declared, Session } from "./session.ts";
+
+interface Pending {
+  readonly name: string;
+  readonly keyId: Bytes;
+  readonly resolve: (answer: { end: Bytes; body: Bytes }) => void;
+  readonly reject: (error: StreamError) => void;
+  readonly stream: string;
+}
+
+/** What an order says of the stream, after its checks. */
+export interface Definition {
+  readonly name: string;
+  readonly topic: string;
+  readonly cluster: string;
+  readonly origins: readonly { readonly name: string; readonly topic: string; readonly cluster: string }[];
+  /** The uuid that keys and ids of messages are hashed with. */
+  readonly hashUuid: Bytes;
+}
+
+/** A log that this session has a channel to. */
+export interface Log {
+  readonly uuid: Bytes;
+  readonly uuidHex: string;
+  readonly key: ClusterKey;
+  readonly definition: Definition;
+  readonly channel: Channel;
+}
+
+/** Codes of "refused" that the call did not cause, and that may pass. */
+const PASSING: ReadonlySet<string> = new Set(["leaving", "moved", "disk", "failed", "channel"]);
+
+export class StoreCalls {
+  readonly #session: Session;
+  readonly #pending = new Map<bigint, Pending>();
+  readonly #senderId = random(16);
+  readonly #logs = new Map<string, Promise<Log>>();
+
+  constructor(session: Session) {
+    this.#session = session;
+    session.onData([Kind.STREAM_REPLY], {
+      handle: (frame, declared) => this.#reply(frame, declared),
+      overflow: ({ hop }) => this.#take(hop)?.reject(new StreamUnavailable("", "this program reads too slowly", true)),
+    });
+    session.onEnd((error) => {
+      for (const pending of this.#pending.values()) pending.reject(lost(pending.stream, error));
+      this.#pending.clear();
+    });
+  }
+
+  get size(): number {
+    return this.#pending.size;
+  }
+
+  /** FAIL for a call to a store. */
+  fail(hop: bigint, { cause, detail, may_have_run }: Fields): void {
+    const pending = this.#take(hop);
+    if (!pending) return;
+    const ran = may_have_run as boolean;
+    const text = detail as string;
+    pending.reject(Number(cause) === Cause.NO_MEMBERS
+      ? new NoStream(pending.stream, text || "no store serves it", ran)
+      : new StreamUnavailable(pending.stream, text || "the store did not answer", ran));
+  }
+
+  /** Return the log of a stream. Raises NoStream, AmbiguousStream, StreamUnavailable. */
+  log(stream: string, keys: readonly ClusterKey[], uuid: string): Promise<Log> {
+    const name = `${stream}\0${uuid}`;
+    let log = this.#logs.get(name);
+    if (!log) {
+      log = this.#find(stream, keys, uuid);
+      this.#logs.set(name, log);
+      log.catch(() => this.#logs.delete(name));
+    }
+    return log;
+  }
+
+  async #find(stream: string, keys: readonly ClusterKey[], uuid: string): Promise<Log> {
+    const { joined, starting } = await this.#session.listed({ name: stream, key_ids: keys.map(({ id }) => id), streams: true })
+      .catch((error: unknown) => {
+        throw error instanceof ConnectionLost ? new StreamUnavailable(stream, error.detail) : error;
+      });
+    const found = joined.filter(({ tag }) => !uuid || tag === uuid);
+    const uuids = new Set(found.map(({ tag }) => tag as string));
+    if (uuids.size > 1) throw new AmbiguousStream(stream, `several stores have it; name one by its uuid: ${[...uuids].join(", ")}`);
+    const [tag] = uuids;
+    if (tag === undefined) {
+      if (starting.length) throw new StreamUnavailable(stream, `the stores of ${starting.join(", ")} are starting`);
+      throw new NoStream(stream, "no store has it under your keys");
+    }
+    const held = found.flatMap(({ key_ids }) => key_ids as Bytes[]);
+    const key = keys.find(({ id }) => held.some((other) => equal(other, id)));
+    if (!key) throw new NoStream(stream, "no store has it under your keys");
+    return this.#open(stream, tag, key);
+  }
+
+  /** Open a channel to the log `uuid`, which must be the stream's. */
+  async #open(stream: string, uuid: string, key: ClusterKey): Promise<Log> {
+    const knock = new Knock(key, random(32));
+    const timeoutMs = 10_000;
+    const door = this.#expect(stream, await this.#bare(stream, uuid, key, { op: "knock", nonce: knock.nonce }, timeoutMs), "door");
+    const definition = await this.#definition(stream, uuid, door);
+    const { fields, opening } = await knock.open(door as unknown as { store: Bytes; uuid: Bytes; nonce: Bytes });
+    const opened = this.#expect(stream, await this.#bare(stream, uuid, key, { op: "open", ...fields }, timeoutMs), "opened");
+    try {
+      const channel = await opening.finish(opened.channel as Int, opened.share as Bytes, opened.signature as Bytes);
+      return { uuid: unhex(uuid), uuidHex: uuid, key, definition, channel };
+    } catch (error) {
+      if (error instanceof SealError) throw new StreamUnavailable(stream, "the store did not prove its key");
+      throw error;
+    }
+  }
+
+  /** Check the orders of a door: one of our keys must say that this store keeps this log under this name. */
+  async #definition(stream: string, uuid: string, door: Fields): Promise<Definition> {
+    let best: Fields | null = null;
+    if (!Array.isArray(door.orders) || !(door.uuid instanceof Uint8Array) || hex(door.uuid) !== uuid) {
+      throw new StreamUnavailable(stream, "the store's answer is malformed");
+    }
+    for (const signed of door.orders as unknown[][]) {
+      const [order, publicKey, signature] = signed as [Bytes, Bytes, Bytes];
+      const keyId = (await sha256(publicKey)).slice(0, 16);
+      if (!this.#session.keyring.byId(keyId)) continue;
+      if (!(await verify(publicKey, signature, concat(utf8("iris-stream-order-1"), order)))) continue;
+      const said = decode(order) as Fields;
+      const fits = said.action === "keep" && equal(said.store as Bytes, door.store as Bytes) &&
+        equal(said.uuid as Bytes, door.uuid) && equal(said.key_id as Bytes, keyId);
+      if (fits && (!best || Number(said.revision ?? 0) >= Number(best.revision ?? 0))) best = said;
+    }
+    if (!best) throw new NoStream(stream, "the store shows no order of your keys to keep it");
+    const { name, topic = "", cluster = "", origins = [] } = best.definition as Fields & { origins?: Fields[] };
+    if (name !== stream) throw new NoStream(stream, `the store's order names it '${String(name)}'`);
+    const first = (origins as Fields[])[0];
+    return {
+      name: stream, topic: topic as string, cluster: cluster as string,
+      origins: (origins as Fields[]).map((origin) => ({
+        name: origin.name as string, topic: (origin.topic ?? "") as string, cluster: (origin.cluster ?? "") as string,
+      })),
+      hashUuid: (first?.uuid as Bytes | undefined) ?? unhex(uuid),
+    };
+  }
+
+  /** Call a log through its channel, and return the answer. `timeoutMs` covers the store's own wait. */
+  async call(log: Log, map: Fields, timeoutMs: number, signal?: AbortSignal): Promise<Fields> {
+    const stream = log.definition.name;
+    const end = encodeEnd(wallUs(), timeoutMs, 1, 0);
+    const { counter, body } = log.channel.call(end, encode(map));
+    const answer = await this.#send(stream, log.uuidHex, log.key, end, body, timeoutMs, signal);
+    if (!hasCode(answer.body)) {
+      const bare = this.#decode(stream, answer.body);
+      this.forget(log);
+      if (bare.op === "refused" && bare.code === "channel") throw new ChannelGone(stream);
+      throw new StreamUnavailable(stream, "the answer is not authenticated", true);
+    }
+    try {
+      return this.#decode(stream, await log.channel.answer(counter, answer.end, answer.body));
+    } catch (error) {
+      if (!(error instanceof OpenError)) throw error;
+      this.forget(log);
+      throw new StreamUnavailable(stream, "the answer does not have the store's code", true);
+    }
+  }
+
+  /** Look a log up again at its next use. */
+  forget({ definition, uuidHex }: Log): void {
+    this.#logs.delete(`${definition.name}\0`);
+    this.#logs.delete(`${definition.name}\0${uuidHex}`);
+  }
+
+  async #bare(stream: string, name: string, key: ClusterKey, map: Fields, timeoutMs: number): Promise<Fields> {
+    const end = encodeEnd(wallUs(), timeoutMs, 1, 0);
+    const answer = await this.#send(stream, name, key, end, encode(map), timeoutMs);
+    return this.#decode(stream, answer.body);
+  }
+
+  #send(
+    stream: string, name: string, key: ClusterKey, end: Bytes, body: Bytes | Promise<Bytes>, timeoutMs: number,
+    signal?: AbortSignal,
+  ): Promise<{ end: Bytes; body: Bytes }> {
+    const session = this.#session;
+    return new Promise((resolve, reject) => {
+      if (session.ended) {
+        reject(lost(stream, session.ended, false));
+        return;
+      }
+      session.beforeSend();
+      const hop = session.nextHop();
+      const alias = session.alias({ kind: Kind.STREAM, name, key }, this.#senderId);
+      const abort = (): void => give(signal!.reason);
+      const timer = setTimeout(() => give(new StreamUnavailable(stream, `the store did not answer within ${timeoutMs / 1000} s`, true)), timeoutMs + 1000);
+      const stop = (): void => {
+        clearTimeout(timer);
+        signal?.removeEventListener("abort", abort);
+        this.#pending.delete(hop);
+      };
+      const give = (error: unknown): void => {
+        stop();
+        reject(error);
+      };
+      signal?.addEventListener("abort", abort);
+      this.#pending.set(hop, {
+        name, keyId: key.id, stream, reject: give,
+        resolve: (answer) => {
+          stop();
+          resolve(answer);
+        },
+      });
+      session.data(Kind.STREAM, alias, hop, session.deadline(timeoutMs), end, body);
+    });
+  }
+
+  #reply({ hop, end, body }: DataFrame, { name, keyId }: Declared): void {
+    const pending = this.#pending.get(hop);
+    if (!pending) {
+      this.#session.count("late answer of a store");
+      return;
+    }
+    if (name !== pending.name || !equal(keyId, pending.keyId)) {
+      pending.reject(new StreamUnavailable(pending.stream, "the answer is from another address", true));
+      return;
+    }
+    pending.resolve({ end, body });
+  }
+
+  #take(hop: bigint): Pending | undefined {
+    return this.#pending.get(hop);
+  }
+
+  #decode(stream: string, body: Bytes): Fields {
+    try {
+      const map = decode(body);
+      if (typeof map === "object" && map !== null && typeof (map as Fields).op === "string") return map as Fields;
+    } catch (error) {
+      if (!(error instanceof DecodeError)) throw error;
+    }
+    throw new StreamUnavailable(stream, "the store's answer is malformed", true);
+  }
+
+  #expect(stream: string, answer: Fields, op: string): Fields {
+    if (answer.op === op) return answer;
+    throw refusal(stream, answer);
+  }
+}
+
+/** The store does not know the channel any more. Calls that change nothing are repeated. */
+export class ChannelGone extends StreamUnavailable {
+  constructor(stream: string) {
+    super(stream, "the store does not know the channel any more", true);
+  }
+}
+
+/** Return the error that "refused", or an answer that does not fit, means. */
+export function refusal(stream: string, { op, code, detail }: Fields): StreamError {
+  if (op !== "refused") return new StreamUnavailable(stream, `the store answered with '${String(op)}'`, true);
+  const text = String(detail || code);
+  if (code === "no-stream") return new NoStream(stream, text);
+  if (code === "damaged") return new StreamDamaged(stream, text);
+  return PASSING.has(code as string) ? new StreamUnavailable(stream, text, code === "moved") : new StreamError(stream, text);
+}
+
+function lost(stream: string, error: IrisError, ran = true): StreamUnavailable {
+  return new StreamUnavailable(stream, `the connection to the relay was lost: ${error.message}`, ran);
+}

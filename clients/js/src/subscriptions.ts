@@ -1,0 +1,359 @@
+/** Subscriptions: publications in, per subscription a bounded queue, and every gap reported (docs/protocol.md §9). */
+
+import { hex, type Bytes } from "./bytes.ts";
+import { decodeBundle } from "./bundle.ts";
+import { monotonicUs, wallUs } from "./clock.ts";
+import { Closed, ConfigError, LocalProtocolError, OpenError, Overloaded } from "./errors.ts";
+import { Kind, type DataFrame, type Fields } from "./frames.ts";
+import { FRESH_US, type Guard, type Sequence } from "./guard.ts";
+import type { Keyring } from "./keys.ts";
+import { Message, type Lost } from "./messages.ts";
+import { checkFilter, checkName, matches } from "./names.ts";
+import { notify } from "./notify.ts";
+import { NO_LIMIT, type Declared, type Session } from "./session.ts";
+import type { Opened } from "./sframe.ts";
+
+const UNKNOWN_COUNT = 2 ** 32 - 1;
+const QUEUE_BYTES = 8_388_608;
+/** What a queued message counts beside its payload. */
+const QUEUED_EXTRA = 256;
+const MAX_TOPICS = 4096;
+
+export type Policy = "drop-new" | "drop-old" | "cut";
+
+export interface SubscribeOptions {
+  /** Subscriptions of one group share the messages: each bundle goes to one of them. */
+  readonly group?: string;
+  /** What to do when the queue is full: drop the new messages, the oldest ones, or end the subscription. */
+  readonly policy?: Policy;
+  /** Bytes of messages that were not iterated over yet. */
+  readonly limitBytes?: number;
+  /** Called with each loss. */
+  readonly onGap?: (lost: Lost) => void;
+  readonly signal?: AbortSignal;
+}
+
+/** A subscription. Iterate over it with `for await`; leaving the loop closes it. */
+export class Subscription implements AsyncIterable<Message>, AsyncDisposable {
+  readonly filter: string;
+  readonly group: string;
+  /** Resolves when the relays know the subscription: what is published in this site after that is received. */
+  readonly ready: Promise<void>;
+  /** Messages that are known to be lost. */
+  lost = 0;
+  /** Value of the guard's epoch since when the subscription is followed without a break. */
+  since = Infinity;
+
+  readonly #policy: Policy;
+  readonly #limit: number;
+  readonly #onGap: ((lost: Lost) => void) | undefined;
+  readonly #close: (subscription: Subscription) => Promise<void>;
+  readonly #queue: Message[] = [];
+  #queuedBytes = 0;
+  #ended = false;
+  #error: unknown = null;
+  #waiter: (() => void) | null = null;
+  #settleReady!: { resolve: () => void; reject: (error: unknown) => void };
+
+  /** Made by `Client.subscribe`. */
+  constructor(filter: string, options: SubscribeOptions, close: (subscription: Subscription) => Promise<void>) {
+    const { group = "", policy = "drop-new", limitBytes = QUEUE_BYTES, onGap, signal } = options;
+    checkFilter(filter);
+    if (group) checkName(group, "queue group");
+    if (!["drop-new", "drop-old", "cut"].includes(policy)) throw new ConfigError(`policy must be 'drop-new', 'drop-old' or 'cut'`);
+    if (!Number.isSafeInteger(limitBytes) || limitBytes < 1) throw new ConfigError("limitBytes must be a whole number above 0");
+    signal?.throwIfAborted();
+    this.filter = filter;
+    this.group = group;
+    this.#policy = policy;
+    this.#limit = limitBytes;
+    this.#onGap = onGap;
+    this.#close = close;
+    this.ready = new Promise((resolve, reject) => {
+      this.#settleReady = { resolve, reject };
+    });
+    this.ready.catch(() => undefined); // the iterator raises it, too
+    signal?.addEventListener("abort", () => void this.#abort(signal.reason), { once: true });
+  }
+
+  registered(): void {
+    this.#settleReady.resolve();
+  }
+
+  /** End with an error, or with none: the iterator yields what is queued, then ends. */
+  end(error: unknown = null): void {
+    if (this.#ended) return;
+    this.#ended = true;
+    this.#error = error;
+    this.#settleReady.reject(error ?? new Closed("the subscription was closed"));
+    this.#wake();
+  }
+
+  deliver(messages: readonly Message[]): void {
+    for (const [i, message] of messages.entries()) {
+      if (this.#ended) return;
+      const size = message.payload.length + QUEUED_EXTRA;
+      if (this.#queue.length && this.#queuedBytes + size > this.#limit && !this.#makeRoom(message, messages.length - i, size)) return;
+      this.#queue.push(message);
+      this.#queuedBytes += size;
+    }
+    this.#wake();
+  }
+
+  /** Report a loss. */
+  gap(lost: Lost): void {
+    if (this.#ended) return;
+    this.lost += lost.count ?? 0;
+    if (this.#onGap) notify(this.#onGap, lost);
+  }
+
+  /** Whether `message` may be queued now. `left` counts it and those that came with it after it. */
+  #makeRoom({ name, source }: Message, left: number, size: number): boolean {
+    const lost = (count: number): Lost => ({ kind: "publish", name, source, count, cause: "the subscription's queue is full" });
+    if (this.#policy === "cut") {
+      this.end(new Overloaded(this.filter, `the queue of ${this.#limit} bytes is full`));
+      void this.#close(this);
+      return false;
+    }
+    if (this.#policy === "drop-new") {
+      this.gap(lost(left));
+      return false;
+    }
+    let dropped = 0;
+    while (this.#queue.length && this.#queuedBytes + size > this.#limit) {
+      this.#queuedBytes -= this.#queue.shift()!.payload.length + QUEUED_EXTRA;
+      dropped++;
+    }
+    this.gap(lost(dropped));
+    return true;
+  }
+
+  async *[Symbol.asyncIterator](): AsyncGenerator<Message, void, undefined> {
+    try {
+      for (;;) {
+        const message = this.#queue.shift();
+        if (message) {
+          this.#queuedBytes -= message.payload.length + QUEUED_EXTRA;
+          yield message;
+        } else if (this.#ended) {
+          if (this.#error !== null) throw this.#error;
+          return;
+        } else {
+          await new Promise<void>((resolve) => {
+            this.#waiter = resolve;
+          });
+        }
+      }
+    } finally {
+      await this.close();
+    }
+  }
+
+  /** End the subscription. Its iterator ends. */
+  async close(): Promise<void> {
+    if (!this.#ended) {
+      this.end();
+      await this.#close(this);
+    }
+  }
+
+  async [Symbol.asyncDispose](): Promise<void> {
+    await this.close();
+  }
+
+  async #abort(reason: unknown): Promise<void> {
+    if (this.#ended) return;
+    this.end(reason);
+    await this.#close(this);
+  }
+
+  #wake(): void {
+    this.#waiter?.();
+    this.#waiter = null;
+  }
+}
+
+/** All subscriptions of a client. They outlive its sessions. */
+export class Subscriptions {
+  readonly #subscriptions = new Set<Subscription>();
+  /** What matches a topic; emptied when it is full, and with each change. */
+  readonly #byTopic = new Map<string, readonly Subscription[]>();
+  readonly #guard: Guard;
+  readonly #keyring: Keyring;
+
+  constructor(guard: Guard, keyring: Keyring) {
+    this.#guard = guard;
+    this.#keyring = keyring;
+  }
+
+  /** Raises LocalProtocolError if there is such a subscription, as a relay does. */
+  add(subscription: Subscription): void {
+    const { filter, group } = subscription;
+    this.#keyring.filterKeys(filter);
+    for (const other of this.#subscriptions) {
+      if (other.filter === filter && other.group === group) {
+        throw new LocalProtocolError(`this client subscribes to '${filter}'${group && ` in the group '${group}'`} already`);
+      }
+    }
+    this.#subscriptions.add(subscription);
+    this.#byTopic.clear();
+  }
+
+  remove(subscription: Subscription): void {
+    this.#subscriptions.delete(subscription);
+    this.#byTopic.clear();
+  }
+
+  get all(): Subscription[] {
+    return [...this.#subscriptions];
+  }
+
+  endAll(error: unknown = null): void {
+    for (const subscription of this.all) subscription.end(error);
+    this.#subscriptions.clear();
+    this.#byTopic.clear();
+  }
+
+  /** Register one with a session. */
+  async register(session: Session, subscription: Subscription): Promise<void> {
+    const { filter, group } = subscription;
+    const keyIds = this.#keyring.filterKeys(filter).map((key) => key.id);
+    await session.asked(Kind.SUBSCRIBE, { filter, key_ids: keyIds, group }, Kind.ACK, () => {
+      subscription.since = ++this.#guard.epoch;
+    });
+    if (session.minor >= 2) await session.asked(Kind.SETTLE, {}, Kind.ACK);
+    subscription.registered();
+  }
+
+  async unregister(session: Session, { filter, group }: Subscription): Promise<void> {
+    await session.asked(Kind.UNSUBSCRIBE, { filter, group }, Kind.ACK);
+  }
+
+  /** The connection was lost, or the session moves: nobody knows what was missed until the next one. */
+  interrupted(cause: string): void {
+    this.#guard.epoch++;
+    for (const subscription of this.#subscriptions) {
+      if (subscription.since === Infinity) continue;
+      subscription.since = Infinity;
+      subscription.gap({ kind: "publish", name: subscription.filter, source: "", count: null, cause });
+    }
+  }
+
+  /** Handle the publications of a session. */
+  attach(session: Session): void {
+    session.onData([Kind.PUBLISH], {
+      open: (frame, declared) => (declared.key ? session.open(declared, Kind.PUBLISH, frame.end, frame.body) : undefined),
+      handle: (frame, declared, opened) => this.#publication(session, frame, declared, opened),
+      // The sequence of what comes next shows how many were dropped.
+      overflow: () => undefined,
+    });
+    session.onControl(Kind.WAIT, ({ alias, serial }) => {
+      session.control(Kind.WINDOW, { alias, serial, limit: NO_LIMIT });
+    });
+  }
+
+  #publication(session: Session, frame: DataFrame, declared: Declared, opened: unknown): void {
+    const { name, key, senderHex, plain } = declared;
+    if (!key || !this.#keyring.opensTopic(name, key)) {
+      session.count("publication under another key");
+      return;
+    }
+    if (opened instanceof OpenError) {
+      session.count("publication that does not open");
+      this.#reported(declared, frame.first, frame.count, "it does not open");
+      return;
+    }
+    if (opened instanceof Error) throw opened;
+    const { plain: bytes } = opened as Opened;
+    const sequence = this.#guard.sequence(addressOf(declared), declared.keyHex, true, monotonicUs());
+    if (!sequence) {
+      this.#tell(this.#receivers(declared), declared, frame.count, "too many senders");
+      return;
+    }
+    if (frame.first < sequence.next) {
+      session.count("publication that came before");
+      return;
+    }
+    const followers = this.#followers(declared, sequence);
+    const missing = sequence.missing(frame.first);
+    sequence.next = frame.first + frame.count;
+    if (!plain) this.#tell(followers, declared, Math.max(0, missing) + frame.count, "a relay did not deliver them here");
+    else if (missing > 0) this.#tell(followers, declared, missing, "messages are missing in the sender's sequence");
+    if (plain) sequence.epoch = this.#guard.epoch;
+    const receivers = this.#receivers(declared);
+    if (Math.abs(frame.sent - wallUs()) >= FRESH_US) {
+      this.#tell(receivers, declared, frame.count, "sent too far from this host's clock");
+      return;
+    }
+    let messages: Message[];
+    try {
+      const bundle = decodeBundle(bytes, frame.count);
+      messages = bundle.entries.map(({ payload, headers }) => new Message(payload, name, headers, bundle.packed, senderHex));
+    } catch (error) {
+      if (!(error instanceof OpenError)) throw error;
+      this.#tell(receivers, declared, frame.count, "the bundle does not decode");
+      return;
+    }
+    for (const subscription of receivers) subscription.deliver(messages);
+  }
+
+  /** Handle a GAP of publications. */
+  gap(fields: Fields): void {
+    const declared: Declared = {
+      kind: Kind.PUBLISH, name: fields.name as string, nameBytes: new Uint8Array(0), keyId: fields.key_id as Bytes,
+      keyHex: hex(fields.key_id as Bytes), key: this.#keyring.byId(fields.key_id as Bytes),
+      senderId: fields.sender_id as Bytes, senderHex: hex(fields.sender_id as Bytes), plain: fields.plain as boolean,
+      groups: fields.groups as string[], member: 0,
+    };
+    if (!declared.key || !this.#keyring.opensTopic(declared.name, declared.key)) return;
+    this.#reported(declared, Number(fields.first), Number(fields.count), fields.cause as string);
+  }
+
+  /** A relay says that `count` messages from `first` on were dropped. It never changes the expected number. */
+  #reported(declared: Declared, first: number, count: number, cause: string): void {
+    const groups = this.#matching(declared).filter(({ group }) => group && declared.groups.includes(group));
+    if (groups.length) this.#tell(groups, declared, count === UNKNOWN_COUNT ? null : count, cause);
+    const sequence = this.#guard.sequence(addressOf(declared), declared.keyHex, false, monotonicUs())!;
+    const plain = this.#matching(declared).filter(({ group }) => !group);
+    if (!declared.plain) {
+      const missed = this.#followers(declared, sequence);
+      if (missed.length && count && count !== UNKNOWN_COUNT) this.#tell(missed, declared, sequence.noteLost(first, count, true), cause);
+      return;
+    }
+    if (count === UNKNOWN_COUNT && !first) {
+      if (sequence.noteUnknown()) this.#tell(plain, declared, null, cause);
+    } else if (count) {
+      this.#tell(plain, declared, sequence.noteLost(first, count, this.#followers(declared, sequence).length > 0), cause);
+    }
+  }
+
+  #matching({ name }: Declared): readonly Subscription[] {
+    let found = this.#byTopic.get(name);
+    if (!found) {
+      found = this.all.filter(({ filter }) => matches(filter, name));
+      if (this.#byTopic.size >= MAX_TOPICS) this.#byTopic.clear();
+      this.#byTopic.set(name, found);
+    }
+    return found;
+  }
+
+  /** Subscriptions that a delivery is for. */
+  #receivers(declared: Declared): Subscription[] {
+    return this.#matching(declared).filter(({ group }) => (group ? declared.groups.includes(group) : declared.plain));
+  }
+
+  /** Subscriptions without a group that have followed the sender since a message of it. */
+  #followers(declared: Declared, { epoch }: Sequence): Subscription[] {
+    return this.#matching(declared).filter(({ group, since }) => !group && since <= epoch);
+  }
+
+  #tell(subscriptions: readonly Subscription[], { name, senderHex }: Declared, count: number | null, cause: string): void {
+    if (count === 0) return;
+    for (const subscription of subscriptions) subscription.gap({ kind: "publish", name, source: senderHex, count, cause });
+  }
+}
+
+function addressOf({ kind, name, keyHex, senderHex }: Declared): string {
+  return [kind, name, keyHex, senderHex].join("\0");
+}
+
