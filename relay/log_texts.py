@@ -140,6 +140,7 @@ SENTENCES: Final[dict[str, str | tuple[str, ...]]] = {
     "store.checkpoint": "The store wrote the streams of journal {journal} again, in {bytes} bytes from object {object} on, and deleted the objects before that.",
     "store.peer_seen": "This store sees another store, {store}.",
     "store.copies_opened": "The store copies {streams} streams of its disk to bucket {bucket}, in journal {journal} there.",
+    "store.copies_kept": "This store has another disk than when it wrote copies of streams {streams} to journal {journal} in the bucket. Nothing else may have them, so they stay there.",
     "store.copies_late": "The copies in the bucket are {behind_bytes} bytes behind: {error}. The store tries again; its streams go on.",
     "store.copies_behind": "The store stopped before its streams of the disk were copied to bucket {bucket}: {bytes} bytes are missing. The copies go on at its next start.",
     "store.copies_lost": "The copies of the store's streams in the bucket begin again: {error}.",

@@ -221,7 +221,7 @@ class Calls:
                 "order",
                 "another stream of this store has this uuid; create the stream with a new uuid",
             )
-        if uuid in self._catalogue.ended:
+        if self._catalogue.was_deleted(uuid):
             raise Refuse(
                 "order", "the log with this uuid was deleted; create the stream with a new uuid"
             )
@@ -337,7 +337,7 @@ class Calls:
         self._catalogue.serve(stream, partial(self._order_answered, incoming, stream))
 
     def _on_delete(self, incoming: IncomingCall, call: streams.Delete) -> None:
-        if self._was_deleted(call):
+        if self._was_deleted(incoming, call):
             incoming.answer(streams.Settled())  # a retry
             return
         stream = self._stream(incoming)
@@ -346,22 +346,21 @@ class Calls:
                 "invalid", "dead letters cannot be deleted on their own; delete their stream"
             )
         self._authority.end(stream.charter, call.orders, stream.uuid, self._clock.wall_us)
-        self._catalogue.ended.add(stream.uuid, self._clock.wall_us)
-        objects = stream.log.offloading.keys() if stream.log is not None else []
-        self._catalogue.remove(stream, "the stream was deleted")
-        if stream.replica is not None and self._catalogue.shelf is not None:
-            self._catalogue.shelf.end(stream.replica, objects)
+        self._catalogue.end(stream)
         incoming.answer(streams.Settled())
         log.info(
             "store.stream_deleted",
             extra={"fields": {"stream": stream.name, "uuid": stream.uuid.hex()}},
         )
 
-    def _was_deleted(self, call: streams.Delete) -> bool:
+    def _was_deleted(self, incoming: IncomingCall, call: streams.Delete) -> bool:
+        """Return whether the stream was deleted here. The answer waits until the bucket knows of it."""
         uuid = decode_order(call.orders[0].order).uuid
-        if uuid not in self._catalogue.ended:
+        if not self._catalogue.was_deleted(uuid):
             return False
         self._authority.read(call.orders, uuid, action=END)
+        shelf = self._catalogue.shelf
+        incoming.gate = None if shelf is None else shelf.ending.get(uuid)
         return True
 
     def _on_append(self, incoming: IncomingCall, call: streams.Append) -> None:

@@ -29,7 +29,7 @@ from relay.store import displacing
 from relay.store.authority import NO_CHARTER, Authority, Charter, DefinitionFile
 from relay.store.bucket.replica import Replica, forget
 from relay.store.bucket.sealing import Forced
-from relay.store.bucket.shelf import Shelf
+from relay.store.bucket.shelf import Left, Shelf
 from relay.store.clock import Clock
 from relay.store.cursor import Dead
 from relay.store.database import write_beside
@@ -42,6 +42,7 @@ from relay.store.stream import Stream
 
 log = logging.getLogger(__name__)
 
+DELETED: Final = "the stream was deleted"
 MOVING: Final = "the stream moves to another store; try again"
 _UUID: Final = re.compile("[0-9a-f]{32}")
 MAX_STREAMS: Final = 500
@@ -374,6 +375,37 @@ class Catalogue:
             one.refuse_waiting(MOVING)
             one.end(MOVING)
         return {one.uuid: Path(one.path) for one in parts}
+
+    def was_deleted(self, uuid: bytes) -> bool:
+        """Return whether a stream was deleted here, and is not here again because its bucket never learned of that."""
+        ending = self.shelf is not None and uuid in self.shelf.ending
+        return ending or (uuid in self.ended and uuid not in self.streams)
+
+    def end(self, stream: Stream) -> None:
+        """Delete a stream. Raises Refuse, LogWriteFailed."""
+        shelf, replica, uuid = self.shelf, stream.replica, stream.uuid
+        now_us = self.clock.wall_us
+        if replica is None or shelf is None:
+            self.ended.add(uuid, now_us)
+            self.remove(stream, DELETED)
+            return
+        self.ended.make_room(now_us)
+        left = Left()
+        if stream.log is not None:
+            left.add(stream.log.offloading.keys(), stream.log.offloading.intended)
+        self.remove(stream, DELETED)
+
+        def known() -> None:
+            try:
+                self.ended.add(uuid, now_us)
+            except (
+                LogError,
+                Refuse,
+            ) as err:  # only somebody who repeats its first order is not refused then
+                fields = {"path": stream.path, "error": str(err)}
+                log.warning("store.files_left", extra={"fields": fields})
+
+        shelf.end(replica, left, known)
 
     def remove(self, stream: Stream, reason: str) -> None:
         self.leave(stream)

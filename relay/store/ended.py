@@ -45,7 +45,13 @@ class Ended:
         self._marks = {uuid: ended_us for ended_us, uuid in sorted(found)}
 
     def add(self, uuid: bytes, now_us: int) -> None:
-        """Write the mark of a log to disk. The oldest marks are removed for it if they are no longer needed.
+        """Write the mark of a log to disk. Raises as `make_room`."""
+        self.make_room(now_us)
+        write_beside(str(self._path(uuid)), b"")
+        self._marks[uuid] = now_us
+
+    def make_room(self, now_us: int) -> None:
+        """Remove the oldest marks for one more, if they are no longer needed.
 
         Raises:
             Refuse: the limit is reached and all marks are still needed.
@@ -63,8 +69,6 @@ class Ended:
             except OSError as err:
                 raise LogWriteFailed(str(self._path(oldest)), str(err)) from err
             del self._marks[oldest]
-        write_beside(str(self._path(uuid)), b"")
-        self._marks[uuid] = now_us
 
     def _path(self, uuid: bytes) -> Path:
         return self._directory / (uuid.hex() + SUFFIX)

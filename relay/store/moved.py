@@ -189,6 +189,11 @@ class MovedRecords:
         """Return the keys of all objects that there may be."""
         return [*(moved.key for moved in self.every), *self.left]
 
+    @property
+    def intended(self) -> list[str]:
+        """The keys of objects of which nobody knows whether they were made."""
+        return [key for key, why in self.left.items() if why == INTENDED]
+
     def _places(self, start: int) -> list[tuple[Moved, int]]:
         """Return the chunk that contains `start`, and the `AHEAD` next ones."""
         at = max(0, bisect_right(self._firsts, start) - 1)

@@ -43,9 +43,19 @@ class Offloading:
         """How many objects have records of the log."""
         return len(self._chain.moved.every)
 
+    @property
+    def end(self) -> int:
+        """Offset up to which everything is in objects; 0 if there are none."""
+        return self._chain.moved.end
+
     def keys(self) -> list[str]:
         """Return the keys of all objects of the log that there may be."""
         return self._chain.moved.keys()
+
+    @property
+    def intended(self) -> list[str]:
+        """The keys of objects of which nobody knows whether they were made."""
+        return self._chain.moved.intended
 
     def read_by(self, reader: Reader) -> None:
         """Read moved records with this reader."""

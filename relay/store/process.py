@@ -178,7 +178,7 @@ class StoreProcess:
             failover_s=self._bucket.failover_s, entropy=self._entropy,
         )  # fmt: skip
 
-    def _copy(self, store: Store) -> Copying | None:
+    def _copy(self, store: Store, keeper: Keeper | None) -> Copying | None:
         """Return what copies streams of the disk to the bucket; None without a bucket."""
         shelf = store.catalogue.shelf
         if shelf is None or self._bucket is None:
@@ -186,7 +186,8 @@ class StoreProcess:
         return Copying(
             shelf.copies, self._objects, shelf.key, store.key.public_key, self._label, shelf.directory, now_us=_monotonic_us,
             wall_us=lambda: time.time_ns() // 1000, checkpoint_bytes=self._bucket.checkpoint_bytes,
-            ended=lambda: [each for uuid in store.catalogue.ended.uuids for each in (uuid, dead_uuid(uuid))], entropy=self._entropy,
+            ended=lambda: [each for uuid in store.catalogue.ended.uuids for each in (uuid, dead_uuid(uuid))],
+            verify=None if keeper is None else keeper.verify, entropy=self._entropy,
         )  # fmt: skip
 
     def _force(self, store: Store, keeper: Keeper | None) -> Forcing | None:
@@ -265,7 +266,7 @@ class StoreProcess:
         """Serve the relay, and reconnect whenever the connection is lost. Runs until cancelled."""
         ticking = self._loop.create_task(self._tick(), name="iris-store-tick")
         self._keeper = self._keep(self.store)
-        self._copying = self._copy(self.store)
+        self._copying = self._copy(self.store, self._keeper)
         self._forcing = self._force(self.store, self._keeper)
         if self._forcing is not None:
             await self._forcing.first_check()

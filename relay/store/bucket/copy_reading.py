@@ -67,6 +67,20 @@ class _Copy(Protocol):
 C = TypeVar("C", bound=_Copy)
 
 
+async def copied_in(
+    objects: Objects, sealer: Sealer, journal: str, known: dict[str, Registration]
+) -> set[bytes]:
+    """Return the streams of which a journal has copies, whole or not. Raises BucketError, ObjectDamaged."""
+    copied: set[bytes] = set()
+    async for _, _, content in steps(objects, sealer, journal, known, [], ended=False):
+        for entry in content.entries:
+            if isinstance(entry, Rows):
+                copied.add(entry.uuid)
+            elif isinstance(entry, Ended):
+                copied.discard(entry.uuid)
+    return copied
+
+
 async def read_copies(
     objects: Objects, key: GroupKey, directory: Path, only: Collection[bytes] = ()
 ) -> list[Found]:

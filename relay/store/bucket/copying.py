@@ -14,7 +14,7 @@ import json
 import logging
 import os
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Final
 
@@ -26,6 +26,7 @@ from iris.crypto.keys import GroupKey
 from iris.errors import ConfigError, IrisError
 from relay.store.bucket.checkpointing import BACKLOG_BYTES, Checkpoints, remaining
 from relay.store.bucket.copies import Copies, Copy, State
+from relay.store.bucket.copy_reading import copied_in
 from relay.store.bucket.history import Registration, beginning_of, end_of
 from relay.store.bucket.objects import Objects, probe
 from relay.store.bucket.puts import RETRY_MAX_S, RETRY_MIN_S, Lost, Puts
@@ -69,7 +70,8 @@ class Copying:
     def __init__(
         self, copies: Copies, objects: Objects, key: GroupKey, store: bytes, label: str, directory: Path, *,
         now_us: Callable[[], int], wall_us: Callable[[], int], checkpoint_bytes: int,
-        ended: Callable[[], Iterable[bytes]] = tuple, entropy: Callable[[int], bytes] = os.urandom,
+        ended: Callable[[], Iterable[bytes]] = tuple, verify: Callable[[], Awaitable[None]] | None = None,
+        entropy: Callable[[int], bytes] = os.urandom,
     ) -> None:  # fmt: skip
         """`directory` is for the file with our journals. `ended` returns the uuids of deleted streams."""
         self._copies = copies
@@ -82,6 +84,7 @@ class Copying:
         self._wall_us = wall_us
         self._checkpoint_bytes = checkpoint_bytes
         self._ended = ended
+        self._verify = verify
         self._begun: tuple[Writer, dict[str, Registration]] | None = None
         self._puts = Puts(
             objects, now_us, self._warn, lambda *_: None, self._lost, name="iris-put-copies", check_us=CHECK_US,
@@ -130,13 +133,15 @@ class Copying:
         self._directory.mkdir(mode=0o700, exist_ok=True)
         if self._begun is None or self._begun[0].ended:
             await probe(self._objects)
+            if self._verify is not None:
+                await self._verify()
             mine, earlier = await begin(
                 self._objects, self._sealer, self._store, self._label, self._wall_us(), COPIES
             )
             known = {one.registered.journal: one for one in (*earlier, mine)}
             self._begun = Writer(mine.registered.journal, self._sealer, mine.hash), known
         writer, known = self._begun
-        ours = self._read_ours(known)
+        ours = self._read_ours(known) or _Ours(await self._that_are_here(known))
         if writer.journal not in ours.journals:
             ours.journals.append(writer.journal)
         self._save(ours)  # what is fenced by this journal leads to it, and nothing else does
@@ -171,12 +176,14 @@ class Copying:
         log.info("store.copies_opened", extra={"fields": fields})
         return writer, covers
 
-    def _read_ours(self, known: dict[str, Registration]) -> _Ours:
-        """Return the journals of our last run. Raises ObjectDamaged."""
+    def _read_ours(self, known: dict[str, Registration]) -> _Ours | None:
+        """Return the journals of our last run; None if that is not known. Raises ObjectDamaged."""
         try:
             ours = msgspec.json.decode((self._directory / STATE_FILE).read_bytes(), type=_Ours)
-        except FileNotFoundError:  # the store is new, or somebody has made room on its disk
-            return _Ours([name for name, one in known.items() if one.registered.store == self._store])  # fmt: skip
+        except (
+            FileNotFoundError
+        ):  # the store is new, lost its disk, or somebody has made room there
+            return None
         except msgspec.DecodeError as err:
             raise ConfigError(
                 f"data: {self._directory / STATE_FILE} is damaged: {err}; delete it, and the store reads the bucket"
@@ -187,6 +194,29 @@ class Copying:
                 f"bucket that this store had before, or delete {self._directory / STATE_FILE} to copy the streams once more"
             )
         return ours
+
+    async def _that_are_here(self, known: dict[str, Registration]) -> list[str]:
+        """Return the journals with this store's key whose copies are all of streams that it has or has deleted.
+
+        The others are left alone: if its disk was lost, and its key was not, nothing else has these streams.
+        Raises BucketError, ObjectDamaged.
+        """
+        here = {*self._copies.all, *self._ended()}
+        fenced: dict[str, str] = {}
+        heads: set[str] = set()
+        mine = [name for name, one in known.items() if one.registered.store == self._store]
+        for name in mine:
+            end = await end_of(self._objects, self._sealer, known[name])
+            if end.fence is not None:
+                fenced[name] = end.fence.by
+                continue
+            copied = await copied_in(self._objects, self._sealer, name, known)
+            if copied <= here:
+                heads.add(name)
+            else:
+                fields = {"journal": name, "streams": [uuid.hex() for uuid in copied - here]}
+                log.warning("store.copies_kept", extra={"fields": fields})
+        return [name for name in mine if any(_leads_to(name, fenced, head) for head in heads)]
 
     def _save(self, ours: _Ours) -> None:
         write_beside(

@@ -37,7 +37,7 @@ from relay.store.bucket.sealing import (
     Taken,
 )
 from relay.store.bucket.seen import RolledBack, Seen
-from relay.store.bucket.shelf import Shelf
+from relay.store.bucket.shelf import Left, Shelf
 from relay.store.bucket.succession import Unfenced, begin, fence
 from relay.store.bucket.writer import Flying, Writer
 from relay.store.database import Database, write_beside
@@ -136,6 +136,13 @@ class Keeper:
         """Return for how long another store must still be gone until it counts as such, in seconds; None if it can be
         seen."""
         return UNSEEN_S if self._lookout is None else self._lookout.wait_s(store)
+
+    async def verify(self) -> None:
+        """Return if the bucket has all that this store has seen there.
+
+        Raises RolledBack, BucketError, ObjectDamaged, ConfigError.
+        """
+        await self._seen.verify(())
 
     def check(self) -> None:
         """Check soon whether our journals are still ours, because this store was away from its relay."""
@@ -297,15 +304,17 @@ class Keeper:
             if (held := await self._take(writer, victim, known, stores)) is not None:
                 taken[held] = None
         unsettled: list[Released | Taken] = []
+        left: dict[bytes, Left] = {}
         while True:
             for one in self._writers:
                 if one.ended:
                     self._abandon(one)
             unsettled.clear()
+            left.clear()
             try:
                 loaded, covers = await load(
                     self._objects, self._sealer, list(taken), known, shelf.directory, writer.journal,
-                    keep={uuid for held in shelf.held.values() for uuid in held}, unsettled=unsettled,
+                    keep={uuid for held in shelf.held.values() for uuid in held}, unsettled=unsettled, left=left,
                 )  # fmt: skip
                 break
             except Unfenced as found:
@@ -334,7 +343,11 @@ class Keeper:
             self._objects, self._sealer, writer, covers, self._checkpoint_bytes,
             lambda: self._owner.logs(writer), self._now_us, self._warn,
         )  # fmt: skip
-        self._checkpoints[writer.journal].paused = partial(self._moves.is_open, writer.journal)
+        # A checkpoint covers what names these objects.
+        self._shelf.left += [each for each in left.values() if each.objects or each.intended]
+        self._checkpoints[writer.journal].paused = lambda: bool(
+            self._moves.is_open(writer.journal) or self._shelf.left
+        )
         self._moves.inherit(writer, unsettled)
         fields = {"bucket": self.url, "journal": writer.journal, "streams": len(loaded)}
         log.info("store.bucket_opened", extra={"fields": fields})

@@ -8,18 +8,28 @@ from collections.abc import Iterable, Set
 from pathlib import Path
 from typing import Final
 
+from iris.errors import IrisError
 from relay.store.bucket.history import Registration
 from relay.store.bucket.moved import Arrived, Chain, released
 from relay.store.bucket.objects import Objects
 from relay.store.bucket.replica import Place, move, redo
 from relay.store.bucket.sealing import Covered, Ended, Released, Rows, Sealer, Taken
+from relay.store.bucket.shelf import Left
 from relay.store.bucket.succession import Unfenced, steps
 from relay.store.database import Database, Op
 from relay.store.errors import LogError
+from relay.store.moved import MovedRecords
 
 log = logging.getLogger(__name__)
 
 NO_OFFSET: Final = 0
+
+
+class InUse(IrisError):
+    """A stream of the journals that were read is in use here under another journal.
+
+    That journal has ended, or the stream was released and taken, and this store is about to notice it.
+    """
 
 
 class Loaded:
@@ -49,9 +59,7 @@ class _Target:
                 self.database = Database.open(str(path))
                 self.place = Place.of(self.database)
             except LogError as err:  # the bucket has all of it
-                log.warning(
-                    "store.copy_damaged", extra={"fields": {"path": str(path), "error": str(err)}}
-                )
+                _warn_damaged(path, err)
         if self.place is None:
             self.restart()
 
@@ -70,28 +78,47 @@ class _Target:
         batch.apply(ops)
         self.database.write(batch, NO_OFFSET, sync=False)
 
+    def add_objects(self, left: Left) -> None:
+        """Add the segment objects that the stream has."""
+        assert self.database is not None
+        try:
+            moved = MovedRecords(self.database)
+        except (
+            LogError
+        ) as err:  # an old copy, since what was read from the bucket has just been written
+            _warn_damaged(self.path, err)
+            return
+        left.add(moved.keys(), moved.intended)
+
     def close(self) -> None:
         if self.database is not None:
             self.database.close()
             self.database = None
 
 
+def _warn_damaged(path: Path, err: LogError) -> None:
+    log.warning("store.copy_damaged", extra={"fields": {"path": str(path), "error": str(err)}})
+
+
 async def load(
     objects: Objects, sealer: Sealer, taken: list[str], known: dict[str, Registration], directory: Path, into: str,
-    *, keep: Set[bytes] = frozenset(), unsettled: list[Released | Taken] | None = None,
+    *, keep: Set[bytes] = frozenset(), unsettled: list[Released | Taken] | None = None, left: dict[bytes, Left] | None = None,
 ) -> tuple[list[Loaded], list[Covered]]:  # fmt: skip
     """Bring the databases below `directory` to what the journals `taken` hold; remove others, except `keep`.
 
-    Their streams go on in journal `into`. Also returns what the first checkpoint of that journal will cover.
+    Their streams go on in journal `into`. Those in `keep` are in use here. Also returns what the first checkpoint of
+    that journal will cover.
     A database that has more than the bucket keeps it if nobody wrote to the stream meanwhile; else it is made again.
-    Adds to `unsettled` the moves of streams that somebody has to settle.
-    Raises Unfenced if another journal must be taken first; BucketError, ObjectDamaged, LogError.
+    Adds to `unsettled` the moves of streams that somebody has to settle, and to `left` what deleted streams left.
+    Raises Unfenced if another journal must be taken first; InUse if that has to be done again; BucketError,
+    ObjectDamaged, LogError.
     """
     targets = _targets(directory, keep)
     try:
         covers: list[Covered] = []
         moves: list[Released | Taken] = [] if unsettled is None else unsettled
-        held, ends = await _replay(objects, sealer, taken, known, directory, targets, covers, moves)
+        gone: dict[bytes, Left] = {} if left is None else left
+        held, ends = await _replay(objects, sealer, taken, known, directory, targets, keep, covers, moves, gone)  # fmt: skip
         loaded = []
         for uuid, target in targets.items():
             if uuid not in held:
@@ -123,11 +150,12 @@ def _targets(directory: Path, keep: Set[bytes]) -> dict[bytes, _Target]:
 
 async def _replay(
     objects: Objects, sealer: Sealer, taken: list[str], known: dict[str, Registration], directory: Path,
-    targets: dict[bytes, _Target], covers: list[Covered], unsettled: list[Released | Taken],
+    targets: dict[bytes, _Target], keep: Set[bytes], covers: list[Covered], unsettled: list[Released | Taken],
+    left: dict[bytes, Left],
 ) -> tuple[set[bytes], dict[str, int]]:  # fmt: skip
     """Write what is missing into each database; return the uuids that are held, and the end of each journal.
 
-    Raises Unfenced.
+    Raises Unfenced, InUse.
     """
     unfenced: dict[str, None] = {}
     held: dict[bytes, set[str]] = {}
@@ -162,6 +190,8 @@ async def _replay(
                         held.setdefault(effect.uuid, set()).add(journal)
                         named.setdefault(effect.uuid, set()).add(journal)
                         written_last[effect.uuid] = read
+                        if effect.uuid in keep:
+                            continue  # it moved from here to a journal of ours, or we do not know yet that ours ended
                         if effect.uuid not in targets:
                             path = directory / effect.uuid.hex()
                             targets[effect.uuid] = _Target(path, effect.uuid)
@@ -169,6 +199,8 @@ async def _replay(
                         if target.reached:
                             target.write(effect.ops)
                     elif isinstance(effect, Ended):
+                        if effect is entry and effect.uuid in targets:  # else it moved
+                            targets[effect.uuid].add_objects(left.setdefault(effect.uuid, Left()))
                         held.get(effect.uuid, set()).discard(journal)
                         _restart(targets, [effect.uuid])
                     else:
@@ -187,6 +219,10 @@ async def _replay(
         )
 
     holders = {uuid: journals for uuid, journals in held.items() if journals}
+    if in_use := keep & holders.keys():
+        raise InUse(
+            f"streams {', '.join(sorted(uuid.hex() for uuid in in_use))} are in use here; try again"
+        )
     stale = {
         uuid
         for uuid in holders

@@ -252,7 +252,7 @@ class Moves:
 
         async def arrive() -> bool | None:
             async with self._opening:
-                if writer.ended:
+                if writer.ended or self._is_in_use(taken.uuids, writer):
                     return None
                 found = await receive(
                     self._objects, self._sealer, taken, self._shelf.directory, writer.journal
@@ -267,6 +267,13 @@ class Moves:
         fields = {"journal": writer.journal, "from": taken.source, "streams": [one.hex() for one in taken.uuids]}  # fmt: skip
         log.info("store.stream_arrived", extra={"fields": fields})
         return writer, None
+
+    def _is_in_use(self, uuids: Iterable[bytes], writer: Writer) -> bool:
+        """Return whether another journal of ours has these streams: it has ended, and we are about to notice it."""
+        return any(
+            journal != writer.journal and not held.isdisjoint(uuids)
+            for journal, held in self._shelf.held.items()
+        )
 
     def _check_disk(self, size_bytes: int) -> None:
         """Raises Refuse."""

@@ -139,7 +139,9 @@ class Seen:
 
     async def _verify(self, journal: Registration, known: list[Registration]) -> None:
         name = journal.registered.journal
-        seen = self._journals[name]
+        seen = self._journals.get(name)
+        if seen is None:
+            return  # somebody else, who verifies at the same time, has found it covered
         if (await beginning_of(self._objects, self._sealer, journal)).number > seen.number:
             return  # its own checkpoint covers it
         end = await end_of(self._objects, self._sealer, journal)
@@ -150,7 +152,7 @@ class Seen:
         if digest == seen.digest:
             return
         if await self._is_covered(name, seen.number, known[journal.number :]):
-            del self._journals[name]
+            self._journals.pop(name, None)
             self._changed = True
             return
         raise self._rolled_back(

@@ -27,6 +27,38 @@ class Leaving(Struct, frozen=True):
     size_bytes: int
 
 
+class Left(Struct):
+    """Segment objects of a deleted stream."""
+
+    objects: list[str] = []
+    intended: list[str] = []
+    """Those of which nobody knows whether they were made, or will be by a request that is late."""
+
+    def add(self, objects: list[str], intended: list[str]) -> None:
+        """Add objects; the `intended` ones may be among them."""
+        self.objects += [key for key in objects if key not in intended]
+        self.intended += intended
+
+
+class _Ending:
+    """A deletion of which the bucket does not know yet."""
+
+    def __init__(self, shelf: Shelf, uuid: bytes, left: Left, known: Callable[[], None]) -> None:
+        self._shelf = shelf
+        self._uuid = uuid
+        self._left = left
+        self._known = known
+
+    def release(self) -> None:
+        del self._shelf.ending[self._uuid]
+        if self._left.objects or self._left.intended:
+            self._shelf.left.append(self._left)
+        self._known()
+
+    def withdraw(self, reason: str) -> None:
+        del self._shelf.ending[self._uuid]
+
+
 class Mover(Protocol):
     """Moves streams between the stores of a bucket; see `relay.store.bucket.moves`."""
 
@@ -54,8 +86,10 @@ class Shelf:
         """Moves streams to other stores; None until the bucket is used."""
         self.reader: Reader | None = None
         """Reads what was moved to segment objects."""
-        self.left: list[tuple[Replica, int, list[str]]] = []
-        """(copier, object of its journal that says so, segment objects) of each deleted stream."""
+        self.ending: dict[bytes, Replica] = {}
+        """Streams that were deleted here -> their copiers, until the bucket knows of it or the journal has ended."""
+        self.left: list[Left] = []
+        """What deleted streams have left in the bucket, as the bucket knows."""
         self._now_us = now_us
         self.copies = Copies(now_us)
         """Copies in the bucket of streams that are on the store's disk."""
@@ -86,11 +120,14 @@ class Shelf:
         """A stream was deleted."""
         self.held.get(replica.writer.journal, set()).discard(replica.uuid)
 
-    def end(self, replica: Replica, objects: list[str]) -> None:
-        """A stream was deleted that has these segment objects."""
+    def end(self, replica: Replica, left: Left, known: Callable[[], None]) -> None:
+        """A stream was deleted that leaves these segment objects. `known` is called when the bucket knows of it.
+
+        If the journal ends before, nobody can say whether the stream still exists.
+        """
         replica.ended()
-        if objects:
-            self.left.append((replica, replica.last, objects))
+        self.ending[replica.uuid] = replica
+        replica.hold(_Ending(self, replica.uuid, left, known))
 
     def make_directory(self) -> None:
         """Make the directory of the logs. Raises OSError."""

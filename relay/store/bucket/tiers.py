@@ -24,6 +24,7 @@ from relay.logs import Quiet
 from relay.store.bucket.objects import BucketError, Objects, at_once
 from relay.store.bucket.replica import Replica
 from relay.store.bucket.sealing import Sealer, hash_of, segment_key
+from relay.store.bucket.shelf import Left
 from relay.store.errors import LogError
 from relay.store.log import Log
 from relay.store.moved import INTENDED, Chunk, Moved, Rows
@@ -60,7 +61,7 @@ class Tiered(Protocol):
         """Whether its records may be moved."""
 
 
-class _Left:
+class _Due:
     """An object that no stream has any more."""
 
     __slots__ = ("at_s", "number")
@@ -77,7 +78,7 @@ class Tiers:
 
     def __init__(
         self, objects: Objects, sealer: Sealer, limit_bytes: int, streams: Callable[[], Iterable[Tiered]],
-        *, left: list[tuple[Replica, int, list[str]]], now_s: Callable[[], float], entropy: Callable[[int], bytes] = os.urandom,
+        *, left: list[Left], now_s: Callable[[], float], entropy: Callable[[int], bytes] = os.urandom,
     ) -> None:  # fmt: skip
         """`limit_bytes`: 0 is none. `streams` returns those that this store serves from the bucket, `left` is
         `Shelf.left`."""
@@ -91,8 +92,10 @@ class Tiers:
         self._making: set[str] = set()
         self._failed: dict[Log, float] = {}
         """Stream whose records could not be moved -> when to try again."""
-        self._left: dict[tuple[Log, str], _Left] = {}
+        self._left: dict[tuple[Log, str], _Due] = {}
         self._ended = left
+        self._late_s: dict[int, float] = {}
+        """Number of what a deleted stream has left -> when its intended objects are deleted."""
 
     async def run(self) -> None:
         """Move and delete whenever there is something to do. Runs until cancelled."""
@@ -204,14 +207,14 @@ class Tiers:
                 late_s = LATE_S if why == INTENDED else 0.0
                 left = self._left.get((ours, key))
                 if left is None:
-                    left = self._left[ours, key] = _Left(replica.last, self._now_s() + late_s)
+                    left = self._left[ours, key] = _Due(replica.last, self._now_s() + late_s)
                 known = left.number <= replica.writer.known and self._now_s() >= left.at_s
                 if known and key not in self._making:
                     (late if why == INTENDED else due).append(key)
             if late:
                 ours.offloading.give_up(late)
                 for key in late:
-                    self._left[ours, key] = _Left(replica.last, self._now_s())
+                    self._left[ours, key] = _Due(replica.last, self._now_s())
             for at in range(0, len(due), DELETES):
                 some = due[at : at + DELETES]
                 await at_once(self._objects.delete(key) for key in some)
@@ -222,14 +225,19 @@ class Tiers:
         await self._delete_ended()
 
     async def _delete_ended(self) -> None:
-        for entry in list(self._ended):
-            replica, number, keys = entry
-            if replica.writer.known >= number:
-                while keys:
-                    await self._objects.delete(keys[-1])
-                    keys.pop()
-            if not keys or replica.writer.ended:
-                self._ended.remove(entry)
+        for left in list(self._ended):
+            await self._delete_all(left.objects)
+            if left.intended and self._now_s() >= self._late_s.setdefault(id(left), self._now_s() + LATE_S):  # fmt: skip
+                await self._delete_all(left.intended)
+            if not left.intended:
+                self._late_s.pop(id(left), None)
+                self._ended.remove(left)
+
+    async def _delete_all(self, keys: list[str]) -> None:
+        while keys:
+            some = keys[-DELETES:]
+            await at_once(self._objects.delete(key) for key in some)
+            del keys[-len(some) :]
 
 
 def _serves(stream: Tiered, ours: Log) -> bool:

@@ -379,7 +379,7 @@ SABOTAGES = (
         "create-deleted",
         "relay/store/calls.py",
         "Calls._on_create",
-        "uuid in self._catalogue.ended",
+        "self._catalogue.was_deleted(uuid)",
         "False",
         (
             "tests/integration/test_stream_appends.py::test_the_first_order_of_a_deleted_stream_makes_no_new_one",

@@ -13,7 +13,19 @@ from collections.abc import Callable
 from typing import Any, Final, Protocol
 
 from relay.store.bucket.objects import BucketError
-from relay.store.bucket.sealing import Checkpoint, Fence, Numbered, Registered, Sealer
+from relay.store.bucket.sealing import (
+    Checkpoint,
+    Decision,
+    Ended,
+    Fence,
+    Numbered,
+    Registered,
+    Released,
+    Sealer,
+    Settled,
+    Taken,
+)
+from relay.store.bucket.tiers import LATE_S as FORGOTTEN_S
 from support.bucket_lives.loops import Loop
 
 SLOW_S: Final = 8.0
@@ -43,12 +55,20 @@ class Bucket:
         self.latency_s = rng.choice((0.01, 0.05, 0.15))
         self.away = False
         """Every request is refused."""
+        self.keeps: str | None = None
+        """Objects whose keys begin so cannot be deleted."""
         self.fences: dict[str, list[Fence]] = {}
         """Journal -> the fences that were created in it; void ones, too."""
         self.registered: dict[str, bytes] = {}
         """Journal -> the public key of its store."""
+        self.excused: set[str] = set()
+        """Segment objects that were made so late that their store had given them up: nobody deletes them."""
+        self.generation = 0
+        """Requests of an earlier generation are not carried out any more."""
         self._begins: dict[str, int] = {}
         """Journal -> where its last checkpoint begins."""
+        self._moves: dict[str, set[str]] = {}
+        """Move that is not over -> journals that take part in it."""
         self._rng = rng
         self._sealer = sealer
         self._counts = counts
@@ -60,7 +80,7 @@ class Bucket:
         rng, later = self._rng, self.loop.call_later
         there_s, back_s = (rng.expovariate(1 / self.latency_s) for _ in "ab")
         fate = "well"
-        if self.away:
+        if self.away or (what == "delete" and self.keeps and key.startswith(self.keeps)):
             fate = "refused"
         elif rng.random() < self.faults:
             fates = ("slow", "refused", "lost", "late", "unanswered", "twice")
@@ -70,7 +90,13 @@ class Bucket:
         if fate != "well":
             self._counts[f"{what} {fate}"] += 1
 
+        generation, asked_s = self.generation, self.loop.time()
+
         def carry_out() -> Any:
+            if generation != self.generation:
+                return None
+            if key.startswith("segment/") and self.loop.time() - asked_s > FORGOTTEN_S / 2:
+                self.excused.add(key)
             return self._do(what, key, data)
 
         def fails() -> None:
@@ -112,21 +138,34 @@ class Bucket:
                 return True
             case "get":
                 return self.objects.get(key)
+            case "range":
+                name, _, part = key.partition("#")
+                start, _, end = part.partition("-")
+                found = self.objects.get(name)
+                self._counts["reads of moved records"] += 1
+                return None if found is None else found[int(start) : int(end)]
             case "exists":
                 return key in self.objects
-        self.objects.pop(key, None)
-        self._counts["deleted"] += 1
+        self._counts["segment objects deleted" if key.startswith("segment/") else "deleted"] += (
+            self.objects.pop(key, None) is not None
+        )
         return None
 
     def _note(self, key: str, data: bytes) -> None:
         kind, _, rest = key.partition("/")
         if kind == "probe":
             return
+        if kind == "segment":
+            self._counts["segment objects"] += 1
+            return
         match self._sealer.open(key, data):
             case Fence() as fence:
                 journal, _, number = rest.partition("/")
                 self._counts["fences"] += 1
                 self._counts["void fences"] += int(number) < self._begins.get(journal, 0)
+                self._counts["fences during a move"] += any(
+                    journal in each for each in self._moves.values()
+                )
                 self.fences.setdefault(journal, []).append(fence)
             case Registered(journal, store):
                 self._counts["journals"] += 1
@@ -134,8 +173,19 @@ class Bucket:
             case Checkpoint(first):
                 self._begins[rest.partition("/")[0]] = first
                 self._counts["checkpoints"] += 1
-            case Numbered():
+            case Numbered(_, entries):
                 self._counts["objects"] += 1
+                for entry in entries:
+                    if isinstance(entry, Released | Taken):
+                        self._moves.setdefault(entry.token, set()).add(rest.partition("/")[0])
+                    self._counts["entries of deletion"] += isinstance(entry, Ended)
+            case Decision(journal):
+                self._counts["moves that took place" if journal else "moves that did not"] += 1
+                if not journal:
+                    self._moves.pop(rest, None)
+            case Settled():
+                self._counts["moves settled"] += 1
+                self._moves.pop(rest, None)
 
 
 class Port:
@@ -152,6 +202,10 @@ class Port:
 
     async def get(self, key: str) -> bytes | None:
         found: bytes | None = await self._ask("get", key)
+        return found
+
+    async def get_range(self, key: str, start: int, end: int) -> bytes | None:
+        found: bytes | None = await self._ask("range", f"{key}#{start}-{end}")
         return found
 
     async def exists(self, key: str) -> bool:

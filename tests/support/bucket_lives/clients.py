@@ -12,26 +12,31 @@ from typing import Final
 
 from iris.wire import streams
 from iris.wire.codec import END
-from iris.wire.streams import Answer, Call
+from iris.wire.streams import Answer, Call, decode_dead
 from support.bucket_lives.history import Acked, Chunk, History, Interval, Place, Seen
+from support.bucket_lives.plan import StreamPlan
 from support.bucket_lives.store import EPOCH_US
 
 END_FIELDS: Final = END.pack(EPOCH_US, 0, 1, 0)
 TRY_AGAIN_S: Final = 0.5
 CONSUMER: Final = "workers"
 
+RETENTION: Final = 1
+"""Reason of a hole (`iris.wire.streams.HOLES`)."""
+
 Ask = Callable[[str, Call], Awaitable[Answer | None]]
-"""Sends a call to whoever serves a stream; returns the answer, or None if none came in time."""
+"""Sends a call to whoever serves a stream, by its uuid; returns the answer, or None if none came in time."""
 
 
 class Client:
     """What all clients have: a stream, a name, and the history that they write into."""
 
     def __init__(
-        self, name: str, stream: str, ask: Ask, history: History, rng: random.Random, counts: Counter[str]
+        self, name: str, plan: StreamPlan, ask: Ask, history: History, rng: random.Random, counts: Counter[str]
     ) -> None:  # fmt: skip
         self.name = name
-        self.stream = stream
+        self.plan = plan
+        self.stream = stream = plan.label
         self._ask = ask
         self._history = history
         self._rng = rng
@@ -44,15 +49,23 @@ class Client:
         self._history.sent[body] = self.stream, self.name, number
         return body
 
-    def _acked(self, number: int, body: bytes, offset: int | None, begun: int) -> None:
-        when = Interval(begun, self._history.tick())
-        self._history.acked.append(Acked(self.stream, self.name, number, body, offset, when))
+    def _begun(self) -> tuple[int, float]:
+        """Return the time of a call that begins."""
+        return self._history.tick(), asyncio.get_running_loop().time()
+
+    def _acked(
+        self, number: int, body: bytes, offset: int | None, begun: tuple[int, float]
+    ) -> None:
+        when = Interval(begun[0], self._history.tick())
+        self._history.acked.append(
+            Acked(self.stream, self.name, number, body, offset, when, begun[1])
+        )
 
     async def _pause(self, mean_s: float) -> None:
         await asyncio.sleep(self._rng.expovariate(1 / mean_s))
 
     async def _call(self, call: Call) -> Answer | None:
-        answer = await self._ask(self.stream, call)
+        answer = await self._ask(self.plan.address, call)
         if isinstance(answer, streams.Refused):
             self._counts[f"refused: {answer.code}"] += 1
         elif answer is None:
@@ -87,7 +100,7 @@ class Producer(Client):
             for number, body in zip(numbers, bodies, strict=True)
         ]
         producer = streams.NO_PRODUCER if self._ids else self._id
-        begun = self._history.tick()
+        begun = self._begun()
         while True:
             answer = await self._call(streams.Append(self._id, records, producer))
             if isinstance(answer, streams.Appended):
@@ -117,7 +130,7 @@ class Once(Client):
             # Another name for each: one that got no answer may be stored after its successor.
             body = f"{self.stream}/{self.name}.{number}/0".encode()
             self._history.sent[body] = self.stream, f"{self.name}.{number}", 0
-            begun = self._history.tick()
+            begun = self._begun()
             record = streams.NewRecord(0, END_FIELDS, body)
             answer = await self._call(streams.Append(self._id, [record]))
             if isinstance(answer, streams.Appended):
@@ -140,7 +153,7 @@ class Committer(Client):
             size = self._rng.randint(1, 3)
             numbers = range(number, number + size)
             bodies = [self._body(one) for one in numbers]
-            begun = self._history.tick()
+            begun = self._begun()
             while True:
                 attempt = self._rng.randbytes(16)
                 await self._stage(batch, attempt, bodies)
@@ -187,15 +200,19 @@ class Reader(Client):
                 await self._pause(TRY_AGAIN_S)
                 continue
             when = Interval(begun, self._history.tick())
-            found = []
+            found, removed = [], []
             for item in answer.items:
+                if isinstance(item, streams.Hole) and item.reason == RETENTION:
+                    removed.append((item.offset, item.next))
+                    continue
                 body = item.body if isinstance(item, streams.Record) else repr(item).encode()
                 found.append(item.offset)
                 self._history.seen.append(Seen(self.stream, "", item.offset, body, when))
             self._history.chunks.append(
-                Chunk(self.stream, self.at, answer.next, answer.high_water, tuple(found))
-            )
+                Chunk(self.stream, self.at, answer.next, answer.high_water, tuple(found), tuple(removed))
+            )  # fmt: skip
             self._counts["read"] += len(found)
+            self._counts["holes of retention"] += len(removed)
             self.at = answer.next
             if self._rng.random() < 0.1:
                 self.at = self._rng.randint(0, self.at)
@@ -208,14 +225,17 @@ class Worker(Client):
     floor = 0
     """The last position that was confirmed."""
     ack_timeout_us = 1_000_000
+    calm = False
+    """It finishes everything that it gets, because the life is about to end."""
 
     async def run(self) -> None:
         again = False
         while True:
             begun = self._history.tick()
             call = streams.Consume(
-                CONSUMER, self._id, 4096, 8, 500, ack_timeout_us=self.ack_timeout_us, again=again
-            )
+                CONSUMER, self._id, 4096, 8, 500, ack_timeout_us=self.ack_timeout_us, again=again,
+                max_deliver=self.plan.max_deliver,
+            )  # fmt: skip
             answer = await self._call(call)
             again = not isinstance(answer, streams.Delivered)
             if isinstance(answer, streams.Delivered):
@@ -226,18 +246,25 @@ class Worker(Client):
 
     async def _work(self, answer: streams.Delivered, begun: int) -> None:
         when = Interval(begun, self._history.tick())
-        done = []
+        done, failed = [], []
         for handed in answer.items:
             item = handed.item
+            if isinstance(item, streams.Hole) and item.reason == RETENTION:
+                continue
             body = item.body if isinstance(item, streams.Record) else repr(item).encode()
             self._history.seen.append(Seen(self.stream, CONSUMER, item.offset, body, when))
             self._counts["delivered"] += 1
             self._counts["delivered again"] += handed.deliveries > 1
-            if self._rng.random() < 0.9:
+            dice = 0.0 if self.calm else self._rng.random()
+            if dice < (0.9 if not self.plan.max_deliver else 0.75):
                 done.append(streams.Range(item.offset, item.offset + 1))
+                self._history.done[self.stream, CONSUMER].add(item.offset)
+            elif dice < 0.95:
+                failed.append(streams.Range(item.offset, item.offset + 1))
         done.sort(key=lambda one: one.first)
-        if done:
-            await self._call(streams.Settle(CONSUMER, self._id, done))
+        failed.sort(key=lambda one: one.first)
+        if done or failed:
+            await self._call(streams.Settle(CONSUMER, self._id, done, failed))
 
     async def _confirm(self) -> None:
         """Have the position confirmed by a change, which is in the bucket when it is answered."""
@@ -255,3 +282,38 @@ class Worker(Client):
         when = Interval(begun, self._history.tick())
         self._history.places.append(Place(self.stream, CONSUMER, self.floor, when))
         self._counts["confirmed positions"] += 1
+
+
+class Redriver(Client):
+    """Has the messages of dead letters delivered again, at times."""
+
+    calm = False
+    """It does nothing more, because the life is about to end."""
+
+    async def run(self) -> None:
+        while True:
+            await self._pause(5)
+            letters = {} if self.calm else await self.letters()
+            if not letters:
+                continue
+            some = sorted(self._rng.sample(sorted(letters), min(3, len(letters))))
+            self._history.redriven.add((self.stream, CONSUMER))
+            answer = await self._call(streams.RedriveLetters(CONSUMER, some))
+            if isinstance(answer, streams.Redriven):
+                self._counts["redriven"] += answer.count
+
+    async def letters(self) -> dict[int, int]:
+        """Return the dead letters that there are: offset of the letter -> that of its message."""
+        found: dict[int, int] = {}
+        address = streams.dead_uuid(self.plan.uuid).hex()
+        at = 0
+        while True:
+            answer = await self._ask(address, streams.Fetch(at, 1 << 19))
+            if not isinstance(answer, streams.Fetched):
+                return {}
+            for item in answer.items:
+                if isinstance(item, streams.Record):
+                    found[item.offset] = decode_dead(item.body).offset
+            at = answer.next
+            if at >= answer.high_water:
+                return found

@@ -1,4 +1,4 @@
-"""One life: stores, clients and a bucket; then the end, at which everything is healthy and must be in order."""
+"""One life: stores, clients and a bucket, what they do, and the end of it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import random
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,31 +18,34 @@ from typing import Any, Final
 
 from iris.wire import streams
 from iris.wire.kinds import NO_KEY
-from iris.wire.orders import Definition
 from iris.wire.streams import Answer, Call
 from relay.store import consumer_calls
-from relay.store.bucket import objects, succession
-from relay.store.bucket.objects import BucketError
+from relay.store.bucket import moves, objects, succession, tiers
 from relay.store.bucket.sealing import Sealer
+from support.bucket_lives.admins import Copied, Deleter, Mover
 from support.bucket_lives.bucket import Bucket
 from support.bucket_lives.clients import (
-    CONSUMER,
     Committer,
     Once,
     Producer,
     Reader,
+    Redriver,
     Worker,
 )
-from support.bucket_lives.history import History, judge
+from support.bucket_lives.ending import Ending
+from support.bucket_lives.faults import Faults, attach_again
+from support.bucket_lives.history import History, Limits, judge
 from support.bucket_lives.loops import Loops, Stuck, Time
+from support.bucket_lives.plan import Plan, StreamPlan
 from support.bucket_lives.store import EPOCH_US, GROUP, Process, Request, World, records
 from support.keeper import OWNER, order
 
 CALL_S: Final = 2.0
-SETTLED_S: Final = 600.0
-"""Virtual time for everything to be in order after the last fault."""
-HOUR_S: Final = 3600.0
 SHARED_MEMORY: Final = Path("/dev/shm")
+SEGMENT_BYTES: Final = 700
+"""Size of the segments of a log that moves old records to the bucket: some records."""
+CHUNK_BYTES: Final = 300
+COUNTED: Final = ("store.took_over", "store.journal_lost", "store.copy_damaged", "store.bucket_rolled_back", "store.stream_arrived", "store.stream_kept", "store.copies_kept")  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -68,7 +71,7 @@ class Log(logging.Handler):
         if record.getMessage() == "store.fault" or record.name == "asyncio":
             why = record.exc_info[1] if record.exc_info else record.getMessage()
             self._world.breaks(f"a store has an internal error: {why!r}")
-        elif record.getMessage() in ("store.took_over", "store.journal_lost", "store.copy_damaged"):
+        elif record.getMessage() in COUNTED:
             self._world.counts[record.getMessage()] += 1
 
 
@@ -85,24 +88,36 @@ class Life(World):
         self.loops = Loops(self.time)
         self.loop = self.loops.add()
         self.bucket = Bucket(self.loop, rng, Sealer(GROUP, rng.randbytes), self.counts)
-        self.streams = {
-            f"s{number}": number.to_bytes(16, "big") for number in range(1, rng.randint(2, 3) + 1)
-        }
+        self.plan = Plan(rng)
+        self.streams = list(self.plan.streams)
+        """Those that were created, also those that are about to be deleted."""
+        self.copied = Copied(self) if self.plan.copies else None
         self.processes: dict[int, Process] = {}
         """Those that run or sleep, by number."""
         self.down: list[int] = []
         """Those that were killed, and have a disk."""
+        self.lost: set[int] = set()
+        """Those whose disk was lost once."""
+        self.starts = 0
+        """How many stores were started for the first time."""
+        self.hidden: set[tuple[str, str]] = set()
+        """(address of the store that looks, address that it does not see)."""
+        self.awake = asyncio.Event()
+        self.awake.set()
+        self.quiet_s = float("inf")
+        """When the faults ended."""
+        self.writers: dict[asyncio.Task[None], StreamPlan] = {}
+        """Clients that are done at some time."""
+        self.endless: dict[asyncio.Task[None], StreamPlan] = {}
+        self.readers: list[Reader] = []
+        self.workers: list[Worker] = []
+        self.redrivers: list[Redriver] = []
+        self.shown: Callable[[str], None] = lambda text: None
         self._directory = directory
-        self._starts = 0
         self._failover_s = rng.choice((1.0, 2.0, 5.0))
         self._checkpoint_bytes = rng.choice((2_000, 10_000, 40_000))
-        self._hidden: set[tuple[str, str]] = set()
-        """(address of the store that looks, address that it does not see)."""
-        self._awake = asyncio.Event()
-        self._awake.set()
         self._left: dict[bytes, tuple[int, str, list[tuple[int, bytes]]]] = {}
         """Stream -> (store that was killed, its journal, what its disk has)."""
-        self.shown: Callable[[str], None] = lambda text: None
 
     @property
     def now_us(self) -> int:  # type: ignore[override]  # the world only reads it
@@ -123,7 +138,7 @@ class Life(World):
             for other in self.processes.values()
             if not other.cut_off
             and not other.loop.frozen
-            and (process.address, other.address) not in self._hidden
+            and (process.address, other.address) not in self.hidden
         }
 
     def deliver(self, request: Request, answer: Answer) -> None:
@@ -132,15 +147,20 @@ class Life(World):
     def adopted(self, process: Process, uuid: bytes) -> None:
         stream = process.store.streams[uuid]
         self.counts["adopted"] += 1
+        if stream.log is None:
+            self.breaks(f"store {process.number} cannot open what it has taken: {stream.failed}")
+            return
         left = self._left.pop(uuid, None)
-        if left is None or stream.replica is None or stream.log is None:
+        if left is None or stream.replica is None:
             return
         number, journal, had = left
         if number != process.number or not self._only(journal, stream.replica.writer.journal, process):  # fmt: skip
             self.counts["redo not ours"] += 1
             return
+        first = max(stream.log.oldest, stream.log.offloading.end)
         there = records(stream.log)
         self.counts["reopened after a kill"] += 1
+        had = [one for one in had if one[0] >= first]
         if there[: len(had)] != had:
             self.breaks(f"store {number} had {had[-3:]} on its disk and has {there[-3:]} after its restart")  # fmt: skip
 
@@ -158,17 +178,28 @@ class Life(World):
 
     # -- what happens to processes ---------------------------------------------------------------------------
 
-    def start(self, number: int) -> None:
+    def directory_of(self, number: int) -> Path:
+        """Return where the disk of a store is."""
+        return self._directory / str(number)
+
+    def start_new(self) -> None:
+        """Start a store for the first time."""
+        self.starts += 1
+        self.start(self.starts)
+
+    def start(self, number: int, *, runs: bool = True) -> Process:
+        """Start a process of a store; return it. It only restores the bucket if it does not run."""
         self.show(f"store {number} starts")
         if number in self.down:
             self.down.remove(number)
-        directory = self._directory / str(number)
         loop = self.loops.add()
         loop.set_exception_handler(self._failed)
-        self.processes[number] = Process(
-            self, loop, number, directory, failover_s=self._failover_s, checkpoint_bytes=self._checkpoint_bytes,
+        process = self.processes[number] = Process(
+            self, loop, number, self.directory_of(number), failover_s=self._failover_s, runs=runs, copies=self.plan.copies,
+            checkpoint_bytes=self._checkpoint_bytes, disk_limit=self.plan.disk_limit,
         )  # fmt: skip
         self.counts["starts"] += 1
+        return process
 
     def _failed(self, loop: Any, context: dict[str, Any]) -> None:
         self.breaks(f"a task failed: {context.get('exception', context['message'])!r}")
@@ -184,10 +215,24 @@ class Life(World):
             self.down.append(number)
         else:
             self.counts["disks lost"] += 1
+            self.lost.add(number)
             self._left = {uuid: had for uuid, had in self._left.items() if had[0] != number}
             shutil.rmtree(process.directory)
             if self.rng.random() < 0.3:  # its key was in a backup
                 self.down.append(number)
+
+    def strike(self, process: Process) -> None:
+        """Kill a process, or stop it, if it still runs and the faults go on."""
+        if self.time.now_s >= self.quiet_s or self.processes.get(process.number) is not process:
+            return
+        self.counts["strikes"] += 1
+        match self.rng.choice(("kill", "lose", "pause")):
+            case "pause" if not process.loop.frozen:
+                self.pause(process.number)
+            case "lose":
+                self.kill(process.number, disk=False)
+            case _:
+                self.kill(process.number, disk=True)
 
     def pause(self, number: int) -> None:
         self.show(f"store {number} sleeps")
@@ -195,28 +240,39 @@ class Life(World):
         self.counts["pauses"] += 1
 
     def wake(self, number: int) -> None:
-        process = self.processes[number]
-        if process.loop.frozen:
+        process = self.processes.get(number)
+        if process is not None and process.loop.frozen:
             self.show(f"store {number} wakes up")
             process.loop.frozen = False
             wakes, process.wakes = process.wakes, []
             for each in wakes:
                 each()
 
+    async def until(self, holds: Callable[[], bool], seconds: float = 600.0) -> None:
+        """Return when something holds. Raises TimeoutError."""
+        until_s = self.time.now_s + seconds
+        while not holds():
+            await asyncio.sleep(0.25)
+            if self.time.now_s > until_s:
+                raise TimeoutError(f"after {seconds:.0f} s")
+
     # -- what clients do ---------------------------------------------------------------------------------------
 
-    async def ask(self, name: str, call: Call) -> Answer | None:
+    async def ask(self, address: str, call: Call) -> Answer | None:
         """Send a call to a store that serves a stream."""
-        await self._awake.wait()
-        serving = [one for one in self.processes.values() if one.serves(name)]
+        await self.awake.wait()
+        serving = [one for one in self.processes.values() if one.serves(address)]
         if not serving:
             await asyncio.sleep(0.2)
             return None
         if len(serving) > 1:
             self.counts["calls with two holders"] += 1
-        return await self._ask(self.rng.choice(serving), name, OWNER.key_id, call)
+        return await self.ask_process(self.rng.choice(serving), address, OWNER.key_id, call)
 
-    async def _ask(self, process: Process, name: str, key_id: bytes, call: Call) -> Answer | None:
+    async def ask_process(
+        self, process: Process, name: str, key_id: bytes, call: Call
+    ) -> Answer | None:  # fmt: skip
+        """Send a call to a process; return the answer, or None if none came in time."""
         answered: asyncio.Future[Answer] = self.loop.create_future()
 
         def settle(answer: Answer) -> None:
@@ -228,23 +284,62 @@ class Life(World):
         done, _ = await asyncio.wait([answered], timeout=CALL_S)
         return answered.result() if done else None
 
-    async def create(self, name: str, uuid: bytes) -> None:
-        """Create a stream at a store."""
-        definition = Definition(name, dedup_window_us=int(86400e6))
+    async def create(self, plan: StreamPlan, process: Process) -> bool:
+        """Create a stream at a store; return False if the store is gone before it is sure."""
+        one = plan.definition
+        self.history.limits[plan.label] = Limits(one.max_messages, one.max_bytes, one.max_age_us / 1e6)  # fmt: skip
+        issued_us = EPOCH_US + self.now_us
         call = streams.Create(
-            [order(OWNER, definition, issued_us=EPOCH_US, uuid=uuid, store=GROUP)]
+            [order(OWNER, plan.definition, issued_us=issued_us, uuid=plan.uuid, store=GROUP)]
         )
-        process = self.rng.choice(list(self.processes.values()))
-        while True:
-            answer = await self._ask(process, process.address, NO_KEY, call)
+        while self.processes.get(process.number) is process:
+            answer = await self.ask_process(process, process.address, NO_KEY, call)
             if isinstance(answer, streams.Described):
-                return
+                return True
+            if isinstance(answer, streams.Refused) and answer.code in ("exists", "order"):
+                return False
             await asyncio.sleep(0.1)
+        return False
+
+    def begin_clients(self, plan: StreamPlan, *, few: bool = False) -> None:
+        """Start who writes to a stream, reads it and consumes it."""
+        rng = self.rng
+        given: tuple[Any, ...] = plan, self.ask, self.history, rng, self.counts
+        writers: list[Producer | Once | Committer] = [
+            Producer(f"p{one}", *given, count=rng.randint(8, 20), ids=False, mean_s=rng.uniform(0.3, 3))
+            for one in range(1 if few else rng.randint(1, 2))
+        ]  # fmt: skip
+        if not few:
+            writers.append(Producer("ids", *given, count=6, ids=True, mean_s=3))
+            writers.append(Once("once", *given, count=5, mean_s=3))
+            if rng.random() < 0.5:
+                writers.append(Committer("batches", *given, count=3, mean_s=5))
+        reader, worker = Reader("reader", *given), Worker("worker", *given)
+        self.readers.append(reader)
+        self.workers.append(worker)
+        self.writers |= {self.loop.create_task(one.run()): plan for one in writers}
+        self.endless |= {self.loop.create_task(one.run()): plan for one in (reader, worker)}
+        if plan.max_deliver:
+            redriver = Redriver("redriver", *given)
+            self.redrivers.append(redriver)
+            self.endless[self.loop.create_task(redriver.run())] = plan
+
+    def forget(self, plan: StreamPlan) -> None:
+        """A stream was deleted: its clients end."""
+        self.streams.remove(plan)
+        for tasks in (self.writers, self.endless):
+            for task in [one for one, its in tasks.items() if its is plan]:
+                task.cancel()
+                del tasks[task]
+        self.readers = [one for one in self.readers if one.plan is not plan]
+        self.workers = [one for one in self.workers if one.plan is not plan]
+        self.redrivers = [one for one in self.redrivers if one.plan is not plan]
 
     # -- the life ------------------------------------------------------------------------------------------------
 
-    def run(self) -> None:
-        main = self.loop.create_task(self._main())
+    def run(self, script: Coroutine[Any, Any, None] | None = None) -> None:
+        """Live until the end, or until something is broken. A test may give another `script`."""
+        main = self.loop.create_task(script or self._main())
         self.loop.set_exception_handler(self._failed)
         try:
             self.loops.run(lambda: main.done() or bool(self.broken))
@@ -262,152 +357,32 @@ class Life(World):
 
     async def _main(self) -> None:
         rng = self.rng
-        for number in range(1, rng.randint(2, 4) + 1):
-            self.start(number)
-        self._starts = len(self.processes)
+        for _ in range(rng.randint(2, 4)):
+            self.start_new()
         faults, self.bucket.faults = self.bucket.faults, 0.0
-        for name, uuid in self.streams.items():
-            await self.create(name, uuid)
+        for plan in self.streams:
+            while not await self.create(plan, rng.choice(list(self.processes.values()))):  # noqa: ASYNC110 - the same
+                await asyncio.sleep(0.1)
+        if self.copied is not None:
+            await self.copied.create()
         self.bucket.faults = faults
-        writers, readers, workers = self._clients()
-        finite = [self.loop.create_task(one.run()) for one in writers]
-        endless = [self.loop.create_task(one.run()) for one in (*readers, *workers)]
-        await self._chaos(rng.uniform(10, 40))
-        self._heal()
-        await self._until("the clients are not done", lambda: all(one.done() for one in finite))
-        for one in finite:
-            one.result()
-        await self._until("not every stream has one holder", self._in_order)
-        for name in self.streams:
-            self.history.ends[name] = await self._whole(name)
-        ends = {name: len(end) for name, end in self.history.ends.items()}
-        await self._until(
-            "a reader does not reach the end",
-            lambda: all(one.at >= ends[one.stream] for one in readers),
-        )
-        await self._until(
-            "a consumer does not reach the end",
-            lambda: all(one.floor >= ends[one.stream] for one in workers),
-        )
-        for task in endless:
+        for plan in self.streams:
+            self.begin_clients(plan)
+        ending = Ending(self)
+        moving = Mover(self, self.plan.moves_s).run() if self.plan.moves_s else None
+        admins = [self.loop.create_task(moving)] if moving is not None else []
+        if self.plan.keeps_older:
+            admins.append(self.loop.create_task(ending.copy_bucket(rng.uniform(5, 40))))
+        others = [Deleter(self).run()] if self.plan.deletes else []
+        others += [self.copied.run()] if self.copied is not None else []
+        finite = [self.loop.create_task(one) for one in others]
+        await Faults(self).run(rng.uniform(10, 40))
+        for task in admins:
             task.cancel()
-        for task in await asyncio.gather(*endless, return_exceptions=True):
-            if not isinstance(task, asyncio.CancelledError):
-                raise task  # type: ignore[misc]  # they never return
-        for worker in workers:
-            self.history.final_places[worker.stream, CONSUMER] = await self._place(worker.stream)
-        for name in self.streams:
-            if (now := await self._whole(name)) != self.history.ends[name]:
-                self.breaks(f"{name} changed after everything was quiet: it had {len(self.history.ends[name])}, has {len(now)}")  # fmt: skip
-        await self._restore()
+        self._heal()
+        await ending.run(finite)
+        await asyncio.gather(*admins, return_exceptions=True)
         self.counts["virtual ms"] += self.time.now_us // 1000
-
-    def _clients(self) -> tuple[list[Producer | Once | Committer], list[Reader], list[Worker]]:
-        rng = self.rng
-        writers: list[Producer | Once | Committer] = []
-        readers, workers = [], []
-        for name in self.streams:
-
-            def given(who: str, name: str = name) -> tuple[Any, ...]:
-                return who, name, self.ask, self.history, rng, self.counts
-
-            for one in range(rng.randint(1, 2)):
-                producer = Producer(
-                    *given(f"p{one}"), count=rng.randint(8, 20), ids=False, mean_s=rng.uniform(0.3, 3)
-                )  # fmt: skip
-                writers.append(producer)
-            writers.append(Producer(*given("ids"), count=6, ids=True, mean_s=3))
-            writers.append(Once(*given("once"), count=5, mean_s=3))
-            if rng.random() < 0.5:
-                writers.append(Committer(*given("batches"), count=3, mean_s=5))
-            readers.append(Reader(*given("reader")))
-            workers.append(Worker(*given("worker")))
-        return writers, readers, workers
-
-    async def _chaos(self, seconds: float) -> None:
-        """Do things to processes and the bucket."""
-        rng = self.rng
-        until_s = self.time.now_s + seconds
-        while self.time.now_s < until_s:
-            await asyncio.sleep(rng.expovariate(1 / 2.5))
-            awake = [n for n, one in self.processes.items() if not one.loop.frozen]
-            asleep = [n for n, one in self.processes.items() if one.loop.frozen]
-            match rng.choice(("kill", "kill", "lose", "start", "start", "pause", "wake", "cut", "hide", "away", "night")):  # fmt: skip
-                case "kill" | "lose" as what if self.processes:
-                    self.kill(rng.choice(list(self.processes)), disk=what == "kill")
-                case "start" if len(self.processes) < 4:
-                    if self.down:
-                        self.start(rng.choice(self.down))
-                    elif self._starts < 9:
-                        self._starts += 1
-                        self.start(self._starts)
-                case "pause" if awake:
-                    self.pause(rng.choice(awake))
-                case "wake" if asleep:
-                    self.wake(rng.choice(asleep))
-                case "cut" if awake:
-                    self._cut(rng.choice(awake))
-                case "hide":
-                    self._hide()
-                case "away":
-                    self.bucket.away = True
-                    self.loop.call_later(rng.uniform(0.5, 8), setattr, self.bucket, "away", False)
-                case "night" if rng.random() < 0.3:
-                    await self._night()
-
-    def _cut(self, number: int) -> None:
-        process = self.processes[number]
-        if process.cut_off:
-            return
-        self.show(f"store {number} loses its relay")
-        self.counts["cuts"] += 1
-        process.detach()
-
-        def attach() -> None:
-            if not process.dead and process.cut_off:
-                # In its own loop, because a process that sleeps attaches when it wakes up.
-                process.loop.call_soon(self._attach, process)
-
-        self.loop.call_later(self.rng.uniform(0.5, 15), attach)
-
-    def _attach(self, process: Process) -> None:
-        if process.cut_off and not process.dead:
-            process.attach()
-
-    def _hide(self) -> None:
-        """Relays do not see each other: some stores believe that others are gone."""
-        addresses = [one.address for one in self.processes.values()]
-        if len(addresses) < 2:
-            return
-        split = {address for address in addresses if self.rng.random() < 0.5}
-        hidden = {
-            (one, other)
-            for one in addresses
-            for other in addresses
-            if (one in split) != (other in split)
-        }
-        if self.rng.random() < 0.3:  # in one direction alone
-            hidden = {pair for pair in hidden if pair[0] in split}
-        self.show(f"{len(hidden)} pairs of stores do not see each other")
-        self.counts["partitions"] += 1
-        self._hidden |= hidden
-        self.loop.call_later(self.rng.uniform(1, 15), self._hidden.difference_update, hidden)
-
-    async def _night(self) -> None:
-        """All sleep for hours, and wake up in any order."""
-        self.show("all sleep")
-        self.counts["nights"] += 1
-        self._awake.clear()
-        for number, process in self.processes.items():
-            if not process.loop.frozen:
-                self.pause(number)
-        await asyncio.sleep(self.rng.uniform(1, 3) * HOUR_S)
-        self._awake.set()
-        numbers = list(self.processes)
-        self.rng.shuffle(numbers)
-        for number in numbers:
-            self.wake(number)
-            await asyncio.sleep(self.rng.choice((0, 0, 1, 10)))
 
     def _heal(self) -> None:
         """Nothing fails any more. Some of those that were killed stay away."""
@@ -415,118 +390,59 @@ class Life(World):
         self.bucket.faults, self.bucket.latency_s = 0.0, 0.01
         self.bucket.away = False
         self.loop.call_later(10, setattr, self.bucket, "away", False)
-        self._hidden.clear()
-        for number, process in self.processes.items():
+        self.hidden.clear()
+        for number, process in list(self.processes.items()):
             self.wake(number)
             if process.cut_off:
-                process.loop.call_soon(self._attach, process)
+                process.loop.call_soon(attach_again, process)
         for number in list(self.down):
             if self.rng.random() < 0.5:
                 self.start(number)
         if not self.processes:
-            self._starts += 1
-            self.start(self.down[0] if self.down else self._starts)
+            if self.down:
+                self.start(self.down[0])
+            else:
+                self.start_new()
+        self.quiet_s = self.time.now_s
 
-    # -- the end -------------------------------------------------------------------------------------------------
 
-    async def _until(self, what: str, holds: Callable[[], bool]) -> None:
-        until_s = self.time.now_s + SETTLED_S
-        while not holds():
-            await asyncio.sleep(0.25)
-            if self.time.now_s > until_s:
-                holders = {
-                    name: [one.number for one in self.processes.values() if one.holds(uuid)]
-                    for name, uuid in self.streams.items()
-                }
-                raise TimeoutError(f"{what} {SETTLED_S:.0f} s after the last fault; holders: {holders}")  # fmt: skip
+class _Tokens:
+    """In the place of the module `secrets`."""
 
-    def _in_order(self) -> bool:
-        """Return whether each stream is held and served by one store, and the same one."""
-        for name, uuid in self.streams.items():
-            holding = [one for one in self.processes.values() if one.holds(uuid)]
-            serving = [one for one in self.processes.values() if one.serves(name)]
-            if len(holding) != 1 or holding != serving or not holding[0].settled(uuid):
-                return False
-        return True
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
 
-    async def _whole(self, name: str) -> list[tuple[int, bytes]]:
-        """Return (offset, body) of everything that a stream has."""
-        found: list[tuple[int, bytes]] = []
-        at = 0
-        while True:
-            answer = await self._at_end(name, streams.Fetch(at, 1 << 19), streams.Fetched)
-            for item in answer.items:
-                body = item.body if isinstance(item, streams.Record) else repr(item).encode()
-                found.append((item.offset, body))
-            at = answer.next
-            if at == answer.high_water:
-                return found
-
-    async def _restore(self) -> None:
-        """All stores are lost. An empty machine gets everything from the bucket."""
-        for number in list(self.processes):
-            self.kill(number, disk=True)
-        loop = self.loops.add()
-        process = Process(
-            self, loop, 99, self._directory / "restored", failover_s=self._failover_s,
-            checkpoint_bytes=self._checkpoint_bytes, runs=False,
-        )  # fmt: skip
-
-        self.processes[process.number] = process
-
-        async def restore() -> None:
-            while True:
-                try:
-                    await process.keeper.restore()
-                except BucketError:  # requests of killed stores, such as deletes, still arrive
-                    await asyncio.sleep(1)
-                else:
-                    return
-
-        restoring = loop.create_task(restore())
-        await self._until("the bucket cannot be restored", restoring.done)
-        restoring.result()
-        for name, uuid in self.streams.items():
-            stream = process.store.streams.get(uuid)
-            there = records(stream.log) if stream is not None and stream.log is not None else []
-            if there != self.history.ends[name]:
-                self.breaks(f"{name}: the bucket has {len(there)} messages, its store had {len(self.history.ends[name])}")  # fmt: skip
-        self.kill(process.number, disk=True)
-
-    async def _place(self, name: str) -> int:
-        """Return the position of a stream's consumer."""
-        found = await self._at_end(name, streams.DescribeConsumers(), streams.Consumers)
-        floor: int = found.consumers[0].floor
-        return floor
-
-    async def _at_end(self, name: str, call: Call, wanted: type[Answer]) -> Any:
-        """Return the answer to a call when all is well; a takeover that began before may still be under way."""
-        for _ in range(100):
-            answer = await self.ask(name, call)
-            if isinstance(answer, wanted):
-                return answer
-            await asyncio.sleep(0.5)
-        raise TimeoutError(f"{name} is not served at the end: {answer}")
+    def token_hex(self, size: int) -> str:
+        return self._rng.randbytes(size).hex()
 
 
 @contextlib.contextmanager
-def _seeded(life: Life) -> Iterator[None]:
-    """Take everything that is drawn at random, and every clock, from the life."""
-    rng = random.Random(life.seed ^ 0x5EED)
-    tokens: Any = SimpleNamespace(token_hex=lambda size: rng.randbytes(size).hex())
-    clock: Any = SimpleNamespace(monotonic=lambda: life.time.now_s)
-    kept = random.random, succession.secrets, objects.secrets, consumer_calls.time
-    random.random = rng.random  # type: ignore[method-assign]  # for pauses before further tries
-    succession.secrets = objects.secrets = tokens
-    consumer_calls.time = clock
+def _put(*places: tuple[Any, str, Any]) -> Iterator[None]:
+    """Put values into (module, name) for a while."""
+    kept = [(module, name, getattr(module, name)) for module, name, _ in places]
+    for module, name, value in places:
+        setattr(module, name, value)
     try:
         yield
     finally:
-        random.random, succession.secrets, objects.secrets, consumer_calls.time = kept  # type: ignore[method-assign]
+        for module, name, value in kept:
+            setattr(module, name, value)
+
+
+def seeded(life: Life) -> contextlib.AbstractContextManager[None]:
+    """Take everything that is drawn at random, and every clock, from the life; and make segments small."""
+    rng = random.Random(life.seed ^ 0x5EED)
+    tokens = _Tokens(rng)
+    return _put(
+        (random, "random", rng.random),  # for pauses before further tries
+        (succession, "secrets", tokens), (objects, "secrets", tokens), (moves, "secrets", tokens),
+        (consumer_calls, "time", SimpleNamespace(monotonic=lambda: life.time.now_s)),
+        (tiers, "LEAST_SEGMENT_BYTES", SEGMENT_BYTES), (tiers, "CHUNK_BYTES", CHUNK_BYTES),
+    )  # fmt: skip
 
 
 @contextlib.contextmanager
-def _logged(handler: logging.Handler) -> Iterator[None]:
+def logged(handler: logging.Handler) -> Iterator[None]:
     """Give what stores log to this handler alone."""
     loggers = [logging.getLogger(name) for name in ("relay.store", "asyncio")]
     kept = [(one.level, one.propagate) for one in loggers]
@@ -552,6 +468,6 @@ def live(seed: int, shown: Callable[[str], None] | None = None) -> Outcome:
         if shown is not None:
             life.shown = shown
             handler.shown = life.show
-        with _seeded(life), _logged(handler):
+        with seeded(life), logged(handler):
             life.run()
     return Outcome(seed, life.broken, life.counts)

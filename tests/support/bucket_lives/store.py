@@ -17,10 +17,15 @@ from iris.crypto.keys import GroupKey, StoreKey
 from iris.wire import frames
 from iris.wire.kinds import Kind
 from iris.wire.streams import Answer, Call, decode_answer
+from relay.store.bucket.copying import Copying
 from relay.store.bucket.keeper import Keeper
+from relay.store.bucket.reading import SegmentReader
 from relay.store.bucket.replica import Replica
+from relay.store.bucket.sealing import Sealer
 from relay.store.bucket.shelf import DIRECTORY, Shelf
+from relay.store.bucket.tiers import Tiers
 from relay.store.bucket.writer import Writer
+from relay.store.errors import RecordsAway
 from relay.store.log import Log
 from relay.store.records import Record
 from relay.store.session import Flow, IncomingCall
@@ -30,6 +35,8 @@ from support.bucket_lives.bucket import Bucket, Port
 from support.bucket_lives.loops import Loop
 
 TICK_S: Final = 0.25
+CACHE_BYTES: Final = 2000
+"""Moved records that a store keeps in memory: few, so that it reads objects often."""
 EPOCH_US: Final = 1_800_000_000_000_000
 """Wall clock at the beginning of a life."""
 GROUP: Final = GroupKey(bytes(32))
@@ -122,9 +129,9 @@ class Process:
 
     def __init__(
         self, world: World, loop: Loop, number: int, directory: Path, *, failover_s: float, checkpoint_bytes: int,
-        runs: bool = True,
+        disk_limit: int = 0, copies: bool = False, runs: bool = True,
     ) -> None:  # fmt: skip
-        """`runs`: it serves; else it only restores."""
+        """`copies`: it copies streams of its disk to the bucket. `runs`: it serves; else it only restores."""
         self.loop = loop
         self.number = number
         self.directory = directory
@@ -139,6 +146,10 @@ class Process:
         rng = world.rng
         objects = Port(world.bucket, self)
         shelf = Shelf(directory / DIRECTORY, GROUP, objects.url, self._now_us)
+        self.reader = shelf.reader = SegmentReader(
+            objects, Sealer(GROUP, rng.randbytes), cache_bytes=CACHE_BYTES, now_s=self._now_s
+        )
+        self.reader.on_read = self._flush
         self.store = Store(directory, key, "", self._dirty, self._flush, rng.randbytes, shelf)
         self.address = self.store.address
         self.store.load(EPOCH_US + world.now_us)
@@ -148,15 +159,30 @@ class Process:
             failover_s=failover_s, checkpoint_bytes=checkpoint_bytes, entropy=rng.randbytes,
         )  # fmt: skip
         self.shelf = shelf
-        if runs:
-            self.attach()
-            for work in (self.keeper.run(), self._tick()):
-                loop.create_task(work)
+        if not runs:
+            return
+        self.attach()
+        tiers = Tiers(
+            objects, Sealer(GROUP, rng.randbytes), disk_limit, self.store.in_bucket, left=shelf.left, now_s=self._now_s,
+            entropy=rng.randbytes,
+        )  # fmt: skip
+        work = [self.keeper.run(), self._tick(), tiers.run()]
+        if copies:
+            copying = Copying(
+                shelf.copies, objects, GROUP, key.public_key, "", shelf.directory, now_us=self._now_us, wall_us=self._wall_us,
+                checkpoint_bytes=checkpoint_bytes, verify=self.keeper.verify, entropy=rng.randbytes,
+            )  # fmt: skip
+            work.append(copying.run())
+        for each in work:
+            loop.create_task(each)
 
     # -- what the process asks for -----------------------------------------------------------------------------
 
     def _now_us(self) -> int:
         return self._world.now_us
+
+    def _now_s(self) -> float:
+        return self._world.now_us / 1e6
 
     def _wall_us(self) -> int:
         return EPOCH_US + self._world.now_us
@@ -204,6 +230,9 @@ class Process:
     def abandon(self, writer: Writer) -> None:
         self.store.abandon(writer)
 
+    def release(self, uuid: bytes) -> dict[bytes, Path]:
+        return self.store.catalogue.release(uuid)
+
     def logs(self, writer: Writer) -> dict[bytes, Log]:
         return self.store.logs_of(writer)
 
@@ -233,7 +262,7 @@ class Process:
             self.loop.call_soon(self._receive, request)
 
     def _receive(self, request: Request) -> None:
-        if not self.cut_off:
+        if not self.cut_off and not self.dead:
             self._update_time()
             self.store.call_received(self.session.receive(request))
             self._flush()
@@ -266,6 +295,21 @@ class Process:
 
 
 def records(log: Log) -> list[tuple[int, bytes]]:
-    """Return (offset, body) of every record of a log."""
-    found = log.read(log.oldest, 1 << 30, now_us=0).items
+    """Return (offset, body) of every record that a log has on its disk."""
+    found = log.read(max(log.oldest, log.offloading.end), 1 << 30, now_us=0).items
     return [(item.first, item.body) for item in found if isinstance(item, Record)]
+
+
+async def all_records(log: Log) -> list[tuple[int, bytes]]:
+    """Return (offset, body) of every record of a log, also of those in the bucket."""
+    found: list[tuple[int, bytes]] = []
+    at = log.oldest
+    while at < log.next:
+        try:
+            chunk = log.read(at, 1 << 20, now_us=0)
+        except RecordsAway:
+            await asyncio.sleep(0.05)  # it is being fetched
+            continue
+        found += [(item.first, item.body) for item in chunk.items if isinstance(item, Record)]
+        at = chunk.next
+    return found

@@ -18,6 +18,7 @@ from relay.store.bucket.objects import BucketError, Directory
 from relay.store.bucket.reading import AGAIN_S, PATIENCE_S, SegmentReader
 from relay.store.bucket.replica import Replica
 from relay.store.bucket.sealing import NO_HASH, Numbered, Rows, Sealer
+from relay.store.bucket.shelf import Left
 from relay.store.bucket.tiers import LATE_S, Tiers
 from relay.store.bucket.writer import Writer
 from relay.store.clock import Clock
@@ -60,7 +61,7 @@ class Store:
         self.replica: Replica | None = None
         self.log: Log | None = None
         self.reader = SegmentReader(objects, sealer(), now_s=now_s)
-        self.left: list[tuple[Replica, int, list[str]]] = []
+        self.left: list[Left] = []
         self.tiers = Tiers(
             objects, sealer(), limit_bytes, lambda: [self], left=self.left, now_s=now_s,
             entropy=lambda size: next(_NONCE).to_bytes(size, "big"),

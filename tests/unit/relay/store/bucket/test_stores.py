@@ -1,0 +1,181 @@
+"""Whole stores over one bucket in virtual time: what becomes of streams that are deleted, moved or copied when a store
+dies at the wrong moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from support.bucket_lives.bucket import Port
+from support.bucket_lives.scene import Scene
+from support.bucket_lives.store import GROUP, Process, records
+
+from iris.wire import streams
+from relay.store.bucket.copy_reading import read_copies
+from relay.store.log import Log
+
+
+def segment_objects(scene: Scene) -> list[str]:
+    return [key for key in scene.bucket.objects if key.startswith("segment/")]
+
+
+def test_a_deletion_that_the_bucket_never_learned_of_is_carried_out_when_it_is_repeated(
+    tmp_path: Path,
+) -> None:
+    async def main(scene: Scene) -> None:
+        process = await scene.opened(1)
+        plan = await scene.stream(process, 1)
+        scene.bucket.away = True
+        assert await scene.delete(process, plan) is None
+        scene.kill(1, disk=True)
+        scene.bucket.away = False
+        process = await scene.opened(1)
+        assert process.serves(plan.address)
+        assert isinstance(await scene.delete(process, plan), streams.Settled)
+        assert not process.serves(plan.address)
+        scene.kill(1, disk=True)
+        process = await scene.opened(1)
+        assert not process.serves(plan.address)
+
+    Scene(tmp_path).play(main)
+
+
+def test_a_repeated_deletion_is_confirmed_when_the_bucket_knows_of_the_first(
+    tmp_path: Path,
+) -> None:
+    async def main(scene: Scene) -> None:
+        process = await scene.opened(1)
+        plan = await scene.stream(process, 1)
+        scene.bucket.away = True
+        assert await scene.delete(process, plan) is None
+        assert await scene.delete(process, plan) is None
+        scene.bucket.away = False
+        await asyncio.sleep(10)
+        assert isinstance(await scene.delete(process, plan), streams.Settled)
+
+    Scene(tmp_path).play(main)
+
+
+def test_objects_of_a_deleted_stream_are_deleted_by_whoever_takes_over_from_its_store(
+    tmp_path: Path,
+) -> None:
+    async def main(scene: Scene) -> None:
+        first, second = await scene.opened(1), await scene.opened(2)
+        plan = await scene.stream(first, 30)
+        await scene.until(lambda: len(segment_objects(scene)) > 2)
+        scene.bucket.keeps = "segment/"
+        assert isinstance(await scene.delete(first, plan), streams.Settled)
+        await asyncio.sleep(2)
+        assert segment_objects(scene)
+        scene.kill(1, disk=False)
+        scene.bucket.keeps = None
+        await scene.until(lambda: not segment_objects(scene))
+        assert not second.holds(plan.uuid)
+
+    Scene(tmp_path, disk_limit=1500).play(main)
+
+
+def test_a_checkpoint_waits_until_the_objects_of_deleted_streams_are_deleted(
+    tmp_path: Path,
+) -> None:
+    async def main(scene: Scene) -> None:
+        process = await scene.opened(1)
+        plan, other = await scene.stream(process, 30), await scene.stream(process)
+        await scene.until(lambda: len(segment_objects(scene)) > 2)
+        scene.bucket.keeps = "segment/"
+        assert isinstance(await scene.delete(process, plan), streams.Settled)
+        before = scene.counts["checkpoints"]
+        for number in range(100):
+            await scene.append(other, number)
+        await asyncio.sleep(10)
+        assert scene.counts["checkpoints"] == before
+        scene.bucket.keeps = None
+        await scene.until(lambda: scene.counts["checkpoints"] > before)
+        assert not any(plan.address in key for key in segment_objects(scene))
+
+    Scene(tmp_path, disk_limit=1500).play(main)
+
+
+def test_a_store_that_takes_over_from_the_one_which_a_stream_came_from_leaves_the_stream_alone(
+    tmp_path: Path,
+) -> None:
+    async def main(scene: Scene) -> None:
+        old, new = await scene.opened(1), await scene.opened(2)
+        plan, other = await scene.stream(old, 3), await scene.stream(old, 1)
+        await scene.move(plan, old, new)
+        scene.kill(1, disk=False)
+        await scene.until(lambda: new.holds(other.uuid))
+        assert await scene.numbers(plan) == [0, 1, 2]
+        assert scene.counts["store.copy_damaged"] == 0
+        log = new.store.streams[plan.uuid].log
+        assert log is not None
+        assert (Path(log.database.path) / "CURRENT").exists()
+
+    Scene(tmp_path).play(main)
+
+
+async def copies(scene: Scene, process: Process) -> list[int]:
+    """Return how many messages each copy in the bucket has."""
+    port = Port(scene.bucket, process)
+    working = process.loop.create_task(read_copies(port, GROUP, process.directory / "read"))
+    await scene.until(working.done)
+    logs = [Log.open(str(one.path)) for one in working.result()]
+    found = [len(records(log)) for log in logs]
+    for log in logs:
+        log.close()
+    return found
+
+
+def test_a_store_that_starts_with_its_key_on_an_empty_disk_keeps_the_copies_of_its_streams(
+    tmp_path: Path,
+) -> None:
+    async def main(scene: Scene) -> None:
+        process = await scene.opened(1)
+        plan = await scene.stream(process, 5, store=process.store.key)
+        copy = process.store.streams[plan.uuid].bucket_copy
+        assert copy is not None
+        await scene.until(lambda: not copy.lag().behind and not copy.lag().bytes)
+        scene.kill(1, disk=False)
+        process = await scene.opened(1)
+        await scene.stream(process, 3, store=process.store.key)
+        await asyncio.sleep(10)
+        assert sorted(await copies(scene, process)) == [3, 5]
+
+    Scene(tmp_path, copies=True).play(main)
+
+
+def test_a_store_whose_state_of_the_bucket_was_removed_goes_on_with_its_copies(
+    tmp_path: Path,
+) -> None:
+    async def main(scene: Scene) -> None:
+        process = await scene.opened(1)
+        plan = await scene.stream(process, 5, store=process.store.key)
+        copy = process.store.streams[plan.uuid].bucket_copy
+        assert copy is not None
+        await scene.until(lambda: not copy.lag().behind and not copy.lag().bytes)
+        scene.kill(1, disk=True)
+        (process.directory / "bucket" / "copies.json").unlink()
+        process = await scene.opened(1)
+        await scene.append(plan, 5)
+        await asyncio.sleep(10)
+        assert await copies(scene, process) == [6]
+        assert scene.counts["store.copies_kept"] == 0
+
+    Scene(tmp_path, copies=True).play(main)
+
+
+def test_a_store_writes_no_copies_to_a_bucket_that_was_rolled_back(tmp_path: Path) -> None:
+    async def main(scene: Scene) -> None:
+        process = await scene.opened(1)
+        older = dict(scene.bucket.objects)
+        await scene.stream(process, 5)
+        await asyncio.sleep(5)
+        scene.kill(1, disk=True)
+        newer, scene.bucket.objects = scene.bucket.objects, older
+        scene.start(1)
+        await asyncio.sleep(20)
+        assert scene.counts["store.bucket_rolled_back"]
+        assert not [key for key in older.keys() - newer.keys() if key.startswith("copies/")]
+
+    Scene(tmp_path, copies=True).play(main)
