@@ -71,6 +71,7 @@ Flow and losses
 Durable streams
     store         a process that keeps streams on disk, sealed as they were sent
     stream        a durable log of a topic, of a cluster, or of what is appended; readers can start anywhere in it
+    partition     one of the logs of a stream; a message's key says which one it goes to
     record        the unit of storage: one or several messages, sealed together
     offset        the position of a message in a stream; never used twice
     gap           offsets of a stream without messages, or casts that a subscription did not receive

@@ -46,6 +46,8 @@ def stream_document(message: StreamMessage) -> dict[str, Any]:
         "sent": time_text(message.sent_us),
         **as_document(message),
     }
+    if message.partition:
+        document["partition"] = message.partition
     if message.tombstone:
         document["tombstone"] = True
     dead = message.dead

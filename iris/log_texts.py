@@ -12,6 +12,9 @@ from typing import Final
 _BUG: Final = "This is a bug in Iris: please report it with the traceback."
 
 SENTENCES: Final[dict[str, str | tuple[str, ...]]] = {
+    # Streams
+    "stream.partition_away": "Partition {partition} of stream {stream} cannot be read now: {error}. The other partitions are read, and this one is tried again.",
+    "stream.partition_back": "Partition {partition} of stream {stream} is read again.",
     # Programs: clients, services, iris run
     "client.connected": "The client is connected again after {away_s} s without a relay.",
     "client.disconnected": "The client lost its relay: {reason}. It looks for one again.",

@@ -19,15 +19,15 @@ from iris.checks import check_number, check_whole
 from iris.core.bundle import Headers
 from iris.core.producer import PLAIN
 from iris.deadlines import deadline, seconds_left
-from iris.errors import ConfigError, NoStream, StreamError, StreamUnavailable
+from iris.errors import ConfigError, NoStream, RequestError, StreamError, StreamUnavailable
 from iris.runtime import Runtime
-from iris.streams.appending import Appender, append_expecting
+from iris.streams.appending import GIVE_UP_S, Appender, append_expecting
 from iris.streams.consuming import BATCH_MESSAGES, Consumer
 from iris.streams.definitions import (
     check_limits,
     check_local_name,
     check_same,
-    end_stream,
+    check_unreserved,
     given_fields,
     keys_of,
     make_stream,
@@ -35,13 +35,25 @@ from iris.streams.definitions import (
     redefine,
 )
 from iris.streams.forcing import force_stream
-from iris.streams.listing import StreamInfo, list_consumers, list_streams, stream_info
+from iris.streams.listing import StreamInfo, list_consumers, list_streams, stray, stream_info
 from iris.streams.messages import OF_A_MESSAGE, make_extras
 from iris.streams.mirroring import Mirror
 from iris.streams.moving import move_stream
+from iris.streams.partitions import (
+    NO_PARTITIONS,
+    add_partitions,
+    check_partitioned,
+    check_whole_stream,
+    delete_stream,
+    describe_partitions,
+    find_layout,
+    make_partitioned,
+    redefine_all,
+)
 from iris.streams.reading import FETCH_BYTES, Reader, Start, start_offset
 from iris.streams.records import RecordOpener, StreamGap, StreamMessage, StreamPage, StreamRecord
 from iris.streams.redriving import Letters, RedriveInfo
+from iris.streams.spreading import Offset, Opening, Spread, Target
 from iris.streams.staging import (
     CommitInfo,
     StagedAttempt,
@@ -52,7 +64,7 @@ from iris.streams.staging import (
 )
 from iris.streams.stores import Stores
 from iris.wire.names import check_address, check_cluster, split_site
-from iris.wire.orders import DEAD, Definition, check_definition
+from iris.wire.orders import DEAD, Definition, check_definition, split_partition
 from iris.wire.streams import (
     ChangeConsumer,
     Committed,
@@ -75,6 +87,8 @@ _Messages = list[StreamMessage]
 _Offsets = list[int]
 _Pending = list[tuple[asyncio.Future[int], int]]
 """These aliases exist because `list` is a method of Streams. _Pending: (first offset of the record, index in it)."""
+LOOK_S: Final = 5.0
+"""Seconds for which a client looks, in the background, for partitions that were added."""
 PATIENCE_S: Final = 30.0
 """Default seconds for which a reader or consumer waits for a relay or store that is away."""
 __all__ = [
@@ -82,6 +96,7 @@ __all__ = [
     "Consumer",
     "ConsumerInfo",
     "Mirror",
+    "Offset",
     "Reader",
     "RedriveInfo",
     "StagedAttempt",
@@ -104,7 +119,12 @@ class Streams:
         self.keys_changed = self._stores.keys_changed
         self._openers: dict[tuple[str, bytes], RecordOpener] = {}
         """Openers for `fetch`: (stream name, log uuid) -> opener."""
+        self._logs: dict[tuple[str, str, int], tuple[str, str]] = {}
+        """(name, uuid, partition) -> the (name, uuid) of its log."""
         self._appenders: dict[tuple[str, str], Appender] = {}
+        self._targets: dict[tuple[str, str], Target] = {}
+        """Where appends go: (stream name, uuid) -> its appender, or those of its partitions."""
+        self._looks: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._make_consumer: Callable[..., Consumer] = Consumer
         runtime.parts.append(self)
 
@@ -112,7 +132,8 @@ class Streams:
 
     async def create(
         self, name: str, *, topic: str = "", cluster: str = "", max_bytes: int = 0, max_messages: int = 0, max_age: float = 0.0,
-        compact: bool = False, dedup_window: float = 0.0, durability: str = "disk", copy: bool = True, timeout: float = 10.0,
+        compact: bool = False, dedup_window: float = 0.0, durability: str = "disk", copy: bool = True, partitions: int = 1,
+        timeout: float = 10.0,
     ) -> StreamInfo:  # fmt: skip
         """Create a stream, a durable log. A stream that exists with the same definition is returned as it is.
 
@@ -126,6 +147,9 @@ class Streams:
         when it is in the object storage of a store started with `--bucket`, which then outlives the disk.
         A "disk" stream of such a store is copied to its bucket, too, unless `copy` is False. Nothing waits for the
         copy; `describe` shows how far it is behind.
+
+        With `partitions` above 1 the stream, which must have no `topic` or `cluster`, is as many logs, spread over
+        the stores of the site. The limits apply to each of them. See `append` and `read`.
 
         Raises:
             ConfigError: a setting is out of range, or `durability` is another word.
@@ -149,53 +173,81 @@ class Streams:
             dedup_window_us=round(dedup_window * 1e6),
             copy=copy,
         )
-        check_definition(definition)
+        check_partitioned(definition, partitions)
         until_s = deadline(timeout)
         try:
             found = await self._stores.describe(name, "", timeout=timeout)
         except NoStream:
-            pass
+            check_unreserved(name)
         else:
-            return check_same(found, definition)
-        made = await make_stream(
-            self._stores, definition, seconds_left(until_s), bucket=durability == "bucket"
-        )
-        return check_same(made, definition)
+            return check_same(found, definition, partitions)
+        bucket, left_s = durability == "bucket", seconds_left(until_s)
+        if partitions > 1:
+            made = await make_partitioned(
+                self._stores, definition, partitions, left_s, bucket=bucket
+            )
+        else:
+            made = await make_stream(self._stores, definition, left_s, bucket=bucket)
+        return check_same(made, definition, partitions)
+
+    async def partitions(self, name: str, *, uuid: str = "", timeout: float = 5.0) -> _Infos:
+        """Return the state of each partition of a stream, in order.
+
+        One whose store is away has that in `failed`, and no `store`. Raises StreamError if partition 0 is away.
+        """
+        check_address(name)
+        return await describe_partitions(self._stores, name, uuid, timeout)
 
     async def describe(self, name: str, *, uuid: str = "", timeout: float = 5.0) -> StreamInfo:
-        """Return a stream's definition and state.
+        """Return a stream's definition and state; of a stream with partitions, those of partition 0.
 
-        If two stores hold this name, choose one by `uuid` (hex). Raises StreamError.
+        `name` may be that of a partition, such as "orders/3". If two stores hold this name, choose one by `uuid` (hex).
+        Raises StreamError.
         """
         return stream_info(await self._stores.describe(name, uuid, timeout=timeout))
 
     async def list(self, *, timeout: float = 5.0) -> _Infos:
         """Return the streams of all stores that the local relay knows, for the keys in this keyring, sorted by name.
 
+        Each partition is in the list by itself.
+
         Raises:
             StreamUnavailable: a store did not answer.
         """
-        infos = [stream_info(stream) for stream in await list_streams(self._stores, timeout)]
-        return sorted(infos, key=lambda info: (info.name, info.uuid))
+        streams = await list_streams(self._stores, timeout)
+        infos = []
+        for stream in streams:
+            info = stream_info(stream)
+            if not info.failed and (why := stray(stream, streams)):
+                info = structs.replace(info, failed=why)
+            infos.append(info)
+        return sorted(infos, key=_in_list)
 
     async def change(
         self, name: str, *, max_bytes: int | None = None, max_messages: int | None = None, max_age: float | None = None,
         compact: bool | None = None, paused: bool | None = None, consumers_paused: bool | None = None, dedup_window: float | None = None,
-        copy: bool | None = None, uuid: str = "", timeout: float = 10.0,
+        copy: bool | None = None, partitions: int | None = None, uuid: str = "", timeout: float = 10.0,
     ) -> StreamInfo:  # fmt: skip
         """Change a stream's limits, whether it records, or whether it is copied; None leaves a field as it is.
 
-        The stream is also shared with every key that this keyring has for it.
+        The stream is also shared with every key that this keyring has for it. All its partitions are changed. With
+        `partitions` it gets more of them; the keys of some messages move to the new ones then. It cannot get fewer.
 
         Raises:
-            StreamError: the stream does not exist, or its store refused.
+            ConfigError: a setting is out of range, or the stream has more partitions.
+            StreamError: the stream does not exist, or a store refused. The text says which partitions are not changed.
         """
+        until_s = deadline(timeout)
         changes = given_fields(
             max_bytes=max_bytes, max_messages=max_messages, max_age=max_age, compact=compact, paused=paused,
             consuming_paused=consumers_paused, dedup_window=dedup_window, copy=copy,
         )  # fmt: skip
-        return await redefine(
-            self._stores, name, uuid, lambda d: structs.replace(d, **changes), timeout
+        if partitions is not None:
+            await add_partitions(self._stores, name, uuid, partitions, timeout)
+            if not changes:
+                return await self.describe(name, uuid=uuid, timeout=seconds_left(until_s))
+        return await redefine_all(
+            self._stores, name, uuid, lambda d: structs.replace(d, **changes), seconds_left(until_s)
         )
 
     async def pause(
@@ -217,8 +269,11 @@ class Streams:
         )
 
     async def delete(self, name: str, *, uuid: str = "", timeout: float = 10.0) -> None:
-        """Delete a stream with its log, its dead letters and its consumers. Raises StreamError."""
-        await end_stream(self._stores, name, uuid, timeout)
+        """Delete a stream with its log, its dead letters and its consumers, and with all its partitions.
+
+        Raises StreamError, also for a partition alone; if a partition is left, the text says how to delete it.
+        """
+        await delete_stream(self._stores, name, uuid, timeout)
 
     async def share_keys(self, *, timeout: float = 10.0) -> _Infos:
         """Share every stream with all keys this keyring has for it now; return the streams that lacked one.
@@ -232,8 +287,9 @@ class Streams:
             info = stream_info(stream)
             wanted = {key.key_id.hex() for key in keys_of(self._stores, stream.order.definition)}
             if not stream.dead and not wanted <= set(info.key_ids):
+                left_s = seconds_left(until_s)
                 changed.append(
-                    await self.change(info.name, uuid=info.uuid, timeout=seconds_left(until_s))
+                    await redefine(self._stores, info.name, info.uuid, lambda d: d, left_s)
                 )
         return sorted(changed, key=lambda info: (info.name, info.uuid))
 
@@ -267,11 +323,14 @@ class Streams:
     async def append(
         self, name: str, message: object, *, headers: Headers | None = None, key: str | bytes | None = None, ttl: float | None = None,
         deliver_at: datetime | None = None, expect: int | None = None, tombstone: bool = False, message_id: str | bytes | None = None,
-        uuid: str = "", timeout: float = 10.0,
+        partition: int | None = None, uuid: str = "", timeout: float = 10.0,
     ) -> int:  # fmt: skip
         """Store a message and return its offset once it is on disk.
 
         Messages appended in one turn of the event loop are stored together.
+
+        In a stream with several partitions, the offset is an `Offset`, whose `partition` says where it counts. Messages
+        with a key go to the partition of that key. Others go where there is room, together for each turn of the loop.
 
         Args:
             key: compaction keeps the last message of each key, and a consumer's workers get the messages of a key one
@@ -282,6 +341,7 @@ class Streams:
             expect: store the message only if its offset will be this one.
             message_id: within the stream's `dedup_window` a message with this id is stored once, even if another
                 client appends it again. The offset returned is then that of the first.
+            partition: append to this partition, whatever the key.
 
         Raises:
             OffsetConflict: the next offset is not `expect`; nothing was stored.
@@ -289,67 +349,102 @@ class Streams:
                 it may still be.
         """
         data, packed = self._runtime.encode(message, headers, OF_A_MESSAGE)
+        asked = timeout
+        target = self._targets.get((name, uuid)) or self._open(name, uuid)
+        number = None
+        if not isinstance(target, Appender):
+            keyed = key is not None or message_id is not None or expect is not None
+            if isinstance(target, Opening) and (keyed or partition is not None):
+                target, timeout = await self._opened(target, timeout)
+            if isinstance(target, Spread):
+                number = target.choose(partition, key, message_id, expect)
+                target = target.appender(number)
+                name, uuid = target.name, target.uuid
+        if partition and number is None:
+            raise ConfigError(NO_PARTITIONS.format(name=name, partition=partition))
         extras = await make_extras(
             self._stores, name, uuid, key=key, ttl=ttl, deliver_at=deliver_at, tombstone=tombstone, timeout=timeout,
             message_id=message_id,
         )  # fmt: skip
         if expect is not None:
-            return await append_expecting(
+            offset = await append_expecting(
                 self._stores, name, uuid, data, headers, packed, extras, expect, timeout
             )
-        appender = self._appender(name, uuid)
-        producer = appender.producer
+            return offset if number is None else Offset(offset, number)
+        producer = target.producer
         try:
             async with asyncio.timeout(timeout):
                 if producer.full:
-                    await appender.wait_for_room()
+                    await target.wait_for_room()
                 future, index = producer.add(data, headers, packed, extras)
-                return await asyncio.shield(future) + index
+                offset = await asyncio.shield(future)
+                if index:
+                    offset += index
         except TimeoutError:
-            cause = self._runtime.away_text(timeout, time.monotonic())
-            detail = f"not acknowledged within {timeout:g} s{cause}; it may still be stored{self._stores.starting_hint}"
+            cause = self._runtime.away_text(asked, time.monotonic())
+            detail = f"not acknowledged within {asked:g} s{cause}; it may still be stored{self._stores.starting_hint}"
             raise StreamUnavailable(name, detail, may_have_run=True) from None
+        return offset if number is None else Offset(offset, number)
 
     async def append_many(
-        self, name: str, messages: Sequence[object], *, headers: Headers | None = None, uuid: str = "", timeout: float = 30.0
+        self, name: str, messages: Sequence[object], *, headers: Headers | None = None, partition: int | None = None, uuid: str = "",
+        timeout: float = 30.0,
     ) -> _Offsets:  # fmt: skip
         """Store messages in order, each with the same `headers`; return their offsets once all are on disk.
 
-        Raises as `append`; some may be stored then.
+        In a stream with several partitions, all of them go to one partition. Raises as `append`; some may be stored
+        then.
         """
-        appender = self._appender(name, uuid)
-        producer = appender.producer
+        asked = timeout
+        target = self._targets.get((name, uuid)) or self._open(name, uuid)
+        number = None
+        if isinstance(target, Opening) and partition is not None:
+            target, timeout = await self._opened(target, timeout)
+        if isinstance(target, Spread):
+            number = target.choose(partition, None, None, None)
+            target = target.appender(number)
+        elif partition:
+            raise ConfigError(NO_PARTITIONS.format(name=name, partition=partition))
+        producer = target.producer
         pending: _Pending = []
         try:
             async with asyncio.timeout(timeout):
                 for message in messages:
                     data, packed = self._runtime.encode(message, headers, OF_A_MESSAGE)
                     if producer.full:
-                        await appender.wait_for_room()
+                        await target.wait_for_room()
                     pending.append(producer.add(data, headers, packed, PLAIN))
                 if pending:  # waiting cancels none of them
                     await asyncio.wait({future for future, _ in pending})
         except TimeoutError:
-            cause = self._runtime.away_text(timeout, time.monotonic())
-            detail = f"not all acknowledged within {timeout:g} s{cause}; the rest may still be stored{self._stores.starting_hint}"
-            raise StreamUnavailable(name, detail, may_have_run=True) from None
-        return [future.result() + index for future, index in pending]
+            cause = self._runtime.away_text(asked, time.monotonic())
+            detail = f"not all acknowledged within {asked:g} s{cause}; the rest may still be stored{self._stores.starting_hint}"
+            raise StreamUnavailable(target.name, detail, may_have_run=True) from None
+        offsets = [
+            future.result() + index if index else future.result() for future, index in pending
+        ]
+        return offsets if number is None else [Offset(offset, number) for offset in offsets]
 
     # -- staging ---------------------------------------------------------------------------------------------
 
     def stage(
-        self, name: str, *, writer: str, batch: int, uuid: str = "", timeout: float = 60.0
-    ) -> Staging:
+        self, name: str, *, writer: str, batch: int, partition: int | None = None, uuid: str = "", timeout: float = 60.0
+    ) -> Staging:  # fmt: skip
         """Return a new attempt at a batch. Its messages are invisible until the batch is committed; see `Staging`.
+
+        A batch is of one `partition`, if the stream has several.
 
         `writer` identifies the job that numbers the batches, and is the same in all its processes. `timeout` is in
         seconds, for each call to the store with its retries.
         """
         check_batch(name, writer, batch)
-        return Staging(self._stores, name, writer=writer, batch=batch, uuid=uuid, timeout=timeout)
+        return Staging(
+            self._stores, name, writer=writer, batch=batch, uuid=uuid, timeout=timeout, partition=partition
+        )  # fmt: skip
 
     async def commit(
-        self, name: str, *, writer: str, batch: int, attempts: Iterable[StagedAttempt], uuid: str = "", timeout: float = 60.0
+        self, name: str, *, writer: str, batch: int, attempts: Iterable[StagedAttempt], partition: int | None = None, uuid: str = "",
+        timeout: float = 60.0,
     ) -> CommitInfo:  # fmt: skip
         """Append everything the attempts staged, in order and all at once.
 
@@ -363,19 +458,24 @@ class Streams:
             MessageTooLarge: the attempts do not fit one call, which holds about 40,000.
         """
         call = commit_call(name, writer, batch, attempts, self._runtime.message_limit)
+        if partition:
+            name, uuid = await self._log(name, uuid, partition, timeout)
         done = await self._stores.ask_stream(
             name, uuid, call, Committed, timeout=timeout, writes=True
         )
         return CommitInfo(done.first, done.next, done.replayed)
 
     async def discard(
-        self, name: str, *, writer: str, batch: int, attempts: Iterable[StagedAttempt] = (), uuid: str = "", timeout: float = 10.0
+        self, name: str, *, writer: str, batch: int, attempts: Iterable[StagedAttempt] = (), partition: int | None = None, uuid: str = "",
+        timeout: float = 10.0,
     ) -> int:  # fmt: skip
         """Drop what the attempts staged, or, if none is given, everything staged for the batch. Raises StreamError.
 
         Returns the number of records dropped.
         """
         call = discard_call(name, writer, batch, attempts, self._runtime.message_limit)
+        if partition:
+            name, uuid = await self._log(name, uuid, partition, timeout)
         done = await self._stores.ask_stream(
             name, uuid, call, Settled, timeout=timeout, writes=True
         )
@@ -384,15 +484,18 @@ class Streams:
     # -- reading ---------------------------------------------------------------------------------------------
 
     def read(
-        self, name: str, start: Start = "first", *, follow: bool = True, uuid: str = "", batch_bytes: int = FETCH_BYTES,
-        patience: float = PATIENCE_S, on_gap: Callable[[StreamGap], object] | None = None,
+        self, name: str, start: Start = "first", *, follow: bool = True, partition: int | None = None, uuid: str = "",
+        batch_bytes: int = FETCH_BYTES, patience: float = PATIENCE_S, on_gap: Callable[[StreamGap], object] | None = None,
     ) -> Reader:  # fmt: skip
         """Return a reader of the messages from `start` on: "first", "last", "new", an offset, or a time.
 
         A name like "eu:orders" reads a stream of another site. The reader follows the stream as it grows; with
-        `follow=False` it ends where the stream ended when reading began. See `Reader`.
+        `follow=False` it ends where the stream ended when reading began. Of a stream with several partitions it reads
+        one (`partition`), or all; `start` may map partitions to starts then, such as `reader.offsets`. See `Reader`.
         """
         check_address(name)
+        if partition is not None:
+            check_whole("partition", partition, 0)
         return Reader(
             self._stores,
             name,
@@ -402,20 +505,27 @@ class Streams:
             batch_bytes=batch_bytes,
             patience=patience,
             on_gap=on_gap,
+            partition=partition,
         )
 
     async def find(
-        self, name: str, at: Start, *, uuid: str = "", timeout: float = PATIENCE_S
-    ) -> int:
+        self, name: str, at: Start, *, partition: int | None = None, uuid: str = "", timeout: float = PATIENCE_S
+    ) -> int:  # fmt: skip
         """Return the offset that `at` means in a stream: "first", "last", "new", an offset, or a time.
 
-        Raises StreamError.
+        Raises StreamError, also without a `partition` if the stream has several.
         """
         check_address(name)
-        return (await start_offset(self._stores, name, uuid, at, patience=timeout))[1]
+        if partition:
+            name, uuid = await self._log(name, uuid, partition, timeout)
+        stream, offset = await start_offset(self._stores, name, uuid, at, patience=timeout)
+        if partition is None:
+            check_whole_stream(name, len(stream.order.definition.partitions) + 1, "an offset")
+        return offset
 
     async def fetch(
-        self, name: str, start: int, *, uuid: str = "", max_bytes: int = FETCH_BYTES, wait: float = 0.0, timeout: float = PATIENCE_S
+        self, name: str, start: int, *, partition: int | None = None, uuid: str = "", max_bytes: int = FETCH_BYTES, wait: float = 0.0,
+        timeout: float = PATIENCE_S,
     ) -> StreamPage:  # fmt: skip
         """Return one page of the stream from offset `start` on, for programs that track offsets themselves.
 
@@ -424,13 +534,16 @@ class Streams:
         empty page. `timeout` is the time beyond `wait`, in seconds, for which the relay or the store may be away.
 
         Raises:
-            StreamError: NoStream, StreamDamaged, StreamUnavailable.
+            StreamError: NoStream, StreamDamaged, StreamUnavailable; also without a `partition` if the stream has
+                several.
         """
         check_address(name)
         check_whole("max_bytes", max_bytes, 1)
         check_number("wait", wait, 0)
         check_number("timeout", timeout)
         until_s = time.monotonic() + timeout + wait
+        if partition:
+            name, uuid = await self._log(name, uuid, partition, timeout)
         call = Fetch(start, max_bytes, round(wait * 1000))
         fetched = await self._stores.ask_stream(
             name, uuid, call, Fetched, timeout=timeout + wait, patience=timeout
@@ -446,6 +559,8 @@ class Streams:
                 self._openers.clear()
             self._openers[name, fetched.uuid] = opener
             self._stores.openers.add(opener)
+        if partition is None and opener.stream is not None:
+            check_whole_stream(name, len(opener.stream.order.definition.partitions) + 1, "a page")
         return StreamPage(fetched, opener)
 
     def consumer(
@@ -612,10 +727,17 @@ class Streams:
 
     async def finish(self) -> None:
         """Wait until every append has finished. The client calls it."""
+        while openings := [one for one in self._targets.values() if isinstance(one, Opening)]:
+            await asyncio.wait([one.task for one in openings])
         await asyncio.gather(*(appender.finish() for appender in self._appenders.values()))
 
     def end(self) -> None:
         """Stop sending, and fail the pending appends. The client calls it."""
+        for task in self._looks.values():
+            task.cancel()
+        for target in self._targets.values():
+            if isinstance(target, Opening):
+                target.end("the client was closed")
         for appender in self._appenders.values():
             appender.end("the client was closed")
 
@@ -624,11 +746,82 @@ class Streams:
     def _appender(self, name: str, uuid: str) -> Appender:
         appender = self._appenders.get((name, uuid))
         if appender is None:
-            self._stores.keys(name)
             if len(self._appenders) >= MAX_PRODUCERS:
                 raise StreamError(
                     name,
-                    f"this client already appends to {MAX_PRODUCERS} streams, its limit; use another client",
+                    f"this client already appends to {MAX_PRODUCERS} streams or partitions, its limit; use another client",
                 )
-            appender = self._appenders[name, uuid] = Appender(self._stores, name, uuid)
+            appender = self._appenders[name, uuid] = Appender(
+                self._stores, name, uuid, lambda: self._look(name, uuid)
+            )
         return appender
+
+    def _open(self, name: str, uuid: str) -> Opening:
+        """Return where the first appends to a stream wait until its partitions are known."""
+        self._stores.keys(name)
+
+        def done(found: Appender | Spread | None) -> None:
+            if found is None:
+                self._targets.pop((name, uuid), None)
+            else:
+                self._targets[name, uuid] = found
+
+        opening = self._targets[name, uuid] = Opening(name, self._find_target(name, uuid), done)
+        return opening
+
+    async def _opened(self, opening: Opening, timeout: float) -> tuple[Appender | Spread, float]:
+        """Wait for what an opening finds; return it and what is left of `timeout`. Raises StreamError."""
+        until_s = time.monotonic() + timeout
+        try:
+            async with asyncio.timeout(timeout):
+                return await opening.target(), seconds_left(until_s)
+        except TimeoutError:
+            cause = self._runtime.away_text(timeout, time.monotonic())
+            detail = f"it could not be looked up within {timeout:g} s{cause}; nothing was sent{self._stores.starting_hint}"
+            raise StreamUnavailable(opening.name, detail) from None
+
+    async def _find_target(self, name: str, uuid: str) -> Appender | Spread:
+        layout = await find_layout(self._stores, name, uuid, timeout=GIVE_UP_S)
+        if len(layout) == 1:
+            return self._appender(name, uuid)
+        return Spread(layout, self._appender, lambda: self._look(name, uuid))
+
+    async def _log(self, name: str, uuid: str, partition: int, timeout: float) -> tuple[str, str]:
+        """Return the (name, uuid) of a partition's log, which never change. Raises ConfigError if there is none."""
+        known = self._logs.get((name, uuid, partition))
+        if known is None:
+            layout = await find_layout(self._stores, name, uuid, timeout=timeout)
+            known = layout.log(partition)
+            if uuid:  # a name can get another log
+                if len(self._logs) >= MAX_OPENERS:
+                    self._logs.clear()
+                self._logs[name, uuid, partition] = known
+        return known
+
+    def _look(self, name: str, uuid: str) -> None:
+        """Look in the background for partitions that were added to a stream."""
+        there = isinstance(self._targets.get((name, uuid)), Appender | Spread)
+        if there and (name, uuid) not in self._looks:
+            task = asyncio.create_task(self._look_again(name, uuid), name="iris-append-look")
+            self._looks[name, uuid] = task
+            task.add_done_callback(lambda _: self._looks.pop((name, uuid), None))
+
+    async def _look_again(self, name: str, uuid: str) -> None:
+        target = self._targets.get((name, uuid))
+        try:
+            layout = await find_layout(self._stores, name, uuid, timeout=LOOK_S)
+        except (StreamError, RequestError):
+            return  # it is away; the appends themselves report that
+        if isinstance(target, Spread):
+            if len(layout) > len(target.layout):
+                target.layout = layout
+            await target.revive(self._stores)
+        elif len(layout) > 1:
+            self._targets[name, uuid] = Spread(
+                layout, self._appender, lambda: self._look(name, uuid)
+            )
+
+
+def _in_list(info: StreamInfo) -> tuple[str, int, str]:
+    name = split_partition(info.name)[0] if info.parent else info.name
+    return name, info.partition, info.uuid

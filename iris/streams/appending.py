@@ -6,7 +6,8 @@ import asyncio
 import os
 import random
 import time
-from typing import Final
+from collections.abc import Callable
+from typing import Any, Final
 
 from iris.core.bundle import Headers
 from iris.core.producer import Extras, Producer, Sent
@@ -18,6 +19,8 @@ from iris.wire.streams import CONFLICT, DUPLICATE, STORED, Append, Appended
 
 CALL_S: Final = 10.0
 """Seconds for the answer to one call; the producer decides about retries."""
+SLOW_S: Final = 0.25
+"""Seconds after which a stream that is still being looked up counts as away."""
 GIVE_UP_S: Final = 60.0
 """Seconds for which the stream's store may be away before the waiting appends fail."""
 
@@ -28,15 +31,24 @@ class Appender:
     Add with `producer.add`; while the producer is full, await `wait_for_room` first.
     """
 
-    def __init__(self, stores: Stores, name: str, uuid: str) -> None:
+    def __init__(
+        self, stores: Stores, name: str, uuid: str, found: Callable[[], object] = lambda: None
+    ) -> None:
+        """`found` is called each time that the stream has been looked up again."""
         self.name = name
+        self._found = found
+        self._location: StreamLocation | None = None
+        self._lost = False
+        """Whether the last call found no store."""
+        self._looking_s = 0.0
+        """Time since which the stream is being looked up; 0 if it is not."""
         self._loop = asyncio.get_running_loop()
         self.producer = Producer(
             name, os.urandom(16), waiter=self._waiter, on_open=self._opened, rng=random.random,
             find_key=lambda key_id: stores.runtime.keyring.by_id(key_id),
         )  # fmt: skip
         self._stores = stores
-        self._uuid = uuid
+        self.uuid = uuid
         self._work = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -45,6 +57,16 @@ class Appender:
         self._tasks: set[asyncio.Task[None]] = set()
         self._feed_task: asyncio.Task[None] | None = None
         self._ended = False
+
+    @property
+    def away(self) -> bool:
+        """Whether the stream's store does not answer, as far as is known."""
+        slow = self._looking_s and self._loop.time() - self._looking_s > SLOW_S
+        return self._lost or bool(slow)
+
+    def found_again(self) -> None:
+        """Note that the store answers."""
+        self._lost = False
 
     async def wait_for_room(self) -> None:
         """Wait until the producer has room."""
@@ -72,7 +94,7 @@ class Appender:
     def _waiter(self) -> asyncio.Future[int]:
         waiter: asyncio.Future[int] = self._loop.create_future()
         # The caller may have been cancelled, so nobody may look at the outcome: that is not an error.
-        waiter.add_done_callback(_retrieve_error)
+        waiter.add_done_callback(retrieve_error)
         return waiter
 
     def _opened(self) -> None:
@@ -100,7 +122,12 @@ class Appender:
                     continue
                 if (pause_us := due_us - _now_us()) > 0:
                     await asyncio.sleep(pause_us / 1e6)
-                location = await self._stores.locate(self.name, self._uuid, timeout=GIVE_UP_S)
+                self._looking_s = self._loop.time()
+                location = await self._stores.locate(self.name, self.uuid, timeout=GIVE_UP_S)
+                self._looking_s = 0.0
+                if location is not self._location:
+                    self._location = location
+                    self._found()
                 _, session = await runtime.ready(self.name, GIVE_UP_S)
                 for sent in producer.due(
                     _now_us(), location.uuid, location.key, session.out, runtime.message_limit
@@ -112,8 +139,10 @@ class Appender:
                     task.add_done_callback(self._tasks.discard)
                 runtime.touch()
         except Exception as err:  # any error fails the appends that wait
+            self._lost = True
             producer.failed(err)
         finally:
+            self._looking_s = 0.0
             self._feed_task = None
             if producer.busy:
                 self._turn_ended()
@@ -131,8 +160,10 @@ class Appender:
                 )
         except Exception as err:
             if self.producer.lost(sent, err, _now_us()):
-                self._stores.forget(self.name, self._uuid)
+                self._lost = True
+                self._stores.forget(self.name, self.uuid)
         else:
+            self._lost = False
             self.producer.answered(sent, answer.outcomes, _now_us())
         self._wake()
 
@@ -179,6 +210,7 @@ def _now_us() -> int:
     return time.monotonic_ns() // 1000
 
 
-def _retrieve_error(future: asyncio.Future[int]) -> None:
+def retrieve_error(future: asyncio.Future[Any]) -> None:
+    """Look at a future's error, so that one that nobody waits for is not reported as unseen."""
     if not future.cancelled():
         future.exception()

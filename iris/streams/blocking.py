@@ -158,6 +158,20 @@ class Reader(_Messages[asynchronous.Reader]):
         return self._original.offset
 
     @property
+    def offsets(self) -> dict[int, int]:
+        """Partition -> the offset after the last message delivered; -1 until it is found. A `start` for `read`."""
+
+        async def copied() -> dict[int, int]:
+            return self._original.offsets
+
+        return self._run(copied())
+
+    @property
+    def missing(self) -> dict[int, Exception]:
+        """Partitions that cannot be read now -> why. The reader goes on with the others, and tries these again."""
+        return self._original.missing
+
+    @property
     def high_water(self) -> int:
         """The end of the stream as of the last answer."""
         return self._original.high_water
@@ -234,6 +248,7 @@ class Streams(_Proxy[asynchronous.Streams]):
 
     create = _waiting(asynchronous.Streams.create)
     describe = _waiting(asynchronous.Streams.describe)
+    partitions = _waiting(asynchronous.Streams.partitions)
     list = _waiting(asynchronous.Streams.list)
     change = _waiting(asynchronous.Streams.change)
     pause = _waiting(asynchronous.Streams.pause)

@@ -13,6 +13,7 @@ from typing import Final, Self
 
 from iris.checks import check_number, check_whole
 from iris.errors import Closed, IrisError, RequestError, StreamError, StreamUnavailable
+from iris.streams.partitions import check_whole_stream
 from iris.streams.reading import MAX_GAPS, Start, resolve_dead, start_offset
 from iris.streams.records import RecordOpener, StreamGap, StreamMessage, to_gap
 from iris.streams.stores import Stores
@@ -140,6 +141,9 @@ class Consumer:
             if self._offset < 0:
                 stream, self._offset = await start_offset(
                     self._stores, self.stream, self._uuid, self._start, patience=self._patience
+                )
+                check_whole_stream(
+                    self.stream, len(stream.order.definition.partitions) + 1, "a consumer"
                 )
                 self._opener.stream = stream
                 self._uuid = self._uuid or stream.described.uuid.hex()

@@ -18,13 +18,13 @@ from iris.streams.listing import StreamInfo, stream_info
 from iris.streams.signed_orders import orders_to_change, orders_to_create, orders_to_end
 from iris.streams.stores import RevisionTaken, Stores, VerifiedStream
 from iris.wire.names import check_cluster, listed, split_site
-from iris.wire.orders import Definition
-from iris.wire.streams import Change, Create, Delete, Described, Settled
+from iris.wire.orders import Definition, split_partition
+from iris.wire.streams import Change, Create, Delete, Described, Settled, StoreInfo
 
 CHANGE_TRIES: Final = 8
 """Attempts to apply a change on top of changes by others, before the caller gets an error."""
 _CHANGEABLE: Final = frozenset(
-    {"max_bytes", "max_messages", "max_age_us", "compact", "dedup_window_us", "copy"}
+    {"max_bytes", "max_messages", "max_age_us", "compact", "dedup_window_us", "copy", "partitions"}
 )
 """Fields of a definition that `change` can change."""
 
@@ -60,23 +60,32 @@ async def make_stream(
     name = definition.name
     until_s = time.monotonic() + timeout
     store = await stores.find_store(name, timeout=seconds_left(until_s), bucket=bucket)
-    owner = store.group if bucket else store.key
-    orders = orders_to_create(definition, keys_of(stores, definition), os.urandom(16), owner)
-    address = public_id(store.key).hex()
-
-    async def once(left_s: float) -> Described:
-        return await stores.ask(
-            address, None, Create(orders), Described, timeout=left_s, shown=name, writes=True
-        )
-
     try:
-        await stores.retry(name, "", once, timeout=seconds_left(until_s), asked=timeout)
+        await make_log(
+            stores, definition, os.urandom(16), store, seconds_left(until_s), bucket=bucket, asked=timeout
+        )  # fmt: skip
     except StreamExists:
         return await stores.describe(name, "", timeout=seconds_left(until_s), asked=timeout)
     stores.note_created(name)
     # The local relay learns of the new stream within milliseconds, so its creator can use it at once.
     # The answer to a create came without a channel, so describe the stream again through one.
     return await stores.describe(name, "", timeout=seconds_left(until_s), asked=timeout)
+
+
+async def make_log(
+    stores: Stores, definition: Definition, uuid: bytes, store: StoreInfo, timeout: float, *, bucket: bool, asked: float
+) -> None:  # fmt: skip
+    """Create the log `uuid` at a store. Raises StreamExists if the store has another stream of this name."""
+    name, address = definition.name, public_id(store.key).hex()
+    owner = store.group if bucket else store.key
+    orders = orders_to_create(definition, keys_of(stores, definition), uuid, owner)
+
+    async def once(left_s: float) -> Described:
+        return await stores.ask(
+            address, None, Create(orders), Described, timeout=left_s, shown=name, writes=True
+        )
+
+    await stores.retry(name, "", once, timeout=timeout, asked=asked)
 
 
 async def redefine(
@@ -148,7 +157,8 @@ def promoted(name: str, definition: Definition, record: bool) -> Definition | No
 def keys_of(stores: Stores, definition: Definition) -> list[ClusterKey]:
     """Return every key of this keyring for a stream, for what it records, and for the sources of a copy."""
     keyring = stores.runtime.keyring
-    keys = [*stores.keys(definition.name)]
+    of = split_partition(definition.name)[0] if definition.parent else definition.name
+    keys = [*(keyring.for_cluster(of) or stores.keys(of))]
     keys += keyring.for_filter(definition.topic) if definition.topic else ()
     keys += keyring.for_cluster(definition.cluster) if definition.cluster else ()
     for origin in definition.origins:
@@ -158,21 +168,27 @@ def keys_of(stores: Stores, definition: Definition) -> list[ClusterKey]:
     return list({key.key_id: key for key in keys}.values())
 
 
-def check_same(found: VerifiedStream, definition: Definition) -> StreamInfo:
-    """Return the stream's info. Raises StreamExists if its definition differs from `definition`."""
-    existing = found.order.definition
-    if structs.replace(existing, paused=False, consuming_paused=False) == definition:
+def check_same(found: VerifiedStream, definition: Definition, partitions: int = 1) -> StreamInfo:
+    """Return the stream's info. Raises StreamExists if its definition or its number of partitions differs."""
+    existing = structs.replace(found.order.definition, partitions=())
+    has = len(found.order.definition.partitions) + 1
+    plain = structs.replace(existing, paused=False, consuming_paused=False)
+    if plain == definition and has == partitions:
         return stream_info(found)
     differ = [
         field
         for field in definition.__struct_fields__
         if getattr(existing, field) != getattr(definition, field)
     ]
+    if has != partitions:
+        differ.append("partitions")
     held = f"it exists in the store on {found.described.label} as log {found.order.uuid.hex()}"
     named = listed([field.removesuffix("_us") for field in differ])
+    if has != partitions:
+        named += f" ({has}, not {partitions})"
     advice = (
         "change it with `iris stream change`"
-        if _CHANGEABLE.issuperset(differ)
+        if _CHANGEABLE.issuperset(differ) and has <= partitions
         else "use another name, or the same definition"
     )
     raise StreamExists(definition.name, f"{held}, with a different {named}; {advice}")
@@ -193,4 +209,14 @@ def check_local_name(name: str) -> None:
     if split_site(name)[0]:
         raise ConfigError(
             f"name: {name!r} names a site; create the stream without it, with a client of that site"
+        )
+
+
+def check_unreserved(name: str) -> None:
+    """Raise ConfigError if a new stream of this name would look like a partition of another stream."""
+    of, number = split_partition(name)
+    if number:
+        raise ConfigError(
+            f"name: {name!r} is the name of partition {number} of a stream {of!r}; choose a name that does not end in "
+            "'/' and a number"
         )

@@ -43,6 +43,8 @@ async def force_stream(stores: Stores, name: str, to: str, uuid: str, timeout: f
 
     found = await stores.retry(name, uuid, find, timeout=seconds_left(until_s), asked=timeout)
     lost, order = _one(stores, name, uuid, found.streams)
+    if order.definition.partitions or order.definition.parent:
+        raise StreamError(name, "it is a partition, and cannot be made again of its copy, because its stream names it by its uuid; give such streams the durability 'bucket'")  # fmt: skip
     log = lost.uuid.hex()
     if lost.store == target.key:
         if not order.definition.origins:

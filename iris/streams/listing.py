@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Iterable
 from typing import Final
 
 from msgspec import Struct, structs
@@ -80,6 +81,12 @@ class StreamInfo(Struct, frozen=True):
     """Whether too much waited for the bucket, so that the stream will be copied there once more."""
     moved_bytes: int = 0
     """The part of `size_bytes` that is in the bucket alone, because it is over the limit of the store's disk."""
+    partitions: int = 1
+    """How many partitions the stream has. The figures are those of partition 0: see `Streams.partitions`."""
+    partition: int = 0
+    """Which partition of its stream this is."""
+    parent: str = ""
+    """For partition 1 and up: the uuid of the stream, which is that of partition 0."""
 
 
 async def list_streams(stores: Stores, timeout: float) -> list[VerifiedStream]:
@@ -98,6 +105,19 @@ async def list_streams(stores: Stores, timeout: float) -> list[VerifiedStream]:
         with contextlib.suppress(StreamError):  # no key of ours signed it, whatever the store says
             streams.append(stores.verified(described.definition.name, described))
     return streams
+
+
+def stray(stream: VerifiedStream, streams: Iterable[VerifiedStream]) -> str:
+    """Return why a partition does not belong to any of `streams`; "" if it does, or if it is a whole stream."""
+    definition = stream.order.definition
+    if not definition.parent:
+        return ""
+    for other in streams:
+        if other.order.uuid == definition.parent and not other.dead:
+            if stream.order.uuid in other.order.definition.partitions:
+                return ""
+            return "it is not used: it was not made a partition of its stream, so it can be deleted"
+    return "partition 0 of its stream is not there: its store is away, or the stream was deleted"
 
 
 async def _list_store(
@@ -163,4 +183,5 @@ def stream_info(stream: VerifiedStream) -> StreamInfo:
         definition.consuming_paused, definition.dedup_window_us / 1e6, "bucket" if found.holder else "disk",
         definition.copy, None if copied is None else copied.bytes, None if copied is None else copied.us / 1e6,
         copied is not None and copied.behind, found.moved_bytes,
+        len(definition.partitions) + 1, definition.partition, definition.parent.hex(),
     )  # fmt: skip

@@ -29,6 +29,7 @@ from iris.errors import (
     StreamUnavailable,
 )
 from iris.streams.definitions import make_stream
+from iris.streams.partitions import check_whole_stream
 from iris.streams.stores import PAUSE_MAX_S, PAUSE_MIN_S, Stores, VerifiedStream
 from iris.wire.codec import END
 from iris.wire.orders import DEAD, Definition, Origin, check_definition
@@ -170,6 +171,7 @@ class Mirror:
             raise ConfigError(
                 f"source: {self.source!r} holds dead letters, which are not copied; mirror {self.source.removesuffix(DEAD)!r}"
             )
+        check_whole_stream(self.source, len(stream.order.definition.partitions) + 1, "a mirror")
         return stream
 
     def _copy_definition(self, source: VerifiedStream) -> Definition:

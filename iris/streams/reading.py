@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from datetime import datetime
 from typing import Final, Self
 
-from iris.errors import Closed, StreamDamaged, StreamError
+from msgspec import structs
+
+from iris.errors import Closed, StreamDamaged, StreamError, StreamUnavailable
+from iris.streams.interleaving import Interleaved
+from iris.streams.partitions import Layout, find_layout, layout_of
 from iris.streams.records import RecordOpener, StreamGap, StreamMessage, to_gap
 from iris.streams.stores import Stores, VerifiedStream
 from iris.wire.codec import END
-from iris.wire.orders import DEAD
+from iris.wire.names import plural
+from iris.wire.orders import DEAD, partition_name
 from iris.wire.streams import DeadLetter, Fetch, Fetched, Find, Found, Record
 
-Start = str | int | datetime
+Start = str | int | datetime | Mapping[int, str | int | datetime]
 FETCH_BYTES: Final = 1 << 20
 WAIT_MS: Final = 20_000
 """Time that the store holds a fetch at the end of the stream."""
+MIN_BYTES: Final = 64 << 10
+"""Least bytes of a page, of a reader of many partitions, which share the bytes of one reader."""
+LOOK_S: Final = 5.0
+"""Seconds for which a reader looks, in the background, for partitions that were added."""
 MAX_GAPS: Final = 1000
 """Latest gaps that a reader or consumer keeps in `gaps`."""
 
@@ -29,13 +38,24 @@ class Reader:
     Use it from one task. A reader that starts at `offset` later misses nothing. Missing messages are reported to
     `on_gap`, and the latest 1,000 reports are kept in `gaps`. If the relay or the store is away, the reader waits
     up to `patience` seconds for it to come back; then it raises StreamUnavailable.
+
+    Of a stream with several partitions it gives batches as they arrive, in the order of each partition, which
+    `message.partition` names. While one cannot be read, it goes on with the others; `missing` says why. Without
+    `follow` it raises StreamUnavailable at the end then.
     """
 
     def __init__(
         self, stores: Stores, name: str, start: Start, *, follow: bool, uuid: str, batch_bytes: int, patience: float,
-        on_gap: Callable[[StreamGap], object] | None,
+        on_gap: Callable[[StreamGap], object] | None, partition: int | None = None, number: int = 0,
     ) -> None:  # fmt: skip
+        """With `partition` it reads one partition, otherwise all. `number` is that of the log `name`, if it is one."""
         self.name = name
+        self._partition = partition
+        self._number = number
+        self._inner: dict[int, Reader] = {}
+        """The readers of the partitions, if this one reads several."""
+        self._parts: Interleaved[list[StreamMessage]] | None = None
+        self._positions: dict[int, int] = {}
         self._at = -1
         """First offset not opened yet; -1 until the stream is found."""
         self.gaps: deque[StreamGap] = deque(maxlen=MAX_GAPS)
@@ -59,8 +79,35 @@ class Reader:
 
     @property
     def offset(self) -> int:
-        """The offset after the last message delivered; -1 until the stream is found."""
+        """The offset after the last message delivered; -1 until the stream is found.
+
+        Raises StreamError if it reads several partitions; see `offsets`.
+        """
+        if self._parts is not None:
+            raise StreamError(
+                self.name, "it has several partitions, each with its own offset; see reader.offsets"
+            )
         return self._ready[0].offset if self._ready else self._at
+
+    @property
+    def offsets(self) -> dict[int, int]:
+        """Partition -> the offset after the last message delivered; -1 until it is found. A `start` for `read`."""
+        if self._parts is None:
+            return {self._number: self.offset}
+        found = {number: self._position(number, reader) for number, reader in self._inner.items()}
+        if self._ready:
+            found[self._ready[0].partition] = self._ready[0].offset
+        return dict(sorted(found.items()))
+
+    def _position(self, number: int, reader: Reader) -> int:
+        """Return the offset after the last message that was taken of a partition."""
+        waiting = self._parts.ready(number) if self._parts is not None else None
+        return waiting[0].offset if waiting else reader.offset
+
+    @property
+    def missing(self) -> dict[int, Exception]:
+        """Partitions that cannot be read now -> why. The reader goes on with the others, and tries these again."""
+        return {} if self._parts is None else dict(self._parts.missing)
 
     def __aiter__(self) -> Self:
         return self
@@ -92,8 +139,11 @@ class Reader:
         while True:
             if self._closed:
                 raise Closed(f"the reader of {self.name!r} was closed; open another")
+            if self._parts is not None:
+                return await self._batch_of_any(self._parts)
             if self._at < 0:
                 await self._find_start()
+                continue
             if self._end is not None and self._at >= self._end:
                 raise StopAsyncIteration
             left, self._unread = self._unread, None
@@ -115,6 +165,9 @@ class Reader:
     async def close(self) -> None:
         """Stop fetching. Idempotent."""
         self._closed = True
+        if self._parts is not None:
+            await self._parts.close()
+            await asyncio.gather(*(reader.close() for reader in self._inner.values()))
         task, self._fetching = self._fetching, None
         if task is not None:
             task.cancel()
@@ -129,15 +182,86 @@ class Reader:
     # -- fetching --------------------------------------------------------------------------------------------
 
     async def _find_start(self) -> None:
-        stream, self._at = await start_offset(
-            self._stores, self.name, self._uuid, self._start, patience=self._patience
+        stream = await self._stores.describe(
+            self.name, self._uuid, timeout=self._patience, patience=self._patience
         )
+        layout = layout_of(self._stores, self.name, stream)
+        if self._partition is not None:
+            if self._partition:
+                check_alive(self.name, stream)
+                self.name, self._uuid = layout.log(self._partition)
+                stream = await self._stores.describe(
+                    self.name, self._uuid, timeout=self._patience, patience=self._patience
+                )
+            self._number, self._partition = self._partition, None
+        elif len(layout) > 1:
+            check_alive(self.name, stream)
+            self._read_all(layout)
+            return
+        start = self._start
+        if isinstance(start, Mapping):
+            start = start.get(self._number, "first")
+        at = await offset_in(self._stores, self.name, stream, start, patience=self._patience)
         # From now on read only this log, even if its name is given to another.
         self._uuid = self._uuid or stream.described.uuid.hex()
         self._opener.stream = stream
         self.high_water = stream.described.next
         if not self._follow:
             self._end = stream.described.next
+        self._at = at
+
+    # -- partitions ------------------------------------------------------------------------------------------
+
+    def _read_all(self, layout: Layout) -> None:
+        """Read all partitions, each with a reader of its own."""
+        start = self._start
+        if isinstance(start, int):
+            raise StreamError(
+                self.name,
+                f"it has {len(layout)} partitions, each with its own offsets; pass partition=, or start={{0: {start}, …}}",
+            )
+        for number in range(len(layout)):
+            self._add(layout, number, start)
+
+        async def look() -> int:
+            now = await find_layout(self._stores, self.name, layout.uuids[0], timeout=LOOK_S)
+            for number in range(len(self._inner), len(now)):
+                self._add(now, number, "first")
+            return len(now)
+
+        self._parts = Interleaved(
+            self.name, len(layout), self._batch_of, passing=lambda err: True, look=look if self._follow else None
+        )  # fmt: skip
+
+    def _add(self, layout: Layout, number: int, start: Start) -> None:
+        if isinstance(start, Mapping):
+            start = start.get(number, "first")
+        name, uuid = layout.log(number)
+        self._inner[number] = Reader(
+            self._stores, name, start, follow=self._follow, uuid=uuid, batch_bytes=max(MIN_BYTES, self._batch_bytes // len(layout)),
+            patience=self._patience, on_gap=self._report, partition=0 if number == 0 else None, number=number,
+        )  # fmt: skip
+
+    async def _batch_of(self, number: int) -> list[StreamMessage]:
+        return await self._inner[number].batch()
+
+    async def _batch_of_any(self, parts: Interleaved[list[StreamMessage]]) -> list[StreamMessage]:
+        try:
+            number, messages = await parts.next()
+        except StreamError as err:
+            if self._follow or not parts.missing:
+                raise
+            away = "; ".join(
+                f"partition {one}: {why}" for one, why in sorted(parts.missing.items())
+            )
+            raise StreamUnavailable(
+                self.name, f"all but {plural(len(parts.missing), 'partition')} were read to their ends. Missing are {away}"
+            ) from err  # fmt: skip
+        parts.resume(number)
+        self.high_water = sum(reader.high_water for reader in self._inner.values())
+        return messages
+
+    # -- fetching, of one partition --------------------------------------------------------------------------
 
     async def _next(self) -> Fetched:
         task = self._fetching or self._fetch(self._at)
@@ -202,6 +326,9 @@ class Reader:
             else:
                 if item.offset < at:
                     opened = opened[at - item.offset :]
+                if self._number:
+                    for message in opened:
+                        message.partition = self._number
                 for message in opened:
                     if message.dead is not None:
                         await resolve_dead(
@@ -232,9 +359,21 @@ class Reader:
         return messages
 
     def _report(self, gap: StreamGap) -> None:
+        if self._number:
+            gap = structs.replace(gap, partition=self._number)
         self.gaps.append(gap)
         if self._on_gap is not None:
             self._on_gap(gap)
+
+
+def check_alive(name: str, stream: VerifiedStream) -> None:
+    """Raise StreamError for the dead letters of a stream with several partitions, each of which has its own."""
+    if stream.dead:
+        raise StreamError(
+            name,
+            f"each partition has its own dead letters: read one of them, such as {partition_name(stream.order.definition.name, 1) + DEAD!r}, "
+            "or all with client.streams.dead_letters or `iris stream dead`",
+        )
 
 
 async def start_offset(
@@ -242,25 +381,32 @@ async def start_offset(
 ) -> tuple[VerifiedStream, int]:
     """Return the stream and the offset that `start` means in it. Raises StreamError."""
     stream = await stores.describe(name, uuid, timeout=patience, patience=patience)
+    return stream, await offset_in(stores, name, stream, start, patience=patience)
+
+
+async def offset_in(
+    stores: Stores, name: str, stream: VerifiedStream, start: Start, *, patience: float
+) -> int:
+    """Return the offset that `start` means in a log. Raises StreamError."""
     found = stream.described
     if not found.readable:
         raise StreamDamaged(name, found.failed)
     if start == "first":
-        return stream, found.oldest
+        return found.oldest
     if start == "new":
-        return stream, found.next
+        return found.next
     if start == "last":
-        return stream, max(found.oldest, found.next - 1)
+        return max(found.oldest, found.next - 1)
     if isinstance(start, datetime):
         call = Find(int(start.timestamp() * 1e6))
         at = await stores.ask_stream(name, found.uuid.hex(), call, Found, timeout=patience)
-        return stream, at.offset
+        return at.offset
     if isinstance(start, int) and start >= 0:
         if start > found.next:
             raise StreamError(
                 name, f"offset {start} is beyond the end, {found.next}; start there or earlier"
             )
-        return stream, start
+        return start
     raise StreamError(
         name,
         f"start: {start!r} is not allowed; use an offset, a datetime, 'first', 'last' or 'new'",

@@ -49,6 +49,8 @@ class StreamMessage(Message, gc=False):
     dead: DeadLetter | None = None
     key: bytes | None = None
     """The key given to `append`, sealed like the payload."""
+    partition: int = 0
+    """The partition of the stream that `offset` counts in."""
 
 
 class StreamGap(msgspec.Struct, frozen=True):
@@ -63,6 +65,7 @@ class StreamGap(msgspec.Struct, frozen=True):
     next: int
     count: int | None
     cause: str
+    partition: int = 0
 
     @property
     def unreadable(self) -> bool:

@@ -24,6 +24,7 @@ from iris.core.producer import CALL_BYTES, PLAIN, RECORD_BYTES, Extras
 from iris.crypto.keys import ClusterKey
 from iris.errors import Closed, ConfigError, LocalProtocolError, MessageTooLarge, StreamError
 from iris.streams.messages import OF_A_MESSAGE, make_extras
+from iris.streams.partitions import check_whole_stream, find_layout
 from iris.streams.stores import Stores
 from iris.wire.names import check_cluster
 from iris.wire.streams import (
@@ -77,9 +78,12 @@ class Staging:
     """
 
     def __init__(
-        self, stores: Stores, name: str, *, writer: str, batch: int, uuid: str, timeout: float
-    ) -> None:
+        self, stores: Stores, name: str, *, writer: str, batch: int, uuid: str, timeout: float, partition: int | None = None
+    ) -> None:  # fmt: skip
         self.name = name
+        self._partition = partition
+        self._found = False
+        """Whether the log is known that the messages go to."""
         self.writer = writer
         self.batch = batch
         self._stores = stores
@@ -117,6 +121,7 @@ class Staging:
         """
         self._check()
         data, packed = self._stores.runtime.encode(message, headers, OF_A_MESSAGE)
+        await self._find_log()
         extras = await make_extras(
             self._stores, self.name, self._uuid, key=key, ttl=ttl, deliver_at=deliver_at, tombstone=tombstone, timeout=self._timeout
         )  # fmt: skip
@@ -194,6 +199,17 @@ class Staging:
             await self._seal_open_record()
         self._open.append(data, headers, packed, size)
 
+    async def _find_log(self) -> None:
+        """Find the log of the partition that the messages go to. Raises StreamError if it must be named."""
+        if not self._found:
+            layout = await find_layout(self._stores, self.name, self._uuid, timeout=self._timeout)
+            if self._partition is None:
+                check_whole_stream(self.name, len(layout), "a batch")
+            else:
+                self.name, log = layout.log(self._partition)
+                self._uuid = log if self._partition else self._uuid
+            self._found = True
+
     async def _seal_open_record(self) -> tuple[Outbound, ClusterKey]:
         """Wait for room, seal the open record, and return what to seal with.
 
@@ -201,6 +217,7 @@ class Staging:
         """
         while self._unacknowledged_bytes > WINDOW_BYTES and self._error is None:
             await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+        await self._find_log()
         location = await self._stores.locate(self.name, self._uuid, timeout=self._timeout)
         _, session = await self._stores.runtime.ready(self.name, self._timeout)
         self._check()

@@ -39,7 +39,7 @@ from iris.runtime import Runtime
 from iris.wire import frames
 from iris.wire.kinds import NO_KEY, STORES
 from iris.wire.names import check_address, split_site
-from iris.wire.orders import DEAD, Order, decode_order, in_force
+from iris.wire.orders import DEAD, Order, decode_order, in_force, split_partition
 from iris.wire.streams import (
     Call,
     Describe,
@@ -315,12 +315,14 @@ class Stores:
     # -- locating --------------------------------------------------------------------------------------------
 
     def keys(self, name: str) -> tuple[ClusterKey, ...]:
-        """Return this keyring's keys for a stream. Raises KeyringError without any."""
+        """Return this keyring's keys for a stream, or for a partition of one. Raises KeyringError without any."""
         base = check_address(name)[1].removesuffix(DEAD)
-        keys = self.runtime.keyring.for_cluster(base)
+        for_cluster = self.runtime.keyring.for_cluster
+        of, number = split_partition(base)
+        keys = tuple(dict.fromkeys(for_cluster(base) + for_cluster(of))) if number else for_cluster(base)  # fmt: skip
         if not keys:
             raise KeyringError(
-                f"the keyring has no key for stream {name!r} and no default key; run `iris key add {base}`"
+                f"the keyring has no key for stream {name!r} and no default key; run `iris key add {of}`"
             )
         return keys
 
@@ -337,11 +339,10 @@ class Stores:
             or location.until_s < time.monotonic()
             or self.runtime.keyring.by_id(location.key.key_id) is None  # the key was retired
         ):
+            until_s, asked_uuid = time.monotonic() + timeout, uuid
             keys = {key.key_id: key for key in self.keys(name)}
             site = split_site(name)[0]
-            holders = []
-            if not site:  # the local relay knows only the stores of its own site
-                holders = await self.holders(name, list(keys), timeout=timeout)
+            uuid, holders = await self._look_up(name, uuid, list(keys), timeout)
             if uuid:
                 holders = [holder for holder in holders if holder.uuid == uuid]
             uuids = sorted({holder.uuid for holder in holders})
@@ -361,18 +362,47 @@ class Stores:
             else:  # perhaps not advertised yet: the relay knows how long to wait for a returning store
                 key = next(iter(keys.values()))
                 address = f"{site}:{uuid}" if site and uuid else uuid or name
+                left_s = seconds_left(until_s)
                 found = await self.ask(
-                    address, key, Describe(), Described, timeout=timeout, shown=name
+                    address, key, Describe(), Described, timeout=left_s, shown=name
                 )
                 location = StreamLocation(found.uuid, key, time.monotonic() + LOCATION_S, site)
             self._starting = []
             if len(self._locations) >= MAX_LOCATIONS or len(self._seen) >= MAX_LOCATIONS:
                 self._locations.clear()
                 self._seen.clear()
-            self._locations[name, uuid] = location
+            self._locations[name, asked_uuid] = location
             # A reader looks it up by name, and from then on by uuid: it is the same stream.
-            self._seen |= {(name, uuid), (name, location.uuid.hex())}
+            self._seen |= {(name, asked_uuid), (name, location.uuid.hex())}
         return location
+
+    async def _look_up(
+        self, name: str, uuid: str, key_ids: list[bytes], timeout: float
+    ) -> tuple[str, list[Holder]]:
+        """Return the uuid of a partition (of another stream `uuid`), and the stores that the relay knows to hold it."""
+        until_s = time.monotonic() + timeout
+        of, number = split_partition(name.removesuffix(DEAD))
+        local = not split_site(name)[0]  # the local relay knows only the stores of its own site
+        holders: list[Holder] = []
+        if local and not (number and uuid):
+            holders = await self.holders(name, key_ids, timeout=timeout)
+        if number and not holders:
+            if not uuid:
+                uuid = await self._partition(of, number, name, seconds_left(until_s))
+            if uuid and local:  # a partition is served by its uuid alone
+                holders = await self.holders(uuid, key_ids, timeout=seconds_left(until_s))
+        return uuid, holders
+
+    async def _partition(self, of: str, number: int, name: str, timeout: float) -> str:
+        """Return the uuid of a partition, or of its dead letters; "" if the stream has no such partition."""
+        try:
+            definition = (await self.describe(of, "", timeout=timeout)).order.definition
+        except (StreamError, KeyringError):
+            return ""
+        if number > len(definition.partitions):
+            return ""
+        uuid = definition.partitions[number - 1]
+        return (dead_uuid(uuid) if name.endswith(DEAD) else uuid).hex()
 
     async def locate(self, name: str, uuid: str, *, timeout: float) -> StreamLocation:
         """Return the location of a stream; retry while its store is away. Raises as `retry`."""
@@ -428,6 +458,12 @@ class Stores:
         for opener in self.openers:
             opener.forget_keys()
 
+    def expect(self, name: str, uuid: str) -> None:
+        """Note that a log exists, so that a call to it waits while its store is away."""
+        if len(self._seen) >= MAX_LOCATIONS:
+            self._seen.clear()
+        self._seen.add((name, uuid))
+
     def note_created(self, name: str) -> None:
         """Note that a stream was created, even if the local relay does not know it yet."""
         self.forget(name)
@@ -440,7 +476,7 @@ class Stores:
             self._seen.discard(which)
 
     async def holders(self, name: str, key_ids: Sequence[bytes], *, timeout: float) -> list[Holder]:
-        """Return the stores that the local relay knows to hold a stream of this name.
+        """Return the stores that the local relay knows to hold a stream of this name, or of this uuid.
 
         The name STORES with NO_KEY returns all stores.
         """
@@ -471,6 +507,8 @@ class Stores:
         finally:
             session.unwatch(number)
         self._starting = starting
+        if _UUID.fullmatch(name):  # the tag of a uuid is the stream's name
+            return [Holder(name, info.key_ids, info.member) for info in found]
         return [
             Holder(info.tag, info.key_ids, info.member)
             for info in found

@@ -19,7 +19,7 @@ from iris.wire.names import check_cluster, check_filter
 KEEP: Final = "keep"
 END: Final = "end"
 MOVE: Final = "move"
-ORDER_VERSION: Final = 2
+ORDER_VERSION: Final = 3
 """Highest order version that a store of this version accepts."""
 MAX_ORDER_BYTES: Final = 8192
 MAX_ORDERS: Final = 64
@@ -29,7 +29,10 @@ DEAD: Final = ".dead"
 """Suffix of dead-letter streams: the dead letters of the stream `orders` are the stream `orders.dead`."""
 MAX_STREAM_NAME_BYTES: Final = 255 - len(DEAD)
 MAX_ORIGINS: Final = 8
+MAX_PARTITIONS: Final = 256
+"""Most partitions of a stream. A definition names all of them, and an order has at most `MAX_ORDER_BYTES`."""
 _UUID: Final = re.compile("[0-9a-f]{32}")
+_PARTITION: Final = re.compile("(.+)/([1-9][0-9]{0,2})")
 
 Offset = Annotated[int, Meta(ge=0, le=0x7FFFFFFFFFFFFFFF)]
 Time = Offset
@@ -82,10 +85,19 @@ class Definition(Struct, frozen=True):
     copy: bool = True
     """Whether a store that has a bucket copies the stream there, behind its acknowledgements."""
 
+    partitions: Annotated[tuple[Id16, ...], Meta(max_length=MAX_PARTITIONS - 1)] = ()
+    """Uuids of the logs that are partitions 1 and up of this stream, whose partition 0 is its own log."""
+    parent: Annotated[bytes, Meta(max_length=16)] = b""
+    """For partition 1 and up: uuid of the log that is partition 0. Otherwise empty."""
+    partition: Annotated[int, Meta(ge=0, lt=MAX_PARTITIONS)] = 0
+    """Number of this partition."""
+
     @property
     def order_version(self) -> int:
         """Version that an order with this definition must have, so that a store which does not support
         all of it refuses it."""
+        if self.partitions or self.parent:
+            return 3
         return 2 if self.consuming_paused or self.dedup_window_us else 1
 
     def made_again(self, uuid: bytes) -> Definition:
@@ -99,6 +111,17 @@ class Definition(Struct, frozen=True):
     def key_uuid(self, uuid: bytes) -> bytes:
         """Return the uuid with which key hashes of the log `uuid` are made: for a copy, that of its first origin."""
         return self.origins[0].uuid if self.origins else uuid
+
+
+def partition_name(stream: str, partition: int) -> str:
+    """Return the name of a partition: "orders" for number 0, and "orders/3" for number 3."""
+    return f"{stream}/{partition}" if partition else stream
+
+
+def split_partition(name: str) -> tuple[str, int]:
+    """Return ("orders", 3) for "orders/3". The number is 0, and the name whole, if it is not that of a partition."""
+    found = _PARTITION.fullmatch(name)
+    return (found[1], int(found[2])) if found else (name, 0)
 
 
 def check_definition(definition: Definition) -> None:
@@ -141,11 +164,36 @@ def check_definition(definition: Definition) -> None:
             raise ConfigError(
                 "mirror: a copy cannot record a topic or a cluster as well; leave both empty"
             )
+    _check_partitions(definition)
     for field in ("max_bytes", "max_messages", "max_age_us", "dedup_window_us"):
         if not 0 <= getattr(definition, field) < 1 << 63:
             raise ConfigError(
                 f"{field}: {getattr(definition, field)} is out of range; use 0 to 2^63 - 1"
             )
+
+
+def _check_partitions(definition: Definition) -> None:
+    """Raise ConfigError if what a definition says of partitions is impossible."""
+    uuids, parent, number = definition.partitions, definition.parent, definition.partition
+    if not uuids and not parent and not number:
+        return
+    if definition.topic or definition.cluster or definition.mirror or definition.origins:
+        raise ConfigError(
+            "partitions: only a stream that holds what is appended can have partitions; it cannot record a topic or "
+            "a cluster, and cannot be a copy"
+        )
+    if bool(parent) != bool(number) or (parent and (len(parent) != 16 or uuids)):
+        raise ConfigError(
+            "partition: a partition has a number above 0 and a parent of 16 bytes, and no partitions of its own"
+        )
+    if parent and not (
+        definition.name.endswith(f"/{number}") and len(definition.name) > len(f"/{number}")
+    ):
+        raise ConfigError(f"partition: the name of partition {number} must end in '/{number}'")
+    if len(set(uuids)) < len(uuids):
+        raise ConfigError("partitions: each partition must be another log")
+    if len(uuids) >= MAX_PARTITIONS:
+        raise ConfigError(f"partitions: {len(uuids) + 1} are over the limit of {MAX_PARTITIONS}")
 
 
 class Order(Struct, frozen=True):
@@ -162,7 +210,7 @@ class Order(Struct, frozen=True):
     issued_us: Time
     definition: Definition
     version: Annotated[int, Meta(ge=1, le=ORDER_VERSION)] = 1
-    """2 if the definition has settings that stores of version 1 do not know."""
+    """2 or 3 if the definition has settings that stores of the versions below do not know."""
     revision: Offset = 0
     """Revision of the order in force, which it replaces, plus 1; 0 in "create" and in orders of older clients."""
 

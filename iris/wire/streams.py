@@ -144,9 +144,14 @@ class FindStore(Struct, frozen=True, tag_field="op", tag="store"):
 
 
 class Knock(Struct, frozen=True, tag_field="op", tag="knock"):
-    """First step to open a channel (`iris.crypto.channel`) to a stream or to a store itself. Answered with Door."""
+    """First step to open a channel (`iris.crypto.channel`) to a stream or to a store itself. Answered with Door.
+
+    A store refuses it for a stream whose order has a higher version than `orders`.
+    """
 
     nonce: Key32
+    orders: U32 = 2
+    """Highest version of orders that the caller understands; the default is that of callers that do not say."""
 
 
 class Open(Struct, frozen=True, tag_field="op", tag="open"):
@@ -415,6 +420,8 @@ class StoreInfo(Struct, frozen=True, tag_field="op", tag="store"):
     group: Annotated[bytes, Meta(max_length=32)] = b""
     forces: bool = False
     """Whether it accepts FindLost and Force."""
+    orders: U32 = 2
+    """Highest version of orders that the store accepts; the default is that of stores that do not say."""
 
 
 class Door(Struct, frozen=True, tag_field="op", tag="door"):

@@ -73,6 +73,12 @@ class Charter(Struct, frozen=True):
         return Definition("?") if order is None else order.definition
 
     @property
+    def version(self) -> int:
+        """The version of the order in force; 1 if there are none."""
+        order = self.order
+        return 1 if order is None else order.version
+
+    @property
     def definition_file(self) -> DefinitionFile:
         """The contents of the definition file."""
         signed = [one for _, one in self.orders.values()]
@@ -278,6 +284,11 @@ def _check_fixed_fields(charter: Charter, definition: Definition) -> None:
             "invalid",
             "the name and the sources of a stream cannot be changed; create another stream",
         )
+    if definition.partitions[: len(old.partitions)] != old.partitions:
+        raise Refuse(
+            "invalid",
+            "partitions can be added to a stream, but not removed or replaced; create another stream",
+        )
 
 
 def _fixed(definition: Definition) -> tuple[object, ...]:
@@ -288,6 +299,8 @@ def _fixed(definition: Definition) -> tuple[object, ...]:
         definition.cluster,
         definition.mirror,
         definition.origins,
+        definition.parent,
+        definition.partition,
     )
 
 

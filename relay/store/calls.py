@@ -7,13 +7,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from iris.crypto.keys import StoreKey, public_id
 from iris.errors import DecodeError
 from iris.wire import streams
 from iris.wire.kinds import NO_KEY
-from iris.wire.orders import END, SignedOrder, decode_order
+from iris.wire.orders import END, ORDER_VERSION, SignedOrder, decode_order
 from iris.wire.streams import dead_uuid
 from relay.logs import Quiet
 from relay.store import moving
@@ -38,11 +38,10 @@ from relay.store.stream import Stream
 
 log = logging.getLogger(__name__)
 
-"""Streams per store.
-
-One relay session can prove and join enough addresses for these, with a second key during key
-rotation.
-"""
+NEWER: Final = (
+    "the stream has several partitions, and this client would take one of them for the whole; upgrade the client to "
+    "one of wire minor 8 or newer"
+)
 
 
 class Calls:
@@ -146,10 +145,14 @@ class Calls:
         shelf = self._catalogue.shelf
         group = shelf.public_key if shelf is not None and not shelf.away else b""
         forces = self.forced.forcer is not None
-        incoming.answer(streams.StoreInfo(self._key.public_key, self._label, group, forces))
+        incoming.answer(
+            streams.StoreInfo(self._key.public_key, self._label, group, forces, ORDER_VERSION)
+        )
 
     def _on_knock(self, incoming: IncomingCall, call: streams.Knock) -> None:
         uuid, orders = self._addressed_log(incoming)
+        if orders and self._stream(incoming).charter.version > call.orders:
+            raise Refuse("order", NEWER)
         key = self._key_of(uuid)
         incoming.answer(
             self.channels.door(incoming, call, uuid, orders, self._clock.elapsed_us, key)
@@ -203,10 +206,11 @@ class Calls:
         uuid = decode_order(call.orders[0].order).uuid
         orders = self._authority.read(call.orders, uuid)
         definition = one_definition(orders)
+        address = uuid.hex() if definition.parent else definition.name
         here = {
             id(s): s
             for key_id in orders
-            if (s := self._catalogue.by_address.get((definition.name, key_id)))
+            if (s := self._catalogue.by_address.get((address, key_id)))
         }
         for stream in here.values():
             if stream.uuid == uuid and stream.definition == definition:
@@ -305,6 +309,8 @@ class Calls:
         old, definition = stream.definition, charter.definition
         promoted = is_promotion(old, definition)
         self._catalogue.check_keys(definition, set(charter.orders))
+        if definition.partitions and not old.partitions:
+            self.channels.close_all(stream.uuid)  # callers of an earlier version must not go on
         stream.commit(self._clock.wall_us)
         stored = encode_definition_file(charter.definition_file)
         stream.log.define(stored)

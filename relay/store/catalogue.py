@@ -317,6 +317,7 @@ class Catalogue:
                 origins=(),
                 consuming_paused=False,
                 dedup_window_us=0,
+                partitions=(),
             )
             dead.define(limits)
             dead.displaced = stream.displaced
@@ -325,7 +326,8 @@ class Catalogue:
 
     def _address(self, stream: Stream, key_id: bytes, *, displaced: bool) -> None:
         self.by_address[stream.uuid.hex(), key_id] = stream
-        if not displaced:  # else the name is that of another stream
+        # A partition is found by its uuid alone, and so is a stream whose name another one has.
+        if not displaced and not stream.definition.parent:
             self.by_address[stream.name, key_id] = stream
 
     def remove_addresses(self, stream: Stream) -> None:

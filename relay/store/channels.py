@@ -123,6 +123,11 @@ class Channels:
         self._of_log.setdefault(uuid, OrderedDict())[channel.number] = None
         return Opened(channel.number, share, signature)
 
+    def close_all(self, uuid: bytes) -> None:
+        """Close all channels of a log. Their callers open others, so they see its latest orders."""
+        for number in self._of_log.pop(uuid, ()):
+            del self._channels[number]
+
     def unseal(self, incoming: IncomingCall, end: memoryview, body: memoryview) -> memoryview:
         """Return the call inside a body and set its channel in `incoming` for the answer. Each call is
         accepted once.

@@ -185,7 +185,9 @@ class Registration:
                 uuid = held.uuid.hex()
                 served = self._track_member(stream)
                 session.join(uuid, key_ids, _STREAM, held.name, replies.expect(served))
-                if not stream.displaced:
+                if (
+                    not stream.displaced and not definition.parent
+                ):  # else it is found by its uuid alone
                     session.join(held.name, key_ids, _STREAM, uuid, replies.expect(served))
         if definition.cluster and recording:
             shares = self._track_member(stream, shares=True)
@@ -241,7 +243,8 @@ class Registration:
             replies = PendingReplies(log_refusal(dead.name))
             served = self._track_member(stream)
             self.session.join(uuid, stream.key_ids, _STREAM, dead.name, replies.expect(served))
-            self.session.join(dead.name, stream.key_ids, _STREAM, uuid, replies.expect(served))
+            if not stream.definition.parent:
+                self.session.join(dead.name, stream.key_ids, _STREAM, uuid, replies.expect(served))
             replies.all_sent()
 
     def leave(self, stream: Stream, others: Iterable[Stream]) -> None:

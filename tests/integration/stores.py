@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import iris
+from iris.crypto.keys import public_id
 from iris.testing import LocalCluster
+from relay.store.process import StoreProcess
 
 
 @asynccontextmanager
@@ -17,6 +20,50 @@ async def stored(directory: Path) -> AsyncIterator[Any]:
     cluster = LocalCluster(data=directory)
     async with cluster, cluster.client() as client, cluster.client() as other:
         yield cluster, client, other
+
+
+class Store:
+    """One more store of a cluster, which a test stops and starts."""
+
+    def __init__(self, cluster: LocalCluster, directory: Path) -> None:
+        self._cluster = cluster
+        self.directory = directory
+        self.process: StoreProcess
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        self.directory.mkdir(mode=0o700, exist_ok=True)
+        cluster = self._cluster
+        self.process = StoreProcess(
+            self.directory, cluster._connect, label=self.directory.name, entropy=cluster._entropy
+        )
+        self.process.open()
+        self._task = asyncio.create_task(self.process.run(), name="iris-store")
+        await self.process.up.wait()
+        await cluster.settle()
+
+    async def stop(self) -> None:
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await self.process.close()
+
+    @property
+    def id(self) -> str:
+        return public_id(self.process.store.key.public_key).hex()
+
+
+@asynccontextmanager
+async def two_stores(directory: Path) -> AsyncIterator[Any]:
+    """Yield (cluster, client, other client, the second store)."""
+    async with stored(directory / "first") as (cluster, client, other):
+        second = Store(cluster, directory / "second")
+        await second.start()
+        try:
+            yield cluster, client, other, second
+        finally:
+            await second.stop()
 
 
 async def whole(

@@ -261,7 +261,7 @@ def test_info_and_list_tell_the_same_to_scripts_and_to_people(shell: Shell, stre
 
 
 def test_a_stream_of_dead_letters_is_listed_as_that() -> None:
-    info = SimpleNamespace(name="orders.dead", mirror="", topic="", cluster="")
+    info = SimpleNamespace(name="orders.dead", mirror="", topic="", cluster="", parent="")
     assert _records(info) == "dead letters"  # type: ignore[arg-type]  # the fields that it reads
     info.name = "orders"
     assert _records(info) == "appends"  # type: ignore[arg-type]  # likewise
@@ -713,3 +713,26 @@ def test_the_page_and_the_help_say_what_every_field_of_a_consumer_means(shell: S
             assert f"| `{field}`" in page, field
             assert re.search(rf"\b{field}\b", shown), field
     assert "unstored" in shown
+
+
+def test_a_stream_with_partitions_is_created_shown_written_and_read(shell: Shell) -> None:
+    shell("stream", "create", "clicks", "--partitions", "3")
+    first = shell("stream", "append", "clicks", "one", "--key", "AA").decode().strip()
+    partition, offset = first.split("/")
+    assert offset == "0"
+    shell("stream", "append", "clicks", "two", "--partition", "2")
+    info = shell("stream", "info", "clicks").decode()
+    assert "partitions\t3\n" in info
+    table = [line.split("\t") for line in info.partition("\n\n")[2].splitlines()]
+    assert [row[0] for row in table] == ["PARTITION", "0", "1", "2"]
+    assert sum(int(row[4]) for row in table[1:]) == 2
+    found = rows(shell("stream", "read", "clicks", "--json"))
+    assert {(row["payload"], row.get("partition", 0)) for row in found} == {
+        ("one", int(partition)),
+        ("two", 2),
+    }
+    assert b"two" in shell("stream", "read", "clicks", "--partition", "2")
+    shell("stream", "change", "clicks", "--partitions", "4")
+    assert b"clicks/3\t" in shell("stream", "list")
+    shell("stream", "delete", "clicks", "--yes")
+    shell("stream", "info", "clicks/1", code=Exit.NO_MEMBERS)

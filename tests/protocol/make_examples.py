@@ -438,6 +438,7 @@ def derived() -> dict[str, dict[str, Any]]:
             "store_id": public_id(STORE_KEY.public_key).hex(), "uuid": STREAM_UUID.hex(),
             "dead_uuid": streams.dead_uuid(STREAM_UUID).hex(), "key": RECORD_KEY.decode(), "key_hash": _key_hash().hex(),
         },
+        "stream-partitions": partitioned(),
         "stream-channel": Opening(STREAM_UUID).keys(),
         "stream-long": long_code(),
     }  # fmt: skip
@@ -446,6 +447,47 @@ def derived() -> dict[str, dict[str, Any]]:
 def _find_lost() -> streams.FindLost:
     """Return the call for copies of the stream of the examples."""
     return streams.FindLost([SignedOrder(FIND_LOST, KEY.public_key, KEY.sign_order(FIND_LOST))])
+
+
+def partitioned() -> dict[str, Any]:
+    """Return the definitions of a stream with partitions, and where keys and partitions go, from the primitives."""
+    uuids = [bytes([0xA0 + number]) * 16 for number in range(1, 4)]
+    whole = Definition("clicks", partitions=tuple(uuids))
+    part = Definition("clicks/3", parent=STREAM_UUID, partition=3)
+    order = Order(
+        KEEP, uuids[2], KEY.key_id, STORE_KEY.public_key, SENT_US, part, part.order_version
+    )
+    keys = {}
+    for key in ("AA", "BA", "LH"):
+        said = b"iris-partition-1" + STREAM_UUID + key.encode()
+        digest = hmac.digest(KEY.key_hash_key, said, "sha256")
+        keys[key] = [digest[:8].hex(), _jump(int.from_bytes(digest[:8], "little"), 4)]
+    stores = [STORE_KEY.public_key, bytes(range(32))]
+    ids = [public_id(one).hex() for one in stores]
+    scores = [
+        [
+            hashlib.sha256(f"iris-placement-1 {store} {number} clicks".encode()).hexdigest()[:16]
+            for store in ids
+        ]
+        for number in range(4)
+    ]
+    return {
+        "partition_0": readable(msgspec.msgpack.decode(streams.encode(whole))),
+        "partition_3": readable(msgspec.msgpack.decode(streams.encode(order))),
+        "order_3": streams.encode(order).hex(),
+        "keys": keys,
+        "stores": ids,
+        "scores": scores,
+    }  # fmt: skip
+
+
+def _jump(key: int, count: int) -> int:
+    bucket, after = -1, 0
+    while after < count:
+        bucket = after
+        key = (key * 2862933555777941757 + 1) % (1 << 64)
+        after = int((bucket + 1) * ((1 << 31) / ((key >> 33) + 1)))
+    return bucket
 
 
 class Opening:

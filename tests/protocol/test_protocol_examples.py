@@ -32,16 +32,18 @@ from iris.core.bundle import (
 )
 from iris.core.direct import DIRECT_AFTER_BYTES
 from iris.core.faults import MAX_DETAILS_BYTES
+from iris.core.placement import ranked
 from iris.core.tunnel import prologue
 from iris.crypto import channel, noise, sframe
 from iris.crypto.keys import ClusterKey, verify_proof
 from iris.crypto.noise import Handshake
 from iris.crypto.sframe import Opener, Sealer
 from iris.errors import OpenError
+from iris.streams.partitions import Layout
 from iris.wire import codec, frames, names, streams
 from iris.wire.codec import decode_control, encode_control
 from iris.wire.kinds import TUNNEL_KINDS, Cause, Kind, Refusal
-from iris.wire.orders import MOVE, ORDER_FRESH_US, SignedOrder, decode_order
+from iris.wire.orders import MOVE, ORDER_FRESH_US, SignedOrder, check_definition, decode_order
 from relay.config import lan
 from relay.core import calls, control, link, overdue, parking, parts, site_routes
 from relay.core import credit as relay_credit
@@ -100,6 +102,21 @@ def test_a_control_frame_is_a_plain_messagepack_map(name: str) -> None:
     frame = (2 + len(longer)).to_bytes(4, "little") + data[4:6] + longer
     original = decode_control(memoryview(data), 0, len(data))
     assert decode_control(memoryview(frame), 0, len(frame)) == original
+
+
+def test_the_code_reads_a_partition_and_places_it_and_keys_as_the_example_says() -> None:
+    said = JSON["stream-partitions"]
+    order = decode_order(bytes.fromhex(said["order_3"]))
+    check_definition(order.definition)
+    assert make_examples.readable(msgspec.msgpack.decode(bytes.fromhex(said["order_3"]))) == said["partition_3"]  # fmt: skip
+    assert (order.definition.parent, order.definition.partition) == (make_examples.STREAM_UUID, 3)
+    uuids = (order.definition.parent.hex(), *said["partition_0"]["partitions"])
+    layout = Layout("clicks", uuids, make_examples.KEY)
+    assert {key: layout.of_key(key.encode()) for key in said["keys"]} == {key: partition for key, (_, partition) in said["keys"].items()}  # fmt: skip
+    stores = said["stores"]
+    for partition, scores in enumerate(said["scores"]):
+        best = stores[scores.index(max(scores))]
+        assert ranked("clicks", partition, stores)[0] == best
 
 
 def test_a_store_accepts_the_countersigned_order_after_the_first() -> None:

@@ -66,6 +66,9 @@ def create(
     copy: Annotated[
         bool, typer.Option("--copy/--no-copy", help="Whether a store that has a bucket copies the stream there.")
     ] = True,
+    partitions: Annotated[
+        int, typer.Option("--partitions", metavar="N", min=1, help="Spread the stream over so many logs, at the stores of this site. Only without --topic and --cluster.")
+    ] = 1,
     timeout: options.Timeout = 10.0,
     json: options.AsJson = False,
     relay: options.RelayPath = None,
@@ -80,6 +83,7 @@ def create(
       iris stream create orders --max-bytes 10GiB --max-age 7d
       iris stream create flights --topic 'flights.>'
       iris stream create prices --compact
+      iris stream create clicks --partitions 8
     """
 
     async def work() -> int:
@@ -87,7 +91,7 @@ def create(
             info = await client.streams.create(
                 name, topic=topic, cluster=cluster, max_bytes=max_bytes or 0, max_messages=max_messages or 0,
                 max_age=max_age or 0.0, compact=compact, dedup_window=dedup_window or 0.0, durability=durability,
-                copy=copy, timeout=timeout,
+                copy=copy, partitions=partitions, timeout=timeout,
             )  # fmt: skip
         if json:
             output.write_json(info)
@@ -148,6 +152,9 @@ def info(
     In a pipe, each line is a name, a tab and a value, in bytes and seconds.
     A limit of 0 means no limit.
 
+    If the stream has several partitions, the figures are those of partition 0.
+    A table of all follows; with --json there is one object for each.
+
     \b
     Examples:
       iris stream info orders
@@ -155,15 +162,23 @@ def info(
     """
 
     async def work() -> int:
+        parts: list[StreamInfo] = []
         async with iris.connect(relay) as client:
             found = await client.streams.describe(name, uuid=uuid, timeout=timeout)
+            if found.partitions > 1:
+                parts = await client.streams.partitions(name, uuid=found.uuid, timeout=timeout)
         if json:
-            output.write_json(found)
-        elif sys.stdout.isatty():
+            for one in parts or [found]:
+                output.write_json(one)
+            return Exit.OK
+        if sys.stdout.isatty():
             _print_info(found)
         else:
             rows = [(title, printable(value)) for title, value in _facts(found, human=False)]
             texts.print_table((), rows)
+        if parts:
+            output.write(b"\n")
+            _print_partitions(parts)
         return Exit.OK
 
     run(work)
@@ -179,6 +194,9 @@ def change(
         bool | None, typer.Option("--compact/--no-compact", help="Keep only the last message of each key, or all.", show_default=False)
     ] = None,
     dedup_window: texts.DedupWindow = None,
+    partitions: Annotated[
+        int | None, typer.Option("--partitions", metavar="N", min=1, help="Add partitions, up to N. The keys of some messages move to the new ones.", show_default=False)
+    ] = None,
     copy: Annotated[
         bool | None, typer.Option("--copy/--no-copy", help="Whether a store that has a bucket copies the stream there.", show_default=False)
     ] = None,
@@ -192,8 +210,9 @@ def change(
     Examples:
       iris stream change orders --max-bytes 20GiB
       iris stream change orders --max-age 0
+      iris stream change clicks --partitions 12
     """
-    given = {"max_bytes": max_bytes, "max_messages": max_messages, "max_age": max_age, "compact": compact, "dedup_window": dedup_window, "copy": copy}  # fmt: skip
+    given = {"max_bytes": max_bytes, "max_messages": max_messages, "max_age": max_age, "compact": compact, "dedup_window": dedup_window, "partitions": partitions, "copy": copy}  # fmt: skip
     changes: dict[str, Any] = {field: value for field, value in given.items() if value is not None}
     if not changes:
         raise WrongUsage("nothing to change; give at least one limit, such as --max-age 7d")
@@ -347,6 +366,8 @@ def _do(call: Callable[[iris.Client], Awaitable[object]], relay: str | None) -> 
 
 
 def _records(info: StreamInfo) -> str:
+    if info.parent:
+        return f"partition {info.partition}"
     if info.mirror:
         return f"copy of {info.source}"
     if info.topic:
@@ -385,6 +406,7 @@ def _facts(info: StreamInfo, *, human: bool) -> list[tuple[str, str]]:
         ("name", info.name),
         ("uuid", info.uuid),
         ("records", _records(info)),
+        *([("partitions", str(info.partitions))] if info.partitions > 1 else []),
         ("messages", str(info.messages)),
         ("oldest", str(info.oldest)),
         ("next", str(info.next)),
@@ -453,6 +475,21 @@ def _print_streams(found: list[StreamInfo]) -> None:
     figures = ("messages", "bytes", "oldest", "next")
     titles = ("name", *(("uuid",) if named else ()), "records", *figures, "state", "host")
     texts.print_table(titles, rows, right=figures)
+
+
+def _print_partitions(parts: list[StreamInfo]) -> None:
+    """Print the partitions of a stream. People see the beginning of a store's id."""
+    human = sys.stdout.isatty()
+    rows = []
+    for info in parts:
+        size = texts.size_text(info.size_bytes) if human else str(info.size_bytes)
+        figures = (str(info.messages), size, str(info.oldest), str(info.next))
+        store = info.store[:8] if human else info.store
+        words = (str(info.partition), *figures, _state(info), info.host, store)
+        rows.append(tuple(map(printable, words)))
+    figures = ("messages", "bytes", "oldest", "next")
+    titles = ("partition", *figures, "state", "host", "store")
+    texts.print_table(titles, rows, right=("partition", *figures))
 
 
 def _print_info(info: StreamInfo) -> None:

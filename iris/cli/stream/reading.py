@@ -41,6 +41,7 @@ def read(
     count: Annotated[
         int | None, typer.Option("--count", "-n", min=1, help="Stop after N messages.")
     ] = None,
+    partition: texts.Partition = None,
     uuid: texts.Uuid = "",
     timeout: options.Timeout = 30.0,
     json: options.AsJson = False,
@@ -53,9 +54,14 @@ def read(
     Missing messages are reported on stderr, one line for each gap. --timeout
     is how long the relay and the store may be away.
 
+    The messages of several partitions are printed as they arrive, those of
+    each partition in order. With --json each one names its partition, if it is
+    not 0.
+
     \b
     Examples:
       iris stream read orders
+      iris stream read orders --partition 3
       iris stream read orders --start last --follow
       iris stream read orders --start 2026-01-31T12:00:00Z -n 100 --json | jq .
     """
@@ -67,8 +73,8 @@ def read(
 
     async def work() -> int:
         copying = _copy(
-            name, start, shown, follow=follow, count=count, uuid=uuid, patience=timeout, relay=relay
-        )
+            name, start, shown, follow=follow, count=count, partition=partition, uuid=uuid, patience=timeout, relay=relay
+        )  # fmt: skip
         if follow:
             await until_stopped(copying)
         else:
@@ -81,6 +87,7 @@ def read(
 def export(
     name: texts.Name,
     start: texts.StartAt = "first",
+    partition: texts.Partition = None,
     uuid: texts.Uuid = "",
     timeout: options.Timeout = 30.0,
     relay: options.RelayPath = None,
@@ -110,24 +117,30 @@ def export(
 
     async def work() -> int:
         await _copy(
-            name, start, line, follow=False, count=None, uuid=uuid, patience=timeout, relay=relay
-        )
+            name, start, line, follow=False, count=None, partition=partition, uuid=uuid, patience=timeout, relay=relay
+        )  # fmt: skip
         return Exit.OK
 
     run(work)
 
 
 async def _copy(
-    name: str, start: Any, line: Callable[[StreamMessage], bytes], *, follow: bool, count: int | None, uuid: str, patience: float,
-    relay: str | None,
+    name: str, start: Any, line: Callable[[StreamMessage], bytes], *, follow: bool, count: int | None, partition: int | None,
+    uuid: str, patience: float, relay: str | None,
 ) -> None:  # fmt: skip
     """Write messages as lines, those of a fetch at once."""
     left = count
     async with (
         iris.connect(relay) as client,
         client.streams.read(
-            name, start, follow=follow, uuid=uuid, patience=patience, on_gap=_report_gap
-        ) as reader,
+            name,
+            start,
+            follow=follow,
+            partition=partition,
+            uuid=uuid,
+            patience=patience,
+            on_gap=_report_gap,
+        ) as reader,  # fmt: skip
     ):
         async for messages in reader.batches():
             if left is not None:

@@ -89,6 +89,9 @@ MaxAge = Annotated[
 DedupWindow = Annotated[
     float | None, typer.Option("--dedup-window", metavar="AGE", parser=parse_age, help="Remember the ids of appended messages this long: 10m, 1d; 0 for not at all.", show_default=False)
 ]  # fmt: skip
+Partition = Annotated[
+    int | None, typer.Option("--partition", metavar="N", min=0, help="Only this partition of the stream.", show_default=False)
+]  # fmt: skip
 StartAt = Annotated[
     Any, typer.Option("--start", metavar="WHERE", parser=parse_start, help="Where to start: first, last, new, an offset, or an ISO time.")
 ]  # fmt: skip
@@ -115,6 +118,8 @@ def gap_text(gap: StreamGap) -> str:
     """Return the line that reports offsets without messages."""
     last = gap.next - 1
     where = f"offset {gap.first}" if last <= gap.first else f"offsets {gap.first} to {last}"
+    if gap.partition:
+        where += f" of partition {gap.partition}"
     cause = printable(gap.cause)
     if gap.count == 0:
         return f"nothing at {where}: {cause}"

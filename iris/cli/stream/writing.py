@@ -20,6 +20,7 @@ from iris.cli.stream.reading import Line
 from iris.core.bundle import Headers, check_headers
 from iris.core.message import Message, encode_payload
 from iris.errors import ConfigError, DecodeError, IrisError, LocalProtocolError, NoStream
+from iris.streams import Offset
 
 BATCH: Final = 1000
 BATCH_BYTES: Final = 1 << 20
@@ -51,6 +52,8 @@ class Account(msgspec.Struct):
     skipped: int = 0
     first: int | None = None
     last: int | None = None
+    spread: bool = False
+    """The offsets are of several partitions, so `first` and `last` mean nothing."""
     unsure: int = 0
     """Messages sent to the store and not yet acknowledged."""
 
@@ -81,12 +84,16 @@ def append(
     ] = False,
     header: options.HeaderList = None,
     pack: options.Pack = False,
+    partition: texts.Partition = None,
     uuid: texts.Uuid = "",
     timeout: options.Timeout = 10.0,
     json: options.AsJson = False,
     relay: options.RelayPath = None,
 ) -> None:  # fmt: skip
     """Append a message and print its offset, when it is synced to disk.
+
+    If the stream has several partitions, the partition is printed, a slash and
+    the offset. --lines spreads the lines, so it prints only how many there were.
 
     Standard input is one message, including its last line end. With --lines,
     the first and the last offset are printed, and --timeout is for each batch
@@ -122,6 +129,8 @@ def append(
             "--expect": expect,
             "--id": message_id,
         }
+        if partition is not None:
+            given["--partition"] = partition
         alone = [option for option, value in given.items() if value is not None]
         if alone:
             raise typer.BadParameter(
@@ -139,6 +148,8 @@ def append(
             if json:
                 span = {"appended": account.appended, "first": account.first, "last": account.last}
                 output.write_json(span)
+            elif account.spread:
+                output.write(b"%d\n" % account.appended)
             elif account.appended:
                 output.write(b"%d %d\n" % (account.first or 0, account.last or 0))
 
@@ -151,11 +162,15 @@ def append(
     async def work() -> int:
         async with iris.connect(relay) as client:
             offset = await client.streams.append(
-                name, body, headers=headers, key=key, ttl=ttl, deliver_at=deliver_at, expect=expect, tombstone=tombstone, message_id=message_id, uuid=uuid,
-                timeout=timeout,
+                name, body, headers=headers, key=key, ttl=ttl, deliver_at=deliver_at, expect=expect, tombstone=tombstone, message_id=message_id,
+                partition=partition, uuid=uuid, timeout=timeout,
             )  # fmt: skip
-        if json:
+        if json and isinstance(offset, Offset):
+            output.write_json({"partition": offset.partition, "offset": int(offset)})
+        elif json:
             output.write_json({"offset": offset})
+        elif isinstance(offset, Offset):
+            output.write(b"%d/%d\n" % (offset.partition, offset))
         else:
             output.write(b"%d\n" % offset)
         return Exit.OK
@@ -267,8 +282,11 @@ async def _append_batch(
         offsets = await _store(client, name, entries, uuid, timeout)
         account.unsure = 0
         account.appended += len(offsets)
-        account.first = offsets[0] if account.first is None else account.first
-        account.last = offsets[-1]
+        if isinstance(offsets[0], Offset):
+            account.spread = True
+        else:
+            account.first = offsets[0] if account.first is None else account.first
+            account.last = offsets[-1]
     if bad is not None:
         raise bad
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from iris.crypto.keyring import Keyring
 from iris.errors import StreamDamaged
 from iris.streams.reading import Reader
 from iris.streams.stores import VerifiedStream
@@ -23,10 +24,14 @@ class Stores:
     def __init__(self, *answers: tuple[Sequence[Item], int]) -> None:
         self.answers = list(answers)
         self.runtime: Any = self
+        self.keyring = Keyring({})
         self.openers: set[object] = set()
 
     def find_key(self, key_id: bytes) -> None:
         return None
+
+    def expect(self, name: str, uuid: str) -> None:
+        assert (name, uuid) == ("orders", LOG.hex())
 
     async def describe(self, name: str, uuid: str, **_: Any) -> VerifiedStream:
         order = Order(KEEP, LOG, bytes(32), bytes(16), 0, STREAM)
