@@ -396,6 +396,8 @@ class Members(Control, frozen=True):
     key_ids: KeyIds
     watch: bool = False
     streams: bool = False
+    succeeding: bool | UnsetType = UNSET
+    """From a store: whether another store is gone whose streams it may take over."""
 
 
 class Unwatch(Control, frozen=True):

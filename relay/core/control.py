@@ -328,6 +328,8 @@ class SessionControl:
             table.take(session.user, len(key_ids))
             watch = session.watches[ask.id] = Watch(session, ask.id, ask.name, key_ids)
             self._router.interest.watch(watch)
+        if ask.succeeding is not UNSET:
+            self._router.stores.succeeds(session, ask.succeeding, self._router.now_us)
         here = self._router.interest.members(ask.name, ask.key_ids, streams=ask.streams)
         found = [self._info(member) for member in here]
         found += self._router.mesh.infos(ask.name, ask.key_ids, streams=ask.streams)

@@ -3,6 +3,7 @@
     the relay starts a store, or one was lost ── starting ──► it has joined for every stream: up
                                               ──► nobody starts it, and `BACK_US` has passed: there is none
                                               ──► its directory or key cannot be used: none, and why is advertised
+    a store that is up may take over from one that is gone ── starting ──► it has, or there is nothing: up
 
 A store joins for the stores first, then for each stream, in one go. So the relay sends it PING at its first
 JOIN: its PONG follows the rest.
@@ -43,6 +44,8 @@ class StoreWatch:
         """Numbers of sessions that have not answered our PING."""
         self._up: dict[int, str] = {}
         """Session number -> user, of stores that are up."""
+        self._succeeding: set[int] = set()
+        """Those of them that may take over from a store that is gone."""
 
     @property
     def own_store_is_up(self) -> bool:
@@ -85,9 +88,16 @@ class StoreWatch:
             self.deadline_us = NEVER_US
             self._advertise(now_us)
 
+    def succeeds(self, session: Session, may: bool, now_us: int) -> None:
+        """Note whether a store may take over from one that is gone. Of other sessions this is ignored."""
+        if may != (session.number in self._succeeding) and session.number in self._up:
+            (self._succeeding.add if may else self._succeeding.discard)(session.number)
+            self._advertise(now_us)
+
     def session_ended(self, session: Session, now_us: int) -> None:
         """Note that a session has ended; if it was a store, wait for it to come back."""
         self._asked.discard(session.number)
+        self._succeeding.discard(session.number)
         if self._up.pop(session.number, None) is not None and not self._ended:
             self.deadline_us = now_us + BACK_US
             self._advertise(now_us)
@@ -101,5 +111,5 @@ class StoreWatch:
     def _advertise(self, now_us: int) -> None:
         ours = self._starts_one and not self._final and not self.own_store_is_up
         back = now_us < self.deadline_us < NEVER_US
-        starting = (ours or back) and not self._ended
+        starting = (ours or back or bool(self._succeeding)) and not self._ended
         self._advertiser.set_store(starting=starting, failed=self._failed, now_us=now_us)

@@ -34,13 +34,16 @@ class Presence:
         """The session has ended."""
         self._session, self._answered_us, self._next_us = None, None, 0
 
-    def tend(self, now_us: int) -> None:
-        """Ask again when it is time. `now_us` is a clock that is never set."""
+    def tend(self, now_us: int, *, succeeding: bool) -> None:
+        """Ask again when it is time. `now_us` is a clock that is never set.
+
+        `succeeding`: whether this store may take over from one that is gone. Calls of unknown streams then wait.
+        """
         if self._session is not None and now_us >= self._next_us:
             self._next_us = now_us + ASK_US
             self._asked += 1
             self._found = set()
-            self._session.control(Members(self._asked, STORES, [NO_KEY], False, True))
+            self._session.control(Members(self._asked, STORES, [NO_KEY], False, True, succeeding))
 
     def addresses(self, now_us: int) -> set[str] | None:
         """Return the addresses of all stores; None while the relay does not say."""

@@ -308,7 +308,8 @@ class Store:
         """Do the periodic work: answer readers whose wait is over, enforce ages, compact, reopen
         failed logs.
         """
-        self.presence.tend(self.clock.elapsed_us)
+        shelf = self.catalogue.shelf
+        self.presence.tend(self.clock.elapsed_us, succeeding=shelf is not None and shelf.succeeding)
         for stream in list(self.streams.values()):
             try:
                 if not self.registration.blocked:

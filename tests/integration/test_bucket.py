@@ -64,6 +64,26 @@ async def test_the_other_store_serves_the_streams_of_one_that_is_gone_with_its_d
             assert sorted(await whole(client, "orders")) == sorted([b"once", *messages])
 
 
+async def test_who_never_used_a_stream_waits_while_another_store_takes_it_over(
+    tmp_path: Path,
+) -> None:
+    with Group(tmp_path) as group:
+        group.start(1)
+        group.start(2)
+        async with group.rig.client() as client:
+            await group.create(client, "orders")
+            for number in (1, 2):
+                await group.logged(number, "store.peer_seen")
+            await client.streams.append("orders", b"before")
+            first = await group.holder(client, "orders")
+        group.kill(first)
+        async with group.rig.client() as client:
+            assert await client.streams.append("orders", b"after", timeout=60) == 1
+            assert await group.holder(client, "orders") == 3 - first
+            with pytest.raises(iris.NoStream):  # nobody is waited for any more
+                await client.streams.describe("other", timeout=60)
+
+
 async def test_a_holder_that_wakes_up_serves_nothing_of_what_it_lost(tmp_path: Path) -> None:
     with Group(tmp_path) as group:
         group.start(1)

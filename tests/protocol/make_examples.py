@@ -51,7 +51,16 @@ from iris.wire.codec import (
     metadata_prefix,
 )
 from iris.wire.frames import Control, Serving
-from iris.wire.kinds import CLOCK_PING, FLAG_REFUSED, OTHER_KEYS, Cause, Kind, Refusal
+from iris.wire.kinds import (
+    CLOCK_PING,
+    FLAG_REFUSED,
+    NO_KEY,
+    OTHER_KEYS,
+    STORES,
+    Cause,
+    Kind,
+    Refusal,
+)
 from iris.wire.orders import KEEP, MOVE, Definition, Order, SignedOrder, decode_order
 
 DOCUMENT: Final = Path(__file__).parents[2] / "docs" / "protocol.md"
@@ -175,6 +184,7 @@ CONTROLS: Final[dict[str, Control]] = {
     "caller-left": frames.CallerLeft([RELAY_HOP + 2, RELAY_HOP + 5]),
     "credit": frames.Credit(7, Kind.PUSH, [RELAY_HOP + 2, RELAY_HOP + 5], [RELAY_HOP + 5]),
     "members": frames.Members(6, CLUSTER, [KEY.key_id], True),
+    "members-succeeding": frames.Members(7, STORES, [NO_KEY], False, True, True),
     "membership": frames.Membership(
         6,
         [frames.MemberInfo(MEMBER_ID, [Kind.REQUEST], [KEY.key_id], RELAY_ID.hex(), "", "billing")],

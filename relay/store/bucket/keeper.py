@@ -229,10 +229,9 @@ class Keeper:
         )  # fmt: skip
         while True:
             await asyncio.sleep(LOOK_S)
-            if (
-                not lookout.see(self._owner.stores(), self._now_us() / 1e6)
-                or not self._shelf.writer
-            ):
+            sees = lookout.see(self._owner.stores(), self._now_us() / 1e6)
+            self._shelf.succeeding = sees and lookout.missing
+            if not sees or not self._shelf.writer:
                 continue
             try:
                 held, stores = await lookout.find()
@@ -243,6 +242,7 @@ class Keeper:
                 self._taking.setdefault(store, (journals, stores))
             if await self._take_all(group):
                 lookout.taken()
+                self._shelf.succeeding = lookout.missing
 
     async def _take_all(self, group: asyncio.TaskGroup) -> bool:
         """Take what is noted in `_taking`, store by store; return whether that succeeded."""

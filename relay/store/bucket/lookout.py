@@ -97,6 +97,14 @@ class Lookout:
         stores = {self._store, *(one.registered.store for one in gone)}
         return await self._held(gone), stores
 
+    @property
+    def missing(self) -> bool:
+        """Whether a store was seen within `UNSEEN_S`, is gone, and what it held has not been taken."""
+        return any(
+            address not in self._visible and self._now_s - at_s < UNSEEN_S
+            for address, at_s in self._seen_s.items()
+        )
+
     def taken(self) -> None:
         """Everything that `find` returned was taken: until they are seen again, those stores are not looked for."""
         if self._read:

@@ -82,6 +82,8 @@ class Shelf:
         """Journal of this store -> uuids of the streams whose writes go there."""
         self.away = f"the bucket {url} has not been read yet; try again"
         """Why nothing can be written; empty while it can."""
+        self.succeeding = False
+        """Whether another store is gone, and what it held has not been taken over yet."""
         self.mover: Mover | None = None
         """Moves streams to other stores; None until the bucket is used."""
         self.reader: Reader | None = None
