@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from iris.crypto.keys import parse_fingerprint
 from iris.errors import ConfigError, InvalidName, KeyringError
 from iris.wire.names import check_filter, check_site
+from relay.core.issuers import Issuer
 from relay.discovery.seeds import MAX_JOINS, parse_join
 from relay.net.socketfile import MAX_PATH_BYTES
 from relay.rate_settings import parse_address_rates, parse_rate
@@ -167,6 +168,14 @@ class RelayConfig:
     tickets: bool = True
     """Whether sessions over WebSocket must show a ticket. False is possible only if all their addresses are on
     loopback."""
+
+    issuers: tuple[Issuer, ...] = ()
+    """Who makes tickets for sessions over WebSocket, and what these can allow at most: one table [issuers.NAME] each,
+    with public_keys, allow, max_life_s and sessions_per_subject."""
+
+    revoked_tickets: Path | None = None
+    """File of tickets that are not accepted any more: a line for each, its id (jti) or "subject NAME". SIGHUP reads
+    it again."""
 
     data: Path | None = None
     """Directory of durable streams: the relay starts a store there. None: creating a stream is refused, unless
@@ -364,9 +373,10 @@ class RelayConfig:
                 raise ConfigError(
                     "listen: wss:// needs a web certificate; set wss_cert and wss_key, or use ws:// on loopback behind a proxy"
                 )
-            if self.tickets:
+            if self.tickets and not self.issuers:
                 raise ConfigError(
-                    "tickets: sessions over WebSocket must show tickets, and this relay knows no issuer of any; set tickets = false on loopback"
+                    "issuers: sessions over WebSocket must show tickets, and no issuer of tickets is set; add [issuers.NAME] to the settings file "
+                    "(`iris key ticket-issuer` prints it), or set tickets = false on loopback"
                 )
             if not ipaddress.ip_address(host).is_loopback:
                 raise ConfigError(

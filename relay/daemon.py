@@ -62,7 +62,8 @@ LOOK_AGAIN_S = 10.0
 """Interval at which this host's addresses are read."""
 JOIN_HINT = "iris relay --join HOST:PORT"
 LIVE = (
-    "drain_timeout_s", "frame_timeout_s", "hello_timeout_s", "join", "log_format", "log_level", "origins",
+    "drain_timeout_s", "frame_timeout_s", "hello_timeout_s", "issuers", "join", "log_format", "log_level", "origins",
+    "revoked_tickets",
 )  # fmt: skip
 """Settings that SIGHUP applies to a running relay; the others need a restart."""
 _WILDCARDS = ("0.0.0.0", "::")
@@ -124,7 +125,11 @@ class Relay:
         self.remote: RemoteListener | None = None
         if self.links is not None and config.tls_listen:
             self.remote = RemoteListener(self.hub, self.links.credentials)
-        self.web: WebListener | None = WebListener(self.hub, config) if config.web_listen else None
+        self._networks = frozenset(key.fingerprint.hex() for key in config.network_keys)
+        self.web: WebListener | None = None
+        if config.web_listen:
+            self.web = WebListener(self.hub, config)
+            self.web.check_tickets(lambda: self._networks)
         self.gateways: GatewayHub | None = None
         if config.is_gateway:
             if self.links is None:
@@ -285,6 +290,7 @@ class Relay:
 
     def reload_keys(self, keys: Sequence[NetworkKey]) -> None:
         """Serve exactly these networks from now on: close links of removed ones, and look for relays of new ones."""
+        self._networks = frozenset(key.fingerprint.hex() for key in keys)
         if self.links is None:
             return
         self.links.reload(keys)

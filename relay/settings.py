@@ -15,6 +15,7 @@ from iris import paths
 from iris.errors import ConfigError
 from iris.wire.names import did_you_mean
 from relay.config import ENVIRONMENT_PREFIX, FIELDS, SETTINGS, RelayConfig, dev, lan, whole
+from relay.issuer_settings import parse_issuers
 
 
 def load_config(
@@ -122,7 +123,10 @@ def _parse(name: str, value: object, where: str) -> object:
         raise ConfigError(
             f"{where} is not a setting{hint or '; `iris relay --settings` lists them'}"
         )
-    parsed = parser(value)
+    try:
+        parsed = parser(value)
+    except ConfigError as err:
+        raise ConfigError(f"{where}: {err}") from err
     if parsed is None:
         raise ConfigError(f"{where}: {value!r} is not {_WANTED[parser]}{_unit_hint(name, value)}")
     return parsed
@@ -201,6 +205,7 @@ _WANTED: dict[Callable[[object], object], str] = {
     _sites: "a list of texts",
     _seconds: "a number of seconds",
     _truth: "true or false",
+    parse_issuers: "tables [issuers.NAME], or their JSON text",
 }
 _BY_ANNOTATION: dict[object, Callable[[object], object]] = {
     "Path": _path,
@@ -212,6 +217,7 @@ _BY_ANNOTATION: dict[object, Callable[[object], object]] = {
     "tuple[str, ...]": _texts,
     "float": _seconds,
     "bool": _truth,
+    "tuple[Issuer, ...]": parse_issuers,
 }
 _GIVEN_ONLY = ("network_keys",)
 _NEXT_SITE = re.compile(r",(?=[^,=]*=)")

@@ -138,6 +138,7 @@ def _print_tables(report: dict[str, Any], before: dict[str, Any]) -> None:
     for what, reasons in (
         ("as links", report.get("links_refused", {})),
         ("as sessions", report.get("sessions_refused", {})),
+        ("from browsers", report.get("web", {}).get("refused", {})),
         ("as gateways", gateways.get("refused", {})),
         ("from other sites", report.get("sites_refused", {})),
     ):

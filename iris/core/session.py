@@ -72,6 +72,8 @@ class Session(ServingSession):
         """Heartbeat state; None for a relay on this host."""
         self._web = False
         """Whether this is a session over WebSocket."""
+        self._ticket: str | msgspec.UnsetType = msgspec.UNSET
+        """Over WebSocket: what HELLO shows to the relay."""
         self._samples: ClockSamples | None = None
         """Over WebSocket: samples of the relay's clock, in place of heartbeats."""
         self.casts = casts = Casts(
@@ -113,7 +115,9 @@ class Session(ServingSession):
     @property
     def greeting(self) -> frames.Hello:
         far = self._certified or self._web
-        return msgspec.structs.replace(super().greeting, mono_us=self.mono_us if far else 0)
+        return msgspec.structs.replace(
+            super().greeting, mono_us=self.mono_us if far else 0, ticket=self._ticket
+        )
 
     # -- driving ---------------------------------------------------------------------------------------------
 
@@ -163,9 +167,10 @@ class Session(ServingSession):
     def over_tls(self, relay_id: bytes, channel: bytes) -> None:
         self._certified, self._channel = relay_id, channel
 
-    def over_web(self) -> None:
-        """Say in HELLO what our clock shows, because the session is over WebSocket. Call it before `greeting`."""
+    def over_web(self, ticket: str = "") -> None:
+        """Show a ticket and our clock in HELLO, because the session is over WebSocket. Call it before `greeting`."""
         self._web = True
+        self._ticket = ticket or msgspec.UNSET
 
     def mark_alive(self) -> None:
         if self._heartbeat is not None:

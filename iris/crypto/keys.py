@@ -13,6 +13,7 @@ So no derived key reveals anything about another:
     store key ───── "iris-store-sign-1"  seed of the Ed25519 key pair by which a store proves that an order names it
     group key ─┬─── "iris-store-sign-1"  the same for all stores that share a bucket
                └─── "iris-bucket-1"      AES-256-GCM key of the objects in the bucket
+    issuer key ──── "iris-issuer-1"      seed of the Ed25519 key pair that signs tickets of sessions over WebSocket
 
 Key ids and network fingerprints are the first 16 bytes of SHA-256 of the Ed25519 public key. They name a key in
 public and reveal nothing about its secret. A site's fingerprint is its whole public key, because other sites
@@ -251,6 +252,27 @@ class SiteKey(_Secret):
         return public_id(self.public_key)
 
 
+class IssuerKey(_Secret):
+    """The key that signs tickets for sessions over WebSocket (`iris.tickets`). It cannot open payloads.
+
+    `signer` signs; `public_key` (32 bytes) stands in the settings of relays.
+    """
+
+    __slots__ = ("public_key", "signer")
+    _kind = "issuer key"
+
+    def __init__(self, secret: bytes) -> None:
+        super().__init__(secret)
+        self.signer: Final = Ed25519PrivateKey.from_private_bytes(
+            _derive(self._secret, b"iris-issuer-1")
+        )
+        self.public_key: Final = self.signer.public_key().public_bytes_raw()
+
+    @property
+    def _public_id(self) -> bytes:
+        return public_id(self.public_key)
+
+
 def dump_fingerprint(public_key: bytes) -> str:
     """Return a site's public key (32 bytes) as 43 characters of base64url, the form in which other sites pin it."""
     return _as_text(public_key)
@@ -267,6 +289,23 @@ def parse_fingerprint(text: str) -> bytes:
         raise KeyringError(
             "a site's fingerprint must be 43 characters of base64url; `iris federation key FILE` prints it"
         )
+    return public_key
+
+
+def dump_public_key(public_key: bytes) -> str:
+    """Return an Ed25519 public key (32 bytes) as 43 characters of base64url."""
+    return _as_text(public_key)
+
+
+def parse_public_key(text: object) -> bytes:
+    """Return the Ed25519 public key (32 bytes) written as 43 characters of base64url.
+
+    Raises:
+        KeyringError: the text has another form.
+    """
+    public_key = _read_text(text)
+    if public_key is None:
+        raise KeyringError("a public key must be written as 43 characters of base64url (32 bytes)")
     return public_key
 
 

@@ -17,6 +17,7 @@ MAX_CREDIT: Final = 4096
 Id16 = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Name = Annotated[str, Meta(min_length=1, max_length=255)]
 Text = Annotated[str, Meta(max_length=1024)]
+TicketText = Annotated[str, Meta(min_length=1, max_length=8192)]
 MAX_FAILED: Final = 400
 """Most characters of the reason why a store cannot serve."""
 U16 = Annotated[int, Meta(ge=0, le=0xFFFF)]
@@ -54,6 +55,16 @@ class Hello(Control, frozen=True):
     pid: U32 = 0
     mono_us: U63 = 0
     """The session's CLOCK_MONOTONIC, over TLS and WebSocket only: on one host both sides share a clock."""
+    ticket: TicketText | UnsetType = UNSET
+    """Over WebSocket: what the session may do (docs/protocol.md, §18.2)."""
+
+
+class Ticket(Control, frozen=True):
+    """A newer ticket of a session over WebSocket. Answered with Ack."""
+
+    FRAME = Kind.TICKET
+    id: U63
+    ticket: TicketText
 
 
 class Welcome(Control, frozen=True):

@@ -46,7 +46,7 @@ handlers may call until then."""
 WALL_MINOR: Final = 7
 """From this minor version on, relays say in BEAT what their wall clock shows."""
 WEB_MINOR: Final = 8
-"""From this minor version on, PING and PONG carry `mono_us` in sessions over WebSocket."""
+"""From this minor version on, there are sessions over WebSocket, with TICKET, and clocks in PING and PONG."""
 CLOCK_PING: Final = 3
 """Id of the PING by which a relay samples the clock of a session over WebSocket."""
 UNREADABLE: Final = "the member could not decrypt it"
@@ -102,6 +102,7 @@ class Kind(IntEnum):
     FETCH = 0x2A
     CARRIED = 0x2B
     UNROUTED = 0x2C
+    TICKET = 0x2D
 
     REQUEST = 0x40
     REPLY = 0x41

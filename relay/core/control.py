@@ -86,6 +86,7 @@ class SessionControl:
             frames.Carried: router.direct.carried,
             frames.Beat: self._on_beat,
             frames.CallerLeft: self._on_left,
+            frames.Ticket: self._on_ticket,
             frames.Bye: self._on_bye,
         }
 
@@ -116,6 +117,9 @@ class SessionControl:
             if session.web:  # the timers of hidden tabs run too seldom for heartbeats
                 session.samples = ClockSamples(hello.mono_us, self._router.now_us)
                 session.clock_us = session.samples.clock_us
+                if self._router.admission is not None:
+                    text = "" if hello.ticket is UNSET else hello.ticket
+                    self._router.admission.admit(session, text, self._router.wall_us or 0)
             else:
                 session.pulse = Heartbeat(hello.mono_us, self._router.now_us)
                 session.clock_us = session.pulse.clock_us
@@ -173,6 +177,18 @@ class SessionControl:
             raise PeerProtocolError("the proof does not match its key and our challenge") from err
         session.proven.add(key_id)
 
+    def _on_ticket(self, session: Session, ticket: frames.Ticket) -> None:
+        admission = self._router.admission
+        if not session.web or admission is None:
+            raise PeerProtocolError("TICKET from a session that needs none")
+        error = admission.renew(session, ticket.ticket, self._router.wall_us or 0)
+        session.control(frames.Ack(ticket.id, error))
+
+    def _denied(self, session: Session, verb: str, name: str, key_ids: Sequence[bytes]) -> str:
+        """Return why the ticket of a session does not allow a verb, or an empty text."""
+        admission = self._router.admission
+        return "" if admission is None else admission.refusal(session, (verb,), name, key_ids)
+
     def _on_grant(self, session: Session, grant: frames.Grant) -> None:
         session.control(frames.Ack(grant.id, take_grant(session, grant, self._router.relay_id)))
 
@@ -189,7 +205,11 @@ class SessionControl:
             raise PeerProtocolError(f"a session may not declare hop class {declared.hop_class}")
         if declared.site not in ("", HERE) and (error := _grammar(check_site, declared.site)):
             raise PeerProtocolError(error)
-        self._router.declare(session, declared)
+        route = self._router.declare(session, declared)
+        if session.ticket is not None and self._router.admission is not None:
+            route.denied = self._router.admission.denial(
+                session, declared.kind, declared.name, declared.key_id
+            )
 
     def _on_join(self, session: Session, join: frames.Join) -> None:
         error = barred(session, join)
@@ -202,6 +222,10 @@ class SessionControl:
             error = "unknown kind in JOIN; a member can serve requests, pushes, surveys, broadcasts, tunnels and streams"
         if not error:
             error = _grammar(check_cluster, join.name)
+        if not error:
+            error = self._denied(session, "serve", join.name, key_ids)
+        if not error and session.web and Kind.STREAM in join.kinds:
+            error = "a session over WebSocket cannot be a store"
         if error:
             session.control(frames.Ack(join.id, error))
             return
@@ -245,6 +269,8 @@ class SessionControl:
         error = self._unproven(session, unproven) or _grammar(check_filter, subscribe.filter)
         if not error and subscribe.group:
             error = _grammar(check_group, subscribe.group)
+        if not error:
+            error = self._denied(session, "subscribe", subscribe.filter, subscribe.key_ids)
         if not error and key in session.subscriptions:
             error = f"this session is already subscribed to {subscribe.filter!r}"
         nodes = _node_count(subscribe.filter, subscribe.key_ids)
@@ -312,6 +338,16 @@ class SessionControl:
             raise PeerProtocolError("MEMBERS under a key that this session has not proven")
         if error := _grammar(check_cluster, ask.name):
             raise PeerProtocolError(error)
+        if self._router.admission is not None and (
+            error := self._router.admission.members(
+                session, ask.name, ask.key_ids, streams=ask.streams
+            )
+        ):
+            if ask.streams:  # as if no store had it, which every client understands
+                session.control(frames.Membership(ask.id, [], []))
+            else:
+                session.control(frames.Ack(ask.id, error))
+            return
         if ask.watch and not ask.streams:
             if ask.id in session.watches:
                 raise PeerProtocolError(f"watch id {ask.id} is already in use")
@@ -349,6 +385,8 @@ class SessionControl:
         if self._unproven(session, (topic.key_id,)):
             raise PeerProtocolError("TOPIC under a key that this session has not proven")
         if error := _grammar(check_topic, topic.name):
+            raise PeerProtocolError(error)
+        if error := self._denied(session, "publish", topic.name, (topic.key_id,)):
             raise PeerProtocolError(error)
         self._router.audiences.ask(session, topic)
 

@@ -139,6 +139,7 @@ class Route:
         "_prune_at",
         "barred",
         "demand",
+        "denied",
         "flow",
         "groups",
         "hop_class",
@@ -189,6 +190,8 @@ class Route:
         """The relay of that member; empty if it is the relay that has this route."""
         self.barred = ""
         """Why its messages may not cross to or from a remote site; empty if they may."""
+        self.denied = ""
+        """Why a session's ticket does not allow its frames; empty if it does."""
         wan = neighbor.hop_class == HopClass.TO_WAN
         self.mesh_hop_class = HopClass.FROM_WAN if wan else HopClass.MESH
         """The hop class over links to relays of this site."""

@@ -43,6 +43,7 @@ from relay.core.site_routes import Wan
 from relay.core.sites import Sites
 from relay.core.slow import SlowReceivers
 from relay.core.stores import StoreWatch
+from relay.core.tickets import Admission
 
 MAX_GROUP_BYTES: Final = 64 << 20
 """Bytes of queue group names in the aliases of one link or WAN connection.
@@ -89,6 +90,8 @@ class Parts:
         self.draining = False
         self.alone = True
         """No other relay or site was ever connected, so nobody here can have missed a cast from elsewhere."""
+        self.admission: Admission | None = None
+        """The check of tickets of sessions over WebSocket; None: they show none."""
         self.status_extra: Callable[[], dict[str, object]] = dict
         self._next_number = 1
         self.slow = SlowReceivers(lambda: self.now_us)
@@ -155,6 +158,8 @@ class Parts:
         if session.closed:
             return
         session.forget()
+        if self.admission is not None:
+            self.admission.forget(session)
         del self.sessions[session.number], self.neighbors[session.number]
         self._pulsing.pop(session.number, None)
         for member in list(session.members.values()):

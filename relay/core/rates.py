@@ -68,7 +68,7 @@ class Rates:
 
     def _counting(self, handle: Entry, clock: Callable[[], int]) -> Entry:
         def frame(session: Session, buf: memoryview, start: int, end: int) -> None:
-            route = _route(session, buf, start, end)
+            route = route_of(session, buf, start, end)
             if route is None or session.user == RELAYS_STORE:
                 handle(session, buf, start, end)
                 return
@@ -127,7 +127,7 @@ class Rates:
         return shown
 
 
-def _route(session: Session, buf: memoryview, start: int, end: int) -> Route | None:
+def route_of(session: Session, buf: memoryview, start: int, end: int) -> Route | None:
     """Return the route of a well-formed frame that the session made.
 
     None for a call that it returns as refused, and for a frame that breaks a rule, which its handler names.

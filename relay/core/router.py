@@ -35,6 +35,7 @@ from relay.core.ports import Port
 from relay.core.runs import Runs
 from relay.core.session import Session
 from relay.core.site_routes import Wan
+from relay.core.tickets import Admission
 
 WEIGHTY_KINDS: Final = frozenset(
     (Kind.DECLARE, Kind.GAP, Kind.BEAT, Kind.INTEREST, Kind.RESYNC, Kind.LOADS)
@@ -70,8 +71,21 @@ class Router(Parts):
         self._session_table = self._table(self._from_sessions.frame)
         if self.rates:
             self._session_table = self.rates.limited(self._session_table, lambda: self.now_us)
+        self._guarded_table = self._session_table
+        """The same for sessions that have a ticket."""
         self._link_table = self._table(LinkControl(self, calls, casts).frame)
         self._wan_table = self._table(WanControl(self, calls, casts).frame)
+
+    def admit_by(self, admission: Admission) -> None:
+        """Check the tickets of sessions over WebSocket, and what these sessions do, with `admission`."""
+        self.admission = admission
+        self._guarded_table = admission.guarded(self._session_table)
+
+    def stream_names(self, uuid: str, key_id: bytes) -> list[str]:
+        """Return the names of the stream of a uuid (in hex) under a key, as stores of this network say them."""
+        names = [each.tag for each in self.interest.members(uuid, (key_id,), streams=True)]
+        names += [each.tag for each in self.mesh.infos(uuid, (key_id,), streams=True)]
+        return [name for name in names if name]
 
     # -- driving ---------------------------------------------------------------------------------------------
 
@@ -144,6 +158,8 @@ class Router(Parts):
             table = self._link_table
         elif isinstance(neighbor, Wan):
             table = self._wan_table
+        elif isinstance(neighbor, Session) and neighbor.ticket is not None:
+            table = self._guarded_table
         if count_bytes is not None:
             table = [
                 _weighed(take, count_bytes) if kind in WEIGHTY_KINDS else take

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from msgspec import UNSET
 from msgspec.structs import replace
@@ -14,6 +14,9 @@ from iris.wire.kinds import MEMBER_MINOR, METHODS_MINOR, Kind
 from relay.core.buckets import Bucket
 from relay.core.neighbor import Load, Neighbor
 from relay.core.ports import Port
+
+if TYPE_CHECKING:
+    from relay.core.admitted import Admitted
 
 MAX_SHOWN_KEYS: Final = 64
 """Keys of one session in a status report."""
@@ -36,6 +39,7 @@ class Session(Neighbor):
         "had_pairs",
         "keyed",
         "members",
+        "origin",
         "ours",
         "pairs",
         "parked_bytes",
@@ -49,6 +53,7 @@ class Session(Neighbor):
         "settling",
         "subscriptions",
         "takes_descriptors",
+        "ticket",
         "topic_nodes",
         "watches",
         "web",
@@ -61,6 +66,10 @@ class Session(Neighbor):
         self.user = user
         self.remote = remote
         self.web = web
+        self.origin: str | None = None
+        """Over WebSocket: the Origin of the page, if the peer named one."""
+        self.ticket: Admitted | None = None
+        """Over WebSocket: what it may do. None: it is not restricted."""
         self.samples: ClockSamples | None = None
         """Over WebSocket: samples of its clock, in place of heartbeats."""
         self.ours = ours

@@ -62,6 +62,11 @@ SPECS: Final = (
     Spec("iris_relay_session_protocol_errors_total", "Sessions closed because they broke the protocol."),
     Spec("iris_relay_sessions_turned_away_total", "Sessions refused because max_sessions, or a user's share of it, was reached."),
     Spec("iris_relay_sessions_refused_total", "Sessions from other hosts that were refused, by reason.", ("reason",)),
+    Spec("iris_relay_web_connections", "Connections of browsers."),
+    Spec("iris_relay_web_half_open", "Connections of browsers whose session has not greeted."),
+    Spec("iris_relay_web_refused_total", "Connections of browsers that were refused, by reason.", ("reason",)),
+    Spec("iris_relay_web_tickets_denied_total", "What tickets did not allow to sessions of browsers, by verb.", ("verb",)),
+    Spec("iris_relay_web_tickets_ended_total", "Sessions of browsers that ended with their ticket, by reason.", ("reason",)),
     Spec("iris_relay_links", "Links to other relays that are up."),
     Spec("iris_relay_links_suspended", "Links that were lost a moment ago, whose relay may come back."),
     Spec("iris_relay_links_unreached", "Known relays that are not linked: the last attempt to reach them failed."),
@@ -214,6 +219,15 @@ def _programs(page: Page, report: Mapping[str, Any], labels: Labels) -> None:
     page.set("iris_relay_sessions_turned_away_total", report["turned_away"])
     refused = report.get("sessions_refused", {})
     page.add_all("iris_relay_sessions_refused_total", refused, labels.reasons)
+    if web := report.get("web"):
+        page.set("iris_relay_web_connections", web["connections"])
+        page.set("iris_relay_web_half_open", web["half_open"])
+        page.add_all("iris_relay_web_refused_total", web["refused"], labels.reasons)
+        tickets = web["tickets"] or {}
+        page.add_all(
+            "iris_relay_web_tickets_denied_total", tickets.get("denied", {}), labels.reasons
+        )
+        page.add_all("iris_relay_web_tickets_ended_total", tickets.get("ended", {}), labels.reasons)
 
 
 def _links(page: Page, report: Mapping[str, Any], labels: Labels) -> None:

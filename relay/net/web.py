@@ -14,11 +14,14 @@ import logging
 import socket
 import ssl
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from iris.errors import ConfigError
 from relay.config import RelayConfig, parse_web_listen
+from relay.core.session import Session
+from relay.core.tickets import Admission
+from relay.issuer_settings import load_revoked
 from relay.logs import Quiet
 from relay.net.accepting import Acceptor
 from relay.net.addresses import listen_at, show
@@ -80,6 +83,34 @@ class WebListener:
         """Most connections whose session has not greeted."""
         return max(1, min(MAX_HALF_OPEN, self._hub.config.max_sessions // 4))
 
+    def check_tickets(self, networks: Callable[[], Collection[str]]) -> None:
+        """Check the tickets of sessions, which must be for one of `networks` (fingerprints in hex).
+
+        Raises ConfigError: the list of revoked tickets cannot be read.
+        """
+        from iris.crypto.tickets import read_ticket
+
+        config, router = self._hub.config, self._hub.router
+        if not config.tickets and not config.issuers:
+            return
+        admission = Admission(
+            read_ticket, issuers=config.issuers, revoked=load_revoked(config.revoked_tickets), networks=networks,
+            required=config.tickets, accounts=router.accounts, clock=lambda: router.now_us, stream_names=router.stream_names,
+        )  # fmt: skip
+        admission.on_denied = self._denied
+        router.admit_by(admission)
+
+    def _denied(self, session: Session, why: str) -> None:
+        admitted = session.ticket
+        holder = admitted.holder if admitted is not None else ("", "")
+        fields = {
+            "session": session.number,
+            "issuer": holder[0],
+            "subject": holder[1],
+            "reason": why,
+        }
+        self._quiet.warning(log, "web.denied", holder, time.monotonic(), fields)
+
     def listen(self, texts: Sequence[str]) -> None:
         """Bind at every ws:// or wss:// URL; call `accept` later. Raises ConfigError, and then leaves nothing bound."""
         with contextlib.ExitStack() as undo:
@@ -130,11 +161,19 @@ class WebListener:
         await asyncio.sleep(0)
 
     def reload(self, config: RelayConfig) -> None:
-        """Use the origins of `config` for new connections, and read the certificate again.
+        """Use the origins, issuers and revoked tickets of `config`, and read the certificate again.
 
-        A certificate that cannot be read is logged, and the old one stays.
+        A file that cannot be read is logged, and what it said before stays in force.
         """
         self._origins = config.origins
+        admission = self._hub.router.admission
+        if admission is not None:
+            revoked = admission.revoked
+            try:
+                revoked = load_revoked(config.revoked_tickets)
+            except ConfigError as err:
+                log.error("web.revoked_unreadable", extra={"fields": {"error": str(err)}})
+            admission.reload(config.issuers, revoked)
         if self._tls is None or config.wss_cert is None:
             return
         try:
@@ -145,11 +184,13 @@ class WebListener:
 
     def status(self) -> dict[str, object]:
         """Return listeners, connections and refusals, ready for JSON."""
+        admission = self._hub.router.admission
         return {
             "listening": list(self.addresses),
             "connections": len(self._connections),
             "half_open": len(self._half_open),
             "refused": dict(self.refusals),
+            "tickets": None if admission is None else admission.status(),
         }
 
     def _accepted(self, connection: socket.socket, address: Any) -> None:

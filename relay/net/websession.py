@@ -26,7 +26,10 @@ from iris.errors import PeerProtocolError
 from iris.wire import frames
 from iris.wire.codec import FRAME_OVERHEAD, LENGTH_BYTES, encode_control
 from iris.wire.kinds import CLOCK_PING, WEB_MINOR
+from relay.core.tickets import Admission, TicketRefused
 from relay.net.sessions import FIRST_LIMIT_BYTES, INTERNAL, WEB_USER, Peer, SessionHub, SessionPort
+
+log = logging.getLogger(__name__)
 
 _LIBRARY: Final = logging.getLogger("relay.net.websession.library")
 _LIBRARY.setLevel(logging.WARNING)  # it logs every connection
@@ -52,6 +55,8 @@ TRY_LATER: Final = 1013
 BROKE_A_RULE: Final = 4000
 SILENT: Final = 4001
 DOES_NOT_READ: Final = 4002
+TICKET_REFUSED: Final = 4003
+TICKET_ENDED: Final = 4004
 
 
 class WebConnection(asyncio.Protocol):
@@ -164,6 +169,7 @@ class WebConnection(asyncio.Protocol):
         assert self._transport is not None
         self.port = self._open_port = WebSession(self._hub, self)
         self.port.connection_made(MessageTransport(self, self._transport))
+        self.port.session.origin = self.origin
 
     def _frame(self, frame: Frame) -> None:
         if frame.opcode is BINARY or frame.opcode is CONT:
@@ -196,6 +202,7 @@ class WebConnection(asyncio.Protocol):
             self.message_since_s = 0.0
             port.message_ended()
         if self._greeted is not None and port.session.greeted:
+            port.admitted()
             greeted, self._greeted = self._greeted, None
             greeted(self)
 
@@ -248,6 +255,10 @@ class WebConnection(asyncio.Protocol):
             self._protocol.send_close(code, _cut(reason))
             self._write_out()
         self._leave()
+
+    def refuse(self, reason: str) -> None:
+        """Count a refusal."""
+        self._refused(self, reason)
 
     def abort(self) -> None:
         """Close the connection at once."""
@@ -371,6 +382,31 @@ class WebSession(SessionPort):
             self._protocol_error(PeerProtocolError("a message must hold whole frames"))
             self._driver.settle()
 
+    def admitted(self) -> None:
+        """Count the session for the user that its ticket names, because it has greeted."""
+        user, users = self.session.user, self._hub.users
+        if user == self.user or not self.user:
+            return
+        if not users.has_room(user):
+            self.session.user = self.user
+            self._protocol_error(TicketRefused("too many sessions", users.full(user, "sessions")))
+            self._driver.settle()
+            return
+        users.give(self.user)
+        users.take(user)
+        self.user = user
+
+    def _end_by_ticket(self, admission: Admission, why: str) -> None:
+        admission.ended[why] = admission.ended.get(why, 0) + 1
+        log.info(
+            "web.ticket_ended", extra={"fields": {"session": self.session.number, "reason": why}}
+        )
+        self._close_with(TICKET_ENDED, why)
+        self.control(encode_control(frames.Error(why)))
+        self.finish()
+        self._router.session_down(self.session)
+        self._driver.settle()
+
     def cut(self) -> None:
         """Write nothing more: the connection has ended, and `connection_lost` follows."""
         self._closed = True
@@ -390,6 +426,12 @@ class WebSession(SessionPort):
     def check_deadline(self, now_s: float) -> None:
         if self._closed:
             return
+        admission = self._router.admission
+        if admission is not None and self.session.ticket is not None and not self._finishing:
+            self._driver.turn()
+            if why := admission.ended_by(self.session, self._router.now_us):
+                self._end_by_ticket(admission, why)
+                return
         connection = self._connection
         if now_s - connection.pong_s > DEAD_S:
             self._close_with(SILENT, f"no pong was received for {DEAD_S:g} s")
@@ -412,7 +454,11 @@ class WebSession(SessionPort):
         super().check_deadline(now_s)
 
     def _protocol_error(self, err: PeerProtocolError) -> None:
-        self._close_with(BROKE_A_RULE, str(err))
+        code = BROKE_A_RULE
+        if isinstance(err, TicketRefused):
+            code = TICKET_REFUSED
+            self._connection.refuse(err.reason)
+        self._close_with(code, str(err))
         super()._protocol_error(err)
 
     def _close_with(self, code: int, reason: str) -> None:

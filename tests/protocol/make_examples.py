@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+import jwt
 import msgspec
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
@@ -30,6 +31,7 @@ from iris.crypto.certificates import relay_leaf
 from iris.crypto.channel import Channel, Offer, accept_offer
 from iris.crypto.keys import (
     ClusterKey,
+    IssuerKey,
     NetworkKey,
     StoreKey,
     public_id,
@@ -38,6 +40,7 @@ from iris.crypto.keys import (
 )
 from iris.crypto.noise import Handshake
 from iris.crypto.sframe import Sealer, derive_key_and_salt
+from iris.crypto.tickets import sign_ticket
 from iris.remote import certificate_hash
 from iris.streams.records import RecordOpener
 from iris.streams.stores import VerifiedStream
@@ -127,8 +130,16 @@ REFUSED: Final = fault_headers(
     MEMBER_ID, may_have_run=True, code=REFUSAL.code, packed=REFUSAL.packed
 )
 
+ISSUER: Final = IssuerKey(bytes(range(2, 34)))
+TICKET: Final = sign_ticket(
+    ISSUER, network=NetworkKey(SECRET).fingerprint, subject="alice", id="7f3a", issued_s=1_700_000_000, life_s=900,
+    allow={"request": ["delays"], "subscribe": ["users.alice", "news.>"]}, keys=[KEY.key_id], origin="https://app.example",
+)  # fmt: skip
+
 CONTROLS: Final[dict[str, Control]] = {
     "hello": frames.Hello(1, 1, "billing", 4711),
+    "hello-ticket": frames.Hello(1, 8, "board", 0, 1_500_001, TICKET),
+    "ticket": frames.Ticket(11, TICKET),
     "welcome": frames.Welcome(1, 1, RELAY_ID, SESSION_ID, CHALLENGE, 1 << 20, ""),
     "error": frames.Error("alias 7 was not declared for this kind of frame"),
     "bye": frames.Bye("client closed"),
@@ -425,6 +436,10 @@ def derived() -> dict[str, dict[str, Any]]:
     return {
         "tls-channel": {
             "certificate": CERTIFICATE.public_bytes(Encoding.DER).hex(), "channel": TLS_CHANNEL.hex(),
+        },
+        "ticket-claims": {
+            "issuer_secret": bytes(range(2, 34)).hex(), "public_key": ISSUER.public_key.hex(),
+            "header": jwt.get_unverified_header(TICKET), "claims": jwt.decode(TICKET, options={"verify_signature": False}),
         },
         "key": {
             "secret": SECRET.hex(), "sealing_root": KEY.sealing_root.hex(),

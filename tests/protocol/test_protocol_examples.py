@@ -35,9 +35,10 @@ from iris.core.faults import MAX_DETAILS_BYTES
 from iris.core.placement import ranked
 from iris.core.tunnel import prologue
 from iris.crypto import channel, noise, sframe
-from iris.crypto.keys import ClusterKey, verify_proof
+from iris.crypto.keys import ClusterKey, IssuerKey, public_id, verify_proof
 from iris.crypto.noise import Handshake
 from iris.crypto.sframe import Opener, Sealer
+from iris.crypto.tickets import MAX_TICKET_CHARACTERS, read_ticket
 from iris.errors import OpenError
 from iris.streams.partitions import Layout
 from iris.wire import codec, frames, names, streams
@@ -117,6 +118,20 @@ def test_the_code_reads_a_partition_and_places_it_and_keys_as_the_example_says()
     for partition, scores in enumerate(said["scores"]):
         best = stores[scores.index(max(scores))]
         assert ranked("clicks", partition, stores)[0] == best
+
+
+def test_the_ticket_of_the_example_is_accepted_and_says_its_claims() -> None:
+    said = JSON["ticket-claims"]
+    public_key = bytes.fromhex(said["public_key"])
+    ticket = read_ticket(
+        JSON["hello-ticket"]["ticket"], find_key={public_id(public_key): public_key}.get, networks=[said["claims"]["aud"]],
+        now_s=said["claims"]["iat"], max_life_s=lambda issuer: 900,
+    )  # fmt: skip
+    assert IssuerKey(bytes.fromhex(said["issuer_secret"])).public_key == public_key
+    assert (ticket.subject, ticket.id, ticket.origin) == ("alice", "7f3a", "https://app.example")
+    assert ticket.keys == {KEY.key_id}
+    assert ticket.allow.allows("subscribe", "news.today.*")
+    assert not ticket.allow.allows("subscribe", "users.*")
 
 
 def test_a_store_accepts_the_countersigned_order_after_the_first() -> None:
@@ -549,6 +564,7 @@ LIMITS: Final = {
     "frame, beyond its message": codec.FRAME_OVERHEAD,
     "frame before the session's first proof": sessions.FIRST_LIMIT_BYTES,
     "WebSocket message before HELLO is accepted": sessions.FIRST_LIMIT_BYTES + codec.LENGTH_BYTES,
+    "ticket": MAX_TICKET_CHARACTERS,
     "control frame's map": codec.MAX_CONTROL_BYTES,
     "control frame with a relay's list (MEMBERSHIP, ROSTER, DONE, REPORT)": codec.MAX_REPORT_BYTES,
     "headers of a message": bundle.MAX_HEADERS_BYTES,

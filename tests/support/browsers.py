@@ -35,20 +35,21 @@ IRIS = [Subprotocol("iris.1")]
 
 
 def browser(
-    url: str, keyring: Keyring, *, tls: ssl.SSLContext | None = None, origin: str | None = None, label: str = "browser"
+    url: str, keyring: Keyring, *, tls: ssl.SSLContext | None = None, origin: str | None = None, label: str = "browser",
+    ticket: str = "",
 ) -> Client:  # fmt: skip
     """Return a client over WebSocket."""
     config = ClientConfig(label=label, reconnect_min_s=0.005, reconnect_max_s=0.05)
-    connector = partial(_connect, url, tls, origin)
+    connector = partial(_connect, url, tls, origin, ticket)
     return Client(config, keyring, connector=connector)
 
 
 async def _connect(
-    url: str, tls: ssl.SSLContext | None, origin: str | None, factory: Callable[[], Any]
-) -> None:
+    url: str, tls: ssl.SSLContext | None, origin: str | None, ticket: str, factory: Callable[[], Any]
+) -> None:  # fmt: skip
     uri = parse_uri(url)
     pump = cast(Pump[Session], factory())
-    pump.session.over_web()
+    pump.session.over_web(ticket)
     loop = asyncio.get_running_loop()
     opened = loop.create_future()
     protocol = ClientProtocol(

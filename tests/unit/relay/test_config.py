@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 
-from iris.crypto.keys import dump_fingerprint
+from iris.crypto.keys import dump_fingerprint, dump_public_key
 from iris.errors import ConfigError
 from relay import config
 from relay.config import PeerSite, RelayConfig, dev, lan, parse_pattern, peer_sites, site_costs
+from relay.issuer_settings import parse_issuers
 from relay.settings import as_environment, load_config
 
 SOCKET = Path("/run/iris/relay.sock")
+ISSUERS = f'{{"login": {{"public_keys": ["{dump_public_key(bytes(32))}"], "allow": {{"read": ["a.>"]}}}}}}'
 
 
 def pin(number: int) -> str:
@@ -43,6 +45,8 @@ def as_toml(value: object) -> str:
         return f"[{', '.join(as_toml(part) for part in value)}]"
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, str) and '"' in value:
+        return f"'{value}'"
     return f'"{value}"' if isinstance(value, str | Path) else str(value)
 
 
@@ -112,6 +116,8 @@ def test_every_setting_can_be_given_as_toml_and_as_text(tmp_path: Path) -> None:
         "wss_key": Path("/etc/iris/web.key"),
         "origins": ("https://app.example", "null"),
         "tickets": False,
+        "issuers": ISSUERS,
+        "revoked_tickets": Path("/etc/iris/revoked.txt"),
         "site": "eu",
         "gateway": ("tls://127.0.0.1:7440", "tls://[::1]:0"),
         "site_key": Path("/etc/iris/eu.toml"),
@@ -130,7 +136,7 @@ def test_every_setting_can_be_given_as_toml_and_as_text(tmp_path: Path) -> None:
     }
     apart = {"config_file", "network_keys"}
     assert set(wanted) == {found.name for found in fields(RelayConfig)} - apart
-    expected = RelayConfig(**wanted)
+    expected = RelayConfig(**{**wanted, "issuers": parse_issuers(ISSUERS)})
 
     wanted["import"] = wanted.pop("import_")
     texts = {

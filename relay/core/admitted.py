@@ -1,0 +1,47 @@
+"""The ticket of one session over WebSocket, and what it allows."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from relay.core.issuers import Issuer
+
+if TYPE_CHECKING:
+    from iris.crypto.tickets import Ticket
+
+
+class Admitted:
+    """The ticket of one session."""
+
+    __slots__ = ("issuer", "names", "ticket", "until_us")
+
+    def __init__(self, ticket: Ticket, issuer: Issuer, until_us: int) -> None:
+        self.ticket = ticket
+        self.issuer = issuer
+        self.until_us = until_us
+        """When it expires, by the router's clock."""
+        self.names: dict[tuple[str, bytes], str] = {}
+        """(uuid in hex, key id) -> name of the stream."""
+
+    @property
+    def holder(self) -> tuple[str, str]:
+        """(issuer, subject)."""
+        return self.issuer.name, self.ticket.subject
+
+    def refusal(
+        self, verbs: Sequence[str], name: str, key_ids: Iterable[bytes], proven: Collection[bytes]
+    ) -> str:
+        """Return why none of `verbs` is allowed for a name under these keys, or an empty text."""
+        keys = self.ticket.keys
+        for key_id in key_ids:
+            if keys and key_id not in keys:
+                return f"the ticket does not name key {key_id.hex()[:8]}"
+        if not all(key_id in proven for key_id in keys):
+            missing = sorted(key_id.hex()[:8] for key_id in keys if key_id not in proven)
+            return f"the ticket requires a proof of key {missing[0]} before anything else"
+        for verb in verbs:
+            if self.issuer.allow.allows(verb, name) and self.ticket.allow.allows(verb, name):
+                return ""
+        what = " or ".join(verbs) or "this call"
+        return f"the ticket does not allow {what} for {name!r}"

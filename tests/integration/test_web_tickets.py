@@ -1,0 +1,361 @@
+"""Tickets of sessions over WebSocket: who is let in, what each may do, and until when."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jwt
+import pytest
+from integration.stores import stored, whole
+from support.browsers import Page, browser
+from support.waiting import eventually, until
+
+import iris
+from iris import Keyring
+from iris.crypto.keys import ClusterKey, IssuerKey, NetworkKey, public_id
+from iris.crypto.scopes import Scope
+from iris.errors import ConfigError, LocalProtocolError, RelayError
+from iris.tickets import Issuer
+from iris.wire import frames
+from relay import issuer_settings
+from relay.config import dev
+from relay.core import issuers
+from relay.daemon import Relay
+from relay.net.web import WebListener
+
+KEY, OTHER = ClusterKey(bytes(range(32))), ClusterKey(bytes(range(1, 33)))
+KEYS = Keyring({"default": (KEY,), "other": (OTHER,)})
+NETWORK = NetworkKey(bytes(range(32)))
+SIGNER = IssuerKey(bytes(range(2, 34)))
+STRANGER = IssuerKey(bytes(range(3, 35)))
+LOGIN = Issuer(SIGNER, NETWORK.fingerprint)
+HOME = "https://app.example"
+WIDE = {
+    "request": ["delays", "other"], "publish": ["chat.>"], "subscribe": ["users.*", "chat.>"],
+    "serve": ["browsers.*"], "push": ["delays"], "broadcast": ["delays"], "read": ["departures"],
+    "members": ["delays"],
+}  # fmt: skip
+
+
+def login(**changes: Any) -> issuers.Issuer:
+    fields: dict[str, Any] = {"sessions_per_subject": 3, **changes}
+    return issuers.Issuer("login", (SIGNER.public_key,), Scope(WIDE), **fields)
+
+
+@pytest.fixture
+async def relay(tmp_path: Path) -> AsyncIterator[Relay]:
+    """A relay that admits browsers with tickets of one issuer."""
+    directory = tmp_path / "run"
+    directory.mkdir(0o700)
+    config = replace(
+        dev(directory / "relay.sock"), listen=("ws://127.0.0.1:0",), origins=(HOME, "https://evil.example"), tickets=True,
+        issuers=(login(),), network_keys=(NETWORK,),
+    )  # fmt: skip
+    made = Relay(config)
+    await made.start()
+    yield made
+    await made.stop(drain_s=0)
+
+
+def url(relay: Relay) -> str:
+    assert relay.web is not None
+    return relay.web.addresses[0]
+
+
+def near(relay: Relay) -> iris.Client:
+    return iris.connect(relay.config.socket_path, keyring=KEYS)
+
+
+def tickets(relay: Relay) -> dict[str, Any]:
+    assert relay.router.admission is not None
+    return relay.router.admission.status()
+
+
+def alice(**changes: Any) -> str:
+    fields: dict[str, Any] = {"allow": WIDE, "life_s": 600, **changes}
+    return LOGIN.issue("alice", **fields)
+
+
+def forged(**changes: Any) -> str:
+    """Return a ticket with other claims, which no issuer makes; `key`, `headers` and `algorithm` sign it."""
+    now_s = int(time.time())
+    key = changes.pop("key", SIGNER)
+    headers = changes.pop("headers", {"kid": public_id(key.public_key).hex()})
+    claims: dict[str, Any] = {
+        "aud": NETWORK.fingerprint.hex(), "sub": "alice", "jti": "1", "iat": now_s, "exp": now_s + 600, "allow": WIDE, **changes
+    }  # fmt: skip
+    claims = {name: value for name, value in claims.items() if value is not None}
+    return jwt.encode(claims, key.signer, algorithm="EdDSA", headers=headers)
+
+
+def tampered() -> str:
+    head, body, signature = alice().split(".")
+    return ".".join((head, body, signature[:-8] + "AAAAAAA" + signature[-1]))
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "no ticket"),
+        ("not a ticket", "ticket malformed"),
+        ("a.b.c", "ticket malformed"),
+        (tampered(), "ticket forged"),
+        (forged(key=STRANGER), "ticket of an unknown issuer"),
+        (forged(key=STRANGER, headers={"kid": public_id(SIGNER.public_key).hex()}), "ticket forged"),
+        (forged(aud="00" * 16), "ticket of another network"),
+        (forged(aud=[NETWORK.fingerprint.hex()]), "ticket malformed"),
+        (forged(iat=1, exp=int(time.time()) - 1), "ticket expired"),
+        (forged(iat=int(time.time()) + 3000, exp=int(time.time()) + 3600), "ticket not valid yet"),
+        (forged(exp=int(time.time()) + 4000), "ticket valid for too long"),
+        (forged(exp=None), "ticket malformed"),
+        (forged(exp="soon"), "ticket malformed"),
+        (forged(jti=None), "ticket malformed"),
+        (forged(sub=7), "ticket malformed"),
+        (forged(allow={"fly": ["x"]}), "ticket malformed"),
+        (forged(allow=[]), "ticket malformed"),
+        (forged(keys=["zz"]), "ticket malformed"),
+        (forged(headers={"kid": public_id(SIGNER.public_key).hex(), "jku": "https://evil.example"}), "ticket malformed"),
+        (forged(origin="https://other.example"), "ticket of another origin"),
+        (jwt.encode({"aud": "x"}, "secret of thirty-two bytes or more", algorithm="HS256"), "ticket malformed"),
+        (jwt.encode({"aud": "x"}, None, algorithm="none"), "ticket malformed"),
+    ],
+)  # fmt: skip
+async def test_a_ticket_that_is_not_valid_admits_nobody(
+    relay: Relay, text: str, reason: str
+) -> None:
+    async with Page(url(relay), origin=HOME) as page:
+        fields = {"ticket": text} if text else {}
+        await page.say(frames.Hello(1, 8, mono_us=1, **fields))
+        assert (await page.receive(frames.Error)).detail.startswith(reason)
+        code, why = await page.closed()
+        assert code == 4003
+        assert why.startswith(reason)
+    assert relay.web is not None
+    assert relay.web.refusals == {reason: 1}
+
+
+async def test_a_ticket_for_one_origin_is_not_accepted_from_another(relay: Relay) -> None:
+    text = alice(origin=HOME)
+    async with Page(url(relay), origin=HOME) as page:
+        await page.greet(ticket=text)
+    for origin in ("https://evil.example", None):
+        async with Page(url(relay), origin=origin) as page:
+            await page.say(frames.Hello(1, 8, mono_us=1, ticket=text))
+            assert (await page.closed())[0] == 4003
+
+
+def service(name: str) -> iris.Service:
+    made = iris.Service(name)
+    made.on_request(lambda payload: payload)
+    return made
+
+
+async def test_a_session_does_what_ticket_and_issuer_both_allow_and_nothing_else(
+    relay: Relay,
+) -> None:
+    allow = {**WIDE, "request": ["delays", "secret"], "subscribe": ["users.alice"]}
+    got: list[bytes] = []
+    async with (
+        near(relay) as here, browser(url(relay), KEYS, ticket=alice(allow=allow)) as there,
+        here.serve(service("delays")), here.serve(service("secret")), here.serve(service("other")),
+    ):  # fmt: skip
+        assert await there.request("delays", b"DL1", timeout=20) == b"DL1"
+        for name in ("secret", "other"):  # of the issuer alone, and of the ticket alone
+            with pytest.raises(RelayError, match=f"the ticket does not allow request for '{name}'"):
+                await there.request(name, b"?", timeout=20)
+        async with there.serve(service("browsers.1")):
+            assert await here.request("browsers.1", b"up", timeout=20) == b"up"
+        with pytest.raises(LocalProtocolError, match="does not allow serve for 'delays'"):
+            async with there.serve(service("delays")):
+                pass
+        async with there.subscribe("users.alice", lambda message: got.append(message.payload)):
+            await here.publish("users.alice", b"hello")
+            await until(lambda: got == [b"hello"])
+        for wide in ("users.*", "users.bob", ">"):
+            with pytest.raises(LocalProtocolError, match="does not allow subscribe"):
+                async with there.subscribe(wide, lambda message: None):
+                    pass
+        lost: list[iris.Lost] = []
+        async with here.subscribe("news", lambda message: lost.append(message)):  # type: ignore[arg-type]  # nothing comes
+            await there.publish("news", b"forged")
+            await there.publish("chat.a", b"allowed")
+            await eventually(lambda: tickets(relay)["denied"].get("publish") == 1)
+        assert not lost
+        assert len(await there.members("delays")) == 1
+        with pytest.raises(Exception, match="does not allow members"):
+            await there.members("secret")
+    assert relay.router.accounts.report(0)["dropped"]["not allowed by ticket"] == 1
+
+
+async def test_a_ticket_that_names_keys_is_worth_nothing_without_them(relay: Relay) -> None:
+    text = alice(keys=[KEY])
+    async with near(relay) as here, here.serve(service("delays")), here.serve(service("other")):
+        async with browser(url(relay), KEYS, ticket=text) as there:
+            assert await there.request("delays", b"DL1", timeout=20) == b"DL1"
+            with pytest.raises(RelayError, match="the ticket does not name key"):
+                await there.request("other", b"?", timeout=20)
+        stolen = Keyring({"other": (OTHER,)})
+        async with browser(url(relay), stolen, ticket=text) as there:
+            with pytest.raises(RelayError, match="the ticket does not name key"):
+                await there.request("other", b"?", timeout=20)
+        two = alice(keys=[KEY, OTHER])
+        async with browser(url(relay), stolen, ticket=two) as there:
+            with pytest.raises(RelayError, match="requires a proof of key"):
+                await there.request("other", b"?", timeout=20)
+
+
+async def test_a_session_ends_when_its_ticket_expires_unless_it_was_renewed(relay: Relay) -> None:
+    past = time.time() - 598.5
+    async with Page(url(relay)) as page, Page(url(relay)) as renewed:
+        await page.greet(ticket=alice(now_s=past))
+        await renewed.greet(ticket=alice(now_s=past))
+        for text, error in (
+            (alice(now_s=past - 10), "ticket expired"),
+            (LOGIN.issue("bob", allow=WIDE, life_s=60), "another issuer or subject"),
+            (alice(), ""),
+        ):
+            await renewed.say(frames.Ticket(5, text))
+            ack = await renewed.receive(frames.Ack)
+            assert error in ack.error
+            assert bool(error) == bool(ack.error)
+        assert await page.closed() == (4004, "the ticket expired")
+        await renewed.say(frames.Ping(9))
+        assert (await renewed.receive(frames.Pong)).id == 9
+    assert tickets(relay)["ended"] == {"the ticket expired": 1}
+
+
+async def test_a_renewed_ticket_narrows_what_is_sent_and_cannot_take_what_the_session_has(
+    relay: Relay,
+) -> None:
+    async with (
+        near(relay) as here, browser(url(relay), KEYS, ticket=alice()) as there, here.serve(service("delays")),
+        there.subscribe("users.alice", lambda message: None),
+    ):  # fmt: skip
+        assert await there.request("delays", b"1", timeout=20) == b"1"
+        (port,) = [port for port in relay.hub.ports if port.session.web]
+        admission = relay.router.admission
+        assert admission is not None
+        wall_us = time.time_ns() // 1000
+        error = admission.renew(port.session, alice(allow={"request": ["delays"]}), wall_us)
+        assert "does not allow subscribe for 'users.alice'" in error
+        assert not admission.renew(port.session, alice(allow={"subscribe": ["users.*"]}), wall_us)
+        with pytest.raises(RelayError, match="does not allow request"):
+            await there.request("delays", b"2", timeout=20)
+
+
+async def test_revoked_tickets_and_removed_issuers_end_their_sessions_on_reload(
+    relay: Relay, tmp_path: Path
+) -> None:
+    revoked = tmp_path / "revoked.txt"
+    revoked.write_text("# of last week\nlost-phone\nsubject bob\n")
+    async with (
+        Page(url(relay)) as lost, Page(url(relay)) as bob, Page(url(relay)) as stays,
+    ):  # fmt: skip
+        await lost.greet(ticket=alice(id="lost-phone"))
+        await bob.greet(ticket=LOGIN.issue("bob", allow=WIDE, life_s=60))
+        await stays.greet(ticket=alice())
+        relay.reload(replace(relay.config, revoked_tickets=revoked))
+        assert await lost.closed() == await bob.closed() == (4004, "the ticket was revoked")
+        async with Page(url(relay)) as again:
+            await again.say(frames.Hello(1, 8, mono_us=1, ticket=alice(id="lost-phone")))
+            assert (await again.closed())[1] == "ticket revoked"
+        revoked.unlink()
+        relay.reload(relay.config)  # is logged, and the old list stays
+        relay.reload(replace(relay.config, issuers=(replace_key(login()),)))
+        assert await stays.closed() == (4004, "the ticket's issuer was removed")
+
+
+def replace_key(issuer: issuers.Issuer) -> issuers.Issuer:
+    return replace(issuer, public_keys=(STRANGER.public_key,))
+
+
+async def test_a_subject_has_only_so_many_sessions_and_an_issuer_is_a_user(relay: Relay) -> None:
+    async with Page(url(relay)) as one, Page(url(relay)) as two, Page(url(relay)) as three:
+        for page in (one, two, three):
+            await page.greet(ticket=alice())
+        assert relay.hub.users.held["ticket issuer login"] == 3
+        async with Page(url(relay)) as four:
+            await four.say(frames.Hello(1, 8, mono_us=1, ticket=alice()))
+            assert (await four.closed())[1].startswith("too many sessions of a subject")
+    await until(lambda: not relay.hub.ports)
+    assert tickets(relay)["subjects"] == 0
+    assert not relay.hub.users.held
+
+
+async def test_a_ticket_in_the_address_is_not_read(relay: Relay) -> None:
+    async with Page(f"{url(relay)}/?ticket={alice()}") as page:
+        await page.say(frames.Hello(1, 8, mono_us=1))
+        assert (await page.closed())[0] == 4003
+
+
+async def test_a_stream_is_read_by_its_name_whatever_the_call_goes_to(tmp_path: Path) -> None:
+    async with stored(tmp_path) as (cluster, client, _):
+        hub = cluster.relay.hub
+        hub.config = replace(
+            hub.config, listen=("ws://127.0.0.1:0",), tickets=True, issuers=(login(),), network_keys=(NETWORK,)
+        )  # fmt: skip
+        listener = WebListener(hub, hub.config)
+        listener.check_tickets(lambda: {NETWORK.fingerprint.hex()})
+        listener.listen(hub.config.web_listen)
+        listener.accept()
+        try:
+            for name in ("departures", "secret"):
+                await client.streams.create(name)
+                await client.streams.append(name, b"1")
+            text = alice()
+            async with browser(listener.addresses[0], cluster.keyring, ticket=text) as there:
+                assert [m.payload for m in await whole(there, "departures")] == [b"1"]
+                with pytest.raises(iris.StreamUnavailable):
+                    await there.streams.append("departures", b"2", timeout=0.2)
+                assert cluster.relay.router.admission.denied["append"] > 0
+                with pytest.raises(iris.NoStream):
+                    await whole(there, "secret")
+                with pytest.raises(iris.IrisError, match="does not allow this call"):
+                    await there.streams.delete("departures")
+        finally:
+            await listener.close()
+
+
+def test_the_settings_of_an_issuer_are_checked(tmp_path: Path) -> None:
+    key = LOGIN.public_key
+    good = {"public_keys": [key], "allow": {"read": ["departures"]}, "max_life_s": 60}
+    (made,) = issuer_settings.parse_issuers({"login": good}) or ()
+    assert made.max_life_s == 60
+    assert issuer_settings.parse_issuers(json.dumps({"login": good})) == (made,)
+    assert issuer_settings.parse_issuers("nonsense") is None
+    for changes, text in (
+        ({"public_keys": []}, "list of 1 to 8 keys"),
+        ({"public_keys": ["short"]}, "43 characters"),
+        ({"allow": {}}, "say what is allowed"),
+        ({"allow": {"reed": ["x"]}}, "did you mean 'read'"),
+        ({"allow": {"read": "x"}}, "write a list of names"),
+        ({"max_life_s": 0}, "from 1 to"),
+        ({"lifetime": 5}, "not a setting of an issuer"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            issuer_settings.parse_issuers({"login": {**good, **changes}})
+    with pytest.raises(ConfigError, match="have the same key"):
+        issuer_settings.parse_issuers({"a": good, "b": good})
+    with pytest.raises(ConfigError, match="cannot read"):
+        issuer_settings.load_revoked(tmp_path / "missing")
+
+
+def test_an_issuer_is_made_once_and_loaded_again(tmp_path: Path) -> None:
+    path = tmp_path / "issuer.toml"
+    made = Issuer.create(path, NETWORK.fingerprint)
+    assert Issuer.load(path).public_key == made.public_key
+    assert path.stat().st_mode & 0o777 == 0o600
+    with pytest.raises(iris.KeyringError, match="already exists"):
+        Issuer.create(path, NETWORK.fingerprint)
+    with pytest.raises(ConfigError, match="there is no such verb"):
+        made.issue("alice", allow={"fly": ["x"]}, life_s=60)
+    with pytest.raises(ConfigError, match="exp must be after iat"):
+        made.issue("alice", allow=WIDE, life_s=0)
+    path.write_text("[issuer]\n")
+    with pytest.raises(iris.KeyringError, match="not the file of an issuer"):
+        Issuer.load(path)
