@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from iris import keyfiles
 from iris.causes import print_causes
+from iris.crypto.keyring import Keyring
 from iris.errors import ConfigError, IrisError
 from iris.wire.names import plural, printable
 from relay.settings import load_config
@@ -201,6 +203,10 @@ def restore(
     stops serving its streams, so stop all of them first. Afterwards, start the
     relay or store with DATA and the same bucket.
 
+    Streams on the disks of those stores are made again of their copies, if the
+    keyring here has one of their keys: each gets another uuid, and a gap where
+    its copy ends. Exits 1 if copies are left.
+
     \b
     Examples:
       iris store restore /var/lib/iris --bucket s3://company-iris/streams
@@ -210,12 +216,25 @@ def restore(
     try:
         process = _load("process")
         settings = process.BucketSettings(bucket, bucket_key and bucket_key.absolute())
-        found = asyncio.run(process.restore(data.absolute(), settings))
+        try:
+            keyring = keyfiles.load_keys(os.environ)
+        except keyfiles.NoKeyring:
+            keyring = Keyring({})  # copies are left, and said to be
+        found = asyncio.run(process.restore(data.absolute(), settings, keyring))
     except (IrisError, OSError) as err:
         sys.stderr.write(f"iris store restore: {err}\n")
         print_causes(err)
         raise typer.Exit(2) from err
-    typer.echo(f"{data}: {plural(found, 'stream')} from {bucket}")
+    copies = f", and {plural(len(found.copies), 'stream')} from copies" if found.copies else ""
+    typer.echo(f"{data}: {plural(found.streams, 'stream')} from {bucket}{copies}")
+    for one in found.left:
+        line = f"not restored: the copy of stream {one.name or '?'} (log {one.uuid}) of {one.host}: {one.why}"
+        sys.stderr.write(printable(line) + "\n")
+    if found.left:
+        sys.stderr.write(
+            "start the store, and make them again with a key of theirs: iris stream move NAME --to HOST --force\n"
+        )
+        raise typer.Exit(1)
 
 
 @app.command()

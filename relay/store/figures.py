@@ -124,7 +124,7 @@ def _of(store: Store, stream: Stream) -> tuple[StreamRow, list[ConsumerRow]]:
     name = (stream.name or stream.uuid.hex())[:MAX_NAME]
     row = StreamRow(name, lost=stream.recorder.lost)
     log = stream.log
-    row.failed = int(bool(stream.failed or log is None or log.failed))
+    row.failed = int(bool(stream.displaced or stream.failed or log is None or log.failed))
     if log is not None:
         row.messages, row.bytes, row.oldest, row.next = (
             log.messages,

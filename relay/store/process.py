@@ -24,15 +24,17 @@ from msgspec import Struct
 from iris import keyfiles
 from iris.config import ClientConfig
 from iris.core.backoff import Backoff
+from iris.crypto.keyring import Keyring
 from iris.crypto.keys import GroupKey
 from iris.errors import ConfigError, IrisError, RelayUnavailable
 from iris.transport import Pump
 from iris.wire.codec import MAX_MESSAGE_LIMIT, ReceiveBuffer
 from iris.wire.frames import Bye, Ping
+from iris.wire.names import plural
 from iris.wire.orders import Definition
 from iris.wire.streams import dead_uuid
 from relay.store.bucket.copying import Copying
-from relay.store.bucket.forcing import Forcing
+from relay.store.bucket.forcing import Forcing, Left
 from relay.store.bucket.keeper import CHECKPOINT_BYTES, STATE_FILE, Keeper
 from relay.store.bucket.lookout import FAILOVER_S
 from relay.store.bucket.objects import Objects, open_bucket
@@ -464,8 +466,19 @@ class StoreProcess:
                 log.warning("store.no_word_left", extra={"fields": {"error": str(err)}})
 
 
-async def restore(directory: Path, bucket: BucketSettings) -> int:
-    """Bring all streams of a bucket to an empty data directory; return how many.
+class Restored(Struct, frozen=True):
+    """What a restore has brought to a directory."""
+
+    streams: int
+    """Logs that were in the bucket."""
+    copies: list[str]
+    """Names of streams on disks that were made again of their copies."""
+    left: list[Left]
+
+
+async def restore(directory: Path, bucket: BucketSettings, keyring: Keyring) -> Restored:
+    """Bring all streams of a bucket to an empty data directory, and make those of copies again of which `keyring` has a
+    key.
 
     Raises:
         ConfigError: the directory has a store already, or the bucket cannot be used.
@@ -490,9 +503,19 @@ async def restore(directory: Path, bucket: BucketSettings) -> int:
     process = StoreProcess(directory, connect, bucket=bucket)
     process.open()
     try:
-        keeper = process._keep(process.store)
+        store = process.store
+        keeper = process._keep(store)
+        forcing = process._force(store, keeper)
         assert keeper is not None
-        return await keeper.restore()
+        assert forcing is not None
+        count = await keeper.restore()
+        try:
+            return Restored(count, *await forcing.restore(keyring))
+        except IrisError as err:
+            raise ConfigError(
+                f"{plural(count, 'stream')} were restored, and then the copies of streams on disks could not be read: {err}; "
+                "start this store, and make them again with `iris stream move --force`"
+            ) from err
     finally:
         await process.close()
 

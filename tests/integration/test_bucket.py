@@ -9,9 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.buckets import Group, append_all, numbered, whole
+from support.buckets import Group, append_all, followed, numbered, whole
+from support.stores import KEY
 
 import iris
+from iris import keyfiles
+from iris.crypto.keyring import Keyring
 from iris.crypto.keys import GroupKey
 
 pytestmark = pytest.mark.timeout(120)
@@ -177,6 +180,9 @@ async def test_a_bucket_is_restored_to_an_empty_machine(tmp_path: Path) -> None:
                 await group.create(client, name, max_messages=1000)
                 await client.streams.append(name, name.encode(), key="k")
             await client.streams.delete("payments")
+            await client.streams.create("local", topic="local.>", durability="disk")
+            await client.streams.append("local", b"on a disk")
+            info = await followed(client, "local")
             assert await group.stop(1) == 0
             group.lose_disk(1)
             data = group.data(2)
@@ -184,14 +190,33 @@ async def test_a_bucket_is_restored_to_an_empty_machine(tmp_path: Path) -> None:
             key = tmp_path / "saved.key"
             key.touch(0o600)
             key.write_text(group.key.reveal())
-            command = [
-                sys.executable, "-m", "relay.store", "restore", str(data), "--bucket", group.url, "--bucket-key", str(key),
-            ]  # fmt: skip
-            done = await asyncio.to_thread(
-                subprocess.run, command, capture_output=True, text=True, env=group.rig.environ
+            keys = tmp_path / "keys"
+            keys.mkdir(0o700)
+            environ = {**group.rig.environ, "IRIS_CONFIG": str(keys)}
+
+            async def restore(data: Path) -> subprocess.CompletedProcess[str]:
+                command = [
+                    sys.executable, "-m", "relay.store", "restore", str(data), "--bucket", group.url, "--bucket-key", str(key),
+                ]  # fmt: skip
+                return await asyncio.to_thread(
+                    subprocess.run, command, capture_output=True, text=True, env=environ
+                )
+
+            elsewhere = tmp_path / "elsewhere"
+            done = await restore(elsewhere)
+            assert (done.returncode, done.stdout) == (
+                1,
+                f"{elsewhere}: 1 stream from {group.url}\n",
             )
-            assert (done.returncode, done.stdout) == (0, f"{data}: 1 stream from {group.url}\n")
-            again = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True)
+            assert f"stream local (log {info.uuid})" in done.stderr
+            assert "this keyring has none of its keys" in done.stderr
+            keyfiles.save_keyring(keys / keyfiles.KEYRING_FILE, Keyring.single(KEY))
+            done = await restore(data)
+            assert (done.returncode, done.stdout) == (
+                0,
+                f"{data}: 1 stream from {group.url}, and 1 stream from copies\n",
+            )
+            again = await restore(data)
             assert again.returncode == 2
             assert "name an empty directory, or start that store" in again.stderr
             group.start(2)
@@ -199,6 +224,9 @@ async def test_a_bucket_is_restored_to_an_empty_machine(tmp_path: Path) -> None:
             assert await whole(client, "orders") == [b"orders"]
             assert (await client.streams.describe("orders")).max_messages == 1000
             assert await client.streams.append("orders", b"next") == 1
+            local = await client.streams.describe("local")
+            assert (local.topic, local.next, local.uuid == info.uuid) == ("local.>", 3, False)
+            assert await whole(client, "local") == [b"on a disk"]
 
 
 async def test_a_restore_that_cannot_work_says_why_in_one_line(tmp_path: Path) -> None:

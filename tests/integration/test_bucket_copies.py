@@ -7,28 +7,15 @@ import time
 from pathlib import Path
 
 import pytest
-from support.buckets import Group, append_all, numbered, whole
+from support.buckets import Group, append_all, followed, numbered, whole
 from support.stores import PATIENCE_S
 
-import iris
-from iris.streams.listing import StreamInfo
 from relay.store.bucket.copy_reading import read_copies
 from relay.store.bucket.objects import Directory
 from relay.store.log import Log
 from relay.store.records import Record
 
 pytestmark = pytest.mark.timeout(120)
-
-
-async def followed(client: iris.Client, name: str) -> StreamInfo:
-    """Return when the copy of a stream has everything."""
-    until_s = time.monotonic() + PATIENCE_S
-    while True:
-        info = await client.streams.describe(name, timeout=PATIENCE_S)
-        if info.copy_lag_bytes == 0 and not info.copy_behind:
-            return info
-        assert time.monotonic() < until_s, info
-        await asyncio.sleep(0.05)
 
 
 async def copies(group: Group) -> dict[str, list[Record]]:

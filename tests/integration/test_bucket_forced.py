@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import time
 from pathlib import Path
 
 import pytest
-from support.buckets import Group, numbered
+from support.buckets import Group, followed, numbered
 from support.stores import PATIENCE_S
 
-import iris
 from iris.crypto.keys import StoreKey, public_id
 from iris.errors import ConfigError, NoStream, StreamError
 from relay.store.bucket.forcing import CAUSE
@@ -33,14 +31,6 @@ async def both(group: Group) -> None:
     for number in (1, 2):
         await group.logged(number, "store.copies_opened")
         await group.logged(number, "store.peer_seen")
-
-
-async def followed(client: iris.Client, name: str) -> None:
-    """Return when the copy of a stream has everything."""
-    until_s = time.monotonic() + PATIENCE_S
-    while (info := await client.streams.describe(name, timeout=PATIENCE_S)).copy_lag_bytes or info.copy_behind:  # fmt: skip
-        assert time.monotonic() < until_s, info
-        await asyncio.sleep(0.02)
 
 
 async def test_a_lost_stream_goes_on_at_another_store_and_its_old_store_serves_it_no_more(

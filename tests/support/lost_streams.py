@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
-from iris.crypto.keyring import Keyring
 from iris.crypto.keys import ClusterKey, GroupKey, StoreKey
-from iris.streams.signed_orders import orders_to_create, orders_to_force
-from iris.wire.orders import Definition, SignedOrder, decode_order
-from iris.wire.streams import LostStream
+from iris.streams.signed_orders import orders_to_create
+from iris.wire.orders import MOVE, Definition, Order, SignedOrder, decode_order
+from iris.wire.streams import LostStream, encode
 from relay.store.authority import DefinitionFile
 from relay.store.bucket.copies import Copies
 from relay.store.bucket.copying import Copying
@@ -28,7 +27,6 @@ T = TypeVar("T")
 GROUP = GroupKey(b"g" * 32)
 KEY = ClusterKey(b"k" * 32)
 OTHER_KEY = ClusterKey(b"o" * 32)
-KEYRING = Keyring({"default": [KEY]})
 LOST_STORE = StoreKey(b"l" * 32)
 ORDERS = Definition("orders", topic="orders.>", max_messages=1000)
 
@@ -115,21 +113,26 @@ class Maker:
         return raised(await done)
 
     def wish(
-        self, lost: LostStream, made: bytes, *, keys: Mapping[str, list[ClusterKey]] | None = None, target: bytes = b"",
+        self, lost: LostStream, made: bytes, *, key: ClusterKey = KEY, target: bytes = b"",
         change: Callable[[Definition], Definition] = lambda definition: definition,
     ) -> Wish:  # fmt: skip
-        """Return an order of a holder of the stream's key."""
-        keyring = KEYRING if keys is None else Keyring(keys)
+        """Return an order that `key` has signed."""
         order = decode_order(lost.orders[0].order)
         target = target or self.key.public_key
-        making: list[SignedOrder] = orders_to_create(
-            change(order.definition.made_again(lost.uuid)),
-            keyring.for_cluster("orders"),
-            made,
-            target,
+        definition = change(order.definition.made_again(lost.uuid))
+        said = encode(
+            Order(
+                MOVE,
+                lost.uuid,
+                key.key_id,
+                target,
+                now_us(),
+                order.definition,
+                revision=order.revision + 1,
+            )
         )
-        moving = orders_to_force(lost, order, keyring, target)
-        return Wish(lost.uuid, made, moving, making)
+        moving = SignedOrder(said, key.public_key, key.sign_order(said))
+        return Wish(lost.uuid, made, [moving], orders_to_create(definition, [key], made, target))
 
     async def force(self, wish: Wish) -> bytes:
         """Carry an order out; return the uuid of the new log. Raises Refuse."""

@@ -21,10 +21,11 @@ from typing import Final, Protocol, TypeVar
 import msgspec
 from msgspec import Struct
 
+from iris.crypto.keyring import Keyring
 from iris.crypto.keys import GroupKey, public_id
 from iris.errors import IrisError
 from iris.keyfiles import sync_directory
-from iris.wire.orders import Definition, SignedOrder
+from iris.wire.orders import KEEP, Definition, Order, SignedOrder
 from iris.wire.streams import LostStream, dead_uuid
 from relay.store.authority import Authority, Charter, DefinitionFile, one_definition
 from relay.store.bucket.copy_reading import Outline, outline_copies, read_copies
@@ -89,6 +90,17 @@ class Wish(Struct, frozen=True):
     """Which create the new one."""
 
 
+class Left(Struct, frozen=True):
+    """A copy that was not restored."""
+
+    name: str
+    """Name of the stream; empty if its orders are not valid."""
+    uuid: str
+    host: str
+    """Host of the store that wrote it."""
+    why: str
+
+
 class _Lost(Struct, frozen=True):
     """A log that may be lost, and the copy that it is made of."""
 
@@ -127,7 +139,10 @@ class Forcing:
         self._owner = owner
         self._wait_s = wait_s
         self._wall_us = wall_us
+        self._entropy = entropy
         self._one_at_a_time = asyncio.Lock()
+        self._read: dict[bytes, Path] | None = None
+        """Copies that were read already, while all of them are restored."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = False
         self._check_now = asyncio.Event()
@@ -242,6 +257,52 @@ class Forcing:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
+    # -- all of them -----------------------------------------------------------------------------------------
+
+    async def restore(self, keyring: Keyring) -> tuple[list[str], list[Left]]:
+        """Make all streams of copies of which `keyring` has a key, wherever their stores are. No other work runs.
+
+        Return the names of those that were made, and the others. Raises BucketError, ObjectDamaged, LogError, OSError.
+        """
+        await self._list.read()
+        outlines = await outline_copies(self._objects, self._sealer)
+        names: list[str] = []
+        left: list[Left] = []
+        try:
+            self._read = await self._read_copies(())
+            for uuid, outline in outlines.items():
+                name = ""
+                try:
+                    lost = self._head(uuid, outlines)
+                    if lost is None or lost.store == self._store:
+                        continue
+                    name = lost.charter.definition.name
+                    made = self._created(lost, keyring)
+                    await self._make(lost, made[1], made[0], self._list.of(lost.uuid))
+                    names.append(name)
+                except (Refuse, LogError, OSError) as err:
+                    left.append(Left(name, uuid.hex(), outline.label, str(err)))
+        finally:
+            self._read = None
+            await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
+        return sorted(names), left
+
+    def _created(self, lost: _Lost, keyring: Keyring) -> tuple[bytes, DefinitionFile]:
+        """Return the uuid and the definition file of a new stream in the place of a lost one. Raises Refuse."""
+        charter, uuid, now_us = lost.charter, self._entropy(16), self._wall_us()
+        definition = charter.definition.made_again(lost.uuid)
+        orders = {}
+        for key_id in charter.orders:
+            if (key := keyring.by_id(key_id)) is not None:
+                order = Order(
+                    KEEP, uuid, key_id, self._store, now_us, definition, definition.order_version
+                )
+                said = _encode(order)
+                orders[key_id] = SignedOrder(said, key.public_key, key.sign_order(said))
+        if not orders:
+            raise Refuse("order", "this keyring has none of its keys")
+        return uuid, DefinitionFile(list(orders.values()), b"", list(orders))
+
     # -- finding ---------------------------------------------------------------------------------------------
 
     def _found(
@@ -307,9 +368,12 @@ class Forcing:
         entry = self._list.of(wish.lost)
         if entry is None:
             await self._check_gone(lost)
-        return await self.make(lost, made, wish.made, entry)
+        try:
+            return await self._make(lost, made, wish.made, entry)
+        finally:
+            await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
 
-    async def make(
+    async def _make(
         self, lost: _Lost, made: DefinitionFile, uuid: bytes, entry: Forced | None
     ) -> bytes:
         """Make the log `uuid` with this definition file, or that of `entry`, which was decided before; return which.
@@ -324,18 +388,13 @@ class Forcing:
         key_ids = [public_id(signed.public_key) for signed in made.orders]
         self._owner.check_forced(definition, key_ids, uuid)
         self._check_disk(lost.source)
-        try:
-            parts = await self._copy(lost.source, made, uuid, mirror=bool(definition.mirror))
-            if entry is None:
-                wanted = Forced(
-                    lost.uuid, uuid, self._store, self._label, self._wall_us(), made.orders
-                )
-                uuid_decided, _ = self._ours(await self._list.decide(wanted))
-                if uuid_decided != uuid:
-                    raise Refuse("leaving", "another order for this stream was carried out; try again")  # fmt: skip
-            await asyncio.to_thread(self._install, parts)
-        finally:
-            await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
+        parts = await self._copy(lost.source, made, uuid, mirror=bool(definition.mirror))
+        if entry is None:
+            wanted = Forced(lost.uuid, uuid, self._store, self._label, self._wall_us(), made.orders)
+            decided, _ = self._ours(await self._list.decide(wanted))
+            if decided != uuid:
+                raise Refuse("leaving", "another order for this stream was carried out; try again")
+        await asyncio.to_thread(self._install, parts)
         fields = {
             "stream": definition.name, "lost": lost.uuid.hex(), "uuid": uuid.hex(), "host": lost.label,
             "store": public_id(lost.store).hex(), "next": lost.source.next,
@@ -399,8 +458,9 @@ class Forcing:
     ) -> dict[bytes, tuple[Path, bytes]]:
         """Make the new log, and one of its dead letters; return uuid -> files and definition file."""
         dead, its_dead = dead_uuid(source.uuid), dead_uuid(uuid)
-        found = await read_copies(self._objects, self._key, self._directory, {source.uuid, dead})
-        paths = {one.uuid: one.path for one in found}
+        paths = self._read
+        if paths is None:
+            paths = await self._read_copies({source.uuid, dead})
         if source.uuid not in paths:
             raise Refuse("leaving", "the copy was replaced while it was read; try again")
         parts: dict[bytes, tuple[Path, bytes]] = {}
@@ -412,6 +472,10 @@ class Forcing:
         await asyncio.to_thread(remake, paths[source.uuid], uuid, stored, cause, self._wall_us())
         parts[uuid] = paths[source.uuid], stored
         return parts
+
+    async def _read_copies(self, only: Collection[bytes]) -> dict[bytes, Path]:
+        found = await read_copies(self._objects, self._key, self._directory, only)
+        return {one.uuid: one.path for one in found}
 
     def _install(self, parts: dict[bytes, tuple[Path, bytes]]) -> None:
         """Move new logs to the other streams. What a killed store has left of an earlier try is replaced."""

@@ -9,9 +9,55 @@ TAIL = ("tests/unit/relay/store/bucket/test_tail.py",)
 LIVES = ("tests/unit/relay/store/bucket/test_lives.py",)
 KEEPER = "tests/unit/relay/store/bucket/test_keeper.py"
 TIERS = "tests/unit/relay/store/bucket/test_tiers.py"
+FORCING = ("tests/unit/relay/store/bucket/test_forcing.py",)
 SUCCESSION = ("tests/unit/relay/store/bucket/test_succession.py",)
 
 SABOTAGES = (
+    Sabotage(
+        "forced-twice",
+        "relay/store/bucket/forced.py",
+        "ForcedList.read",
+        "entry.lost not in self._by_lost",
+        "True",
+        FORCING,
+        "two stores serve the same lost stream",
+    ),
+    Sabotage(
+        "forced-by-a-stranger",
+        "relay/store/bucket/forcing.py",
+        "Forcing._checked",
+        "key_id not in charter.orders",
+        "False",
+        FORCING,
+        "a stream is served under a key that it never had",
+    ),
+    Sabotage(
+        "forced-while-its-store-runs",
+        "relay/store/bucket/lookout.py",
+        "Lookout.wait_s",
+        "store == self._store or address in self._visible",
+        "False",
+        ("tests/unit/relay/store/bucket/test_lookout.py",),
+        "a stream is made again although its store serves it",
+    ),
+    Sabotage(
+        "displaced-and-served",
+        "relay/store/calls.py",
+        "Calls._stream",
+        "stream.displaced and not _is_of_the_past(incoming.call)",
+        "False",
+        ("tests/protocol/test_displaced.py",),
+        "two stores take appends to one stream",
+    ),
+    Sabotage(
+        "forced-out-of-order",
+        "relay/store/producers.py",
+        "Producers.judge",
+        "stamp.sequence == stamp.unanswered",
+        "True",
+        FORCING,
+        "an append is skipped that is still under way",
+    ),
     Sabotage(
         "bucket-fence-taken-for-ours",
         "relay/store/bucket/puts.py",

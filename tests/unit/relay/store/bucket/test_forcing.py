@@ -21,7 +21,7 @@ from support.lost_streams import (
 
 from iris.crypto.keys import StoreKey
 from iris.wire.codec import END
-from iris.wire.orders import Definition, SignedOrder, decode_order
+from iris.wire.orders import Definition
 from iris.wire.streams import DEAD_KIND, DeadLetter, dead_uuid, decode_dead, encode
 from relay.store.authority import DefinitionFile
 from relay.store.bucket.forced import ForcedList
@@ -194,19 +194,20 @@ async def test_an_order_that_is_not_valid_is_refused_and_leaves_nothing(
     (await lost(objects, tmp_path)).close()
     maker = Maker(objects, tmp_path)
     (found,) = await maker.find()
-    both = structs.replace(found, orders=[*found.orders])
     unknown = structs.replace(found, uuid=OTHER)
-    wrong: list[tuple[str, Any]] = [
-        ("not a key of the stream", {"keys": {"default": [OTHER_KEY]}}),
-        ("to another store|for another store", {"target": StoreKey(b"x" * 32).public_key}),
-        ("must be defined as the lost one", {"change": lambda d: structs.replace(d, topic="x.>")}),
-        ("must be defined as the lost one", {"change": lambda d: structs.replace(d, origins=())}),
-    ]
-    for text, how in wrong:
-        wish = maker.wish(both, MADE, **how)
-        if "keys" in how:  # orders of somebody else, who knows the uuid
-            own = maker.wish(both, MADE)
-            wish = structs.replace(wish, orders=_resigned(own, OTHER_KEY))
+    own, others = maker.wish(found, MADE), maker.wish(found, MADE, key=OTHER_KEY)
+    elsewhere = StoreKey(b"x" * 32).public_key
+    wrong = [
+        ("not a key of the stream", structs.replace(own, orders=others.orders)),
+        ("not a key of the stream", structs.replace(own, making=others.making)),
+        ("moves the stream to another store", structs.replace(own, orders=maker.wish(found, MADE, target=elsewhere).orders)),
+        ("for another store", structs.replace(own, making=maker.wish(found, MADE, target=elsewhere).making)),
+        ("must be defined as the lost one", maker.wish(found, MADE, change=lambda d: structs.replace(d, topic="x.>"))),
+        ("must be defined as the lost one", maker.wish(found, MADE, change=lambda d: structs.replace(d, origins=()))),
+        ("for another key, log or action", structs.replace(own, orders=own.making)),
+        ("for another key, log or action", structs.replace(own, making=maker.wish(found, OTHER).making)),
+    ]  # fmt: skip
+    for text, wish in wrong:
         with pytest.raises(Refuse, match=text):
             await maker.force(wish)
     with pytest.raises(Refuse, match="no copy of log"):
@@ -224,12 +225,6 @@ async def test_an_order_that_is_not_valid_is_refused_and_leaves_nothing(
         await maker.force(maker.wish(found, MADE))
     assert not any(maker.streams.iterdir())
     assert not (tmp_path / "bucket" / "forced").exists()
-
-
-def _resigned(wish: Any, key: Any) -> list[Any]:
-    """Return orders of a wish, signed by another key."""
-    said = encode(structs.replace(decode_order(wish.orders[0].order), key_id=key.key_id))
-    return [SignedOrder(said, key.public_key, key.sign_order(said))]
 
 
 async def test_an_entry_that_would_close_a_circle_or_comes_second_does_not_count(
