@@ -46,14 +46,12 @@ async def force_stream(stores: Stores, name: str, to: str, uuid: str, timeout: f
     if order.definition.partitions or order.definition.parent:
         raise StreamError(name, "it is a partition, and cannot be made again of its copy, because its stream names it by its uuid; give such streams the durability 'bucket'")  # fmt: skip
     log = lost.uuid.hex()
-    if lost.store == target.key:
-        if not order.definition.origins:
-            raise StreamError(name, f"the store on {lost.label} has it already, as log {log}")
-        return await _described(stores, name, log, until_s, timeout)  # it was made before
     holders = await stores.holders(
         name, [key.key_id for key in keys], timeout=seconds_left(until_s)
     )
     if any(holder.uuid == log for holder in holders):
+        if lost.store == target.key and order.definition.origins:  # it was made before
+            return await _described(stores, name, log, until_s, timeout)
         raise StreamError(
             name, f"the store on {lost.label} has it and can be reached, so it is not moved by force; stop that store first, if its disk is lost"
         )  # fmt: skip

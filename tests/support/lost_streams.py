@@ -27,7 +27,8 @@ T = TypeVar("T")
 GROUP = GroupKey(b"g" * 32)
 KEY = ClusterKey(b"k" * 32)
 OTHER_KEY = ClusterKey(b"o" * 32)
-LOST_STORE = StoreKey(b"l" * 32)
+LOST_NUMBER = 9
+LOST_STORE = StoreKey(bytes([LOST_NUMBER]) * 32)
 ORDERS = Definition("orders", topic="orders.>", max_messages=1000)
 
 

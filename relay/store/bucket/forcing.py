@@ -366,7 +366,10 @@ class Forcing:
             raise Refuse("invalid", "dead letters cannot be moved on their own; move their stream")
         made = self._checked(wish, lost)
         entry = self._list.of(wish.lost)
-        if entry is None:
+        if lost.store == self._store:
+            if self._owner.has(lost.uuid):
+                return lost.uuid  # nothing is left to do
+        elif entry is None:
             await self._check_gone(lost)
         try:
             return await self._make(lost, made, wish.made, entry)

@@ -11,6 +11,7 @@ from msgspec import structs
 from support.lost_streams import (
     GROUP,
     KEY,
+    LOST_NUMBER,
     LOST_STORE,
     ORDERS,
     OTHER_KEY,
@@ -186,6 +187,20 @@ async def test_a_stream_that_is_lost_twice_before_it_was_copied_is_made_of_the_f
         await copy_to(objects, tmp_path / "more", log, store=second.key)
     (found,) = await Maker(objects, tmp_path, 3).find()
     assert (found.uuid, found.next) == (OTHER, 6)
+
+
+async def test_a_store_that_has_its_key_and_lost_its_disk_makes_its_own_stream_again(
+    objects: Directory, tmp_path: Path
+) -> None:
+    (await lost(objects, tmp_path)).close()
+    itself = Maker(objects, tmp_path, LOST_NUMBER)
+    itself.wait_s = lambda store: None
+    (found,) = await itself.find()
+    assert found.store == itself.key.public_key
+    assert await itself.force(itself.wish(found, MADE)) == MADE
+    (found,) = await itself.find()
+    assert (found.uuid, found.store) == (MADE, itself.key.public_key)
+    assert await itself.force(itself.wish(found, OTHER)) == MADE
 
 
 async def test_an_order_that_is_not_valid_is_refused_and_leaves_nothing(
