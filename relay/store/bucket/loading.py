@@ -10,7 +10,8 @@ from typing import Final
 
 from iris.errors import IrisError
 from relay.store.bucket.history import Registration
-from relay.store.bucket.moved import Arrived, Chain, released
+from relay.store.bucket.lineage import Order, Run, among
+from relay.store.bucket.moved import Chain, Void, released
 from relay.store.bucket.objects import Objects
 from relay.store.bucket.replica import Place, move, redo
 from relay.store.bucket.sealing import Covered, Ended, Released, Rows, Sealer, Taken
@@ -158,15 +159,11 @@ async def _replay(
     Raises Unfenced, InUse.
     """
     unfenced: dict[str, None] = {}
-    held: dict[bytes, set[str]] = {}
-    named: dict[bytes, set[str]] = {}
+    holders: dict[bytes, tuple[str, list[Run]]] = {}
+    """Stream -> which of `taken` has it, and which of its entries make it up."""
+    order = Order()
     ends: dict[str, int] = {}
     begins: dict[str, int] = {}
-    read = 0
-    read_last: dict[str, int] = {}
-    """Journal -> when its last object was read."""
-    written_last: dict[bytes, int] = {}
-    """Stream -> when its last write was read."""
     for journal in taken:
         chain = Chain(objects, sealer)
         async for name, number, content in steps(
@@ -174,8 +171,6 @@ async def _replay(
         ):
             begin = begins.setdefault(name, number)
             ends[name] = number
-            read += 1
-            read_last[name] = read
             for target in targets.values():
                 place = target.place
                 if (
@@ -184,12 +179,10 @@ async def _replay(
                     and begin <= max(place.number, 1) <= number
                 ):
                     target.reached = True
-            for entry in content.entries:
-                async for effect in chain.effects(name, entry):
+            for index, entry in enumerate(content.entries):
+                async for effect in chain.effects(name, (number, index), entry):
                     if isinstance(effect, Rows):
-                        held.setdefault(effect.uuid, set()).add(journal)
-                        named.setdefault(effect.uuid, set()).add(journal)
-                        written_last[effect.uuid] = read
+                        order.wrote(effect.uuid, name)
                         if effect.uuid in keep:
                             continue  # it moved from here to a journal of ours, or we do not know yet that ours ended
                         if effect.uuid not in targets:
@@ -198,51 +191,54 @@ async def _replay(
                         target = targets[effect.uuid]
                         if target.reached:
                             target.write(effect.ops)
-                    elif isinstance(effect, Ended):
-                        if effect is entry and effect.uuid in targets:  # else it moved
-                            targets[effect.uuid].add_objects(left.setdefault(effect.uuid, Left()))
-                        held.get(effect.uuid, set()).discard(journal)
-                        _restart(targets, [effect.uuid])
-                    else:
-                        _restart(targets, effect.uuids)
+                        continue
+                    uuids = effect.uuids if isinstance(effect, Void) else [effect.uuid]
+                    for uuid in uuids:
+                        order.restart(uuid)
+                        if isinstance(effect, Ended) and uuid in targets:
+                            targets[uuid].add_objects(left.setdefault(uuid, Left()))
+                    _restart(targets, uuids)
         unsettled += chain.unsettled
+        held = chain.lineages.of(journal)
+        holders |= {uuid: (journal, runs) for uuid, runs in held.items()}
     if unfenced:
         raise Unfenced(list(unfenced))
-
-    def is_ahead(uuid: bytes) -> bool:
-        """Return whether a database has all that the bucket has, and more, and nobody went on with the stream."""
-        place = targets[uuid].place
-        return (
-            place is not None
-            and place.number > ends.get(place.journal, place.number)
-            and written_last[uuid] <= read_last[place.journal]
-        )
-
-    holders = {uuid: journals for uuid, journals in held.items() if journals}
     if in_use := keep & holders.keys():
         raise InUse(
             f"streams {', '.join(sorted(uuid.hex() for uuid in in_use))} are in use here; try again"
         )
+
+    def is_ahead(uuid: bytes, runs: list[Run]) -> bool:
+        """Return whether a database has all that the bucket has, and more, and nobody went on with the stream."""
+        place = targets[uuid].place
+        if place is None or place.number <= ends.get(place.journal, place.number):
+            return False
+        journals = [run.journal for run in runs]
+        return place.journal in journals and not any(
+            run.written for run in runs[journals.index(place.journal) + 1 :]
+        )
+
     stale = {
-        uuid
-        for uuid in holders
-        # A stream that moved from one of these journals to another was written in the wrong order.
-        if len(named[uuid]) > 1 or (not targets[uuid].reached and not is_ahead(uuid))
+        uuid: (journal, runs)
+        for uuid, (journal, runs) in holders.items()
+        if not order.is_right(uuid, runs)
+        or (not targets[uuid].reached and not is_ahead(uuid, runs))
     }
     for uuid in stale:
         targets[uuid].restart()
-    if stale:
-        for journal in taken:
-            chain = Chain(objects, sealer)
-            mine = {uuid for uuid in stale if journal in holders[uuid]}
-            async for name, _, content in steps(objects, sealer, journal, known, []):
-                for entry in content.entries:
-                    async for effect in chain.effects(name, entry):
-                        if isinstance(effect, Rows):
-                            if effect.uuid in mine:
-                                targets[effect.uuid].write(effect.ops)
-                        elif isinstance(effect, Arrived):
-                            _restart(targets, mine.intersection(effect.uuids))
+    for journal in {journal: None for journal, _ in stale.values()}:
+        mine = {uuid: runs for uuid, (its, runs) in stale.items() if its == journal}
+        chain = Chain(objects, sealer)
+        async for name, number, content in steps(objects, sealer, journal, known, []):
+            for index, entry in enumerate(content.entries):
+                at = number, index
+                async for effect in chain.effects(name, at, entry):
+                    uuids = effect.uuids if isinstance(effect, Void) else [effect.uuid]
+                    uuids = [one for one in uuids if one in mine and among(mine[one], name, at)]
+                    if not isinstance(effect, Rows):
+                        _restart(targets, uuids)
+                    elif uuids:
+                        targets[effect.uuid].write(effect.ops)
     return set(holders), ends
 
 

@@ -14,13 +14,15 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Final, TypeVar
 
-from relay.store.bucket.history import registrations
+from relay.store.bucket.history import Registration, registrations
+from relay.store.bucket.lineage import At, Lineages, Order, Run, among
 from relay.store.bucket.objects import BucketError, Objects
 from relay.store.bucket.sealing import (
     Content,
     Decision,
     Ended,
     Entry,
+    Intent,
     ObjectDamaged,
     Released,
     Rows,
@@ -83,8 +85,8 @@ async def _get(objects: Objects, sealer: Sealer, key: str, kind: type[T]) -> T |
     return content
 
 
-class Arrived:
-    """From here on the journal holds these streams, and what it said about them before is void."""
+class Void:
+    """What was written for these streams up to here does not count: they have left the journal, or arrive in it."""
 
     __slots__ = ("uuids",)
 
@@ -93,68 +95,108 @@ class Arrived:
 
 
 class Chain:
-    """What one journal, with those that it took, says about its streams. For whoever has ended the journal."""
+    """What one journal, with those that it took, says about its streams. For whoever has ended the journal, unless it
+    only looks: then moves that are not decided have not taken place yet, and nothing is decided.
+    """
 
-    def __init__(self, objects: Objects, sealer: Sealer) -> None:
-        self.away: set[bytes] = set()
-        """Streams of which further writes do not count."""
+    def __init__(self, objects: Objects, sealer: Sealer, *, looks: bool = False) -> None:
+        self.lineages = Lineages()
         self.unsettled: list[Released | Taken] = []
         """Moves that took place and are not settled."""
         self._objects = objects
         self._sealer = sealer
+        self._looks = looks
 
-    async def effects(self, journal: str, entry: Entry) -> AsyncIterator[Rows | Ended | Arrived]:
+    async def effects(
+        self, journal: str, at: At, entry: Entry
+    ) -> AsyncIterator[Rows | Ended | Void]:
         """Yield what an entry of a journal means. A move that is not decided does not take place.
 
         Raises BucketError, ObjectDamaged.
         """
-        if isinstance(entry, Rows):
-            if entry.uuid not in self.away:
+        match entry:
+            case Rows(uuid):
+                if self.lineages.wrote(journal, at, uuid):
+                    yield entry
+            case Ended(uuid):
+                self.lineages.ended(journal, uuid)
                 yield entry
-        elif isinstance(entry, Ended):
-            yield entry
-        elif isinstance(entry, Released | Taken):
-            by = await decide(self._objects, self._sealer, entry.token, NO)
-            if by == NO or (isinstance(entry, Taken) and by != journal):
-                return
-            kept = not await settled(self._objects, self._sealer, entry.token)
-            if kept:
-                self.unsettled.append(entry)
-            if isinstance(entry, Released):
-                self.away.update(entry.uuids)
-                for uuid in entry.uuids:
-                    yield Ended(uuid)
-                return
-            self.away.difference_update(entry.uuids)
-            yield Arrived(entry.uuids)
-            if kept:
-                async for effect in released(self._objects, self._sealer, entry):
-                    yield effect
+            case Intent(victim):
+                self.lineages.took(journal, at, victim)
+            case Released(token, uuids):
+                if await self._by(token) != NO:
+                    await self._note(entry)
+                    self.lineages.left(journal, uuids)
+                    yield Void(uuids)
+            case Taken(token, uuids):
+                if await self._by(token) == journal:
+                    kept = await self._note(entry)
+                    self.lineages.arrived(journal, at, uuids)
+                    yield Void(uuids)
+                    if kept:
+                        async for effect in released(self._objects, self._sealer, entry):
+                            yield effect
+
+    async def _by(self, token: str) -> str:
+        """Return which journal has the streams of a move, or `NO`."""
+        if self._looks:
+            return await decided(self._objects, self._sealer, token) or NO
+        return await decide(self._objects, self._sealer, token, NO)
+
+    async def _note(self, entry: Released | Taken) -> bool:
+        """Return whether a move that took place is not settled."""
+        if self._looks or await settled(self._objects, self._sealer, entry.token):
+            return False
+        self.unsettled.append(entry)
+        return True
 
 
-async def released(objects: Objects, sealer: Sealer, taken: Taken) -> AsyncIterator[Rows | Arrived]:
+async def released(objects: Objects, sealer: Sealer, taken: Taken) -> AsyncIterator[Rows | Void]:
     """Yield what the streams of a move held when their journal released them. That journal may go on meanwhile.
 
     Raises BucketError, also if the move was settled meanwhile; ObjectDamaged.
     """
     known = {one.registered.journal: one for one in await registrations(objects, sealer)}
-    uuids, here = set(taken.uuids), True
-    async for name, _, content in steps(objects, sealer, taken.source, known, []):
-        for entry in content.entries:
-            if isinstance(entry, Rows):
-                if here and entry.uuid in uuids:
-                    yield entry
-            elif isinstance(entry, Released) and entry.token == taken.token:
+    wanted, order = set(taken.uuids), Order()
+    chain = Chain(objects, sealer, looks=True)
+    runs: dict[bytes, list[Run]] | None = None
+    async for name, at, entry in _until_released(objects, sealer, taken, known):
+        if entry is None:
+            runs = {uuid: chain.lineages.of(name).get(uuid, []) for uuid in wanted}
+            break
+        async for effect in chain.effects(name, at, entry):
+            if isinstance(effect, Rows):
+                if effect.uuid in wanted:
+                    order.wrote(effect.uuid, name)
+                    yield effect
+                continue
+            uuids = [effect.uuid] if isinstance(effect, Ended) else effect.uuids
+            if void := [uuid for uuid in uuids if uuid in wanted]:
+                for uuid in void:
+                    order.restart(uuid)
+                yield Void(void)
+    if runs is None:
+        raise BucketError(
+            f"bucket {objects.url}: journal {taken.source} was read and has no release {taken.token}; it must be read again"
+        )
+    wrong = [uuid for uuid in taken.uuids if not order.is_right(uuid, runs[uuid])]
+    if not wrong:
+        return
+    yield Void(wrong)
+    async for name, at, entry in _until_released(objects, sealer, taken, known):
+        if entry is None:
+            return
+        if isinstance(entry, Rows) and entry.uuid in wrong and among(runs[entry.uuid], name, at):
+            yield entry
+
+
+async def _until_released(
+    objects: Objects, sealer: Sealer, taken: Taken, known: dict[str, Registration]
+) -> AsyncIterator[tuple[str, At, Entry | None]]:
+    """Yield (journal, place, entry) of what the source of a move has, until its release: there the entry is None."""
+    async for name, number, content in steps(objects, sealer, taken.source, known, []):
+        for index, entry in enumerate(content.entries):
+            if isinstance(entry, Released) and entry.token == taken.token:
+                yield name, (number, index), None
                 return
-            elif (
-                isinstance(entry, Released | Taken)
-                and uuids.intersection(entry.uuids)
-                and (by := await decided(objects, sealer, entry.token))
-                and (isinstance(entry, Released) or by == name)
-            ):
-                # The streams were elsewhere in between, and are here completely since.
-                here = isinstance(entry, Taken)
-                yield Arrived(taken.uuids)
-    raise BucketError(
-        f"bucket {objects.url}: journal {taken.source} was read and has no release {taken.token}; it must be read again"
-    )
+            yield name, (number, index), entry

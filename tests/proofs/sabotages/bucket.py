@@ -7,6 +7,7 @@ from proofs.sabotages.sabotage import Sabotage
 TAKEOVERS = ("tests/unit/relay/store/bucket/test_takeovers.py",)
 TAIL = ("tests/unit/relay/store/bucket/test_tail.py",)
 LIVES = ("tests/unit/relay/store/bucket/test_lives.py",)
+STORES = "tests/unit/relay/store/bucket/test_stores.py"
 KEEPER = "tests/unit/relay/store/bucket/test_keeper.py"
 TIERS = "tests/unit/relay/store/bucket/test_tiers.py"
 FORCING = ("tests/unit/relay/store/bucket/test_forcing.py",)
@@ -182,8 +183,8 @@ SABOTAGES = (
         "bucket-redo-over-others",
         "relay/store/bucket/loading.py",
         "_replay",
-        "written_last[uuid] <= read_last[place.journal]",
-        "True",
+        "run.written for run in runs[journals.index(place.journal) + 1 :]",
+        "False for run in runs",
         (f"{KEEPER}::test_rows_of_a_killed_store_are_dropped_if_it_takes_its_stream_back_at_once",),
         "what a killed store had written is added to what another one wrote meanwhile",
     ),
@@ -198,6 +199,26 @@ SABOTAGES = (
             f"{TIERS}::test_a_store_whose_journal_has_ended_deletes_nothing_that_its_successor_serves",
         ),
         "a store deletes records that its successor serves",
+    ),
+    Sabotage(
+        "bucket-order-of-reading",
+        "relay/store/bucket/lineage.py",
+        "Order.is_right",
+        "self._journals.get(uuid, []) == [run.journal for run in runs if run.written]",
+        "True",
+        (f"{STORES}::test_a_stream_is_where_it_moved_in_whatever_order_the_journals_are_read",),
+        "a stream that moved is read as it was where it had been before",
+    ),
+    Sabotage(
+        "bucket-streams-in-use",
+        "relay/store/bucket/loading.py",
+        "_replay",
+        "effect.uuid in keep",
+        "False",
+        (
+            f"{STORES}::test_a_store_that_takes_over_from_the_one_which_a_stream_came_from_leaves_the_stream_alone",
+        ),
+        "a takeover removes the files of a stream that the store serves",
     ),
     Sabotage(
         "bucket-chunk-of-another-object",

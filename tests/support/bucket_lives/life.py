@@ -115,7 +115,7 @@ class Life(World):
         self.shown: Callable[[str], None] = lambda text: None
         self._directory = directory
         self._failover_s = rng.choice((1.0, 2.0, 5.0))
-        self._checkpoint_bytes = rng.choice((2_000, 10_000, 40_000))
+        self.checkpoint_bytes = rng.choice((2_000, 10_000, 40_000))
         self._left: dict[bytes, tuple[int, str, list[tuple[int, bytes]]]] = {}
         """Stream -> (store that was killed, its journal, what its disk has)."""
 
@@ -196,7 +196,7 @@ class Life(World):
         loop.set_exception_handler(self._failed)
         process = self.processes[number] = Process(
             self, loop, number, self.directory_of(number), failover_s=self._failover_s, runs=runs, copies=self.plan.copies,
-            checkpoint_bytes=self._checkpoint_bytes, disk_limit=self.plan.disk_limit,
+            checkpoint_bytes=self.checkpoint_bytes, disk_limit=self.plan.disk_limit,
         )  # fmt: skip
         self.counts["starts"] += 1
         return process

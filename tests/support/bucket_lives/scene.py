@@ -67,7 +67,9 @@ class Scene(Life):
         call = streams.Move([signed(self, plan, MOVE, new.store.key)])
         moving = await self.ask_process(old, plan.address, OWNER.key_id, call)
         assert isinstance(moving, streams.Moving), moving
-        answer = await self.ask_process(new, new.address, NO_KEY, streams.Take(moving.ticket))
+        call = streams.Take(moving.ticket)
+        while (answer := await self.ask_process(new, new.address, NO_KEY, call)) is None:
+            pass
         assert isinstance(answer, streams.Settled), answer
 
     async def numbers(self, plan: StreamPlan) -> list[int]:

@@ -5,9 +5,12 @@ dies at the wrong moment.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from pathlib import Path
 
+import pytest
 from support.bucket_lives.bucket import Port
+from support.bucket_lives.plan import StreamPlan
 from support.bucket_lives.scene import Scene
 from support.bucket_lives.store import GROUP, Process, records
 
@@ -113,6 +116,58 @@ def test_a_store_that_takes_over_from_the_one_which_a_stream_came_from_leaves_th
         assert (Path(log.database.path) / "CURRENT").exists()
 
     Scene(tmp_path).play(main)
+
+
+def test_a_stream_that_left_a_journal_and_came_back_in_a_checkpoint_is_in_all_that_took_both(
+    tmp_path: Path,
+) -> None:
+    async def main(scene: Scene) -> None:
+        scene.checkpoint_bytes = 2000
+        first, second = await scene.opened(1), await scene.opened(2)
+        plan = await scene.stream(first, 3)
+        await scene.move(plan, first, second)
+        scene.kill(2, disk=False)
+        await scene.until(lambda: first.holds(plan.uuid))
+        checkpoints = scene.counts["checkpoints"]
+        for number in range(3, 60):
+            await scene.append(plan, number)
+        await scene.until(lambda: scene.counts["checkpoints"] > checkpoints)
+        await pass_on(scene, plan, 1, 3, 4)
+
+    Scene(tmp_path).play(main)
+
+
+@pytest.mark.parametrize(("old", "new"), [(1, 2), (2, 1)])
+def test_a_stream_is_where_it_moved_in_whatever_order_the_journals_are_read(
+    tmp_path: Path, old: int, new: int
+) -> None:
+    async def main(scene: Scene) -> None:
+        stores = {1: await scene.opened(1), 2: await scene.opened(2)}
+        plan = await scene.stream(stores[old], 3)
+        await scene.stream(stores[old])
+        await scene.move(plan, stores[old], stores[new])
+        await scene.append(plan, 3)
+        await scene.opened(3)
+        scene.kill(old, disk=False)
+        scene.kill(new, disk=False)
+        await scene.until(lambda: scene.processes[3].holds(plan.uuid))
+        await pass_on(scene, plan, 3, 4, 5)
+        # It moves from a journal that has all of these.
+        sixth = await scene.opened(6)
+        await scene.move(plan, scene.processes[5], sixth)
+        assert await scene.numbers(plan) == [0, 1, 2, 3]
+
+    Scene(tmp_path).play(main)
+
+
+async def pass_on(scene: Scene, plan: StreamPlan, *numbers: int) -> None:
+    """Kill each of these stores, with its disk, after the next one was started; see that the stream is at the last."""
+    before = await scene.numbers(plan)
+    for number, successor in itertools.pairwise(numbers):
+        process = await scene.opened(successor)
+        scene.kill(number, disk=False)
+        await scene.until(lambda: process.holds(plan.uuid), 100)  # noqa: B023 - used at once
+    assert await scene.numbers(plan) == before
 
 
 async def copies(scene: Scene, process: Process) -> list[int]:
