@@ -32,6 +32,7 @@ from relay.daemon import Relay
 
 CLUSTER: Final = "bench-echo"
 TOPIC: Final = "bench.topic"
+STREAM: Final = "bench-log"
 TIMEOUT_S: Final = 300.0
 BURST: Final = 64
 PAYLOAD: Final = bytes(256)
@@ -84,6 +85,13 @@ async def publish(client: iris.Client, count: int) -> None:
     await client.request(CLUSTER, PAYLOAD, timeout=TIMEOUT_S)  # the subscriber has all before it
 
 
+async def append(client: iris.Client, count: int) -> None:
+    """Append `BURST` messages in a turn, to a stream with one partition."""
+    await client.streams.create(STREAM)
+    for _ in range(count // BURST):
+        await asyncio.gather(*(client.streams.append(STREAM, RECORD) for _ in range(BURST)))
+
+
 Load = Callable[[iris.Client, int], Awaitable[None]]
 LOADS: Final[dict[str, tuple[Load, Callable[[bytes], object], int]]] = {
     "request": (lone, plain, 1_000),
@@ -92,6 +100,7 @@ LOADS: Final[dict[str, tuple[Load, Callable[[bytes], object], int]]] = {
     "64 requests of a coroutine handler": (together, coroutine, 40 * BURST),
     "push": (pushes, plain, 40 * BURST),
     "publish": (publish, plain, 400 * BURST),
+    "append": (append, plain, 100 * BURST),
 }
 """Name -> the load, the handler of the member, messages."""
 
@@ -106,6 +115,7 @@ async def run(names: list[str]) -> None:
         with tempfile.TemporaryDirectory(prefix="iris-bench-") as root:
             relay = Relay(RelayConfig(socket_path=Path(root) / "relay", dev=True))
             await relay.start()
+            store = await start_store(Path(root), relay) if load is append else None
             keyring = iris.Keyring.single(iris.ClusterKey(bytes(range(32))))
             config = iris.ClientConfig(relay=relay.config.socket_path)
             member, caller = (iris.connect(keyring=keyring, config=config) for _ in range(2))
@@ -116,7 +126,26 @@ async def run(names: list[str]) -> None:
                 mark()
                 await load(caller, count)
                 mark()
+            if store is not None:
+                store.cancel()
+                await asyncio.gather(store, return_exceptions=True)
             await relay.stop()
+
+
+async def start_store(root: Path, relay: Relay) -> asyncio.Task[None]:
+    """Run a store of the relay in this process; its disk writes are in threads, which are not counted."""
+    from relay.store.process import StoreProcess  # needs the extra `store`, and only this load does
+
+    loop = asyncio.get_running_loop()
+    directory = root / "data"
+    directory.mkdir(mode=0o700)
+    store = StoreProcess(
+        directory, lambda made: loop.create_unix_connection(made, str(relay.config.socket_path))
+    )
+    store.open()
+    task = loop.create_task(store.run())
+    await store.up.wait()
+    return task
 
 
 # -- counting --------------------------------------------------------------------------------------------------

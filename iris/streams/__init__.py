@@ -22,6 +22,13 @@ from iris.deadlines import deadline, seconds_left
 from iris.errors import ConfigError, NoStream, RequestError, StreamError, StreamUnavailable
 from iris.runtime import Runtime
 from iris.streams.appending import GIVE_UP_S, Appender, append_expecting
+from iris.streams.consumers import (
+    change_in_each,
+    consumers_of,
+    dead_letters_of,
+    delete_in_each,
+    redrive_in_each,
+)
 from iris.streams.consuming import BATCH_MESSAGES, Consumer
 from iris.streams.definitions import (
     check_limits,
@@ -35,7 +42,7 @@ from iris.streams.definitions import (
     redefine,
 )
 from iris.streams.forcing import force_stream
-from iris.streams.listing import StreamInfo, list_consumers, list_streams, stray, stream_info
+from iris.streams.listing import StreamInfo, list_streams, stray, stream_info
 from iris.streams.messages import OF_A_MESSAGE, make_extras
 from iris.streams.mirroring import Mirror
 from iris.streams.moving import move_stream
@@ -52,7 +59,7 @@ from iris.streams.partitions import (
 )
 from iris.streams.reading import FETCH_BYTES, Reader, Start, start_offset
 from iris.streams.records import RecordOpener, StreamGap, StreamMessage, StreamPage, StreamRecord
-from iris.streams.redriving import Letters, RedriveInfo
+from iris.streams.redriving import RedriveInfo
 from iris.streams.spreading import Offset, Opening, Spread, Target
 from iris.streams.staging import (
     CommitInfo,
@@ -69,8 +76,6 @@ from iris.wire.streams import (
     ChangeConsumer,
     Committed,
     ConsumerInfo,
-    Consumers,
-    DeleteConsumer,
     Fetch,
     Fetched,
     Settled,
@@ -349,19 +354,15 @@ class Streams:
                 it may still be.
         """
         data, packed = self._runtime.encode(message, headers, OF_A_MESSAGE)
-        asked = timeout
-        target = self._targets.get((name, uuid)) or self._open(name, uuid)
-        number = None
-        if not isinstance(target, Appender):
+        asked, number = timeout, None
+        target = self._targets.get((name, uuid))
+        if type(target) is not Appender or partition:  # not known yet, or it has several partitions
             keyed = key is not None or message_id is not None or expect is not None
-            if isinstance(target, Opening) and (keyed or partition is not None):
-                target, timeout = await self._opened(target, timeout)
+            target, timeout = await self._target(name, uuid, partition, keyed, timeout)
             if isinstance(target, Spread):
                 number = target.choose(partition, key, message_id, expect)
                 target = target.appender(number)
                 name, uuid = target.name, target.uuid
-        if partition and number is None:
-            raise ConfigError(NO_PARTITIONS.format(name=name, partition=partition))
         extras = await make_extras(
             self._stores, name, uuid, key=key, ttl=ttl, deliver_at=deliver_at, tombstone=tombstone, timeout=timeout,
             message_id=message_id,
@@ -395,16 +396,13 @@ class Streams:
         In a stream with several partitions, all of them go to one partition. Raises as `append`; some may be stored
         then.
         """
-        asked = timeout
-        target = self._targets.get((name, uuid)) or self._open(name, uuid)
-        number = None
-        if isinstance(target, Opening) and partition is not None:
-            target, timeout = await self._opened(target, timeout)
-        if isinstance(target, Spread):
-            number = target.choose(partition, None, None, None)
-            target = target.appender(number)
-        elif partition:
-            raise ConfigError(NO_PARTITIONS.format(name=name, partition=partition))
+        asked, number = timeout, None
+        target = self._targets.get((name, uuid))
+        if type(target) is not Appender or partition:
+            target, timeout = await self._target(name, uuid, partition, False, timeout)
+            if isinstance(target, Spread):
+                number = target.choose(partition, None, None, None)
+                target = target.appender(number)
         producer = target.producer
         pending: _Pending = []
         try:
@@ -565,35 +563,42 @@ class Streams:
 
     def consumer(
         self, name: str, consumer: str, start: Start = "first", *, group: bool = False, durable: bool = True, ack_timeout: float = 30.0,
-        max_deliver: int = 0, max_messages: int = BATCH_MESSAGES, uuid: str = "", patience: float = PATIENCE_S,
-        on_gap: Callable[[StreamGap], object] | None = None,
+        max_deliver: int = 0, max_messages: int = BATCH_MESSAGES, partition: int | None = None, uuid: str = "",
+        patience: float = PATIENCE_S, on_gap: Callable[[StreamGap], object] | None = None,
     ) -> Consumer:  # fmt: skip
         """Return a worker of a consumer, whose position in the stream the store keeps; see `Consumer`.
 
         The first batch creates the consumer, at `start`. With `group`, several workers share its messages, those of
         one key in order; without it, the latest worker receives everything. A consumer that is not `durable` is
         deleted after a minute without a worker. A message that was delivered `max_deliver` times (0: no limit)
-        without an acknowledgement moves to the dead letters, the stream `NAME.dead`.
+        without an acknowledgement moves to the dead letters, the stream `NAME.dead`. With a `partition` it works on
+        that one only, otherwise on all that the stream has.
         """
         check_address(name)
         check_cluster(consumer)
+        if partition is not None:
+            check_whole("partition", partition, 0)
         return self._make_consumer(
             self._stores, name, consumer, start, group=group, durable=durable, ack_timeout=ack_timeout, max_deliver=max_deliver,
-            max_messages=max_messages, uuid=uuid, patience=patience, on_gap=on_gap,
+            max_messages=max_messages, uuid=uuid, patience=patience, on_gap=on_gap, partition=partition,
         )  # fmt: skip
 
-    async def consumers(self, name: str, *, uuid: str = "", timeout: float = 5.0) -> _ConsumerInfos:
-        """Return the consumers of a stream and their positions, by name. Raises StreamError."""
+    async def consumers(
+        self, name: str, *, partition: int | None = None, uuid: str = "", timeout: float = 5.0
+    ) -> _ConsumerInfos:
+        """Return the consumers of a stream and their positions, by name. Raises StreamError.
+
+        The figures of several partitions are added up; with `partition` they are those of one.
+        """
         check_address(name)
-        return await list_consumers(self._stores, name, uuid, timeout)
+        return await consumers_of(self._stores, name, uuid, partition, timeout)
 
     async def delete_consumer(
         self, name: str, consumer: str, *, uuid: str = "", timeout: float = 5.0
     ) -> None:
         """Delete a consumer: its workers end, and a new one of the same name starts over. Raises StreamError."""
         check_address(name)
-        call = DeleteConsumer(check_cluster(consumer))
-        await self._stores.ask_stream(name, uuid, call, Settled, timeout=timeout, writes=True)
+        await delete_in_each(self._stores, name, check_cluster(consumer), uuid, timeout)
 
     async def change_consumer(
         self, name: str, consumer: str, *, ack_timeout: float | None = None, max_deliver: int | None = None, uuid: str = "",
@@ -640,13 +645,11 @@ class Streams:
     ) -> ConsumerInfo:
         check_address(name)
         check_cluster(call.consumer)
-        answer = await self._stores.ask_stream(
-            name, uuid, call, Consumers, timeout=timeout, writes=True
-        )
-        return answer.consumers[0]
+        return await change_in_each(self._stores, name, call, uuid, timeout)
 
     async def dead_letters(
-        self, name: str, consumer: str = "", *, limit: int = 100, uuid: str = "", timeout: float = PATIENCE_S
+        self, name: str, consumer: str = "", *, limit: int = 100, partition: int | None = None, uuid: str = "",
+        timeout: float = PATIENCE_S,
     ) -> _Messages:  # fmt: skip
         """Return the oldest dead letters of a stream, or of one of its consumers, with the messages they refer to.
 
@@ -655,18 +658,18 @@ class Streams:
         """
         check_address(name)
         check_whole("limit", limit, 1)
-        return await Letters(self._stores, name, uuid, timeout).messages(consumer, limit)
+        return await dead_letters_of(self._stores, name, consumer, limit, uuid, partition, timeout)
 
     async def redrive(
-        self, name: str, consumer: str, *, offset: int | Iterable[int] | None = None, limit: int | None = None, uuid: str = "",
-        timeout: float = PATIENCE_S,
+        self, name: str, consumer: str, *, offset: int | Iterable[int] | None = None, limit: int | None = None,
+        partition: int | None = None, uuid: str = "", timeout: float = PATIENCE_S,
     ) -> RedriveInfo:  # fmt: skip
         """Deliver the messages of a consumer's dead letters to its workers again, and delete the letters.
 
         Their deliveries are counted from 0 again, so a message that still fails becomes a dead letter once more.
 
         Args:
-            offset: redrive only the letters of the messages at these offsets of the stream.
+            offset: redrive only the letters of the messages at these offsets of the stream, or of its `partition`.
             limit: redrive at most this many letters, the oldest first. Without it, all that exist now.
 
         Raises:
@@ -680,7 +683,9 @@ class Streams:
         offsets = {offset} if isinstance(offset, int) else set(() if offset is None else offset)
         if offset is not None and not offsets:
             return RedriveInfo(0)
-        return await Letters(self._stores, name, uuid, timeout).redrive(consumer, offsets, limit)
+        return await redrive_in_each(
+            self._stores, name, consumer, offsets, limit, uuid, partition, timeout
+        )
 
     # -- copies ----------------------------------------------------------------------------------------------
 
@@ -769,16 +774,33 @@ class Streams:
         opening = self._targets[name, uuid] = Opening(name, self._find_target(name, uuid), done)
         return opening
 
-    async def _opened(self, opening: Opening, timeout: float) -> tuple[Appender | Spread, float]:
-        """Wait for what an opening finds; return it and what is left of `timeout`. Raises StreamError."""
+    async def _target(
+        self, name: str, uuid: str, partition: int | None, keyed: bool, timeout: float
+    ) -> tuple[Target, float]:
+        """Return where a message goes, and what is left of `timeout`. It waits until the partitions are known if they
+        decide that.
+
+        Raises StreamError; ConfigError if the stream has no such partition.
+        """
+        target = self._targets.get((name, uuid)) or self._open(name, uuid)
+        if not keyed and partition is None:
+            return target, timeout
         until_s = time.monotonic() + timeout
         try:
             async with asyncio.timeout(timeout):
-                return await opening.target(), seconds_left(until_s)
+                if isinstance(target, Opening):
+                    target = await target.target()
+                has = len(target.layout) if isinstance(target, Spread) else 1
+                if partition is not None and partition >= has:  # perhaps it was added
+                    await self._look_again(name, uuid)
+                    target = self._targets.get((name, uuid), target)
         except TimeoutError:
             cause = self._runtime.away_text(timeout, time.monotonic())
             detail = f"it could not be looked up within {timeout:g} s{cause}; nothing was sent{self._stores.starting_hint}"
-            raise StreamUnavailable(opening.name, detail) from None
+            raise StreamUnavailable(name, detail) from None
+        if partition and not isinstance(target, Spread):
+            raise ConfigError(NO_PARTITIONS.format(name=name, partition=partition))
+        return target, seconds_left(until_s)
 
     async def _find_target(self, name: str, uuid: str) -> Appender | Spread:
         layout = await find_layout(self._stores, name, uuid, timeout=GIVE_UP_S)

@@ -200,6 +200,11 @@ class Consumer(_Messages[asynchronous.Consumer]):
         """Messages not settled yet, as of the last delivery."""
         return self._original.lag
 
+    @property
+    def missing(self) -> dict[int, Exception]:
+        """Partitions whose store is away -> why. The worker goes on with the others, and tries these again."""
+        return self._original.missing
+
 
 async def _stop(consumer: asynchronous.Consumer) -> None:
     consumer.stop()

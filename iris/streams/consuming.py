@@ -11,10 +11,22 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Final, Self
 
+from msgspec import structs
+
 from iris.checks import check_number, check_whole
 from iris.errors import Closed, IrisError, RequestError, StreamError, StreamUnavailable
-from iris.streams.partitions import check_whole_stream
-from iris.streams.reading import MAX_GAPS, Start, resolve_dead, start_offset
+from iris.streams.interleaving import Interleaved
+from iris.streams.partitions import Layout, find_layout, layout_of
+from iris.streams.reading import (
+    LOOK_S,
+    MAX_GAPS,
+    Start,
+    check_alive,
+    check_start,
+    offset_in,
+    resolve_dead,
+    start_of,
+)
 from iris.streams.records import RecordOpener, StreamGap, StreamMessage, to_gap
 from iris.streams.stores import Stores
 from iris.wire.streams import Consume, Delivered, Handed, Range, Record, Settle, Settled
@@ -39,13 +51,31 @@ class Consumer:
     another worker: delivery is at least once. These calls are batched and sent at the end of the event-loop turn;
     `flush` waits until the store has them. Messages that this keyring cannot open are reported to `on_gap` and
     delivered again, to a worker that may have the key, up to `max_deliver` times.
+
+    The workers of a stream with several partitions share all of them, each with the order of its keys. `max_messages`
+    counts for each partition. While the store of one is away, a worker goes on with the others; `missing` says why.
     """
 
     def __init__(
         self, stores: Stores, stream: str, name: str, start: Start, *, group: bool, durable: bool, ack_timeout: float,
         max_deliver: int, max_messages: int, uuid: str, patience: float, on_gap: Callable[[StreamGap], object] | None,
+        partition: int | None = None, number: int = 0,
     ) -> None:  # fmt: skip
+        """With `partition` it works on one partition, otherwise on all. `number` is that of the log `stream`."""
         self.stream = stream
+        self._partition = partition
+        self._number = number
+        self._parts: Interleaved[None] | None = None
+        self._inner: dict[int, Consumer] = {}
+        """The workers of the partitions, if this one works on several."""
+        self._taken = -1
+        """The partition whose batch was taken last."""
+        self._kept_s = 0.0
+        """Monotonic time at which it was last seen to that no message that waits here times out."""
+        self._also: Iterable[StreamMessage] = ()
+        """Messages of this partition that wait in the worker of the whole stream."""
+        self._progress = False
+        """The loop has settled messages of other partitions since messages here were last renewed."""
         self.name = name
         self.lag = 0
         """Messages not settled yet, as of the last delivery."""
@@ -122,6 +152,10 @@ class Consumer:
         What arrived and was not delivered to the loop goes to other workers when this one is closed.
         """
         self._stopping = True
+        for worker in self._inner.values():
+            worker.stop()
+        if self._parts is not None:
+            self._parts.stop()
         if self._batch_task is not None:
             self._batch_task.cancel()
 
@@ -138,15 +172,11 @@ class Consumer:
             self._raise_error()
             if self._stopping:
                 raise StopAsyncIteration
+            if self._parts is not None:
+                return await self._batch_of_any(self._parts)
             if self._offset < 0:
-                stream, self._offset = await start_offset(
-                    self._stores, self.stream, self._uuid, self._start, patience=self._patience
-                )
-                check_whole_stream(
-                    self.stream, len(stream.order.definition.partitions) + 1, "a consumer"
-                )
-                self._opener.stream = stream
-                self._uuid = self._uuid or stream.described.uuid.hex()
+                await self._find_start()
+                continue
             task = self._batch_task
             if task is None:
                 task = self._batch_task = asyncio.create_task(
@@ -169,6 +199,97 @@ class Consumer:
             self._batch_task = None
             if messages:
                 return messages
+
+    async def _find_start(self) -> None:
+        """Find the log, or the partitions, and where a new consumer starts."""
+        stream = await self._stores.describe(
+            self.stream, self._uuid, timeout=self._patience, patience=self._patience
+        )
+        layout = layout_of(self._stores, self.stream, stream)
+        if self._partition:
+            self.stream, self._uuid = layout.log(self._partition)
+            self._number, self._partition = self._partition, 0
+            return
+        if self._partition is None:
+            check_alive(self.stream, stream)
+            if len(layout) > 1:
+                self._share(layout)
+                return
+        start = start_of(self._start, self._number)
+        self._offset = await offset_in(
+            self._stores, self.stream, stream, start, patience=self._patience
+        )
+        self._opener.stream = stream
+        self._uuid = self._uuid or stream.described.uuid.hex()
+
+    # -- partitions ------------------------------------------------------------------------------------------
+
+    def _share(self, layout: Layout) -> None:
+        """Work on all partitions, with a worker for each."""
+        check_start(self.stream, len(layout), self._start)
+        for number in range(len(layout)):
+            self._add(layout, number, self._start)
+
+        async def look() -> int:
+            now = await find_layout(self._stores, self.stream, layout.uuids[0], timeout=LOOK_S)
+            for number in range(len(self._inner), len(now)):
+                self._add(now, number, "first")
+            return len(now)
+
+        self._parts = Interleaved(
+            self.stream, len(layout), lambda number: self._inner[number]._fill(), passing=_passing, look=look
+        )  # fmt: skip
+
+    def _add(self, layout: Layout, number: int, start: Start) -> None:
+        name, uuid = layout.log(number)
+        self._inner[number] = Consumer(
+            self._stores, name, self.name, start, group=self._group, durable=self._durable, ack_timeout=self._ack_timeout_us / 1e6,
+            max_deliver=self._max_deliver, max_messages=self._max_messages, uuid=uuid, patience=self._patience,
+            on_gap=self._report, partition=0, number=number,
+        )  # fmt: skip
+
+    async def _batch_of_any(self, parts: Interleaved[None]) -> list[StreamMessage]:
+        if self._taken >= 0:
+            parts.resume(self._taken)
+            self._inner[self._taken]._also, self._taken = (), -1
+        number, _ = await parts.next()
+        if self._stopping:
+            raise StopAsyncIteration
+        worker = self._inner[number]
+        messages = [*worker._ready]
+        worker._ready.clear()
+        worker._also, self._taken = self._ready, number
+        self.lag = sum(one.lag for one in self._inner.values())
+        return messages
+
+    @property
+    def missing(self) -> dict[int, Exception]:
+        """Partitions whose store is away -> why. The worker goes on with the others, and tries these again."""
+        return {} if self._parts is None else dict(self._parts.missing)
+
+    def _workers(
+        self, messages: Iterable[StreamMessage]
+    ) -> Iterable[tuple[Consumer, list[StreamMessage]]]:
+        """Return the workers of the partitions that these messages are of, each with its messages."""
+        found: dict[int, list[StreamMessage]] = {}
+        for message in messages:
+            if message.partition not in self._inner:
+                raise StreamError(self.stream, f"it has no partition {message.partition}")
+            found.setdefault(message.partition, []).append(message)
+        now_s = time.monotonic()
+        if now_s - self._kept_s >= self._lease_us / 8e6:
+            self._kept_s = now_s
+            for worker in self._inner.values():
+                worker._keep(now_s)
+        return [(self._inner[number], some) for number, some in found.items()]
+
+    def _keep(self, now_s: float) -> None:
+        """Restart the ack timeout of messages that wait here while the loop settles those of other partitions."""
+        if self._ready and now_s - self._renewed_s >= self._lease_us / 4e6:
+            self._progress = True
+            self._schedule()
+
+    # -- receiving, of one partition -------------------------------------------------------------------------
 
     async def _fetch_batch(self) -> list[StreamMessage]:
         self._cancel_confirm()  # the call below confirms the last delivery
@@ -251,6 +372,7 @@ class Consumer:
         wanted = int.from_bytes(delivery.wanted, "little")
         messages = [message for index, message in enumerate(opened) if wanted >> index & 1]
         for message in messages:
+            message.partition = self._number
             if message.dead is not None:
                 await resolve_dead(
                     self._stores, self._opener, self.stream, message, message.dead, patience=self._patience
@@ -258,6 +380,8 @@ class Consumer:
         return messages
 
     def _report(self, gap: StreamGap) -> None:
+        if self._number:
+            gap = structs.replace(gap, partition=self._number)
         self.gaps.append(gap)
         if self._on_gap is not None:
             self._on_gap(gap)
@@ -266,13 +390,21 @@ class Consumer:
 
     def ack(self, *messages: StreamMessage) -> None:
         """Acknowledge messages: they are done and are not delivered again."""
+        if self._inner:
+            for worker, some in self._workers(messages):
+                worker.ack(*some)
+            return
         for message in messages:
             self._held.discard(message.offset)
             self._acked.append(message.offset)
         self._schedule()
 
     def ack_through(self, message: StreamMessage) -> None:
-        """Acknowledge this message and everything delivered to this worker before it."""
+        """Acknowledge this message and everything delivered to this worker before it, in its partition."""
+        if self._inner:
+            for worker, (one,) in self._workers((message,)):
+                worker.ack_through(one)
+            return
         self._acked_through = max(self._acked_through, message.offset)
         self._held = {offset for offset in self._held if offset > message.offset}
         self._schedule()
@@ -283,6 +415,10 @@ class Consumer:
             raise StreamError(
                 self.stream, f"delay: {delay} s is out of range; use 0 to 2592000 s (30 days)"
             )
+        if self._inner:
+            for worker, some in self._workers(messages):
+                worker.nack(*some, delay=delay, reason=reason)
+            return
         for message in messages:
             self._held.discard(message.offset)
             self._nacked.setdefault((round(delay * 1e6), reason[:1024]), []).append(message.offset)
@@ -290,11 +426,23 @@ class Consumer:
 
     def touch(self, *messages: StreamMessage) -> None:
         """Restart the ack timeout of messages that are still being worked on."""
+        if self._inner:
+            for worker, some in self._workers(messages):
+                worker.touch(*some)
+            return
         self._touched += [message.offset for message in messages]
         self._schedule()
 
     async def flush(self) -> None:
         """Wait until the store has every ack, nack and touch. Raises StreamError if it could not be reached."""
+        if self._inner:
+            done = await asyncio.gather(
+                *(worker.flush() for worker in self._inner.values()), return_exceptions=True
+            )
+            for error in done:
+                if error is not None:
+                    raise error
+            return
         if self._acked or self._nacked or self._touched or self._acked_through >= 0:
             self._schedule()
         await self._wait_settled()
@@ -339,14 +487,16 @@ class Consumer:
                 self._nacked[delay_us, reason] = rest
         through, self._acked_through = self._acked_through, -1
         unseen: list[Range] = []
+        progress, self._progress = self._progress, False
+        waits = [message.offset for message in (*self._ready, *self._also)]
         if leaving:
-            unseen, _ = _ranges(message.offset for message in self._ready)
-        elif self._ready and (done or failed or through >= 0):
+            unseen, _ = _ranges(waits)
+        elif waits and (done or failed or through >= 0 or progress):
             # The loop makes progress: what waits for it here must not time out meanwhile.
             now_s = time.monotonic()
             if now_s - self._renewed_s >= self._lease_us / 4e6:
                 self._renewed_s = now_s
-                waiting, _ = _ranges(message.offset for message in self._ready)
+                waiting, _ = _ranges(waits)
                 held = [*held, *waiting][:MAX_RANGES]
         if not (done or held or failed or leaving or had or through >= 0):
             return None
@@ -379,6 +529,11 @@ class Consumer:
         if self._closed:
             return
         self._closed = True
+        if self._parts is not None:
+            await self._parts.close()
+            await asyncio.gather(*(worker.close() for worker in self._inner.values()))
+            self._ready.clear()
+            return
         self._cancel_confirm()
         task, self._batch_task = self._batch_task, None
         if task is not None:
@@ -406,6 +561,13 @@ class Consumer:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+
+def _passing(error: Exception) -> bool:
+    """Return whether a worker goes on with the other partitions after this error of one."""
+    return isinstance(error, StreamUnavailable | RequestError) or (
+        isinstance(error, StreamError) and error.passing
+    )
 
 
 def _retrieve_error(task: asyncio.Task[list[StreamMessage]]) -> None:

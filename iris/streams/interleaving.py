@@ -70,6 +70,8 @@ class Interleaved(Generic[T]):
                 if not task.done():
                     continue
                 del self._tasks[partition]
+                if task.cancelled():
+                    continue
                 try:
                     batch = task.result()
                 except StopAsyncIteration:
@@ -102,6 +104,12 @@ class Interleaved(Generic[T]):
         """Ask for the next batch of a partition whose last one was taken."""
         if partition not in self._tasks:
             self._start(partition, 0.0)
+
+    def stop(self) -> None:
+        """End: `next` raises StopAsyncIteration."""
+        self._look = None
+        for task in self._tasks.values():
+            task.cancel()
 
     async def close(self) -> None:
         """Stop all tasks."""

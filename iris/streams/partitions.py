@@ -106,11 +106,13 @@ class Layout(Struct, frozen=True):
 
 
 def layout_of(stores: Stores, name: str, stream: VerifiedStream) -> Layout:
-    """Return the partitions that a stream's definition names.
+    """Return the partitions that a stream's definition names. Dead letters are one log.
 
     Raises StreamError if partitions were added under a key that is not in this keyring, so that some are unknown.
     """
     order, keyring = stream.order, stores.runtime.keyring
+    if stream.dead:
+        return Layout(name, (stream.described.uuid.hex(),), None)
     key = None
     for signed in stream.described.orders:
         found = keyring.by_id(public_id(signed.public_key))
@@ -389,7 +391,7 @@ async def redefine_all(
     if left:
         first = next(iter(left.values()))
         raise StreamError(
-            name, f"it is changed, except for {_numbered(left)}; repeat the change when the store is back ({first})"
+            name, f"it is changed, except for {numbered(left)}; repeat the change when the store is back ({first})"
         ) from first  # fmt: skip
     return info
 
@@ -420,7 +422,7 @@ async def delete_stream(stores: Stores, name: str, uuid: str, timeout: float) ->
             "iris stream delete {} --uuid {} --yes".format(*layout.log(number)) for number in left
         )
         raise StreamError(
-            name, f"it is deleted, except for {_numbered(left)}; when the store is back, run: {commands} ({first})"
+            name, f"it is deleted, except for {numbered(left)}; when the store is back, run: {commands} ({first})"
         ) from first  # fmt: skip
 
 
@@ -448,6 +450,7 @@ def _failed(
     return found
 
 
-def _numbered(numbers: Iterable[int]) -> str:
+def numbered(numbers: Iterable[int]) -> str:
+    """Return partitions as people name them: "partitions 1 and 3"."""
     words = [str(number) for number in numbers]
     return f"partition{'s' if len(words) > 1 else ''} {listed(words)}"

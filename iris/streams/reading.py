@@ -188,19 +188,17 @@ class Reader:
         layout = layout_of(self._stores, self.name, stream)
         if self._partition is not None:
             if self._partition:
-                check_alive(self.name, stream)
                 self.name, self._uuid = layout.log(self._partition)
                 stream = await self._stores.describe(
                     self.name, self._uuid, timeout=self._patience, patience=self._patience
                 )
             self._number, self._partition = self._partition, None
-        elif len(layout) > 1:
+        else:
             check_alive(self.name, stream)
-            self._read_all(layout)
-            return
-        start = self._start
-        if isinstance(start, Mapping):
-            start = start.get(self._number, "first")
+            if len(layout) > 1:
+                self._read_all(layout)
+                return
+        start = start_of(self._start, self._number)
         at = await offset_in(self._stores, self.name, stream, start, patience=self._patience)
         # From now on read only this log, even if its name is given to another.
         self._uuid = self._uuid or stream.described.uuid.hex()
@@ -214,14 +212,9 @@ class Reader:
 
     def _read_all(self, layout: Layout) -> None:
         """Read all partitions, each with a reader of its own."""
-        start = self._start
-        if isinstance(start, int):
-            raise StreamError(
-                self.name,
-                f"it has {len(layout)} partitions, each with its own offsets; pass partition=, or start={{0: {start}, …}}",
-            )
+        check_start(self.name, len(layout), self._start)
         for number in range(len(layout)):
-            self._add(layout, number, start)
+            self._add(layout, number, self._start)
 
         async def look() -> int:
             now = await find_layout(self._stores, self.name, layout.uuids[0], timeout=LOOK_S)
@@ -234,8 +227,6 @@ class Reader:
         )  # fmt: skip
 
     def _add(self, layout: Layout, number: int, start: Start) -> None:
-        if isinstance(start, Mapping):
-            start = start.get(number, "first")
         name, uuid = layout.log(number)
         self._inner[number] = Reader(
             self._stores, name, start, follow=self._follow, uuid=uuid, batch_bytes=max(MIN_BYTES, self._batch_bytes // len(layout)),
@@ -366,9 +357,23 @@ class Reader:
             self._on_gap(gap)
 
 
+def start_of(start: Start, partition: int) -> Start:
+    """Return where a partition is started: `start`, or what it maps the partition to."""
+    return start.get(partition, "first") if isinstance(start, Mapping) else start
+
+
+def check_start(name: str, partitions: int, start: Start) -> None:
+    """Raise StreamError if `start` is an offset, which means nothing in a stream with several partitions."""
+    if isinstance(start, int):
+        raise StreamError(
+            name,
+            f"it has {partitions} partitions, each with its own offsets; name a partition, or use start={{0: {start}, …}}",
+        )
+
+
 def check_alive(name: str, stream: VerifiedStream) -> None:
     """Raise StreamError for the dead letters of a stream with several partitions, each of which has its own."""
-    if stream.dead:
+    if stream.dead and stream.order.definition.partitions:
         raise StreamError(
             name,
             f"each partition has its own dead letters: read one of them, such as {partition_name(stream.order.definition.name, 1) + DEAD!r}, "

@@ -66,6 +66,18 @@ async def two_stores(directory: Path) -> AsyncIterator[Any]:
             await second.stop()
 
 
+async def created(client: iris.Client, second: Store) -> str:
+    """Create a stream whose partition 0 is at the first store and partition 1 at the second; return its name."""
+    for number in range(20):
+        name = f"orders{number}"
+        await client.streams.create(name, partitions=2)
+        infos = await client.streams.partitions(name)
+        if [info.store == second.id for info in infos] == [False, True]:
+            return name
+        await client.streams.delete(name)
+    raise AssertionError("placement depends on the stream's name")
+
+
 async def whole(
     client: iris.Client, name: str = "orders", start: Any = "first", **options: Any
 ) -> list[Any]:

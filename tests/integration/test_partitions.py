@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from integration.stores import two_stores, whole
+from integration.stores import created, two_stores, whole
 from msgspec import structs
 
 from iris.core.channels import StoreChannel
@@ -34,18 +34,6 @@ async def pair(tmp_path: Path) -> AsyncIterator[Any]:
     """A cluster, two clients, and the second of two stores."""
     async with two_stores(tmp_path) as made:
         yield made
-
-
-async def created(client: Any, second: Any) -> str:
-    """Create a stream whose partition 0 is at the first store and partition 1 at the second; return its name."""
-    for number in range(20):
-        name = f"orders{number}"
-        await client.streams.create(name, partitions=2)
-        infos = await client.streams.partitions(name)
-        if [info.store == second.id for info in infos] == [False, True]:
-            return name
-        await client.streams.delete(name)
-    raise AssertionError("placement depends on the stream's name")
 
 
 async def test_partitions_are_spread_over_the_stores_and_hold_each_message_once(pair: Any) -> None:

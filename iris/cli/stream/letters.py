@@ -37,7 +37,7 @@ def dead(
     """Show the dead letters of a stream: messages that a consumer gave up.
 
     `offset` is that of the message in the stream, as `iris stream redrive`
-    takes it. The letters stay. With --json, `offset` is that of the letter in
+    takes it, after the partition if that is not 0. The letters stay. With --json, `offset` is that of the letter in
     the stream NAME.dead, and `dead.offset` that of the message.
 
     \b
@@ -73,6 +73,7 @@ def redrive(
     limit: Annotated[
         int | None, typer.Option("--limit", metavar="N", min=1, help="At most N dead letters, the oldest first.", show_default=False)
     ] = None,
+    partition: texts.Partition = None,
     uuid: texts.Uuid = "",
     timeout: options.Timeout = 30.0,
     json: options.AsJson = False,
@@ -96,8 +97,8 @@ def redrive(
     async def work() -> int:
         async with iris.connect(relay) as client:
             done = await client.streams.redrive(
-                name, consumer, offset=offsets or None, limit=limit, uuid=uuid, timeout=timeout
-            )
+                name, consumer, offset=offsets or None, limit=limit, partition=partition, uuid=uuid, timeout=timeout
+            )  # fmt: skip
         if json:
             output.write_json(done)
         else:
@@ -123,5 +124,6 @@ def _row(letter: StreamMessage) -> tuple[str, ...]:
     if len(payload) > SHOWN:
         payload = payload[: SHOWN - 1] + "…"
     unreadable = (letter.headers or {}).get("unreadable", "") if not letter.payload else ""
-    words = (str(dead.offset), dead.consumer, str(dead.deliveries), dead.reason, unreadable or payload)  # fmt: skip
+    offset = f"{letter.partition}/{dead.offset}" if letter.partition else str(dead.offset)
+    words = (offset, dead.consumer, str(dead.deliveries), dead.reason, unreadable or payload)  # fmt: skip
     return tuple(map(printable, words))

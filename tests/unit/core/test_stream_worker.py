@@ -6,6 +6,7 @@ import weakref
 from typing import Any
 
 from iris.core.bundle import encode_bundle
+from iris.crypto.keyring import Keyring
 from iris.crypto.keys import ClusterKey
 from iris.crypto.sframe import Sealer
 from iris.errors import RequestTimeout
@@ -29,11 +30,15 @@ class Stores:
         self.answers = list(answers)
         self.calls: list[Consume] = []
         self.runtime: Any = self
+        self.keyring = Keyring({})
         self.openers: weakref.WeakSet[KeyUser] = weakref.WeakSet()
         self.address, self.key = "", KEY
 
     def find_key(self, key_id: bytes) -> ClusterKey | None:
         return KEY if key_id == KEY.key_id else None
+
+    def expect(self, name: str, uuid: str) -> None:
+        """See `iris.streams.stores.Stores`."""
 
     async def describe(self, name: str, uuid: str, **_: Any) -> VerifiedStream:
         order = Order(KEEP, LOG, bytes(32), KEY.key_id, 0, STREAM)
