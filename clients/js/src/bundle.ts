@@ -21,8 +21,8 @@ export type Headers = Readonly<Record<string, string>>;
 export interface Entry {
   readonly payload: Bytes;
   readonly headers: Headers | null;
-  /** The key that the message was appended to a stream with; "" for none. */
-  readonly key: string;
+  /** The key that the message was appended to a stream with; empty for none. */
+  readonly key: Bytes;
 }
 
 export interface Bundle {
@@ -36,7 +36,7 @@ export interface Outgoing {
   readonly payload: Bytes;
   /** As `encodeHeaders` returns it: empty for none. */
   readonly headers?: Bytes;
-  readonly key?: string;
+  readonly key?: Bytes;
 }
 
 /** Return headers as the column holds them: empty for none. */
@@ -47,9 +47,9 @@ export function encodeHeaders(headers: Headers | null | undefined): Bytes {
 export function encodeBundle(messages: readonly Outgoing[], packed: boolean, method = ""): Bytes {
   let flags = packed ? PACKED : 0;
   const columns = [messages.map((message) => message.payload)];
-  if (messages.some((message) => message.key)) {
+  if (messages.some((message) => message.key?.length)) {
     flags |= KEYS;
-    columns.push(messages.map((message) => (message.key ? utf8(message.key) : EMPTY)));
+    columns.push(messages.map((message) => message.key ?? EMPTY));
   }
   if (messages.some((message) => message.headers?.length)) {
     flags |= HEADERS;
@@ -106,7 +106,7 @@ function read(plain: Bytes, count: number, mayName: boolean): Bundle {
   if (flags & METHOD && (count !== 1 || !/^[A-Za-z][A-Za-z0-9_.-]{0,63}$/.test(text(method)))) throw new OpenError();
   return {
     entries: payloads.map((payload, i) => ({
-      payload, headers: headers ? decodeHeaders(headers[i]!) : null, key: keys ? text(keys[i]!) : "",
+      payload, headers: headers ? decodeHeaders(headers[i]!) : null, key: keys ? keys[i]! : EMPTY,
     })),
     packed: (flags & PACKED) !== 0,
     method: text(method),

@@ -4,7 +4,7 @@ import { type Bytes } from "./bytes.ts";
 import type { Headers } from "./bundle.ts";
 import { Calls, isStale } from "./calls.ts";
 import { Casts } from "./casts.ts";
-import { Closed, ConfigError, ConnectionLost, IrisError, NoMembers, Overloaded, RelayError, RelayUnavailable, RequestError, RequestTimeout } from "./errors.ts";
+import { Closed, ConfigError, ConnectionLost, IrisError, LocalProtocolError, NoMembers, Overloaded, RelayError, RelayUnavailable, RequestError, RequestTimeout } from "./errors.ts";
 import { Kind, type Fields } from "./frames.ts";
 import { Guard } from "./guard.ts";
 import { Keyring, type ClusterKey, type KeyringEntries } from "./keys.ts";
@@ -14,7 +14,7 @@ import { notify } from "./notify.ts";
 import { Binding, type Service } from "./service.ts";
 import { Serving } from "./serving.ts";
 import { greet, type Address, type Connected, type Session } from "./session.ts";
-import { checkUrl, Hopeless, openSocket } from "./socket.ts";
+import { checkUrl, openSocket } from "./socket.ts";
 import { StoreCalls } from "./stores.ts";
 import { Streams } from "./streams.ts";
 import { Subscription, Subscriptions, type SubscribeOptions } from "./subscriptions.ts";
@@ -181,15 +181,14 @@ export class Client implements AsyncDisposable {
         connected();
         await this.#adopt(parts);
         const hopeless = await new Promise<boolean>((resolve) => {
-          parts.session.onEnd((error) => resolve(error instanceof Hopeless));
+          parts.session.onEnd((error) => resolve(isHopeless(error)));
           void this.#drained(parts).then(() => resolve(false));
         });
         if (hopeless) throw parts.session.ended!;
         if (performance.now() - began > delay) delay = reconnectMinMs;
       } catch (error) {
         if (this.#closed) return;
-        const hopeless = error instanceof Hopeless || error instanceof ConfigError;
-        if (hopeless || (!this.#wasConnected && began >= untilMs)) {
+        if (isHopeless(error) || (!this.#wasConnected && began >= untilMs)) {
           this.#give(error instanceof IrisError ? error : new RelayUnavailable(String(error)));
           failed(error);
           return;
@@ -564,6 +563,11 @@ export class Client implements AsyncDisposable {
     const key: ClusterKey = this.keyring.clusterKeys(name)[0]!;
     return { kind, name, key, site, member };
   }
+}
+
+/** Whether another attempt would end as this one did: our settings are wrong, or we break a rule of the protocol. */
+function isHopeless(error: unknown): boolean {
+  return error instanceof LocalProtocolError || error instanceof ConfigError;
 }
 
 function checkTimeout(timeoutMs: number): number {

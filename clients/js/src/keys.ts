@@ -65,8 +65,8 @@ export class ClusterKey {
   }
 
   /** The hash of a record's key in the stream `uuid` (§19.4). */
-  keyHash(uuid: Bytes, key: string): Promise<Bytes> {
-    return hmac("SHA-256", this.keyHashKey, concat(uuid, utf8(key)));
+  keyHash(uuid: Bytes, key: Bytes): Promise<Bytes> {
+    return hmac("SHA-256", this.keyHashKey, concat(uuid, key));
   }
 
   /** Without secrets. */

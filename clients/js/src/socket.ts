@@ -9,9 +9,6 @@ const CONNECT_MS = 10_000;
 /** Close codes after which the same client need not try again. */
 const HOPELESS: ReadonlySet<number> = new Set([1002, 1003, 1009, 4000]);
 
-/** The relay closed the connection in a way that connecting again does not change. */
-export class Hopeless extends LocalProtocolError {}
-
 export function checkUrl(url: string): void {
   if (!/^wss?:\/\/./.test(url)) throw new ConfigError(`a relay is named ws://host:port or wss://host:port, not '${url}'`);
 }
@@ -72,6 +69,6 @@ function listen(socket: WebSocket, receive: (bytes: Bytes) => void, closed: (err
   };
   socket.onclose = ({ code, reason }) => {
     const text = `the relay closed the connection (${code}${reason && `: ${reason}`})`;
-    closed(HOPELESS.has(code) ? new Hopeless(text) : new IrisError(text));
+    closed(HOPELESS.has(code) ? new LocalProtocolError(text) : new IrisError(text));
   };
 }

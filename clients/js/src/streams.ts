@@ -8,7 +8,7 @@ import {
   ConfigError, ConnectionLost, MessageTooLarge, NoStream, OffsetConflict, OpenError, StreamDamaged, StreamError,
   StreamUnavailable,
 } from "./errors.ts";
-import { encodeEnd, Kind, type Fields, type Int } from "./frames.ts";
+import { encodeEnd, Kind, lenientText, type Fields, type Int } from "./frames.ts";
 import type { Keyring } from "./keys.ts";
 import { encodePayload, Message } from "./messages.ts";
 import { checkName, matches } from "./names.ts";
@@ -30,18 +30,23 @@ const HOLES: Readonly<Record<number, string>> = {
 /** A message of a stream. */
 export class StreamMessage extends Message {
   readonly offset: number;
-  /** The key that it was appended with; "" for none. */
-  readonly key: string;
+  /** The key that it was appended with; empty for none. */
+  readonly keyBytes: Bytes;
   /** When the store stored it, in ms since 1970. */
   readonly storedMs: number;
   readonly tombstone: boolean;
 
-  constructor(message: Message, offset: number, key: string, storedMs: number, tombstone: boolean) {
+  constructor(message: Message, offset: number, key: Bytes, storedMs: number, tombstone: boolean) {
     super(message.payload, message.name, message.headers, message.packed, message.source);
     this.offset = offset;
-    this.key = key;
+    this.keyBytes = key;
     this.storedMs = storedMs;
     this.tombstone = tombstone;
+  }
+
+  /** The key as text; "" for none. */
+  get key(): string {
+    return lenientText(this.keyBytes);
   }
 }
 
@@ -67,7 +72,7 @@ export interface ReadOptions {
 }
 
 export interface AppendOptions {
-  readonly key?: string;
+  readonly key?: string | Uint8Array;
   readonly headers?: Headers;
   /** Time to live. */
   readonly ttlMs?: number;
@@ -266,8 +271,8 @@ export class Streams {
   append(name: string, payload: unknown, options: AppendOptions = {}): Promise<number> {
     checkName(name, "stream");
     this.#keyring.clusterKeys(name);
-    const { timeoutMs = TIMEOUT_MS, uuid = "", key = "", tombstone = false } = options;
-    if (tombstone && !key) throw new ConfigError("a tombstone requires a key");
+    const { timeoutMs = TIMEOUT_MS, uuid = "", tombstone = false } = options;
+    if (tombstone && !bytesOf(options.key).length) throw new ConfigError("a tombstone requires a key");
     const encoded = encodePayload(payload);
     if (encodeHeaders(options.headers).length > MAX_HEADERS) throw new ConfigError(`the headers are over the limit of ${MAX_HEADERS} bytes`);
     const id = `${name}\0${uuid}`;
@@ -336,21 +341,27 @@ export class Streams {
     const sealer = session.sealer(key);
     const sent = wallUs();
     const records = await Promise.all(batch.map(async ({ payload, packed, options }, i) => {
-      const { key: recordKey = "", headers, ttlMs = 0, expect, tombstone = false } = options;
+      const { headers, ttlMs = 0, expect, tombstone = false } = options;
       if (payload.length > session.messageLimit) {
         throw new MessageTooLarge(`${payload.length} bytes are over the limit of ${session.messageLimit}`);
       }
+      const recordKey = bytesOf(options.key);
       const end = encodeEnd(sent, 0, 1, producer.sequence + i);
       const meta = metadata(Kind.STREAM, utf8(definition.name), key.id, sealer.senderId, end);
       const plain = encodeBundle([{ payload, headers: encodeHeaders(headers), key: recordKey }], packed);
       return [
         producer.sequence + i, end, await sealer.seal(meta, plain).body,
-        recordKey ? await key.keyHash(definition.hashUuid, recordKey) : EMPTY, tombstone,
+        recordKey.length ? await key.keyHash(definition.hashUuid, recordKey) : EMPTY, tombstone,
         ttlMs ? sent + Math.floor(1000 * ttlMs) : 0, 0, expect ?? null, EMPTY,
       ];
     }));
     return { op: "append", sender_id: sealer.senderId, records, producer: producer.id, epoch: producer.epoch };
   }
+}
+
+function bytesOf(key: string | Uint8Array | undefined): Bytes {
+  if (key === undefined) return EMPTY;
+  return typeof key === "string" ? utf8(key) : new Uint8Array(key);
 }
 
 function takeBatch(queue: Appending[]): Appending[] {

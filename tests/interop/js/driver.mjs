@@ -45,3 +45,4 @@ async function run({ id, state, code, args }) {
 }
 
 for await (const line of createInterface({ input: process.stdin })) void run(JSON.parse(line));
+process.exit(0);

@@ -54,6 +54,7 @@ class Node:
     def ask(self, state: str, code: str, args: dict[str, Any]) -> Future[Any]:
         self._number += 1
         answer: Future[Any] = Future()
+        answer.set_running_or_notify_cancel()  # a test that gives up does not stop what runs
         self._answers[self._number] = answer
         asked = {"id": self._number, "state": state, "code": code, "args": args}
         assert self._process.stdin is not None
