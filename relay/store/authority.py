@@ -3,6 +3,7 @@ writes and serves.
 
     create    every order is signed by the key that it names, has revision 0, and is fresh
     change    every order has the next revision, is fresh, and is signed by a key of the stream, or countersigned by one
+    join      as change, and every key of the stream signs; the orders name the bucket's stores instead of this one
     end       every order has the next revision, is fresh, and is signed by a key of the stream
     start     the signatures, and how each key joined the stream; not the time, so that stored orders stay valid
 
@@ -13,6 +14,7 @@ changes one is refused.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from msgspec import Struct, structs
 
@@ -33,6 +35,7 @@ from iris.wire.orders import (
 from relay.store.errors import Refuse
 
 _Signed = dict[bytes, tuple[Order, SignedOrder]]
+_ELSEWHERE: Final = "a stream in a bucket cannot go back to the disk of one store; copy it to another stream with `iris stream mirror`"
 
 
 class DefinitionFile(Struct, frozen=True):
@@ -97,6 +100,7 @@ class Authority:
     def __init__(self, store: bytes, group: bytes = b"") -> None:
         """`group` is the public key of the stores that share this one's bucket."""
         self._stores = {store, group} - {b""}
+        self._group = group
 
     def create(self, orders: _Signed, now_us: int) -> Charter:
         """Return the charter of a new stream, from orders that `read` and `one_definition` have accepted."""
@@ -123,7 +127,7 @@ class Authority:
         for key_id, (order, one) in orders.items():
             _check_revised(order)
             if order.store != charter.store:
-                raise Refuse("order", "the order is for another store")
+                raise Refuse("order", _ELSEWHERE if charter.store == self._group else "the order is for another store")  # fmt: skip
             if key_id not in charter.orders:
                 _check_countersigned(key_id, one, charter.orders)
                 admitted[key_id] = one
@@ -131,6 +135,32 @@ class Authority:
             _check_fresh(order, now_us)
         _check_fixed_fields(charter, definition)
         return Charter({**charter.orders, **orders}, charter.roots, admitted)
+
+    def is_join(self, charter: Charter, signed: Sequence[SignedOrder], uuid: bytes) -> bool:
+        """Return whether the orders bring a stream of this store's disk into its bucket."""
+        orders = self.read(signed, uuid)
+        return charter.store != self._group and any(order.store == self._group for order, _ in orders.values())  # fmt: skip
+
+    def join(
+        self, charter: Charter, signed: Sequence[SignedOrder], uuid: bytes, now_us: int
+    ) -> Charter:
+        """Return the charter of a stream that joins the bucket. Whoever has the bucket's key trusts it as it is."""
+        orders = self.read(signed, uuid)
+        definition = one_definition(orders)
+        for key_id, (order, one) in orders.items():
+            _check_revised(order)
+            if key_id not in charter.orders:
+                _check_countersigned(key_id, one, charter.orders)
+            _check_step(charter, order)
+            _check_fresh(order, now_us)
+        _check_fixed_fields(charter, definition)
+        if missing := [key_id.hex()[:8] for key_id in charter.orders if key_id not in orders]:
+            raise Refuse(
+                "order",
+                f"a stream joins a bucket by orders of all its keys, and {', '.join(missing)} did not sign; use a keyring "
+                "that has all keys of the stream",
+            )
+        return Charter(orders, tuple(orders))
 
     def end(
         self, charter: Charter, signed: Sequence[SignedOrder], uuid: bytes, now_us: int

@@ -16,8 +16,8 @@ from iris.wire.kinds import NO_KEY
 from iris.wire.orders import END, ORDER_VERSION, SignedOrder, decode_order
 from iris.wire.streams import dead_uuid
 from relay.logs import Quiet
-from relay.store import moving
-from relay.store.authority import is_promotion, one_definition
+from relay.store import joining, moving
+from relay.store.authority import Charter, is_promotion, one_definition
 from relay.store.catalogue import Catalogue, encode_definition_file
 from relay.store.channels import UNSEALED, UPGRADE, Channels
 from relay.store.consumer_calls import ConsumerCalls, ConsumerRefused
@@ -31,6 +31,7 @@ from relay.store.errors import (
     Refuse,
 )
 from relay.store.forcing import Forced
+from relay.store.registration import Done
 from relay.store.salvage import ORDERS
 from relay.store.session import IncomingCall
 from relay.store.staged_rows import StagingRefused
@@ -174,8 +175,8 @@ class Calls:
 
     def _key_of(self, uuid: bytes) -> StoreKey:
         """Return the key of the store that the orders of a log name."""
-        stream, shelf = self._catalogue.streams.get(uuid), self._catalogue.shelf
-        return self._key if stream is None or stream.replica is None or shelf is None else shelf.key
+        stream = self._catalogue.streams.get(uuid)
+        return self._key if stream is None else self._registration.key_of(stream)
 
     def _addressed_log(self, incoming: IncomingCall) -> tuple[bytes, list[SignedOrder]]:
         """Return the uuid of the log that a frame is addressed to, and its order under the frame's key.
@@ -300,27 +301,37 @@ class Calls:
                 "invalid",
                 stream.failed or "dead letters cannot be changed on their own; change their stream",
             )
+        joining.check_decided(incoming, stream)
+        if self._authority.is_join(stream.charter, call.orders, stream.uuid):
+            joining.join(
+                self._catalogue, incoming, stream, call.orders, self._put_in_force, self._order_answered
+            )  # fmt: skip
+            return
         charter = self._authority.change(
             stream.charter, call.orders, stream.uuid, self._clock.wall_us
         )
         if charter is stream.charter:
             self._describe(incoming, stream)  # a retry
             return
-        old, definition = stream.definition, charter.definition
-        promoted = is_promotion(old, definition)
-        self._catalogue.check_keys(definition, set(charter.orders))
-        if definition.partitions and not old.partitions:
-            self.channels.close_all(stream.uuid)  # callers of an earlier version must not go on
+        self._catalogue.check_keys(charter.definition, set(charter.orders))
         stream.commit(self._clock.wall_us)
         stored = encode_definition_file(charter.definition_file)
         stream.log.define(stored)
         write_beside(stream.path + ORDERS, stored)
+        self._put_in_force(stream, charter, partial(self._order_answered, incoming, stream))
+
+    def _put_in_force(self, stream: Stream, charter: Charter, then: Done) -> None:
+        """Put a charter in force that is in the stream's log; then call `then`."""
+        old, definition = stream.definition, charter.definition
+        promoted = is_promotion(old, definition)
+        if definition.partitions and not old.partitions:
+            self.channels.close_all(stream.uuid)  # callers of an earlier version must not go on
         same_paused = definition.paused == old.paused
         if charter.orders.keys() == stream.orders.keys() and same_paused and not promoted:
             stream.charter = charter
             stream.redefine()
             self._catalogue.add_addresses(stream)
-            self._describe(incoming, stream)
+            then("")
             if old.consuming_paused and not definition.consuming_paused:
                 stream.wake(self._clock.wall_us)
             return
@@ -340,7 +351,7 @@ class Calls:
             stream.recorder.add_gap(None, "it was paused")
             self._touch(stream)
         self._catalogue.add_addresses(stream)
-        self._catalogue.serve(stream, partial(self._order_answered, incoming, stream))
+        self._catalogue.serve(stream, then)
 
     def _on_delete(self, incoming: IncomingCall, call: streams.Delete) -> None:
         if self._was_deleted(incoming, call):
@@ -351,6 +362,7 @@ class Calls:
             raise Refuse(
                 "invalid", "dead letters cannot be deleted on their own; delete their stream"
             )
+        joining.check_decided(incoming, stream)
         self._authority.end(stream.charter, call.orders, stream.uuid, self._clock.wall_us)
         self._catalogue.end(stream)
         incoming.answer(streams.Settled())

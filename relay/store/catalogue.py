@@ -9,10 +9,10 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 import msgspec
 from msgspec import structs
@@ -25,7 +25,7 @@ from iris.wire.kinds import Kind
 from iris.wire.names import plural
 from iris.wire.orders import DEAD, Definition
 from iris.wire.streams import dead_uuid
-from relay.store import displacing
+from relay.store import displacing, join_notes
 from relay.store.authority import NO_CHARTER, Authority, Charter, DefinitionFile
 from relay.store.bucket.replica import Replica, forget
 from relay.store.bucket.sealing import Forced
@@ -35,6 +35,7 @@ from relay.store.cursor import Dead
 from relay.store.database import write_beside
 from relay.store.ended import SUFFIX, Ended
 from relay.store.errors import LogError, LogWriteFailed, Refuse
+from relay.store.join_notes import Note
 from relay.store.log import Log
 from relay.store.registration import Done, Registration, log_refusal
 from relay.store.salvage import ORDERS, finish
@@ -51,6 +52,13 @@ MAX_MOVED: Final = 4096
 """Addresses that are remembered: two for each key of a stream that left, and two for its dead letters."""
 encode_definition_file: Final = msgspec.msgpack.Encoder().encode
 _decode_definition_file: Final = msgspec.msgpack.Decoder(DefinitionFile).decode
+
+
+class Joins(Protocol):
+    """A stream that is to join the bucket."""
+
+    replicas: Mapping[bytes, Replica]
+    """Uuid of a log -> what copies it, from the switch to the decision."""
 
 
 class Catalogue:
@@ -71,6 +79,10 @@ class Catalogue:
         """(name or uuid, key id) -> stream."""
         self.moved: dict[tuple[str, bytes], None] = {}
         """Addresses of streams that another store of the bucket has taken over: a call may still be on its way here."""
+        self.joins: dict[bytes, Joins] = {}
+        """Streams that are to join the bucket."""
+        self.undecided: dict[bytes, Note] = {}
+        """Streams of which only the bucket knows whether they have joined. They are not served until it was asked."""
         self.version = 0
         """Changes whenever the set of streams or what they record changes."""
         self.authority = authority
@@ -84,9 +96,59 @@ class Catalogue:
         for ended in self.ended.uuids:
             for uuid in (ended, dead_uuid(ended)):
                 self._destroy(str(self.directory / uuid.hex()))
+        self._find_joined()
+        held_back = {one for uuid in self.undecided for one in (uuid, dead_uuid(uuid))}
         for path in sorted(self.directory.iterdir()):
             if _UUID.fullmatch(path.name) and path.is_dir():
-                self._load(path, bytes.fromhex(path.name))
+                uuid = bytes.fromhex(path.name)
+                if uuid not in held_back:
+                    self._load(path, uuid)
+
+    def _find_joined(self) -> None:
+        """Move the logs of streams that have joined the bucket to the others there, and note those that may have.
+
+        Raises ConfigError, OSError.
+        """
+        for uuid, note in join_notes.find(self.directory).items():
+            if self.shelf is not None and note.joined:
+                self.shelf.make_directory()
+                join_notes.move_logs(uuid, self.directory, self.shelf.directory)
+                continue
+            self.undecided[uuid] = note
+            reason = "the store has no bucket now"
+            if self.shelf is not None:
+                self.shelf.undecided[uuid] = note.token
+                reason = "the store ended before that was known"
+            fields = {"path": str(self.directory / uuid.hex()), "reason": reason}
+            log.warning("store.join_undecided", extra={"fields": fields})
+
+    def drop_joined(self, uuid: bytes) -> None:
+        """Delete the logs of a stream that has joined the bucket, which has all of it."""
+        self.undecided.pop(uuid, None)
+        for one in (dead_uuid(uuid), uuid):
+            self._destroy(str(self.directory / one.hex()))
+
+    def open_stayed(self, uuid: bytes) -> list[Stream]:
+        """Open a stream that did not join the bucket, and its dead letters. One that cannot be opened is logged."""
+        note = self.undecided.pop(uuid)
+        path = str(self.directory / uuid.hex())
+        try:
+            with Log.open(path) as opened:
+                if opened.definition != note.before:
+                    opened.define(note.before)
+            join_notes.remove(path)
+        except LogError as err:  # the next start asks again
+            log.error(
+                "store.stream_quarantined", extra={"fields": {"path": path, "error": str(err)}}
+            )
+            return []
+        there = [one for one in (uuid, dead_uuid(uuid)) if (self.directory / one.hex()).is_dir()]
+        for one in there:
+            self._load(self.directory / one.hex(), one)
+        added = [self.streams[one] for one in there]
+        for stream in added:
+            self.copy(stream)  # before anything is written
+        return added
 
     def make(
         self,
@@ -97,7 +159,7 @@ class Catalogue:
     ) -> Stream:
         """Create a stream on disk, and with `replica` in the bucket. Raises LogError."""
         directory = self.directory
-        if replica is not None and self.shelf is not None:
+        if replica is not None and not replica.joining and self.shelf is not None:
             directory = self.shelf.directory
         path = str(directory / uuid.hex())
         write_beside(path + ORDERS, stored)
@@ -213,7 +275,10 @@ class Catalogue:
         dead_stream = self.streams.get(uuid)
         if dead_stream is None:
             replica = None
-            if stream.replica is not None and self.shelf is not None:
+            joins = self.joins.get(stream.uuid)
+            if stream.joining and joins is not None:
+                replica = joins.replicas[uuid]
+            elif stream.replica is not None and self.shelf is not None:
                 replica = self.shelf.replica_beside(uuid, stream.replica)
             stored = encode_definition_file(DefinitionFile(parent=stream.uuid))
             dead_stream = self.make(uuid, stored, replica=replica)
@@ -246,6 +311,8 @@ class Catalogue:
 
         Idempotent. Raises LogWriteFailed.
         """
+        if entry.lost in self.undecided:
+            displacing.write(str(self.directory / entry.lost.hex()), entry)
         stream = self.streams.get(entry.lost)
         if stream is None or stream.dead or stream.replica is not None or stream.displaced:
             return
@@ -348,6 +415,7 @@ class Catalogue:
                 Log.destroy(path)
             Path(path + ORDERS).unlink(missing_ok=True)
             displacing.remove(path)
+            join_notes.remove(path)
         except (OSError, LogError) as err:
             log.warning("store.files_left", extra={"fields": {"path": path, "error": str(err)}})
 

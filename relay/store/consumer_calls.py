@@ -435,6 +435,11 @@ class ConsumerCalls:
                 self._answered.popitem(last=False)
         return True
 
+    def rest_on(self, replica: Replica | None) -> None:
+        """Deliver what this replica has brought to the bucket; None: what is on the disk."""
+        self.replica = replica
+        self._rests.clear()  # numbers of another journal
+
     def _rests_on(self, consumer: Consumer, taken: Taken) -> int | None:
         """Return the object of the bucket without which these messages may not be delivered; None: the last one.
 

@@ -216,11 +216,13 @@ class Log:
             start = ops[-1].key + b"\0"
             yield ops
 
-    def note_copied(self, row: bytes) -> None:
-        """Note in row `j` up to where its copy has everything that was written. Raises LogWriteFailed."""
+    def note_copied(self, row: bytes, *, sync: bool = False) -> None:
+        """Note in row `j` up to where its copy has everything that was written. With `sync`, return when that and all
+        earlier writes are on disk. Raises LogWriteFailed.
+        """
         batch = Batch(self._database.records_handle)
         batch.put(PLACE_ROW, row)
-        self._database.write(batch, self.next, sync=False)
+        self._database.write(batch, self.next, sync=sync)
 
     def copy_all(self) -> None:
         """Give the copier what a new, empty log has. Raises LogError."""

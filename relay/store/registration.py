@@ -177,8 +177,9 @@ class Registration:
         for key_id, (_, signed) in stream.orders.items():
             if (stream.uuid, key_id) not in self._granted:
                 grant = (stream.uuid, key_id)
-                key = self._key if self.group is None or stream.replica is None else self.group
-                session.grant(key, signed, replies.expect(partial(self._note_granted, grant)))
+                session.grant(
+                    self.key_of(stream), signed, replies.expect(partial(self._note_granted, grant))
+                )
         recording = stream.log is not None and not definition.paused and not stream.displaced
         for held in (stream, dead):
             if held is not None:
@@ -198,6 +199,13 @@ class Registration:
         if definition.topic and recording:
             self._update_subscription(session, definition.topic, all_streams, replies)
         replies.all_sent()
+
+    def key_of(self, stream: Stream) -> StoreKey:
+        """Return the key that the orders of a stream name: the store's own, or that of its bucket's stores."""
+        group = self.group
+        return (
+            group if group is not None and stream.charter.store == group.public_key else self._key
+        )
 
     def _note_missed(self, streams: Sequence[Stream], error: str) -> None:
         """Report that the relay refused the interest of these streams, or had routed messages

@@ -75,6 +75,8 @@ class Store:
             directory / STREAMS, authority, self.registration, self.clock, shelf
         )
         self.catalogue.grown = self._touch
+        if shelf is not None:
+            shelf.on_decided = self._join_decided
         self.streams = self.catalogue.streams
         self._dirty: dict[bytes, Stream] = {}
         self._on_dirty = dirty
@@ -128,13 +130,16 @@ class Store:
         adopted = [
             self.catalogue.adopt(path, uuid, replica) for uuid, (path, replica) in found.items()
         ]
-        for stream in adopted:
+        self._begin(adopted, "the stream was moved" if moved else "the store was not running")
+
+    def _begin(self, added: list[Stream], cause: str) -> None:
+        """Serve streams that were opened while the store runs; they missed something for this cause."""
+        for stream in added:
             if not stream.dead:
-                cause = "the stream was moved" if moved else "the store was not running"
                 self._note_gap(stream, cause)
                 self.catalogue.add_addresses(stream)
         self.commit()
-        for stream in adopted:
+        for stream in added:
             if stream.orders and not stream.dead and self.registration.session is not None:
                 self.catalogue.serve(stream, log_refusal(stream.name))
 
@@ -147,11 +152,18 @@ class Store:
         else:
             self.catalogue.serve(stream, then)
 
+    def _join_decided(self, uuid: bytes, joined: bool) -> None:
+        """It is known whether a stream that was joining the bucket at the last end of this store is there."""
+        if joined:
+            self.catalogue.drop_joined(uuid)
+        elif added := self.catalogue.open_stayed(uuid):
+            self._begin(added, "the store was not running")
+
     def logs_of(self, writer: Writer) -> dict[bytes, Log]:
         """Return the logs of a journal: uuid -> log. Raises LogWriteFailed if one cannot be written now."""
         logs = {}
         for stream in self.streams.values():
-            if stream.replica is not None and stream.replica.writer is writer:
+            if stream.replica is not None and stream.in_bucket and stream.replica.writer is writer:
                 if stream.log is None or stream.log.failed:
                     raise LogWriteFailed(stream.path, stream.failed or "an earlier write failed")
                 logs[stream.uuid] = stream.log
@@ -165,13 +177,15 @@ class Store:
 
     def in_bucket(self) -> list[Stream]:
         """Return the streams that are in the bucket."""
-        return [stream for stream in self.streams.values() if stream.replica is not None]
+        return [stream for stream in self.streams.values() if stream.in_bucket]
 
     def abandon(self, writer: Writer) -> None:
         """Stop serving the streams of a journal that has ended: another store holds them."""
         for stream in list(self.streams.values()):
             replica = stream.replica
-            if replica is not None and replica.writer is writer and not stream.dead:
+            if replica is None or stream.dead or stream.joining:
+                continue
+            if replica.writer is writer:
                 self.catalogue.hand_over(stream, writer.ended)
 
     def close(self) -> None:

@@ -130,7 +130,24 @@ class Stream:
         replica.tail.on_grown = lambda: grown(self)
         if self.log is not None and self.consumer_calls is not None:
             self._copy(self.log, replica)
-            self.consumer_calls.replica = replica
+            self.consumer_calls.rest_on(replica)
+
+    def unreplicate(self) -> None:
+        """The disk alone makes the stream durable again: it did not join the bucket."""
+        self.replica = self.recorder.gate = None
+        if self.log is not None and self.consumer_calls is not None:
+            self.log.copy_to(None)
+            self.consumer_calls.rest_on(None)
+
+    @property
+    def joining(self) -> bool:
+        """Whether it is being decided if the stream, which is on the disk, joins the bucket."""
+        return self.replica is not None and self.replica.joining
+
+    @property
+    def in_bucket(self) -> bool:
+        """Whether the stream is in a bucket, which makes it durable."""
+        return self.replica is not None and not self.replica.joining
 
     def _copy(self, log: Log, replica: Replica) -> None:
         replica.tail.begin(log.next, log.oldest, replica.last)
@@ -146,6 +163,12 @@ class Stream:
         elif self.log is not None:
             self.log.copy_to(None)
 
+    def stop_following(self) -> None:
+        """The copy in the bucket follows no more. Whatever else copies the log goes on."""
+        if self.bucket_copy is not None:
+            self.bucket_copy.closed()
+        self.bucket_copy = None
+
     def opened(self, log: Log) -> None:
         """Use this log, which was opened for the first time or again."""
         self.log = self.recorder.log = log
@@ -156,7 +179,7 @@ class Stream:
         self.consumer_calls = ConsumerCalls(
             log, lambda consumer, dead: self.write_dead_letters(consumer, dead), self._clock
         )
-        self.consumer_calls.replica = self.replica
+        self.consumer_calls.rest_on(self.replica)
         self.stage_calls = StageCalls(log)
         self._apply()
 
@@ -235,7 +258,7 @@ class Stream:
             self.definition, self.uuid, log.epoch if log else 0, [signed for _, signed in self.orders.values()], store, label,
             *numbers, lost=self.recorder.lost, failed=failed[:1024], readable=log is not None,
             source_next=self._source_next, heard_us=self._source_seen_us,
-            holder=holder if self.replica is not None else b"",
+            holder=holder if self.in_bucket else b"",
             copied=None if self.bucket_copy is None else streams.CopyLag(*structs.astuple(self.bucket_copy.lag())),
             moved_bytes=log.size_bytes - log.local_bytes if log else 0,
         )  # fmt: skip
@@ -243,7 +266,7 @@ class Stream:
     @property
     def movable(self) -> bool:
         """Whether old records may be moved to the bucket. Compaction and redriving rewrite records in place."""
-        return self.replica is not None and not self.dead and not self.definition.compact
+        return self.in_bucket and not self.dead and not self.definition.compact
 
     @property
     def complete(self) -> bool:
@@ -321,6 +344,11 @@ class Stream:
             incoming.refuse(
                 "paused",
                 f"the stream is paused; run `iris stream resume {self.name}` to record again",
+            )
+        elif self.replica is not None and self.replica.writer.ended:
+            incoming.gate = None  # it rests on nothing
+            incoming.refuse(
+                "leaving", "the store finds out whether the stream is in the bucket; try again"
             )
         elif self.replica is not None and self.replica.writer.full:
             incoming.refuse(

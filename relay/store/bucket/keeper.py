@@ -23,6 +23,7 @@ from iris.core.backoff import Backoff
 from iris.errors import ConfigError, IrisError
 from relay.store.bucket.checkpointing import Checkpoints
 from relay.store.bucket.history import Registration, registrations, that_hold
+from relay.store.bucket.joining import Joins
 from relay.store.bucket.loading import Loaded, load
 from relay.store.bucket.lookout import FAILOVER_S, UNSEEN_S, Lookout
 from relay.store.bucket.moves import Moves
@@ -120,6 +121,9 @@ class Keeper:
         self._moves = shelf.mover = Moves(
             objects, self._sealer, store, shelf, owner, self._opening, now_us, self._warn
         )
+        self._joins = shelf.joiner = Joins(
+            objects, self._sealer, shelf, now_us, self._warn, owner.flush
+        )
         self._puts = Puts(
             objects, now_us, self._warn, self._landed, self._lost, name="iris-put", check_us=CHECK_US,
             lost_text="another store of the bucket has taken over this store's journal",
@@ -158,6 +162,7 @@ class Keeper:
                 group.create_task(self._again(self._seen.keep), name="iris-bucket-seen")
         finally:
             await self._moves.cancel()
+            await self._joins.cancel()
             await self._puts.cancel()
 
     async def _again(self, work: Callable[[], Awaitable[None]]) -> None:
@@ -216,6 +221,7 @@ class Keeper:
             backoff.succeeded()
             self._own = [writer.journal]
             self._shelf.writer, self._shelf.away = writer, ""
+            self._joins.settle()
             await self._write(writer)
             # Another store holds what this journal had. Begin a new one for what is created now.
             self._shelf.writer, self._shelf.away = None, writer.ended
@@ -346,7 +352,8 @@ class Keeper:
         # A checkpoint covers what names these objects.
         self._shelf.left += [each for each in left.values() if each.objects or each.intended]
         self._checkpoints[writer.journal].paused = lambda: bool(
-            self._moves.is_open(writer.journal) or self._shelf.left
+            any(each.is_open(writer.journal) for each in (self._moves, self._joins))
+            or self._shelf.left
         )
         self._moves.inherit(writer, unsettled)
         fields = {"bucket": self.url, "journal": writer.journal, "streams": len(loaded)}

@@ -58,6 +58,12 @@ class Lineages:
             self._away.discard((journal, uuid))
             ours[uuid] = [Run(journal, at, written=True)]
 
+    def begun(self, journal: str, uuids: Iterable[bytes]) -> None:
+        """A journal has of these streams what is written from now on: what it had of them before is void."""
+        for uuid in uuids:
+            self._away.discard((journal, uuid))
+            self.ended(journal, uuid)
+
     def left(self, journal: str, uuids: Iterable[bytes]) -> None:
         """Streams have left a journal for another one."""
         for uuid in uuids:

@@ -59,13 +59,13 @@ class Place(Struct, frozen=True):
 class Replica:
     """Copies one stream's database to a journal. It is the database's `Copier`."""
 
-    durable = True
-
     def __init__(
         self, uuid: bytes, writer: Writer, now_us: Callable[[], int], reader: Reader | None = None
     ) -> None:
         """`now_us` is a clock that is never set. `reader` reads what was moved to the bucket."""
         self.uuid = uuid
+        self.joining = False
+        """Whether it is not decided yet if the stream, which is on the disk, joins the bucket."""
         self.reader = reader
         self.writer = writer
         self.last = 0
@@ -75,6 +75,11 @@ class Replica:
         self._now_us = now_us
         self._redo: deque[tuple[int, bytes]] = deque()
         self._index = 0
+
+    @property
+    def durable(self) -> bool:
+        """Whether the bucket makes writes durable, so the disk need not."""
+        return not self.joining
 
     @property
     def settled(self) -> bool:
@@ -112,6 +117,8 @@ class Replica:
         raw.put(PLACE_ROW, Place(self.writer.journal, number).pack())
 
     def wrote(self, batch: CopiedBatch, next_offset: int) -> None:
+        if self.joining and self.writer.ended:
+            return  # whether the stream has joined is being found out
         self.last = self.writer.add(Rows(self.uuid, batch.ops), batch.size, self._now_us())
         self.tail.wrote(self.last, batch.ops, next_offset)
 
@@ -152,13 +159,16 @@ def _whole(op: Op, database: Database) -> Op | None:
     return None if value is None else Op(PUT_RECORD, op.key, value)
 
 
-def forget(database: Database) -> None:
-    """Remove what a database knows of its copy, which then must be made again. Raises LogWriteFailed."""
+def forget(database: Database, synced: int | None = None) -> None:
+    """Remove what a database knows of its copy, which then must be made again. Raises LogWriteFailed.
+
+    `synced`: return when that is on disk; the log ends at this offset.
+    """
     if Place.of(database) is not None or any(database.rows(REDO_ROWS)):
         batch = Batch(database.records_handle)
         batch.delete_range(REDO_ROWS, REDO_END)
         batch.delete(PLACE_ROW)
-        database.write(batch, 0, sync=False)
+        database.write(batch, synced or 0, sync=synced is not None)
 
 
 def move(database: Database, place: Place) -> None:

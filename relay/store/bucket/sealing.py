@@ -77,7 +77,7 @@ class Whole(Struct, frozen=True, array_like=True, tag="whole"):
 
 
 Token = Annotated[str, Meta(min_length=32, max_length=32)]
-"""32 hex digits, random for each move of a stream. The object `decision_key` decides whether it took place."""
+"""32 hex digits, random for each move or join of a stream. The object `decision_key` decides whether it took place."""
 Uuid = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Uuids = Annotated[list[Uuid], Meta(min_length=1, max_length=2)]
 """The uuid of a stream, and that of its dead letters if it has some."""
@@ -100,7 +100,16 @@ class Taken(Struct, frozen=True, array_like=True, tag="taken"):
     source: JournalId
 
 
-Entry = Rows | Ended | Intent | Begun | Whole | Released | Taken
+class Joining(Struct, frozen=True, array_like=True, tag="joining"):
+    """A stream of the disk joins the bucket. If join `token` takes place, this journal holds these streams, as it
+    writes them from here on. Else what it writes of them does not count.
+    """
+
+    token: Token
+    uuids: Uuids
+
+
+Entry = Rows | Ended | Intent | Begun | Whole | Released | Taken | Joining
 
 
 class Registered(Struct, frozen=True, tag_field="t", tag="journal"):
@@ -148,7 +157,7 @@ class Checkpoint(Struct, frozen=True, tag_field="t", tag="checkpoint"):
 
 
 class Decision(Struct, frozen=True, tag_field="t", tag="decision"):
-    """Which journal has the streams of a move; empty if the move does not take place. Whoever creates this object
+    """Which journal has the streams of a move or join; empty if that does not take place. Whoever creates this object
     first decides it."""
 
     journal: Annotated[str, Meta(max_length=32)]

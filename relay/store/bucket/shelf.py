@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -13,6 +13,7 @@ from relay.store.bucket.copies import Copies
 from relay.store.bucket.replica import Replica
 from relay.store.bucket.writer import Output, Writer
 from relay.store.errors import Refuse
+from relay.store.log import Log
 from relay.store.moved import Reader
 
 DIRECTORY: Final = "bucket"
@@ -68,6 +69,55 @@ class Mover(Protocol):
     def take(self, sealed: bytes, done: Callable[[Refuse | None], None]) -> None: ...
 
 
+class Candidate(Protocol):
+    """A stream of the disk that is to join the bucket."""
+
+    uuid: bytes
+
+    def logs(self) -> dict[bytes, Log]:
+        """Return the open logs of the stream and of its dead letters: uuid -> log.
+
+        Raises Refuse if the stream was deleted or changed meanwhile; LogError if a log is not open.
+        """
+
+    def flush(self) -> None:
+        """Write and acknowledge what was received so far. Raises LogError."""
+
+    def end_copies(self) -> None:
+        """End the copies that follow the disk. Raises LogError."""
+
+    def switch(self, token: str, replicas: Mapping[bytes, Replica]) -> None:
+        """From now on let nothing leave that is not in the bucket, too. Note beside the files that join `token` is
+        about to be decided, and write down what the stream is from then on.
+
+        Raises LogError, after which the stream must stay.
+        """
+
+    def joined(self, token: str) -> list[bytes]:
+        """The stream is in the bucket. Return the uuids of its logs."""
+
+    def stayed(self) -> None:
+        """The stream is on the disk, as before, and is copied again."""
+
+    def lost(self, reason: str) -> None:
+        """The stream is in the bucket, and another store has taken it over already."""
+
+    def wanted(self) -> bool:
+        """Return whether somebody still waits for the stream to join."""
+
+    def copied(self, size: int) -> None:
+        """So many bytes more were given to the bucket."""
+
+    def ended(self, refused: Refuse | None) -> None:
+        """Answer who waits: the stream has joined, or why not."""
+
+
+class Joiner(Protocol):
+    """Brings streams of the disk into the bucket; see `relay.store.bucket.joining`."""
+
+    def join(self, candidate: Candidate) -> None: ...
+
+
 class Shelf:
     """The streams of one store that are in a bucket."""
 
@@ -86,6 +136,13 @@ class Shelf:
         """Whether another store is gone, and what it held has not been taken over yet."""
         self.mover: Mover | None = None
         """Moves streams to other stores; None until the bucket is used."""
+        self.joiner: Joiner | None = None
+        """The same for streams of the disk that join the bucket."""
+        self.undecided: dict[bytes, str] = {}
+        """Streams that were joining when this store ended -> token. They are not served until it is known whether
+        they have joined."""
+        self.on_decided: Callable[[bytes, bool], None] = lambda uuid, joined: None
+        """Called when that is known."""
         self.reader: Reader | None = None
         """Reads what was moved to segment objects."""
         self.ending: dict[bytes, Replica] = {}
@@ -117,6 +174,10 @@ class Shelf:
     def replica_in(self, uuid: bytes, writer: Writer) -> Replica:
         """Return a copier for a stream that this journal holds already."""
         return self._on(uuid, writer)
+
+    def hold(self, uuids: Iterable[bytes], writer: Writer) -> None:
+        """A journal of ours holds these streams from now on."""
+        self.held.setdefault(writer.journal, set()).update(uuids)
 
     def forget(self, replica: Replica) -> None:
         """A stream was deleted."""

@@ -1,0 +1,289 @@
+"""Brings streams of the disk into the bucket while they are in use.
+
+    order ─► Joining, whole stream, each write ─► all of it is there ─► switch ─► the last of it is there ─► decided
+                                                                           │
+    before: the disk acknowledges, and the bucket follows                  └─ from here on: both acknowledge
+
+Until the decision the stream is on the disk, whatever happens. From the switch on nothing leaves the store that is not
+on the disk and in the bucket, so both have everything whichever way it is decided. What the decision means for stores
+that succeed this one is in `moved`. A store that is killed in between leaves a note beside the files of the stream
+(`relay.store.joining`), and asks at its next start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import secrets
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from typing import Any, Final, TypeVar
+
+from iris.core.backoff import Backoff
+from iris.errors import Closed, IrisError
+from iris.wire.streams import dead_uuid
+from relay.store.bucket.checkpointing import BACKLOG_BYTES, PAUSE_S
+from relay.store.bucket.moved import NO, decide
+from relay.store.bucket.objects import Objects
+from relay.store.bucket.replica import Replica
+from relay.store.bucket.sealing import Joining, Rows, Sealer
+from relay.store.bucket.shelf import Candidate, Shelf
+from relay.store.bucket.writer import Writer
+from relay.store.database import OP_BYTES, CopiedBatch
+from relay.store.errors import LogError, Refuse
+from relay.store.log import Log
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+ENTRY_BYTES: Final = 96
+ASK_MIN_S: Final = 0.05
+ASK_MAX_S: Final = 1.0
+STOPPING: Final = "the store is stopping; try again"
+AWAY: Final = "the bucket did not take the whole stream, so the stream stays on the disk; try again when the bucket answers"
+
+
+class Draft:
+    """Copies one log to a journal until its stream has joined or not. What copied the log before goes on, until it
+    ends.
+    """
+
+    durable = False
+
+    def __init__(self, uuid: bytes, copied: Log, writer: Writer, now_us: Callable[[], int]) -> None:
+        self.uuid = uuid
+        self.log = copied
+        self._writer = writer
+        self._now_us = now_us
+        self._missed = False
+        self._before = copied.database.copier
+        copied.copy_to(self)
+
+    @property
+    def whole(self) -> bool:
+        """Whether the journal was given everything that was written since."""
+        database = self.log.database
+        return not (self._missed or self._writer.ended or database.failed) and database.copier is self  # fmt: skip
+
+    def writing(self, batch: CopiedBatch) -> None:
+        if self._before is not None:
+            self._before.writing(batch)
+
+    def wrote(self, batch: CopiedBatch, next_offset: int) -> None:
+        if self._before is not None:
+            self._before.wrote(batch, next_offset)
+        if self._missed or self._writer.ended or 2 * self._writer.backlog > self._writer.backlog_limit:  # fmt: skip
+            self._missed = True  # neither the disk nor other streams of the bucket wait for this
+        else:
+            self._writer.add(Rows(self.uuid, batch.ops), batch.size, self._now_us())
+
+    def stop(self) -> None:
+        """Copy no more. Idempotent."""
+        if self.log.database.copier is self:
+            self.log.copy_to(self._before)
+
+
+class Joins:
+    """The streams of one store that join its bucket, one after the other."""
+
+    def __init__(
+        self, objects: Objects, sealer: Sealer, shelf: Shelf, now_us: Callable[[], int], warn: Callable[[Exception], None],
+        flush: Callable[[], None],
+    ) -> None:  # fmt: skip
+        """`flush` writes answers to the relay."""
+        self._objects = objects
+        self._sealer = sealer
+        self._shelf = shelf
+        self._now_us = now_us
+        self._warn = warn
+        self._flush = flush
+        self._turn = asyncio.Lock()
+        self._open: set[str] = set()
+        """Journals of ours in which a stream is joining. Until that has ended no checkpoint may cover a part of it."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._stopping = False
+
+    def is_open(self, journal: str) -> bool:
+        """Whether a stream is joining in this journal."""
+        return journal in self._open
+
+    def join(self, candidate: Candidate) -> None:
+        """Begin to bring a stream into the bucket. The candidate is told how that ends. Raises Refuse."""
+        if self._stopping:
+            raise Refuse("leaving", STOPPING)
+        self._start(self._join(candidate))
+
+    def settle(self) -> None:
+        """Find out what was decided about streams that were joining when this store ended."""
+        for uuid, token in self._shelf.undecided.items():
+            self._start(self._find_out(uuid, token))
+
+    async def cancel(self) -> None:
+        """End all work, and begin none. What is not decided is asked at the next start."""
+        self._stopping = True
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._tasks.clear()
+
+    async def _find_out(self, uuid: bytes, token: str) -> None:
+        by = await self._until(lambda: decide(self._objects, self._sealer, token, NO))
+        if self._shelf.undecided.pop(uuid, None) is not None:
+            self._shelf.on_decided(uuid, by != NO)
+            self._flush()
+
+    # -- one stream ------------------------------------------------------------------------------------------
+
+    async def _join(self, candidate: Candidate) -> None:
+        ended: Refuse | None = Refuse("moved", STOPPING)  # the next start finds out whether it has
+        try:
+            async with self._turn:
+                backoff = Backoff(ASK_MIN_S, ASK_MAX_S, random.random)
+                while not await self._try(candidate):
+                    if not candidate.wanted():
+                        raise Refuse("failed", AWAY)
+                    await asyncio.sleep(backoff.failed())
+            ended = None
+        except Refuse as err:
+            ended = err
+        except (LogError, Closed) as err:
+            ended = Refuse("disk", str(err))
+        finally:
+            candidate.ended(ended)
+            self._flush()
+
+    async def _try(self, candidate: Candidate) -> bool:
+        """Bring a stream into this store's journal; return False if that did not take place and is worth another try.
+
+        Raises Refuse, LogError, Closed.
+        """
+        logs = candidate.logs()
+        writer = self._shelf.writer
+        if writer is None or writer.ended or writer.failing or writer.backlog > BACKLOG_BYTES:
+            return False
+        token = secrets.token_hex(16)
+        drafts: dict[bytes, Draft] = {}
+        ending = False
+        self._open.add(writer.journal)
+        try:
+            both = [candidate.uuid, dead_uuid(candidate.uuid)]
+            writer.add(Joining(token, both), ENTRY_BYTES, self._now_us())
+            while new := {uuid: one for uuid, one in logs.items() if uuid not in drafts}:
+                for uuid, one in new.items():
+                    drafts[uuid] = Draft(uuid, one, writer, self._now_us)
+                for uuid in new:
+                    if not await self._copy(drafts[uuid], writer, candidate):
+                        return False
+                writer.close_object()
+                if not await self._land(writer):
+                    return False
+                logs = candidate.logs()  # the first dead letter may have been written meanwhile
+            # There is either a copy of the disk in the bucket or the stream: nobody may make another one of the copy.
+            ending = True
+            candidate.end_copies()
+            if not await self._land_copies():
+                return False
+            # Nothing is awaited from here on until the switch.
+            logs = candidate.logs()
+            candidate.flush()
+            if logs != {uuid: each.log for uuid, each in drafts.items() if each.whole}:
+                return False
+            for draft in drafts.values():
+                draft.stop()
+            replicas = {uuid: self._replica(uuid, writer) for uuid in both}
+            switched = True
+            try:
+                candidate.switch(token, replicas)
+            except LogError as err:
+                self._warn(err)
+                switched = False
+            ending = False
+            return await self._decide(candidate, token, writer, replicas, switched)
+        finally:
+            self._open.discard(writer.journal)
+            for draft in drafts.values():
+                draft.stop()
+            if ending:
+                candidate.stayed()
+
+    def _replica(self, uuid: bytes, writer: Writer) -> Replica:
+        replica = Replica(uuid, writer, self._now_us, self._shelf.reader)
+        replica.joining = True
+        return replica
+
+    async def _copy(self, draft: Draft, writer: Writer, candidate: Candidate) -> bool:
+        """Write a whole log to a journal; return whether the journal has all of it. Raises LogDamaged, Closed."""
+        for ops in draft.log.copied():
+            size = sum(len(op.key) + len(op.value) + OP_BYTES for op in ops)
+            writer.add(Rows(draft.uuid, ops), size, self._now_us())
+            candidate.copied(size)
+            await asyncio.sleep(0)  # appends go first
+            while writer.backlog > BACKLOG_BYTES and draft.whole:  # noqa: ASYNC110 - the bucket takes its time
+                await asyncio.sleep(PAUSE_S)
+            if not draft.whole:
+                return False
+        return True
+
+    async def _land(self, writer: Writer) -> bool:
+        """Return whether everything that was written so far reached the bucket before the journal ended."""
+        last = writer.number - 1
+        while writer.known < last and not writer.ended:  # noqa: ASYNC110 - the bucket takes its time
+            await asyncio.sleep(PAUSE_S)
+        return writer.known >= last
+
+    async def _land_copies(self) -> bool:
+        """Return whether the bucket knows which copies have ended."""
+        writer = self._shelf.copies.writer
+        if writer is None:
+            return False
+        writer.close_object()
+        return await self._land(writer)
+
+    async def _decide(
+        self, candidate: Candidate, token: str, writer: Writer, replicas: Mapping[bytes, Replica], switched: bool
+    ) -> bool:  # fmt: skip
+        """Decide that a stream has joined, if the journal has all of it; return whether it has."""
+        writer.close_object()
+        by: str | None = None
+        if switched and await self._land(writer):
+            mine = writer.journal
+            by = await self._until(
+                lambda: decide(self._objects, self._sealer, token, mine), lambda: bool(writer.ended)
+            )
+        if by is None:  # the journal ended: whoever succeeds it may have decided
+            by = await self._until(lambda: decide(self._objects, self._sealer, token, NO))
+        for replica in replicas.values():
+            replica.joining = False
+        if by == NO:
+            candidate.stayed()
+        elif writer.ended:
+            candidate.lost(writer.ended)
+        else:
+            self._shelf.hold(candidate.joined(token), writer)
+        self._flush()
+        return by != NO
+
+    async def _until(
+        self, ask: Callable[[], Awaitable[T]], ended: Callable[[], bool] = lambda: False
+    ) -> T | None:
+        """Ask until there is an answer, whatever fails meanwhile; None if `ended` before."""
+        backoff = Backoff(ASK_MIN_S, ASK_MAX_S, random.random)
+        while not ended():
+            try:
+                return await ask()
+            except (IrisError, OSError) as err:
+                self._warn(err)
+            await asyncio.sleep(backoff.failed())
+        return None
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(self._run(work), name="iris-stream-join")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except Exception:
+            log.exception("store.fault", extra={"fields": {"stream": "a stream that joins"}})
