@@ -31,6 +31,7 @@ from iris.streams.consumers import (
 )
 from iris.streams.consuming import BATCH_MESSAGES, Consumer
 from iris.streams.definitions import (
+    check_durability,
     check_limits,
     check_local_name,
     check_same,
@@ -81,7 +82,6 @@ from iris.wire.streams import (
     Settled,
 )
 
-DURABILITIES: Final = ("disk", "bucket")
 MAX_PRODUCERS: Final = 1024
 """Streams that one client can append to."""
 MAX_OPENERS: Final = 256
@@ -163,10 +163,7 @@ class Streams:
         """
         check_local_name(name)
         check_limits(max_bytes, max_messages, max_age, dedup_window)
-        if durability not in DURABILITIES:
-            raise ConfigError(
-                f"durability: {durability!r} is unknown; use {' or '.join(DURABILITIES)}"
-            )
+        check_durability(durability)
         definition = Definition(
             name,
             topic,
@@ -231,29 +228,38 @@ class Streams:
     async def change(
         self, name: str, *, max_bytes: int | None = None, max_messages: int | None = None, max_age: float | None = None,
         compact: bool | None = None, paused: bool | None = None, consumers_paused: bool | None = None, dedup_window: float | None = None,
-        copy: bool | None = None, partitions: int | None = None, uuid: str = "", timeout: float = 10.0,
+        copy: bool | None = None, partitions: int | None = None, durability: str | None = None, uuid: str = "", timeout: float = 10.0,
     ) -> StreamInfo:  # fmt: skip
         """Change a stream's limits, whether it records, or whether it is copied; None leaves a field as it is.
 
         The stream is also shared with every key that this keyring has for it. All its partitions are changed. With
         `partitions` it gets more of them; the keys of some messages move to the new ones then. It cannot get fewer.
 
+        With `durability="bucket"` a stream on the disk of a store that has a bucket joins the bucket, while it is in
+        use: its uuid, offsets, producers and consumers stay. The call returns when that is done, which takes as long
+        as the bucket takes the whole stream. If `timeout` seconds pass, the stream may still join: look at
+        `StreamInfo.durability`. The keyring needs all keys of the stream. There is no way back to the disk.
+
         Raises:
-            ConfigError: a setting is out of range, or the stream has more partitions.
+            ConfigError: a setting is out of range, `durability` is another word, or the stream has more partitions.
             StreamError: the stream does not exist, or a store refused. The text says which partitions are not changed.
         """
         until_s = deadline(timeout)
+        if durability is not None:
+            check_durability(durability)
+            if durability == "bucket" and split_site(name)[0]:
+                raise ConfigError(f"name: {name!r} names a site; change the durability with a client of that site")  # fmt: skip
         changes = given_fields(
             max_bytes=max_bytes, max_messages=max_messages, max_age=max_age, compact=compact, paused=paused,
             consuming_paused=consumers_paused, dedup_window=dedup_window, copy=copy,
         )  # fmt: skip
         if partitions is not None:
             await add_partitions(self._stores, name, uuid, partitions, timeout)
-            if not changes:
+            if not changes and durability is None:
                 return await self.describe(name, uuid=uuid, timeout=seconds_left(until_s))
         return await redefine_all(
-            self._stores, name, uuid, lambda d: structs.replace(d, **changes), seconds_left(until_s)
-        )
+            self._stores, name, uuid, lambda d: structs.replace(d, **changes), seconds_left(until_s), durability=durability or ""
+        )  # fmt: skip
 
     async def pause(
         self, name: str, *, consumers: bool = False, uuid: str = "", timeout: float = 10.0

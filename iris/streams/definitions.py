@@ -13,14 +13,17 @@ from msgspec import structs
 from iris.checks import check_number, check_whole
 from iris.crypto.keys import ClusterKey, public_id
 from iris.deadlines import seconds_left
-from iris.errors import ConfigError, NoStream, StreamError, StreamExists
+from iris.errors import ConfigError, NoStream, StreamError, StreamExists, StreamUnavailable
 from iris.streams.listing import StreamInfo, stream_info
 from iris.streams.signed_orders import orders_to_change, orders_to_create, orders_to_end
 from iris.streams.stores import RevisionTaken, Stores, VerifiedStream
 from iris.wire.names import check_cluster, listed, split_site
 from iris.wire.orders import Definition, split_partition
-from iris.wire.streams import Change, Create, Delete, Described, Settled, StoreInfo
+from iris.wire.streams import Change, Create, Delete, Described, FindStore, Settled, StoreInfo
 
+OLD_STORE: Final = "the order is for another store"
+"""What a store of an earlier version says to an order that names its bucket."""
+DURABILITIES: Final = ("disk", "bucket")
 CHANGE_TRIES: Final = 8
 """Attempts to apply a change on top of changes by others, before the caller gets an error."""
 _CHANGEABLE: Final = frozenset(
@@ -49,6 +52,12 @@ def check_limits(
     for name, seconds in (("max_age", max_age), ("dedup_window", dedup_window)):
         if seconds is not None:
             check_number(name, seconds, 0)
+
+
+def check_durability(durability: str) -> None:
+    """Raise ConfigError unless this is where a stream can be."""
+    if durability not in DURABILITIES:
+        raise ConfigError(f"durability: {durability!r} is unknown; use {' or '.join(DURABILITIES)}")
 
 
 async def make_stream(
@@ -89,10 +98,12 @@ async def make_log(
 
 
 async def redefine(
-    stores: Stores, name: str, uuid: str, redefined: Callable[[Definition], Definition | None], timeout: float
+    stores: Stores, name: str, uuid: str, redefined: Callable[[Definition], Definition | None], timeout: float,
+    *, durability: str = "",
 ) -> StreamInfo:  # fmt: skip
     """Change a stream's definition to what `redefined` returns for it; None means that no change is needed.
 
+    With the `durability` "bucket", bring the stream into the bucket of its store, if it is not there.
     If another client's change comes first, apply this one on top of it.
     """
     until_s = time.monotonic() + timeout
@@ -104,18 +115,58 @@ async def redefine(
             return stream_info(found)
         log = found.order.uuid.hex()
         keys = keys_of(stores, definition)
-        orders = orders_to_change(definition, keys, found, stores.runtime.keyring)
+        group = await _bucket_to_join(stores, found, until_s) if joins(found, durability) else b""
+        orders = orders_to_change(definition, keys, found, stores.runtime.keyring, group)
         try:
             changed = await stores.ask_stream(
-                name, log, Change(orders), Described, timeout=seconds_left(until_s), writes=True
-            )
+                name, log, Change(orders), Described, timeout=seconds_left(until_s), asked=timeout, writes=True
+            )  # fmt: skip
         except RevisionTaken:
             found = await stores.describe(name, log, timeout=seconds_left(until_s), asked=timeout)
             continue
+        except StreamError as err:
+            if group and err.detail == OLD_STORE:
+                where = found.described.label
+                raise StreamError(
+                    name, f"the store on {where} cannot bring a stream into its bucket; upgrade it"
+                ) from err
+            raise
         stores.forget(name)
         stores.forget(name, uuid)
         return stream_info(stores.verified(name, changed))
     raise StreamError(name, f"others changed it during each of {CHANGE_TRIES} attempts; try again")
+
+
+def joins(found: VerifiedStream, durability: str) -> bool:
+    """Return whether a stream must join a bucket to have this durability. Raises StreamError if it is in one and
+    is to leave it.
+    """
+    if found.described.holder and durability == "disk":
+        raise StreamError(
+            found.name,
+            "it is in a bucket and cannot go back to the disk of one store; copy it to another stream with `iris stream mirror`",
+        )
+    return durability == "bucket" and not found.described.holder
+
+
+async def _bucket_to_join(stores: Stores, found: VerifiedStream, until_s: float) -> bytes:
+    """Return the public key of the stores that share the bucket of a stream's store. Raises StreamError."""
+    name, label = found.name, found.described.label
+    key = stores.runtime.keyring.by_id(found.order.key_id)
+
+    async def once(left_s: float) -> StoreInfo:
+        # In a channel, because the order will name what is answered. The orders of the stream name this store.
+        return await stores.ask(
+            public_id(found.order.store).hex(), key, FindStore(), StoreInfo, timeout=left_s, shown=name, own=True
+        )  # fmt: skip
+
+    info = await stores.retry(name, found.order.uuid.hex(), once, timeout=seconds_left(until_s))
+    if not info.group:
+        raise StreamUnavailable(
+            name,
+            f"the store on {label} cannot write to a bucket now; start it with `--bucket URL`, or read its log if it has one",
+        )
+    return info.group
 
 
 async def end_stream(stores: Stores, name: str, uuid: str, timeout: float) -> None:

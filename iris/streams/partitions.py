@@ -369,14 +369,15 @@ def _away(first: StreamInfo, partition: int, name: str, uuid: str, why: str) -> 
 
 
 async def redefine_all(
-    stores: Stores, name: str, uuid: str, redefined: Callable[[Definition], Definition | None], timeout: float
+    stores: Stores, name: str, uuid: str, redefined: Callable[[Definition], Definition | None], timeout: float,
+    *, durability: str = "",
 ) -> StreamInfo:  # fmt: skip
     """Change the definition of a stream, and of each of its partitions; see `redefine`.
 
     Raises StreamError that names the partitions that are not changed.
     """
     until_s = time.monotonic() + timeout
-    info = await redefine(stores, name, uuid, redefined, timeout)
+    info = await redefine(stores, name, uuid, redefined, timeout, durability=durability)
     if info.partitions == 1:
         return info
     layout = await find_layout(stores, name, uuid, timeout=seconds_left(until_s))
@@ -384,7 +385,12 @@ async def redefine_all(
     left = _failed(
         numbers,
         await asyncio.gather(
-            *(redefine(stores, *layout.log(n), redefined, seconds_left(until_s)) for n in numbers),
+            *(
+                redefine(
+                    stores, *layout.log(n), redefined, seconds_left(until_s), durability=durability
+                )
+                for n in numbers
+            ),
             return_exceptions=True,
         ),
     )

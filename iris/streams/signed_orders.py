@@ -36,16 +36,17 @@ def orders_to_create(
 
 
 def orders_to_change(
-    definition: Definition, keys: Iterable[ClusterKey], stream: VerifiedStream, keyring: Keyring
-) -> list[SignedOrder]:
+    definition: Definition, keys: Iterable[ClusterKey], stream: VerifiedStream, keyring: Keyring, group: bytes = b""
+) -> list[SignedOrder]:  # fmt: skip
     """Return orders of the next revision, under `keys` and under every key of the stream in the keyring.
 
     Orders under keys that are new to the stream are countersigned by the key that signed the latest known order.
+    With `group`, the public key of the stores that share a bucket, the stream is to join that bucket.
     """
     has, issued_us = _our_keys(stream, keyring), _issue_time_us(stream)
     wanted = {key.key_id: key for key in keys}
     return [
-        _signed(key, _next_order(KEEP, key, stream, definition, issued_us), None if key_id in has else has[stream.order.key_id])
+        _signed(key, _next_order(KEEP, key, stream, definition, issued_us, group), None if key_id in has else has[stream.order.key_id])
         for key_id, key in {**wanted, **has}.items()
     ]  # fmt: skip
 
@@ -121,9 +122,9 @@ def _issue_time_us(stream: VerifiedStream) -> int:
 
 
 def _next_order(
-    action: str, key: ClusterKey, stream: VerifiedStream, definition: Definition, issued_us: int
-) -> Order:
-    uuid, store = stream.order.uuid, stream.order.store
+    action: str, key: ClusterKey, stream: VerifiedStream, definition: Definition, issued_us: int, store: bytes = b""
+) -> Order:  # fmt: skip
+    uuid, store = stream.order.uuid, store or stream.order.store
     return Order(
         action, uuid, key.key_id, store, issued_us, definition, definition.order_version, stream.revision + 1
     )  # fmt: skip

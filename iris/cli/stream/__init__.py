@@ -200,19 +200,27 @@ def change(
     copy: Annotated[
         bool | None, typer.Option("--copy/--no-copy", help="Whether a store that has a bucket copies the stream there.", show_default=False)
     ] = None,
+    durability: Annotated[
+        str | None, typer.Option("--durability", metavar="WHERE", help="'bucket': bring the stream from the store's disk into its object storage, for good.", show_default=False)
+    ] = None,
     uuid: texts.Uuid = "",
     timeout: options.Timeout = 10.0,
     relay: options.RelayPath = None,
 ) -> None:  # fmt: skip
     """Change the limits of a stream. Limits that you do not name stay as they are.
 
+    With --durability bucket the stream joins the bucket of its store while it
+    is in use. That takes as long as the bucket takes the whole stream: give a
+    --timeout for a large one. `iris stream info` shows the durability.
+
     \b
     Examples:
       iris stream change orders --max-bytes 20GiB
       iris stream change orders --max-age 0
       iris stream change clicks --partitions 12
+      iris stream change orders --durability bucket --timeout 600
     """
-    given = {"max_bytes": max_bytes, "max_messages": max_messages, "max_age": max_age, "compact": compact, "dedup_window": dedup_window, "partitions": partitions, "copy": copy}  # fmt: skip
+    given = {"max_bytes": max_bytes, "max_messages": max_messages, "max_age": max_age, "compact": compact, "dedup_window": dedup_window, "partitions": partitions, "copy": copy, "durability": durability}  # fmt: skip
     changes: dict[str, Any] = {field: value for field, value in given.items() if value is not None}
     if not changes:
         raise WrongUsage("nothing to change; give at least one limit, such as --max-age 7d")
