@@ -257,8 +257,9 @@ class Streams:
             await add_partitions(self._stores, name, uuid, partitions, timeout)
             if not changes and durability is None:
                 return await self.describe(name, uuid=uuid, timeout=seconds_left(until_s))
+            timeout = seconds_left(until_s)
         return await redefine_all(
-            self._stores, name, uuid, lambda d: structs.replace(d, **changes), seconds_left(until_s), durability=durability or ""
+            self._stores, name, uuid, lambda d: structs.replace(d, **changes), timeout, durability=durability or ""
         )  # fmt: skip
 
     async def pause(

@@ -11,6 +11,7 @@ STORES = "tests/unit/relay/store/bucket/test_stores.py"
 KEEPER = "tests/unit/relay/store/bucket/test_keeper.py"
 TIERS = "tests/unit/relay/store/bucket/test_tiers.py"
 FORCING = ("tests/unit/relay/store/bucket/test_forcing.py",)
+JOINS = "tests/unit/relay/store/bucket/test_joins.py"
 SUCCESSION = ("tests/unit/relay/store/bucket/test_succession.py",)
 
 SABOTAGES = (
@@ -187,6 +188,35 @@ SABOTAGES = (
         "False for run in runs",
         (f"{KEEPER}::test_rows_of_a_killed_store_are_dropped_if_it_takes_its_stream_back_at_once",),
         "what a killed store had written is added to what another one wrote meanwhile",
+    ),
+    Sabotage(
+        "bucket-join-decided-early",
+        "relay/store/bucket/joining.py",
+        "Joins._decide",
+        "switched and await self._land(writer)",
+        "switched",
+        (f"{JOINS}::test_nothing_is_decided_before_the_bucket_has_all_of_the_stream",),
+        "a stream joins a bucket that does not have what the disk has acknowledged",
+    ),
+    Sabotage(
+        "bucket-join-without-the-disk",
+        "relay/store/bucket/replica.py",
+        "Replica.durable",
+        "not self.joining",
+        "True",
+        (f"{JOINS}::test_nothing_is_decided_before_the_bucket_has_all_of_the_stream",),
+        "a power cut takes what was acknowledged from a stream that stays on the disk",
+    ),
+    Sabotage(
+        "bucket-draft-counts",
+        "relay/store/bucket/moved.py",
+        "Chain.effects",
+        "by != journal",
+        "False",
+        (
+            f"{JOINS}::test_a_stream_that_was_decided_to_stay_is_on_the_disk_and_joins_by_another_try",
+        ),
+        "two stores have a stream that did not join",
     ),
     Sabotage(
         "bucket-segment-deleted-early",

@@ -48,12 +48,13 @@ class Request:
     """A call on its way; `answered` is called with the answer, if one comes."""
 
     def __init__(
-        self, name: str, key_id: bytes, call: Call, answered: Callable[[Answer], None]
-    ) -> None:
+        self, name: str, key_id: bytes, call: Call, answered: Callable[[Answer], None], deadline_us: int = 0
+    ) -> None:  # fmt: skip
         self.name = name
         self.key_id = key_id
         self.call = call
         self.answered = answered
+        self.deadline_us = deadline_us
 
 
 class Session:
@@ -95,7 +96,9 @@ class Session:
         self._hops += 1
         self.waiting[self._hops] = request
         declared = frames.Declare(1, Kind.STREAM, request.name, request.key_id, bytes(16))
-        incoming = IncomingCall(self, Flow(declared), self._hops, 0, request.call)  # type: ignore[arg-type]  # a stand-in
+        incoming = IncomingCall(
+            self, Flow(declared), self._hops, request.deadline_us, request.call  # type: ignore[arg-type]  # a stand-in
+        )  # fmt: skip
         incoming.channel = _CHANNEL
         return incoming
 

@@ -1,0 +1,315 @@
+"""A stream of a disk that joins the bucket is on the disk or in the bucket, whole, whichever store dies at whatever
+point.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec import structs
+from support.bucket_joins import DEFINITION, UUID, World, until
+from support.bucket_sim import run
+from support.keeper import OWNER, SECOND, STRANGER, order
+from support.points import points
+
+from iris.crypto.keys import ClusterKey
+from iris.wire import streams
+from iris.wire.orders import END
+from relay.store.bucket.objects import BucketError
+
+REQUESTS = 24
+"""More than a store makes while a stream joins."""
+
+
+async def join_until(world: World, at: int) -> asyncio.Task[object]:
+    """Let the stream join, and return when the first store hangs in its `at`-th request to the bucket."""
+    view = world.first.view
+    view.stops = view.at + at
+    joining = asyncio.create_task(world.join())
+    await view.stopped.wait()
+    return joining
+
+
+def joined(answer: object) -> bool:
+    return isinstance(answer, streams.Described) and bool(answer.holder)
+
+
+def refused(answer: object) -> tuple[str, str]:
+    assert isinstance(answer, streams.Refused), answer
+    return answer.code, answer.detail
+
+
+@contextlib.asynccontextmanager
+async def world_with(directory: Path, *keys: ClusterKey, **settings: Any) -> AsyncIterator[World]:
+    """Two stores without clients; the first has the stream."""
+    world = World(directory)
+    await world.begin(*keys, clients=False, **settings)
+    try:
+        yield world
+    finally:
+        await world.stop()
+
+
+def hold_back(world: World, holds: Callable[[str], bool]) -> asyncio.Event:
+    """Let creates of these objects wait until the event that is returned is set."""
+    goes_on = asyncio.Event()
+
+    async def fault(what: str, key: str) -> None:
+        await asyncio.sleep(0.001)
+        if what == "create" and holds(key):
+            await goes_on.wait()
+
+    world.objects.fault = fault
+    return goes_on
+
+
+def test_a_stream_joins_while_it_is_in_use(tmp_path: Path) -> None:
+    async def main() -> None:
+        world = World(tmp_path)
+        await world.begin()
+        answer = await world.join()
+        assert joined(answer)
+        assert world.first.serves
+        await world.first.kill()
+        world.first.lose_disk()
+        await until(lambda: world.second.serves)
+        assert len(await world.end()) >= 3 + 8 + 4
+
+    run(main())
+
+
+@pytest.mark.parametrize("at", points(range(4, REQUESTS), 4))
+def test_a_store_that_dies_while_a_stream_joins_and_starts_again_has_it_whole(
+    tmp_path: Path, at: int
+) -> None:
+    async def main() -> None:
+        world = World(tmp_path)
+        await world.begin()
+        joining = await join_until(world, at)
+        await world.first.kill()
+        world.first.start()
+        answered = await joining
+        assert len(await world.end()) >= 3 + 8 + 4
+        assert world.joined or not joined(answered)
+        await world.check_again(tmp_path)
+
+    run(main())
+
+
+@pytest.mark.parametrize("wakes", [True, False])
+@pytest.mark.parametrize("at", points(range(4, REQUESTS), 4))
+def test_a_store_that_dies_or_sleeps_while_a_stream_joins_is_succeeded_if_it_joined(
+    tmp_path: Path, at: int, wakes: bool
+) -> None:
+    async def main() -> None:
+        world = World(tmp_path)
+        await world.begin()
+        joining = await join_until(world, at)
+        if wakes:
+            world.visible.remove(world.first)
+        else:
+            await world.first.kill()
+        await asyncio.sleep(30)
+        if wakes:
+            world.first.view.stops = None
+            world.first.view.awake.set()
+            world.visible.append(world.first)
+        else:
+            world.first.start()
+        answered = await joining
+        assert len(await world.end()) >= 3 + 8 + 4
+        assert world.joined or not joined(answered)
+        await world.check_again(tmp_path)
+
+    run(main())
+
+
+def test_nothing_is_decided_before_the_bucket_has_all_of_the_stream(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with world_with(tmp_path) as world:
+            first = world.first
+            writer = first.shelf.writer
+            assert writer is not None
+            note = first.directory / "streams" / f"{UUID.hex()}.join"
+            mine = f"journal/{writer.journal}/"
+            goes_on = hold_back(world, lambda key: key.startswith(mine) and note.exists())
+            joining = asyncio.create_task(world.join(60))
+            await until(note.exists)
+            await asyncio.sleep(5)
+            replica = first.store.streams[UUID].replica
+            assert replica is not None
+            # The disk has what the bucket may not get, and no checkpoint covers a part of the stream.
+            assert not replica.durable
+            assert first.keeper._checkpoints[writer.journal].paused()
+            assert not any(key.startswith("decision/") for key in world.objects.objects)
+            copies = first.shelf.copies
+            assert copies.writer is not None
+            assert (copies.all, copies.ended, copies.writer.idle) == ({}, {}, True)
+            for call in (
+                streams.Delete([order(OWNER, DEFINITION, action=END, issued_us=0, uuid=UUID)]),
+                streams.Change(world.orders(store=first.key)),
+            ):
+                code, detail = refused(await world.ask("orders", call))
+                assert (code, detail) == (
+                    "leaving",
+                    "the stream is about to join the bucket; try again",
+                )
+            goes_on.set()
+            assert joined(await joining)
+            assert replica.durable
+            assert not first.keeper._checkpoints[writer.journal].paused()
+
+    run(main())
+
+
+def test_a_stream_that_was_decided_to_stay_is_on_the_disk_and_joins_by_another_try(
+    tmp_path: Path,
+) -> None:
+    async def main() -> None:
+        async with world_with(tmp_path) as world:
+            first = world.first
+            writer, stream = first.shelf.writer, first.store.streams[UUID]
+            assert writer is not None
+            away = True
+
+            async def fault(what: str, key: str) -> None:
+                await asyncio.sleep(0.001)
+                if away and what == "create" and key.startswith("decision/"):
+                    raise BucketError("away")
+
+            world.objects.fault = fault
+            joining = asyncio.create_task(world.join(60))
+            await until(lambda: stream.joining)
+            appended = [asyncio.create_task(world.append(b"meanwhile"))]
+            await asyncio.sleep(1)
+            writer.end("a test ends it")
+            appended.append(asyncio.create_task(world.append(b"later")))
+            await asyncio.sleep(1)
+            assert isinstance(
+                await appended[0], streams.Appended
+            )  # the disk and the bucket have it
+            assert refused(await appended[1])[0] == "leaving"
+            away = False
+            assert joined(await joining)
+            assert stream.bucket_copy is None
+            decided = [key for key in world.objects.objects if key.startswith("decision/")]
+            assert len(decided) == 2  # the first one to stay
+            assert [body for _, body in await world.whole()][3:] == [b"meanwhile"]
+
+    run(main())
+
+
+def test_a_stream_joins_by_orders_of_all_its_keys(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with world_with(tmp_path, OWNER, SECOND) as world:
+            code, detail = refused(await world.join())
+            assert code == "order"
+            assert f"{SECOND.key_id.hex()[:8]} did not sign" in detail
+            code, detail = refused(await world.change(world.orders(OWNER, SECOND, STRANGER)))
+            assert (code, "must countersign" in detail) == ("order", True)
+            assert joined(await world.change(world.orders(OWNER, SECOND)))
+
+    run(main())
+
+
+def test_an_order_that_is_repeated_is_answered_again_and_another_one_has_to_read_first(
+    tmp_path: Path,
+) -> None:
+    async def main() -> None:
+        async with world_with(tmp_path) as world:
+            goes_on = hold_back(world, lambda key: key.startswith("journal/"))
+            orders = world.orders()
+            same = [asyncio.create_task(world.change(orders, 60)) for _ in range(2)]
+            await asyncio.sleep(1)
+            same.append(asyncio.create_task(world.join(60)))  # of another client, at another time
+            other = structs.replace(DEFINITION, max_messages=7)
+            code, detail = refused(await world.change(world.orders(definition=other)))
+            assert (code, detail) == (
+                "leaving",
+                "the stream is about to join the bucket; try again",
+            )
+            goes_on.set()
+            assert [joined(answer) for answer in await asyncio.gather(*same)] == [True] * 3
+            assert joined(await world.change(orders))
+            code, detail = refused(await world.change(world.orders(definition=other)))
+            assert code == "revision"
+            assert joined(await world.change(world.orders(definition=other, revision=2)))
+
+    run(main())
+
+
+def test_an_order_that_comes_first_wins_over_a_stream_that_is_still_joining(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with world_with(tmp_path) as world:
+            first = world.first
+            goes_on = hold_back(world, lambda key: key.startswith("journal/"))
+            joining = asyncio.create_task(world.join(60))
+            await asyncio.sleep(1)
+            smaller = structs.replace(DEFINITION, max_messages=1000)
+            answer = await world.change(world.orders(store=first.key, definition=smaller))
+            assert isinstance(answer, streams.Described)
+            assert not answer.holder
+            goes_on.set()
+            assert refused(await joining)[0] == "revision"
+            goes_on = hold_back(world, lambda key: key.startswith("journal/"))
+            joining = asyncio.create_task(world.change(world.orders(revision=2, definition=smaller), 60))  # fmt: skip
+            await asyncio.sleep(1)
+            end = world.orders(revision=2, store=first.key, action=END)
+            assert isinstance(await world.ask("orders", streams.Delete(end)), streams.Settled)
+            goes_on.set()
+            assert refused(await joining)[0] == "no-stream"
+
+    run(main())
+
+
+def test_an_order_waits_for_a_bucket_that_is_away_as_long_as_somebody_waits_for_it(
+    tmp_path: Path,
+) -> None:
+    async def main() -> None:
+        async with world_with(tmp_path) as world:
+            away = True
+
+            async def fault(what: str, key: str) -> None:
+                await asyncio.sleep(0.001)
+                if away:
+                    raise BucketError("away")
+
+            world.objects.fault = fault
+            joining = asyncio.create_task(world.join(20))
+            await asyncio.sleep(10)
+            away = False
+            assert joined(await joining)
+
+    run(main())
+
+
+def test_a_stream_cannot_go_back_to_the_disk(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with world_with(tmp_path) as world:
+            assert joined(await world.join())
+            back = world.orders(store=world.first.key, revision=2)
+            code, detail = refused(await world.change(back))
+            assert (code, "cannot go back to the disk of one store" in detail) == ("order", True)
+
+    run(main())
+
+
+def test_a_store_without_the_bucket_does_not_serve_a_stream_that_joined(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with world_with(tmp_path) as world:
+            assert joined(await world.join())
+            await world.first.kill()
+            world.first.start(bucket=False)
+            await asyncio.sleep(1)
+            assert not world.first.serves
+            await world.first.kill()
+            world.first.start()
+            await until(lambda: any(host.serves for host in world.visible))
+            assert len(await world.whole()) == 3
+
+    run(main())
