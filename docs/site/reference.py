@@ -46,7 +46,15 @@ NAMES: Final = {
 OPTIONS: Final = {"Client": "    options:\n      inherited_members: true\n"}
 """Name -> how mkdocstrings shows it, if not as the others: what a client inherits is not described elsewhere."""
 MODULES: Final = {
-    "iris.streams": ("Streams", "Consumer", "Reader", "Mirror", "ConsumerInfo", "Offset"),
+    "iris.streams": (
+        "Streams",
+        "Consumer",
+        "Reader",
+        "Mirror",
+        "ConsumerInfo",
+        "Offset",
+        "PartitionMove",
+    ),
     "iris.blocking": ("connect", "Client", "Tunnel", "Answers"),
     "iris.testing": ("LocalCluster",),
     "iris.metrics": ("ClientCollector", "handler_times"),

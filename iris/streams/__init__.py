@@ -22,6 +22,7 @@ from iris.deadlines import deadline, seconds_left
 from iris.errors import ConfigError, NoStream, RequestError, StreamError, StreamUnavailable
 from iris.runtime import Runtime
 from iris.streams.appending import GIVE_UP_S, Appender, append_expecting
+from iris.streams.balancing import PartitionMove, propose
 from iris.streams.consumers import (
     change_in_each,
     consumers_of,
@@ -90,6 +91,7 @@ _ConsumerInfos = list[ConsumerInfo]
 _Infos = list[StreamInfo]
 _Messages = list[StreamMessage]
 _Offsets = list[int]
+_Moves = list[PartitionMove]
 _Pending = list[tuple[asyncio.Future[int], int]]
 """These aliases exist because `list` is a method of Streams. _Pending: (first offset of the record, index in it)."""
 LOOK_S: Final = 5.0
@@ -102,6 +104,7 @@ __all__ = [
     "ConsumerInfo",
     "Mirror",
     "Offset",
+    "PartitionMove",
     "Reader",
     "RedriveInfo",
     "StagedAttempt",
@@ -329,6 +332,16 @@ class Streams:
         if force:
             return await force_stream(self._stores, name, to, uuid, timeout)
         return await move_stream(self._stores, name, to, uuid, timeout)
+
+    async def balance(self, name: str = "", *, timeout: float = 10.0) -> _Moves:
+        """Return the moves that would give the stores equal shares of a stream's partitions, or of all streams'.
+
+        It moves nothing: call `move` for those that you want. Streams with one partition are left alone. Raises
+        StreamUnavailable.
+        """
+        if name:
+            check_local_name(name)
+        return await propose(self._stores, name, timeout)
 
     # -- writing ---------------------------------------------------------------------------------------------
 

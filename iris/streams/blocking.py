@@ -260,6 +260,7 @@ class Streams(_Proxy[asynchronous.Streams]):
     resume = _waiting(asynchronous.Streams.resume)
     delete = _waiting(asynchronous.Streams.delete)
     move = _waiting(asynchronous.Streams.move)
+    balance = _waiting(asynchronous.Streams.balance)
     share_keys = _waiting(asynchronous.Streams.share_keys)
     append = _waiting(asynchronous.Streams.append)
     append_many = _waiting(asynchronous.Streams.append_many)

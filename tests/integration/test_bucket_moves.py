@@ -179,3 +179,29 @@ async def test_a_store_that_is_killed_during_a_move_leaves_each_message_once(
                 assert len(set(await asyncio.gather(*tasks))) == 200
                 sent += numbered(f"{turn}-", 200)
             assert await whole(client, "orders") == sent
+
+
+async def test_a_partition_moves_alone_and_balance_says_where_it_should_be(tmp_path: Path) -> None:
+    with Group(tmp_path) as group:
+        await both(group)
+        async with group.rig.client() as client:
+            await client.streams.create(
+                "orders", partitions=2, durability="bucket", timeout=PATIENCE_S
+            )
+            infos = await client.streams.partitions("orders")
+            ids = [info.store for info in infos]
+            assert set(ids) == {id_of(group, 1), id_of(group, 2)}
+            for message in numbered("", 10):
+                await client.streams.append("orders", message, key=message, timeout=PATIENCE_S)
+            assert await client.streams.balance() == []
+            moved = await client.streams.move("orders/1", to=ids[0])
+            assert (moved.name, moved.store, moved.partition) == ("orders/1", ids[0], 1)
+            assert sorted(await whole(client, "orders")) == sorted(numbered("", 10))
+            for message in numbered("more", 10):
+                await client.streams.append("orders", message, key=message, timeout=PATIENCE_S)
+            (found,) = await client.streams.balance("orders")
+            assert (found.store, found.to_store, found.movable) == (ids[0], ids[1], True)
+            await client.streams.move(found.name, to=found.to_store)
+            assert await client.streams.balance() == []
+            wanted = sorted(numbered("", 10) + numbered("more", 10))
+            assert sorted(await whole(client, "orders")) == wanted

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from integration.stores import created, two_stores, whole
+from integration.stores import Store, created, stored, two_stores, whole
 from msgspec import structs
 
 from iris.core.channels import StoreChannel
@@ -416,17 +416,17 @@ async def test_a_client_of_an_earlier_version_is_told_that_a_stream_has_partitio
 async def test_a_store_of_an_earlier_version_is_left_out(pair: Any) -> None:
     cluster, client, _, second = pair
 
-    def older(incoming: Any, call: FindStore) -> None:
-        store = second.process.store
-        incoming.answer(StoreInfo(store.key.public_key, "second"))
+    def older(process: Any) -> None:
+        info = StoreInfo(process.store.key.public_key, "old")
+        process.store.calls.handlers[FindStore] = lambda incoming, call: incoming.answer(info)
 
-    second.process.store.calls.handlers[FindStore] = older
+    older(second.process)
     await client.streams.create("orders", partitions=3)
     assert {info.store for info in await client.streams.partitions("orders")} == {
         public_id(cluster.store.store.key.public_key).hex()
     }
-    await cluster.stop_store()
-    with pytest.raises(StreamUnavailable, match="earlier version: upgrade those on second"):
+    older(cluster.store)
+    with pytest.raises(StreamUnavailable, match="earlier version: upgrade those on old"):
         await client.streams.create("sales", partitions=2)
 
 
@@ -446,3 +446,25 @@ async def test_a_stream_that_cannot_be_created_leaves_no_partitions(pair: Any) -
     handlers[Create] = genuine
     assert calls
     assert await client.streams.list() == []
+
+
+async def test_a_new_store_gets_nothing_by_itself_and_balance_says_what_would_move(
+    tmp_path: Path,
+) -> None:
+    async with stored(tmp_path / "first") as (cluster, client, other):
+        await client.streams.create("plain")
+        await client.streams.create("orders", partitions=4)
+        assert await other.streams.balance() == []
+        second = Store(cluster, tmp_path / "second")
+        await second.start()
+        first = public_id(cluster.store.store.key.public_key).hex()
+        assert {info.store for info in await other.streams.partitions("orders")} == {first}
+        found = await other.streams.balance()
+        assert [(move.store, move.to_store, move.to_host, move.movable) for move in found] == [
+            (first, second.id, "second", False)
+        ] * 2
+        assert await other.streams.balance("orders") == found
+        assert await other.streams.balance("plain") == []
+        with pytest.raises(StreamError, match="on the disk of the store"):
+            await client.streams.move(found[0].name, to="second")
+        await second.stop()

@@ -324,12 +324,56 @@ def move(
     Examples:
       iris stream move orders --to db-2
       iris stream move orders --to 3f9c01ab
+      iris stream move clicks/3 --to db-2
       iris stream move orders --to db-2 --force
     """
     _do(
         lambda client: client.streams.move(name, to=to, force=force, uuid=uuid, timeout=timeout),
         relay,
     )
+
+
+@app.command()
+def balance(
+    name: Annotated[
+        str, typer.Argument(metavar="[NAME]", help="Only this stream.", show_default=False)
+    ] = "",
+    timeout: options.Timeout = 10.0,
+    json: options.AsJson = False,
+    relay: options.RelayPath = None,
+) -> None:
+    """Say which partitions to move so that the stores have equal shares of each stream. It moves nothing.
+
+    Each line has the partition, the store that has it, the one to move it to,
+    its bytes, and the command that moves it. Partitions on a store's disk
+    cannot be moved; only those in a bucket can.
+
+    \b
+    Examples:
+      iris stream balance
+      iris stream balance clicks --json
+    """
+
+    async def work() -> int:
+        async with iris.connect(relay) as client:
+            found = await client.streams.balance(name, timeout=timeout)
+        if json:
+            for one in found:
+                output.write_json(one)
+            return Exit.OK
+        human = sys.stdout.isatty()
+        rows = []
+        for one in found:
+            size = texts.size_text(one.size_bytes) if human else str(one.size_bytes)
+            command = f"iris stream move {one.name} --to {one.to_store[:8]}"
+            words = (one.name, one.host, one.to_host, size, command if one.movable else "on a disk: cannot be moved")  # fmt: skip
+            rows.append(tuple(map(printable, words)))
+        texts.print_table(("partition", "from", "to", "bytes", "command"), rows, right=("bytes",))
+        if not found:
+            complain("no partition has to move")
+        return Exit.OK
+
+    run(work)
 
 
 @app.command()
