@@ -343,6 +343,7 @@ class Stores:
             keys = {key.key_id: key for key in self.keys(name)}
             site = split_site(name)[0]
             uuid, holders = await self._look_up(name, uuid, list(keys), timeout)
+            others = sorted({holder.uuid for holder in holders} - {uuid}) if uuid else []
             if uuid:
                 holders = [holder for holder in holders if holder.uuid == uuid]
             uuids = sorted({holder.uuid for holder in holders})
@@ -363,9 +364,20 @@ class Stores:
                 key = next(iter(keys.values()))
                 address = f"{site}:{uuid}" if site and uuid else uuid or name
                 left_s = seconds_left(until_s)
-                found = await self.ask(
-                    address, key, Describe(), Described, timeout=left_s, shown=name
-                )
+                try:
+                    found = await self.ask(
+                        address, key, Describe(), Described, timeout=left_s, shown=name
+                    )
+                except (NoStream, RequestTimeout) as err:
+                    if not others:
+                        raise
+                    # It was deleted and created again, or made again of its copy.
+                    missing = NoStream(
+                        name,
+                        f"no store holds its log {uuid}; the stream of this name is log {' or '.join(others)} now",
+                    )
+                    missing.passing = True
+                    raise missing from err
                 location = StreamLocation(found.uuid, key, time.monotonic() + LOCATION_S, site)
             self._starting = []
             if len(self._locations) >= MAX_LOCATIONS or len(self._seen) >= MAX_LOCATIONS:

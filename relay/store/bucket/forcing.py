@@ -115,6 +115,12 @@ class _Lost(Struct, frozen=True):
         """Raises Refuse if its orders are not valid."""
         return Authority(self.store).load(self.stored, self.uuid)
 
+    def check_whole(self) -> None:
+        """Raise Refuse if its definition names other logs, or another one names it: they would not know the new one."""
+        definition = self.charter.definition
+        if definition.partitions or definition.parent:
+            raise Refuse("invalid", f"stream {definition.name!r} has partitions, whose logs name each other; it cannot be made again of copies")  # fmt: skip
+
 
 class Forcing:
     """The lost streams of one store's bucket. Call `first_check`, then `run` until it is cancelled."""
@@ -277,6 +283,7 @@ class Forcing:
                     if lost is None or lost.store == self._store:
                         continue
                     name = lost.charter.definition.name
+                    lost.check_whole()
                     made = self._created(lost, keyring)
                     await self._make(lost, made[1], made[0], self._list.of(lost.uuid))
                     names.append(name)
@@ -364,6 +371,7 @@ class Forcing:
         lost = self._lost(wish.lost, outlines)
         if lost.stored.parent:
             raise Refuse("invalid", "dead letters cannot be moved on their own; move their stream")
+        lost.check_whole()
         made = self._checked(wish, lost)
         entry = self._list.of(wish.lost)
         if lost.store == self._store:
