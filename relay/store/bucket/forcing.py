@@ -188,7 +188,7 @@ class Forcing:
                 except TimeoutError:
                     pass
         finally:
-            await self._cancel()
+            await self.cancel()
 
     async def _check(self) -> None:
         await self._list.read()
@@ -256,7 +256,8 @@ class Forcing:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _cancel(self) -> None:
+    async def cancel(self) -> None:
+        """End all orders, and begin none. Repeated, they are brought to their end."""
         self._stopping = True
         tasks = list(self._tasks)
         for task in tasks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -257,3 +258,106 @@ async def test_an_entry_that_would_close_a_circle_or_comes_second_does_not_count
     last = found.last_of(UUID)
     assert last is not None
     assert last.made == OTHER
+
+
+class Dying(Directory):
+    """A bucket for a store that is killed at one of its requests, before or after that was carried out."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.requests = 0
+        self.dies_at = 0
+        self.died = asyncio.Event()
+
+    async def create(self, key: str, data: bytes) -> bool:
+        await self._live()
+        created = await super().create(key, data)
+        await self._live()
+        return created
+
+    async def get(self, key: str) -> bytes | None:
+        await self._live()
+        return await super().get(key)
+
+    async def _live(self) -> None:
+        self.requests += 1
+        if self.requests == self.dies_at:
+            self.died.set()
+            await asyncio.Event().wait()
+
+
+async def killed(bucket: Path, directory: Path, at: int) -> int:
+    """Have a store carry an order out that makes `MADE`, and kill it at a request; return how many there were."""
+    objects = Dying(bucket)
+    maker = Maker(objects, directory)
+    (found,) = await maker.find()
+    objects.requests, objects.dies_at = 0, at
+    forcing = asyncio.create_task(maker.force(maker.wish(found, MADE)))
+    dying = asyncio.create_task(objects.died.wait())
+    await asyncio.wait([forcing, dying], return_when="FIRST_COMPLETED")
+    dying.cancel()
+    count = objects.requests
+    await maker.forcing.cancel()
+    await asyncio.gather(forcing, dying, return_exceptions=True)
+    return count
+
+
+async def test_a_store_that_is_killed_during_an_order_makes_one_stream_when_it_is_asked_again(
+    tmp_path: Path,
+) -> None:
+    (await lost(Directory(tmp_path / "bucket"), tmp_path)).close()
+    shutil.copytree(tmp_path / "bucket", tmp_path / "first")
+    count = await killed(tmp_path / "first", tmp_path / "whole", 0)
+    outcomes = []
+    for at in (1, count // 2, *range(count - 5, count + 1)):
+        here = tmp_path / f"{at}"
+        shutil.copytree(tmp_path / "bucket", here / "bucket")
+        await killed(here / "bucket", here, at)
+        decided = (here / "bucket" / "forced").exists()
+        again = Maker(Directory(here / "bucket"), here)
+        (found,) = await again.find()
+        made = await again.force(again.wish(found, OTHER))
+        outcomes.append((decided, made))
+        assert len(list((here / "bucket" / "forced").iterdir())) == 1
+        there = {one.name for one in again.streams.iterdir() if one.is_dir()}
+        assert there == {made.hex(), dead_uuid(made).hex()}
+        with again.open(made) as log:
+            assert len(bodies(log)) == 6
+    assert set(outcomes) == {(False, OTHER), (True, MADE)}
+
+
+async def test_a_store_looks_again_whether_its_streams_were_moved_and_serves_them_until_it_knows(
+    objects: Directory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:  # fmt: skip
+    monkeypatch.setattr("relay.store.bucket.forcing.FIRST_CHECK_S", 0.01)
+    away = Dying(tmp_path / "bucket")
+    away.dies_at = 1  # it does not answer
+    old = Maker(away, tmp_path)
+    await old.forcing.first_check()
+    assert not old.displaced
+    assert [one.message for one in caplog.records] == ["store.forced_unknown"]
+    (await lost(objects, tmp_path)).close()
+    new = Maker(objects, tmp_path, 2)
+    running = asyncio.create_task(old.forcing.run())
+    (found,) = await new.find()
+    await new.force(new.wish(found, MADE))
+    async with asyncio.timeout(5):
+        while not old.displaced:
+            old.forcing.check()  # it attaches to its relay
+            await asyncio.sleep(0.01)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_a_stream_with_partitions_and_an_order_for_a_full_list_are_refused(
+    objects: Directory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (await lost(objects, tmp_path, Definition("orders", partitions=(OTHER,)))).close()
+    maker = Maker(objects, tmp_path)
+    (found,) = await maker.find()
+    with pytest.raises(Refuse, match="has partitions"):
+        await maker.force(maker.wish(found, MADE))
+    monkeypatch.setattr("relay.store.bucket.forced.MAX_FORCED", 0)
+    one = Forced(UUID, MADE, maker.key.public_key, "db-2", 1, [])
+    with pytest.raises(Refuse, match="the maximum; use another bucket"):
+        await ForcedList(objects, Sealer(GROUP, bytes)).decide(one)
