@@ -1,11 +1,11 @@
 /** The client: connects, reconnects, and keeps what outlives a connection. */
 
-import { type Bytes } from "./bytes.ts";
+import { text, unbase64, type Bytes } from "./bytes.ts";
 import type { Headers } from "./bundle.ts";
 import { Calls, isStale } from "./calls.ts";
 import { Casts } from "./casts.ts";
 import { Closed, ConfigError, ConnectionLost, IrisError, LocalProtocolError, NoMembers, Overloaded, RelayError, RelayUnavailable, RequestError, RequestTimeout } from "./errors.ts";
-import { Kind, type Fields } from "./frames.ts";
+import { Kind } from "./frames.ts";
 import { Guard } from "./guard.ts";
 import { Keyring, type ClusterKey, type KeyringEntries } from "./keys.ts";
 import { encodePayload, type Lost, type Message } from "./messages.ts";
@@ -45,8 +45,11 @@ export interface ConnectOptions {
   readonly offlineBytes?: number;
   /** How long `close` waits for handlers that run. */
   readonly drainMs?: number;
-  /** More fields of HELLO, drawn for every connection. */
-  readonly hello?: () => Fields | Promise<Fields>;
+  /**
+   * What a relay with tickets requires. A function is called for every connection, and before a ticket expires, so that
+   * the session goes on; it may ask your login handler.
+   */
+  readonly ticket?: string | (() => string | Promise<string>);
   /** Opens a connection; a WebSocket by default. */
   readonly open?: (url: string, signal: AbortSignal) => Promise<Connected>;
 }
@@ -181,14 +184,14 @@ export class Client implements AsyncDisposable {
         connected();
         await this.#adopt(parts);
         const hopeless = await new Promise<boolean>((resolve) => {
-          parts.session.onEnd((error) => resolve(isHopeless(error)));
+          parts.session.onEnd((error) => resolve(this.#isHopeless(error)));
           void this.#drained(parts).then(() => resolve(false));
         });
         if (hopeless) throw parts.session.ended!;
         if (performance.now() - began > delay) delay = reconnectMinMs;
       } catch (error) {
         if (this.#closed) return;
-        if (isHopeless(error) || (!this.#wasConnected && began >= untilMs)) {
+        if (this.#isHopeless(error) || (!this.#wasConnected && began >= untilMs)) {
           this.#give(error instanceof IrisError ? error : new RelayUnavailable(String(error)));
           failed(error);
           return;
@@ -200,15 +203,43 @@ export class Client implements AsyncDisposable {
   }
 
   async #connect(url: string): Promise<Parts> {
-    const { open = openSocket, label = "javascript", hello } = this.#options;
-    const extra = (await hello?.()) ?? {};
+    const { open = openSocket, label = "javascript" } = this.#options;
+    const ticket = await this.#ticket();
     const connected = await open(url, this.#stop.signal);
     let parts!: Parts;
-    const session = await greet(connected, this.keyring, { label, extra }, (made) => {
+    const session = await greet(connected, this.keyring, { label, ticket }, (made) => {
       parts = this.#prepare(made, url);
     });
     if (session.ended) throw session.ended;
+    if (typeof this.#options.ticket === "function") this.#renewLater(session, ticket!);
     return parts;
+  }
+
+  async #ticket(): Promise<string | undefined> {
+    const { ticket } = this.#options;
+    return typeof ticket === "function" ? ticket() : ticket;
+  }
+
+  /** Send a newer ticket when most of this one's life is over. */
+  #renewLater(session: Session, ticket: string): void {
+    const left = expiryMs(ticket) - Date.now();
+    if (Number.isNaN(left)) return; // the relay has accepted it; it ends the session when it expires
+    const timer = setTimeout(() => {
+      void this.#renew(session);
+    }, Math.min(Math.max(100, left * 0.7), MAX_TIMEOUT_MS));
+    session.onEnd(() => clearTimeout(timer));
+  }
+
+  async #renew(session: Session): Promise<void> {
+    try {
+      const ticket = (await this.#ticket())!;
+      if (session.ended || session.leaving) return;
+      await session.asked(Kind.TICKET, { ticket }, Kind.ACK);
+      this.#renewLater(session, ticket);
+    } catch (error) {
+      // The session lives until its ticket expires; the next one draws another.
+      if (!session.ended) console.warn("iris: cannot renew the ticket", error);
+    }
   }
 
   #prepare(session: Session, url: string): Parts {
@@ -336,6 +367,13 @@ export class Client implements AsyncDisposable {
         signal?.addEventListener("abort", wake);
       });
     }
+  }
+
+  /** Whether another attempt would end as this one did: our settings are wrong, or we break a rule of the protocol. */
+  #isHopeless(error: unknown): boolean {
+    const another = this.#wasConnected && typeof this.#options.ticket === "function";
+    if (another && error instanceof LocalProtocolError && /: (?:the |no )?ticket\b|: too many sessions/.test(error.message)) return false;
+    return error instanceof LocalProtocolError || error instanceof ConfigError;
   }
 
   #give(error: IrisError): void {
@@ -565,9 +603,15 @@ export class Client implements AsyncDisposable {
   }
 }
 
-/** Whether another attempt would end as this one did: our settings are wrong, or we break a rule of the protocol. */
-function isHopeless(error: unknown): boolean {
-  return error instanceof LocalProtocolError || error instanceof ConfigError;
+/** When a ticket expires, in ms since 1970; NaN if it does not say. */
+function expiryMs(ticket: string): number {
+  try {
+    const { exp } = JSON.parse(text(unbase64(ticket.split(".")[1] ?? ""))) as { exp?: unknown };
+    return 1000 * Number(exp);
+  } catch (error) {
+    if (error instanceof SyntaxError || error instanceof TypeError) return NaN;
+    throw error;
+  }
 }
 
 function checkTimeout(timeoutMs: number): number {

@@ -480,13 +480,12 @@ export interface Connected {
 
 export interface HelloOptions {
   readonly label: string;
-  /** More fields of HELLO. */
-  readonly extra?: Fields;
+  readonly ticket?: string | undefined;
 }
 
 /** Greet a relay, prove every key, and return the session. `prepare` registers its parts before a frame can come. */
 export async function greet(
-  { port, listen }: Connected, keyring: Keyring, { label, extra = {} }: HelloOptions, prepare: (session: Session) => void,
+  { port, listen }: Connected, keyring: Keyring, { label, ticket }: HelloOptions, prepare: (session: Session) => void,
 ): Promise<Session> {
   const keys = keyring.all;
   if (keys.length > MAX_KEYS) throw new LocalProtocolError(`a session proves up to ${MAX_KEYS} keys, not ${keys.length}`);
@@ -518,7 +517,7 @@ export async function greet(
         failed(asError(error));
       }
     }, failed);
-    port.send(encodeControl(Kind.HELLO, { version: VERSION, minor: MINOR, label, mono_us: monotonicUs(), ...extra }));
+    port.send(encodeControl(Kind.HELLO, { version: VERSION, minor: MINOR, label, mono_us: monotonicUs(), ticket }));
   });
   for (const key of keys) {
     const signature = await key.prove(session.relayId, fields.session_id as Bytes, fields.challenge as Bytes);

@@ -6,8 +6,8 @@ import type { Connected } from "./session.ts";
 
 const SUBPROTOCOL = "iris.1";
 const CONNECT_MS = 10_000;
-/** Close codes after which the same client need not try again. */
-const HOPELESS: ReadonlySet<number> = new Set([1002, 1003, 1009, 4000]);
+/** Close codes after which the same client need not try again; after the last two, not with the same ticket. */
+const HOPELESS: ReadonlySet<number> = new Set([1002, 1003, 1009, 4000, 4003, 4004]);
 
 export function checkUrl(url: string): void {
   if (!/^wss?:\/\/./.test(url)) throw new ConfigError(`a relay is named ws://host:port or wss://host:port, not '${url}'`);

@@ -320,10 +320,12 @@ export class Streams {
         if (left <= 0) throw new StreamUnavailable(name, "the store did not confirm it in time", sent);
         const parts = await this.#ready(name, left);
         const log = await parts.stores.log(name, keys, uuid);
-        // What is sent again is the same to the byte.
+        // The records that are sent again are the same to the byte.
         call ??= await this.#sealed(parts, log, producer, batch);
+        // A stream that was made again of a copy may have forgotten the numbers before it.
+        const again = sent ? { ...call, unanswered: producer.sequence } : call;
         sent = true;
-        const answer = await parts.stores.call(log, call, left);
+        const answer = await parts.stores.call(log, again, left);
         if (answer.op !== "appended") throw refusal(name, answer);
         (answer.outcomes as unknown[][]).forEach((outcome, i) => settle(name, batch[i]!, outcome));
         producer.sequence += batch.length;

@@ -137,12 +137,3 @@ async def test_a_relay_that_is_not_there_is_named_and_one_that_comes_is_waited_f
     daemon.start()
     await waiting
     await page.close()
-
-
-async def test_what_breaks_a_rule_ends_the_client_with_the_relays_words(
-    node: Node, daemon: Daemon
-) -> None:
-    page = node.page(url(daemon))
-    with pytest.raises(Raised, match="the relay refused the session: .*version") as raised:
-        await page.connect("hello: () => ({version: 2}), waitMs: 20000")
-    assert raised.value.name == "LocalProtocolError"
