@@ -81,6 +81,8 @@ class Registry:
         """Pending or last answer of the relay to each registration; `ready` waits for it."""
         self._keys: dict[bytes, ClusterKey] = {}
         """Keys of all keyrings in `_rings`: key id -> key."""
+        self._derived: dict[bytes, ClusterKey] = {}
+        """Keys of subscriptions that a keyring derived: key id -> key."""
         self._rings: list[Keyring] = []
         """The keyring in use, then, while an old session drains, the ones before it."""
         self._cluster_keys: dict[str, tuple[ClusterKey, ...]] = {}
@@ -112,6 +114,7 @@ class Registry:
         """Forget all keys that are not in the keyring in use, even if other processes still send under them."""
         self._rings = [self.keyring]
         self._use(self.keyring)
+        self._learn_derived()
         for binding in self.services:
             kept = self.keyring.for_cluster(binding.service.name)
             binding.key_ids.intersection_update(key.key_id for key in kept)
@@ -125,7 +128,7 @@ class Registry:
 
     def find_key(self, key_id: bytes) -> ClusterKey | None:
         """Return the key with this id, or None."""
-        return self._keys.get(key_id)
+        return self._keys.get(key_id) or self._derived.get(key_id)
 
     def cluster_keys(self, cluster: str) -> tuple[ClusterKey, ...]:
         """Return the keys of a cluster (with or without a site), the sealing one first.
@@ -238,21 +241,34 @@ class Registry:
         pattern, group = registration
         done = self._answers[registration] = _answer()
         try:
-            ids = _prove(session, self._filter_keys(pattern))
+            keys = self._filter_keys(pattern)
+            ids = _prove(session, keys)
         except KeyringError as err:
             done.set_exception(err)
             return done
+        self._derived.update((key.key_id, key) for key in keys if key.key_id not in self._keys)
         session.registered.add(registration)
         session.ask(
             lambda number: frames.Subscribe(number, pattern, ids, group), AckWaiter(done, pattern)
         )
         return done
 
+    def _learn_derived(self) -> None:
+        """Forget derived keys that no subscription needs any more."""
+        if self._derived:
+            needed = (
+                key
+                for pattern, _ in self._subscriptions
+                for key in self.keyring.for_filter(pattern)
+            )
+            self._derived = {key.key_id: key for key in needed if key.key_id not in self._keys}
+
     def _filter_keys(self, pattern: str) -> tuple[ClusterKey, ...]:
         keys = self.keyring.for_filter(pattern)
         if not keys:
             raise KeyringError(
-                f"no key for any topic that matches {pattern!r}; add one with `iris key add topic:PREFIX`"
+                f"no key for any topic that matches {pattern!r}; add one with `iris key add topic:PREFIX`, or, if the keyring derives a key for each "
+                "name there, subscribe to one name"
             )
         if len(keys) > MAX_KEY_IDS:
             text = f"{pattern!r} may match topics of {len(keys)} keys, over the limit of {MAX_KEY_IDS}; use narrower filters"
@@ -293,6 +309,7 @@ class Registry:
         if known:
             return None
         del self._subscriptions[registration]
+        self._learn_derived()
         self._wild.pop(registration, None)
         self._answers.pop(registration, None)
         return _unsubscribe(session, registration) if session is not None else None

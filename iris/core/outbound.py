@@ -19,8 +19,9 @@ from iris.core.local_senders import LocalSenders
 from iris.core.outflow import OutFlow
 from iris.crypto.keys import ClusterKey
 from iris.crypto.sframe import SEALS_PER_SENDER, Sealer
+from iris.errors import KeyringError
 from iris.wire.codec import BODY_AT, DATA_LENGTH, END, HOP, encode_control
-from iris.wire.frames import Control, Declare, Prove
+from iris.wire.frames import Control, Declare, Prove, Release
 from iris.wire.kinds import NO_KEY, Kind
 from iris.wire.names import split_member, split_site
 from iris.wire.runs import MAX_RUN, MAX_RUN_BYTES, answer_run, call_run
@@ -36,6 +37,10 @@ RUN_OVERHEAD: Final = 64
 """Bytes that a call in a run may take besides its plain text: hop id, length, seal."""
 MAX_FLOWS: Final = 262_144
 """Addresses remembered per session. Beyond it all flows are forgotten and all sender ids change."""
+MAX_PUBLISHED_KEYS: Final = 512
+"""Keys that a session has proven for publishing alone; beyond it the least recently used ones are released. A relay
+accepts 1,024 keys of a session."""
+MAX_PROVEN: Final = 1024
 AliasKey = tuple[int, str, bytes, bytes, str, str]
 """(kind, name, key id, sender id, site, member)."""
 
@@ -57,6 +62,7 @@ class Outbound:
         on_full: Callable[[], None],
         runs: bool = False,
         waits: bool = False,
+        releases: bool = False,
         full_bytes: int = 256 << 10,
         max_aliases: int = MAX_ALIASES,
         compress: bool = False,
@@ -91,6 +97,10 @@ class Outbound:
         self._running: list[OutFlow] = []
         """Flows with an unfinished run."""
         self._proven: set[bytes] = set()
+        self._published: dict[bytes, None] = {}
+        """Ids of the proven keys that are used for publishing alone."""
+        self._releases = releases
+        """Whether the relay accepts RELEASE."""
         self._caller = b""
         """Sender id of this session's calls to stores, drawn at the first one."""
         self._tick = 0
@@ -114,7 +124,11 @@ class Outbound:
             self._on_full()
 
     def prove(self, key: ClusterKey) -> None:
-        """Send a proof of `key` to the relay, if none was sent yet."""
+        """Send a proof of `key` to the relay, if none was sent yet. The key stays proven."""
+        self._published.pop(key.key_id, None)
+        self._prove(key)
+
+    def _prove(self, key: ClusterKey) -> None:
         if key.key_id not in self._proven:
             self._proven.add(key.key_id)
             signature = key.sign_proof(
@@ -129,6 +143,11 @@ class Outbound:
         if flow is None:
             if len(self._flows) >= MAX_FLOWS:
                 self._start_over()
+            if kind != Kind.PUBLISH:
+                self.prove(key)
+            elif key.key_id not in self._proven:
+                self._make_room()
+                self._published[key.key_id] = None
             site, bare = split_site(name) if kind != Kind.PUBLISH else ("", name)
             flow = self._flows[flow_key] = OutFlow(kind, bare, key, site)
             flow.set_sealer(*self._sealer(key, site))
@@ -141,6 +160,7 @@ class Outbound:
         if flow is None:
             if len(self._flows) >= MAX_FLOWS:
                 self._start_over()
+            self.prove(key)
             site, bare = split_site(name)
             flow = self._flows[flow_key] = OutFlow(kind, bare, key, site, member)
             flow.set_sealer(*self._sealer(key, site))
@@ -437,12 +457,58 @@ class Outbound:
     def _sealer(self, key: ClusterKey, site: str) -> tuple[Sealer, bytes]:
         entry = self._sealers.get((key.key_id, site))
         if entry is None:
-            self.prove(key)
+            self._prove(key)
             sender_id = self._entropy(16)
             if self._local_senders is not None:
                 self._local_senders.add(sender_id)
             entry = self._sealers[key.key_id, site] = Sealer(key, sender_id), sender_id
         return entry
+
+    def _make_room(self) -> None:
+        """Make room for one more key that is proven for publishing.
+
+        Raises KeyringError: the session has proven as many keys as it may, and the relay cannot let go of any.
+        """
+        if self._releases and len(self._published) >= MAX_PUBLISHED_KEYS:
+            self._release_oldest()
+        if len(self._proven) >= MAX_PROVEN:
+            why = (
+                "publish to fewer topics with keys of their own"
+                if self._releases
+                else "upgrade the relay, which cannot let go of keys"
+            )
+            raise KeyringError(
+                f"this session has proven {len(self._proven)} keys, which is the limit; {why}"
+            )
+
+    def _release_oldest(self) -> None:
+        """Release an eighth of the keys that are proven for publishing: those used longest ago.
+
+        Their sender ids end with them, because sequences must not restart under the same one. Keys for whose topics
+        a publisher waits for credit stay.
+        """
+        flows: dict[bytes, list[OutFlow]] = {key_id: [] for key_id in self._published}
+        for flow in self._flows.values():
+            if flow.key.key_id in flows:
+                flows[flow.key.key_id].append(flow)
+        used = {
+            key_id: max((flow.alias.used for flow in theirs if flow.alias is not None), default=0)
+            for key_id, theirs in flows.items()
+            if not any(flow.credit is not None for flow in theirs)
+        }
+        for key_id in sorted(used, key=used.__getitem__)[: max(1, len(flows) // 8)]:
+            for flow in flows[key_id]:
+                if flow.payloads:
+                    self.cut(flow)
+                self._aliases.free((flow.kind, flow.name, key_id, flow.sender_id, flow.site, ""))
+                del self._flows[flow.kind, flow.address, key_id]
+                self.topics.pop(flow.name, None)
+            _, sender_id = self._sealers.pop((key_id, ""))
+            if self._local_senders is not None:
+                self._local_senders.retire((sender_id,))
+            self._proven.discard(key_id)
+            del self._published[key_id]
+            self.control(Release(key_id))
 
     def _start_over(self) -> None:
         """Forget every flow and every sender id, because sequences must not restart under the same sender id."""

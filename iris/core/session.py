@@ -6,7 +6,7 @@ describes how the shell drives a session.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -23,6 +23,7 @@ from iris.core.requests import Requests
 from iris.core.serving import ServingSession
 from iris.core.store_calls import StoreCalls
 from iris.core.tunnels import Tunnels
+from iris.crypto.keys import ClusterKey
 from iris.errors import (
     PeerProtocolError,
 )  # fmt: skip
@@ -34,6 +35,7 @@ from iris.wire.codec import (
 )  # fmt: skip
 from iris.wire.kinds import (
     BOUND_PROOF_MINOR,
+    RELEASE_MINOR,
     RUN_MINOR,
     WAIT_MINOR,
     Kind,
@@ -74,6 +76,8 @@ class Session(ServingSession):
         """Whether this is a session over WebSocket."""
         self._ticket: str | msgspec.UnsetType = msgspec.UNSET
         """Over WebSocket: what HELLO shows to the relay."""
+        self._prove_first: Sequence[ClusterKey] = ()
+        """Over WebSocket: keys to prove before anything else, because the ticket may require it."""
         self._samples: ClockSamples | None = None
         """Over WebSocket: samples of the relay's clock, in place of heartbeats."""
         self.casts = casts = Casts(
@@ -167,9 +171,13 @@ class Session(ServingSession):
     def over_tls(self, relay_id: bytes, channel: bytes) -> None:
         self._certified, self._channel = relay_id, channel
 
-    def over_web(self, ticket: str = "") -> None:
-        """Show a ticket and our clock in HELLO, because the session is over WebSocket. Call it before `greeting`."""
+    def over_web(self, ticket: str = "", keys: Sequence[ClusterKey] = ()) -> None:
+        """Show a ticket and our clock in HELLO, because the session is over WebSocket.
+
+        `keys` are proven before anything else. Call it before `greeting`.
+        """
         self._web = True
+        self._prove_first = keys
         self._ticket = ticket or msgspec.UNSET
 
     def mark_alive(self) -> None:
@@ -329,7 +337,7 @@ class Session(ServingSession):
             relay_id=welcome.relay_id, session_id=welcome.session_id, challenge=welcome.challenge,
             channel=self._channel, entropy=self.entropy, on_full=self.owner.out_full, max_aliases=welcome.aliases,
             compress=self._compress, local_senders=self._local_senders, runs=welcome.minor >= RUN_MINOR,
-            waits=welcome.minor >= WAIT_MINOR,
+            waits=welcome.minor >= WAIT_MINOR, releases=welcome.minor >= RELEASE_MINOR,
         )  # fmt: skip
         self.out.now_us = self.now_us
         super()._welcomed(welcome)
@@ -340,6 +348,8 @@ class Session(ServingSession):
         elif self._web:
             self._samples = ClockSamples(welcome.mono_us, self.mono_us)
             self.clock_us = self._samples.clock_us
+            for key in self._prove_first:
+                self.out.prove(key)
 
     def _on_ping(self, ping: frames.Ping) -> None:
         if self._samples is None:

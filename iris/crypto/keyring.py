@@ -6,10 +6,15 @@
     keys = ["<new>", "<old>"]            # the first key seals, all of them open
     [topics."orders.eu"]                 # for the topic orders.eu and all below it
     keys = ["..."]
+    [topics."users.*"]                   # for each name below users, such as users.alice and all below it,
+    derive = true                        # a key of its own, derived from these
+    keys = ["..."]
 
 A topic uses the entry of its longest prefix, by whole tokens; a cluster uses the entry with exactly its name. An entry
 replaces the default; it does not add to it. In calls and errors an entry is named "default", by its cluster, or
-"topic:PREFIX".
+"topic:PREFIX". An entry that derives is called "topic:PREFIX.*". It is for topics with a name below the prefix; an
+entry of such a name goes before it. Whoever holds its keys can derive every key below it, and nobody else can: the
+holder of a derived key has it as an entry of its own, [topics."users.alice"].
 
 Rotation has three steps: `add` (the new key opens, but does not seal yet), `promote` (it seals), `retire` (the
 old key is removed). A key that another one replaced has the comment "# replaced" behind it, so that a second `promote`
@@ -33,6 +38,10 @@ _AnyKey = TypeVar("_AnyKey", ClusterKey, NetworkKey, SiteKey)
 
 DEFAULT: Final = "default"
 TOPIC: Final = "topic:"
+DERIVES: Final = ".*"
+"""How the name of an entry ends whose keys are derived for each topic."""
+MAX_DERIVED: Final = 4096
+"""Most topics whose derived keys a keyring remembers."""
 _REPLACED: Final = re.compile(r'"([A-Za-z0-9_=-]+)",?[ \t]*# replaced\b')
 
 
@@ -43,7 +52,7 @@ class Keyring:
     default, has no keys: look-ups return an empty tuple.
     """
 
-    __slots__ = ("_by_id", "_entries", "_replaced")
+    __slots__ = ("_by_id", "_derived", "_derived_by_id", "_entries", "_replaced")
 
     def __init__(self, entries: Mapping[str, Sequence[ClusterKey]]) -> None:
         """`entries` maps "default", cluster names and "topic:PREFIX" to their keys.
@@ -55,6 +64,10 @@ class Keyring:
         for name in sorted(entries, key=_file_order):
             checked[_check_entry(name)] = _check_keys(name, tuple(entries[name]))
         self._entries: Final = checked
+        self._derived: Final[dict[str, Keys]] = {}
+        """Cache of at most `MAX_DERIVED`, the least recently used first: topic -> its derived keys."""
+        self._derived_by_id: Final[dict[bytes, ClusterKey]] = {}
+        """The keys in it, by their ids."""
         self._by_id: Final = {key.key_id: key for keys in checked.values() for key in keys}
         # (entry, key) of keys that another replaced. It guides the defaults of promote and retire, nothing else, so
         # it does not count when keyrings are compared.
@@ -94,6 +107,8 @@ class Keyring:
                     )
                 # Check the name before it appears in an error about its keys.
                 entry = _check_entry(prefix + name)
+                if prefix and isinstance(body, dict):
+                    body = _without_derive(entry, body)
                 entries[entry] = _parse_entry(ClusterKey, entry, body)
         replaced = {text.rstrip("=") for text in _REPLACED.findall(toml_text)}
         keyring = cls(entries)
@@ -112,7 +127,12 @@ class Keyring:
         ]
         for name, keys in self._entries.items():
             old = [key for key in keys if (name, key) in self._replaced]
-            lines += ["", f"[{_header(name)}]", _dump_keys(keys, old)]
+            lines += [
+                "",
+                f"[{_header(name)}]",
+                *["derive = true"] * name.endswith(DERIVES),
+                _dump_keys(keys, old),
+            ]
         return "\n".join(lines) + "\n"
 
     def for_cluster(self, name: str) -> Keys:
@@ -128,7 +148,10 @@ class Keyring:
         while prefix:
             if keys := self._entries.get(TOPIC + prefix):
                 return keys
-            prefix = prefix.rpartition(".")[0]
+            above = prefix.rpartition(".")[0]
+            if above and TOPIC + above + DERIVES in self._entries:
+                return self._derive(above, prefix)
+            prefix = above
         return self._default()
 
     def for_filter(self, filter: str) -> Keys:
@@ -137,19 +160,44 @@ class Keyring:
         These are the keys of all entries that such a topic may use, from the most general to the most specific.
         The default is included only if some such topic has no other entry.
 
+        Keys that are derived for names which the filter does not say cannot be listed. A filter with such topics alone
+        has no keys; other filters have those of their other topics.
+
         Raises:
             InvalidName: `filter` is outside the grammar.
         """
         parts = check_filter(filter).split(".")
         found: set[str] = set()
-        _walk(_tree(self._entries), parts, 0, DEFAULT, found)
-        # Entries are sorted, so a prefix comes before the longer ones.
-        keys = (key for name, held in self._entries.items() if name in found for key in held)
+        entries: dict[str, Keys] = {}
+        for name, held in self._entries.items():
+            if not name.endswith(DERIVES):
+                entries[name] = held
+                continue
+            above = name.removeprefix(TOPIC).removesuffix(DERIVES).split(".")
+            if parts[: len(above)] != above or len(parts) <= len(above):
+                continue
+            token = parts[len(above)]
+            if token in ("*", ">"):
+                return ()
+            topic = ".".join((*above, token))
+            if TOPIC + topic not in self._entries:
+                entries[TOPIC + topic] = self._derive(".".join(above), topic)
+        _walk(_tree(entries), parts, 0, DEFAULT, found)
+        # A prefix comes before the longer ones.
+        keys = (
+            key
+            for name in sorted(entries, key=_file_order)
+            if name in found
+            for key in entries[name]
+        )
         return tuple(dict.fromkeys(keys))
 
     def by_id(self, key_id: bytes) -> ClusterKey | None:
-        """Return the key with this 16-byte id from any entry, or None if the keyring does not hold it."""
-        return self._by_id.get(key_id)
+        """Return the key with this 16-byte id from any entry, or None if the keyring does not hold it.
+
+        Of derived keys it finds the `MAX_DERIVED` that were looked up last.
+        """
+        return self._by_id.get(key_id) or self._derived_by_id.get(key_id)
 
     def entries(self) -> dict[str, Keys]:
         """Return a copy of the entries: "default" first, then clusters, then topics, each sorted."""
@@ -234,11 +282,26 @@ class Keyring:
         )
         return f"<Keyring {entries or 'empty'}>"
 
+    def _derive(self, above: str, topic: str) -> Keys:
+        """Return the keys of `topic`, whose prefix `above` has an entry that derives."""
+        keys = self._derived.pop(topic, None)
+        if keys is None:
+            keys = tuple(key.for_topic(topic) for key in self._entries[TOPIC + above + DERIVES])
+            self._derived_by_id.update((key.key_id, key) for key in keys)
+            if len(self._derived) >= MAX_DERIVED:
+                oldest = next(iter(self._derived))
+                for key in self._derived.pop(oldest):
+                    del self._derived_by_id[key.key_id]
+        self._derived[topic] = keys
+        return keys
+
     def _default(self) -> Keys:
         return self._entries.get(DEFAULT, ())
 
     def _inherited(self, name: str) -> Keys:
         """Return the keys in effect for `name` while it has no entry."""
+        if name.endswith(DERIVES):
+            return ()  # keys that were never used to derive would be of no use
         return (
             self.for_topic(name.removeprefix(TOPIC)) if name.startswith(TOPIC) else self._default()
         )
@@ -354,7 +417,7 @@ def _reserved(name: str) -> bool:
 def _check_entry(name: str) -> str:
     try:
         if name.startswith(TOPIC):
-            check_topic(name.removeprefix(TOPIC))
+            check_topic(name.removeprefix(TOPIC).removesuffix(DERIVES))
         else:
             check_cluster(name)
     except InvalidName as error:
@@ -377,6 +440,16 @@ def _parse_toml(text: str) -> dict[str, Any]:
         # Keep the position only: the rest of the message may quote the text, and so a secret.
         found = re.search(r"line \d+, column \d+", str(error))
     raise KeyringError(f"not valid TOML{f' at {found[0]}' if found else ': it ends too early'}")
+
+
+def _without_derive(name: str, body: dict[str, Any]) -> dict[str, Any]:
+    """Return the rest of the entry of a topic, after a check that it derives if its name says so, and only then."""
+    derives = body.get("derive", False)
+    if not isinstance(derives, bool) or derives != name.endswith(DERIVES):
+        raise KeyringError(
+            f'{name}: write derive = true in an entry [topics."PREFIX.*"], and in no other'
+        )
+    return {setting: value for setting, value in body.items() if setting != "derive"}
 
 
 def _parse_entry(kind: type[_AnyKey], name: str, body: object) -> tuple[_AnyKey, ...]:

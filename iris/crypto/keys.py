@@ -6,7 +6,8 @@ So no derived key reveals anything about another:
     cluster key ─┬─ "iris-seal-root-1"   sealing root: the PRK of every sender's base key (`sframe`)
                  ├─ "iris-sign-1"        seed of the Ed25519 key pair (RFC 8032) that proves the key id
                  ├─ "iris-tunnel-psk-1"  pre-shared key of tunnels (`noise`)
-                 └─ "iris-key-hash-1"    HMAC key that hides the keys of stream records
+                 ├─ "iris-key-hash-1"    HMAC key that hides the keys of stream records
+                 └─ "iris-topic-key-1" ‖ topic   cluster key of one topic, for keyrings that derive (`keyring`)
     network key ─┬─ "iris-network-ca-1"  seed of the Ed25519 key of the certificate authority of relays
                  └─ "iris-network-access-1"  the same for sessions from hosts without a relay
     site key ────── "iris-site-ca-1"     the same for a site's gateways
@@ -128,6 +129,13 @@ class ClusterKey(_Secret):
     @property
     def _public_id(self) -> bytes:
         return self.key_id
+
+    def for_topic(self, topic: str) -> ClusterKey:
+        """Return the key derived from this one for a topic and all below it.
+
+        It reveals nothing about this key, or about that of another topic.
+        """
+        return ClusterKey(_derive(self._secret, b"iris-topic-key-1" + topic.encode()))
 
     def sign_proof(
         self, *, relay_id: bytes, session_id: bytes, challenge: bytes, channel: bytes = b""

@@ -148,6 +148,16 @@ class Prove(Control, frozen=True):
     signature: Annotated[bytes, Meta(min_length=64, max_length=64)]
 
 
+class Release(Control, frozen=True):
+    """Notification that the session uses a proven key no more.
+
+    It has no member, subscription or watch under this key. Its aliases under the key end.
+    """
+
+    FRAME = Kind.RELEASE
+    key_id: Id16
+
+
 class Declare(Control, frozen=True):
     """Declaration of `alias`, which from now on, in this direction, replaces the constant fields of a sender
     and an address.

@@ -47,6 +47,8 @@ WALL_MINOR: Final = 7
 """From this minor version on, relays say in BEAT what their wall clock shows."""
 WEB_MINOR: Final = 8
 """From this minor version on, there are sessions over WebSocket, with TICKET, and clocks in PING and PONG."""
+RELEASE_MINOR: Final = 8
+"""From this minor version on, relays accept RELEASE."""
 CLOCK_PING: Final = 3
 """Id of the PING by which a relay samples the clock of a session over WebSocket."""
 UNREADABLE: Final = "the member could not decrypt it"
@@ -103,6 +105,7 @@ class Kind(IntEnum):
     CARRIED = 0x2B
     UNROUTED = 0x2C
     TICKET = 0x2D
+    RELEASE = 0x2E
 
     REQUEST = 0x40
     REPLY = 0x41

@@ -66,6 +66,7 @@ class SessionControl:
         self._documents_us = -1
         self._handlers: dict[type, Callable[[Session, Any], None]] = {
             frames.Prove: self._on_prove,
+            frames.Release: self._on_release,
             frames.Grant: self._on_grant,
             frames.Declare: self._on_declare,
             frames.Join: self._on_join,
@@ -176,6 +177,25 @@ class SessionControl:
         except OpenError as err:
             raise PeerProtocolError("the proof does not match its key and our challenge") from err
         session.proven.add(key_id)
+
+    def _on_release(self, session: Session, release: frames.Release) -> None:
+        key_id = release.key_id
+        if key_id not in session.proven:
+            raise PeerProtocolError(
+                f"RELEASE of key {key_id.hex()[:8]}, which this session has not proven"
+            )
+        used = (
+            any(key_id in member.key_ids for member in session.members.values())
+            or any(key_id in key_ids for key_ids in session.subscriptions.values())
+            or any(key_id in watch.key_ids for watch in session.watches.values())
+        )
+        if used:
+            raise PeerProtocolError(
+                f"RELEASE of key {key_id.hex()[:8]}, which a member, subscription or watch of this session uses"
+            )
+        session.proven.discard(key_id)
+        session.proofs -= 1
+        self._router.forget_routes(session, key_id)
 
     def _on_ticket(self, session: Session, ticket: frames.Ticket) -> None:
         admission = self._router.admission

@@ -298,6 +298,14 @@ class Parts:
             self._address_member(route, declared)
         return route
 
+    def forget_routes(self, session: Session, key_id: bytes) -> None:
+        """End the aliases that a session declared under a key."""
+        routes = session.routes
+        for alias, route in enumerate(routes):
+            if route is not None and route.key_id == key_id:
+                route.release()
+                routes[alias] = None
+
     def _address_member(self, route: Route, declared: frames.Declare) -> None:
         """Let a route lead to the one member that its DECLARE names. Raises PeerProtocolError."""
         if route.neighbor.hop_class:

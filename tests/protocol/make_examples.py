@@ -7,6 +7,7 @@ the wire.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import hmac
 import json
@@ -140,6 +141,7 @@ CONTROLS: Final[dict[str, Control]] = {
     "hello": frames.Hello(1, 1, "billing", 4711),
     "hello-ticket": frames.Hello(1, 8, "board", 0, 1_500_001, TICKET),
     "ticket": frames.Ticket(11, TICKET),
+    "release": frames.Release(KEY.key_id),
     "welcome": frames.Welcome(1, 1, RELAY_ID, SESSION_ID, CHALLENGE, 1 << 20, ""),
     "error": frames.Error("alias 7 was not declared for this kind of frame"),
     "bye": frames.Bye("client closed"),
@@ -423,6 +425,11 @@ def tunnel() -> dict[str, tuple[bytes, dict[str, Any]]]:
     }  # fmt: skip
 
 
+def _secret_of(key: ClusterKey) -> str:
+    """Return a key's secret in hex."""
+    return base64.urlsafe_b64decode(key.reveal() + "=").hex()
+
+
 def derived() -> dict[str, dict[str, Any]]:
     """Return the blocks without a frame: values derived from the key and its senders."""
     senders = {}
@@ -436,6 +443,10 @@ def derived() -> dict[str, dict[str, Any]]:
     return {
         "tls-channel": {
             "certificate": CERTIFICATE.public_bytes(Encoding.DER).hex(), "channel": TLS_CHANNEL.hex(),
+        },
+        "topic-key": {
+            "secret": SECRET.hex(), "topic": "users.alice", "topic_secret": _secret_of(KEY.for_topic("users.alice")),
+            "topic_key_id": KEY.for_topic("users.alice").key_id.hex(),
         },
         "ticket-claims": {
             "issuer_secret": bytes(range(2, 34)).hex(), "public_key": ISSUER.public_key.hex(),

@@ -17,6 +17,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hmac import HMAC
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from protocol import make_examples
 from protocol.make_examples import BLOCK, DOCUMENT, KEY, MEMBER_EPHEMERAL, OPENER_EPHEMERAL
 
@@ -118,6 +119,14 @@ def test_the_code_reads_a_partition_and_places_it_and_keys_as_the_example_says()
     for partition, scores in enumerate(said["scores"]):
         best = stores[scores.index(max(scores))]
         assert ranked("clicks", partition, stores)[0] == best
+
+
+def test_the_key_of_a_topic_is_derived_as_written() -> None:
+    said = JSON["topic-key"]
+    info = b"iris-topic-key-1" + said["topic"].encode()
+    secret = HKDF(hashes.SHA256(), 32, salt=None, info=info).derive(bytes.fromhex(said["secret"]))
+    assert secret.hex() == said["topic_secret"]
+    assert ClusterKey(secret).key_id.hex() == said["topic_key_id"]
 
 
 def test_the_ticket_of_the_example_is_accepted_and_says_its_claims() -> None:
@@ -572,7 +581,7 @@ LIMITS: Final = {
     "name of a method, code of a refusal": names.MAX_METHOD_BYTES,
     "bundle of more than one message, counted as in §8": bundle.CUT_BYTES,
     "aliases per direction": (MAX_ALIASES, _CONFIG.max_aliases),
-    "keys proven per session": _CONFIG.max_keys_per_session,
+    "keys proven per session at a time": _CONFIG.max_keys_per_session,
     "key ids per frame": frames.MAX_KEY_IDS,
     "members per session": _CONFIG.max_joins_per_session,
     "subscriptions per session, in tokens of the filter times key ids": _CONFIG.max_subscriptions_per_session,

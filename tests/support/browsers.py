@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Self, TypeVar, cast
 
@@ -22,6 +22,7 @@ from websockets.uri import parse_uri
 
 from iris import Client, ClientConfig, Keyring
 from iris.core.session import Session
+from iris.crypto.keys import ClusterKey
 from iris.errors import RelayUnavailable
 from iris.transport import Pump
 from iris.wire import frames
@@ -40,16 +41,20 @@ def browser(
 ) -> Client:  # fmt: skip
     """Return a client over WebSocket."""
     config = ClientConfig(label=label, reconnect_min_s=0.005, reconnect_max_s=0.05)
-    connector = partial(_connect, url, tls, origin, ticket)
+    connector = partial(_connect, url, tls, origin, ticket, _keys(keyring) if ticket else ())
     return Client(config, keyring, connector=connector)
 
 
+def _keys(keyring: Keyring) -> list[ClusterKey]:
+    return [key for keys in keyring.entries().values() for key in keys]
+
+
 async def _connect(
-    url: str, tls: ssl.SSLContext | None, origin: str | None, ticket: str, factory: Callable[[], Any]
+    url: str, tls: ssl.SSLContext | None, origin: str | None, ticket: str, keys: Sequence[ClusterKey], factory: Callable[[], Any],
 ) -> None:  # fmt: skip
     uri = parse_uri(url)
     pump = cast(Pump[Session], factory())
-    pump.session.over_web(ticket)
+    pump.session.over_web(ticket, keys)
     loop = asyncio.get_running_loop()
     opened = loop.create_future()
     protocol = ClientProtocol(
