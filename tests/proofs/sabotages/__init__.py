@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from proofs.sabotages import (
     aimed,
+    browsers,
     bucket,
     channels,
     connections,
@@ -37,4 +38,5 @@ SABOTAGES: tuple[Sabotage, ...] = (
     *bucket.SABOTAGES,
     *web.SABOTAGES,
     *aimed.SABOTAGES,
+    *browsers.SABOTAGES,
 )

@@ -1,0 +1,138 @@
+"""Sessions over WebSocket, their tickets, and keys derived for topics."""
+
+from __future__ import annotations
+
+from proofs.sabotages.sabotage import Sabotage
+
+WEB = ("tests/integration/test_web.py",)
+TICKETS = ("tests/integration/test_web_tickets.py",)
+DERIVED = ("tests/integration/test_derived_keys.py", "tests/unit/crypto/test_derived_keys.py")
+
+SABOTAGES = (
+    Sabotage(
+        "ticket-of-any-network",
+        "iris/crypto/tickets.py",
+        "read_ticket",
+        "ticket.network not in networks",
+        "False",
+        TICKETS,
+        "a ticket for another network admits",
+    ),
+    Sabotage(
+        "ticket-for-ever",
+        "iris/crypto/tickets.py",
+        "read_ticket",
+        "ticket.expires_s <= now_s",
+        "False",
+        TICKETS,
+        "an expired ticket admits",
+    ),
+    Sabotage(
+        "ticket-life",
+        "iris/crypto/tickets.py",
+        "read_ticket",
+        "ticket.expires_s - ticket.issued_s > limit_s",
+        "False",
+        TICKETS,
+        "an issuer makes tickets that live longer than its settings allow",
+    ),
+    Sabotage(
+        "ticket-anywhere",
+        "relay/core/tickets.py",
+        "Admission._accepted",
+        "ticket.origin != session.origin",
+        "False",
+        TICKETS,
+        "a ticket for one origin admits a page of another",
+    ),
+    Sabotage(
+        "ticket-wider-than-issuer",
+        "relay/core/admitted.py",
+        "Admitted.refusal",
+        "self.issuer.allow.allows(verb, name)",
+        "True",
+        TICKETS,
+        "a ticket allows more than its issuer may",
+    ),
+    Sabotage(
+        "ticket-without-keys",
+        "relay/core/admitted.py",
+        "Admitted.refusal",
+        "keys and key_id not in keys",
+        "False",
+        TICKETS,
+        "a ticket that names keys is of use with others",
+    ),
+    Sabotage(
+        "ticket-runs-on",
+        "relay/core/tickets.py",
+        "Admission.ended_by",
+        "now_us >= admitted.until_us",
+        "False",
+        TICKETS,
+        "a session goes on when its ticket has expired",
+    ),
+    Sabotage(
+        "ticket-frames",
+        "relay/core/tickets.py",
+        "Admission._checking",
+        "route is None or not route.denied",
+        "True",
+        TICKETS,
+        "what DECLARE denied is routed",
+    ),
+    Sabotage(
+        "ticket-streams",
+        "relay/core/tickets.py",
+        "Admission._checking_store",
+        "if not why:",
+        "if True:",
+        TICKETS,
+        "a ticket allows every call to a store",
+    ),
+    Sabotage(
+        "half-frames",
+        "relay/net/websession.py",
+        "WebSession.message_ended",
+        "self._reader.held_bytes",
+        "False",
+        WEB,
+        "a message that ends within a frame is accepted",
+    ),
+    Sabotage(
+        "strangers-send-much",
+        "relay/net/websession.py",
+        "WebConnection._part",
+        "not port.session.greeted",
+        "False",
+        WEB,
+        "a stranger sends long messages",
+    ),
+    Sabotage(
+        "released-in-use",
+        "relay/core/control.py",
+        "SessionControl._on_release",
+        "if used:",
+        "if False:",
+        DERIVED,
+        "a key is released that a subscription uses",
+    ),
+    Sabotage(
+        "released-aliases",
+        "relay/core/parts.py",
+        "Parts.forget_routes",
+        "route.key_id == key_id",
+        "False",
+        DERIVED,
+        "aliases under a released key stay",
+    ),
+    Sabotage(
+        "derived-alike",
+        "iris/crypto/keys.py",
+        "ClusterKey.for_topic",
+        "+ topic.encode()",
+        "+ b''",
+        DERIVED,
+        "all names below a prefix have one key",
+    ),
+)
