@@ -12,7 +12,8 @@ KEEPER = "tests/unit/relay/store/bucket/test_keeper.py"
 TIERS = "tests/unit/relay/store/bucket/test_tiers.py"
 FORCING = ("tests/unit/relay/store/bucket/test_forcing.py",)
 JOINS = "tests/unit/relay/store/bucket/test_joins.py"
-SUCCESSION = ("tests/unit/relay/store/bucket/test_succession.py",)
+SUCCESSION = "tests/unit/relay/store/bucket/test_succession.py"
+MOVES = "tests/unit/relay/store/bucket/test_moves.py"
 
 SABOTAGES = (
     Sabotage(
@@ -75,7 +76,7 @@ SABOTAGES = (
         "Writer.take_off",
         "self._closed[0][0] <= self.known + self._window",
         "True",
-        SUCCESSION,
+        (SUCCESSION,),
         "the end of a journal cannot be found behind a hole",
     ),
     Sabotage(
@@ -84,7 +85,7 @@ SABOTAGES = (
         "end_of",
         "there - WINDOW",
         "there",
-        SUCCESSION,
+        (SUCCESSION,),
         "a fenced store goes on in the hole before the fence",
     ),
     Sabotage(
@@ -249,6 +250,140 @@ SABOTAGES = (
             f"{STORES}::test_a_store_that_takes_over_from_the_one_which_a_stream_came_from_leaves_the_stream_alone",
         ),
         "a takeover removes the files of a stream that the store serves",
+    ),
+    Sabotage(
+        "bucket-reader-no-hash-chain",
+        "relay/store/bucket/history.py",
+        "Reader._open",
+        "content.before != self.before",
+        "False",
+        (
+            f"{SUCCESSION}::test_a_reader_notices_an_object_that_was_replaced_by_another_of_the_same_number",
+        ),
+        "an object of another history is served as a part of this one",
+    ),
+    Sabotage(
+        "bucket-void-fence",
+        "relay/store/bucket/succession.py",
+        "fence",
+        "end.number >= (await beginning_of(objects, sealer, victim)).number",
+        "True",
+        (f"{SUCCESSION}::test_a_fence_below_a_checkpoint_is_void",),
+        "a fence below a checkpoint counts, so two stores hold one journal",
+    ),
+    Sabotage(
+        "bucket-ticket-early",
+        "relay/store/bucket/moves.py",
+        "Moves.release",
+        "writer.hold(number, answer(self._sealer.seal(TICKET_KEY, ticket)))",
+        "answer(self._sealer.seal(TICKET_KEY, ticket)).release()",
+        (f"{STORES}::test_a_stream_that_is_released_can_be_taken_when_the_bucket_knows_of_it",),
+        "a stream moves although its release may be lost",
+    ),
+    Sabotage(
+        "bucket-taken-not-awaited",
+        "relay/store/bucket/moves.py",
+        "Moves._taken",
+        "not await _known(writer, number)",
+        "False",
+        (f"{STORES}::test_a_move_is_decided_when_the_bucket_knows_that_the_stream_is_taken",),
+        "a move is decided for a journal whose successor does not know of it",
+    ),
+    Sabotage(
+        "bucket-release-without-effect",
+        "relay/store/bucket/moved.py",
+        "Chain.effects",
+        "await self._by(token) != NO",
+        "False",
+        (MOVES,),
+        "a stream is held by two journals",
+    ),
+    Sabotage(
+        "bucket-take-without-effect",
+        "relay/store/bucket/moved.py",
+        "Chain.effects",
+        "self.lineages.arrived(journal, at, uuids)",
+        "None",
+        (MOVES,),
+        "a stream that moved is lost with its new store",
+    ),
+    Sabotage(
+        "bucket-two-decisions",
+        "relay/store/bucket/moved.py",
+        "decide",
+        "await objects.create(key, sealer.seal(key, Decision(journal)))",
+        "return journal",
+        (MOVES,),
+        "two stores decide differently where a stream is",
+    ),
+    Sabotage(
+        "bucket-successor-does-not-decide",
+        "relay/store/bucket/moved.py",
+        "Chain._by",
+        "await decide(self._objects, self._sealer, token, NO)",
+        "await decided(self._objects, self._sealer, token) or NO",
+        (MOVES,),
+        "a stream that a successor goes on with moves nevertheless",
+    ),
+    Sabotage(
+        "bucket-checkpoint-before-settled",
+        "relay/store/bucket/keeper.py",
+        "Keeper._open_next",
+        "each.is_open(writer.journal) for each in (self._moves, self._joins)",
+        "each.is_open(writer.journal) for each in (self._joins,)",
+        (
+            f"{STORES}::test_a_journal_that_released_a_stream_has_no_checkpoint_before_the_other_store_has_all_of_it",
+        ),
+        "what a stream was before its move is deleted while its new store does not have it",
+    ),
+    Sabotage(
+        "bucket-settled-early",
+        "relay/store/bucket/moves.py",
+        "Moves._settle",
+        "await write_parts(writer, parts, self._now_us)",
+        "pass",
+        (MOVES,),
+        "a move is settled although the new journal has only what came since",
+    ),
+    Sabotage(
+        "bucket-left-objects-forgotten",
+        "relay/store/bucket/loading.py",
+        "_replay",
+        "isinstance(effect, Ended) and uuid in targets",
+        "False",
+        (
+            f"{STORES}::test_objects_of_a_deleted_stream_are_deleted_by_whoever_takes_over_from_its_store",
+        ),
+        "segment objects of deleted streams stay in the bucket",
+    ),
+    Sabotage(
+        "bucket-checkpoint-before-objects",
+        "relay/store/bucket/keeper.py",
+        "Keeper._open_next",
+        "or self._shelf.left",
+        "",
+        (f"{STORES}::test_a_checkpoint_waits_until_the_objects_of_deleted_streams_are_deleted",),
+        "what names the segment objects of a deleted stream is deleted before them",
+    ),
+    Sabotage(
+        "bucket-deletion-confirmed-early",
+        "relay/store/calls.py",
+        "Calls._was_deleted",
+        "None if shelf is None else shelf.ending.get(uuid)",
+        "None",
+        (f"{STORES}::test_a_repeated_deletion_is_confirmed_when_the_bucket_knows_of_the_first",),
+        "a deletion is confirmed that may still be lost",
+    ),
+    Sabotage(
+        "bucket-copies-without-disk",
+        "relay/store/bucket/copying.py",
+        "Copying._that_are_here",
+        "copied <= here",
+        "True",
+        (
+            f"{STORES}::test_a_store_that_starts_with_its_key_on_an_empty_disk_keeps_the_copies_of_its_streams",
+        ),
+        "a store that has lost its disk deletes the last copies of its streams",
     ),
     Sabotage(
         "bucket-chunk-of-another-object",

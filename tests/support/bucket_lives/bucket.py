@@ -55,8 +55,8 @@ class Bucket:
         self.latency_s = rng.choice((0.01, 0.05, 0.15))
         self.away = False
         """Every request is refused."""
-        self.keeps: str | None = None
-        """Objects whose keys begin so cannot be deleted."""
+        self.refuses: tuple[str, str] | None = None
+        """(kind of request, beginning of a key): such requests are refused."""
         self.fences: dict[str, list[Fence]] = {}
         """Journal -> the fences that were created in it; void ones, too."""
         self.registered: dict[str, bytes] = {}
@@ -80,7 +80,8 @@ class Bucket:
         rng, later = self._rng, self.loop.call_later
         there_s, back_s = (rng.expovariate(1 / self.latency_s) for _ in "ab")
         fate = "well"
-        if self.away or (what == "delete" and self.keeps and key.startswith(self.keeps)):
+        refuses = self.refuses
+        if self.away or (refuses and what == refuses[0] and key.startswith(refuses[1])):
             fate = "refused"
         elif rng.random() < self.faults:
             fates = ("slow", "refused", "lost", "late", "unanswered", "twice")

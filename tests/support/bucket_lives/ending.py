@@ -153,7 +153,7 @@ class Ending:
             for process in life.processes.values():
                 if process.serves(plan.definition.name):
                     found = process.store.catalogue.by_address[plan.definition.name, OWNER.key_id]
-                    if found.uuid != plan.uuid:
+                    if any(one.uuid == found.uuid for one in life.plan.made if one.deleted):
                         life.breaks(f"store {process.number} serves {found.uuid.hex()} under the name of {plan.label}")  # fmt: skip
 
     async def _at_end(self, plan: StreamPlan, call: Call, wanted: type[Answer]) -> Any:

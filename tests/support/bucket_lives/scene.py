@@ -64,13 +64,17 @@ class Scene(Life):
 
     async def move(self, plan: StreamPlan, old: Process, new: Process) -> None:
         """Move a stream."""
-        call = streams.Move([signed(self, plan, MOVE, new.store.key)])
-        moving = await self.ask_process(old, plan.address, OWNER.key_id, call)
+        moving = await self.release(plan, old, new)
         assert isinstance(moving, streams.Moving), moving
         call = streams.Take(moving.ticket)
         while (answer := await self.ask_process(new, new.address, NO_KEY, call)) is None:
             pass
         assert isinstance(answer, streams.Settled), answer
+
+    async def release(self, plan: StreamPlan, old: Process, new: Process) -> Answer | None:
+        """Order a store to release a stream for another one; return the answer, if one comes."""
+        call = streams.Move([signed(self, plan, MOVE, new.store.key)])
+        return await self.ask_process(old, plan.address, OWNER.key_id, call)
 
     async def numbers(self, plan: StreamPlan) -> list[int]:
         """Return the numbers of the messages that a reader gets."""

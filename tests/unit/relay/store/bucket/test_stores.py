@@ -15,6 +15,7 @@ from support.bucket_lives.scene import Scene
 from support.bucket_lives.store import GROUP, Process, records
 
 from iris.wire import streams
+from iris.wire.kinds import NO_KEY
 from relay.store.bucket.copy_reading import read_copies
 from relay.store.log import Log
 
@@ -67,12 +68,12 @@ def test_objects_of_a_deleted_stream_are_deleted_by_whoever_takes_over_from_its_
         first, second = await scene.opened(1), await scene.opened(2)
         plan = await scene.stream(first, 30)
         await scene.until(lambda: len(segment_objects(scene)) > 2)
-        scene.bucket.keeps = "segment/"
+        scene.bucket.refuses = "delete", "segment/"
         assert isinstance(await scene.delete(first, plan), streams.Settled)
         await asyncio.sleep(2)
         assert segment_objects(scene)
         scene.kill(1, disk=False)
-        scene.bucket.keeps = None
+        scene.bucket.refuses = None
         await scene.until(lambda: not segment_objects(scene))
         assert not second.holds(plan.uuid)
 
@@ -86,14 +87,14 @@ def test_a_checkpoint_waits_until_the_objects_of_deleted_streams_are_deleted(
         process = await scene.opened(1)
         plan, other = await scene.stream(process, 30), await scene.stream(process)
         await scene.until(lambda: len(segment_objects(scene)) > 2)
-        scene.bucket.keeps = "segment/"
+        scene.bucket.refuses = "delete", "segment/"
         assert isinstance(await scene.delete(process, plan), streams.Settled)
         before = scene.counts["checkpoints"]
         for number in range(100):
             await scene.append(other, number)
         await asyncio.sleep(10)
         assert scene.counts["checkpoints"] == before
-        scene.bucket.keeps = None
+        scene.bucket.refuses = None
         await scene.until(lambda: scene.counts["checkpoints"] > before)
         assert not any(plan.address in key for key in segment_objects(scene))
 
@@ -114,6 +115,63 @@ def test_a_store_that_takes_over_from_the_one_which_a_stream_came_from_leaves_th
         log = new.store.streams[plan.uuid].log
         assert log is not None
         assert (Path(log.database.path) / "CURRENT").exists()
+
+    Scene(tmp_path).play(main)
+
+
+def test_a_stream_that_is_released_can_be_taken_when_the_bucket_knows_of_it(tmp_path: Path) -> None:
+    async def main(scene: Scene) -> None:
+        old, new = await scene.opened(1), await scene.opened(2)
+        plan = await scene.stream(old, 3)
+        assert old.shelf.writer is not None
+        scene.bucket.refuses = "create", f"journal/{old.shelf.writer.journal}/"
+        assert await scene.release(plan, old, new) is None
+        scene.kill(1, disk=False)
+        scene.bucket.refuses = None
+        await scene.until(lambda: new.holds(plan.uuid), 100)
+        assert await scene.numbers(plan) == [0, 1, 2]
+
+    Scene(tmp_path).play(main)
+
+
+def test_a_move_is_decided_when_the_bucket_knows_that_the_stream_is_taken(tmp_path: Path) -> None:
+    async def main(scene: Scene) -> None:
+        old, new = await scene.opened(1), await scene.opened(2)
+        plan = await scene.stream(old, 3)
+        moving = await scene.release(plan, old, new)
+        assert isinstance(moving, streams.Moving)
+        assert new.shelf.writer is not None
+        scene.bucket.refuses = "create", f"journal/{new.shelf.writer.journal}/"
+        assert (
+            await scene.ask_process(new, new.address, NO_KEY, streams.Take(moving.ticket)) is None
+        )
+        assert not any(key.startswith("decision/") for key in scene.bucket.objects)
+        scene.kill(2, disk=False)
+        await scene.until(lambda: old.holds(plan.uuid), 20)
+        assert await scene.numbers(plan) == [0, 1, 2]
+
+    Scene(tmp_path).play(main)
+
+
+def test_a_journal_that_released_a_stream_has_no_checkpoint_before_the_other_store_has_all_of_it(
+    tmp_path: Path,
+) -> None:
+    async def main(scene: Scene) -> None:
+        scene.checkpoint_bytes = 2000
+        old, new = await scene.opened(1), await scene.opened(2)
+        plan, other = await scene.stream(old, 3), await scene.stream(old)
+        scene.bucket.refuses = "create", "settled/"
+        await scene.move(plan, old, new)
+        before = scene.counts["checkpoints"]
+        for number in range(60):
+            await scene.append(other, number)
+        await asyncio.sleep(10)
+        assert scene.counts["checkpoints"] == before
+        scene.kill(2, disk=False)
+        scene.bucket.refuses = None
+        await scene.until(lambda: old.holds(plan.uuid), 100)
+        assert await scene.numbers(plan) == [0, 1, 2]
+        await scene.until(lambda: scene.counts["checkpoints"] > before)
 
     Scene(tmp_path).play(main)
 

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 
 from iris.crypto.keys import GroupKey
-from relay.store.bucket.history import Registration, end_of
+from relay.store.bucket.checkpointing import delete, note
+from relay.store.bucket.history import Reader, Registration, beginning_of, end_of
 from relay.store.bucket.objects import Directory
-from relay.store.bucket.sealing import WINDOW, Fence, Intent, Sealer, journal_key
+from relay.store.bucket.sealing import (
+    WINDOW,
+    Covered,
+    Fence,
+    Intent,
+    Numbered,
+    ObjectDamaged,
+    Sealer,
+    journal_key,
+)
 from relay.store.bucket.succession import begin, fence
 from relay.store.bucket.writer import Flying, Writer
 
@@ -66,3 +77,57 @@ async def test_a_fence_is_found_whatever_arrives_behind_it_later(
         sealed = await objects.get(journal_key(began.registered.journal, count + 1))
         assert sealed is not None
         assert isinstance(SEALER.open(flying[0].key, sealed), Fence)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+async def test_a_reader_notices_an_object_that_was_replaced_by_another_of_the_same_number(
+    tmp_path: Path, number: int
+) -> None:
+    objects = Directory(tmp_path)
+    began, writer, _ = await journal(objects, 3)
+    key = journal_key(writer.journal, number)
+    there = await objects.get(key)
+    assert there is not None
+    content = SEALER.open(key, there)
+    assert isinstance(content, Numbered)
+    # Its store may have written this, too, in a bucket that was rolled back since.
+    await objects.delete(key)
+    await objects.create(key, SEALER.seal(key, Numbered(content.before, [Intent("1" * 32)])))
+    reader = Reader(objects, SEALER, writer.journal, await beginning_of(objects, SEALER, began))
+    with pytest.raises(ObjectDamaged, match="does not follow the object before it"):
+        [at async for at, _ in reader.rest()]
+    assert reader.number == number + 1
+
+
+class Racing(Directory):
+    """A bucket in which something happens right before a journal's objects are looked for."""
+
+    race: Callable[[], Awaitable[None]] | None = None
+
+    async def exists(self, key: str) -> bool:
+        if key.startswith("journal/") and self.race is not None:
+            race, self.race = self.race, None
+            await race()
+        return await super().exists(key)
+
+
+async def test_a_fence_below_a_checkpoint_is_void(tmp_path: Path) -> None:
+    objects = Racing(tmp_path)
+    began, writer, _ = await journal(objects, 3)
+    name = writer.journal
+    last = await objects.get(journal_key(name, 3))
+    assert last is not None
+    content = SEALER.open(journal_key(name, 3), last)
+    assert isinstance(content, Numbered)
+
+    async def race() -> None:
+        """The journal's store writes a checkpoint; another one, which has not seen it, finds the first number free."""
+        covers = [Covered(name, 1, 3)]
+        await note(objects, SEALER, name, 3, content.before, 1, covers)
+        await delete(objects, covers)
+        first = journal_key(name, 1)
+        assert await objects.create(first, SEALER.seal(first, Fence(began.hash, THEIRS, 1)))
+
+    objects.race = race
+    made, end = await fence(objects, SEALER, began, OURS, 1)
+    assert (made.by, end.number) == (OURS, 4)
