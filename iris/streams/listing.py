@@ -87,6 +87,8 @@ class StreamInfo(Struct, frozen=True):
     """Which partition of its stream this is."""
     parent: str = ""
     """For partition 1 and up: the uuid of the stream, which is that of partition 0."""
+    joining_bytes: int | None = None
+    """Bytes that the bucket was given so far of a stream that is to join it; None if it is not to."""
 
 
 async def list_streams(stores: Stores, timeout: float) -> list[VerifiedStream]:
@@ -184,4 +186,5 @@ def stream_info(stream: VerifiedStream) -> StreamInfo:
         definition.copy, None if copied is None else copied.bytes, None if copied is None else copied.us / 1e6,
         copied is not None and copied.behind, found.moved_bytes,
         len(definition.partitions) + 1, definition.partition, definition.parent.hex(),
+        found.joining,
     )  # fmt: skip

@@ -364,7 +364,7 @@ def _away(first: StreamInfo, partition: int, name: str, uuid: str, why: str) -> 
     return structs.replace(
         first, name=split_site(name)[1], uuid=uuid, oldest=0, next=0, messages=0, size_bytes=0, epoch=0, created_us=0, store="",
         host="", lost=0, failed=f"its store is away: {why}", copy_lag_bytes=None, copy_lag_s=None, copy_behind=False,
-        moved_bytes=0, partitions=1, partition=partition, parent=first.uuid,
+        moved_bytes=0, partitions=1, partition=partition, parent=first.uuid, joining_bytes=None,
     )  # fmt: skip
 
 

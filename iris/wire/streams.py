@@ -488,6 +488,8 @@ class Described(Struct, frozen=True, tag_field="op", tag="described"):
     """For a stream on the disk of a store that copies it to a bucket; else None."""
     moved_bytes: Offset = 0
     """For a stream in a bucket: the part of `size_bytes` that is in segment objects alone, not on the store's disk."""
+    joining: Offset | None = None
+    """For a stream on a disk that is to join a bucket: bytes that the bucket was given so far; else None."""
 
 
 class LostStream(Struct, frozen=True):

@@ -279,7 +279,9 @@ class Calls:
 
     def _description(self, stream: Stream) -> streams.Described:
         named = self._key_of(stream.uuid).public_key
-        return stream.described(named, self._label, self._key.public_key)
+        joins = self._catalogue.joins.get(stream.uuid)
+        joining = None if joins is None or stream.in_bucket else joins.done
+        return stream.described(named, self._label, self._key.public_key, joining)
 
     def _order_answered(self, incoming: IncomingCall, stream: Stream, error: str) -> bool:
         """Answer the call after the relay has accepted or refused the stream's orders; return

@@ -59,6 +59,8 @@ class Joins(Protocol):
 
     replicas: Mapping[bytes, Replica]
     """Uuid of a log -> what copies it, from the switch to the decision."""
+    done: int
+    """Bytes that were given to the bucket."""
 
 
 class Catalogue:

@@ -245,8 +245,12 @@ class Stream:
         """
         return cluster == self.definition.cluster and key_id in self.recording_ids
 
-    def described(self, store: bytes, label: str, holder: bytes) -> Described:
-        """Return the description that clients see. `holder` is this store, `store` whom the orders name."""
+    def described(
+        self, store: bytes, label: str, holder: bytes, joining: int | None = None
+    ) -> Described:
+        """Return the description that clients see. `holder` is this store, `store` whom the orders name. `joining`:
+        bytes that its bucket was given, if it is to join it.
+        """
         log = self.log
         numbers = (
             (log.created_us, log.oldest, log.next, log.messages, log.size_bytes)
@@ -260,7 +264,7 @@ class Stream:
             source_next=self._source_next, heard_us=self._source_seen_us,
             holder=holder if self.in_bucket else b"",
             copied=None if self.bucket_copy is None else streams.CopyLag(*structs.astuple(self.bucket_copy.lag())),
-            moved_bytes=log.size_bytes - log.local_bytes if log else 0,
+            moved_bytes=log.size_bytes - log.local_bytes if log else 0, joining=joining,
         )  # fmt: skip
 
     @property

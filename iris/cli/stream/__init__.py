@@ -478,6 +478,7 @@ def _facts(info: StreamInfo, *, human: bool) -> list[tuple[str, str]]:
         ),
         *_copy_facts(info),
         ("durability", info.durability),
+        *([] if info.joining_bytes is None else [("given-to-bucket", _joining(info))]),
         ("copy-in-bucket", _bucket_copy(info)),
         ("moved-to-bucket", moved),
         ("lost", str(info.lost)),
@@ -498,6 +499,11 @@ def _bucket_copy(info: StreamInfo) -> str:
         return "follows"
     behind = f"{info.copy_lag_bytes} B and {info.copy_lag_s:.1f} s behind"
     return f"{behind}, is copied once more" if info.copy_behind else behind
+
+
+def _joining(info: StreamInfo) -> str:
+    """Return how much of a stream that is to join a bucket is there. What was written again counts again."""
+    return f"{info.joining_bytes} B of {info.size_bytes} B"
 
 
 def _copy_facts(info: StreamInfo) -> list[tuple[str, str]]:

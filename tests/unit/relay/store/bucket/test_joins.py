@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import pytest
 from msgspec import structs
@@ -35,7 +35,7 @@ async def join_until(world: World, at: int) -> asyncio.Task[object]:
     return joining
 
 
-def joined(answer: object) -> bool:
+def joined(answer: object) -> TypeGuard[streams.Described]:
     return isinstance(answer, streams.Described) and bool(answer.holder)
 
 
@@ -227,6 +227,9 @@ def test_an_order_that_is_repeated_is_answered_again_and_another_one_has_to_read
             same = [asyncio.create_task(world.change(orders, 60)) for _ in range(2)]
             await asyncio.sleep(1)
             same.append(asyncio.create_task(world.join(60)))  # of another client, at another time
+            shown = await world.ask("orders", streams.Describe())
+            assert isinstance(shown, streams.Described)
+            assert (shown.holder, shown.joining is not None) == (b"", True)
             other = structs.replace(DEFINITION, max_messages=7)
             code, detail = refused(await world.change(world.orders(definition=other)))
             assert (code, detail) == (
@@ -235,7 +238,9 @@ def test_an_order_that_is_repeated_is_answered_again_and_another_one_has_to_read
             )
             goes_on.set()
             assert [joined(answer) for answer in await asyncio.gather(*same)] == [True] * 3
-            assert joined(await world.change(orders))
+            shown = await world.change(orders)
+            assert joined(shown)
+            assert shown.joining is None
             code, detail = refused(await world.change(world.orders(definition=other)))
             assert code == "revision"
             assert joined(await world.change(world.orders(definition=other, revision=2)))
