@@ -64,10 +64,6 @@ class Table<E extends Entry> {
     for (const used of this.#used.values()) beyond += Math.max(0, used - share);
     return beyond < Math.floor(this.#limit / 2);
   }
-
-  *values(): Iterable<E> {
-    yield* this.#entries.values();
-  }
 }
 
 /** The last WINDOW counters of one sender. */
@@ -147,9 +143,10 @@ export class Guard {
   /** How often a new sender was refused because a table was full. */
   refusedSenders = 0;
 
-  constructor(keys: () => number) {
-    this.#senders = new Table(MAX_SENDERS, keys);
-    this.#sequences = new Table(MAX_SEQUENCES, keys);
+  /** `keys` returns how many keys this client holds, among which the tables are divided. */
+  constructor(keys: () => number, maxSenders = MAX_SENDERS, maxSequences = MAX_SEQUENCES) {
+    this.#senders = new Table(maxSenders, keys);
+    this.#sequences = new Table(maxSequences, keys);
   }
 
   /** Mark the counter of a call that opened and is about to run. `service` is "" but for surveys. */

@@ -1,0 +1,202 @@
+// Two sessions back to back: what a subscriber accepts and reports, whatever the relay between them does.
+import assert from "node:assert/strict";
+import { test } from "node:test";
+import { view, type Bytes } from "../src/bytes.ts";
+import { Casts } from "../src/casts.ts";
+import { Kind } from "../src/frames.ts";
+import { Guard } from "../src/guard.ts";
+import type { Lost } from "../src/messages.ts";
+import { Subscription, Subscriptions, type SubscribeOptions } from "../src/subscriptions.ts";
+import { encodePayload } from "../src/messages.ts";
+import { End, KEY, KEYRING, settled } from "./pair.ts";
+
+class World {
+  publisher!: End;
+  subscriber!: End;
+  casts!: Casts;
+  readonly guard = new Guard(() => 1);
+  readonly subscriptions = new Subscriptions(this.guard, KEYRING);
+  readonly gaps: Lost[] = [];
+
+  static async make(): Promise<World> {
+    const world = new World();
+    world.publisher = await End.open((session) => {
+      world.casts = new Casts(session);
+    });
+    world.subscriber = await End.open((session) => {
+      world.subscriptions.attach(session);
+      session.onControl(Kind.GAP, (fields) => world.subscriptions.gap(fields));
+    });
+    return world;
+  }
+
+  async subscribe(filter = "news", options: SubscribeOptions = {}): Promise<Subscription> {
+    const subscription = new Subscription(filter, { onGap: (lost) => this.gaps.push(lost), ...options }, async () => undefined);
+    this.subscriptions.add(subscription);
+    const registered = this.subscriptions.register(this.subscriber.session, subscription);
+    this.subscriber.acknowledge();
+    await settled();
+    this.subscriber.acknowledge();
+    await registered;
+    return subscription;
+  }
+
+  /** Publish one message, and return its frame as the relay got it. */
+  async publish(value: unknown): Promise<Bytes> {
+    const { payload, packed } = encodePayload(value);
+    this.casts.add({ kind: Kind.PUBLISH, name: "news", key: KEY }, payload, packed, undefined);
+    return this.publisher.sent(Kind.PUBLISH);
+  }
+
+  /** Deliver a frame, plainly or to queue groups. */
+  async deliver(frame: Bytes, delivery: object = {}): Promise<void> {
+    const { name, sender_id } = this.publisher.declared;
+    this.subscriber.declare({ kind: Kind.PUBLISH, name, sender_id, ...delivery });
+    this.subscriber.feed(frame);
+    await settled();
+  }
+
+  gap(first: number, count: number, delivery: object = {}): void {
+    const { name, key_id, sender_id } = this.publisher.declared;
+    this.subscriber.say(Kind.GAP, { kind: Kind.PUBLISH, name, key_id, sender_id, first, count, cause: "slow receiver", ...delivery });
+  }
+
+  get counts(): (number | null)[] {
+    return this.gaps.map(({ count }) => count);
+  }
+}
+
+/** The values that wait in a subscription's queue. */
+async function queued(subscription: Subscription): Promise<unknown[]> {
+  subscription.end();
+  const values: unknown[] = [];
+  for await (const { value } of subscription) values.push(value);
+  return values;
+}
+
+test("messages come in order, and each once", async () => {
+  const world = await World.make();
+  const subscription = await world.subscribe();
+  for (let i = 0; i < 3; i++) {
+    const frame = await world.publish(i);
+    await world.deliver(frame);
+    await world.deliver(frame);
+  }
+  assert.deepEqual(await queued(subscription), [0, 1, 2]);
+  assert.deepEqual(world.counts, []);
+});
+
+test("what is missing in a sender's sequence is reported, once", async () => {
+  const world = await World.make();
+  const subscription = await world.subscribe();
+  await world.deliver(await world.publish(0));
+  for (let i = 1; i < 4; i++) await world.publish(i);
+  world.gap(1, 2);
+  assert.deepEqual(world.counts, [2]);
+  world.gap(1, 2);
+  await world.deliver(await world.publish(4));
+  assert.deepEqual(world.counts, [2, 1]);
+  assert.equal(subscription.lost, 3);
+  assert.deepEqual(await queued(subscription), [0, 4]);
+});
+
+test("a report that was wrong costs no message", async () => {
+  const world = await World.make();
+  const subscription = await world.subscribe();
+  await world.deliver(await world.publish(0));
+  world.gap(1, 5);
+  await world.deliver(await world.publish(1));
+  assert.deepEqual(await queued(subscription), [0, 1]);
+});
+
+test("a loss of unknown size is reported once, until something comes", async () => {
+  const world = await World.make();
+  await world.subscribe();
+  await world.deliver(await world.publish(0));
+  const unknown = (): void => world.gap(0, 2 ** 32 - 1);
+  unknown();
+  unknown();
+  assert.deepEqual(world.counts, [null]);
+  await world.deliver(await world.publish(1));
+  unknown();
+  assert.deepEqual(world.counts, [null, null]);
+});
+
+test("a new subscription misses nothing of what came before it, and a lost connection is a gap of its own", async () => {
+  const world = await World.make();
+  await world.subscribe();
+  await world.deliver(await world.publish(0));
+  await world.publish(1);
+  const later = await world.subscribe("*");
+  await world.deliver(await world.publish(2));
+  assert.deepEqual(world.counts, [1]);
+  assert.equal(later.lost, 0);
+  world.subscriptions.interrupted("the relay was lost");
+  assert.deepEqual(world.counts, [1, null, null]);
+  await world.publish(3);
+  await world.deliver(await world.publish(4));
+  assert.deepEqual(world.counts, [1, null, null]);
+});
+
+test("a share of a queue group is no gap, but what only a group got is lost to others", async () => {
+  const world = await World.make();
+  const worker = await world.subscribe("news", { group: "workers" });
+  const shared = { plain: false, groups: ["workers"] };
+  await world.deliver(await world.publish(0), shared);
+  await world.publish(1);
+  await world.deliver(await world.publish(2), shared);
+  assert.deepEqual(world.counts, []);
+  assert.equal(worker.lost, 0);
+  const other = await world.subscribe("news");
+  await world.deliver(await world.publish(3), { plain: true, groups: ["workers"] });
+  await world.deliver(await world.publish(4), shared);
+  assert.deepEqual(world.counts, [1]);
+  assert.deepEqual(await queued(other), [3]);
+  assert.deepEqual(await queued(worker), [0, 2, 3, 4]);
+});
+
+test("a message that does not open, or is too old, is reported as lost", async () => {
+  const world = await World.make();
+  const subscription = await world.subscribe();
+  await world.deliver(await world.publish(0));
+  const forged = (await world.publish(1)).slice();
+  forged[forged.length - 1]! ^= 1;
+  await world.deliver(forged);
+  assert.deepEqual(world.counts, [1]);
+  await world.deliver(await world.publish(2));
+  assert.deepEqual(world.counts, [1]);
+  const now = Date.now;
+  Date.now = () => now() - 600_000;
+  const old = await world.publish(3);
+  Date.now = now;
+  await world.deliver(old);
+  assert.deepEqual(world.counts, [1, 1]);
+  assert.deepEqual(await queued(subscription), [0, 2]);
+});
+
+test("a publication under a key that is not the topic's is dropped, and the session goes on", async () => {
+  const world = await World.make();
+  const subscription = await world.subscribe();
+  const frame = await world.publish(0);
+  await world.deliver(frame, { key_id: new Uint8Array(16) });
+  assert.equal(world.subscriber.session.ended, null);
+  await world.deliver(await world.publish(1));
+  assert.deepEqual(await queued(subscription), [1]);
+});
+
+test("many messages of one turn are one bundle, which is cut at 65 KiB", async () => {
+  const world = await World.make();
+  const subscription = await world.subscribe();
+  for (let i = 0; i < 100; i++) {
+    world.casts.add({ kind: Kind.PUBLISH, name: "news", key: KEY }, new Uint8Array(1000).fill(i), false, undefined);
+  }
+  const sizes: number[] = [];
+  while (sizes.reduce((a, b) => a + b, 0) < 100) {
+    const frame = await world.publisher.sent(Kind.PUBLISH);
+    sizes.push(view(frame).getUint32(38, true));
+    assert(frame.length <= 66_560 + 200);
+    await world.deliver(frame);
+  }
+  assert.deepEqual(sizes, [66, 34]);
+  assert.equal((await queued(subscription)).length, 100);
+});
