@@ -27,6 +27,7 @@
     bucket          10000    lives of stores that share a bucket, in virtual time, whose histories are checked
     direct          200        direct tunnels broken under load by the end of a process, the relay or the pair
     bucket-kills    200        kills and freezes of the store that serves a stream in a bucket, under load
+    forced          20         stores lost with their disks; streams are made again of their copies
     points          1          rounds in which a store of a bucket fails at each request of a takeover and a move
 
 Exits 1 if the promise does not hold. The figures go to docs/proof.md, or to the file that `--record` names: one
@@ -76,6 +77,7 @@ AREAS = (
     "direct",
     "bucket-kills",
     "bucket",
+    "forced",
     "points",
 )
 RECORD = proofs.ROOT / "docs" / "proof.md"

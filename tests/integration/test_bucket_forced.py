@@ -10,18 +10,11 @@ import pytest
 from support.buckets import Group, followed, numbered
 from support.stores import PATIENCE_S
 
-from iris.crypto.keys import StoreKey, public_id
 from iris.errors import ConfigError, NoStream, StreamError
 from relay.store.bucket.forcing import CAUSE
 
 pytestmark = pytest.mark.timeout(120)
 FAST = ("--failover-s", "1")
-
-
-def id_of(group: Group, number: int) -> str:
-    """Return the id of a store."""
-    text = (group.data(number) / "store.key").read_text()
-    return public_id(StoreKey.parse(text.strip()).public_key).hex()
 
 
 async def both(group: Group) -> None:
@@ -40,7 +33,7 @@ async def test_a_lost_stream_goes_on_at_another_store_and_its_old_store_serves_i
         await both(group)
         async with group.rig.client() as client:
             lost = await client.streams.create("orders", dedup_window=3600, max_messages=1000)
-            at = 1 if lost.store == id_of(group, 1) else 2
+            at = 1 if lost.store == group.id_of(1) else 2
             other = 3 - at
             before = numbered("before-", 20)
             for message in before:
@@ -56,7 +49,7 @@ async def test_a_lost_stream_goes_on_at_another_store_and_its_old_store_serves_i
             await followed(client, "orders")
             # What is appended while the bucket is away is not in the copy.
             with pytest.raises(StreamError, match=r"has it and can be reached"):
-                await client.streams.move("orders", to=id_of(group, other), force=True)
+                await client.streams.move("orders", to=group.id_of(other), force=True)
             away = tmp_path / "away"
             group.bucket.rename(away)
             group.bucket.touch()
@@ -75,8 +68,8 @@ async def test_a_lost_stream_goes_on_at_another_store_and_its_old_store_serves_i
                 client.streams.append("orders", b"flying", timeout=PATIENCE_S)
             )
 
-            found = await client.streams.move("orders", to=id_of(group, other), force=True)
-            assert (found.store, found.next >= 21) == (id_of(group, other), True)
+            found = await client.streams.move("orders", to=group.id_of(other), force=True)
+            assert (found.store, found.next >= 21) == (group.id_of(other), True)
             assert found.uuid != lost.uuid
             assert (found.durability, found.max_messages, found.topic) == ("disk", 1000, "")
             with pytest.raises(StreamError):
@@ -84,7 +77,7 @@ async def test_a_lost_stream_goes_on_at_another_store_and_its_old_store_serves_i
             with pytest.raises(StreamError, match=f"is log {found.uuid} now"):
                 await anext(reader)
             await reader.close()
-            again = await client.streams.move("orders", to=id_of(group, other), force=True)
+            again = await client.streams.move("orders", to=group.id_of(other), force=True)
             assert again.uuid == found.uuid
 
             assert await flying == 21
@@ -130,7 +123,7 @@ async def test_what_cannot_be_moved_by_force_is_refused(tmp_path: Path) -> None:
         await both(group)
         async with group.rig.client() as client:
             await group.create(client, "safe")
-            other = id_of(group, 3 - await group.holder(client, "safe"))
+            other = group.id_of(3 - await group.holder(client, "safe"))
             with pytest.raises(NoStream, match="needs no copy: another store takes it over"):
                 await client.streams.move("safe", to=other, force=True)
             with pytest.raises(NoStream, match="has no copy of it"):

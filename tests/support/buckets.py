@@ -124,12 +124,16 @@ class Group:
                     raise
                 await asyncio.sleep(0.05)
 
+    def id_of(self, number: int) -> str:
+        """Return the id of a store."""
+        text = (self.data(number) / "store.key").read_text()
+        return public_id(StoreKey.parse(text.strip()).public_key).hex()
+
     async def holder(self, client: iris.Client, name: str) -> int:
         """Return the number of the store that serves a stream."""
         store = (await client.streams.describe(name, timeout=PATIENCE_S)).store
         for number in self._stores:
-            text = (self.data(number) / "store.key").read_text()
-            if public_id(StoreKey.parse(text.strip()).public_key).hex() == store:
+            if self.id_of(number) == store:
                 return number
         raise AssertionError(f"no store of this group is {store}")
 

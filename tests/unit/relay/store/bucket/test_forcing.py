@@ -20,6 +20,7 @@ from support.lost_streams import (
     copy_to,
     new_log,
 )
+from support.points import points
 
 from iris.crypto.keys import StoreKey
 from iris.wire.codec import END
@@ -260,6 +261,12 @@ async def test_an_entry_that_would_close_a_circle_or_comes_second_does_not_count
     assert last.made == OTHER
 
 
+DECIDED = 10
+"""How many of an order's requests follow when its entry is in the list."""
+REQUESTS = 45
+"""Fewer than an order makes."""
+
+
 class Dying(Directory):
     """A bucket for a store that is killed at one of its requests, before or after that was carried out."""
 
@@ -302,28 +309,38 @@ async def killed(bucket: Path, directory: Path, at: int) -> int:
     return count
 
 
-async def test_a_store_that_is_killed_during_an_order_makes_one_stream_when_it_is_asked_again(
-    tmp_path: Path,
+@pytest.fixture(scope="module")
+def copied(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
+    """Return the directory of a bucket with the copy of a lost stream, and how many requests an order makes there."""
+    directory = tmp_path_factory.mktemp("copied")
+
+    async def main() -> int:
+        (await lost(Directory(directory / "bucket"), directory)).close()
+        shutil.copytree(directory / "bucket", directory / "tried")
+        return await killed(directory / "tried", directory, 0)
+
+    return directory / "bucket", asyncio.run(main())
+
+
+@pytest.mark.parametrize("left", [*points(range(DECIDED - 1), 5), DECIDED - 1, DECIDED, *points(range(DECIDED + 1, REQUESTS), 20)])  # fmt: skip
+async def test_a_store_that_is_killed_at_a_request_makes_one_stream_when_it_is_asked_again(
+    copied: tuple[Path, int], tmp_path: Path, left: int
 ) -> None:
-    (await lost(Directory(tmp_path / "bucket"), tmp_path)).close()
-    shutil.copytree(tmp_path / "bucket", tmp_path / "first")
-    count = await killed(tmp_path / "first", tmp_path / "whole", 0)
-    outcomes = []
-    for at in (1, count // 2, *range(count - 5, count + 1)):
-        here = tmp_path / f"{at}"
-        shutil.copytree(tmp_path / "bucket", here / "bucket")
-        await killed(here / "bucket", here, at)
-        decided = (here / "bucket" / "forced").exists()
-        again = Maker(Directory(here / "bucket"), here)
-        (found,) = await again.find()
-        made = await again.force(again.wish(found, OTHER))
-        outcomes.append((decided, made))
-        assert len(list((here / "bucket" / "forced").iterdir())) == 1
-        there = {one.name for one in again.streams.iterdir() if one.is_dir()}
-        assert there == {made.hex(), dead_uuid(made).hex()}
-        with again.open(made) as log:
-            assert len(bodies(log)) == 6
-    assert set(outcomes) == {(False, OTHER), (True, MADE)}
+    before, requests = copied
+    assert requests > REQUESTS
+    bucket = tmp_path / "bucket"
+    shutil.copytree(before, bucket)
+    await killed(bucket, tmp_path, requests - left)
+    assert (bucket / "forced").exists() == (left < DECIDED)
+    again = Maker(Directory(bucket), tmp_path)
+    (found,) = await again.find()
+    made = MADE if left < DECIDED else OTHER
+    assert await again.force(again.wish(found, OTHER)) == made
+    assert len(list((bucket / "forced").iterdir())) == 1
+    there = {one.name for one in again.streams.iterdir() if one.is_dir()}
+    assert there == {made.hex(), dead_uuid(made).hex()}
+    with again.open(made) as log:
+        assert len(bodies(log)) == 6
 
 
 async def test_a_store_looks_again_whether_its_streams_were_moved_and_serves_them_until_it_knows(
