@@ -66,10 +66,14 @@ class Opened(Struct, frozen=True, gc=False):
 
 
 class RowBuilder:
-    """Builds record batches with the columns of a source."""
+    """Builds record batches with the columns of a source, of rows of one partition."""
 
-    def __init__(self, options: SourceOptions, schema: StructType) -> None:
+    def __init__(
+        self, options: SourceOptions, schema: StructType, stream: str, partition: int
+    ) -> None:
         self._options = options
+        self._stream = stream
+        self._partition = partition
         self._schema = to_arrow_schema(schema, timezone="UTC")
         self._values = _ValueDecoder(options) if options.value_schema else None
 
@@ -111,8 +115,8 @@ class RowBuilder:
         within = np.arange(rows) - np.repeat(counts.cumsum() - counts, counts)
         offsets = np.repeat([one.offset for one in group], counts) + within
         columns += [
-            _repeated([one.name for one in group], counts, pa.string()),
-            pa.array(np.zeros(rows, np.int32)),
+            _repeated([self._topic(one) for one in group], counts, pa.string()),
+            pa.array(np.full(rows, self._partition, np.int32)),
             pa.array(offsets),
             self._timestamps(group, counts, headers),
             pa.array(np.full(rows, CREATE_TIME, np.int32)),
@@ -131,6 +135,10 @@ class RowBuilder:
                 pa.array(sequences),
             ]
         return pa.RecordBatch.from_arrays(columns, schema=self._schema)
+
+    def _topic(self, one: Opened) -> str:
+        # The records of the other partitions are sealed under the name of their log.
+        return self._stream if self._partition else one.name
 
     def _timestamps(
         self, group: list[Opened], counts: Any, headers: list[Headers | None] | None

@@ -6,7 +6,7 @@ from msgspec import Struct
 
 
 class StreamLag(Struct, frozen=True):
-    """The position of a query in one stream."""
+    """The position of a query in one stream, or in one of its partitions."""
 
     next: int
     """The first offset of the next batch."""
@@ -28,3 +28,4 @@ class QueryLag(Struct, frozen=True):
     rows_per_s: float
     """Rows of the batch divided by its duration."""
     streams: dict[str, StreamLag]
+    """Position by stream, or by partition ("orders/1") for partitions above 0."""

@@ -211,8 +211,8 @@ def _query_lag(progress: StreamingQueryProgress) -> QueryLag | None:
         latest = _offsets(source.latestOffset) or {}
         rows += source.numInputRows
         rate += _finite(source.processedRowsPerSecond)
-        for name, position in ends.items():
-            end = latest.get(name)
+        for part, position in ends.items():
+            end, name = latest.get(part), str(part)
             lag = (
                 max(0, end.next - position.next)
                 if end is not None and end.uuid == position.uuid

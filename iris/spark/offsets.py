@@ -1,55 +1,72 @@
-"""Offsets as Spark checkpoints them: Kafka's JSON, with the log's uuid added.
+"""Offsets as Spark checkpoints them: Kafka's JSON, with the stream's uuid added.
 
-    {"orders": {"0": 23, "log": "5f0c…"}}
+    {"orders": {"0": 23, "1": 7, "log": "5f0c…"}}
 
-A stream has one partition, 0; 23 is the next offset. `log` is the uuid of the log. A stream that was deleted and
-created again is another log, whose offsets start at 0.
+23 is the next offset of partition 0, and 7 that of partition 1. `log` is the uuid of partition 0, and so of the stream.
+A stream that was deleted and created again has another one, and offsets that start at 0.
 """
 
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
+from typing import Any, Final, NamedTuple, TypeVar
 
 from msgspec import Struct
 
 from iris.spark.errors import CONFIG, DATA_LOSS, SparkError
+from iris.spark.options import partition_number
+from iris.wire.orders import partition_name
+
+LOG: Final = "log"
+K = TypeVar("K", str, "Part")
+
+
+class Part(NamedTuple):
+    """A partition of a stream."""
+
+    stream: str
+    partition: int
+
+    def __str__(self) -> str:
+        return partition_name(self.stream, self.partition)
 
 
 class Position(Struct, frozen=True):
-    """A position in a log: its uuid, and the next offset to read."""
+    """A position in a partition: the uuid of its stream, and the next offset to read."""
 
     uuid: str
     next: int
 
 
-Offsets = dict[str, Position]
-"""Stream -> position."""
+Offsets = dict[Part, Position]
 
 
 def encode_offsets(offsets: Offsets) -> dict[str, Any]:
     """Return offsets in the form that Spark writes to its checkpoint."""
-    return {
-        name: {"0": position.next, "log": position.uuid}
-        for name, position in sorted(offsets.items())
-    }
+    encoded: dict[str, Any] = {}
+    for (stream, partition), position in sorted(offsets.items()):
+        encoded.setdefault(stream, {LOG: position.uuid})[str(partition)] = position.next
+    return encoded
 
 
 def decode_offsets(found: Any) -> Offsets:
     """Return the offsets of a checkpoint. Raises SparkError if the iris source did not write it."""
     try:
         offsets = {
-            name: Position(position["log"], position["0"]) for name, position in found.items()
+            Part(stream, partition_number(partition)): Position(positions[LOG], offset)
+            for stream, positions in found.items()
+            for partition, offset in {"0": positions["0"], **positions}.items()
+            if partition != LOG
         }
-    except (AttributeError, KeyError, TypeError) as err:
+    except (AttributeError, KeyError, TypeError, ValueError) as err:
         raise SparkError(
             CONFIG,
             f"the checkpoint was not written by the iris source: {str(found)[:120]}; use another one",
         ) from err
-    for name, position in offsets.items():
+    for part, position in offsets.items():
         if type(position.next) is not int or position.next < 0 or type(position.uuid) is not str:
             raise SparkError(
-                CONFIG, f"the checkpoint has no valid offset for {name!r}; use another one"
+                CONFIG, f"the checkpoint has no valid offset for '{part}'; use another one"
             )
     return offsets
 
@@ -75,14 +92,14 @@ def split(start: int, end: int, parts: int, most: int) -> list[tuple[int, int]]:
     return list(pairwise(cuts))
 
 
-def spread(wanted: dict[str, int], most: int) -> dict[str, int]:
-    """Return how many messages of each stream to read, in proportion to `wanted`, `most` in total (0: no limit)."""
+def spread(wanted: dict[K, int], most: int) -> dict[K, int]:
+    """Return how many messages of each partition to read, in proportion to `wanted`, `most` in total (0: no limit)."""
     total = sum(wanted.values())
     if not most or total <= most:
         return dict(wanted)
     taken = {name: count * most // total for name, count in wanted.items()}
     left = most - sum(taken.values())
-    # Streams whose share was rounded to 0 come first.
+    # Partitions whose share was rounded to 0 come first.
     for name in sorted(
         wanted, key=lambda name: (taken[name] > 0, taken[name] - wanted[name], name)
     ):

@@ -18,6 +18,7 @@ from typing import Final
 from iris.core.credit import WhenFull
 from iris.errors import ConfigError
 from iris.wire.names import check_cluster, check_filter, check_topic
+from iris.wire.orders import MAX_PARTITIONS
 
 EARLIEST: Final = "earliest"
 LATEST: Final = "latest"
@@ -270,24 +271,39 @@ class SinkOptions:
         )
 
 
-def parse_offsets(option: str, text: str) -> dict[str, int]:
-    """Return the offsets in JSON like `{"orders": {"0": 23}}` by name; -2 is earliest, -1 latest.
+def parse_offsets(option: str, text: str) -> dict[str, dict[int, int]]:
+    """Return the offsets in JSON like `{"orders": {"0": 23, "1": 7}}` by name and partition; -2 is earliest, -1 latest.
 
     Raises ConfigError.
     """
     try:
         found = json.loads(text)
-        offsets = {name: position["0"] for name, position in found.items()}
+        offsets = {
+            name: {
+                partition_number(partition): offset
+                for partition, offset in {"0": positions["0"], **positions}.items()
+            }
+            for name, positions in found.items()
+        }
     except (ValueError, KeyError, TypeError, AttributeError) as err:
         raise ConfigError(
             f"{option}: {text[:80]!r} is not 'earliest', 'latest' or JSON like {{\"orders\": {{\"0\": 23}}}}"
         ) from err
-    for name, offset in offsets.items():
-        if type(offset) is not int or not -2 <= offset < 1 << 63:
-            raise ConfigError(
-                f"{option}: {offset!r} is not an offset for {name!r}; use a number of at least 0, -1 (latest) or -2 (earliest)"
-            )
+    for name, positions in offsets.items():
+        for offset in positions.values():
+            if type(offset) is not int or not -2 <= offset < 1 << 63:
+                raise ConfigError(
+                    f"{option}: {offset!r} is not an offset for {name!r}; use a number of at least 0, -1 (latest) or -2 (earliest)"
+                )
     return offsets
+
+
+def partition_number(text: str) -> int:
+    """Return the number of a partition as JSON has it. Raises ValueError."""
+    number = int(text)
+    if str(number) != text or not 0 <= number < MAX_PARTITIONS:
+        raise ValueError(f"{text!r} is not the number of a partition")
+    return number
 
 
 class _Given:

@@ -10,11 +10,11 @@ from datetime import UTC, datetime
 from typing import Any, Final, TypeVar
 
 from iris.client import Client
-from iris.errors import NoStream
+from iris.errors import NoStream, StreamUnavailable
 from iris.logs import logger
 from iris.spark.connections import connection, wait_for_stream
 from iris.spark.errors import CONFIG, DATA_LOSS, NO_STREAM, TIMEOUT, SparkError
-from iris.spark.offsets import Offsets, Position, check_same_log, split, spread
+from iris.spark.offsets import Offsets, Part, Position, check_same_log, split, spread
 from iris.spark.options import (
     CLUSTER,
     EARLIEST,
@@ -27,6 +27,7 @@ from iris.spark.options import (
 from iris.spark.reading import Range
 from iris.streams import StreamInfo
 
+Infos = dict[Part, StreamInfo]
 log = logger(__name__)
 RETRY_S: Final = 0.5
 """Seconds between tries of a failed call."""
@@ -58,10 +59,10 @@ class Planner:
 
     # -- streams ---------------------------------------------------------------------------------------------
 
-    def infos(self, known: Offsets | None = None) -> dict[str, StreamInfo]:
-        """Return the streams to read, by name.
+    def infos(self, known: Offsets | None = None) -> Infos:
+        """Return the partitions to read, in order.
 
-        Those that record an address are created if missing. Raises SparkError.
+        Streams that record an address are created if missing. Raises SparkError.
         """
         known = known or {}
         if known and not self.options.group and self.options.kind != STREAM:
@@ -69,7 +70,7 @@ class Planner:
         self._streams = {
             name: self.options.stream_of(name, self._group) for name in self.options.names
         }
-        for stream in known:
+        for stream, _ in known:
             if stream not in self._streams.values():
                 raise SparkError(
                     CONFIG,
@@ -77,18 +78,29 @@ class Planner:
                 )
         infos = {}
         for name, stream in self._streams.items():
-            infos[stream] = self._ask(self._describe(name, stream, stream in known))
-        for stream, position in known.items():
-            check_same_log(stream, position, infos[stream].uuid)
+            there = Part(stream, 0) in known
+            for info in self._ask(self._describe(name, stream, there)):
+                infos[Part(stream, info.partition)] = info
+        for part, position in known.items():
+            check_same_log(part.stream, position, infos[Part(part.stream, 0)].uuid)
+            if part not in infos:
+                raise SparkError(
+                    DATA_LOSS,
+                    f"stream {part.stream!r} has no partition {part.partition}, of which the checkpoint holds an offset",
+                )
         return infos
 
-    def _describe(self, name: str, stream: str, there: bool) -> _Work[StreamInfo]:
+    def _describe(self, name: str, stream: str, there: bool) -> _Work[list[StreamInfo]]:
         options = self.options
         timeout_s = options.access.timeout_s
 
-        async def describe(client: Client) -> StreamInfo:
-            async def once() -> StreamInfo:
-                return await client.streams.describe(stream, timeout=timeout_s)
+        async def describe(client: Client) -> list[StreamInfo]:
+            async def once() -> list[StreamInfo]:
+                found = await client.streams.partitions(stream, timeout=timeout_s)
+                for info in found:
+                    if not info.store:
+                        raise StreamUnavailable(info.name, info.failed)
+                return found
 
             if there:
                 # The stream existed before, so wait for a store that restarts.
@@ -99,7 +111,7 @@ class Planner:
                 if options.kind == STREAM:
                     raise
             self._created.add(stream)
-            return await client.streams.create(
+            made = await client.streams.create(
                 stream,
                 topic=name if options.kind == TOPIC else "",
                 cluster=name if options.kind == CLUSTER else "",
@@ -107,6 +119,7 @@ class Planner:
                 max_age=options.stream_max_age_s,
                 timeout=timeout_s,
             )
+            return [made]
 
         return describe
 
@@ -146,7 +159,7 @@ class Planner:
         """Return the current ends of the streams; None while the group, and so the streams, are not known."""
         if not self._group and self.options.kind != STREAM:
             return None
-        return {name: Position(info.uuid, info.next) for name, info in self.infos().items()}
+        return _ends(self.infos())
 
     def end_at_target(self) -> None:
         """End the query where the streams end now (Trigger.AvailableNow)."""
@@ -165,30 +178,33 @@ class Planner:
             offsets = self._plan(start, infos)
         if offsets is None:
             offsets = {
-                name: start.get(name, Position(i.uuid, i.oldest)) for name, i in infos.items()
+                part: start.get(part, Position(_uuid(info), _beginning(part, info, start)))
+                for part, info in infos.items()
             }
         return offsets
 
-    def _plan(self, start: Offsets, infos: dict[str, StreamInfo]) -> Offsets | None:
+    def _plan(self, start: Offsets, infos: Infos) -> Offsets | None:
         """Return the end of the trigger that starts at `start`; None if it is not due."""
         options = self.options
         if self._capture_target and self._target is None:
-            self._target = {name: Position(info.uuid, info.next) for name, info in infos.items()}
-        begins: dict[str, int] = {}
-        wanted: dict[str, int] = {}
-        for name, info in infos.items():
-            if name not in start:
-                # A new stream starts at its oldest message. This batch records that; the next one reads.
-                begins[name], wanted[name] = info.oldest, 0
+            self._target = _ends(infos)
+        begins: dict[Part, int] = {}
+        wanted: dict[Part, int] = {}
+        for part, info in infos.items():
+            if part not in start:
+                # This batch records where a new stream or partition starts; the next one reads.
+                begins[part], wanted[part] = _beginning(part, info, start), 0
                 continue
-            begin, end = start[name].next, info.next
+            begin, end = start[part].next, info.next
             if begin > end:
-                raise _beyond(name, begin, end)
+                raise _beyond(part, begin, end)
             if begin < info.oldest and options.fail_on_data_loss:
-                raise _trimmed(name, begin, info.oldest)
-            if self._target is not None and name in self._target:
-                end = max(begin, min(end, self._target[name].next))
-            begins[name], wanted[name] = begin, end - begin
+                raise _trimmed(part, begin, info.oldest)
+            if self._target is not None:
+                # A partition that was added since is read by the next run.
+                last = self._target[part].next if part in self._target else begin
+                end = max(begin, min(end, last))
+            begins[part], wanted[part] = begin, end - begin
         total = sum(wanted.values())
         now_s = time.monotonic()
         few = total < options.min_offsets and now_s - self._planned_s < options.max_delay_s
@@ -197,14 +213,16 @@ class Planner:
         self._planned_s = now_s
         taken = spread(wanted, options.max_offsets)
         if options.max_bytes:
-            sizes = {name: infos[name].size_bytes / max(1, infos[name].messages) for name in infos}
-            size = sum(taken[name] * sizes[name] for name in infos)
+            sizes = {part: info.size_bytes / max(1, info.messages) for part, info in infos.items()}
+            size = sum(taken[part] * sizes[part] for part in infos)
             if size > options.max_bytes:
                 most = max(1, int(sum(taken.values()) * options.max_bytes / size))
                 taken = spread(taken, most)
-        return {name: Position(infos[name].uuid, begins[name] + taken[name]) for name in infos}
+        return {
+            part: Position(_uuid(info), begins[part] + taken[part]) for part, info in infos.items()
+        }
 
-    def _wait(self, infos: dict[str, StreamInfo]) -> _Work[bool]:
+    def _wait(self, infos: Infos) -> _Work[bool]:
         """Return a call that waits up to WAIT_S for new messages, and returns whether there are some."""
         timeout_s = self.options.access.timeout_s
 
@@ -213,10 +231,16 @@ class Planner:
             fetches = [
                 asyncio.ensure_future(
                     client.streams.fetch(
-                        name, info.next, uuid=info.uuid, max_bytes=1, wait=WAIT_S, timeout=timeout_s
+                        part.stream,
+                        info.next,
+                        partition=part.partition,
+                        uuid=_uuid(info),
+                        max_bytes=1,
+                        wait=WAIT_S,
+                        timeout=timeout_s,
                     )
                 )
-                for name, info in infos.items()
+                for part, info in infos.items()
             ]
             try:
                 done, _pending = await asyncio.wait(fetches, return_when=asyncio.FIRST_COMPLETED)
@@ -235,70 +259,92 @@ class Planner:
         infos = self.infos(end)
         parts = []
         total = sum(
-            position.next - start[name].next for name, position in end.items() if name in start
+            position.next - start[part].next for part, position in end.items() if part in start
         )
-        for name, position in end.items():
-            info = infos[name]
-            if name not in start:
-                continue  # a new stream, read from the next batch on
-            begin = start[name].next
-            check_same_log(name, start[name], position.uuid)
+        for part, position in end.items():
+            info = infos[part]
+            if part not in start:
+                continue  # a new stream or partition, read from the next batch on
+            begin = start[part].next
+            check_same_log(part.stream, start[part], position.uuid)
             if position.next > info.next:
-                raise _beyond(name, position.next, info.next)
+                raise _beyond(part, position.next, info.next)
             if begin < info.oldest:
                 if options.fail_on_data_loss:
-                    raise _trimmed(name, begin, info.oldest)
-                log.warning("spark.data_loss", extra={"fields": {"stream": name, "from": begin, "until": info.oldest}})  # fmt: skip
+                    raise _trimmed(part, begin, info.oldest)
+                log.warning("spark.data_loss", extra={"fields": {"stream": str(part), "from": begin, "until": info.oldest}})  # fmt: skip
                 begin = min(info.oldest, position.next)
             share = (
                 -(-options.min_partitions * (position.next - begin) // total) if total > 0 else 1
             )
             for first, last in split(begin, position.next, share, options.max_records):
-                parts.append(Range(name, position.uuid, first, last, tuple(info.key_ids)))
+                parts.append(
+                    Range(
+                        part.stream,
+                        part.partition,
+                        position.uuid,
+                        info.uuid,
+                        first,
+                        last,
+                        tuple(info.key_ids),
+                    )
+                )
         return parts
 
     def _resolve(self, option: str, text: str, time_ms: int | None) -> Offsets:
         """Return the offsets that an option means."""
         infos = self.infos()
         named = {} if text in (EARLIEST, LATEST) else parse_offsets(option, text)
-        unknown = named.keys() - self._streams.keys() - infos.keys()
+        unknown = named.keys() - self._streams.keys() - set(self._streams.values())
         if unknown:
             raise SparkError(
                 CONFIG, f"{option}: this query does not read {min(unknown)!r}; remove it"
             )
         offsets = {}
-        for name, stream in self._streams.items():
-            info = infos[stream]
+        names = {stream: name for name, stream in self._streams.items()}
+        for part, info in infos.items():
+            stream, name = part.stream, names[part.stream]
             # Everything in a stream created for this query is new to it.
             latest = text == LATEST and stream not in self._created
-            at = named.get(name, named.get(stream, -1 if latest else -2))
-            if named and name not in named and stream not in named:
-                raise SparkError(CONFIG, f"{option}: no offset is given for {name!r}; add one")
+            positions = named.get(name, named.get(stream, {}))
+            at = positions.get(part.partition, -1 if latest else -2)
+            if named and part.partition not in positions:
+                which = f"partition {part.partition} of {name!r}" if positions else repr(name)
+                raise SparkError(CONFIG, f"{option}: no offset is given for {which}; add one")
             if time_ms is not None:
-                at = self._ask(self._at_time(stream, info.uuid, time_ms))
+                at = self._ask(self._at_time(part, _uuid(info), time_ms))
             elif at == -2:
                 at = info.oldest
             elif at == -1:
                 at = info.next
             elif at > info.next:
-                raise _beyond(stream, at, info.next)
-            offsets[stream] = Position(info.uuid, at)
+                raise _beyond(part, at, info.next)
+            offsets[part] = Position(_uuid(info), at)
+        for name, positions in named.items():
+            stream = self._streams.get(name, name)
+            for partition in positions:
+                if Part(stream, partition) not in infos:
+                    raise SparkError(
+                        CONFIG, f"{option}: {name!r} has no partition {partition}; remove it"
+                    )
         return offsets
 
-    def _at_time(self, stream: str, uuid: str, time_ms: int) -> _Work[int]:
+    def _at_time(self, part: Part, uuid: str, time_ms: int) -> _Work[int]:
         timeout_s = self.options.access.timeout_s
 
         async def find(client: Client) -> int:
             when = datetime.fromtimestamp(time_ms / 1000, UTC)
-            return await client.streams.find(stream, when, uuid=uuid, timeout=timeout_s)
+            return await client.streams.find(
+                part.stream, when, partition=part.partition, uuid=uuid, timeout=timeout_s
+            )
 
         return find
 
 
 def _group_of(known: Offsets) -> str:
     """Return the group that a checkpoint's streams were created for."""
-    for name in known:
-        parts = name.split(".")
+    for stream, _ in known:
+        parts = stream.split(".")
         if len(parts) >= 3 and parts[0] == "spark":
             return ".".join(parts[1:-1])
     raise SparkError(
@@ -307,15 +353,33 @@ def _group_of(known: Offsets) -> str:
     )
 
 
-def _beyond(name: str, at: int, end: int) -> SparkError:
+def _uuid(info: StreamInfo) -> str:
+    """Return the uuid of the stream that a partition belongs to."""
+    return info.parent or info.uuid
+
+
+def _ends(infos: Infos) -> Offsets:
+    return {part: Position(_uuid(info), info.next) for part, info in infos.items()}
+
+
+def _beginning(part: Part, info: StreamInfo, start: Offsets) -> int:
+    """Return where a stream or partition starts that the checkpoint does not have: the query has seen nothing of it.
+
+    A stream starts at its oldest message, and a partition that was added to a known stream at its first, so that a
+    message which retention has removed since counts as lost.
+    """
+    return 0 if Part(part.stream, 0) in start else info.oldest
+
+
+def _beyond(part: Part, at: int, end: int) -> SparkError:
     return SparkError(
         DATA_LOSS,
-        f"stream {name!r} ends at offset {end}, before offset {at} of this query: its store may have lost records",
+        f"stream '{part}' ends at offset {end}, before offset {at} of this query: its store may have lost records",
     )
 
 
-def _trimmed(name: str, begin: int, oldest: int) -> SparkError:
+def _trimmed(part: Part, begin: int, oldest: int) -> SparkError:
     return SparkError(
         DATA_LOSS,
-        f"stream {name!r}: retention removed offsets {begin} to {oldest}; failOnDataLoss=false goes on without them",
+        f"stream '{part}': retention removed offsets {begin} to {oldest}; failOnDataLoss=false goes on without them",
     )

@@ -18,6 +18,7 @@ from iris.spark.errors import AUTH, DATA_LOSS, SparkError
 from iris.spark.options import SourceOptions
 from iris.streams import StreamGap, StreamPage, StreamRecord
 from iris.wire.names import plural
+from iris.wire.orders import partition_name
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -34,14 +35,23 @@ EXPECTED_HOLES: Final = frozenset({"compacted", "expired", "deferred"})
 
 
 class Range(Struct, frozen=True):
-    """Offsets from `start` up to `end` of one log."""
+    """Offsets from `start` up to `end` of one partition."""
 
     stream: str
+    partition: int
     uuid: str
+    """The uuid of the stream."""
+    log: str
+    """The uuid of the partition's log: that of the stream for partition 0."""
     start: int
     end: int
     key_ids: tuple[str, ...] = ()
-    """Ids of the keys that the stream is kept under, in hex."""
+    """Ids of the keys that the partition is kept under, in hex."""
+
+    @property
+    def name(self) -> str:
+        """The name for people, such as "orders/1"."""
+        return partition_name(self.stream, self.partition)
 
 
 def read_range(part: Range, options: SourceOptions, schema: StructType) -> Iterator[pa.RecordBatch]:
@@ -54,14 +64,14 @@ def read_range(part: Range, options: SourceOptions, schema: StructType) -> Itera
     from iris.spark.arrow import RowBuilder
 
     link = connection(options.access)
-    builder = RowBuilder(options, schema)
+    builder = RowBuilder(options, schema, part.stream, part.partition)
     reader = _RangeReader(link, part, options)
     try:
         for opened in reader:
             yield from builder.batches(opened)
     except DecodeError as err:
         link.drop()
-        raise SparkError(DATA_LOSS, f"stream {part.stream!r}: {err}") from err
+        raise SparkError(DATA_LOSS, f"stream {part.name!r}: {err}") from err
     finally:
         reader.close()
 
@@ -81,20 +91,20 @@ class _RangeReader:
         if part.key_ids and not any(by_id(bytes.fromhex(key_id)) for key_id in part.key_ids):
             raise SparkError(
                 AUTH,
-                f"stream {part.stream!r}: the keyring on this host has no key of the stream; add one (keyringFile)",
+                f"stream {part.name!r}: the keyring on this host has no key of the stream; add one (keyringFile)",
             )
         at = part.start
         while at < part.end:
             page = link.result(self._ahead or self._fetch(at))
-            if page.uuid != part.uuid:
+            if page.uuid != part.log:
                 raise SparkError(
                     DATA_LOSS,
-                    f"stream {part.stream!r}: log {page.uuid} answered, but the query reads log {part.uuid}",
+                    f"stream {part.name!r}: log {page.uuid} answered, but the query reads log {part.log}",
                 )
             if page.next <= at:
                 raise SparkError(
                     DATA_LOSS,
-                    f"stream {part.stream!r} ends at offset {at}, before offset {part.end} of this query: its store may have lost records",
+                    f"stream {part.name!r} ends at offset {at}, before offset {part.end} of this query: its store may have lost records",
                 )
             self._ahead = self._fetch(page.next) if page.next < part.end else None
             opened, at = self._cover(page, at)
@@ -114,6 +124,7 @@ class _RangeReader:
                 lambda: client.streams.fetch(
                     part.stream,
                     start,
+                    partition=part.partition,
                     uuid=part.uuid,
                     max_bytes=options.fetch_bytes,
                     timeout=timeout_s,
@@ -150,7 +161,7 @@ class _RangeReader:
         if record.dead:
             raise SparkError(
                 AUTH,
-                f"stream {self._part.stream!r} holds dead letters, which Spark cannot read; use client.streams.read",
+                f"stream {self._part.name!r} holds dead letters, which Spark cannot read; use client.streams.read",
             )
         skip = max(0, at - record.offset)
         start = record.offset + skip
@@ -163,9 +174,9 @@ class _RangeReader:
         if self._options.fail_on_data_loss:
             raise SparkError(
                 AUTH,
-                f"stream {self._part.stream!r} at offset {gap.first}: {gap.cause}; failOnDataLoss=false skips it",
+                f"stream {self._part.name!r} at offset {gap.first}: {gap.cause}; failOnDataLoss=false skips it",
             )
-        log.warning("spark.unreadable", extra={"fields": {"stream": self._part.stream, "offset": gap.first, "cause": gap.cause}})  # fmt: skip
+        log.warning("spark.unreadable", extra={"fields": {"stream": self._part.name, "offset": gap.first, "cause": gap.cause}})  # fmt: skip
 
     def _miss(self, gap: StreamGap) -> None:
         count = (
@@ -178,9 +189,7 @@ class _RangeReader:
         )
         if self._options.fail_on_data_loss:
             raise self._lost(f"{text}; failOnDataLoss=false goes on without them")
-        log.warning(
-            "spark.data_loss", extra={"fields": {"stream": self._part.stream, "what": text}}
-        )
+        log.warning("spark.data_loss", extra={"fields": {"stream": self._part.name, "what": text}})
 
     def _lost(self, text: str) -> SparkError:
-        return SparkError(DATA_LOSS, f"stream {self._part.stream!r}: {text}")
+        return SparkError(DATA_LOSS, f"stream {self._part.name!r}: {text}")

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class IrisPartition(InputPartition):
-    """A range of a stream, for one task."""
+    """A range of a partition of a stream, for one task."""
 
     def __init__(self, part: Range | None) -> None:
         super().__init__(part)
@@ -45,8 +45,9 @@ class IrisReader(DataSourceReader):
         planner = Planner(self._options)
         start = planner.initial()
         end = {
-            name: position if position.next >= start[name].next else start[name]
-            for name, position in planner.final().items()
+            part: position if position.next >= start[part].next else start[part]
+            for part, position in planner.final().items()
+            if part in start  # another may have been added in between
         }
         # If there were no partitions, Spark would make one that is not an IrisPartition.
         return [IrisPartition(part) for part in planner.ranges(start, end)] or [IrisPartition(None)]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from iris.spark.connections import connection
+from iris.spark.offsets import Part
 from iris.spark.options import SourceOptions
 from iris.spark.planning import Planner
 from iris.streams.stores import Stores
@@ -146,7 +147,8 @@ def test_what_comes_while_a_trigger_waits_goes_into_it(
         start = planner.initial()
         assert planner.next_end(start) == start  # what it begins with is for the checkpoint
         planner.ranges(start, start)
-        assert planner.next_end(start)[name].next == start[name].next + grown
+        part = Part(name, 0)
+        assert planner.next_end(start)[part].next == start[part].next + grown
 
 
 def test_a_connection_asks_once_what_a_stream_is(

@@ -46,7 +46,7 @@ def opened(
 
 def table(*records: Opened, **options: str) -> list[dict[str, Any]]:
     parsed = SourceOptions.parse({"stream": "orders", **options}, streaming=None)
-    builder = RowBuilder(parsed, source_schema(parsed))
+    builder = RowBuilder(parsed, source_schema(parsed), "orders", 0)
     return [row for batch in builder.batches(records) for row in batch.to_pylist()]
 
 

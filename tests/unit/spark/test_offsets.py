@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from iris.spark.errors import SparkError
 from iris.spark.offsets import (
+    Part,
     Position,
     check_same_log,
     decode_offsets,
@@ -24,14 +25,23 @@ from relay.store.records import Reason
 
 
 def test_offsets_are_kafkas_json_and_the_log() -> None:
-    offsets = {"orders": Position("ab" * 16, 23), "bills": Position("cd" * 16, 0)}
+    offsets = {
+        Part("orders", 0): Position("ab" * 16, 23),
+        Part("bills", 0): Position("cd" * 16, 0),
+        Part("orders", 10): Position("ab" * 16, 7),
+    }
     packed = json.dumps(encode_offsets(offsets))
-    assert json.loads(packed)["orders"] == {"0": 23, "log": "ab" * 16}
+    assert json.loads(packed)["orders"] == {"0": 23, "10": 7, "log": "ab" * 16}
+    assert json.loads(packed)["bills"] == {"0": 0, "log": "cd" * 16}
     assert decode_offsets(json.loads(packed)) == offsets
 
 
 @pytest.mark.parametrize(
-    "found", [None, [], {"a": 1}, {"a": {"0": 1}}, {"a": {"0": -1, "log": ""}}, {"a": {"0": "1", "log": ""}}]
+    "found",
+    [
+        None, [], {"a": 1}, {"a": {"0": 1}}, {"a": {"0": -1, "log": ""}}, {"a": {"0": "1", "log": ""}}, {"a": {"1": 1, "log": ""}},
+        {"a": {"0": 1, "01": 1, "log": ""}}, {"a": {"0": 1, "256": 1, "log": ""}},
+    ],
 )  # fmt: skip
 def test_a_foreign_checkpoint_is_refused(found: Any) -> None:
     with pytest.raises(SparkError, match=r"^IRIS_CONFIG: the checkpoint"):

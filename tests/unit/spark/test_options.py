@@ -126,11 +126,13 @@ def test_an_address_has_one_stream_in_a_group_and_another_in_another() -> None:
 
 
 def test_kafkas_offsets_are_read() -> None:
-    assert parse_offsets("startingOffsets", '{"a": {"0": 23}, "b": {"0": -2}}') == {
-        "a": 23,
-        "b": -2,
+    assert parse_offsets("startingOffsets", '{"a": {"0": 23, "1": 7}, "b": {"0": -2}}') == {
+        "a": {0: 23, 1: 7},
+        "b": {0: -2},
     }
-    for text in ('{"a": {"0": -3}}', '{"a": {"0": "1"}}', '{"a": {"1": 1}}', "[]", "3"):
+    for text in (
+        '{"a": {"0": -3}}', '{"a": {"0": "1"}}', '{"a": {"1": 1}}', '{"a": {"0": 1, "01": 1}}', '{"a": {"0": 1, "256": 1}}', "[]", "3"
+    ):  # fmt: skip
         with pytest.raises(ConfigError, match="startingOffsets"):
             parse_offsets("startingOffsets", text)
 
