@@ -84,8 +84,28 @@ export class Calls {
   /** Send a request; the reply or a RequestError follows. */
   request(address: Address, payload: Bytes, packed: boolean, timeoutMs: number, options: CallOptions, signal?: AbortSignal): Promise<Message> {
     return new Promise((resolve, reject) => {
-      const hop = this.#send(address, payload, packed, timeoutMs, options, { resolve, reject, sink: null });
-      this.#limit(hop, timeoutMs, signal, reject);
+      const abort = (): void => {
+        this.#leave(hop);
+        reject(signal!.reason);
+      };
+      const stop = (): void => signal?.removeEventListener("abort", abort);
+      const hop = this.#send(address, payload, packed, timeoutMs, options, {
+        resolve: (message) => {
+          stop();
+          resolve(message);
+        },
+        reject: (error) => {
+          stop();
+          reject(error);
+        },
+        sink: null,
+      });
+      this.#pending.get(hop)!.timer = setTimeout(() => {
+        this.#leave(hop);
+        stop();
+        reject(new RequestTimeout(address.name, `no reply within ${timeoutMs / 1000} s`));
+      }, timeoutMs);
+      signal?.addEventListener("abort", abort, { once: true });
     });
   }
 
@@ -121,32 +141,6 @@ export class Calls {
     const sealed = this.#session.seal(address, plain, { hop, timeoutMs });
     this.#pending.set(hop, { kind: address.kind, address, ...sealed, ...answer, answered: new Set(), timer: undefined });
     return hop;
-  }
-
-  #limit(hop: bigint, timeoutMs: number, signal: AbortSignal | undefined, reject: (error: unknown) => void): void {
-    const pending = this.#pending.get(hop)!;
-    const abort = (): void => {
-      this.#leave(hop);
-      reject(signal!.reason);
-    };
-    pending.timer = setTimeout(() => {
-      this.#leave(hop);
-      pending.reject(new RequestTimeout(pending.address.name, `no reply within ${timeoutMs / 1000} s`));
-    }, timeoutMs);
-    if (!signal) return;
-    signal.addEventListener("abort", abort, { once: true });
-    const settle = this.#pending.get(hop)!;
-    this.#pending.set(hop, {
-      ...settle,
-      resolve: (message) => {
-        signal.removeEventListener("abort", abort);
-        settle.resolve(message);
-      },
-      reject: (error) => {
-        signal.removeEventListener("abort", abort);
-        settle.reject(error);
-      },
-    });
   }
 
   /** Forget a call, and tell the relay that nobody waits. */

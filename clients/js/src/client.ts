@@ -4,6 +4,7 @@ import { text, unbase64, type Bytes } from "./bytes.ts";
 import type { Headers } from "./bundle.ts";
 import { Calls, isStale } from "./calls.ts";
 import { Casts } from "./casts.ts";
+import { monotonicUs } from "./clock.ts";
 import { Closed, ConfigError, ConnectionLost, IrisError, LocalProtocolError, NoMembers, Overloaded, RelayError, RelayUnavailable, RequestError, RequestTimeout } from "./errors.ts";
 import { Kind } from "./frames.ts";
 import { Guard } from "./guard.ts";
@@ -27,6 +28,7 @@ const MAX_TIMEOUT_MS = 2 ** 31 - 1;
 /** Sessions that an idempotent request is sent through. */
 const TRIES = 3;
 const BYE_MS = 5000;
+const SILENCE_MS = 60_000;
 
 export interface ConnectOptions {
   /** ws://host:port or wss://host:port; of several, the next one is tried when one fails. */
@@ -224,10 +226,8 @@ export class Client implements AsyncDisposable {
   #renewLater(session: Session, ticket: string): void {
     const left = expiryMs(ticket) - Date.now();
     if (Number.isNaN(left)) return; // the relay has accepted it; it ends the session when it expires
-    const timer = setTimeout(() => {
-      void this.#renew(session);
-    }, Math.min(Math.max(100, left * 0.7), MAX_TIMEOUT_MS));
-    session.onEnd(() => clearTimeout(timer));
+    const renew = (): void => void this.#renew(session);
+    this.#renewals.set(session, setTimeout(renew, Math.min(Math.max(100, left * 0.7), MAX_TIMEOUT_MS)));
   }
 
   async #renew(session: Session): Promise<void> {
@@ -269,7 +269,13 @@ export class Client implements AsyncDisposable {
       for (const drained of this.#drains.get(parts) ?? []) drained();
       void this.#move(parts, Number(grace_ms));
     });
+    // The relay sends PING every 20 s, and a connection may die without a word.
+    const watch = setInterval(() => {
+      if (monotonicUs() - session.heardUs > 1000 * SILENCE_MS) session.end(new IrisError("nothing came from the relay for a minute"));
+    }, SILENCE_MS / 4);
     session.onEnd((error) => {
+      clearInterval(watch);
+      clearTimeout(this.#renewals.get(session));
       this.#open.delete(parts);
       const moved = session.leaving;
       if (this.#parts === parts) this.#parts = null;
@@ -283,6 +289,8 @@ export class Client implements AsyncDisposable {
   }
 
   readonly #drains = new WeakMap<Parts, (() => void)[]>();
+  /** Session -> the timer that renews its ticket. */
+  readonly #renewals = new WeakMap<Session, ReturnType<typeof setTimeout>>();
 
   /** Return when the session's relay begins to stop. */
   #drained(parts: Parts): Promise<void> {
@@ -451,6 +459,7 @@ export class Client implements AsyncDisposable {
     for (let tries = idempotent ? TRIES : 1; ; ) {
       try {
         const parts = await this.#ready(address.name, until - performance.now(), signal);
+        if (parts.session.outbox.full) await parts.session.outbox.room(signal);
         tries--;
         const left = Math.ceil(until - performance.now());
         if (left <= 0) throw new RequestTimeout(address.name, `no reply within ${timeoutMs / 1000} s`, false);

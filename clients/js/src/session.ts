@@ -11,7 +11,7 @@ import { hex, random, utf8, type Bytes } from "./bytes.ts";
 import { ClockOffset, monotonicUs, wallUs } from "./clock.ts";
 import { ConnectionLost, IrisError, LocalProtocolError, PeerProtocolError } from "./errors.ts";
 import {
-  encodeControl, encodeData, encodeEnd, FrameReader, isData, Kind, kindName, MINOR, VERSION,
+  encodeControl, encodeData, encodeEnd, FrameReader, isData, Kind, kindName, MINOR, texts, VERSION,
   type ControlFrame, type DataFrame, type Fields, type Frame, type Int,
 } from "./frames.ts";
 import type { ClusterKey, Keyring } from "./keys.ts";
@@ -69,6 +69,8 @@ export interface DataHandler {
 /** Incoming frames that wait for their bodies to open; beyond it casts are dropped and calls refused. */
 const INBOX_BYTES = 67_108_864;
 const MAX_KEYS = 1024;
+const MAX_NAME = 255;
+const MAX_GROUPS = 256;
 export const NO_LIMIT = 2n ** 63n - 1n;
 const GREETING_MS = 10_000;
 /** Answers that a relay may owe us. */
@@ -115,6 +117,8 @@ export class Session {
   ended: IrisError | null = null;
   /** Whether the relay is stopping. */
   draining = false;
+  /** When something last came from the relay, by our clock in µs. */
+  heardUs = monotonicUs();
   /** Frames that were dropped because they did not belong here, by cause. */
   readonly dropped = new Map<string, number>();
 
@@ -332,6 +336,7 @@ export class Session {
   /** Handle one frame that came. Raises PeerProtocolError. */
   take(frame: Frame): void {
     if (this.ended) return;
+    this.heardUs = monotonicUs();
     if (!isData(frame)) {
       if (frame.kind === Kind.DECLARE) this.#declare(frame.fields);
       else this.#enqueue({ frame, declared: null, opening: null, size: 0 });
@@ -372,10 +377,13 @@ export class Session {
       throw new PeerProtocolError(`DECLARE is for ${kindName(kind)}`);
     }
     const alias = Number(fields.alias);
-    if (alias >= 65_536) throw new PeerProtocolError("an alias is over the limit");
+    const groups = texts(fields.groups);
+    if (alias >= 65_536 || name.length > MAX_NAME || groups.length > MAX_GROUPS || groups.some(({ length }) => length > MAX_NAME)) {
+      throw new PeerProtocolError("a DECLARE is over the limits");
+    }
     this.#in.set(alias, {
       kind, name, nameBytes: utf8(name), keyId, keyHex: hex(keyId), key: this.keyring.byId(keyId), senderId,
-      senderHex: hex(senderId), plain: fields.plain as boolean, groups: fields.groups as string[],
+      senderHex: hex(senderId), plain: fields.plain as boolean, groups,
       member: fields.member as Int,
     });
   }

@@ -48,6 +48,7 @@ export class Subscription implements AsyncIterable<Message>, AsyncDisposable {
   readonly #limit: number;
   readonly #onGap: ((lost: Lost) => void) | undefined;
   readonly #close: (subscription: Subscription) => Promise<void>;
+  readonly #stop: () => void;
   readonly #queue: Message[] = [];
   #queuedBytes = 0;
   #ended = false;
@@ -73,7 +74,9 @@ export class Subscription implements AsyncIterable<Message>, AsyncDisposable {
       this.#settleReady = { resolve, reject };
     });
     this.ready.catch(() => undefined); // the iterator raises it, too
-    signal?.addEventListener("abort", () => void this.#abort(signal.reason), { once: true });
+    const abort = (): void => void this.#abort(signal!.reason);
+    signal?.addEventListener("abort", abort, { once: true });
+    this.#stop = () => signal?.removeEventListener("abort", abort);
   }
 
   registered(): void {
@@ -85,6 +88,7 @@ export class Subscription implements AsyncIterable<Message>, AsyncDisposable {
     if (this.#ended) return;
     this.#ended = true;
     this.#error = error;
+    this.#stop();
     this.#settleReady.reject(error ?? new Closed("the subscription was closed"));
     this.#wake();
   }

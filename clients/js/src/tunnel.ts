@@ -320,7 +320,8 @@ export class Tunnels {
   readonly #session: Session;
   readonly #serving: Serving;
   readonly #routes = new Map<bigint, Route>();
-  readonly #halfOpen = new Set<bigint>();
+  /** Accepted tunnels whose first record has not come -> what says whether it came. */
+  readonly #halfOpen = new Map<bigint, (began: boolean) => void>();
   readonly #running = new Map<Binding, number>();
 
   constructor(session: Session, serving: Serving) {
@@ -340,6 +341,7 @@ export class Tunnels {
         failed?.(new ConnectionLost(name, `the connection to the relay was lost: ${error.message}`, false));
       }
       this.#routes.clear();
+      for (const settle of [...this.#halfOpen.values()]) settle(false);
     });
   }
 
@@ -445,7 +447,7 @@ export class Tunnels {
       this.#refuse(frame, Reason.EXPIRED);
       return;
     }
-    this.#halfOpen.add(frame.hop);
+    this.#halfOpen.set(frame.hop, () => undefined);
     this.#running.set(binding, running + 1);
     const route: Route = { chain: Promise.resolve(), tunnel: null, accepted: null, failed: null, name };
     this.#routes.set(frame.hop, route);
@@ -479,24 +481,19 @@ export class Tunnels {
     route.tunnel = tunnel;
     this.#session.data(Kind.TUNNEL_ACCEPT, 0, hop, 0n, EMPTY, message);
     const started = new Promise<boolean>((resolve) => {
+      const settle = (began: boolean): void => {
+        clearTimeout(timer);
+        this.#halfOpen.delete(hop);
+        resolve(began);
+      };
       const timer = setTimeout(() => {
         tunnel.fail("the opener's first record did not come in time");
-        resolve(false);
+        settle(false);
       }, FIRST_RECORD_MS);
-      tunnel.whenStarted(() => {
-        clearTimeout(timer);
-        resolve(true);
-      });
-      this.#session.onEnd(() => {
-        clearTimeout(timer);
-        resolve(false);
-      });
+      this.#halfOpen.set(hop, settle);
+      tunnel.whenStarted(() => settle(true));
     });
-    const handled = started.then(async (began) => {
-      this.#halfOpen.delete(hop);
-      if (began) await run(binding, tunnel);
-    });
-    return { handled };
+    return { handled: started.then((began) => (began ? run(binding, tunnel) : undefined)) };
   }
 
   #refuse({ kind, alias, hop, deadline, end, body }: DataFrame, reason: number): void {

@@ -393,3 +393,15 @@ async def test_a_broken_tunnel_is_reported_at_the_other_end(
     with pytest.raises(Raised) as nobody:
         await page.run("await s.client.tunnel(`${args.name}.x`)", name=name)
     assert nobody.value.name == "NoMembers"
+
+
+async def test_a_publisher_that_waits_is_not_held_up_by_javascript(page: Page, python: iris.Client, name: str) -> None:
+    await page.run("s.sub = s.client.subscribe(args.name); await s.sub.ready;", name=name)
+    for _ in range(40):
+        await python.publish(name, bytes(10_000), when_full="wait")
+    said = await page.run(
+        """let count = 0;
+        for await (const { payload } of s.sub) if (payload.length === 10_000 && ++count === 40) break;
+        return [count, s.sub.lost];"""
+    )
+    assert said == [40, 0]
