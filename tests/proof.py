@@ -28,6 +28,7 @@
     direct          200        direct tunnels broken under load by the end of a process, the relay or the pair
     bucket-kills    200        kills and freezes of the store that serves a stream in a bucket, under load
     forced          20         stores lost with their disks; streams are made again of their copies
+    web             10000      connections to the port for browsers that say nothing, while browsers work
     points          1          rounds in which a store of a bucket fails at each request of a takeover and a move
 
 Exits 1 if the promise does not hold. The figures go to docs/proof.md, or to the file that `--record` names: one
@@ -79,6 +80,7 @@ AREAS = (
     "bucket",
     "forced",
     "points",
+    "web",
 )
 RECORD = proofs.ROOT / "docs" / "proof.md"
 SEED = 20_241

@@ -7,10 +7,13 @@ inputs in `corpus/<name>/`.
 
 from __future__ import annotations
 
+import asyncio
+import base64
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -28,7 +31,8 @@ from iris.core.session import Session
 from iris.core.tunnel import FIRST_WINDOW, MAX_WINDOW, Growth, TunnelEnd
 from iris.crypto.channel import Channel
 from iris.crypto.keyring import Keyring, parse_network_keys
-from iris.crypto.keys import ClusterKey, StoreKey
+from iris.crypto.keys import ClusterKey, IssuerKey, StoreKey, public_id
+from iris.crypto.tickets import TicketError, read_ticket
 from iris.errors import (
     DecodeError,
     IrisError,
@@ -50,14 +54,19 @@ from iris.wire.kinds import PROTOCOL_MINOR, Kind, Refusal
 from iris.wire.names import check_cluster, check_topic
 from relay.bridges.iris1.core.frames import Request, TunInit, Violation
 from relay.bridges.iris1.core.machine import Machine, State
+from relay.config import dev
 from relay.core.ports import Held
 from relay.core.router import Router
 from relay.net.fragments import Assembly
+from relay.net.ports import Driver
+from relay.net.sessions import SessionHub
+from relay.net.websession import WebConnection
 from relay.store.channels import Channels
 from relay.store.errors import ChannelRefused
 from relay.store.session import StoreSession
 
 KEY: Final = ClusterKey(bytes(range(32)))
+ISSUER: Final = IssuerKey(bytes(range(32)))
 NOW_US: Final = 1_700_000_000_000_000
 CLUSTER: Final = "db"
 SERVED: Final = (Kind.REQUEST, Kind.PUSH, Kind.SURVEY, Kind.BROADCAST, Kind.TUNNEL_OPEN)
@@ -668,6 +677,122 @@ def iris1(data: bytes) -> None:
         assert sum(part[0] == op for part in said) == count
 
 
+def ticket(data: bytes) -> None:
+    """Read a ticket: any text, then any claims that an issuer signed."""
+    known = {public_id(ISSUER.public_key): ISSUER.public_key}
+
+    def read(text: str) -> None:
+        with suppress(TicketError):
+            found = read_ticket(
+                text, find_key=known.get, networks=["00" * 16], now_s=NOW_US / 1e6, max_life_s=lambda issuer: 3600
+            )  # fmt: skip
+            assert found.issued_s < found.expires_s
+            assert found.expires_s > NOW_US / 1e6
+
+    read(data.decode("latin-1"))
+    kid = public_id(ISSUER.public_key).hex()
+    head = base64.urlsafe_b64encode(b'{"alg":"EdDSA","kid":"%s"}' % kid.encode()).rstrip(b"=")
+    signed = head + b"." + base64.urlsafe_b64encode(data).rstrip(b"=")
+    signature = base64.urlsafe_b64encode(ISSUER.signer.sign(signed)).rstrip(b"=")
+    read((signed + b"." + signature).decode())
+
+
+class _Socket(asyncio.Transport):
+    """What a connection of a browser writes to: the first `room` bytes are written, the rest waits."""
+
+    def __init__(self, room: int) -> None:
+        super().__init__()
+        self.room = room
+        self.waiting = 0
+        self.ended = False
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return ("127.0.0.1", 4711) if name == "peername" else default
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None: ...
+
+    def writelines(self, list_of_data: Any) -> None:
+        self.waiting += max(0, sum(map(len, list_of_data)) - self.room)
+
+    def get_write_buffer_size(self) -> int:
+        return self.waiting
+
+    def can_write_eof(self) -> bool:
+        return True
+
+    def write_eof(self) -> None: ...
+    def pause_reading(self) -> None: ...
+    def resume_reading(self) -> None: ...
+
+    def is_closing(self) -> bool:
+        return self.ended
+
+    def close(self) -> None:
+        self.ended = True
+
+    abort = close
+
+
+UPGRADE: Final = (
+    b"GET / HTTP/1.1\r\nHost: a\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\n"
+    b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\nSec-WebSocket-Protocol: iris.1\r\n\r\n"
+)
+
+
+def masked(data: bytes) -> bytes:
+    """Return a frame of WebSocket for each frame of a session. The frame's flags choose fin and opcode."""
+    made = []
+    for frame in split(data):
+        chosen = frame[5]
+        opcode = (0x2, 0x2, 0x0, 0x1, 0x8, 0x9, 0xA, 0x3)[chosen & 7]
+        size = bytes([0x80 | len(frame)]) if len(frame) < 126 else b"\xfe" + len(frame).to_bytes(2)
+        fin = 0 if chosen & 8 else 0x80
+        made.append(bytes([fin | opcode]) + size + bytes(4) + frame[:0xFFFF])
+    return b"".join(made)
+
+
+def web(data: bytes) -> None:
+    """Read what a browser sends: raw, or after an upgrade as frames of WebSocket, with or without a HELLO."""
+    how, data = (data[0], data[1:]) if data else (0, b"")
+    hello = encode_control(frames.Hello(1, PROTOCOL_MINOR, mono_us=1))
+    greeting = b"\x82" + bytes([0x80 | len(hello)]) + bytes(4) + hello
+    stream = (data, UPGRADE + data, UPGRADE + masked(data), UPGRADE + greeting + masked(data))[
+        how & 3
+    ]
+
+    async def read() -> None:
+        relay = Router(bytes(16), entropy=bytes, message_limit=1 << 20)
+        hub = SessionHub(Driver(relay), dev(Path("/run/relay.sock")))
+        refused: list[str] = []
+        ended: list[Any] = []
+        connection = WebConnection(
+            hub, tuple, refused=lambda connection, reason: refused.append(reason),
+            greeted=lambda connection: None, ended=ended.append,
+        )  # fmt: skip
+        link = _Socket(0 if how & 4 else 1 << 20)
+        connection.connection_made(link)
+        if how & 4:
+            connection.pause_writing()
+        step = 1 + how * 3
+        for at in range(0, len(stream), step):
+            if link.ended:
+                break
+            connection.data_received(stream[at : at + step])
+            assert link.waiting < 64 << 10
+        await asyncio.sleep(0)
+        assert len(refused) <= 1, refused
+        connection.connection_lost(None)
+        await asyncio.sleep(0)
+        assert ended == [connection]
+        assert not relay.sessions
+        assert not hub.ports
+        assert not hub.users.held
+        assert relay.accounts.balance() == 0
+        hub.driver.close()
+
+    asyncio.run(read())
+
+
 TARGETS: Final[dict[str, Callable[[bytes], None]]] = {
     "control": control,
     "reader": reader,
@@ -683,4 +808,6 @@ TARGETS: Final[dict[str, Callable[[bytes], None]]] = {
     "store": store,
     "channel": channel,
     "iris1": iris1,
+    "ticket": ticket,
+    "web": web,
 }

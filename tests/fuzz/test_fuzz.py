@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
 import pytest
-from fuzz.targets import CLUSTER, DECLARED, KEY, TARGETS
+from fuzz.targets import CLUSTER, DECLARED, KEY, NOW_US, TARGETS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -253,6 +254,24 @@ def _blob(data: bytes) -> bytes:
     return _varint(len(data)) + data
 
 
+@st.composite
+def claims(draw: st.DrawFn) -> bytes:
+    """Draw the claims of a ticket, most of them right."""
+    said: dict[str, Any] = {
+        "aud": "00" * 16, "sub": "alice", "jti": "1", "iat": NOW_US // 1_000_000, "exp": NOW_US // 1_000_000 + 60, "allow": {"read": ["a.>"]},
+        "keys": [KEY.key_id.hex()], "origin": "https://app.example", "nbf": 0,
+    }  # fmt: skip
+    wrong = st.one_of(
+        st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.just("x" * 300), st.lists(st.text(max_size=3), max_size=2),
+        st.dictionaries(st.sampled_from(["read", "fly", ""]), st.lists(names, max_size=2), max_size=2),
+    )  # fmt: skip
+    for name in draw(st.lists(st.sampled_from(sorted(said)), max_size=2)):
+        said[name] = draw(wrong)
+    for name in draw(st.lists(st.sampled_from(sorted(said)), max_size=1)):
+        del said[name]
+    return json.dumps(said).encode()
+
+
 INPUTS: dict[str, st.SearchStrategy[bytes]] = {
     "control": st.one_of(
         st.binary(max_size=200), st.tuples(byte, st.binary(max_size=60)).map(lambda p: p[0] + b"\0" + p[1]),
@@ -273,6 +292,8 @@ INPUTS: dict[str, st.SearchStrategy[bytes]] = {
     "stream_answer": st.one_of(st.binary(max_size=100), stream_bodies(streams.Answer)),
     "iris1": st.one_of(st.binary(max_size=200), iris1_said()),
     "channel": st.binary(max_size=2000),
+    "ticket": st.one_of(st.binary(max_size=200), st.text(alphabet="ae.-_09[{", max_size=60).map(str.encode), claims(), st.just(b"[" * 5000)),
+    "web": st.tuples(byte, st.one_of(st.binary(max_size=300), nearly_right)).map(b"".join),
     "store": st.tuples(byte, st.one_of(st.binary(max_size=300), nearly_right)).map(b"".join),
 }  # fmt: skip
 

@@ -91,3 +91,22 @@ async def test_a_key_in_use_is_not_released_by_the_library_and_the_relay_refuses
         attachment.session.control(frames.Release(key.key_id))
         attachment.touch()
         await until(lambda: port not in cluster.relay.hub.ports)
+
+
+async def test_the_aliases_under_a_released_key_end_with_it() -> None:
+    async with LocalCluster() as cluster, named(cluster, "service", keyring=SERVICE) as service:
+        await service.publish("users.alice", b"1")
+        session = port_of(cluster, "service").session
+        key_id = BASE.for_topic("users.alice").key_id
+
+        def aliases() -> int:
+            return sum(route is not None and route.key_id == key_id for route in session.routes)
+
+        await until(lambda: aliases() == 1)
+        attachment = service._attachment
+        assert attachment is not None
+        assert attachment.session is not None
+        attachment.session.control(frames.Release(key_id))
+        attachment.touch()
+        await until(lambda: key_id not in session.proven)
+        assert aliases() == 0

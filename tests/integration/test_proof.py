@@ -20,6 +20,7 @@ COUNTS = {
     "tunnels": 200,
     "connections": 40,
     "http": 40,
+    "web": 1000,
     "order": 4000,
     "rotation": 200,
     "idle": 1,

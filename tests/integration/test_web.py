@@ -172,6 +172,7 @@ PING = encode_control(frames.Ping(1))
         ([HELLO + PING + b"\x05"], 4000, "a message must hold whole frames"),
         ([PING], 4000, "Ping before HELLO"),
         ([encode_control(frames.Hello(1, 8))], 4000, "HELLO over TLS or WebSocket must carry mono_us"),
+        ([encode_control(frames.Hello(1, 7, mono_us=1))], 4000, "must speak minor version 8"),
         ([HELLO, encode_control(frames.Beat(1))], 4000, "BEAT from a session"),
         ([bytes(65_541)], 1009, "before HELLO"),
         ([[HELLO[:5], bytes(65_541)]], 1009, "before HELLO"),
