@@ -117,7 +117,9 @@ class SessionControl:
             if not hello.mono_us:
                 raise PeerProtocolError("HELLO over TLS or WebSocket must carry mono_us")
             if session.web and hello.minor < WEB_MINOR:
-                raise PeerProtocolError(f"a session over WebSocket must speak minor version {WEB_MINOR}, not {hello.minor}")
+                raise PeerProtocolError(
+                    f"a session over WebSocket must speak minor version {WEB_MINOR}, not {hello.minor}"
+                )
             if session.web:  # the timers of hidden tabs run too seldom for heartbeats
                 session.samples = ClockSamples(hello.mono_us, self._router.now_us)
                 session.clock_us = session.samples.clock_us
