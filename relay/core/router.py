@@ -35,6 +35,7 @@ from relay.core.ports import Port
 from relay.core.runs import Runs
 from relay.core.session import Session
 from relay.core.site_routes import Wan
+from relay.core.stores import HUNG_LOOKS
 from relay.core.tickets import Admission
 
 WEIGHTY_KINDS: Final = frozenset(
@@ -226,7 +227,8 @@ class Router(Parts):
         if self.now_us >= self.drains.deadline_us:
             self.drains.expire(self.now_us)
         if self.now_us >= self.stores.deadline_us:
-            self.stores.expire(self.now_us)
+            for number in self.stores.expire(self.now_us):
+                self._close_hung(self.sessions[number])
         if self.now_us >= self.slow.deadline_us:
             self.slow.expire(self.now_us)
         if self.now_us >= self.settling.deadline_us:
@@ -240,6 +242,11 @@ class Router(Parts):
         # Last, because changes above must be advertised to other sites too.
         if self.now_us >= self.federation.deadline_us:
             self.federation.expire(self.now_us)
+
+    def _close_hung(self, session: Session) -> None:
+        """Close the session of a store that hangs, so that another one takes over."""
+        session.port.abort(f"the store was silent for {HUNG_LOOKS} s")
+        self.session_down(session)
 
     def _beat(self) -> None:
         soonest = NEVER_US

@@ -5,6 +5,10 @@
                                               ──► its directory or key cannot be used: none, and why is advertised
     a store that is up may take over from one that is gone ── starting ──► it has, or there is nothing: up
 
+A store of a bucket asks for the other stores again and again. If one is silent while the relay looks `HUNG_LOOKS`
+times, it hangs, and its session is closed: then another store takes over. Looks are counted, and not the time, because
+the relay may have been asleep itself.
+
 A store joins for the stores first, then for each stream, in one go. So the relay sends it PING at its first
 JOIN: its PONG follows the rest.
 """
@@ -23,6 +27,8 @@ from relay.core.session import Session
 
 BACK_US: Final = 5_000_000
 """How long a lost store that this relay does not start itself is waited for."""
+LOOK_US: Final = 1_000_000
+HUNG_LOOKS: Final = 10
 STORE_PING: Final = 2
 """Id of the PING to a store; different from that of a drain."""
 
@@ -32,7 +38,7 @@ class StoreWatch:
 
     def __init__(self, advertiser: Advertiser) -> None:
         self.deadline_us = NEVER_US
-        """Until when a lost store is waited for."""
+        """When a lost store is waited for no more, or the relay looks for stores that hang."""
         self._advertiser = advertiser
         self._starts_one = False
         self._failed = ""
@@ -46,6 +52,9 @@ class StoreWatch:
         """Session number -> user, of stores that are up."""
         self._succeeding: set[int] = set()
         """Those of them that may take over from a store that is gone."""
+        self._silent: dict[int, int] = {}
+        """Session number -> looks since a store of a bucket asked last."""
+        self._back_us = self._look_us = NEVER_US
 
     @property
     def own_store_is_up(self) -> bool:
@@ -69,7 +78,9 @@ class StoreWatch:
 
     def end(self, now_us: int) -> None:
         """Stop waiting for stores, because this relay stops."""
-        self._ended, self.deadline_us = True, NEVER_US
+        self._ended, self._back_us = True, NEVER_US
+        self._silent.clear()
+        self._schedule()
         self._advertise(now_us)
 
     def joined(self, session: Session, now_us: int) -> None:
@@ -85,11 +96,19 @@ class StoreWatch:
         if pong.id == STORE_PING and session.number in self._asked:
             self._asked.discard(session.number)
             self._up[session.number] = session.user
-            self.deadline_us = NEVER_US
+            self._back_us = NEVER_US
+            self._schedule()
             self._advertise(now_us)
 
     def succeeds(self, session: Session, may: bool, now_us: int) -> None:
-        """Note whether a store may take over from one that is gone. Of other sessions this is ignored."""
+        """Note whether a store may take over from one that is gone, as it says again and again. Of other sessions this
+        is ignored.
+        """
+        if session.number in self._up and not self._ended:
+            if not self._silent:
+                self._look_us = now_us + LOOK_US
+            self._silent[session.number] = 0
+            self._schedule()
         if may != (session.number in self._succeeding) and session.number in self._up:
             (self._succeeding.add if may else self._succeeding.discard)(session.number)
             self._advertise(now_us)
@@ -98,18 +117,31 @@ class StoreWatch:
         """Note that a session has ended; if it was a store, wait for it to come back."""
         self._asked.discard(session.number)
         self._succeeding.discard(session.number)
+        self._silent.pop(session.number, None)
         if self._up.pop(session.number, None) is not None and not self._ended:
-            self.deadline_us = now_us + BACK_US
+            self._back_us = now_us + BACK_US
             self._advertise(now_us)
+        self._schedule()
 
-    def expire(self, now_us: int) -> None:
-        """Stop waiting for a store that did not come back."""
-        if now_us >= self.deadline_us:
-            self.deadline_us = NEVER_US
+    def expire(self, now_us: int) -> list[int]:
+        """Stop waiting for a store that did not come back; return the session numbers of stores that hang."""
+        if now_us >= self._back_us:
+            self._back_us = NEVER_US
             self._advertise(now_us)
+        hung: list[int] = []
+        if now_us >= self._look_us:
+            self._look_us = now_us + LOOK_US
+            for number in self._silent:
+                self._silent[number] += 1
+            hung = [number for number, looks in self._silent.items() if looks > HUNG_LOOKS]
+        self._schedule()
+        return hung
+
+    def _schedule(self) -> None:
+        self.deadline_us = min(self._back_us, self._look_us if self._silent else NEVER_US)
 
     def _advertise(self, now_us: int) -> None:
         ours = self._starts_one and not self._final and not self.own_store_is_up
-        back = now_us < self.deadline_us < NEVER_US
+        back = now_us < self._back_us < NEVER_US
         starting = (ours or back or bool(self._succeeding)) and not self._ended
         self._advertiser.set_store(starting=starting, failed=self._failed, now_us=now_us)

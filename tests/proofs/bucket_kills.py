@@ -4,9 +4,10 @@ Three hosts, each with a relay and a store, share a bucket: in half of the round
 loses, delays and refuses requests, in the other half a directory. Clients use a fourth relay. Two producers number
 their records and one gives message ids, one reader follows, one reads from anywhere, and a consumer works on every
 message. Each fault hits the host that serves the stream at that moment: SIGKILL of the store or of store and relay,
-and in every other case the loss of its disk; or SIGSTOP of both, until some seconds later. The next fault follows as
-soon as something was acknowledged again. At the end of a round every acknowledged message must be there once, at its
-offset and in the order of its producer, nobody may have seen anything else, and the consumer must have had all.
+and in every other case the loss of its disk; or SIGSTOP of both or of the store, until some seconds later: the relay
+of a store that hangs gives it up. The next fault follows as soon as something was acknowledged again. At the end of a
+round every acknowledged message must be there once, at its offset and in the order of its producer, nobody may have
+seen anything else, and the consumer must have had all.
 
 Stores take over after 1 s, not 5, so that the proof takes less time.
 """
@@ -47,8 +48,9 @@ HARM_EVERY = 12
 AWAY_S = (0.0, 2.0)
 """Range of the time after which a killed host starts again."""
 FROZEN_S = (1.0, 12.0)
+STORE_FROZEN_S = (8.0, 20.0)
 RELAY = ["--no-mdns", "--port=0", "--bind=127.0.0.1"]
-FAULTS = ("store killed", "store killed, disk lost", "host killed", "host killed, disk lost", "host frozen", "host frozen")  # fmt: skip
+FAULTS = ("store killed", "store killed, disk lost", "host killed", "host killed, disk lost", "host frozen", "host frozen", "store frozen")  # fmt: skip
 
 
 async def service(options: dict[str, Any]) -> Result:
@@ -120,11 +122,11 @@ class Host:
         await asyncio.to_thread(lambda: self.start(relay=relay))
         self.busy = False
 
-    async def freeze(self, seconds: float) -> None:
-        """Stop relay and store where they are, for a while."""
-        self.signal(signal.SIGSTOP, relay=True)
+    async def freeze(self, seconds: float, *, relay: bool) -> None:
+        """Stop the store where it is, and the relay, for a while."""
+        self.signal(signal.SIGSTOP, relay=relay)
         await asyncio.sleep(seconds)
-        self.signal(signal.SIGCONT, relay=True)
+        self.signal(signal.SIGCONT, relay=relay)
         self.busy = False
 
 
@@ -182,7 +184,8 @@ class Round:
         rng, began_s = self._rng, time.monotonic()
         host.busy = True
         if "frozen" in fault:
-            work = host.freeze(rng.uniform(*FROZEN_S))
+            relay = fault.startswith("host")
+            work = host.freeze(rng.uniform(*(FROZEN_S if relay else STORE_FROZEN_S)), relay=relay)
         else:
             work = host.kill(
                 relay=fault.startswith("host"), disk="disk" in fault, away_s=rng.uniform(*AWAY_S)

@@ -7,10 +7,11 @@ from protocol.kit import KEY, Host, Network, Result, kind_of
 
 from iris.errors import NoMembers, RequestTimeout
 from iris.wire import frames
+from iris.wire.codec import encode_control
 from iris.wire.frames import Serving
 from iris.wire.kinds import NO_KEY, STORES, Kind
 from relay.core.quotas import RELAYS_STORE
-from relay.core.stores import BACK_US
+from relay.core.stores import BACK_US, HUNG_LOOKS
 
 SERVING = {int(Kind.STREAM): Serving(16, 1 << 20)}
 
@@ -117,3 +118,42 @@ def test_a_store_of_an_older_minor_version_is_up_when_it_joins() -> None:
     join(store, STORES, NO_KEY)
     net.run()
     assert not net.router.mesh.starting_stores()
+
+
+def asks(store: Host) -> None:
+    """Ask for the other stores, as a store of a bucket does all the time."""
+    store.say(encode_control(frames.Members(1, STORES, [NO_KEY], False, True, False)))
+    store.net.run()
+
+
+def test_a_store_of_a_bucket_that_hangs_is_given_up_and_one_that_asks_is_not() -> None:
+    net = Network(relays=2)
+    net.link(0, 1)
+    hangs, runs, disk = (net.host(name, user=f"uid {n}") for n, name in enumerate(("hangs", "runs", "disk")))  # fmt: skip
+    for store in (hangs, runs, disk):
+        up(store)
+    asks(hangs)
+    for _ in range(2 * HUNG_LOOKS):
+        asks(runs)
+        net.pass_time(0.49)
+    assert not hangs.peer.closed
+    for _ in range(6):
+        asks(runs)
+        net.pass_time(0.49)
+    assert hangs.peer.closed
+    assert not runs.peer.closed
+    assert not disk.peer.closed  # nobody would take over from it
+    assert len(net.routers[1].mesh.infos(STORES, [NO_KEY], streams=True)) == 2
+
+
+def test_a_relay_that_was_asleep_does_not_take_its_stores_for_hung() -> None:
+    net = Network()
+    store = net.host("store", user=RELAYS_STORE)
+    up(store)
+    asks(store)
+    net.pass_time(3600)
+    assert not store.peer.closed
+    net.router.drain(10_000)
+    for _ in range(2 * HUNG_LOOKS):
+        net.pass_time(1)
+    assert not store.peer.closed  # it is waited for as long as the drain says
