@@ -1,6 +1,6 @@
 # Needs python3 (3.11 or newer) and make. Everything else is installed into .venv, at the versions of constraints.txt
 # and only if its hash is in requirements/.
-#   make demo | federation-demo | spark-demo [ROWS=…] | test | lint | js | docs | clean
+#   make demo | federation-demo | web-demo | spark-demo [ROWS=…] | test | lint | js | docs | clean
 #   make bench [QUICK=1] | bench-full | bench-floor | bench-streams [QUICK=1] | bench-bucket [QUICK=1]
 #   make bench-spark [QUICK=1] | bench-federation [QUICK=1] | proof AREA=… N=… | lock | dist [AUDIT=off]
 # The tests of Spark and its demo need Java 17 or newer, which is installed where we may: tests/spark/java.
@@ -27,13 +27,16 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-war
 # Installs only locked files. The build tools are locked too.
 LOCKED := $(PIP) --require-hashes --use-pep517 --no-build-isolation
 
-.PHONY: demo federation-demo spark-demo test lint types unit js docs bench bench-full bench-floor bench-streams bench-bucket bench-spark bench-federation proof lock dist clean
+.PHONY: demo federation-demo web-demo spark-demo test lint types unit js docs bench bench-full bench-floor bench-streams bench-bucket bench-spark bench-federation proof lock dist clean
 
 demo: $(STAMP)
 	@$(BIN)/iris demo
 
 federation-demo: $(STAMP)
 	@$(BIN)/python examples/federation/flights.py
+
+web-demo: $(STAMP) js
+	@exec $(BIN)/python examples/web/demo.py
 
 spark-demo: $(EXAMPLES_STAMP)
 	@tests/spark/java install

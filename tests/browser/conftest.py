@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from browser.kit import CHROMIUM, Pages
+from interop.js.conftest import built as built
+from interop.js.conftest import run_node as run_node
 
 REQUIRED = "IRIS_TEST_BROWSER"
 """Environment variable: if it is "required", these tests fail instead of being skipped."""
