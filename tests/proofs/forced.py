@@ -1,8 +1,8 @@
 """Loses the store of a stream on a disk N times under load, and has another store make the stream again of its copy.
 
 Two stores share a bucket, a directory. One client appends numbered messages all the time, through each loss. Each time
-the store that serves the stream is killed and its disk deleted, a new store takes
-its place in the bucket, and the stream is moved by force to the other one.
+the store that serves the stream is killed and its disk deleted, a new store takes its place in the bucket, and the
+stream is moved by force to the other one.
 
 At the end no message may be there twice or out of order. One that was acknowledged may be missing only if it was
 acknowledged before a loss, and is part of a gap; all those of one loss are the last ones before it. No append may have
