@@ -7,12 +7,12 @@ import os
 import shutil
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Final, Generic, Protocol, TypeVar
 
 import msgspec
 from msgspec import Struct
 
-from iris.crypto.keys import GroupKey
+from iris.crypto.keys import GroupKey, public_id
 from relay.store.authority import DefinitionFile
 from relay.store.bucket.history import Registration, end_of, registrations
 from relay.store.bucket.objects import Objects
@@ -23,6 +23,9 @@ from relay.store.identity import Identity
 from relay.store.records import KEY
 
 _decode_definition_file = msgspec.msgpack.Decoder(DefinitionFile).decode
+
+
+STRANGER_S: Final = 60.0
 
 
 class Found(Struct, frozen=True):
@@ -92,7 +95,7 @@ async def read_copies(
     await asyncio.to_thread(_empty, directory)
     sealer = Sealer(key, os.urandom)
     found: dict[bytes, Found] = {}
-    for one, known in await _journals(objects, sealer):
+    for one, _, known in await _journals(objects, sealer):
         its = _Reading(lambda uuid, number: _OnDisk(directory, uuid, number), only)
         try:
             await its.read(objects, sealer, one, known)
@@ -106,23 +109,54 @@ async def read_copies(
     return list(found.values())
 
 
-async def outline_copies(objects: Objects, sealer: Sealer) -> dict[bytes, Outline]:
-    """Return which copies are in a bucket: uuid -> outline. Those of dead letters are among them.
-
-    Raises BucketError, ObjectDamaged.
+class Outlines:
+    """Which copies are in a bucket. A journal is read again only when it has grown, and for a stranger, who has no key
+    of a stream that is known, at most once in `STRANGER_S`.
     """
-    found: dict[bytes, Outline] = {}
-    for one, known in await _journals(objects, sealer):
+
+    def __init__(self, objects: Objects, sealer: Sealer, now_s: Callable[[], float]) -> None:
+        """`now_s` is a clock that is never set."""
+        self._objects = objects
+        self._sealer = sealer
+        self._now_s = now_s
+        self._read: dict[str, tuple[int, float, list[Outline]]] = {}
+        """Journal -> its last object, when it was read, and what it has."""
+
+    async def read(self, key_ids: Collection[bytes]) -> dict[bytes, Outline]:
+        """Return uuid -> outline, those of dead letters among them, for somebody who has these keys.
+
+        Raises BucketError, ObjectDamaged.
+        """
+        known_keys = {
+            public_id(signed.public_key)
+            for _, _, outlines in self._read.values()
+            for outline in outlines
+            for signed in outline.stored.orders
+        }
+        stranger = known_keys.isdisjoint(key_ids)
+        read: dict[str, tuple[int, float, list[Outline]]] = {}
+        for one, number, known in await _journals(self._objects, self._sealer):
+            name = one.registered.journal
+            before = self._read.get(name)
+            if before is None or (
+                before[0] != number and not (stranger and self._now_s() - before[1] < STRANGER_S)
+            ):
+                before = number, self._now_s(), await self._outlines(one, known)
+            read[name] = before
+        self._read = read
+        return {outline.uuid: outline for _, _, found in read.values() for outline in found}
+
+    async def _outlines(self, one: Registration, known: dict[str, Registration]) -> list[Outline]:
         its = _Reading(lambda uuid, number: _Sketch(), ())
-        await its.read(objects, sealer, one, known)
-        for uuid, copy in its.whole.items():
-            if copy.identity is not None:
-                stored = _stored(uuid, copy.identity)
-                found[uuid] = Outline(
-                    uuid, stored, copy.identity.created_us, copy.next, copy.size_bytes,
-                    one.registered.store, one.registered.label,
-                )  # fmt: skip
-    return found
+        await its.read(self._objects, self._sealer, one, known)
+        return [
+            Outline(
+                uuid, _stored(uuid, copy.identity), copy.identity.created_us, copy.next, copy.size_bytes,
+                one.registered.store, one.registered.label,
+            )
+            for uuid, copy in its.whole.items()
+            if copy.identity is not None
+        ]  # fmt: skip
 
 
 def _stored(uuid: bytes, identity: Identity) -> DefinitionFile:
@@ -136,12 +170,12 @@ def _stored(uuid: bytes, identity: Identity) -> DefinitionFile:
 
 async def _journals(
     objects: Objects, sealer: Sealer
-) -> list[tuple[Registration, dict[str, Registration]]]:
-    """Return the journals of copies that nobody has taken, each with all journals of copies by name."""
+) -> list[tuple[Registration, int, dict[str, Registration]]]:
+    """Return the journals of copies that nobody has taken, with the last number and all journals of copies by name."""
     registered = await registrations(objects, sealer, folder=COPIES)
     known = {one.registered.journal: one for one in registered}
     ends = [(one, await end_of(objects, sealer, one)) for one in registered]
-    return [(one, known) for one, end in ends if end.fence is None and end.number]
+    return [(one, end.number, known) for one, end in ends if end.fence is None and end.number]
 
 
 def _empty(directory: Path) -> None:

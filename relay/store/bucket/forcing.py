@@ -14,6 +14,7 @@ import asyncio
 import logging
 import os
 import shutil
+import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Protocol, TypeVar
@@ -28,7 +29,7 @@ from iris.keyfiles import sync_directory
 from iris.wire.orders import KEEP, Definition, Order, SignedOrder
 from iris.wire.streams import LostStream, dead_uuid
 from relay.store.authority import Authority, Charter, DefinitionFile, one_definition
-from relay.store.bucket.copy_reading import Outline, outline_copies, read_copies
+from relay.store.bucket.copy_reading import Outline, Outlines, read_copies
 from relay.store.bucket.forced import ForcedList
 from relay.store.bucket.objects import BucketError, Objects
 from relay.store.bucket.remaking import remake, remake_dead
@@ -138,6 +139,7 @@ class Forcing:
         self._key = key
         self._sealer = Sealer(key, entropy)
         self._list = ForcedList(objects, self._sealer)
+        self._outlines = Outlines(objects, self._sealer, time.monotonic)
         self._store = store
         self._label = label
         self._directory = data / DIRECTORY
@@ -158,6 +160,9 @@ class Forcing:
 
     async def first_check(self) -> None:
         """Find out what became of our streams, before they are served; give up after `FIRST_CHECK_S`."""
+        await asyncio.to_thread(
+            shutil.rmtree, self._directory, ignore_errors=True
+        )  # of an order of the last run
         try:
             async with asyncio.timeout(FIRST_CHECK_S):
                 await self._check()
@@ -210,7 +215,7 @@ class Forcing:
         async def work() -> list[LostStream]:
             async with self._one_at_a_time:
                 await self._list.read()
-                return self._found(name, key_ids, await outline_copies(self._objects, self._sealer))
+                return self._found(name, key_ids, await self._outlines.read(key_ids))
 
         self._start(work, done)
 
@@ -272,7 +277,7 @@ class Forcing:
         Return the names of those that were made, and the others. Raises BucketError, ObjectDamaged, LogError, OSError.
         """
         await self._list.read()
-        outlines = await outline_copies(self._objects, self._sealer)
+        outlines = await self._outlines.read(())
         names: list[str] = []
         left: list[Left] = []
         try:
@@ -368,7 +373,8 @@ class Forcing:
     async def _force(self, wish: Wish) -> bytes:
         """Raises Refuse, BucketError, ObjectDamaged, LogError, OSError, DecodeError."""
         await self._list.read()
-        outlines = await outline_copies(self._objects, self._sealer)
+        key_ids = [public_id(signed.public_key) for signed in wish.orders]
+        outlines = await self._outlines.read(key_ids)
         lost = self._lost(wish.lost, outlines)
         if lost.stored.parent:
             raise Refuse("invalid", "dead letters cannot be moved on their own; move their stream")

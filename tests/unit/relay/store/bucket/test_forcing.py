@@ -22,7 +22,7 @@ from support.lost_streams import (
 )
 from support.points import points
 
-from iris.crypto.keys import StoreKey
+from iris.crypto.keys import ClusterKey, StoreKey
 from iris.wire.codec import END
 from iris.wire.orders import Definition
 from iris.wire.streams import DEAD_KIND, DeadLetter, dead_uuid, decode_dead, encode
@@ -263,7 +263,7 @@ async def test_an_entry_that_would_close_a_circle_or_comes_second_does_not_count
 
 DECIDED = 10
 """How many of an order's requests follow when its entry is in the list."""
-REQUESTS = 45
+REQUESTS = 35
 """Fewer than an order makes."""
 
 
@@ -364,6 +364,30 @@ async def test_a_store_looks_again_whether_its_streams_were_moved_and_serves_the
             await asyncio.sleep(0.01)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_a_stranger_cannot_make_a_store_read_the_copies_again_and_again(
+    objects: Directory, tmp_path: Path
+) -> None:
+    with await lost(objects, tmp_path):
+        counting = Dying(tmp_path / "bucket")
+        maker = Maker(counting, tmp_path)
+
+        async def asked(key: ClusterKey) -> tuple[int, int]:
+            """Return how many streams are found, and with how many requests."""
+            before = counting.requests
+            return len(await maker.find(key=key)), counting.requests - before
+
+        found, whole = await asked(KEY)
+        assert found == 1
+        assert (await asked(KEY))[1] < whole, "no journal has grown"
+        with new_log(tmp_path / "another", OTHER, structs.replace(ORDERS, name="another")) as log:
+            await copy_to(objects, tmp_path / "copies", log)
+        strangers = [await asked(OTHER_KEY) for _ in range(3)]
+        assert [found for found, _ in strangers] == [0, 0, 0]
+        assert strangers[1][1] == strangers[2][1] < whole
+        await maker.find("another")
+        assert [one.uuid for one in await maker.find("another")] == [OTHER]
 
 
 async def test_a_stream_with_partitions_and_an_order_for_a_full_list_are_refused(
