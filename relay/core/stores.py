@@ -28,7 +28,8 @@ from relay.core.session import Session
 BACK_US: Final = 5_000_000
 """How long a lost store that this relay does not start itself is waited for."""
 LOOK_US: Final = 1_000_000
-HUNG_LOOKS: Final = 10
+HUNG_LOOKS: Final = 20
+"""A healthy store may be busy for half of that: with opening hundreds of logs, or with a slow disk."""
 STORE_PING: Final = 2
 """Id of the PING to a store; different from that of a drain."""
 

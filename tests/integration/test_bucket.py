@@ -99,7 +99,7 @@ async def test_a_holder_that_wakes_up_serves_nothing_of_what_it_lost(tmp_path: P
             first = await group.holder(client, "orders")
             tasks = await append_all(client, "orders", numbered("during-", 50))
             group.signal(first, signal.SIGSTOP)
-            group.rig.end_relay(signal.SIGKILL)  # it would take 10 s to see that the store hangs
+            group.rig.end_relay(signal.SIGKILL)  # it would take 20 s to see that the store hangs
             group.rig.start_relay()
             await asyncio.gather(*tasks)
             assert await group.holder(client, "orders") == 3 - first

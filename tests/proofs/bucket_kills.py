@@ -48,7 +48,7 @@ HARM_EVERY = 12
 AWAY_S = (0.0, 2.0)
 """Range of the time after which a killed host starts again."""
 FROZEN_S = (1.0, 12.0)
-STORE_FROZEN_S = (8.0, 20.0)
+STORE_FROZEN_S = (10.0, 40.0)
 RELAY = ["--no-mdns", "--port=0", "--bind=127.0.0.1"]
 FAULTS = ("store killed", "store killed, disk lost", "host killed", "host killed, disk lost", "host frozen", "host frozen", "store frozen")  # fmt: skip
 
