@@ -23,6 +23,7 @@ from iris.core.backoff import Backoff
 from iris.errors import Closed, IrisError
 from iris.wire.streams import dead_uuid
 from relay.store.bucket.checkpointing import BACKLOG_BYTES, PAUSE_S
+from relay.store.bucket.forced import ForcedList
 from relay.store.bucket.moved import NO, decide
 from relay.store.bucket.objects import Objects
 from relay.store.bucket.replica import Replica
@@ -41,6 +42,11 @@ ASK_MIN_S: Final = 0.05
 ASK_MAX_S: Final = 1.0
 STOPPING: Final = "the store is stopping; try again"
 AWAY: Final = "the bucket did not take the whole stream, so the stream stays on the disk; try again when the bucket answers"
+
+
+DISPLACED: Final = (
+    "another store has made the stream again of its copy, so it is not served here any more"
+)
 
 
 class Draft:
@@ -184,6 +190,8 @@ class Joins:
             candidate.end_copies()
             if not await self._land_copies():
                 return False
+            if await self._is_displaced(candidate.uuid, writer):
+                raise Refuse("leaving", DISPLACED)
             # Nothing is awaited from here on until the switch.
             logs = candidate.logs()
             candidate.flush()
@@ -239,6 +247,17 @@ class Joins:
             return False
         writer.close_object()
         return await self._land(writer)
+
+    async def _is_displaced(self, uuid: bytes, writer: Writer) -> bool:
+        """Return whether another store has made a log again of its copy, while this store was cut off."""
+        forced = ForcedList(self._objects, self._sealer)
+
+        async def read() -> bool:
+            await forced.read()
+            return True
+
+        await self._until(read, lambda: bool(writer.ended))
+        return forced.of(uuid) is not None
 
     async def _decide(
         self, candidate: Candidate, token: str, writer: Writer, replicas: Mapping[bytes, Replica], switched: bool

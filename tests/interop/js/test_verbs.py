@@ -395,7 +395,9 @@ async def test_a_broken_tunnel_is_reported_at_the_other_end(
     assert nobody.value.name == "NoMembers"
 
 
-async def test_a_publisher_that_waits_is_not_held_up_by_javascript(page: Page, python: iris.Client, name: str) -> None:
+async def test_a_publisher_that_waits_is_not_held_up_by_javascript(
+    page: Page, python: iris.Client, name: str
+) -> None:
     await page.run("s.sub = s.client.subscribe(args.name); await s.sub.ready;", name=name)
     for _ in range(40):
         await python.publish(name, bytes(10_000), when_full="wait")

@@ -13,7 +13,7 @@ from typing import Any, TypeGuard
 import pytest
 from msgspec import structs
 from support.bucket_joins import DEFINITION, UUID, World, until
-from support.bucket_sim import run
+from support.bucket_sim import KEY, run
 from support.keeper import OWNER, SECOND, STRANGER, order
 from support.points import points
 
@@ -21,8 +21,9 @@ from iris.crypto.keys import ClusterKey
 from iris.wire import streams
 from iris.wire.orders import END
 from relay.store.bucket.objects import BucketError
+from relay.store.bucket.sealing import Forced, Sealer, forced_key
 
-REQUESTS = 24
+REQUESTS = 25
 """More than a store makes while a stream joins."""
 
 
@@ -316,5 +317,20 @@ def test_a_store_without_the_bucket_does_not_serve_a_stream_that_joined(tmp_path
             world.first.start()
             await until(lambda: any(host.serves for host in world.visible))
             assert len(await world.whole()) == 3
+
+    run(main())
+
+
+def test_a_stream_that_was_made_again_elsewhere_of_its_copy_does_not_join(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with world_with(tmp_path) as world:
+            key = forced_key(1)
+            entry = Forced(UUID, bytes(16), bytes(32), "db-3", 1, [])
+            sealed = Sealer(KEY, bytes).seal(key, entry)
+            await world.objects.create(key, sealed)
+            code, text = refused(await world.join())
+            assert code == "leaving"
+            assert "another store has made the stream again" in text
+            assert world.first.serves, "as long as the store has not looked itself"
 
     run(main())
