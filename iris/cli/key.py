@@ -377,7 +377,7 @@ def ticket_issuer(
             fingerprint = keyfiles.load_network_keys(path)[0].fingerprint
         issuer = Issuer.create(file, fingerprint)
         _say(
-            f"# {file}: for network {fingerprint.hex()}. Add this to relay.toml, and name what its tickets may allow:"
+            f"# {file}: for network {fingerprint.hex()}. For relay.toml, with what tickets may allow:"
         )
         _say(
             f'[issuers.{name}]\npublic_keys = ["{issuer.public_key}"]\nallow.subscribe = ["news.>"]'

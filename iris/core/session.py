@@ -337,7 +337,7 @@ class Session(ServingSession):
             relay_id=welcome.relay_id, session_id=welcome.session_id, challenge=welcome.challenge,
             channel=self._channel, entropy=self.entropy, on_full=self.owner.out_full, max_aliases=welcome.aliases,
             compress=self._compress, local_senders=self._local_senders, runs=welcome.minor >= RUN_MINOR,
-            waits=welcome.minor >= WAIT_MINOR, releases=welcome.minor >= RELEASE_MINOR,
+            waits=welcome.minor >= WAIT_MINOR, releases=welcome.minor >= RELEASE_MINOR and not self._web,
         )  # fmt: skip
         self.out.now_us = self.now_us
         super()._welcomed(welcome)

@@ -14,13 +14,15 @@ if TYPE_CHECKING:
 class Admitted:
     """The ticket of one session."""
 
-    __slots__ = ("issuer", "names", "ticket", "until_us")
+    __slots__ = ("checked", "issuer", "names", "ticket", "until_us")
 
     def __init__(self, ticket: Ticket, issuer: Issuer, until_us: int) -> None:
         self.ticket = ticket
         self.issuer = issuer
         self.until_us = until_us
         """When it expires, by the router's clock."""
+        self.checked = 0
+        """The reload of issuers and revoked tickets after which it was last checked against them."""
         self.names: dict[tuple[str, bytes], str] = {}
         """(uuid in hex, key id) -> name of the stream."""
 

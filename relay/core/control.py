@@ -185,6 +185,8 @@ class SessionControl:
 
     def _on_release(self, session: Session, release: frames.Release) -> None:
         key_id = release.key_id
+        if session.web:  # it could make us check signatures without end
+            raise PeerProtocolError("RELEASE from a session over WebSocket")
         if key_id not in session.proven:
             raise PeerProtocolError(
                 f"RELEASE of key {key_id.hex()[:8]}, which this session has not proven"

@@ -54,6 +54,7 @@ _OF_STREAMS: Final[dict[type, Sequence[str]]] = {
 }
 """Call to a store -> verbs, one of which must be allowed. Other calls are never allowed by a ticket."""
 _UUID: Final = re.compile(r"[0-9a-f]{32}")
+_PARTITION: Final = re.compile(r"/[1-9][0-9]*\Z")
 _MARK: Final = 0xC1
 _CODE_BYTES: Final = 49
 """Length of the code of a channel before a call (docs/protocol.md, §19.9)."""
@@ -100,6 +101,8 @@ class Admission:
         self.denied: dict[str, int] = {}
         """What was refused to sessions: verb -> count."""
         self.on_denied: Callable[[Session, str], None] = lambda session, why: None
+        self._reloads = 0
+        """How often issuers and revoked tickets were read; a session is checked again after each time."""
         self._issuers: dict[bytes, tuple[Issuer, bytes]] = {}
         self.revoked: Collection[str] = ()
         """Ids of revoked tickets, and "subject NAME"."""
@@ -107,7 +110,8 @@ class Admission:
 
     def reload(self, issuers: Sequence[Issuer], revoked: Collection[str]) -> None:
         """Use these issuers and these revoked tickets from now on. See `ended_by`."""
-        self._issuers = issuers_by_key(tuple(issuers))
+        self._issuers = issuers_by_key(issuers)
+        self._reloads += 1
         self.revoked = revoked
 
     def ended_by(self, session: Session, now_us: int) -> str:
@@ -118,6 +122,9 @@ class Admission:
         ticket = admitted.ticket
         if now_us >= admitted.until_us:
             return "the ticket expired"
+        if admitted.checked == self._reloads:
+            return ""
+        admitted.checked = self._reloads
         if self._is_revoked(ticket):
             return "the ticket was revoked"
         known = self._issuers.get(ticket.issuer)
@@ -209,6 +216,7 @@ class Admission:
             return ""
         if not streams:
             return self.refusal(session, ("members",), name, key_ids)
+        name = self._stream(session.ticket, name, key_ids[0])
         return self.refusal(session, STREAM_VERBS, name, key_ids)
 
     def guarded(self, table: Sequence[Entry]) -> list[Entry]:
@@ -314,7 +322,8 @@ class Admission:
                 return name
             if len(admitted.names) >= MAX_NAMES:
                 admitted.names.clear()
-            found = admitted.names[(name, key_id)] = names[0]
+            # A partition counts as its stream (docs/protocol.md, §19.11).
+            found = admitted.names[(name, key_id)] = _PARTITION.sub("", names[0])
         return found
 
     def _count(self, session: Session, verb: str, why: str, count: int = 1) -> None:

@@ -173,6 +173,7 @@ PING = encode_control(frames.Ping(1))
         ([PING], 4000, "Ping before HELLO"),
         ([encode_control(frames.Hello(1, 8))], 4000, "HELLO over TLS or WebSocket must carry mono_us"),
         ([encode_control(frames.Hello(1, 7, mono_us=1))], 4000, "must speak minor version 8"),
+        ([HELLO, encode_control(frames.Release(KEY.key_id))], 4000, "RELEASE from a session over WebSocket"),
         ([HELLO, encode_control(frames.Beat(1))], 4000, "BEAT from a session"),
         ([bytes(65_541)], 1009, "before HELLO"),
         ([[HELLO[:5], bytes(65_541)]], 1009, "before HELLO"),

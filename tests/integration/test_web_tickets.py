@@ -305,11 +305,14 @@ async def test_a_stream_is_read_by_its_name_whatever_the_call_goes_to(tmp_path: 
         listener.accept()
         try:
             for name in ("departures", "secret"):
-                await client.streams.create(name)
-                await client.streams.append(name, b"1")
+                await client.streams.create(name, partitions=2)
+                for number in b"1234":
+                    await client.streams.append(name, bytes([number]), key=bytes([number]))
             text = alice()
             async with browser(listener.addresses[0], cluster.keyring, ticket=text) as there:
-                assert [m.payload for m in await whole(there, "departures")] == [b"1"]
+                got = await whole(there, "departures")
+                assert sorted(message.payload for message in got) == [b"1", b"2", b"3", b"4"]
+                assert {message.partition for message in got} == {0, 1}
                 with pytest.raises(iris.NoStream):
                     await whole(there, "secret")
                 with pytest.raises(iris.IrisError, match="does not allow this call"):
