@@ -28,7 +28,8 @@ NAMES: Final = {
         "Service", "Limits", "Request", "Message", "Reply", "Deferred", "Refusal", "Call", "CallNext", "Middleware",
     )),
     "streams": ("Streams", "Messages that are kept on disk; `client.streams` has the calls", (
-        "StreamMessage", "StreamRecord", "StreamPage", "StreamGap", "StreamInfo", "RedriveInfo", "Staging", "StagedAttempt", "CommitInfo",
+        "StreamMessage", "StreamRecord", "StreamPage", "StreamGap", "StreamInfo", "RedriveInfo", "Staging", "StagedAttempt", "StagedPart",
+        "CommitInfo",
     )),
     "watching": ("Losses and counts", "What was lost, and what a client, a service or a topic is doing", (
         "Lost", "Audience", "SlowReceiver", "Stats", "ServiceStats", "HandlerStats", "SubscriptionStats", "Description", "HandlerInfo",

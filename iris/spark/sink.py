@@ -2,7 +2,8 @@
 
 Exactly once: each task stages its rows in the store under (writer, batch, random attempt). The driver's `commit`
 names the attempts of the successful tasks, and the store appends their rows in one write and remembers the batch. A
-batch that is replayed after a crash is staged and committed again, which changes nothing.
+batch that is replayed after a crash is staged and committed again, which changes nothing. In a stream with several
+partitions, a commit that a crash interrupted is completed with the attempts that it began with.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from iris.spark.connections import CONNECT_S, connection, wait_for_stream
 from iris.spark.errors import CONFIG, SINK, SparkError
 from iris.spark.options import APPEND, BROADCAST, PUBLISH, PUSH, SinkOptions
 from iris.streams import StagedAttempt, StreamInfo
+from iris.streams.partitions import Layout
 from iris.wire.names import check_cluster, check_topic
 
 if TYPE_CHECKING:
@@ -48,6 +50,8 @@ PARTITION_HEADER: Final = "spark-partition"
 ROW_HEADER: Final = "spark-row"
 FLUSH_ROWS: Final = 4096
 """Appends that are sent at once before their answers are awaited."""
+ANY: Final = -1
+"""Stands for the partition of rows without a key."""
 DISCARD_S: Final = 10.0
 """Seconds to wait for a store when a batch is discarded. If that fails, what was staged expires by itself."""
 
@@ -88,11 +92,14 @@ class _Sink:
         staging = link.call(open_staging, writing=True)
         rows = 0
         try:
+            layout: Layout = link.call(lambda _: staging.layout(), writing=True)
             for one in batches:
                 if by_record:
                     link.call(_add_records(staging, _rows(one, self._names)), writing=True)
                 else:
-                    link.call(_add_bundles(staging, list(_bundles(one, self._names))), writing=True)
+                    for partition, part in _by_partition(one, self._names, layout):
+                        bundles = list(_bundles(part, self._names))
+                        link.call(_add_bundles(staging, bundles, partition), writing=True)
                 rows += one.num_rows
             attempt = link.call(lambda _: staging.finish(), writing=True)
         except Exception:
@@ -183,11 +190,10 @@ class _Sink:
     ) -> None:
         """Make a batch visible. With `latest`, a batch below the writer's last one is an error, not a replay."""
         commits = [message for message in messages if isinstance(message, IrisCommit)]
-        attempts = [
-            one.attempt for one in commits if one.attempt is not None and one.attempt.records
-        ]
-        if not attempts:
-            return
+        attempts = [one.attempt for one in commits if one.attempt is not None]
+        if not any(one.records or one.parts is not None for one in attempts):
+            return  # with several partitions, an earlier run may have left a commit to complete
+        attempts = [one for one in attempts if one.records or one.parts is not None]
         writer, batch = commits[0].writer, commits[0].batch
         options = self._options
 
@@ -209,10 +215,14 @@ class _Sink:
             log.info("spark.batch_was_there", extra={"fields": {"stream": options.stream, "writer": writer, "batch": batch}})  # fmt: skip
 
     def _abort(self, messages: Sequence[WriterCommitMessage | None]) -> None:
-        """Discard everything staged for the batch."""
+        """Discard everything staged for the batch, or, with several partitions, what this run staged."""
         commits = [message for message in messages if isinstance(message, IrisCommit)]
-        if commits and self._options.exactly_once:
-            self._discard(commits[0].writer, commits[0].batch, ())
+        if not commits or not self._options.exactly_once:
+            return
+        attempts = [one.attempt for one in commits if one.attempt is not None]
+        # A commit, perhaps of an earlier run, may have begun. What it needs is kept.
+        several = any(one.parts is not None for one in attempts)
+        self._discard(commits[0].writer, commits[0].batch, attempts if several else ())
 
     def _discard(self, writer: str, batch: int, attempts: Sequence[StagedAttempt]) -> None:
         """Discard attempts at a batch, or all of them if none is given. If that fails they expire in the store."""
@@ -419,12 +429,32 @@ def _rows(batch: pa.RecordBatch, names: frozenset[str]) -> Iterator[_Row]:
         yield _Row(value, key, name or "", headers)
 
 
+def _by_partition(
+    batch: pa.RecordBatch, names: frozenset[str], layout: Layout
+) -> Iterator[tuple[int | None, pa.RecordBatch]]:
+    """Yield (partition, rows): those with a key by the partition of the key, and with None those that may go to any."""
+    if len(layout) == 1 or "key" not in names:
+        yield None, batch
+        return
+    import numpy as np
+    import pyarrow as pa
+
+    keys = _binary(batch.column("key")).dictionary_encode()
+    # The last one is for rows without a key, which have no index.
+    chosen = [layout.of_key(key) if key else ANY for key in keys.dictionary.to_pylist()] + [ANY]
+    indices = keys.indices.fill_null(len(chosen) - 1).to_numpy(zero_copy_only=False)
+    partitions = np.array(chosen)[indices]
+    for partition in np.unique(partitions).tolist():
+        rows = batch.take(pa.array(np.flatnonzero(partitions == partition)))
+        yield (None if partition == ANY else partition), rows
+
+
 def _add_bundles(
-    staging: Any, bundles: list[tuple[bytes, int]]
+    staging: Any, bundles: list[tuple[bytes, int]], partition: int | None
 ) -> Callable[[Client], Coroutine[Any, Any, None]]:
     async def add(_: Client) -> None:
         for plain, count in bundles:
-            await staging.add_bundle(plain, count)
+            await staging.add_bundle(plain, count, partition=partition)
 
     return add
 

@@ -23,6 +23,16 @@ from iris.errors import ConfigError, NoStream, RequestError, StreamError, Stream
 from iris.runtime import Runtime
 from iris.streams.appending import GIVE_UP_S, Appender, append_expecting
 from iris.streams.balancing import PartitionMove, propose
+from iris.streams.committing import (
+    CommitInfo,
+    StagedAttempt,
+    StagedPart,
+    check_batch,
+    commit_log,
+    commit_partitions,
+    discard_call,
+    discard_everywhere,
+)
 from iris.streams.consumers import (
     change_in_each,
     consumers_of,
@@ -63,20 +73,12 @@ from iris.streams.reading import FETCH_BYTES, Reader, Start, start_offset
 from iris.streams.records import RecordOpener, StreamGap, StreamMessage, StreamPage, StreamRecord
 from iris.streams.redriving import RedriveInfo
 from iris.streams.spreading import Offset, Opening, Spread, Target
-from iris.streams.staging import (
-    CommitInfo,
-    StagedAttempt,
-    Staging,
-    check_batch,
-    commit_call,
-    discard_call,
-)
+from iris.streams.staging import Staging
 from iris.streams.stores import Stores
 from iris.wire.names import check_address, check_cluster, split_site
 from iris.wire.orders import DEAD, Definition, check_definition, split_partition
 from iris.wire.streams import (
     ChangeConsumer,
-    Committed,
     ConsumerInfo,
     Fetch,
     Fetched,
@@ -108,6 +110,7 @@ __all__ = [
     "Reader",
     "RedriveInfo",
     "StagedAttempt",
+    "StagedPart",
     "Staging",
     "StreamGap",
     "StreamInfo",
@@ -450,7 +453,7 @@ class Streams:
     ) -> Staging:  # fmt: skip
         """Return a new attempt at a batch. Its messages are invisible until the batch is committed; see `Staging`.
 
-        A batch is of one `partition`, if the stream has several.
+        With `partition` the batch is of this partition alone, and `commit` must name it, too.
 
         `writer` identifies the job that numbers the batches, and is the same in all its processes. `timeout` is in
         seconds, for each call to the store with its retries.
@@ -466,22 +469,28 @@ class Streams:
     ) -> CommitInfo:  # fmt: skip
         """Append everything the attempts staged, in order and all at once.
 
+        In a stream with several partitions, each shows its part of the batch at once. Partition 0 stores first what
+        all of them will show, so if this call fails in between, the next commit of the writer completes that, and
+        drops other attempts at the batch.
+
         Anything else staged for this batch or earlier batches is dropped. Each batch of a writer is stored once: to
         commit it again, or to commit one below the writer's last batch, changes nothing. Batch numbers rise and may
         skip. If you do not know whether a commit succeeded, call it again with the same attempts.
 
         Raises:
-            StagedMissing: an attempt is not staged or not complete (it may have expired). Nothing was committed.
-            StreamError: nothing was committed, unless `may_have_run` is set.
+            StagedMissing: an attempt is not staged or not complete (it may have expired). Nothing was committed in
+                this log.
+            StreamError: nothing was committed in this log, unless `may_have_run` is set.
             MessageTooLarge: the attempts do not fit one call, which holds about 40,000.
         """
-        call = commit_call(name, writer, batch, attempts, self._runtime.message_limit)
+        check_batch(name, writer, batch)
+        named = [*attempts]
+        commit = commit_log
         if partition:
             name, uuid = await self._log(name, uuid, partition, timeout)
-        done = await self._stores.ask_stream(
-            name, uuid, call, Committed, timeout=timeout, writes=True
-        )
-        return CommitInfo(done.first, done.next, done.replayed)
+        elif partition is None and any(attempt.parts is not None for attempt in named):
+            commit = commit_partitions
+        return await commit(self._stores, name, uuid, writer, batch, named, timeout)
 
     async def discard(
         self, name: str, *, writer: str, batch: int, attempts: Iterable[StagedAttempt] = (), partition: int | None = None, uuid: str = "",
@@ -489,9 +498,12 @@ class Streams:
     ) -> int:  # fmt: skip
         """Drop what the attempts staged, or, if none is given, everything staged for the batch. Raises StreamError.
 
-        Returns the number of records dropped.
+        Returns the number of records dropped. Without a `partition` it is done in all of them. What a commit that did
+        not reach all partitions still needs is kept, so that it can be completed, unless no attempt is given.
         """
         call = discard_call(name, writer, batch, attempts, self._runtime.message_limit)
+        if partition is None:
+            return await discard_everywhere(self._stores, name, uuid, call, timeout)
         if partition:
             name, uuid = await self._log(name, uuid, partition, timeout)
         done = await self._stores.ask_stream(

@@ -3,7 +3,8 @@
     append ─► open record ── 64 KiB ──► sealed ── 256 KiB ──► calls in flight ── Staged ──► finish
                                                     at most 4 MiB
 
-An attempt has a random id, and its records are numbered from 0. So a call without an answer can be repeated
+An attempt has a random id, the same in all partitions of the stream, and in each of them its records are numbered
+from 0. So a call without an answer can be repeated
 unchanged after a lost relay or store, and nothing is staged twice. No reader sees staged records until a Commit
 names the attempt.
 """
@@ -14,91 +15,54 @@ import asyncio
 import os
 from collections.abc import Iterable
 from datetime import datetime
-from typing import Final, Self, TypeVar
-
-from msgspec import Struct
+from typing import Final, Self
 
 from iris.core.bundle import BundleBuilder, Headers, message_bytes
 from iris.core.outbound import Outbound
 from iris.core.producer import CALL_BYTES, PLAIN, RECORD_BYTES, Extras
 from iris.crypto.keys import ClusterKey
-from iris.errors import Closed, ConfigError, LocalProtocolError, MessageTooLarge, StreamError
+from iris.errors import Closed, LocalProtocolError
+from iris.streams.committing import StagedAttempt, StagedPart
 from iris.streams.messages import OF_A_MESSAGE, make_extras
-from iris.streams.partitions import check_whole_stream, find_layout
+from iris.streams.partitions import Layout, find_layout
 from iris.streams.stores import Stores
-from iris.wire.names import check_cluster
 from iris.wire.streams import (
-    MAX_ATTEMPTS,
-    MAX_WRITER_BYTES,
-    Attempt,
-    Commit,
-    Discard,
     NewRecord,
     Stage,
     Staged,
-    encode,
 )
 
 WINDOW_BYTES: Final = 4 << 20
 """Unacknowledged bytes of an attempt; above this, appends wait."""
 CALL_RECORDS: Final = 4096
 """Records in one Stage call at most."""
-MAX_BATCH: Final = 1 << 63
 FINISHED: Final = "finished"
-T = TypeVar("T", Commit, Discard)
-
-
-class StagedAttempt(Struct, frozen=True):
-    """The result of a `Staging`, for `client.streams.commit` in any process. It can be pickled."""
-
-    attempt: str
-    """32 hex digits."""
-    records: int
-    """Number of sealed records, each with one message or more."""
-
-
-class CommitInfo(Struct, frozen=True):
-    """A committed batch: its offsets are from `first` up to `next`, which are equal if it is empty.
-
-    Both are None if the writer has committed a later batch since, so that the store no longer knows.
-    """
-
-    first: int | None
-    next: int | None
-    replayed: bool
-    """The batch was committed before, perhaps from other attempts, and nothing changed."""
 
 
 class Staging:
     """One attempt at a writer's batch: `async with client.streams.stage("orders", writer="etl", batch=7) as staging`.
 
-    Append to it in order, from one task, then pass the result of `finish` to `client.streams.commit`. After an
-    error or a cancelled call, begin another attempt. If you leave the context without `finish`, what was staged
-    stays in the store until you `discard` it, or until it expires after a day.
+    Append to it in order, from one task, then pass the result of `finish` to `client.streams.commit`. In a stream with
+    several partitions, messages with a key go to the partition of that key, and others to one after the other, about
+    64 KiB to each. After an error or a cancelled call, begin another attempt. If you leave the context without
+    `finish`, what was staged stays in the store until you `discard` it, or until it expires after a day.
     """
 
     def __init__(
         self, stores: Stores, name: str, *, writer: str, batch: int, uuid: str, timeout: float, partition: int | None = None
     ) -> None:  # fmt: skip
         self.name = name
-        self._partition = partition
-        self._found = False
-        """Whether the log is known that the messages go to."""
         self.writer = writer
         self.batch = batch
         self._stores = stores
         self._uuid = uuid
         self._timeout = timeout
+        self._partition = partition
         self._attempt = os.urandom(16)
-        self._records = 0
-        self._open = BundleBuilder()
-        """Messages of the record that is not sealed yet."""
-        self._call: list[NewRecord] = []
-        self._call_bytes = 0
-        self._sealed_by: tuple[bytes, ClusterKey] | None = None
-        """Sender id and key of the records in the call."""
-        self._unacknowledged_bytes = 0
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._layout: Layout | None = None
+        self._logs: dict[int, _LogStaging] = {}
+        self._turn = int.from_bytes(self._attempt[:4], "little")
+        """Which partition gets messages without a key. Attempts begin at different ones."""
         self._error: BaseException | None = None
         self._ended = ""
 
@@ -107,7 +71,14 @@ class Staging:
         """The attempt's id, 32 hex digits; pass it to `discard` if the attempt failed."""
         return self._attempt.hex()
 
-    # -- adding ----------------------------------------------------------------------------------------------
+    async def layout(self) -> Layout:
+        """Return the partitions of the stream, as this attempt found them first. Raises StreamError."""
+        if self._layout is None:
+            layout = await find_layout(self._stores, self.name, self._uuid, timeout=self._timeout)
+            if self._partition is not None:
+                layout.log(self._partition)
+            self._layout = layout
+        return self._layout
 
     async def append(
         self, message: object, *, headers: Headers | None = None, key: str | bytes | None = None, ttl: float | None = None,
@@ -121,27 +92,29 @@ class Staging:
         """
         self._check()
         data, packed = self._stores.runtime.encode(message, headers, OF_A_MESSAGE)
-        await self._find_log()
+        layout = await self.layout()
+        if key is not None and self._partition is None:
+            log = self._log(layout, layout.of_key(key.encode() if isinstance(key, str) else key))
+        else:
+            log = self._any(layout, message_bytes(data, headers), packed)
         extras = await make_extras(
-            self._stores, self.name, self._uuid, key=key, ttl=ttl, deliver_at=deliver_at, tombstone=tombstone, timeout=self._timeout
+            self._stores, log.name, log.uuid, key=key, ttl=ttl, deliver_at=deliver_at, tombstone=tombstone, timeout=self._timeout
         )  # fmt: skip
-        if extras is PLAIN:
-            await self._add(data, headers, packed)
-            return
-        out, sealing = await self._seal_open_record()
-        one = (headers,) if headers else None
-        sealed = out.record(self.name, sealing, (data,), one, packed, extras.key)
-        self._add_record(sealed, sealing, extras)
+        await log.append(data, headers, packed, extras)
 
     async def append_many(self, messages: Iterable[object]) -> None:
         """Stage messages in order, several per record. Raises as `append`."""
+        layout = await self.layout()
         for message in messages:
             self._check()
             data, packed = self._stores.runtime.encode(message, None, OF_A_MESSAGE)
-            await self._add(data, None, packed)
+            log = self._any(layout, message_bytes(data, None), packed)
+            await log.append(data, None, packed, PLAIN)
 
-    async def add_bundle(self, plain: bytes, count: int) -> None:
+    async def add_bundle(self, plain: bytes, count: int, *, partition: int | None = None) -> None:
         """Stage `plain`, a bundle of `count` messages as `iris.core.bundle.encode_bundle` makes it, as one record.
+
+        `partition` is the one to which its keys belong (see `layout`); without it the bundle goes to any.
 
         Raises as `append`, and LocalProtocolError if it is not a bundle of `count` messages.
         """
@@ -149,34 +122,43 @@ class Staging:
         if count < 1 or plain[:4] != count.to_bytes(4, "little"):
             raise LocalProtocolError(f"the bytes are not a bundle of {count} messages")
         self._stores.runtime.check_size(plain, OF_A_MESSAGE)
-        out, sealing = await self._seal_open_record()
-        self._add_record(out.record_bundle(self.name, sealing, plain, count), sealing, PLAIN)
+        layout = await self.layout()
+        if partition is not None and self._partition is None:
+            layout.log(partition)
+            log = self._log(layout, partition)
+        else:
+            log = self._next(layout)
+        await log.add_bundle(plain, count)
 
     async def finish(self) -> StagedAttempt:
-        """Wait until everything is on the store's disk and return the attempt; nothing can be appended after.
+        """Wait until everything is on the stores' disks and return the attempt; nothing can be appended after.
 
         Raises the first error of the attempt.
         """
         if self._ended != FINISHED:
             self._check()
-            await self._seal_open_record()
-            self._send()
+            layout = await self.layout()
+            for log in self._logs.values():
+                await log.send_open_record()
+            self._check()
             self._ended = FINISHED
-        while self._tasks and self._error is None:
-            await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
-        if self._error is not None:
-            raise self._error
-        return StagedAttempt(self._attempt.hex(), self._records)
+        else:
+            layout = await self.layout()
+        for log in self._logs.values():
+            await log.finish()
+        parts = [
+            StagedPart(number, log.records, log.bytes) for number, log in sorted(self._logs.items())
+        ]
+        several = self._partition is None and len(layout) > 1
+        return StagedAttempt(
+            self._attempt.hex(), sum(part.records for part in parts), tuple(parts) if several else None
+        )  # fmt: skip
 
     def close(self) -> None:
         """Stop sending. Idempotent."""
         self._ended = self._ended or "closed"
-        if self._tasks:
-            self._error = self._error or Closed(
-                f"staging for {self.name!r} was closed; stage another attempt"
-            )
-        for task in self._tasks:
-            task.cancel()
+        for log in self._logs.values():
+            log.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -187,10 +169,105 @@ class Staging:
     # -- internals -------------------------------------------------------------------------------------------
 
     def _check(self) -> None:
-        if self._error is not None:
-            raise self._error
+        for log in self._logs.values():
+            if log.error is not None:
+                raise log.error
         if self._ended:
             raise Closed(f"staging for {self.name!r} was {self._ended}; stage another attempt")
+
+    def _any(self, layout: Layout, size: int, packed: bool) -> _LogStaging:
+        """Return the partition for a message without a key: the one of the last, until its record is full."""
+        if self._partition is None:
+            log = self._logs.get(self._turn % len(layout))
+            if log is not None and log.continues(size, packed):
+                return log
+        return self._next(layout)
+
+    def _next(self, layout: Layout) -> _LogStaging:
+        if self._partition is not None:
+            return self._log(layout, self._partition)
+        self._turn += 1
+        return self._log(layout, self._turn % len(layout))
+
+    def _log(self, layout: Layout, partition: int) -> _LogStaging:
+        log = self._logs.get(partition)
+        if log is None:
+            name, uuid = layout.log(partition)
+            # Without a uuid, partition 0 is found by its name, so another log of this name is refused by the store.
+            uuid = uuid if partition else self._uuid
+            log = self._logs[partition] = _LogStaging(
+                self._stores, name, uuid, self.writer, self.batch, self._attempt, self._timeout
+            )
+        return log
+
+
+class _LogStaging:
+    """The part of an attempt that goes to one log."""
+
+    def __init__(
+        self, stores: Stores, name: str, uuid: str, writer: str, batch: int, attempt: bytes, timeout: float
+    ) -> None:  # fmt: skip
+        self.name = name
+        self.uuid = uuid
+        self.records = 0
+        self.bytes = 0
+        """Bytes of the bodies of the records."""
+        self.error: BaseException | None = None
+        self._writer = writer
+        self._batch = batch
+        self._stores = stores
+        self._timeout = timeout
+        self._attempt = attempt
+        self._open = BundleBuilder()
+        """Messages of the record that is not sealed yet."""
+        self._call: list[NewRecord] = []
+        self._call_bytes = 0
+        self._sealed_by: tuple[bytes, ClusterKey] | None = None
+        """Sender id and key of the records in the call."""
+        self._unacknowledged_bytes = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def continues(self, size: int, packed: bool) -> bool:
+        """Return whether a message of `size` bytes fits the record that is not sealed yet."""
+        return bool(self._open.payloads) and self._open.fits(size, packed)
+
+    async def append(
+        self, data: bytes, headers: Headers | None, packed: bool, extras: Extras
+    ) -> None:
+        """Add an encoded message."""
+        if extras is PLAIN:
+            await self._add(data, headers, packed)
+            return
+        out, sealing = await self._seal_open_record()
+        one = (headers,) if headers else None
+        sealed = out.record(self.name, sealing, (data,), one, packed, extras.key)
+        self._add_record(sealed, sealing, extras)
+
+    async def add_bundle(self, plain: bytes, count: int) -> None:
+        """Add a bundle of `count` messages, as one record."""
+        out, sealing = await self._seal_open_record()
+        self._add_record(out.record_bundle(self.name, sealing, plain, count), sealing, PLAIN)
+
+    async def send_open_record(self) -> None:
+        """Seal and send what waits."""
+        await self._seal_open_record()
+        self._send()
+
+    async def finish(self) -> None:
+        """Wait until everything that was sent is on the store's disk. Raises the first error."""
+        while self._tasks and self.error is None:
+            await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+        if self.error is not None:
+            raise self.error
+
+    def close(self) -> None:
+        """Stop sending. Idempotent."""
+        if self._tasks:
+            self.error = self.error or Closed(
+                f"staging for {self.name!r} was closed; stage another attempt"
+            )
+        for task in self._tasks:
+            task.cancel()
 
     async def _add(self, data: bytes, headers: Headers | None, packed: bool) -> None:
         """Add a message to the open record; seal that first if it is full or encoded differently."""
@@ -199,28 +276,17 @@ class Staging:
             await self._seal_open_record()
         self._open.append(data, headers, packed, size)
 
-    async def _find_log(self) -> None:
-        """Find the log of the partition that the messages go to. Raises StreamError if it must be named."""
-        if not self._found:
-            layout = await find_layout(self._stores, self.name, self._uuid, timeout=self._timeout)
-            if self._partition is None:
-                check_whole_stream(self.name, len(layout), "a batch")
-            else:
-                self.name, log = layout.log(self._partition)
-                self._uuid = log if self._partition else self._uuid
-            self._found = True
-
     async def _seal_open_record(self) -> tuple[Outbound, ClusterKey]:
         """Wait for room, seal the open record, and return what to seal with.
 
         If it is cancelled, nothing was changed.
         """
-        while self._unacknowledged_bytes > WINDOW_BYTES and self._error is None:
+        while self._unacknowledged_bytes > WINDOW_BYTES and self.error is None:
             await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
-        await self._find_log()
-        location = await self._stores.locate(self.name, self._uuid, timeout=self._timeout)
+        location = await self._stores.locate(self.name, self.uuid, timeout=self._timeout)
         _, session = await self._stores.runtime.ready(self.name, self._timeout)
-        self._check()
+        if self.error is not None:
+            raise self.error
         if self._open.payloads:
             payloads, headers = self._open.cut()
             sealed = session.out.record(
@@ -243,9 +309,10 @@ class Staging:
         ):
             self._send()
         self._sealed_by = sender_id, key
-        self._call.append(extras.record(self._records, end, body))
+        self._call.append(extras.record(self.records, end, body))
         self._call_bytes += size
-        self._records += 1
+        self.records += 1
+        self.bytes += len(body)
 
     def _send(self) -> None:
         if not self._call or self._sealed_by is None:
@@ -253,7 +320,7 @@ class Staging:
         records, size = self._call, self._call_bytes
         self._call, self._call_bytes = [], 0
         sender_id, key = self._sealed_by
-        call = Stage(self.writer, self.batch, self._attempt, sender_id, records)
+        call = Stage(self._writer, self._batch, self._attempt, sender_id, records)
         self._unacknowledged_bytes += size
         task = asyncio.create_task(self._send_call(call, key, size), name="iris-stage")
         self._tasks.add(task)
@@ -263,63 +330,14 @@ class Staging:
         """Send a call until it is answered, under the key that its records are sealed with: no other key opens them."""
 
         async def once(left_s: float) -> Staged:
-            location = await self._stores.find(self.name, self._uuid, timeout=left_s)
+            location = await self._stores.find(self.name, self.uuid, timeout=left_s)
             return await self._stores.ask(
                 location.address, key, call, Staged, timeout=left_s, shown=self.name, writes=True
             )
 
         try:
-            await self._stores.retry(self.name, self._uuid, once, timeout=self._timeout)
+            await self._stores.retry(self.name, self.uuid, once, timeout=self._timeout)
         except Exception as err:  # the next `append` or `finish` raises it, whatever it is
-            self._error = self._error or err
+            self.error = self.error or err
         finally:
             self._unacknowledged_bytes -= size
-
-
-def check_batch(name: str, writer: str, batch: int) -> None:
-    """Raise InvalidName or ConfigError unless the stream's name, the writer and the batch are valid."""
-    check_cluster(name)
-    if not 0 < len(writer.encode()) <= MAX_WRITER_BYTES:
-        raise ConfigError(
-            f"writer: {len(writer.encode())} bytes; it must have 1 to {MAX_WRITER_BYTES}"
-        )
-    if not 0 <= batch < MAX_BATCH:
-        raise ConfigError(f"batch: {batch} is out of range; use 0 to 2^63 - 1")
-
-
-def commit_call(
-    name: str, writer: str, batch: int, attempts: Iterable[StagedAttempt], limit: int
-) -> Commit:
-    """Return the call that commits. Raises StreamError, or MessageTooLarge if it has over `limit` bytes."""
-    check_batch(name, writer, batch)
-    attempts = [*attempts]
-    ids = _attempt_ids(name, attempts)
-    named = [Attempt(one, attempt.records) for one, attempt in zip(ids, attempts, strict=True)]
-    return _checked(Commit(writer, batch, named), limit)
-
-
-def discard_call(
-    name: str, writer: str, batch: int, attempts: Iterable[StagedAttempt], limit: int
-) -> Discard:
-    """Return the call that discards. Raises as `commit_call`."""
-    check_batch(name, writer, batch)
-    return _checked(Discard(writer, batch, _attempt_ids(name, attempts)), limit)
-
-
-def _checked(call: T, limit: int) -> T:
-    count, size = len(call.attempts), len(encode(call))
-    if count > MAX_ATTEMPTS or size > limit:
-        raise MessageTooLarge(
-            f"{count} attempts in {size} bytes are over the limit of {MAX_ATTEMPTS} attempts and {limit} bytes a call"
-        )
-    return call
-
-
-def _attempt_ids(name: str, attempts: Iterable[StagedAttempt]) -> list[bytes]:
-    try:
-        ids = [bytes.fromhex(attempt.attempt) for attempt in attempts]
-    except ValueError as err:
-        raise StreamError(name, f"each attempt must be 32 hex digits: {err}") from err
-    if any(len(one) != 16 for one in ids) or len(set(ids)) < len(ids):
-        raise StreamError(name, "each attempt must be 32 hex digits and be named once")
-    return ids

@@ -17,6 +17,7 @@ from iris.errors import DecodeError
 from iris.wire.frames import Id16, Name, Text
 from iris.wire.orders import (
     MAX_ORDERS,
+    MAX_PARTITIONS,
     U32,
     Definition,
     End,
@@ -39,7 +40,9 @@ NO_LOG: Final = bytes(16)
 """Value for a log's uuid that means the store itself."""
 MAX_WRITER_BYTES: Final = 255
 MAX_ATTEMPTS: Final = 65_536
-"""Most attempts in a Commit or Discard; the message limit applies, too."""
+"""Most attempts in a Commit or Discard, and for a partition in a Plan; the message limit applies, too."""
+COMMIT_BYTES: Final = 256 << 20
+"""Limit of the bodies in a commit, and in an attempt. During a commit, which is one write, the store waits."""
 MAX_COPY_ITEMS: Final = 4096
 MAX_TICKET_BYTES: Final = 1024
 MAX_REDRIVEN: Final = 1024
@@ -276,8 +279,26 @@ class Commit(Struct, frozen=True, tag_field="op", tag="commit"):
     attempts: Annotated[list[Attempt], Meta(max_length=MAX_ATTEMPTS)]
 
 
+class PlannedPart(Struct, frozen=True, array_like=True):
+    """The attempts that a batch commits in one partition, in this order."""
+
+    partition: Annotated[int, Meta(ge=0, lt=MAX_PARTITIONS)]
+    attempts: Annotated[list[Attempt], Meta(min_length=1, max_length=MAX_ATTEMPTS)]
+
+
+class Plan(Struct, frozen=True, tag_field="op", tag="plan"):
+    """Request to partition 0 to store what a batch commits in all partitions, before any of them does (minor 8).
+
+    Answered with Planned, once on disk. A plan stays until its batch is committed in partition 0, which is the last.
+    """
+
+    writer: Name
+    batch: Offset
+    parts: Annotated[list[PlannedPart], Meta(max_length=MAX_PARTITIONS)]
+
+
 class Discard(Struct, frozen=True, tag_field="op", tag="discard"):
-    """Request to delete the records staged by these attempts, or by all if none is named.
+    """Request to delete the records staged by these attempts, or by all, and the plan of the batch, if none is named.
 
     Answered with Settled, which counts them.
     """
@@ -548,6 +569,16 @@ class Committed(Struct, frozen=True, tag_field="op", tag="committed"):
     replayed: bool = False
 
 
+class Planned(Struct, frozen=True, tag_field="op", tag="planned"):
+    """The plan of `writer` that is in force: the one of the call, or an earlier one, perhaps of another batch.
+
+    Without `parts` there is nothing to commit, or the batch is not later than the last one committed in partition 0.
+    """
+
+    batch: Offset
+    parts: Annotated[list[PlannedPart], Meta(max_length=MAX_PARTITIONS)]
+
+
 class Copied(Struct, frozen=True, tag_field="op", tag="copied"):
     """The copy ends at `next`. If not `taken`, it did not accept the items, and the next Copy must start there."""
 
@@ -674,6 +705,7 @@ Call = (
     | Append
     | Stage
     | Commit
+    | Plan
     | Discard
     | Copy
     | Fetch
@@ -698,6 +730,7 @@ Answer = (
     | Appended
     | Staged
     | Committed
+    | Planned
     | Copied
     | Fetched
     | Found

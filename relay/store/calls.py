@@ -83,6 +83,7 @@ class Calls:
             streams.Append: self._on_append,
             streams.Stage: self._on_stage,
             streams.Commit: self._on_commit,
+            streams.Plan: self._on_discard,
             streams.Discard: self._on_discard,
             streams.Copy: self._on_copy,
             streams.Fetch: self._on_fetch,
@@ -398,7 +399,7 @@ class Calls:
         stream.commit_or_discard(incoming, call, self._clock.wall_us)
         self._touch(stream)
 
-    def _on_discard(self, incoming: IncomingCall, call: streams.Discard) -> None:
+    def _on_discard(self, incoming: IncomingCall, call: streams.Plan | streams.Discard) -> None:
         self._stream(incoming).commit_or_discard(incoming, call, self._clock.wall_us)
 
     def _on_copy(self, incoming: IncomingCall, call: streams.Copy) -> None:

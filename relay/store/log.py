@@ -10,7 +10,8 @@ Rows outside the records, by prefix: `i` identity, `o` oldest, `n` next, `s` seg
 their outlines, `j` and `r` of a log that is copied to a bucket (`bucket.replica`), `g` and `y` of
 records that were moved there (`moved`), `p` producers, `k` key hash -> its last record, `d` due time
 and offset of deferred records, `c` cursors, `t` staged entries, `u` the size and time of each, `w`
-writers' last batches, `f` the offset of the gap of a log that was made of a copy.
+writers' last batches, `v` what they commit in several partitions, `f` the offset of the gap of a log
+that was made of a copy.
 Rows `k` and `d` are written and deleted in the same batch as their record, so there are never more
 of them than records.
 
@@ -31,6 +32,7 @@ from msgspec import Struct
 from rocksdict import Rdict
 
 from iris.keyfiles import sync_directory
+from iris.wire.streams import Planned, PlannedPart
 from relay.store.chain import DUE, Chain, Draft
 from relay.store.clock import Steps
 from relay.store.compaction import Compaction
@@ -432,6 +434,20 @@ class Log:
         self.staged.committed(writer, last)
         return Committed(first, last.next, False)
 
+    def plan(self, writer: str, batch: int, parts: list[PlannedPart], now_us: int) -> Planned:
+        """Store what a batch commits in all partitions, with a sync, and return it; or return the writer's plan that is
+        in force.
+
+        Raises StagingRefused or LogWriteFailed.
+        """
+        self.append((), now_us)
+        rows = self._database.batch()
+        made = self.staged.plan(rows, writer, batch, parts, now_us)
+        if made.parts and self.staged.plans.get(writer) is None:
+            self._chain.write(rows, sync=True)
+            self.staged.plans.written(writer, made, now_us)
+        return made
+
     def discard(self, writer: str, batch: int, attempts: Sequence[bytes], now_us: int) -> int:
         """Delete the staged records of these attempts (empty: of all attempts at the batch), with a sync;
         return how many.
@@ -440,8 +456,9 @@ class Log:
         """
         self.append((), now_us)
         rows = self._database.batch()
+        planned = not attempts and self.staged.plans.up_to(writer, batch) is not None
         dropped = self.staged.discard(rows, writer, batch, attempts)
-        if dropped:
+        if dropped or planned:
             self._chain.write(rows, sync=True)
         return dropped
 
@@ -552,9 +569,9 @@ class Log:
         """Read what the database has, and return if it contains what was written. Raises LogDamaged."""
         for _ in self._chain.walk(self._chain.local):
             pass
-        for prefix in (b"c", b"d", b"k", b"p", b"s", b"t", b"u", b"w", b"x"):
+        for prefix in (b"c", b"d", b"k", b"p", b"s", b"t", b"u", b"v", b"w", b"x"):
             for row, value in self._database.rows(prefix):
-                if prefix in (b"t", b"u", b"w"):
+                if prefix in (b"t", b"u", b"v", b"w"):
                     try:
                         check_row(prefix + row, value)
                     except (ValueError, struct.error) as err:

@@ -372,6 +372,14 @@ def _other_rows(damaged: DamagedLog, report: Report, now_us: int) -> Iterator[tu
     ]
     for row, value in writers:
         yield b"w" + row, value
+    for row, value in damaged.rows(b"v"):
+        if _intact(b"v" + row, value):
+            yield b"v" + row, value
+        else:
+            shown = row.decode(errors="replace")
+            report.also.append(
+                f"which attempts writer {shown!r} was committing in several partitions: compare them before it goes on"
+            )
     sizes = {row: value for row, value in damaged.rows(b"u") if _intact(b"u" + row, value)}
     staged = 0
     for row, value in damaged.rows(b"t"):

@@ -1,4 +1,4 @@
-"""Answers the calls of staged batches at one stream: Stage, Commit and Discard.
+"""Answers the calls of staged batches at one stream: Stage, Plan, Commit and Discard.
 
 Staged records are written with the next batch of appended ones. They become visible when a Commit names them.
 """
@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from iris.wire import streams
-from iris.wire.streams import Commit, Discard, Stage
+from iris.wire.streams import Commit, Discard, Plan, Stage
 from relay.store.log import Log
 from relay.store.records import Entry
 from relay.store.session import IncomingCall
 
 
 class StageCalls:
-    """The Stage, Commit and Discard calls of one stream.
+    """The Stage, Plan, Commit and Discard calls of one stream.
 
     Methods raise StagingRefused, ValueError or LogError; the store refuses the call with it.
     """
@@ -47,6 +47,10 @@ class StageCalls:
         attempts = [(one.attempt, one.records) for one in call.attempts]
         done = self._log.commit(call.writer, call.batch, attempts, now_us)
         incoming.answer(streams.Committed(done.first, done.next, done.replayed))
+
+    def plan(self, incoming: IncomingCall, call: Plan, now_us: int) -> None:
+        """Store what a batch commits in all partitions, and answer with the plan in force."""
+        incoming.answer(self._log.plan(call.writer, call.batch, call.parts, now_us))
 
     def discard(self, incoming: IncomingCall, call: Discard, now_us: int) -> None:
         """Delete the staged records that a Discard call names, and answer it."""

@@ -9,7 +9,7 @@ Rows outside the records, with key = u8 length of the writer's name | name | u64
 
 A commit is one write: it copies entries into the chain, writes the writer's row, and deletes
 everything staged for this or an earlier batch. So it happens completely or not at all.
-docs/decisions/0017 says why entries are copied.
+docs/decisions/0017 says why entries are copied. `plans` has the batches of several partitions.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from typing import Final
 from msgspec import Struct
 
 from iris.errors import IrisError
+from iris.wire.streams import COMMIT_BYTES, Planned, PlannedPart
 from relay.store.database import Batch, Database
 from relay.store.errors import LogDamaged
+from relay.store.plans import MAX_PLANS, Plans
 from relay.store.records import (
     ID_BYTES,
     KEY,
@@ -36,11 +38,6 @@ from relay.store.records import (
 
 STAGED_BYTES: Final = 1 << 30
 """Limit per log of the rows' bytes plus `ROW_BYTES` for each record. A record beyond it is refused."""
-COMMIT_BYTES: Final = 256 << 20
-"""Limit of the bodies in a commit and in an attempt.
-
-A commit is one write, during which the store does nothing else.
-"""
 ROW_BYTES: Final = 512
 """What a record counts in addition to row `t`: memory, row `u`, and the time to read row `u` when
 the log is opened.
@@ -160,6 +157,7 @@ class StagedRows:
         self._staged: dict[str, _Batches] = {}
         self._writers: dict[str, Last] = {}
         """Writer -> its last batch. The one that committed longest ago is first."""
+        self.plans = Plans(database)
         self.bytes = 0
         """Bytes that count against `STAGED_BYTES`."""
         self._freed = 0
@@ -229,7 +227,7 @@ class StagedRows:
             sizes = _SIZES.pack(len(entry.body), len(key) + len(row), now_us)
             rows.append((number, row_key, row, sizes))
         size = sum(len(row_key) + 1 + len(row) for _, row_key, row, _ in rows)
-        if self.bytes + size + len(rows) * ROW_BYTES > STAGED_BYTES:
+        if self.bytes + self.plans.bytes + size + len(rows) * ROW_BYTES > STAGED_BYTES:
             raise StagingRefused(
                 "full",
                 f"a stream stages at most {STAGED_BYTES} bytes; commit or discard a batch first",
@@ -282,6 +280,7 @@ class StagedRows:
             )
         if len({attempt for attempt, _ in attempts}) < len(attempts):
             raise StagingRefused("invalid", "the call names an attempt twice")
+        self._check_plan(writer, batch, attempts)
         staged = self._staged.get(writer, {}).get(batch, {})
         size = 0
         for attempt, count in attempts:
@@ -330,6 +329,46 @@ class StagedRows:
                 what = f"staged record {sequence} of attempt {attempt.hex()}, batch {batch} of writer {writer!r}"
                 raise LogDamaged(self._database.path, f"{what}: {err}") from err
 
+    def _check_plan(self, writer: str, batch: int, attempts: Sequence[tuple[bytes, int]]) -> None:
+        """Raise StagingRefused if a plan is in force, and these are not its attempts in this partition."""
+        planned = self.plans.up_to(writer, batch)
+        if planned is not None and (planned.batch, self.plans.own(planned)) != (batch, [*attempts]):
+            raise StagingRefused(
+                "staged",
+                f"batch {planned.batch} of writer {writer!r} is planned, and its commit was not completed; complete it first",
+            )
+
+    def plan(
+        self, rows: Batch, writer: str, batch: int, parts: list[PlannedPart], now_us: int
+    ) -> Planned:
+        """Return the plan in force. If that is a new one, it was added to a write: call `plans.written` after it.
+
+        Raises:
+            StagingRefused: "full" if a limit is reached, "invalid" for a name or list that is not valid.
+        """
+        if not 0 < len(writer.encode()) <= MAX_WRITER_BYTES:
+            raise StagingRefused("invalid", f"a writer name has 1 to {MAX_WRITER_BYTES} bytes")
+        if len({part.partition for part in parts}) < len(parts):
+            raise StagingRefused("invalid", "the plan names a partition twice")
+        if (known := self.plans.get(writer)) is not None:
+            return known
+        if not parts or self.replay(writer, batch) is not None:
+            return Planned(batch, [])
+        made = Planned(batch, parts)
+        if self.bytes + self.plans.bytes + self.plans.size(made) > STAGED_BYTES:
+            raise StagingRefused(
+                "full",
+                f"a stream stages at most {STAGED_BYTES} bytes; commit or discard a batch first",
+            )
+        if self.plans.full(now_us):
+            raise StagingRefused(
+                "full",
+                f"{MAX_PLANS} writers have commits over several partitions that are not completed, the maximum",
+            )
+        self._writer_to_forget(writer, now_us)
+        self.plans.put(rows, writer, made, now_us)
+        return made
+
     def commits(self, writer: str) -> int:
         """Return how many batches a writer has committed since it was last forgotten."""
         last = self._writers.get(writer)
@@ -346,6 +385,8 @@ class StagedRows:
         key = b"w" + writer.encode()
         packed = _LAST.pack(last.batch, last.first, last.next, last.committed_us, last.commits)
         rows.put(key, encode_row(key, packed))
+        if self.plans.up_to(writer, last.batch) is not None:
+            self.plans.delete(rows, writer)
         batches = self._staged.get(writer, {})
         every = [(batch, one) for batch in batches if batch <= last.batch for one in batches[batch]]
         start, end = _pack_batch(writer, 0), _pack_batch(writer, last.batch + 1)
@@ -357,6 +398,8 @@ class StagedRows:
             del self._writers[forgotten]
         self._writers.pop(writer, None)
         self._writers[writer] = last
+        if self.plans.up_to(writer, last.batch) is not None:
+            self.plans.end(writer)
         batches = self._staged.get(writer, {})
         for batch in [batch for batch in batches if batch <= last.batch]:
             for attempt in list(batches[batch]):
@@ -376,6 +419,10 @@ class StagedRows:
                 "invalid",
                 f"a writer name has 1 to {MAX_WRITER_BYTES} bytes, an attempt id {ID_BYTES}",
             )
+        planned = self.plans.get(writer)
+        if not attempts and planned is not None and planned.batch == batch:
+            self.plans.delete(rows, writer)
+            self.plans.end(writer)
         staged = self._staged.get(writer, {}).get(batch, {})
         chosen = {attempt for attempt in attempts or list(staged) if attempt in staged}
         if len(chosen) < len(staged):

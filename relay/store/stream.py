@@ -37,6 +37,7 @@ from iris.wire.streams import (
     Discard,
     Fetch,
     NewRecord,
+    Plan,
     Stage,
 )
 from relay.store.answers import item_from_wire, items_to_wire
@@ -312,9 +313,9 @@ class Stream:
             self.recorder.bytes += stage_calls.stage(incoming, call, entries, now_us)
 
     def commit_or_discard(
-        self, incoming: IncomingCall, call: Commit | Discard, now_us: int
+        self, incoming: IncomingCall, call: Commit | Plan | Discard, now_us: int
     ) -> None:
-        """Answer a Commit or Discard call, after everything received before it. The next `commit` notifies
+        """Answer a Commit, Plan or Discard call, after everything received before it. The next `commit` notifies
         waiting readers.
 
         Raises StagingRefused or LogError.
@@ -324,6 +325,11 @@ class Stream:
             return
         if isinstance(call, Commit):
             stage_calls.commit(incoming, call, now_us)
+        elif isinstance(call, Plan):
+            if self.definition.parent:
+                incoming.refuse("invalid", "only partition 0 keeps plans")
+                return
+            stage_calls.plan(incoming, call, now_us)
         else:
             stage_calls.discard(incoming, call, now_us)
 

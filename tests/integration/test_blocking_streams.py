@@ -170,7 +170,7 @@ def test_an_endless_read_in_a_thread_ends_with_the_client(relay: Daemon) -> None
         (blocking_streams.Reader, streams.Reader, set()),
         (blocking_streams.Consumer, streams.Consumer, set()),
         (blocking_streams.Mirror, streams.Mirror, set()),
-        (blocking_streams.Staging, streams.Staging, {"add_bundle"}),
+        (blocking_streams.Staging, streams.Staging, {"add_bundle", "layout"}),
     ],
 )
 def test_the_blocking_objects_have_the_methods_and_parameters_of_the_others(

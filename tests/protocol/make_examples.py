@@ -645,9 +645,17 @@ def stream() -> dict[str, tuple[bytes, dict[str, Any]]]:
 
     stage = streams.Stage(WRITER, BATCH, ATTEMPT, APPENDER, [new])
     commit = streams.Commit(WRITER, BATCH, [streams.Attempt(ATTEMPT, 1)])
+    plan = streams.Plan(
+        WRITER,
+        BATCH,
+        [
+            streams.PlannedPart(0, [streams.Attempt(ATTEMPT, 1)]),
+            streams.PlannedPart(3, [streams.Attempt(ATTEMPT, 2)]),
+        ],
+    )
     copy = streams.Copy(STREAM_UUID, 5, 8, [hole, gap, record], 12)
     call, answer = streams.encode(append), streams.encode(fetched)
-    for one in (append, stage, commit, copy):
+    for one in (append, stage, commit, plan, copy):
         assert streams.decode_call(streams.encode(one)) == one
     assert streams.decode_answer(answer) == fetched
     payloads = [message.payload.decode() for message in opened]
@@ -668,6 +676,9 @@ def stream() -> dict[str, tuple[bytes, dict[str, Any]]]:
         ),
         "stream-commit": frame(
             Kind.STREAM, 6, 9, streams.encode(commit), 10_000, CALLER, channel=ours, counter=2
+        ),
+        "stream-plan": frame(
+            Kind.STREAM, 6, 11, streams.encode(plan), 10_000, CALLER, channel=ours, counter=3
         ),
         "stream-copy": frame(
             Kind.STREAM, 6, 10, streams.encode(copy), 10_000, CALLER, name=COPY_UUID,

@@ -217,6 +217,7 @@ ATTACKS: dict[str, Any] = {
     "append": append(0, b"q" * 16),
     "stage": streams.Stage("etl", 1, b"a" * 16, bytes(16), append(0).records),
     "commit": streams.Commit("etl", 1, [streams.Attempt(b"a" * 16, 1)]),
+    "plan": streams.Plan("etl", 1, [streams.PlannedPart(1, [streams.Attempt(b"a" * 16, 1)])]),
     "discard": streams.Discard("etl", 1),
     "copy": streams.Copy(UUID, 3, 3, []),
     "consume": streams.Consume("billing", b"w" * 16, 1 << 20, 1),

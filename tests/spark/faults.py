@@ -30,10 +30,9 @@ from iris.keyfiles import load_keyring
 PATIENCE_S: Final = 60.0
 FORMAT: Final = "iris-faults"
 OPTION: Final = "fault"
-POINTS: Final = ("task", "read", "write", "staged", "commit", "committed")
+POINTS: Final = ("task", "read", "write", "staged", "commit", "between", "committed")
 """Points: before a task reads; within its range; within the rows that a task stages; after it has staged them; before
-and after the driver's commit to
-the store."""
+the driver's commit to the store; between the commits of two partitions; after the driver's commit."""
 
 
 class Fault:

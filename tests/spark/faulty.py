@@ -6,6 +6,8 @@ The product's classes do the work, and call nothing here. As a program this modu
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -20,6 +22,8 @@ from pyspark.sql.types import StructType
 from iris.spark import IrisSource
 from iris.spark.sink import IrisStreamWriter, IrisWriter
 from iris.spark.source import IrisReader, IrisStreamReader
+from iris.streams.stores import Stores
+from iris.wire.streams import Commit
 from spark.faults import FORMAT, OPTION, PATIENCE_S
 
 SLICE_ROWS: Final = 50
@@ -51,6 +55,28 @@ class _Plan:
             raise RuntimeError("the fault that was asked for")
         else:
             _end(self.action)
+
+    @contextlib.contextmanager
+    def between_commits(self) -> Iterator[None]:
+        """Reach the point between the commits of two partitions after the first one, one commit after the other."""
+        if self.point != "between":
+            yield
+            return
+        ask, turn = Stores.ask_stream, asyncio.Lock()
+
+        async def ask_in_turn(stores: Any, name: str, uuid: str, call: Any, *rest: Any, **more: Any) -> Any:  # fmt: skip
+            if not isinstance(call, Commit):
+                return await ask(stores, name, uuid, call, *rest, **more)
+            async with turn:
+                answer = await ask(stores, name, uuid, call, *rest, **more)
+                self.reach("between")
+                return answer
+
+        setattr(Stores, "ask_stream", ask_in_turn)  # noqa: B010  # mypy refuses to assign a method
+        try:
+            yield
+        finally:
+            setattr(Stores, "ask_stream", ask)  # noqa: B010
 
     def count(self, point: str, items: Iterator[Any]) -> Iterator[Any]:
         """Yield items. The point is reached after `at` of them, or with the last one."""
@@ -115,7 +141,8 @@ class _Writing:
         rows = any(written.rows for written in messages)
         if rows:
             self._plan.reach("commit")
-        super().commit(messages, *batch)  # type: ignore[misc]
+        with self._plan.between_commits() if rows else contextlib.nullcontext():
+            super().commit(messages, *batch)  # type: ignore[misc]
         if rows:
             self._plan.reach("committed")
 

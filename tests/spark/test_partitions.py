@@ -1,4 +1,4 @@
-"""Streams with several partitions, read by Spark: each in order, and the checkpoint knows them all."""
+"""Streams with several partitions, read and written by Spark: all of each partition, in order and once."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+import iris
 from iris.spark.errors import SparkError
 from iris.spark.offsets import Part, decode_offsets, encode_offsets
 from iris.spark.options import SourceOptions
 from iris.spark.planning import Planner
+from spark import faults
+from spark.faults import Fault
 from spark.kit import (
     PATIENCE_S,
     Relay,
+    append_rows,
     finish,
     make_row,
     make_stream,
@@ -29,6 +33,8 @@ if TYPE_CHECKING:
     import iris.blocking
 
 PARTITIONS = 3
+ROW = "rpad(concat('a:', id, ':'), 40, '.')"
+"""The same value as `make_row("a", id)`, as an SQL expression."""
 
 
 def fill(client: iris.blocking.Client, stream: str, partition: int, first: int, count: int) -> None:
@@ -147,3 +153,66 @@ def test_a_limit_is_shared_by_the_partitions(
         (0, 0, 5), (1, 0, 5), (1, 5, 10), (1, 10, 15)
     ]  # fmt: skip
     assert end[Part(name, 0)].uuid == ranges[1].uuid != ranges[1].log
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+def messages_of(client: iris.blocking.Client, stream: str) -> list[iris.StreamMessage]:
+    """Return what is in all partitions now."""
+
+    async def read(c: iris.Client) -> list[iris.StreamMessage]:
+        async with c.streams.read(stream, follow=False) as reader:
+            return [message async for message in reader]
+
+    return client.call(read)
+
+
+def test_rows_with_a_key_go_to_its_partition_and_others_to_all(
+    spark: SparkSession, stage: Relay, client: iris.blocking.Client, name: str
+) -> None:
+    make_stream(client, name, partitions=PARTITIONS)
+    frame = spark.range(0, 400, 1, 4).selectExpr(
+        "if(id % 4 = 0, null, concat('k', id % 10)) key", f"{ROW} value"
+    )
+    frame.write.format("iris").options(**stage.options).option("stream", name).mode("append").save()
+    found = messages_of(client, name)
+    assert sorted(message.payload for message in found) == sorted(
+        make_row("a", number) for number in range(400)
+    )
+    assert {message.partition for message in found if not message.key} == set(range(PARTITIONS))
+    for key in {message.key for message in found if message.key}:
+        offset: Any = client.call(lambda c, key=key: c.streams.append(name, b"later", key=key))
+        partitions = {message.partition for message in found if message.key == key}
+        assert partitions == {offset.partition}
+
+
+def test_a_commit_that_failed_between_two_partitions_is_completed(
+    spark: SparkSession, stage: Relay, client: iris.blocking.Client, name: str, checkpoint: Path, tmp_path: Path
+) -> None:  # fmt: skip
+    """The rows have no keys, so the tasks that run again send them elsewhere; one partition was added meanwhile."""
+    faults.register(spark)
+    make_stream(client, name)
+    rows = append_rows(client, name, 600)
+    target = make_stream(client, f"{name}.out", partitions=PARTITIONS)
+    fault = Fault(tmp_path / "fault", point="between", action="fail")
+
+    def start() -> Any:
+        return (
+            stream_source(spark, stage, stream=name, startingOffsets="earliest", minPartitions=2)
+            .select("value")
+            .writeStream.format(faults.FORMAT)
+            .options(**stage.options, **fault.options)
+            .option("stream", target)
+            .option("checkpointLocation", str(checkpoint))
+            .trigger(availableNow=True)
+            .start()
+        )
+
+    with pytest.raises(Exception, match="the fault that was asked for"):
+        finish(start())
+    assert fault.happened
+    assert 0 < len(messages_of(client, target)) < 600
+    client.call(lambda c: c.streams.change(target, partitions=PARTITIONS + 1))
+    finish(start())
+    assert sorted(message.payload for message in messages_of(client, target)) == sorted(rows)

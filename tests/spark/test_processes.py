@@ -27,11 +27,11 @@ class Job:
     """A query that copies a stream to another, in two batches."""
 
     def __init__(
-        self, stage: Relay, client: iris.blocking.Client, name: str, directory: Path
-    ) -> None:
+        self, stage: Relay, client: iris.blocking.Client, name: str, directory: Path, partitions: int = 1
+    ) -> None:  # fmt: skip
         self.client = client
         self.source = make_stream(client, name)
-        self.target = make_stream(client, f"{name}.out")
+        self.target = make_stream(client, f"{name}.out", partitions=partitions)
         self.rows = append_rows(client, name, ROWS, size=SIZE)
         self.directory = directory
         self._options = stage.options
@@ -82,6 +82,26 @@ def test_a_killed_driver_goes_on_from_its_checkpoint(
     assert b"SparkListenerTaskEnd" in logged
     for secret in secrets(stage.keyring):
         assert secret not in logged
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_driver_killed_between_the_commits_of_two_partitions_goes_on_with_what_it_planned(
+    stage: Relay, client: iris.blocking.Client, name: str, tmp_path: Path
+) -> None:
+    """The tasks that run again send the rows, which have no keys, to other partitions; one was added meanwhile."""
+    job = Job(stage, client, name, tmp_path, partitions=3)
+    driver = Driver(tmp_path / "driver", stage.env(), master="local[2]")
+    fault = Fault(tmp_path / "between", point="between", action="driver")
+    assert driver.run([job.phase(fault=fault.options)]) == KILLED, driver.last_words()
+    assert fault.happened
+    seen = sorted(job.copied)
+    assert 0 < len(seen) < 500
+    client.call(lambda c: c.streams.change(job.target, partitions=4))
+    assert driver.run([job.phase()]) == 0, driver.last_words()
+    assert sorted(job.copied) == sorted(job.rows)
+    infos = client.call(lambda c: c.streams.partitions(job.target))
+    assert all(info.next for info in infos)
 
 
 @pytest.mark.slow

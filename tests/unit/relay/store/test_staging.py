@@ -9,7 +9,8 @@ import pytest
 from support.disk import shrunk_to, table_bytes
 
 from iris.wire.codec import END
-from relay.store import database, segments, staged_rows
+from iris.wire.streams import Attempt, Planned, PlannedPart
+from relay.store import database, plans, segments, staged_rows
 from relay.store.errors import LogDamaged, LogWriteFailed
 from relay.store.log import Log
 from relay.store.records import KEY, Entry, Hole, NewGap, Reason, Record
@@ -576,3 +577,60 @@ def test_many_old_attempts_are_dropped_some_at_a_time(
     stage(log, A, b"0", batch=9, now_us=DAY_US)
     assert [log.tend_staged(DAY_US + 10) for _ in range(4)] == [4, 4, 2, 0]
     assert rows(log) == 2
+
+
+# -- several partitions ----------------------------------------------------------------------------------------------
+
+
+def parts(attempt: bytes, *counts: int) -> list[PlannedPart]:
+    """Return what an attempt commits in partitions 0 and up."""
+    return [
+        PlannedPart(number, [Attempt(attempt, count)])
+        for number, count in enumerate(counts)
+        if count
+    ]
+
+
+def test_the_first_plan_of_a_batch_is_in_force_until_it_is_committed(log: Log, path: str) -> None:
+    stage(log, A, b"a0")
+    assert log.plan("etl", 1, parts(A, 1, 2), 20) == Planned(1, parts(A, 1, 2))
+    log.close()
+    with Log.open(path) as again:
+        stage(again, B, b"b0", b"b1")
+        for batch in (0, 1, 2):  # whoever asks completes it first
+            assert again.plan("etl", batch, parts(B, 2), 21) == Planned(1, parts(A, 1, 2))
+        for batch, attempts in ((1, [(B, 2)]), (1, []), (2, [(A, 1)])):
+            with pytest.raises(StagingRefused, match="batch 1 of writer 'etl' is planned"):
+                again.commit("etl", batch, attempts, 22)
+        assert again.plan("other", 5, [], 22) == Planned(5, [])
+        assert again.commit("etl", 1, [(A, 1)], 23) == Committed(0, 1, False)
+        assert bodies(again) == [b"a0"]
+        assert again.staged.plans.bytes == again.staged.bytes == 0
+        assert again.plan("etl", 1, parts(B, 2), 24) == Planned(1, [])
+        assert again.plan("etl", 2, parts(B, 0, 2), 24) == Planned(2, parts(B, 0, 2))
+        assert again.discard("etl", 2, [], 25) == 0
+        assert again.plan("etl", 3, [], 26) == Planned(3, [])
+        again.verify()
+    with Log.open(path) as last:
+        assert last.plan("etl", 2, [], 27) == Planned(2, [])
+
+
+def test_plans_are_bounded_in_number_and_in_bytes(
+    log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plans, "MAX_PLANS", 2)
+    for writer in ("w1", "w2"):
+        log.plan(writer, 1, parts(A, 1), 10)
+    with pytest.raises(StagingRefused, match="are not completed, the maximum"):
+        log.plan("w3", 1, parts(A, 1), 7 * DAY_US)
+    late_us = 10 + 7 * DAY_US + 1
+    log.plan("w3", 1, parts(A, 1), late_us)
+    assert [log.plan(writer, 9, [], late_us).batch for writer in ("w1", "w2", "w3")] == [9, 1, 1]
+    log.discard("w2", 1, [], late_us)
+    monkeypatch.setattr(staged_rows, "STAGED_BYTES", log.staged.plans.bytes + 300)
+    with pytest.raises(StagingRefused, match="stages at most"):
+        log.plan("w4", 1, parts(A, 1), late_us)
+    with pytest.raises(StagingRefused, match="stages at most"):
+        stage(log, A, b"a" * 100)
+    with pytest.raises(StagingRefused, match="a partition twice"):
+        log.plan("w4", 1, [*parts(A, 1), *parts(B, 1)], late_us)
