@@ -1,6 +1,6 @@
 /** Cluster keys and keyrings (docs/protocol.md §4). */
 
-import { concat, equal, hex, hkdf, hmac, sha256, unbase64, utf8, EMPTY, type Bytes } from "./bytes.ts";
+import { concat, equal, hex, hkdf, hmac, sha256, unbase64, utf8, view, EMPTY, type Bytes } from "./bytes.ts";
 import { ConfigError, KeyringError } from "./errors.ts";
 import { checkName } from "./names.ts";
 
@@ -34,13 +34,7 @@ export class ClusterKey {
 
   /** `secret` is 32 bytes, or their 43 characters of base64url. Raises KeyringError. */
   static async from(secret: Uint8Array | string): Promise<ClusterKey> {
-    let bytes: Bytes;
-    try {
-      bytes = typeof secret === "string" ? unbase64(secret) : new Uint8Array(secret);
-    } catch {
-      throw new KeyringError("a key is not base64url");
-    }
-    if (bytes.length !== 32) throw new KeyringError(`a key must have 32 bytes, not ${bytes.length}`);
+    const bytes = secretBytes(secret);
     const derive = (info: string): Promise<Bytes> => hkdf(bytes, EMPTY, utf8(info), 32);
     const seed = await derive("iris-sign-1");
     // Only an extractable key shows its public part.
@@ -69,6 +63,12 @@ export class ClusterKey {
     return hmac("SHA-256", this.keyHashKey, concat(uuid, key));
   }
 
+  /** The number by which a record's key chooses a partition of the stream whose partition 0 is `uuid` (§19.11). */
+  async partitionHash(uuid: Bytes, key: Bytes): Promise<bigint> {
+    const hash = await hmac("SHA-256", this.keyHashKey, concat(utf8("iris-partition-1"), uuid, key));
+    return view(hash).getBigUint64(0, true);
+  }
+
   /** Without secrets. */
   toString(): string {
     return `ClusterKey(${this.idHex.slice(0, 8)})`;
@@ -77,6 +77,26 @@ export class ClusterKey {
   toJSON(): string {
     return this.toString();
   }
+}
+
+/**
+ * Return the secret of the key of one topic and everything below it, derived from that of a key above (§4): what a login
+ * handler gives to one person. Raises KeyringError, InvalidName.
+ */
+export async function topicSecret(secret: Uint8Array | string, topic: string): Promise<Uint8Array> {
+  checkName(topic, "topic");
+  return hkdf(secretBytes(secret), EMPTY, utf8(`iris-topic-key-1${topic}`), 32);
+}
+
+function secretBytes(secret: Uint8Array | string): Bytes {
+  let bytes: Bytes;
+  try {
+    bytes = typeof secret === "string" ? unbase64(secret) : new Uint8Array(secret);
+  } catch {
+    throw new KeyringError("a key is not base64url");
+  }
+  if (bytes.length !== 32) throw new KeyringError(`a key must have 32 bytes, not ${bytes.length}`);
+  return bytes;
 }
 
 export async function verify(publicKey: Bytes, signature: Bytes, data: Bytes): Promise<boolean> {

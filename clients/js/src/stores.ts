@@ -28,6 +28,18 @@ export interface Definition {
   readonly origins: readonly { readonly name: string; readonly topic: string; readonly cluster: string }[];
   /** The uuid that keys and ids of messages are hashed with. */
   readonly hashUuid: Bytes;
+  /** Uuids in hex of the partitions from 1 on (§19.11); empty for a stream of one log, and in a partition. */
+  readonly partitions: readonly string[];
+  /** Of a partition from 1 on: the uuid of partition 0 in hex, and its number. */
+  readonly parent: string;
+  readonly partition: number;
+}
+
+/** Which partition messages go to, as the store last said. */
+interface Placing {
+  readonly atMs: number;
+  readonly count: number;
+  readonly key: ClusterKey;
 }
 
 /** A log that this session has a channel to. */
@@ -37,8 +49,14 @@ export interface Log {
   readonly key: ClusterKey;
   readonly definition: Definition;
   readonly channel: Channel;
+  /** Its name in the cache of the session. */
+  readonly cached: string;
 }
 
+/** The highest version of orders that this client understands: with partitions. */
+const ORDERS = 3;
+/** How long partitions are not looked up again. */
+const PLACING_MS = 10_000;
 /** Codes of "refused" that the call did not cause, and that may pass. */
 const PASSING: ReadonlySet<string> = new Set(["leaving", "moved", "disk", "failed", "channel"]);
 
@@ -47,6 +65,7 @@ export class StoreCalls {
   readonly #pending = new Map<bigint, Pending>();
   readonly #senderId = random(16);
   readonly #logs = new Map<string, Promise<Log>>();
+  readonly #placings = new Map<string, Placing>();
 
   constructor(session: Session) {
     this.#session = session;
@@ -75,12 +94,12 @@ export class StoreCalls {
       : new StreamUnavailable(pending.stream, text || "the store did not answer", ran));
   }
 
-  /** Return the log of a stream. Raises NoStream, AmbiguousStream, StreamUnavailable. */
-  log(stream: string, keys: readonly ClusterKey[], uuid: string): Promise<Log> {
-    const name = `${stream}\0${uuid}`;
+  /** Return the log of a stream, or of a partition of it. Raises NoStream, AmbiguousStream, StreamUnavailable. */
+  log(stream: string, keys: readonly ClusterKey[], uuid: string, partition = 0): Promise<Log> {
+    const name = cacheName(stream, uuid, partition);
     let log = this.#logs.get(name);
     if (!log) {
-      log = this.#find(stream, keys, uuid);
+      log = partition ? this.#partition(stream, keys, uuid, partition) : this.#find(stream, keys, uuid);
       this.#logs.set(name, log);
       log.catch(() => this.#logs.delete(name));
     }
@@ -103,53 +122,94 @@ export class StoreCalls {
     const held = found.flatMap(({ key_ids }) => key_ids as Bytes[]);
     const key = keys.find(({ id }) => held.some((other) => equal(other, id)));
     if (!key) throw new NoStream(stream, "no store has it under your keys");
-    return this.#open(stream, tag, key);
+    return this.#open(stream, tag, key, cacheName(stream, uuid, 0));
+  }
+
+  async #partition(stream: string, keys: readonly ClusterKey[], uuid: string, partition: number): Promise<Log> {
+    const parent = await this.log(stream, keys, uuid);
+    const definition = await this.#inForce(parent);
+    const found = definition.partitions[partition - 1];
+    if (found === undefined) throw new NoStream(stream, `it has ${definition.partitions.length + 1} partitions, and no ${partition}`);
+    const log = await this.#open(`${stream}/${partition}`, found, parent.key, cacheName(stream, uuid, partition));
+    if (log.definition.parent !== parent.uuidHex || log.definition.partition !== partition) {
+      throw new NoStream(stream, `the store's order does not say that it is partition ${partition}`);
+    }
+    return log;
+  }
+
+  /** Return the definition in force of a log. */
+  async #inForce(log: Log): Promise<Definition> {
+    const answer = this.#expect(log.definition.name, await this.call(log, { op: "describe" }, 10_000), "described");
+    return (await this.#definition(log.definition.name, log.uuidHex, answer)).definition;
+  }
+
+  /** Return the number of the partition that a message with this key goes to; without a key, any. */
+  async place(log: Log, recordKey: Bytes): Promise<number> {
+    let placing = this.#placings.get(log.cached);
+    if (!placing || performance.now() - placing.atMs > PLACING_MS) {
+      const { name } = log.definition;
+      const answer = this.#expect(name, await this.call(log, { op: "describe" }, 10_000), "described");
+      const { definition, keys } = await this.#definition(name, log.uuidHex, answer);
+      placing = { atMs: performance.now(), count: definition.partitions.length + 1, key: keys[0]! };
+      this.#placings.set(log.cached, placing);
+    }
+    if (!recordKey.length) return Math.floor(Math.random() * placing.count);
+    return partitionOf(await placing.key.partitionHash(log.uuid, recordKey), placing.count);
   }
 
   /** Open a channel to the log `uuid`, which must be the stream's. */
-  async #open(stream: string, uuid: string, key: ClusterKey): Promise<Log> {
+  async #open(stream: string, uuid: string, key: ClusterKey, cached: string): Promise<Log> {
     const knock = new Knock(key, random(32));
     const timeoutMs = 10_000;
-    const door = this.#expect(stream, await this.#bare(stream, uuid, key, { op: "knock", nonce: knock.nonce }, timeoutMs), "door");
-    const definition = await this.#definition(stream, uuid, door);
+    const door = this.#expect(stream, await this.#bare(stream, uuid, key, { op: "knock", nonce: knock.nonce, orders: ORDERS }, timeoutMs), "door");
+    const { definition } = await this.#definition(stream, uuid, door);
     const { fields, opening } = await knock.open(door as unknown as { store: Bytes; uuid: Bytes; nonce: Bytes });
     const opened = this.#expect(stream, await this.#bare(stream, uuid, key, { op: "open", ...fields }, timeoutMs), "opened");
     try {
       const channel = await opening.finish(opened.channel as Int, opened.share as Bytes, opened.signature as Bytes);
-      return { uuid: unhex(uuid), uuidHex: uuid, key, definition, channel };
+      return { uuid: unhex(uuid), uuidHex: uuid, key, definition, channel, cached };
     } catch (error) {
       if (error instanceof SealError) throw new StreamUnavailable(stream, "the store did not prove its key");
       throw error;
     }
   }
 
-  /** Check the orders of a door: one of our keys must say that this store keeps this log under this name. */
-  async #definition(stream: string, uuid: string, door: Fields): Promise<Definition> {
+  /**
+   * Check the orders of "door" or "described": one of our keys must say that this store keeps this log under this name.
+   * Returns the definition of the highest revision, and those of our keys that signed, in the order of the answer.
+   */
+  async #definition(stream: string, uuid: string, door: Fields): Promise<{ definition: Definition; keys: ClusterKey[] }> {
     let best: Fields | null = null;
+    const keys: ClusterKey[] = [];
     if (!Array.isArray(door.orders) || !(door.uuid instanceof Uint8Array) || hex(door.uuid) !== uuid) {
       throw new StreamUnavailable(stream, "the store's answer is malformed");
     }
     for (const signed of door.orders as unknown[][]) {
       const [order, publicKey, signature] = signed as [Bytes, Bytes, Bytes];
       const keyId = (await sha256(publicKey)).slice(0, 16);
-      if (!this.#session.keyring.byId(keyId)) continue;
+      const key = this.#session.keyring.byId(keyId);
+      if (!key) continue;
       if (!(await verify(publicKey, signature, concat(utf8("iris-stream-order-1"), order)))) continue;
       const said = decode(order) as Fields;
       const fits = said.action === "keep" && equal(said.store as Bytes, door.store as Bytes) &&
         equal(said.uuid as Bytes, door.uuid) && equal(said.key_id as Bytes, keyId);
+      if (fits) keys.push(key);
       if (fits && (!best || Number(said.revision ?? 0) >= Number(best.revision ?? 0))) best = said;
     }
     if (!best) throw new NoStream(stream, "the store shows no order of your keys to keep it");
     const { name, topic = "", cluster = "", origins = [] } = best.definition as Fields & { origins?: Fields[] };
     if (name !== stream) throw new NoStream(stream, `the store's order names it '${String(name)}'`);
     const first = (origins as Fields[])[0];
-    return {
+    const { partitions = [], parent, partition = 0 } = best.definition as { partitions?: Bytes[]; parent?: Bytes; partition?: number };
+    const definition = {
       name: stream, topic: topic as string, cluster: cluster as string,
+      partitions: partitions.map(hex), parent: parent ? hex(parent) : "", partition: Number(partition),
       origins: (origins as Fields[]).map((origin) => ({
         name: origin.name as string, topic: (origin.topic ?? "") as string, cluster: (origin.cluster ?? "") as string,
       })),
       hashUuid: (first?.uuid as Bytes | undefined) ?? unhex(uuid),
     };
+    return { definition, keys };
   }
 
   /** Call a log through its channel, and return the answer. `timeoutMs` covers the store's own wait. */
@@ -174,9 +234,9 @@ export class StoreCalls {
   }
 
   /** Look a log up again at its next use. */
-  forget({ definition, uuidHex }: Log): void {
-    this.#logs.delete(`${definition.name}\0`);
-    this.#logs.delete(`${definition.name}\0${uuidHex}`);
+  forget({ cached }: Log): void {
+    this.#logs.delete(cached);
+    this.#placings.delete(cached);
   }
 
   async #bare(stream: string, name: string, key: ClusterKey, map: Fields, timeoutMs: number): Promise<Fields> {
@@ -252,6 +312,22 @@ export class StoreCalls {
     if (answer.op === op) return answer;
     throw refusal(stream, answer);
   }
+}
+
+function cacheName(stream: string, uuid: string, partition: number): string {
+  return [stream, uuid, partition].join("\0");
+}
+
+/** The partition of a hash among `count` (§19.11): jump consistent hashing. */
+export function partitionOf(hash: bigint, count: number): number {
+  let h = hash;
+  let b = -1;
+  for (let j = 0; j < count; ) {
+    b = j;
+    h = BigInt.asUintN(64, h * 2_862_933_555_777_941_757n + 1n);
+    j = Math.floor((b + 1) * (2 ** 31 / (Number(h >> 33n) + 1)));
+  }
+  return b;
 }
 
 /** The store does not know the channel any more. Calls that change nothing are repeated. */

@@ -67,6 +67,8 @@ export interface ReadOptions {
   readonly follow?: boolean;
   /** Of several streams with the name. */
   readonly uuid?: string;
+  /** Of a stream with partitions: which one to read, from 0. */
+  readonly partition?: number;
   readonly onGap?: (gap: StreamGap) => void;
   readonly signal?: AbortSignal;
 }
@@ -95,13 +97,19 @@ interface Appending {
   readonly reject: (error: unknown) => void;
 }
 
-/** What is appended to one stream by this client. */
+/** What is appended to one log by this client. */
 class Producer {
+  /** -1 until it is known whether the stream has partitions; then this producer hands on to those of the partitions. */
+  readonly partition: number;
   readonly id = random(16);
   readonly queue: Appending[] = [];
   sequence = 0;
   epoch = 0;
   running = false;
+
+  constructor(partition: number) {
+    this.partition = partition;
+  }
 }
 
 export class Streams {
@@ -122,14 +130,18 @@ export class Streams {
    * message, so nothing is missed and nothing comes twice. Raises NoStream, AmbiguousStream, StreamDamaged, StreamError.
    */
   async *read(name: string, options: ReadOptions = {}): AsyncGenerator<StreamMessage, void, undefined> {
-    const { start = "next", follow = true, uuid = "", onGap, signal } = options;
+    const { start = "next", follow = true, uuid = "", partition, onGap, signal } = options;
     checkName(name, "stream");
     let offset = typeof start === "number" ? start : -1;
     if (typeof start === "number" && (!Number.isSafeInteger(start) || start < 0)) throw new ConfigError("start must be an offset, 'first' or 'next'");
     let end = follow ? Infinity : -1;
     for (;;) {
       const waitMs = follow ? WAIT_MS : 0;
-      const answer = await this.#retrying(name, uuid, signal, async (log, parts) => {
+      const answer = await this.#retrying(name, uuid, partition ?? 0, signal, async (log, parts) => {
+        const others = log.definition.partitions.length;
+        if (others && partition === undefined) {
+          throw new StreamError(name, `it has ${others + 1} partitions; read each of them, with partition: 0 to ${others}`);
+        }
         if (offset < 0) {
           const info = await this.#info(log, parts);
           offset = start === "first" ? info.oldest : info.next;
@@ -160,7 +172,7 @@ export class Streams {
   /** Return the offset of the first message that was stored at that time or later. */
   async find(name: string, timeMs: number, { uuid = "", signal }: { uuid?: string; signal?: AbortSignal } = {}): Promise<number> {
     checkName(name, "stream");
-    return this.#retrying(name, uuid, signal, async (log, { stores }) => {
+    return this.#retrying(name, uuid, 0, signal, async (log, { stores }) => {
       const answer = await stores.call(log, { op: "find", time_us: Math.max(0, Math.floor(timeMs * 1000)) }, TIMEOUT_MS, signal);
       if (answer.op !== "found") throw refusal(name, answer);
       return Number(answer.offset);
@@ -170,7 +182,7 @@ export class Streams {
   /** Return the oldest and the next offset, and how many messages there are. */
   async describe(name: string, { uuid = "" }: { uuid?: string } = {}): Promise<{ uuid: string; oldest: number; next: number; messages: number }> {
     checkName(name, "stream");
-    return this.#retrying(name, uuid, undefined, (log, parts) => this.#info(log, parts), true);
+    return this.#retrying(name, uuid, 0, undefined, (log, parts) => this.#info(log, parts), true);
   }
 
   async #info(log: Log, { stores }: Parts): Promise<{ uuid: string; oldest: number; next: number; messages: number }> {
@@ -188,7 +200,8 @@ export class Streams {
 
   /** Call `attempt` until it succeeds; with `once`, only for TIMEOUT_MS. */
   async #retrying<T>(
-    name: string, uuid: string, signal: AbortSignal | undefined, attempt: (log: Log, parts: Parts) => Promise<T>, once: boolean,
+    name: string, uuid: string, partition: number, signal: AbortSignal | undefined,
+    attempt: (log: Log, parts: Parts) => Promise<T>, once: boolean,
   ): Promise<T> {
     const until = performance.now() + TIMEOUT_MS;
     const keys = this.#keyring.clusterKeys(name);
@@ -196,7 +209,7 @@ export class Streams {
     for (let delay = RETRY_MIN_MS; ; delay = Math.min(2 * delay, RETRY_MAX_MS)) {
       try {
         const parts = await this.#ready(name, once ? until - performance.now() : 2 ** 31 - 1, signal);
-        const log = await parts.stores.log(name, keys, uuid);
+        const log = await parts.stores.log(name, keys, uuid, partition);
         known = true;
         return await attempt(log, parts);
       } catch (error) {
@@ -275,16 +288,20 @@ export class Streams {
     if (tombstone && !bytesOf(options.key).length) throw new ConfigError("a tombstone requires a key");
     const encoded = encodePayload(payload);
     if (encodeHeaders(options.headers).length > MAX_HEADERS) throw new ConfigError(`the headers are over the limit of ${MAX_HEADERS} bytes`);
-    const id = `${name}\0${uuid}`;
-    const producer = this.#producers.get(id) ?? new Producer();
-    this.#producers.set(id, producer);
     return new Promise((resolve, reject) => {
-      producer.queue.push({ ...encoded, options, until: performance.now() + timeoutMs, resolve, reject });
-      if (!producer.running) {
-        producer.running = true;
-        queueMicrotask(() => void this.#produce(name, uuid, producer));
-      }
+      this.#enqueue(name, uuid, -1, { ...encoded, options, until: performance.now() + timeoutMs, resolve, reject });
     });
+  }
+
+  #enqueue(name: string, uuid: string, partition: number, appending: Appending): void {
+    const id = `${name}\0${uuid}\0${partition}`;
+    const producer = this.#producers.get(id) ?? new Producer(partition);
+    this.#producers.set(id, producer);
+    producer.queue.push(appending);
+    if (!producer.running) {
+      producer.running = true;
+      queueMicrotask(() => void this.#produce(name, uuid, producer));
+    }
   }
 
   async #produce(name: string, uuid: string, producer: Producer): Promise<void> {
@@ -319,7 +336,14 @@ export class Streams {
         const left = Math.ceil(until - performance.now());
         if (left <= 0) throw new StreamUnavailable(name, "the store did not confirm it in time", sent);
         const parts = await this.#ready(name, left);
-        const log = await parts.stores.log(name, keys, uuid);
+        const log = await parts.stores.log(name, keys, uuid, Math.max(0, producer.partition));
+        if (log.definition.partitions.length && producer.partition < 0) {
+          if (sent) throw new StreamError(name, "the stream got partitions while this was appended", true);
+          const places: number[] = [];
+          for (const { options } of batch) places.push(await parts.stores.place(log, bytesOf(options.key)));
+          batch.forEach((one, i) => this.#enqueue(name, uuid, places[i]!, one));
+          return;
+        }
         // The records that are sent again are the same to the byte.
         call ??= await this.#sealed(parts, log, producer, batch);
         // A stream that was made again of a copy may have forgotten the numbers before it.

@@ -1,7 +1,7 @@
 // The client reads and writes every example of docs/protocol.md.
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { concat, hex, sha256, unhex, utf8, type Bytes } from "../src/bytes.ts";
+import { concat, hex, sha256, u64, unhex, utf8, type Bytes } from "../src/bytes.ts";
 import { decodeBundle, encodeBundle, encodeHeaders } from "../src/bundle.ts";
 import { Code, Knock, type Channel } from "../src/channel.ts";
 import { OpenError } from "../src/errors.ts";
@@ -9,10 +9,11 @@ import {
   decodeFrame, decodeRun, encodeControl, encodeData, encodeEnd, FrameReader, isData, Kind, kindName, type DataFrame,
 } from "../src/frames.ts";
 import { Item, FIRST, LAST, decodeItems } from "../src/items.ts";
-import { ClusterKey, verify } from "../src/keys.ts";
+import { ClusterKey, topicSecret, verify } from "../src/keys.ts";
 import { decode, encode } from "../src/msgpack.ts";
 import { accept, Opening, prologue } from "../src/noise.ts";
 import { ANSWER_KINDS, answersLine, metadata, Openers, Sealer } from "../src/sframe.ts";
+import { partitionOf } from "../src/stores.ts";
 import { Share } from "../src/x25519.ts";
 import { HEX, JSON_OF } from "./document.ts";
 
@@ -235,6 +236,22 @@ test("the code of a long call has the GMAC of its map", async () => {
   const head = data("stream-append").body.slice(0, 17);
   head[9] = said.call_counter;
   assert.equal(hex(await code.make(head, unhex(said.end), new Uint8Array(1500).fill(0x80))), said.code);
+});
+
+test("the key of a topic follows from that of a key above", async () => {
+  const said = JSON_OF.get("topic-key");
+  const secret = await topicSecret(unhex(said.secret), said.topic);
+  assert.equal(hex(secret), said.topic_secret);
+  assert.equal((await ClusterKey.from(secret)).idHex, said.topic_key_id);
+});
+
+test("keys of records choose the document's partitions", async () => {
+  const uuid = unhex(JSON_OF.get("stream").uuid);
+  for (const [key, [hash, partition]] of Object.entries<[string, number]>(JSON_OF.get("stream-partitions").keys)) {
+    const found = await KEY.partitionHash(uuid, utf8(key));
+    assert.equal(hex(u64(found)), hash);
+    assert.equal(partitionOf(found, 4), partition);
+  }
 });
 
 test("the hash of a record's key is the document's, and its order is signed by the key", async () => {

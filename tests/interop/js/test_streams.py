@@ -109,3 +109,40 @@ async def test_what_retention_removed_is_a_gap(page: Page, python: iris.Client, 
     assert {gap["cause"] for gap in said["gaps"] if gap["count"] is None} == {
         "removed by retention"
     }
+
+
+async def test_a_stream_with_partitions_has_each_key_where_python_has_it(
+    page: Page, python: iris.Client, name: str
+) -> None:
+    await python.streams.create(name, partitions=3)
+    for number in range(12):
+        await python.streams.append(name, number, key=f"k{number}")
+    await page.run(
+        """await Promise.all(Array.from({length: 12}, (_, i) =>
+            s.client.streams.append(args.stream, 100 + i, {key: `k${i}`})));
+        await s.client.streams.append(args.stream, 200);""",
+        stream=name,
+    )
+    found: dict[str, set[int]] = {}
+    values: list[int] = []
+    for partition in range(3):
+        got = await page.run(
+            """const got = [], options = {start: "first", follow: false, partition: args.partition};
+            for await (const { key, value } of s.client.streams.read(args.stream, options)) got.push([key, value]);
+            return got;""",
+            stream=name,
+            partition=partition,
+        )
+        for key, value in got:
+            found.setdefault(key, set()).add(partition)
+            values.append(value)
+    assert sorted(values) == [*range(12), *range(100, 112), 200]
+    assert all(len(partitions) == 1 for partitions in found.values())
+    assert len(set.union(*found.values())) > 1
+    with pytest.raises(Raised, match="it has 3 partitions"):
+        await page.run(READ, stream=name, start="first")
+    with pytest.raises(Raised, match="it has 3 partitions"):
+        await page.run(
+            "for await (const _ of s.client.streams.read(args.stream, {partition: 3, start: 'first'}));",
+            stream=name,
+        )
