@@ -364,6 +364,11 @@ export class Session {
     return opening;
   }
 
+  /** Frames that came and wait for a body to open. */
+  get waiting(): number {
+    return this.#inbox.length + Number(this.#handling);
+  }
+
   count(cause: string): void {
     this.dropped.set(cause, (this.dropped.get(cause) ?? 0) + 1);
   }

@@ -37,6 +37,7 @@ export class End {
       mono_us: 1,
     });
     end.session = await greeting;
+    ends.add(end);
     return end;
   }
 
@@ -85,7 +86,15 @@ export class End {
   }
 }
 
-/** Return when WebCrypto and the promises behind it have had their turns. */
+const ends = new Set<End>();
+
+/** Return when no session has anything to open, to handle or to seal. */
 export async function settled(): Promise<void> {
-  for (let i = 0; i < 3; i++) await new Promise((resolve) => setTimeout(resolve, 1));
+  for (let idle = 0; idle < 2; idle++) {
+    await new Promise((resolve) => setTimeout(resolve, 0));
+    for (const { session } of ends) {
+      if (session.ended) continue;
+      if (session.waiting || session.outbox.depth) idle = -1;
+    }
+  }
 }

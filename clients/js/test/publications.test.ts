@@ -56,9 +56,10 @@ class World {
     await settled();
   }
 
-  gap(first: number, count: number, delivery: object = {}): void {
+  async gap(first: number, count: number, delivery: object = {}): Promise<void> {
     const { name, key_id, sender_id } = this.publisher.declared;
     this.subscriber.say(Kind.GAP, { kind: Kind.PUBLISH, name, key_id, sender_id, first, count, cause: "slow receiver", ...delivery });
+    await settled();
   }
 
   get counts(): (number | null)[] {
@@ -91,9 +92,9 @@ test("what is missing in a sender's sequence is reported, once", async () => {
   const subscription = await world.subscribe();
   await world.deliver(await world.publish(0));
   for (let i = 1; i < 4; i++) await world.publish(i);
-  world.gap(1, 2);
+  await world.gap(1, 2);
   assert.deepEqual(world.counts, [2]);
-  world.gap(1, 2);
+  await world.gap(1, 2);
   await world.deliver(await world.publish(4));
   assert.deepEqual(world.counts, [2, 1]);
   assert.equal(subscription.lost, 3);
@@ -104,7 +105,7 @@ test("a report that was wrong costs no message", async () => {
   const world = await World.make();
   const subscription = await world.subscribe();
   await world.deliver(await world.publish(0));
-  world.gap(1, 5);
+  await world.gap(1, 5);
   await world.deliver(await world.publish(1));
   assert.deepEqual(await queued(subscription), [0, 1]);
 });
@@ -113,12 +114,12 @@ test("a loss of unknown size is reported once, until something comes", async () 
   const world = await World.make();
   await world.subscribe();
   await world.deliver(await world.publish(0));
-  const unknown = (): void => world.gap(0, 2 ** 32 - 1);
-  unknown();
-  unknown();
+  const unknown = (): Promise<void> => world.gap(0, 2 ** 32 - 1);
+  await unknown();
+  await unknown();
   assert.deepEqual(world.counts, [null]);
   await world.deliver(await world.publish(1));
-  unknown();
+  await unknown();
   assert.deepEqual(world.counts, [null, null]);
 });
 
