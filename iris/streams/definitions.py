@@ -156,15 +156,20 @@ async def _bucket_to_join(stores: Stores, found: VerifiedStream, until_s: float)
 
     async def once(left_s: float) -> StoreInfo:
         # In a channel, because the order will name what is answered. The orders of the stream name this store.
-        return await stores.ask(
+        info = await stores.ask(
             public_id(found.order.store).hex(), key, FindStore(), StoreInfo, timeout=left_s, shown=name, own=True
         )  # fmt: skip
+        if info.forces and not info.group:
+            away = StreamUnavailable(name, f"the store on {label} has a bucket and cannot use it now; read its log")  # fmt: skip
+            away.passing = True
+            raise away
+        return info
 
     info = await stores.retry(name, found.order.uuid.hex(), once, timeout=seconds_left(until_s))
     if not info.group:
         raise StreamUnavailable(
             name,
-            f"the store on {label} cannot write to a bucket now; start it with `--bucket URL`, or read its log if it has one",
+            f"the store on {label} has no bucket; start it with `--bucket URL`",
         )
     return info.group
 

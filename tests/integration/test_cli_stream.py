@@ -343,7 +343,7 @@ def test_change_of_the_durability_says_what_the_store_lacks(shell: Shell, stream
     refused = shell(
         "stream", "change", stream, "--durability", "bucket", code=Exit.OVERLOADED
     ).decode()
-    assert "cannot write to a bucket now; start it with `--bucket URL`" in refused
+    assert "has no bucket; start it with `--bucket URL`" in refused
     assert b"use disk or bucket" in shell("stream", "change", stream, "--durability", "tape", code=2)  # fmt: skip
 
 
