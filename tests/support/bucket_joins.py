@@ -27,7 +27,7 @@ from relay.store.bucket.writer import Writer
 from relay.store.log import Log
 from relay.store.store import Store
 from relay.supervisor import STREAMS
-from support.bucket_lives.clients import END_FIELDS, Once, Producer, Reader, Worker
+from support.bucket_lives.clients import END_FIELDS, Committer, Once, Producer, Reader, Worker
 from support.bucket_lives.history import End, History, judge
 from support.bucket_lives.plan import StreamPlan
 from support.bucket_lives.store import EPOCH_US, GROUP, Request, Session, records
@@ -217,6 +217,7 @@ class World:
                 Producer(*given("numbers"), count=8, ids=False, mean_s=0.2),
                 Producer(*given("ids"), count=4, ids=True, mean_s=0.3),
                 Once(*given("once"), count=4, mean_s=0.3),
+                Committer(*given("batches"), count=2, mean_s=0.3),
             ]
             self._writing = [asyncio.create_task(one.run()) for one in writers]  # type: ignore[attr-defined]  # both have it
             others = [Reader(*given("reader")), Worker(*given("worker"))]
