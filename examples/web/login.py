@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import hmac
+import json
 import os
 import secrets
 import time
@@ -96,7 +97,7 @@ def application(
             return JSONResponse({"error": "this page may not log in here"}, 403)
         body = await request.body()
         try:
-            given = await request.json() if len(body) <= MAX_BODY_BYTES else None
+            given = json.loads(body[:MAX_BODY_BYTES])
             name, password = str(given["name"]), str(given["password"])
         except (ValueError, KeyError, TypeError):
             return JSONResponse({"error": "send name and password as JSON"}, 400)
