@@ -15,9 +15,10 @@ export class ClusterKey {
   /** The same in hex, for maps. */
   readonly idHex: string;
   readonly publicKey: Bytes;
-  readonly sealingRoot: Bytes;
-  readonly tunnelPsk: Bytes;
-  readonly keyHashKey: Bytes;
+  // Private, so that a console or a log does not show them.
+  readonly #sealingRoot: Bytes;
+  readonly #tunnelPsk: Bytes;
+  readonly #keyHashKey: Bytes;
   readonly #signer: CryptoKey;
 
   private constructor(
@@ -27,9 +28,21 @@ export class ClusterKey {
     this.idHex = hex(id);
     this.publicKey = publicKey;
     this.#signer = signer;
-    this.sealingRoot = sealingRoot;
-    this.tunnelPsk = tunnelPsk;
-    this.keyHashKey = keyHashKey;
+    this.#sealingRoot = sealingRoot;
+    this.#tunnelPsk = tunnelPsk;
+    this.#keyHashKey = keyHashKey;
+  }
+
+  get sealingRoot(): Bytes {
+    return this.#sealingRoot;
+  }
+
+  get tunnelPsk(): Bytes {
+    return this.#tunnelPsk;
+  }
+
+  get keyHashKey(): Bytes {
+    return this.#keyHashKey;
   }
 
   /** `secret` is 32 bytes, or their 43 characters of base64url. Raises KeyringError. */

@@ -86,6 +86,13 @@ export interface AppendOptions {
   readonly timeoutMs?: number;
 }
 
+/** What an item of "fetched" covers: offsets until `covers`. */
+interface Item {
+  readonly covers: number;
+  readonly gap: StreamGap | null;
+  readonly messages: readonly StreamMessage[];
+}
+
 type Ready = (name: string, timeoutMs: number, signal?: AbortSignal) => Promise<Parts>;
 
 interface Appending {
@@ -152,8 +159,12 @@ export class Streams {
       if (end < 0) end = Number(fetched.high_water);
       const next = Number(fetched.next);
       let at = offset;
-      for (const item of fetched.items as unknown[][]) {
-        const { covers, gap, messages } = await this.#item(log.definition, item, at);
+      const items = fetched.items as unknown[][];
+      // All bodies at once: WebCrypto works in other threads.
+      const opened = items.map((item) => (item[0] === 1 ? this.#record(log.definition, item, Number(item[1])) : undefined));
+      for (const opening of opened) opening?.catch(() => undefined); // each is awaited in its turn
+      for (const [i, item] of items.entries()) {
+        const { covers, gap, messages } = await this.#item(log.definition, item, at, opened[i]);
         if (gap && onGap && gap.next > offset) notify(onGap, gap);
         for (const message of messages) {
           if (message.offset < offset) continue;
@@ -222,10 +233,8 @@ export class Streams {
     }
   }
 
-  /** Check and open an item that should begin at `at`. Returns where it ends. */
-  async #item(definition: Definition, item: readonly unknown[], at: number): Promise<{
-    covers: number; gap: StreamGap | null; messages: StreamMessage[];
-  }> {
+  /** Check an item that should begin at `at`; `opened` is what a record holds. */
+  async #item(definition: Definition, item: readonly unknown[], at: number, opened: Promise<Item> | undefined): Promise<Item> {
     const [type, first] = item;
     const offset = Number(first);
     if (offset !== at && !(type === 3 && offset < at) && !(type === 1 && offset < at)) {
@@ -240,13 +249,11 @@ export class Streams {
       const count = item[2] === null ? null : Number(item[2]);
       return { covers: offset + 1, gap: { offset, next: offset + 1, count, cause: String(item[3]) }, messages: [] };
     }
-    if (type !== 1) throw new StreamDamaged(definition.name, `the store's answer has an item of the unknown type ${String(type)}`);
-    return this.#record(definition, item, offset);
+    if (!opened) throw new StreamDamaged(definition.name, `the store's answer has an item of the unknown type ${String(type)}`);
+    return opened;
   }
 
-  async #record(definition: Definition, item: readonly unknown[], offset: number): Promise<{
-    covers: number; gap: StreamGap | null; messages: StreamMessage[];
-  }> {
+  async #record(definition: Definition, item: readonly unknown[], offset: number): Promise<Item> {
     const [, , kind, name, keyId, senderId, end, body, storedUs, , tombstone] = item as
       [number, Int, number, string, Bytes, Bytes, Bytes, Bytes, number, Bytes, boolean];
     if (!(end instanceof Uint8Array) || end.length !== 24 || !(body instanceof Uint8Array)) {
@@ -254,8 +261,7 @@ export class Streams {
     }
     const count = view(end).getUint32(12, true);
     const covers = offset + count;
-    const bad = (cause: string): { covers: number; gap: StreamGap; messages: StreamMessage[] } =>
-      ({ covers, gap: { offset, next: covers, count, cause }, messages: [] });
+    const bad = (cause: string): Item => ({ covers, gap: { offset, next: covers, count, cause }, messages: [] });
     const key = this.#keyring.byId(keyId);
     if (!key) return bad("no key of the keyring opens it");
     if (!records(definition, kind, name)) return bad("the stream does not record what it is");

@@ -1,6 +1,7 @@
 // MessagePack, names and compressed bundles, beyond the examples of the document.
 import assert from "node:assert/strict";
 import { test } from "node:test";
+import { inspect } from "node:util";
 import { constants, zstdCompressSync } from "node:zlib";
 import { concat, u32, unhex, utf8 } from "../src/bytes.ts";
 import { decodeBundle, encodeBundle } from "../src/bundle.ts";
@@ -71,6 +72,16 @@ test("a site before a name is split off", () => {
   assert.deepEqual(splitSite("eu:billing"), ["eu", "billing"]);
   assert.deepEqual(splitSite(".:billing"), [".", "billing"]);
   for (const name of ["billing", "Eu:billing", "billing:", ":billing"]) assert.deepEqual(splitSite(name), ["", name]);
+});
+
+test("a key shows its id to a console, and no secret", async () => {
+  const keyring = await Keyring.from(new Uint8Array(32).fill(1));
+  const [key] = keyring.all;
+  const shown = inspect([keyring, key], { depth: null, showHidden: true }) + JSON.stringify([keyring, key]);
+  assert(shown.includes(key!.idHex));
+  for (const secret of [key!.sealingRoot, key!.tunnelPsk, key!.keyHashKey]) {
+    assert(!shown.replace(/\s/g, "").includes(secret.slice(0, 6).join(",")));
+  }
 });
 
 test("a topic has the key of its longest prefix, a cluster the key of its name", async () => {
