@@ -1,6 +1,6 @@
 """A model of streams in a bucket: who holds a stream, and what was acknowledged.
 
-    python -m tests.support.bucket_model [SEEDS] [--break RULE]
+    python -m support.bucket_model [SEEDS] [--break RULE], in tests/
 
 The bucket has one atomic step, to create an object that is not there, and reads. PUTs are applied
 late, out of order, or never; answers get lost; stores stop, sleep and wake up at any moment.
@@ -15,8 +15,13 @@ late, out of order, or never; answers get lost; stores stop, sleep and wake up a
 4.  A checkpoint has what a journal held up to a number; the objects up to there are then deleted.
     Checkpoints are numbered and created, too. A fence below a checkpoint is void, so a successor
     looks for a newer checkpoint after it has created its fence.
-5.  One stream moves by a release in its old journal, which names an entry of the new journal that
-    asked for it.
+5.  One stream moves by a release in its old journal and a take in the new one; both name the move.
+    Neither means anything until the move's decision is created. The new journal's store decides for
+    it when both are known to be there; whoever succeeds one of the journals before that, and the
+    old store after a while, decides no. Then the new journal gets a copy of the stream, and a mark
+    says that the move is settled. Before that neither journal has a checkpoint, and the stream does
+    not move again. Each journal is looked at by itself: that a stream left one of those that were
+    taken says nothing about the others.
 6.  Each stream remembers its producers' numbers, so a repeated append is stored once.
 
 Who holds a stream is thus a function of what was created in the bucket. `World.check` follows it.
@@ -29,9 +34,19 @@ import sys
 from copy import deepcopy
 from typing import Any
 
+from support.bucket_model_journals import (
+    NOBODY,
+    Bucket,
+    Journal,
+    Place,
+    State,
+    apply,
+    last_checkpoint,
+    merge,
+    read,
+)
+
 STREAMS = ("a", "b", "c")
-Place = tuple[str, int, int]
-"""Where a request stands: journal, number, index."""
 RULES = (
     "order",
     "compare",
@@ -39,155 +54,17 @@ RULES = (
     "intent",
     "void",
     "checkpoint",
-    "asked",
+    "release",
+    "take",
+    "decision",
+    "succeed",
+    "itself",
+    "settled",
+    "copied",
     "duplicates",
     "reads",
 )
 """Rules that can be broken to see that the check notices."""
-
-
-class Bucket:
-    """Objects by key. `created` has everything that was ever created, also if it was deleted since."""
-
-    def __init__(self, rng: random.Random) -> None:
-        self.objects: dict[Any, Any] = {}
-        self.created: dict[Any, Any] = {}
-        self.late: list[tuple[Any, Any]] = []
-        self.rng = rng
-
-    def get(self, key: Any) -> Any:
-        return self.objects.get(key)
-
-    def create(self, key: Any, value: Any) -> bool | None:
-        """True: created. False: exists. None: nobody can say (applied now, later, or never)."""
-        fate = self.rng.random()
-        if fate < 0.15:
-            self.late.append((key, value))
-            return None
-        made = self._put(key, value)
-        return made if fate < 0.85 else None
-
-    def _put(self, key: Any, value: Any) -> bool:
-        if key in self.objects:
-            return False
-        self.objects[key] = value
-        self.created.setdefault(key, value)
-        return True
-
-    def settle(self) -> None:
-        """One of the late PUTs arrives, or is dropped for good."""
-        if self.late:
-            key, value = self.late.pop(self.rng.randrange(len(self.late)))
-            if self.rng.random() < 0.6:
-                self._put(key, value)
-
-    def delete(self, key: Any) -> None:
-        self.objects.pop(key, None)
-
-
-class State:
-    """A stream: its records, and the last number of each producer (which follows from them)."""
-
-    def __init__(self) -> None:
-        self.log: list[tuple[str, int]] = []
-
-    def last(self, producer: str) -> int:
-        return sum(1 for name, _ in self.log if name == producer)
-
-
-class Journal:
-    """What can be read of a journal: the streams it holds, those it released, and its open requests."""
-
-    def __init__(self) -> None:
-        self.number = 1
-        """The first number that was not read."""
-        self.held: dict[str, State] = {}
-        self.released: dict[tuple[str, Place], State] = {}
-        """(stream, place of the request) -> the stream."""
-        self.open: dict[Place, tuple[str, ...]] = {}
-        """("intent", journal) or ("ask", stream, journal), not known to be settled.
-
-        A successor takes over the requests of the journals that it takes: what is granted to them is its.
-        """
-        self.fence: Place | None = None
-
-
-def last_checkpoint(bucket: Bucket, name: str) -> tuple[int, Journal | None]:
-    """Return the end of the last checkpoint of a journal, and its content."""
-    at, found = 1, None
-    while (value := bucket.get((name, "checkpoint", at))) is not None:
-        found, at = value, at + 1
-    return (found[0], found[1]) if found else (0, None)
-
-
-def read(bucket: Bucket, name: str, *, deep: bool = True) -> Journal:
-    """Return what a journal holds now, from its last checkpoint on; if `deep`, with what its requests brought.
-
-    A journal takes only journals that began before it, so this ends.
-    """
-    end, base = last_checkpoint(bucket, name)
-    journal = deepcopy(base) if base else Journal()
-    journal.number = end + 1
-    while (value := bucket.get((name, journal.number))) is not None:
-        if value[0] == "fence":
-            journal.fence = value[1]
-            break
-        apply(journal, name, journal.number, value[2])
-        journal.number += 1
-    for place in list(journal.open) if deep else ():
-        settle(bucket, journal, place)
-    return journal
-
-
-def apply(journal: Journal, name: str, number: int, batch: tuple[Any, ...]) -> None:
-    """Apply a batch of a journal."""
-    for index, entry in enumerate(batch):
-        apply_entry(journal, (name, number, index), entry)
-
-
-def apply_entry(journal: Journal, place: Place, entry: tuple[Any, ...]) -> None:
-    match entry:
-        case ("make", stream):
-            journal.held[stream] = State()
-        case ("append", stream, producer, sequence):
-            journal.held[stream].log.append((producer, sequence))
-        case ("release", stream, asked):
-            journal.released[stream, asked] = journal.held.pop(stream)
-        case ("intent" | "ask", *_):
-            journal.open[place] = entry
-        case ("took", asked, there):
-            journal.open.pop(asked, None)
-            merge(journal, there)
-
-
-def merge(journal: Journal, there: Journal) -> None:
-    """Add what another journal held, and its requests."""
-    journal.held |= deepcopy(there.held)
-    journal.released |= there.released
-    journal.open |= there.open
-
-
-def settle(bucket: Bucket, journal: Journal, place: Place) -> None:
-    """Look whether an open request was granted, and add what it brought."""
-    there = outcome(bucket, place, journal.open[place])
-    if there is not None:
-        del journal.open[place]
-        merge(journal, there)
-
-
-def outcome(bucket: Bucket, place: Place, request: tuple[str, ...]) -> Journal | None:
-    """Return what a request brought, maybe nothing; None if that is not decided."""
-    gained = Journal()
-    there = read(bucket, request[-1], deep=request[0] == "intent")
-    if request[0] == "intent":
-        if there.fence == place:
-            return there
-    else:
-        state = there.released.get((request[1], place))
-        if state is not None:
-            gained.held[request[1]] = state
-            return gained
-    return gained if there.fence is not None else None
 
 
 class Store:
@@ -203,8 +80,15 @@ class Store:
         """Number -> what may leave when it is known to be there."""
         self.batch: list[Any] = []
         self.held: dict[str, State] = {}
-        self.released: dict[tuple[str, Place], State] = {}
-        self.open: dict[Place, tuple[str, ...]] = {}
+        self.open: dict[Place, str] = {}
+        self.moves: dict[str, tuple[str, str]] = {}
+        """As in `Journal`, and those that are not decided."""
+        self.leaving: dict[str, State] = {}
+        """Move that is not decided -> the stream that was released here."""
+        self.taking: dict[str, tuple[int, str]] = {}
+        """Move that is not decided -> (number of the object with the take, source)."""
+        self.copying: dict[str, int] = {}
+        """Move whose stream has arrived -> number of the object with its copy, or 0."""
         self.fencing: dict[Place, tuple[int, bool]] = {}
         """The next number to probe; whether the fence found there was compared with the checkpoint."""
         self.checkpoints = 0
@@ -237,10 +121,27 @@ class Store:
         self.outputs.setdefault(self.number, []).append(seen)
         self.release_outputs()
 
-    def move(self, stream: str, target: Store) -> None:
-        """`target` asks for a stream of this store; this store grants it when it finds the request."""
-        if stream in self.held and target is not self and not target.fenced:
-            target.batch.append(("ask", stream, self.name))
+    def release(self, stream: str, target: Store) -> None:
+        """Release a stream, and give a ticket for `target` to the client."""
+        moving = any(stream == its for _, its in self.moves.values())
+        if self.fenced or stream not in self.held or moving:
+            return
+        token = self.world.new_token()
+        self.leaving[token] = self.held.pop(stream)
+        self.moves[token] = "release", stream
+        self.batch.append(("release", token, stream))
+        ticket = ("ticket", target, token, stream, self.name)
+        if self.world.broken == "release":
+            self.world.leave(ticket)
+        else:
+            self.outputs.setdefault(self.number, []).append(ticket)
+
+    def ticket(self, token: str, stream: str, source: str) -> None:
+        """A client asks this store to take a stream."""
+        if not self.fenced and self.world.bucket.get(("decision", token)) is None:
+            self.taking.setdefault(token, (self.number, source))
+            self.moves[token] = "take", stream
+            self.batch.append(("take", token, stream, source))
 
     # Steps
 
@@ -250,17 +151,52 @@ class Store:
             return
         if rng.random() < 0.05:
             self.checkpoint()
+        if self.moves and rng.random() < 0.3:
+            self.go_on(rng.choice(sorted(self.moves)))
+            return
         if self.batch and len(self.flying) < 4:
             self.cut()
         if self.flying:
             self.send(rng.choice(sorted(self.flying)))
             return
         if self.open:
-            place = rng.choice(sorted(self.open))
-            if self.open[place][0] == "intent":
-                self.take(place)
+            self.take(rng.choice(sorted(self.open)))
+
+    def go_on(self, token: str) -> None:
+        """Do what a move needs next."""
+        bucket, broken = self.world.bucket, self.world.broken
+        _, stream = self.moves[token]
+        by = bucket.get(("decision", token))
+        if token in self.leaving:
+            if by is None and self.world.rng.random() < 0.2:
+                bucket.create(("decision", token), NOBODY)  # it took too long
+            elif by == NOBODY:
+                self.held[stream] = self.leaving.pop(token)
+                del self.moves[token]
+            elif by is not None:
+                del self.leaving[token]
+        elif token in self.taking:
+            number, source = self.taking[token]
+            if by is None and (number <= self.known or broken == "take"):
+                bucket.create(("decision", token), self.name)
+                by = self.name if broken == "decision" else None
+            if by is None:
+                return
+            del self.taking[token]
+            if by == self.name:
+                self.held[stream] = read(bucket, source, ended=False, until=token).held[stream]
+                self.copying[token] = 0
             else:
-                self.receive(place)
+                del self.moves[token]
+        elif bucket.get(("settled", token)) is not None:
+            del self.moves[token]
+            self.copying.pop(token, None)
+        elif token in self.copying:
+            if not self.copying[token]:
+                self.copying[token] = self.number
+                self.batch.append(("copy", stream, tuple(self.held[stream].log)))
+            elif self.copying[token] <= self.known or broken == "copied":
+                bucket.create(("settled", token), True)
 
     def cut(self) -> None:
         batch, self.batch = self.batch, []
@@ -284,8 +220,8 @@ class Store:
             self.known += 1
         for settled in range(before + 1, self.known + 1):
             for index, entry in enumerate(self.sent[settled][2]):
-                if entry[0] in ("intent", "ask"):
-                    self.open[self.name, settled, index] = entry
+                if entry[0] == "intent":
+                    self.open[self.name, settled, index] = entry[1]
         self.release_outputs()
 
     def release_outputs(self) -> None:
@@ -297,7 +233,7 @@ class Store:
 
     def take(self, place: Place) -> None:
         """One probe for each step; a lost answer is read back the next time."""
-        bucket, victim = self.world.bucket, self.open[place][1]
+        bucket, victim = self.world.bucket, self.open[place]
         mine = ("fence", place)
         end, _ = last_checkpoint(bucket, victim)
         at, made = self.fencing.setdefault(place, (end + 1, False))
@@ -319,25 +255,12 @@ class Store:
         there = read(bucket, victim)
         self.enter(place, there)
 
-    def receive(self, place: Place) -> None:
-        """Look whether a stream that was asked for was released."""
-        gained = outcome(self.world.bucket, place, self.open[place])
-        if gained is None and self.world.broken == "asked":
-            gained = read(self.world.bucket, self.open[place][2])  # without waiting for the release
-        if gained is not None:
-            self.enter(place, gained)
-
     def enter(self, place: Place, there: Journal) -> None:
         """Go on with what a request brought."""
         del self.open[place]
-        self.held |= deepcopy(there.held)
-        self.open |= there.open
+        merge(self.world.bucket, self, there)
+        self.copying |= {token: 0 for token, (what, _) in there.moves.items() if what == "take"}
         self.batch.append(("took", place, deepcopy(there)))
-
-    def grant(self, stream: str, asked: Place) -> None:
-        if not self.fenced and stream in self.held:
-            self.batch.append(("release", stream, asked))
-            del self.held[stream]
 
     def checkpoint(self) -> None:
         """Write down what the journal holds, then delete what that covers."""
@@ -347,13 +270,14 @@ class Store:
             end = self.number - 1 + (1 if self.batch else 0)
         content = Journal()
         base_end, base = last_checkpoint(bucket, self.name)
-        if base_end >= end:
+        if base_end >= end or (self.moves and self.world.broken != "settled"):
             return
         if base:
             content = deepcopy(base)
         for number in range(base_end + 1, end + 1):
             sent = self.sent.get(number)
-            apply(content, self.name, number, sent[2] if sent else tuple(self.batch))
+            for index, entry in enumerate(sent[2] if sent else self.batch):
+                apply(bucket, content, (self.name, number, index), entry, ended=False)
         key = (self.name, "checkpoint", self.checkpoints + 1)
         made = bucket.create(key, (end, content))
         if made is None and bucket.get(key) is None:
@@ -369,7 +293,10 @@ class World:
     def __init__(self, seed: int, broken: str = "") -> None:
         self.rng = random.Random(seed)
         self.broken = broken
-        self.bucket = Bucket(self.rng)
+        self.bucket = Bucket(self.rng, broken)
+        self.tickets: list[tuple[Store, str, str, str]] = []
+        """(store, move, stream, source), with clients."""
+        self.tokens = 0
         self.stores: list[Store] = []
         self.acked: set[tuple[str, str, int]] = set()
         self.seen: list[tuple[str, tuple[Any, ...]]] = []
@@ -387,11 +314,19 @@ class World:
         """Something reached a client."""
         if output[0] == "acked":
             self.acked.add(output[1:])
+        elif output[0] == "ticket":
+            self.tickets.append(output[1:])
         else:
             self.seen.append((output[1], output[2]))
 
     def run(self, steps: int = 600) -> str:
-        """Return what is wrong at the end of this history; empty if nothing is."""
+        """Return what is wrong with this history; empty if nothing is."""
+        try:
+            return self._run(steps)
+        except KeyError as err:
+            return f"a journal writes to stream {err}, which it does not have"
+
+    def _run(self, steps: int) -> str:
         rng = self.rng
         for _ in range(steps):
             dice = rng.random()
@@ -402,10 +337,13 @@ class World:
                 store.alive = False
             elif dice < 0.09:
                 store.alive = True
-            elif dice < 0.11 and self.stores:
-                store.move(rng.choice(STREAMS), rng.choice(self.stores))
-            elif dice < 0.14:
-                self.grant(store)
+            elif dice < 0.12:
+                target = rng.choice(self.stores)
+                if target is not store:
+                    store.release(rng.choice(STREAMS), target)
+            elif dice < 0.16 and self.tickets:
+                target, *ticket = self.tickets.pop(rng.randrange(len(self.tickets)))
+                target.ticket(*ticket)
             elif dice < 0.24:
                 self.bucket.settle()
             elif store.alive:
@@ -417,17 +355,14 @@ class World:
         """Somebody believes that a store is gone, rightly or not."""
         successor = self.start()
         if self.broken == "intent":
-            successor.open[successor.name, 0, 0] = ("intent", victim.name)
+            successor.open[successor.name, 0, 0] = victim.name
         else:
             successor.batch.append(("intent", victim.name))
         return successor
 
-    def grant(self, store: Store) -> None:
-        """The store finds a request for one of its streams."""
-        for other in self.stores:
-            for place, request in list(other.open.items()):
-                if request[0] == "ask" and request[2] == store.name:
-                    store.grant(request[1], place)
+    def new_token(self) -> str:
+        self.tokens += 1
+        return f"m{self.tokens}"
 
     def client(self, store: Store) -> None:
         rng = self.rng
@@ -469,6 +404,12 @@ class World:
 
     def follow(self, stream: str) -> tuple[str, list[tuple[str, int]]]:
         created = self.bucket.created
+        takes = {
+            entry[1]: (key[0], key[1], index + 1)
+            for key, value in self.batches()
+            for index, entry in enumerate(value[2])
+            if entry[0] == "take" and created.get(("decision", entry[1])) == key[0]
+        }
         log: list[tuple[str, int]] = []
         name, number, index = self.stores[0].name, 1, 0
         while (value := created.get((name, number))) is not None:
@@ -480,10 +421,15 @@ class World:
             for entry in batch:
                 if entry[:2] == ("append", stream):
                     log.append(entry[2:])
-                elif entry[:2] == ("release", stream):
-                    name, number, index = entry[2]
+                elif entry[0] == "release" and entry[2] == stream and entry[1] in takes:
+                    name, number, index = takes[entry[1]]
                     break
         return name, log
+
+    def batches(self) -> list[tuple[Any, Any]]:
+        """Return (key, batch) for each one that was ever created."""
+        made = self.bucket.created.items()
+        return [(key, value) for key, value in made if isinstance(key[1], int) and value[0] == "batch"]  # fmt: skip
 
     def check(self) -> str:
         """Return what is wrong with what clients were told; empty if nothing is."""
@@ -514,13 +460,10 @@ def main() -> int:
             sys.stdout.write(f"seed {seed}: {error}\n")
             return 1
         acked += len(world.acked)
-        takes += sum(value[0] == "fence" for value in world.bucket.created.values())
+        takes += sum(value[:1] == ("fence",) for value in world.bucket.created.values() if isinstance(value, tuple))  # fmt: skip
         checkpoints += sum(key[1] == "checkpoint" for key in world.bucket.created)
         moves += sum(
-            entry[0] == "release"
-            for value in world.bucket.created.values()
-            if value[0] == "batch"
-            for entry in value[2]
+            key[0] == "decision" and value != NOBODY for key, value in world.bucket.created.items()
         )
     sys.stdout.write(
         f"{seeds} histories held: {acked} acknowledged, {takes} journals taken, "
