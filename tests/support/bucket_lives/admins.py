@@ -68,8 +68,8 @@ class Mover:
     async def _move(self, plan: StreamPlan, old: Process, new: Process) -> None:
         life, rng = self._life, self._rng
         life.counts["moves asked for"] += 1
-        if rng.random() < 0.35:
-            life.loop.call_later(rng.expovariate(1 / 0.3), life.strike, rng.choice((old, new)))
+        if rng.random() < 0.2:
+            life.loop.call_later(rng.expovariate(1 / 0.4), life.strike, rng.choice((old, new)))
         call = streams.Move([signed(life, plan, MOVE, new.store.key)])
         answer = await life.ask_process(old, plan.address, OWNER.key_id, call)
         if not isinstance(answer, streams.Moving):
@@ -77,9 +77,9 @@ class Mover:
         life.show(f"{plan.label} is released by store {old.number} for store {new.number}")
         self._tickets.append((new.number, answer.ticket))
         dice = rng.random()
-        if dice < 0.1:
+        if dice < 0.05:
             return  # the client is gone
-        if dice < 0.25:
+        if dice < 0.12:
             await asyncio.sleep(rng.uniform(5, 20))
         await self._take(new.number, answer.ticket, TRIES)
 

@@ -20,7 +20,7 @@ MOST: Final = 4
 """Processes at once."""
 MOST_STARTS: Final = 9
 """Stores that are started for the first time."""
-WHAT: Final = ("kill", "kill", "lose", "start", "start", "pause", "wake", "cut", "hide", "away", "night", "roll back")  # fmt: skip
+WHAT: Final = ("kill", "kill", "lose", "start", "start", "pause", "wake", "cut", "hide", "away", "night")  # fmt: skip
 
 
 class Faults:
@@ -29,7 +29,7 @@ class Faults:
     def __init__(self, life: Life) -> None:
         self._life = life
         self._rng: random.Random = life.rng
-        self._rolls_back = life.plan.rolls_back
+        self._rolls_back_s = self._rng.uniform(6, 25) if life.plan.rolls_back else float("inf")
 
     async def run(self, seconds: float) -> None:
         """Do things to processes and the bucket."""
@@ -37,6 +37,9 @@ class Faults:
         until_s = life.time.now_s + seconds
         while life.time.now_s < until_s:
             await asyncio.sleep(rng.expovariate(1 / 2.5))
+            if life.time.now_s >= self._rolls_back_s:
+                self._rolls_back_s = float("inf")
+                await self._roll_back()
             awake = [n for n, one in life.processes.items() if not one.loop.frozen]
             asleep = [n for n, one in life.processes.items() if one.loop.frozen]
             match rng.choice(WHAT):
@@ -60,9 +63,6 @@ class Faults:
                     life.loop.call_later(rng.uniform(0.5, 8), setattr, life.bucket, "away", False)
                 case "night" if rng.random() < 0.3:
                     await self._night()
-                case "roll back" if self._rolls_back and life.time.now_s > 8:
-                    self._rolls_back = False
-                    await self._roll_back()
 
     def _cut(self, number: int) -> None:
         life = self._life

@@ -37,7 +37,7 @@ from support.bucket_lives.faults import Faults, attach_again
 from support.bucket_lives.history import History, Limits, judge
 from support.bucket_lives.loops import Loops, Stuck, Time
 from support.bucket_lives.plan import Plan, StreamPlan
-from support.bucket_lives.store import EPOCH_US, GROUP, Process, Request, World, records
+from support.bucket_lives.store import EPOCH_US, GROUP, TICK_S, Process, Request, World, records
 from support.keeper import OWNER, order
 
 CALL_S: Final = 2.0
@@ -273,16 +273,19 @@ class Life(World):
         self, process: Process, name: str, key_id: bytes, call: Call
     ) -> Answer | None:  # fmt: skip
         """Send a call to a process; return the answer, or None if none came in time."""
-        answered: asyncio.Future[Answer] = self.loop.create_future()
+        answered: asyncio.Future[Answer | None] = self.loop.create_future()
 
-        def settle(answer: Answer) -> None:
+        def settle(answer: Answer | None) -> None:
             if not answered.done():
                 answered.set_result(answer)
 
         request = Request(name, key_id, call, settle)
         self.loop.call_later(self.rng.uniform(0, 0.01), process.receive, request)
-        done, _ = await asyncio.wait([answered], timeout=CALL_S)
-        return answered.result() if done else None
+        timer = self.loop.call_later(CALL_S, settle, None)
+        try:
+            return await answered
+        finally:
+            timer.cancel()
 
     async def create(self, plan: StreamPlan, process: Process) -> bool:
         """Create a stream at a store; return False if the store is gone before it is sure."""
@@ -437,7 +440,7 @@ def seeded(life: Life) -> contextlib.AbstractContextManager[None]:
         (random, "random", rng.random),  # for pauses before further tries
         (succession, "secrets", tokens), (objects, "secrets", tokens), (moves, "secrets", tokens),
         (consumer_calls, "time", SimpleNamespace(monotonic=lambda: life.time.now_s)),
-        (tiers, "LEAST_SEGMENT_BYTES", SEGMENT_BYTES), (tiers, "CHUNK_BYTES", CHUNK_BYTES),
+        (tiers, "LEAST_SEGMENT_BYTES", SEGMENT_BYTES), (tiers, "CHUNK_BYTES", CHUNK_BYTES), (tiers, "LOOK_S", TICK_S),
     )  # fmt: skip
 
 

@@ -47,12 +47,12 @@ class Plan:
         """All streams that clients have created or tried to."""
         self.disk_limit = rng.choice((0, 0, 1500, 4000))
         """Bytes of all streams of a store that stay on its disk; 0: all."""
-        self.moves_s = rng.choice((0.0, 3.0, 5.0))
+        self.moves_s = rng.choice((0.0, 1.5, 3.0))
         """Mean pause between two moves; 0: there are none."""
         self.deletes = rng.random() < 0.35
         self.copies = rng.random() < 0.2
         """Whether there is a stream on a disk, which is copied to the bucket."""
-        self.rolls_back = rng.random() < 0.15
+        self.rolls_back = rng.random() < 0.2
         """Whether the newest objects of the bucket are hidden for a while."""
         self.keeps_older = rng.random() < 0.25
         """Whether an older copy of the bucket is restored, too."""

@@ -34,7 +34,7 @@ from relay.supervisor import STREAMS
 from support.bucket_lives.bucket import Bucket, Port
 from support.bucket_lives.loops import Loop
 
-TICK_S: Final = 0.25
+TICK_S: Final = 0.5
 CACHE_BYTES: Final = 2000
 """Moved records that a store keeps in memory: few, so that it reads objects often."""
 EPOCH_US: Final = 1_800_000_000_000_000
