@@ -65,7 +65,8 @@ def wrong_links(site: Path) -> Iterator[str]:
                 and unquote(parts.fragment) not in pages[target].anchors
             ):
                 yield f"{name}: {link} leads to no anchor of its page"
-    for path in sorted(filter(Path.is_file, site.rglob("*.css"))):  # a page about a file has its name
+    # A page about a style sheet is a directory with its name.
+    for path in sorted(filter(Path.is_file, site.rglob("*.css"))):
         for link in re.findall(
             r"(?:url\(|@import )[\"']?(?:https?:)?//[^\"')]+", path.read_text("utf-8")
         ):
