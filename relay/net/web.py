@@ -145,7 +145,7 @@ class WebListener:
             listener.close()
         self._listeners.clear()
         for connection in list(self._half_open):
-            self._drop(connection)
+            self._drop(connection, stopping=True)
 
     async def close(self) -> None:
         """Close every connection, after a moment for the answers to close frames. Idempotent."""
@@ -221,11 +221,11 @@ class WebListener:
         )
         self._half_open[connection] = task
 
-    def _drop(self, connection: WebConnection) -> None:
+    def _drop(self, connection: WebConnection, *, stopping: bool = False) -> None:
         """Close a connection whose session has not greeted."""
         task = self._half_open.pop(connection)
         if connection.attached:
-            connection.drop()
+            connection.drop(stopping=stopping)
         else:
             task.cancel()
             self._connections.discard(connection)

@@ -270,9 +270,12 @@ class WebConnection(asyncio.Protocol):
         """Whether it has a transport, so that its TLS handshake is done."""
         return self._transport is not None
 
-    def drop(self) -> None:
-        """Close the connection, because others need its place."""
-        self.end(TRY_LATER, "too many connections wait here; try again later")
+    def drop(self, *, stopping: bool = False) -> None:
+        """Close the connection, because others need its place, or the relay stops."""
+        if stopping:
+            self.end(GOING_AWAY, "the relay is stopping")
+        else:
+            self.end(TRY_LATER, "too many connections wait here; try again later")
 
     def _leave(self) -> None:
         """End the session now, and wait a little for the peer to close the connection, so that it can read why."""

@@ -262,9 +262,10 @@ async def test_a_browser_that_reads_nothing_is_dropped_for_and_delays_nobody(rel
 
 async def test_a_relay_that_stops_closes_with_going_away(tmp_path: Path) -> None:
     relay = await started(tmp_path)
-    async with Page(url(relay)) as page:
+    async with Page(url(relay)) as page, Page(url(relay)) as stranger:
         await page.greet()
         stopping = asyncio.create_task(relay.stop(drain_s=0.2))
+        assert await stranger.closed() == (1001, "the relay is stopping")
         await page.receive(frames.Drain)
         await page.say(frames.Bye())
         await page.receive(frames.Bye)
