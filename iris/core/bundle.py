@@ -42,6 +42,7 @@ MAX_HEADERS_BYTES: Final = 3072
 _HEAD: Final = struct.Struct("<II")
 _ONE: Final = struct.Struct("<IIii")
 _I32: Final = struct.Struct("<i")
+_PAIR: Final = struct.Struct("<ii")
 _SWAP: Final = sys.byteorder != "little"
 _encode_headers: Final = msgspec.msgpack.Encoder().encode
 _decode_headers: Final = msgspec.msgpack.Decoder(dict[str, str]).decode
@@ -220,6 +221,29 @@ def decode_single(plain: bytes) -> tuple[bytes, Headers | None, bool, str]:
     (payload,) = _values(plain, found.payloads)
     method = _decode_method(plain, found.methods) if found.methods is not None else ""
     return payload, headers, found.flags & PACKED != 0, method
+
+
+def split_single(plain: bytes) -> tuple[bytes, bytes] | None:
+    """Return (payload, key or b"") of a bundle of one message without headers, the usual one of a message with a key.
+
+    Returns None for any other bundle, also for one that is damaged: see `decode_keyed`.
+    """
+    size = len(plain)
+    if size < 16:
+        return None
+    count, flags, zero, length = _ONE.unpack_from(plain)
+    if count != 1 or flags & ~(PACKED | KEYS) or zero or length < 0:
+        return None
+    end = 16 + length
+    if not flags & KEYS:
+        return (plain[16:], b"") if end == size else None
+    start = end + (-end % 8)
+    if start + 8 > size:
+        return None
+    zero, length = _PAIR.unpack_from(plain, start)
+    if zero or length != size - start - 8:
+        return None
+    return plain[16:end], plain[start + 8 :]
 
 
 def decode_keyed(

@@ -1,7 +1,7 @@
 """Converts between bundles and Arrow rows. The columns of an opened bundle become Arrow arrays without a copy.
 
 Values that are the same for all rows of a bundle are repeated in C. No Python loop runs over rows, except for headers
-(each a MessagePack map of its own) and for `valueSchema`.
+(each a MessagePack map of its own), for `valueSchema`, and in bundles of a few messages.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from iris.core.bundle import (
     Column,
     Headers,
     decode_headers,
+    decode_keyed,
     find_columns,
     join_columns,
+    split_single,
 )
 from iris.core.bundle import HEADERS as HEADERS_FLAG
 from iris.core.compression import expanded
@@ -42,6 +44,8 @@ CREATE_TIME: Final = 0
 MAX_US: Final = 253_402_300_799_999_999
 """The end of the year 9999, Spark's latest timestamp, in µs since 1970."""
 BATCH_BYTES: Final = 4 << 20
+SMALL_COUNT: Final = 32
+"""Bundles of up to so many messages are taken apart in Python. For more, an Arrow array over the bundle costs less."""
 BATCH_ROWS: Final = 1 << 16
 """Size of a record batch, about: more bundles begin another batch."""
 _HEADERS: Final = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
@@ -99,23 +103,23 @@ class RowBuilder:
     def _batch(self, group: list[Opened]) -> pa.RecordBatch:
         counts = np.array([one.rows for one in group], dtype=np.int64)
         rows = int(counts.sum())
-        found = [bundle_arrays(one) for one in group]
+        found = [*_columns(group)]
         options = self._options
-        values = _joined([payload for payload, _, _ in found])
-        columns: list[Any] = [_joined([keys for _, keys, _ in found])]
+        values = _joined([payload for payload, _, _, _ in found])
+        columns: list[Any] = [_null_if_empty(_joined([keys for _, keys, _, _ in found]))]
         if self._values is None:
             columns.append(values)
         else:
             columns += self._values.columns(values)
         headers: list[Headers | None] | None = None
-        if any(part is not None for _, _, part in found):
+        if any(part is not None for _, _, part, _ in found):
             headers = []
-            for one, (_, _, part) in zip(group, found, strict=True):
-                headers += part if part is not None else [None] * one.rows
+            for _, _, part, count in found:
+                headers += part if part is not None else [None] * count
         within = np.arange(rows) - np.repeat(counts.cumsum() - counts, counts)
         offsets = np.repeat([one.offset for one in group], counts) + within
         columns += [
-            _repeated([self._topic(one) for one in group], counts, pa.string()),
+            _repeated([*map(self._topic, group)], counts, pa.string()),
             pa.array(np.full(rows, self._partition, np.int32)),
             pa.array(offsets),
             self._timestamps(group, counts, headers),
@@ -152,18 +156,79 @@ class RowBuilder:
         return pa.array(times).view(pa.timestamp("us", tz="UTC"))
 
 
+def _columns(
+    group: Sequence[Opened],
+) -> Iterator[tuple[pa.Array, pa.Array, list[Headers | None] | None, int]]:
+    """Yield (payloads, keys, headers, rows) of the wanted messages, in order: large bundles one by one, and those in
+    between together, because arrays cost more than a few messages.
+
+    Raises DecodeError.
+    """
+    small = _Small()
+    for one in group:
+        if one.count <= SMALL_COUNT:
+            small.add(one)
+            continue
+        if small.payloads:
+            yield small.take()
+        payloads, keys, headers = bundle_arrays(one)
+        yield payloads, keys, headers, one.rows
+    if small.payloads:
+        yield small.take()
+
+
+class _Small:
+    """Messages of small bundles."""
+
+    def __init__(self) -> None:
+        self.payloads: list[bytes | None] = []
+        self._keys: list[bytes] = []
+        self._headers: list[Headers | None] | None = None
+
+    def add(self, one: Opened) -> None:
+        """Add the wanted messages of a bundle. Raises DecodeError."""
+        pair = split_single(one.plain)
+        if pair is not None and one.count == one.rows == 1:
+            payload, key = pair
+            self.payloads.append(None if one.tombstone else payload)
+            self._keys.append(key)
+            if self._headers is not None:
+                self._headers.append(None)
+            return
+        payloads, keys, headers, _ = decode_keyed(one.plain)
+        _check_count(one, len(payloads))
+        if headers is not None and self._headers is None:
+            self._headers = [None] * len(self.payloads)
+        wanted = slice(one.skip, one.skip + one.rows)
+        self.payloads += [None] * one.rows if one.tombstone else payloads[wanted]
+        self._keys += keys[wanted] if keys is not None else [b""] * one.rows
+        if self._headers is not None:
+            self._headers += headers[wanted] if headers is not None else [None] * one.rows
+
+    def take(self) -> tuple[pa.Array, pa.Array, list[Headers | None] | None, int]:
+        """Return what was added, and begin again."""
+        payloads, keys, headers = self.payloads, self._keys, self._headers
+        self.payloads, self._keys, self._headers = [], [], None
+        binary = pa.binary()
+        return pa.array(payloads, binary), pa.array(keys, binary), headers, len(payloads)
+
+
+def _check_count(one: Opened, count: int) -> None:
+    if count != one.count:
+        raise DecodeError(f"the bundle holds {count} messages, but its record declares {one.count}")
+
+
 def bundle_arrays(one: Opened) -> tuple[pa.Array, pa.Array, list[Headers | None] | None]:
     """Return (payloads, keys, headers) of the wanted messages; payloads and keys point into the bundle, uncopied.
+
+    The key of a message without one is empty or null.
 
     Raises:
         DecodeError: the columns are inconsistent.
     """
     plain = expanded(one.plain)
     found = find_columns(plain)
-    if found.count != one.count:
-        raise DecodeError(
-            f"the bundle holds {found.count} messages, but its record declares {one.count}"
-        )
+    _check_count(one, found.count)
     buffer = pa.py_buffer(plain)
     payloads = _array(buffer, found.payloads, found.count)
     if one.tombstone:
@@ -172,7 +237,6 @@ def bundle_arrays(one: Opened) -> tuple[pa.Array, pa.Array, list[Headers | None]
         keys: pa.Array = pa.nulls(one.rows, pa.binary())
     else:
         keys = _array(buffer, found.keys, found.count).slice(one.skip, one.rows)
-        keys = _null_if_empty(keys)
     headers = None
     if found.headers is not None:
         headers = decode_headers(plain, found.headers)[one.skip : one.skip + one.rows]

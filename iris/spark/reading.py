@@ -19,6 +19,7 @@ from iris.spark.options import SourceOptions
 from iris.streams import StreamGap, StreamPage, StreamRecord
 from iris.wire.names import plural
 from iris.wire.orders import partition_name
+from iris.wire.streams import DEAD_KIND
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -135,9 +136,33 @@ class _RangeReader:
 
     def _cover(self, page: StreamPage, at: int) -> tuple[list[Opened], int]:
         """Return the wanted records of a page and their end. Raises SparkError if the page leaves offsets out."""
+        from iris.spark.arrow import Opened
+
         opened: list[Opened] = []
         end = self._part.end
         for item in page:
+            if type(item) is StreamRecord and item.offset == at and item.kind != DEAD_KIND:
+                count = item.count
+                if at + count <= end:  # the usual case, with as few steps as possible
+                    opened.append(
+                        Opened(
+                            item.plain,
+                            count,
+                            0,
+                            count,
+                            at,
+                            item.kind,
+                            item.name,
+                            item.sender,
+                            item.sequence,
+                            item.sent_us,
+                            item.tombstone,
+                        )
+                    )
+                    at += count
+                    if at == end:
+                        break
+                    continue
             if at >= end:
                 break  # so that records after the range are not opened
             first = item.offset if isinstance(item, StreamRecord) else item.first

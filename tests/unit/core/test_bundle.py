@@ -19,6 +19,7 @@ from iris.core.bundle import (
     encode_bundle,
     encode_single,
     find_columns,
+    split_single,
 )
 from iris.errors import DecodeError, LocalProtocolError
 
@@ -192,3 +193,24 @@ def test_a_damaged_call_raises_decode_error_only(
     except DecodeError:
         return
     assert len(found[0]) <= len(damaged)
+
+
+@given(
+    st.binary(max_size=20), st.one_of(st.none(), st.binary(max_size=9)), st.booleans(), st.data()
+)
+def test_one_message_is_taken_apart_quickly_as_it_is_slowly(
+    payload: bytes, key: bytes | None, packed: bool, data: st.DataObject
+) -> None:
+    """What is damaged is left to the slow way, which says what is wrong."""
+    plain = encode_bundle([payload], None, packed, None if key is None else [key])
+    assert split_single(plain) == (payload, key or b"")
+    at = data.draw(st.integers(0, len(plain) - 1))
+    harmed = bytearray(plain)
+    harmed[at] ^= data.draw(st.integers(1, 255))
+    for one in (bytes(harmed), plain[:at], plain + b"\0"):
+        pair = split_single(one)
+        if pair is not None:
+            payloads, keys, headers, _ = decode_keyed(one)
+            assert (payloads, keys or [b""], headers) == ([pair[0]], [pair[1]], None)
+    assert split_single(encode_bundle([payload, payload], None, packed)) is None
+    assert split_single(encode_bundle([payload], [{"a": "b"}], packed)) is None

@@ -220,3 +220,40 @@ def test_no_value_stops_a_query_that_is_permissive(form: str, value: bytes, ddl:
 def test_a_time_that_is_none_is_malformed(text: str) -> None:
     with pytest.raises(SparkError, match="IRIS_MALFORMED"):
         table(opened([b"a"], headers=[{"at": text}]), timestampHeader="at")
+
+
+def test_rows_of_large_and_small_bundles_stay_in_order() -> None:
+    """Small ones are taken apart in Python, and their rows come between those of the large ones."""
+    counts = [1, 1, 40, 2, 1, 33, 32, 1]
+    records: list[Opened] = []
+    expected: list[tuple[Any, Any, int, Any]] = []
+    offset = 0
+    for number, count in enumerate(counts):
+        payloads = [b"%d-%d" % (number, row) for row in range(count)]
+        keys = [b"" if row % 3 == 0 else b"k%d" % row for row in range(count)]
+        headers = [{"n": str(row)} for row in range(count)] if number in (3, 5) else None
+        skip = 1 if count > 2 else 0
+        tombstone = number == 7
+        records.append(
+            opened(payloads, keys=keys if number else None, headers=headers, skip=skip, offset=offset, tombstone=tombstone)
+        )  # fmt: skip
+        expected += [
+            (
+                None if tombstone else payloads[row],
+                (keys[row] or None) if number else None,
+                offset + row,
+                headers and [{"key": "n", "value": b"%d" % row}],
+            )
+            for row in range(skip, count)
+        ]
+        offset += count
+    rows = table(*records, includeHeaders="true")
+    assert [(r["value"], r["key"], r["offset"], r["headers"]) for r in rows] == expected
+
+
+@pytest.mark.parametrize("count", [1, 2, 40])
+def test_a_record_that_declares_another_count_than_its_bundle_is_refused(count: int) -> None:
+    one = opened([b"x"] * count)
+    wrong = msgspec.structs.replace(one, count=count + 1, rows=count + 1)
+    with pytest.raises(DecodeError, match="its record declares"):
+        table(wrong)
