@@ -3,13 +3,15 @@
     python bench/spark.py --quick                    # one round, 50,000 rows
     python bench/spark.py --rounds 5 --rows 400000
 
-Rows of 1 KiB. The relay and its store are processes of their own and share the machine with Spark. Results go to
+Rows of 1 KiB. The relay and its stores are processes of their own and share the machine with Spark. With `--tasks 4`
+there are as many tasks, and as many partitions, on two stores, in the cells that read partitions. Results go to
 bench/results/: spark.json (every round) and spark.md. Needs the extra `spark`, and Java 17 or newer.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import json
 import os
@@ -31,6 +33,8 @@ import iris
 RESULTS: Final = BENCH / "results"
 ROW_BYTES: Final = 1024
 TASKS: Final = 2
+KEYED_PART: Final = 8
+"""One row of so many is also appended with a key, as a record of its own."""
 CHUNK_ROWS: Final = 20_000
 PATIENCE_S: Final = 120.0
 DEADLINE_S: Final = 3600.0
@@ -41,8 +45,9 @@ DISCARD: Final = 3
 class Bench:
     """One session, one relay with its store, and the rows that are read."""
 
-    def __init__(self, directory: Path, spark: Any, client: Any, rows: int) -> None:
+    def __init__(self, directory: Path, spark: Any, client: Any, rows: int, tasks: int) -> None:
         self.directory = directory
+        self.tasks = tasks
         self.spark = spark
         self.client = client
         self.rows = rows
@@ -54,9 +59,12 @@ class Bench:
         return f"{name}-{self._number}"
 
     def fill(self) -> None:
-        """Append the rows to the stream `bench`, and write as many rows of that size to Parquet."""
+        """Append the rows to the streams `bench` and `parts`, and write as many rows of that size to Parquet.
+
+        A part of them are also appended to the stream `keyed`, each with a key.
+        """
         blob = random.Random(1).randbytes(ROW_BYTES * 64)
-        # The store starts beside the relay.
+        # The stores start beside the relay.
         wait_until(self._created)
         for first in range(0, self.rows, CHUNK_ROWS):
             rows = [
@@ -66,11 +74,26 @@ class Bench:
             self.client.call(
                 lambda c, rows=rows: c.streams.append_many("bench", rows, timeout=PATIENCE_S)
             )
+            share = -(-len(rows) // self.tasks)
+            for partition in range(self.tasks):
+                part = rows[partition * share : (partition + 1) * share]
+                self.client.call(
+                    lambda c, part=part, partition=partition: c.streams.append_many(
+                        "parts", part, partition=partition, timeout=PATIENCE_S
+                    )
+                )
+            self.client.call(lambda c, rows=rows: append_keyed(c, rows[::KEYED_PART]))
         self.source().select("value").write.mode("overwrite").parquet(self.parquet)
 
     def _created(self) -> bool:
         try:
+            made = self.client.call(lambda c: c.streams.create("parts", partitions=self.tasks))
             self.client.call(lambda c: c.streams.create("bench"))
+            self.client.call(lambda c: c.streams.create("keyed"))
+            infos = self.client.call(lambda c: c.streams.partitions("parts"))
+            if len({info.store for info in infos}) < min(2, self.tasks):
+                self.client.call(lambda c: c.streams.delete("parts", uuid=made.uuid))
+                raise iris.StreamUnavailable("parts", "the second store has not started")
         except iris.StreamUnavailable:
             time.sleep(0.1)
             return False
@@ -81,10 +104,10 @@ class Bench:
         """Path of the Parquet file."""
         return str(self.directory / "rows.parquet")
 
-    def source(self) -> Any:
-        """Return the stream as a DataFrame of two partitions."""
-        reader = self.spark.read.format("iris").option("stream", "bench")
-        return reader.option("minPartitions", TASKS).load()
+    def source(self, stream: str = "bench") -> Any:
+        """Return a stream as a DataFrame with a task for each core."""
+        reader = self.spark.read.format("iris").option("stream", stream)
+        return reader.option("minPartitions", self.tasks).load()
 
 
 def read_iris(bench: Bench) -> Result:
@@ -97,6 +120,17 @@ def read_iris_values(bench: Bench) -> Result:
     return timed(bench.rows, lambda: discard(bench.source().select("value")))
 
 
+def read_partitions(bench: Bench) -> Result:
+    """Return rows a second of a batch read of the values of a stream with a partition for each task, on two stores."""
+    return timed(bench.rows, lambda: discard(bench.source("parts").select("value")))
+
+
+def read_keyed(bench: Bench) -> Result:
+    """Return rows a second of a batch read of rows that were appended with a key, each as a record of its own."""
+    rows = bench.client.call(lambda c: c.streams.describe("keyed")).next
+    return timed(rows, lambda: discard(bench.source("keyed").select("value")))
+
+
 def read_parquet(bench: Bench) -> Result:
     """Return rows a second of reading the same values from a local Parquet file."""
     return timed(bench.rows, lambda: discard(bench.spark.read.parquet(bench.parquet)))
@@ -105,7 +139,7 @@ def read_parquet(bench: Bench) -> Result:
 def read_stream(bench: Bench) -> Result:
     """Return rows a second of a streaming query over all rows (Trigger.AvailableNow), dropping them."""
     reader = bench.spark.readStream.format("iris").option("stream", "bench")
-    rows = reader.option("startingOffsets", "earliest").option("minPartitions", TASKS).load()
+    rows = reader.option("startingOffsets", "earliest").option("minPartitions", bench.tasks).load()
 
     def run() -> None:
         query = start(bench, rows, trigger={"availableNow": True})
@@ -153,7 +187,7 @@ def append(bench: Bench) -> Result:
     """Return rows a second appended to a new stream exactly once by two tasks, until all are visible."""
     name = bench.fresh("sink")
     bench.client.call(lambda c: c.streams.create(name))
-    rows = bench.spark.read.parquet(bench.parquet).limit(min(bench.rows, 150_000)).repartition(TASKS).cache()  # fmt: skip
+    rows = bench.spark.read.parquet(bench.parquet).limit(min(bench.rows, 150_000)).repartition(bench.tasks).cache()  # fmt: skip
     count = rows.count()
     result = timed(count, lambda: rows.write.format("iris").option("stream", name).mode("append").save())  # fmt: skip
     rows.unpersist(blocking=True)
@@ -219,6 +253,8 @@ def visible(bench: Bench) -> Result:
 CELLS: Final[dict[str, tuple[str, Callable[[Bench], Result]]]] = {
     "source": ("Batch read, all columns", read_iris),
     "source-values": ("Batch read, values", read_iris_values),
+    "source-partitions": ("Batch read, values, partitions on two stores", read_partitions),
+    "source-keyed": ("Batch read, values of rows with keys", read_keyed),
     "parquet": ("Parquet, values", read_parquet),
     "stream": ("Streaming read, Trigger.AvailableNow", read_stream),
     "socket": ("Spark's `socket` source", read_socket),
@@ -229,6 +265,15 @@ CELLS: Final[dict[str, tuple[str, Callable[[Bench], Result]]]] = {
 
 
 # -- parts -------------------------------------------------------------------------------------------------------
+
+
+async def append_keyed(client: iris.Client, rows: list[bytes]) -> None:
+    """Append rows to the stream `keyed`, each with a key."""
+    for first in range(0, len(rows), 1000):
+        part = rows[first : first + 1000]
+        await asyncio.gather(
+            *(client.streams.append("keyed", row, key=row[:8], timeout=PATIENCE_S) for row in part)
+        )
 
 
 def timed(rows: int, work: Callable[[], object]) -> Result:
@@ -279,8 +324,8 @@ def wait_until(done: Callable[[], bool]) -> None:
 
 
 @contextlib.contextmanager
-def staged(rows: int) -> Iterator[Bench]:
-    """Start a relay with a store and a Spark session; stop them at the end."""
+def staged(rows: int, tasks: int) -> Iterator[Bench]:
+    """Start a relay with two stores and a Spark session; stop them at the end."""
     from pyspark.sql import SparkSession
 
     import iris.blocking
@@ -290,12 +335,21 @@ def staged(rows: int) -> Iterator[Bench]:
         directory = roles.directory / "spark"
         directory.mkdir()
         relay = IrisRelay(roles, ["--data", str(directory / "data")])
+        second = [
+            "-m",
+            "relay.store",
+            "--data",
+            str(directory / "data2"),
+            "--relay",
+            relay.env["IRIS_RELAY"],
+        ]
+        roles.start("store", second, env=relay.env, reports=False)
         os.environ.update(relay.env)
         os.environ["PYSPARK_PYTHON"] = sys.executable
-        builder = SparkSession.builder.master(f"local[{TASKS}]").appName("iris-bench")
+        builder = SparkSession.builder.master(f"local[{tasks}]").appName("iris-bench")
         settings = {
             "spark.ui.enabled": "false",
-            "spark.sql.shuffle.partitions": str(TASKS),
+            "spark.sql.shuffle.partitions": str(tasks),
             "spark.driver.memory": "4g",
             "spark.driver.host": "127.0.0.1",
             "spark.driver.bindAddress": "127.0.0.1",
@@ -310,7 +364,7 @@ def staged(rows: int) -> Iterator[Bench]:
         try:
             iris.spark.register(spark)
             with iris.blocking.connect() as client:
-                yield Bench(directory, spark, client, rows)
+                yield Bench(directory, spark, client, rows, tasks)
         finally:
             spark.stop()
             relay.stop()
@@ -318,7 +372,7 @@ def staged(rows: int) -> Iterator[Bench]:
 
 def markdown(document: Result) -> str:
     """Return the table."""
-    lines = [f"{document['rows']:,} rows of 1 KiB, {TASKS} tasks, median of {document['rounds']} (least to most).", ""]  # fmt: skip
+    lines = [f"{document['rows']:,} rows of 1 KiB, {document['tasks']} tasks, median of {document['rounds']} (least to most).", ""]  # fmt: skip
     lines += ["| | |", "|---|---|"]
     for cell, (title, _) in CELLS.items():
         runs = [run[cell] for run in document["runs"] if cell in run]
@@ -342,6 +396,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one round of 50,000 rows")
     parser.add_argument("--rows", type=int, default=0, help="default: 300,000")
     parser.add_argument("--rounds", type=int, default=0, help="default: 3")
+    parser.add_argument("--tasks", type=int, default=TASKS, help="default: 2")
     parser.add_argument("--cells", default="", metavar="ID,…", help=", ".join(CELLS))
     parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIRECTORY")
     args = parser.parse_args()
@@ -350,8 +405,8 @@ def main() -> None:
         sys.exit(f"--cells: unknown: {', '.join(unknown)}; choose from {', '.join(CELLS)}")
     rows = args.rows or (50_000 if args.quick else 300_000)
     rounds = args.rounds or (1 if args.quick else 3)
-    document: Result = {**harness.facts(), "rows": rows, "rounds": rounds, "runs": []}  # fmt: skip
-    with staged(rows) as bench:
+    document: Result = {**harness.facts(), "rows": rows, "tasks": args.tasks, "rounds": rounds, "runs": []}  # fmt: skip
+    with staged(rows, args.tasks) as bench:
         bench.fill()
         for cell in cells:
             if CELLS[cell][1] in (read_iris, read_parquet, append):
