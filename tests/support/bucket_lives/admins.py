@@ -137,13 +137,25 @@ class Deleter:
 
     async def _create_again(self, before: StreamPlan) -> None:
         life = self._life
+        tried: list[StreamPlan] = []
         while True:
             plan = life.plan.stream(before.definition.name)
             process = life.rng.choice(list(life.processes.values()) or [None])
-            if process is not None and await life.create(plan, process):
+            if process is not None:
+                tried.append(plan)
+                if await life.create(plan, process):
+                    break
+            # A store that was killed before it could answer may have created an earlier one.
+            made = [
+                one
+                for one in tried
+                if any(each.serves(one.address) for each in life.processes.values())
+            ]
+            if made:
+                plan = made[0]
                 break
             await asyncio.sleep(0.5)
-        life.show(f"{plan.label} is created at store {process.number}")
+        life.show(f"{plan.label} is created")
         life.counts["created again"] += 1
         life.begin_clients(plan, few=True)
         life.streams.append(plan)
