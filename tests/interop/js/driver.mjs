@@ -9,7 +9,7 @@ const states = new Map();
 const text = (bytes) => new TextDecoder().decode(bytes);
 const until = async (condition, what = String(condition)) => {
   for (let i = 0; !(await condition()); i++) {
-    if (i > 2000) throw new Error(`never: ${what}`);
+    if (i > 4000) throw new Error(`never: ${what}`);
     await new Promise((resolve) => setTimeout(resolve, 5));
   }
 };

@@ -75,11 +75,11 @@ async def test_a_ticket_allows_what_it_names_and_nothing_else(page: Page) -> Non
 
 async def test_a_ticket_is_renewed_before_it_expires(page: Page) -> None:
     now_s = time.time()
-    tickets = [LOGIN.issue("alice", allow=ALLOW, life_s=life, now_s=now_s) for life in (2, 600)]
+    tickets = [LOGIN.issue("alice", allow=ALLOW, life_s=life, now_s=now_s) for life in (4, 600)]
     await page.run("s.tickets = args.tickets", tickets=tickets)
     await page.connect("ticket: async () => s.tickets.shift()")
     await page.run("await until(() => s.tickets.length === 0); await s.client.flush();")
-    while time.time() < now_s + 3.1:
+    while time.time() < now_s + 5.1:
         assert await page.run("return s.client.request('delays', 'x').then(text)") == "x"
-        await page.run("await new Promise((resolve) => setTimeout(resolve, 200))")
+        await page.run("await new Promise((resolve) => setTimeout(resolve, 500))")
     assert await page.run("return s.losses") == []
