@@ -266,7 +266,8 @@ class World:
             if not answered.done():
                 answered.set_result(answer)
 
-        key_id = OWNER.key_id if name in (NAME, UUID.hex()) else bytes(16)
+        ours = (NAME, UUID.hex(), streams.dead_uuid(UUID).hex())
+        key_id = OWNER.key_id if name in ours else bytes(16)
         deadline_us = now_us() + int(seconds * 1e6)
         host.receive(Request(name, key_id, call, settle, deadline_us))
         done, _ = await asyncio.wait([answered], timeout=seconds)

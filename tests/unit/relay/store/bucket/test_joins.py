@@ -205,6 +205,41 @@ def test_a_stream_that_was_decided_to_stay_is_on_the_disk_and_joins_by_another_t
     run(main())
 
 
+@pytest.mark.parametrize("when", ["while it is written to the bucket", "while it is decided"])
+def test_the_first_dead_letter_joins_along(tmp_path: Path, when: str) -> None:
+    async def main() -> None:
+        async with world_with(tmp_path) as world:
+            first, dead = world.first, streams.dead_uuid(UUID)
+            handed = await world.ask("orders", streams.Consume("c", b"w" * 16, 4096, 1, 0, max_deliver=1))  # fmt: skip
+            assert isinstance(handed, streams.Delivered)
+            assert len(handed.items) == 1
+            writer = first.shelf.writer
+            assert writer is not None
+            note = first.directory / "streams" / f"{UUID.hex()}.join"
+            late = when == "while it is decided"
+            goes_on = hold_back(
+                world, lambda key: key.startswith(f"journal/{writer.journal}/") and note.exists() is late
+            )  # fmt: skip
+            joining = asyncio.create_task(world.join(60))
+            await (until(note.exists) if late else asyncio.sleep(1))
+            failed = streams.Settle("c", b"w" * 16, [], [streams.Range(0, 1)])
+            settling = asyncio.create_task(world.ask("orders", failed))
+            await until(lambda: dead in first.store.streams)
+            assert first.store.streams[dead].joining is late
+            goes_on.set()
+            assert joined(await joining)
+            assert isinstance(await settling, streams.Settled)
+            assert first.store.streams[dead].in_bucket
+            await first.kill()
+            first.lose_disk()
+            await until(lambda: world.second.serves)
+            letters = await world.ask(dead.hex(), streams.Fetch(0, 4096))
+            assert isinstance(letters, streams.Fetched)
+            assert len(letters.items) == 1
+
+    run(main())
+
+
 def test_a_stream_joins_by_orders_of_all_its_keys(tmp_path: Path) -> None:
     async def main() -> None:
         async with world_with(tmp_path, OWNER, SECOND) as world:
