@@ -76,12 +76,12 @@ def find(directory: Path) -> dict[bytes, Note]:
 def move_logs(uuid: bytes, directory: Path, bucket: Path) -> None:
     """Move the logs of a stream that has joined from `directory` to `bucket`, and remove its note. Raises OSError.
 
-    What is in `bucket` already is newer: the stream was elsewhere in between.
+    What is in `bucket` already is newer: the stream was elsewhere in between. It may also have left.
     """
     for one in (uuid, dead_uuid(uuid)):
         old, new = directory / one.hex(), bucket / one.hex()
         orders = Path(f"{old}{ORDERS}")
-        if new.exists():
+        if new.exists() or not old.is_dir():
             shutil.rmtree(old, ignore_errors=True)
             orders.unlink(missing_ok=True)
             continue

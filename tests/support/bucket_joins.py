@@ -202,7 +202,7 @@ class World:
             host.start()
         await until(lambda: all(host.shelf.writer for host in self.hosts))
         signed = self.orders(*keys, revision=0, definition=definition, store=self.first.key)
-        answer = await self._ask(self.first, self.first.store.address, streams.Create(signed))
+        answer = await self.call(self.first, self.first.store.address, streams.Create(signed))
         assert isinstance(answer, streams.Described), answer
 
         plan = StreamPlan(NAME, UUID, definition, 0)
@@ -247,7 +247,7 @@ class World:
 
     async def change(self, orders: list[Any], seconds: float = CALL_S) -> Answer | None:
         """Send orders to the first store."""
-        return await self._ask(self.first, NAME, streams.Change(orders), seconds)
+        return await self.call(self.first, NAME, streams.Change(orders), seconds)
 
     async def ask(self, name: str, call: Call) -> Answer | None:
         """Send a call to the store that serves the stream."""
@@ -255,11 +255,12 @@ class World:
         if not serving:
             await asyncio.sleep(0.2)
             return None
-        return await self._ask(self._rng.choice(serving), name, call)
+        return await self.call(self._rng.choice(serving), name, call)
 
-    async def _ask(
+    async def call(
         self, host: Host, name: str, call: Call, seconds: float = CALL_S
     ) -> Answer | None:
+        """Send a call to a store; return its answer, if it comes in time."""
         answered: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
 
         def settle(answer: Answer) -> None:
@@ -276,7 +277,7 @@ class World:
     async def append(self, body: bytes) -> Answer | None:
         """Append a message, and try it once."""
         record = streams.NewRecord(0, END_FIELDS, body)
-        return await self._ask(self.first, NAME, streams.Append(bytes(16), [record]))
+        return await self.call(self.first, NAME, streams.Append(bytes(16), [record]))
 
     async def stop(self) -> None:
         """End everything, whatever its state."""

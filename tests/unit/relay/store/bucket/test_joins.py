@@ -19,7 +19,7 @@ from support.points import points
 
 from iris.crypto.keys import ClusterKey
 from iris.wire import streams
-from iris.wire.orders import END
+from iris.wire.orders import END, MOVE
 from relay.store.bucket.objects import BucketError
 from relay.store.bucket.sealing import Forced, Sealer, forced_key
 
@@ -336,6 +336,36 @@ def test_a_stream_cannot_go_back_to_the_disk(tmp_path: Path) -> None:
             back = world.orders(store=world.first.key, revision=2)
             code, detail = refused(await world.change(back))
             assert (code, "cannot go back to the disk of one store" in detail) == ("order", True)
+
+    run(main())
+
+
+def test_a_stream_that_joined_moves_and_is_deleted_like_any_other(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with world_with(tmp_path) as world:
+            first, second = world.first, world.second
+            assert joined(await world.join())
+            end = await world.whole()
+            orders = world.orders(store=second.key, revision=2, action=MOVE)
+            moving = await world.ask("orders", streams.Move(orders))
+            assert isinstance(moving, streams.Moving)
+            taken = await world.call(second, second.store.address, streams.Take(moving.ticket))
+            assert isinstance(taken, streams.Settled)
+            await until(lambda: not (first.directory / "streams" / UUID.hex()).exists())
+            assert await world.whole() == end
+            await first.kill()
+            first.start()
+            await until(lambda: first.shelf.writer)
+            await asyncio.sleep(5)
+            assert second.serves
+            assert not list(first.directory.rglob(f"{UUID.hex()}*"))
+            deleting = streams.Delete(world.orders(revision=2, action=END))
+            assert isinstance(await world.ask("orders", deleting), streams.Settled)
+            await second.kill()
+            second.start()
+            await asyncio.sleep(5)
+            assert not any(host.serves for host in world.visible)
+            assert [path.name for path in second.directory.rglob(f"{UUID.hex()}*")] in ([], [f"{UUID.hex()}.ended"])  # fmt: skip
 
     run(main())
 
