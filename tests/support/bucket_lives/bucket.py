@@ -55,6 +55,8 @@ class Bucket:
         self.latency_s = rng.choice((0.01, 0.05, 0.15))
         self.away = False
         """Every request is refused."""
+        self.rolled_back = False
+        """Its newest objects are hidden."""
         self.refuses: tuple[str, str] | None = None
         """(kind of request, beginning of a key): such requests are refused."""
         self.fences: dict[str, list[Fence]] = {}

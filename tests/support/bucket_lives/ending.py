@@ -39,6 +39,8 @@ class Ending:
         """Make a copy of the bucket at some time, which is restored at the end."""
         life = self._life
         await asyncio.sleep(after_s)
+        while life.bucket.rolled_back:  # noqa: ASYNC110 - virtual time
+            await asyncio.sleep(0.5)
         floor = life.copied.floor if life.copied is not None else 0
         self._older = life.history.clock, dict(life.bucket.objects), floor
 

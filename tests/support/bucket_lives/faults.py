@@ -133,7 +133,7 @@ class Faults:
         life.show("the bucket is rolled back")
         life.counts["rollbacks"] += 1
         bucket.generation += 1  # nothing of those that were killed arrives meanwhile
-        bucket.objects = older
+        bucket.objects, bucket.rolled_back = older, True
         before = set(older)
         faults, bucket.faults = bucket.faults, 0.0
         noticed = life.counts["store.bucket_rolled_back"]
@@ -154,6 +154,7 @@ class Faults:
         life.show("the newer objects are back")
         bucket.generation += 1
         bucket.objects, bucket.faults = newer, faults
+        bucket.rolled_back = False
 
     def _saw(self, number: int, gone: set[str]) -> bool:
         """Return whether a store has written down an object that is gone now."""
