@@ -18,7 +18,16 @@ MEMBER_HEADER: Final = "iris-member"
 """Header of a survey's answer: the id of the member that sent it, sealed with it."""
 
 T = TypeVar("T")
-_encode: Final = msgspec.msgpack.Encoder().encode
+
+
+def _plain(value: object) -> object:
+    """Return what an object that msgspec does not know is encoded as: a kind of int, such as an offset, as an int."""
+    if isinstance(value, int):
+        return int(value)
+    raise TypeError(f"Encoding objects of type {type(value).__name__} is unsupported")
+
+
+_encode: Final = msgspec.msgpack.Encoder(enc_hook=_plain).encode
 _decoders: Final[dict[Any, msgspec.msgpack.Decoder[Any]]] = {}
 _MAX_DECODERS: Final = 256
 _VALUES: Final[tuple[object, ...]] = (

@@ -72,7 +72,7 @@ from iris.streams.partitions import (
 from iris.streams.reading import FETCH_BYTES, Reader, Start, start_offset
 from iris.streams.records import RecordOpener, StreamGap, StreamMessage, StreamPage, StreamRecord
 from iris.streams.redriving import RedriveInfo
-from iris.streams.spreading import Offset, Opening, Spread, Target
+from iris.streams.spreading import Offset, Opening, Spread, Target, partition_of
 from iris.streams.staging import Staging
 from iris.streams.stores import Stores
 from iris.wire.names import check_address, check_cluster, split_site
@@ -96,6 +96,8 @@ _Offsets = list[int]
 _Moves = list[PartitionMove]
 _Pending = list[tuple[asyncio.Future[int], int]]
 """These aliases exist because `list` is a method of Streams. _Pending: (first offset of the record, index in it)."""
+WHOLE_BATCH: Final = 1 << 62
+"""Size of a batch of its own, so that several calls of `append_many` go to several partitions."""
 LOOK_S: Final = 5.0
 """Seconds for which a client looks, in the background, for partitions that were added."""
 PATIENCE_S: Final = 30.0
@@ -118,6 +120,7 @@ __all__ = [
     "StreamPage",
     "StreamRecord",
     "Streams",
+    "partition_of",
 ]
 
 
@@ -357,7 +360,7 @@ class Streams:
 
         Messages appended in one turn of the event loop are stored together.
 
-        In a stream with several partitions, the offset is an `Offset`, whose `partition` says where it counts. Messages
+        In a stream with several partitions, the offset is an `Offset`: an int with the `partition` that it counts in. Messages
         with a key go to the partition of that key. Others go where there is room, together for each turn of the loop.
 
         Args:
@@ -383,7 +386,7 @@ class Streams:
             keyed = key is not None or message_id is not None or expect is not None
             target, timeout = await self._target(name, uuid, partition, keyed, timeout)
             if isinstance(target, Spread):
-                number = target.choose(partition, key, message_id, expect)
+                number = target.choose(partition, key, message_id, expect, len(data))
                 target = target.appender(number)
                 name, uuid = target.name, target.uuid
         extras = await make_extras(
@@ -424,7 +427,7 @@ class Streams:
         if type(target) is not Appender or partition:
             target, timeout = await self._target(name, uuid, partition, False, timeout)
             if isinstance(target, Spread):
-                number = target.choose(partition, None, None, None)
+                number = target.choose(partition, None, None, None, WHOLE_BATCH)
                 target = target.appender(number)
         producer = target.producer
         pending: _Pending = []

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
-from iris.core.bundle import Headers, message_bytes
+from iris.core.bundle import CUT_BYTES, Headers, message_bytes
 from iris.core.producer import QUEUE_BYTES, Extras
 from iris.errors import ConfigError, IrisError, RequestError, StreamError, StreamUnavailable
 from iris.streams.appending import Appender, retrieve_error
@@ -37,6 +37,11 @@ class Offset(int):
         return Offset, (int(self), self.partition)
 
 
+def partition_of(offset: int) -> int:
+    """Return the partition of an offset that `append` or `append_many` returned; 0 if the stream has one partition."""
+    return offset.partition if isinstance(offset, Offset) else 0
+
+
 class Spread:
     """Chooses the partition of each append to one stream."""
 
@@ -53,11 +58,13 @@ class Spread:
         """Counts batches without a key."""
         self._current = -1
         """The partition of this turn's batch; -1 before its first message."""
+        self._room = 0
+        """Bytes that the batch may still get."""
 
     def choose(
-        self, partition: int | None, key: str | bytes | None, message_id: str | bytes | None, expect: int | None
+        self, partition: int | None, key: str | bytes | None, message_id: str | bytes | None, expect: int | None, size: int
     ) -> int:  # fmt: skip
-        """Return the partition of a message: the one asked for, that of its key or its id, or any.
+        """Return the partition of a message of `size` bytes: the one asked for, that of its key or its id, or any.
 
         Raises ConfigError if the stream has no such partition, or the append expects an offset without naming one.
         """
@@ -76,7 +83,7 @@ class Spread:
             return self.layout.of_key(_bytes(key))
         if message_id is not None:  # a retry goes to the same one
             return self.layout.of_id(_bytes(message_id))
-        return self._next()
+        return self._next(size)
 
     def appender(self, partition: int) -> Appender:
         """Return the appender of a partition."""
@@ -91,16 +98,18 @@ class Spread:
                     await stores.describe(appender.name, appender.uuid, timeout=REVIVE_S)
                     appender.found_again()
 
-    def _next(self) -> int:
-        """Return the partition of messages without a key: the same one for all of a turn of the event loop.
+    def _next(self, size: int) -> int:
+        """Return the partition of a message without a key: the same one for a turn of the event loop, or a record's
+        worth of messages.
 
         The partitions take turns. One whose store does not answer, or that has no room, is left out while there is
         another.
         """
-        if self._current < 0 or self.appender(self._current).producer.full:
-            if self._current < 0:
-                self._loop.call_soon(self._turn_ended)
-            self._current = self._chosen()
+        if self._current < 0:
+            self._loop.call_soon(self._turn_ended)
+        if self._current < 0 or self._room < size or self.appender(self._current).producer.full:
+            self._current, self._room = self._chosen(), CUT_BYTES
+        self._room -= size
         return self._current
 
     def _chosen(self) -> int:
@@ -182,7 +191,7 @@ class Opening:
         number = None
         appender = target
         if isinstance(appender, Spread):
-            number = appender.choose(None, None, None, None)
+            number = appender.choose(None, None, None, None, self.bytes)
             appender = appender.appender(number)
         for payload, headers, packed, extras, waiter in self._waiting:
             first, index = appender.producer.add(payload, headers, packed, extras)

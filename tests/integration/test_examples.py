@@ -84,6 +84,10 @@ EXPECTED = {
         "placed lamp", "cancelled lamp", "cancel: unknown_order, may have run: True", "refund: no_method, may have run: False",
         "noted: all done",
     ],
+    "partitions": [
+        "anna [0, 1, 2]", "bert [0, 1, 2]", "carl [0, 1, 2]", "dora [0, 1, 2]", "13 clicks, anna's in one partition: True",
+        "now there are 6 partitions",
+    ],
     "publish_subscribe": [
         "B6 only: flights.JFK.B6 news of flights.JFK.B6",
         "B6 only: flights.EWR.B6 news of flights.EWR.B6",

@@ -68,6 +68,20 @@ async def test_partitions_are_spread_over_the_stores_and_hold_each_message_once(
     assert names == ["orders", "orders/1", "orders/2", "orders/3"]
 
 
+async def test_what_has_no_key_is_spread_by_calls_and_by_records_within_a_turn(pair: Any) -> None:
+    _, client, _, _ = pair
+    await client.streams.create("orders", partitions=4)
+    await client.streams.append("orders", b"first")  # the partitions are known from here on
+    streams = client.streams
+    calls = await asyncio.gather(*(streams.append_many("orders", [b"x"] * 3) for _ in range(4)))
+    assert {offset.partition for offsets in calls for offset in offsets} == {0, 1, 2, 3}
+    assert all(len({offset.partition for offset in offsets}) == 1 for offsets in calls)
+    small = await asyncio.gather(*(streams.append("orders", b"x") for _ in range(100)))
+    assert len({offset.partition for offset in small}) == 1
+    large = await asyncio.gather(*(streams.append("orders", bytes(20_000)) for _ in range(12)))
+    assert Counter(offset.partition for offset in large) == {0: 3, 1: 3, 2: 3, 3: 3}
+
+
 async def test_a_key_has_one_partition_and_its_order_whoever_appends(pair: Any) -> None:
     _, client, other, _ = pair
     await client.streams.create("orders", partitions=4)

@@ -112,8 +112,8 @@ class Application:
             await call(self.client, name, asked, send)
 
     async def _append(self, client: iris.Client, name: str, asked: Asked, send: Send) -> None:
-        offset = await streams.append(client, name, asked)
-        await send_whole(send, 201, JSON, msgspec.json.encode({"offset": offset}))
+        stored = await streams.append(client, name, asked)
+        await send_whole(send, 201, JSON, msgspec.json.encode(stored))
 
     async def _subscribe(self, pattern: str, asked: Asked, send: Send) -> None:
         if not caller_of(asked.scope).may_filter("subscribe", pattern):

@@ -93,7 +93,7 @@ def document(config: HttpConfig) -> bytes:
                 [stream, timeout, _header("Idempotency-Key", "Id of the message: within the stream's dedup_window it is stored once.", {"type": "string", "minLength": 1, "maxLength": 255}),
                  _header("Iris-Expect", "The offset that the message must get.", {"type": "integer", "minimum": 0, "maximum": 10**17}),
                  _header("Iris-Key", "Key of the message, for compaction.", {"type": "string", "minLength": 1}), _header("Iris-Tombstone", "Whether the message deletes its key.", {"type": "boolean"})],
-                {"201": _answer("Stored.", {"application/json": {"type": "object", "required": ["offset"], "properties": {"offset": {"type": "integer"}}}})}, (404, 408, 409, 412, 413, 431, 500, 504),
+                {"201": _answer("Stored.", {"application/json": {"type": "object", "required": ["offset"], "properties": {"offset": {"type": "integer"}, "partition": {"type": "integer"}}}})}, (404, 408, 409, 412, 413, 431, 500, 504),
             ),
             "get": _events(
                 "read", "Receive the messages of a stream from an offset on.",

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import iris
 from iris.documents import stream_document
+from iris.streams import Offset
 from iris.web.sending import event
 from relay.bridges.http.config import HttpConfig
 from relay.bridges.http.replies import BEGIN, HEARTBEAT, problem_of
@@ -40,8 +41,8 @@ def start_of(asked: Asked) -> str | int | datetime:
         raise bad(f"from: {text[:40]!r} is not first, last, new, an offset or a time such as 2026-01-31T12:00:00Z") from None  # fmt: skip
 
 
-async def append(client: iris.Client, name: str, asked: Asked) -> int:
-    """Append the body; return its offset once it is on disk.
+async def append(client: iris.Client, name: str, asked: Asked) -> dict[str, int]:
+    """Append the body; return its offset, and its partition if the stream has several, once it is on disk.
 
     Raises:
         Problem: a header is wrong.
@@ -52,7 +53,9 @@ async def append(client: iris.Client, name: str, asked: Asked) -> int:
         expect=asked.number("Iris-Expect"), message_id=asked.headers.get("idempotency-key"),
         tombstone=asked.flag("Iris-Tombstone"), timeout=asked.timeout(),
     )  # fmt: skip
-    return offset
+    if isinstance(offset, Offset):
+        return {"offset": int(offset), "partition": offset.partition}
+    return {"offset": offset}
 
 
 class StreamReaders:

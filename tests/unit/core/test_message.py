@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from iris.core.message import Message, decode_payload, encode_payload
 from iris.errors import DecodeError
+from iris.streams import Offset, partition_of
 
 OBJECTS = st.recursive(
     st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | st.floats(allow_nan=False) | st.text(),
@@ -62,3 +63,10 @@ def test_what_cannot_travel_raises_decode_error(value: object) -> None:
 def test_a_type_that_nothing_can_decode_into_raises_decode_error() -> None:
     with pytest.raises(DecodeError):
         decode_payload(b"\x01", True, pytest)
+
+
+def test_an_offset_of_a_partition_is_sent_as_its_number() -> None:
+    offset = Offset(7, 3)
+    assert partition_of(offset) == 3
+    assert partition_of(7) == 0
+    assert encode_payload([offset]) == encode_payload([7])
