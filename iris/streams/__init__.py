@@ -72,7 +72,15 @@ from iris.streams.partitions import (
 from iris.streams.reading import FETCH_BYTES, Reader, Start, start_offset
 from iris.streams.records import RecordOpener, StreamGap, StreamMessage, StreamPage, StreamRecord
 from iris.streams.redriving import RedriveInfo
-from iris.streams.spreading import Offset, Opening, Spread, Target, partition_of
+from iris.streams.spreading import (
+    Offset,
+    Opening,
+    Spread,
+    Target,
+    offset_in,
+    offsets_of,
+    partition_of,
+)
 from iris.streams.staging import Staging
 from iris.streams.stores import Stores
 from iris.wire.names import check_address, check_cluster, split_site
@@ -397,7 +405,7 @@ class Streams:
             offset = await append_expecting(
                 self._stores, name, uuid, data, headers, packed, extras, expect, timeout
             )
-            return offset if number is None else Offset(offset, number)
+            return offset if number is None else offset_in(offset, number)
         producer = target.producer
         try:
             async with asyncio.timeout(timeout):
@@ -411,7 +419,7 @@ class Streams:
             cause = self._runtime.away_text(asked, time.monotonic())
             detail = f"not acknowledged within {asked:g} s{cause}; it may still be stored{self._stores.starting_hint}"
             raise StreamUnavailable(name, detail, may_have_run=True) from None
-        return offset if number is None else Offset(offset, number)
+        return offset if number is None else offset_in(offset, number)
 
     async def append_many(
         self, name: str, messages: Sequence[object], *, headers: Headers | None = None, partition: int | None = None, uuid: str = "",
@@ -447,7 +455,7 @@ class Streams:
         offsets = [
             future.result() + index if index else future.result() for future, index in pending
         ]
-        return offsets if number is None else [Offset(offset, number) for offset in offsets]
+        return offsets if number is None else [*map(offsets_of(number), offsets)]
 
     # -- staging ---------------------------------------------------------------------------------------------
 

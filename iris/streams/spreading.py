@@ -26,15 +26,22 @@ REVIVE_S: Final = 2.0
 class Offset(int):
     """The offset of a message in a stream with several partitions; `partition` says in which one it is."""
 
+    __slots__ = ()
     partition: int
 
-    def __new__(cls, offset: int, partition: int) -> Offset:
-        made = super().__new__(cls, offset)
-        made.partition = partition
-        return made
+    def __reduce__(self) -> tuple[Callable[[int, int], Offset], tuple[int, int]]:
+        return offset_in, (int(self), self.partition)
 
-    def __reduce__(self) -> tuple[type[Offset], tuple[int, int]]:
-        return Offset, (int(self), self.partition)
+
+@functools.cache  # for at most `MAX_PARTITIONS`
+def offsets_of(partition: int) -> type[Offset]:
+    """Return the type of a partition's offsets. One without a field of its own is made as fast as an int."""
+    return type("Offset", (Offset,), {"__slots__": (), "partition": partition})
+
+
+def offset_in(offset: int, partition: int) -> Offset:
+    """Return the offset of a message in a partition."""
+    return offsets_of(partition)(offset)
 
 
 def partition_of(offset: int) -> int:
@@ -221,4 +228,4 @@ def _pass_on(
         waiter.set_exception(error)
     else:
         offset = first.result() + index
-        waiter.set_result(offset if partition is None else Offset(offset, partition))
+        waiter.set_result(offset if partition is None else offset_in(offset, partition))

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from iris.core.message import Message, decode_payload, encode_payload
 from iris.errors import DecodeError
-from iris.streams import Offset, partition_of
+from iris.streams import partition_of
+from iris.streams.spreading import offset_in
 
 OBJECTS = st.recursive(
     st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | st.floats(allow_nan=False) | st.text(),
@@ -66,7 +67,7 @@ def test_a_type_that_nothing_can_decode_into_raises_decode_error() -> None:
 
 
 def test_an_offset_of_a_partition_is_sent_as_its_number() -> None:
-    offset = Offset(7, 3)
+    offset = offset_in(7, 3)
     assert partition_of(offset) == 3
     assert partition_of(7) == 0
     assert encode_payload([offset]) == encode_payload([7])
