@@ -49,17 +49,21 @@ def place(
 ) -> dict[int, str]:
     """Return the store for each of the new `partitions`; `held` says where the stream's other partitions are.
 
-    Each goes to the store that it prefers among those with room. A store has room for its share of the stream's
-    partitions, rounded up. Raises ValueError without stores.
+    Each goes to the store that it prefers among those with room. Afterwards no two stores differ by more than one
+    partition, unless `held` does. Raises ValueError without stores.
     """
     if not stores:
         raise ValueError("placement needs at least one store")
-    room = -(-(len(partitions) + len(held)) // len(stores))
-    taken = Counter(held.values())
+    taken = Counter({store: 0 for store in stores})
+    taken.update(store for store in held.values() if store in taken)
+    share, rest = divmod(len(partitions) + taken.total(), len(stores))
     placed: dict[int, str] = {}
     for partition in partitions:
         order = ranked(stream, partition, stores)
-        store = next((one for one in order if taken[one] < room), order[0])
+        above = sum(max(0, count - share) for count in taken.values())
+        room = share + (above < rest)  # as many stores as the rest is large get one more
+        store = next((one for one in order if taken[one] < room), None)
+        store = store or min(order, key=taken.__getitem__)
         placed[partition] = store
         taken[store] += 1
     return placed

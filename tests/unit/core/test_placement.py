@@ -29,6 +29,8 @@ def test_the_partitions_of_one_stream_are_shared_out_evenly() -> None:
         placed = place("orders", range(count), STORES[:stores])
         held = Counter(placed.values())
         assert max(held.values()) == -(-count // stores)
+        assert min(held[store] for store in STORES[:stores]) == count // stores
+        assert moves("orders", placed, STORES[:stores]) == {}
         assert list(placed) == list(range(count))
 
 
@@ -63,6 +65,9 @@ def test_balancing_moves_as_few_as_possible_and_nothing_that_is_even() -> None:
     assert set(Counter(after.values()).values()) == {2}
     assert all(held[partition] == source for partition, (source, _) in found.items())
     assert len(moves("orders", held, STORES[:3])) == 2
+    wide = place("orders", range(256), STORES[:49])
+    assert len(moves("orders", wide, STORES)) == 5
+    assert {to for _, to in moves("orders", wide, STORES).values()} == {STORES[49]}
     assert moves("orders", {0: "gone"}, STORES[:2]) == {}
 
 
