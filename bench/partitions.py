@@ -5,8 +5,8 @@
 
 Each round runs both, in an order that alternates, with a relay and stores of its own, and measures how fast the disk
 writes and syncs. Writers are processes that append 1,000 messages of 1 KiB at a time, eight times at once. Prints JSON:
-messages per second, the processor time of each process for a message, in µs, and the ratio of the medians. More stores help only if there are
-processors for them: compare `processors` with the number of busy processes.
+messages per second, the processor time of each process for a message, in µs, and the ratio of the medians. More stores
+help only if there are processors for them: compare `processors` with the number of busy processes.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def place(
     """
     if not stores:
         raise ValueError("placement needs at least one store")
-    taken = Counter({store: 0 for store in stores})
+    taken = Counter(dict.fromkeys(stores, 0))
     taken.update(store for store in held.values() if store in taken)
     share, rest = divmod(len(partitions) + taken.total(), len(stores))
     placed: dict[int, str] = {}

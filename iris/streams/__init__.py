@@ -368,8 +368,9 @@ class Streams:
 
         Messages appended in one turn of the event loop are stored together.
 
-        In a stream with several partitions, the offset is an `Offset`: an int with the `partition` that it counts in. Messages
-        with a key go to the partition of that key. Others go where there is room, together for each turn of the loop.
+        In a stream with several partitions, the offset is an `Offset`: an int with the `partition` that it counts in.
+        Messages with a key go to the partition of that key. Others go where there is room, together for each turn of
+        the loop.
 
         Args:
             key: compaction keeps the last message of each key, and a consumer's workers get the messages of a key one
