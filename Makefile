@@ -2,7 +2,7 @@
 # and only if its hash is in requirements/.
 #   make demo | federation-demo | web-demo | spark-demo [ROWS=…] | test | lint | js | docs | clean
 #   make bench [QUICK=1] | bench-full | bench-floor | bench-streams [QUICK=1] | bench-bucket [QUICK=1]
-#   make bench-spark [QUICK=1] | bench-federation [QUICK=1] | proof AREA=… N=… | lock | dist [AUDIT=off]
+#   make bench-spark [QUICK=1] | bench-federation [QUICK=1] | bench-web [QUICK=1] | proof AREA=… N=… | lock | dist [AUDIT=off]
 # The tests of Spark and its demo need Java 17 or newer, which is installed where we may: tests/spark/java.
 
 # One that was built with profile-guided optimisation, or else the newest; of those that work and that the tests pass on.
@@ -27,7 +27,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-war
 # Installs only locked files. The build tools are locked too.
 LOCKED := $(PIP) --require-hashes --use-pep517 --no-build-isolation
 
-.PHONY: demo federation-demo web-demo spark-demo test lint types unit js docs bench bench-full bench-floor bench-streams bench-bucket bench-spark bench-federation proof lock dist clean
+.PHONY: demo federation-demo web-demo spark-demo test lint types unit js docs bench bench-full bench-floor bench-streams bench-bucket bench-spark bench-federation bench-web proof lock dist clean
 
 demo: $(STAMP)
 	@$(BIN)/iris demo
@@ -95,6 +95,10 @@ bench-spark: $(SPARK_STAMP)
 # Two sites, 40 ms apart, beside bare TCP and TLS over the same stretch.
 bench-federation: $(STAMP)
 	$(BIN)/python bench/federation.py $(if $(QUICK),--quick)
+
+# Sessions of browsers beside python-socketio and NATS over WebSocket.
+bench-web: $(BENCH_STAMP)
+	$(BENCH_VENV)/bin/python bench/web.py $(if $(QUICK),--quick)
 
 proof: $(SPARK_STAMP)
 	@test -n "$(AREA)" && test -n "$(N)" || { echo "usage: make proof AREA=name N=count" >&2; exit 2; }
