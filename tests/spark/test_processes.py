@@ -133,9 +133,9 @@ def test_tasks_that_fail_or_are_killed_leave_no_row_twice(
 def test_a_killed_executor_leaves_no_row_twice(
     stage: Relay, client: iris.blocking.Client, name: str, tmp_path: Path
 ) -> None:
-    """It is killed while it reads, and while it writes, also into several partitions; both are in one task."""
+    """It is killed while it reads, and while it writes into several partitions; both are in one task."""
     jobs, phases, checks = [], [], []
-    for number, (point, partitions) in enumerate((("read", 1), ("write", 1), ("write", 3))):
+    for number, (point, partitions) in enumerate((("read", 1), ("write", 3))):
         job = Job(stage, client, f"{name}{number}", tmp_path / str(number), partitions=partitions)
         fault = Fault(tmp_path / f"f{number}", point=point, action="executor", at=1)
         phases.append(job.phase(fault=fault.options))
