@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from iris.errors import IrisError
+from iris.wire.streams import dead_uuid
 from relay.store.bucket.history import Registration
 from relay.store.bucket.lineage import Order, Run, among
 from relay.store.bucket.moved import Chain, Void, released
@@ -24,6 +25,8 @@ from relay.store.moved import MovedRecords
 log = logging.getLogger(__name__)
 
 NO_OFFSET: Final = 0
+IDENTITY_ROW: Final = b"i"
+"""The row that a new log begins with."""
 
 
 class InUse(IrisError):
@@ -79,6 +82,15 @@ class _Target:
         batch.apply(ops)
         self.database.write(batch, NO_OFFSET, sync=False)
 
+    def unsent(self, ends: dict[str, int]) -> list[list[Op]]:
+        """Return the writes that are in the database, and not in the bucket. Raises LogDamaged."""
+        if self.database is None or self.place is None:
+            return []
+        end = ends.get(self.place.journal)
+        if end is None or self.place.number <= end:
+            return []
+        return redo(self.database, end)
+
     def add_objects(self, left: Left) -> None:
         """Add the segment objects that the stream has."""
         assert self.database is not None
@@ -120,6 +132,14 @@ async def load(
         moves: list[Released | Taken] = [] if unsettled is None else unsettled
         gone: dict[bytes, Left] = {} if left is None else left
         held, ends = await _replay(objects, sealer, taken, known, directory, targets, keep, covers, moves, gone)  # fmt: skip
+        unsent = {uuid: target.unsent(ends) for uuid, target in targets.items()}
+        # Its first dead letter was on the disk, and the bucket does not know of their log. The position of the
+        # consumer, which is ahead as well, rests on it.
+        held |= {
+            letters
+            for letters in (dead_uuid(uuid) for uuid in tuple(held) if unsent.get(uuid))
+            if any(op.key == IDENTITY_ROW for ops in unsent.get(letters, ()) for op in ops)
+        }
         loaded = []
         for uuid, target in targets.items():
             if uuid not in held:
@@ -127,13 +147,10 @@ async def load(
                 shutil.rmtree(target.path, ignore_errors=True)
                 continue
             assert target.database is not None
-            unsent = []
-            if target.place is not None and target.place.number > ends[target.place.journal]:
-                unsent = redo(target.database, ends[target.place.journal])
-            if not unsent:
+            if not unsent[uuid]:
                 move(target.database, Place(into, 0))
             target.close()
-            loaded.append(Loaded(uuid, target.path, unsent))
+            loaded.append(Loaded(uuid, target.path, unsent[uuid]))
         return loaded, covers
     finally:
         for target in targets.values():

@@ -292,3 +292,41 @@ def test_a_store_writes_no_copies_to_a_bucket_that_was_rolled_back(tmp_path: Pat
         assert not [key for key in older.keys() - newer.keys() if key.startswith("copies/")]
 
     Scene(tmp_path, copies=True).play(main)
+
+
+@pytest.mark.parametrize("had_letters", [False, True])
+def test_a_dead_letter_is_there_after_a_kill_before_the_bucket_knew_of_it(
+    tmp_path: Path, had_letters: bool
+) -> None:
+    async def main(scene: Scene) -> None:
+        process = await scene.opened(1)
+        plan = await scene.stream(process, 2)
+        consume = streams.Consume("workers", b"w" * 16, 4096, 1, 0, max_deliver=1)
+
+        async def fail(offset: int) -> None:
+            got = await scene.ask(plan.address, consume)
+            assert isinstance(got, streams.Delivered)
+            assert [one.item.offset for one in got.items] == [offset]
+            ours = [streams.Range(offset, offset + 1)]
+            settle = streams.Settle("workers", b"w" * 16, [], ours)
+            assert isinstance(await scene.ask(plan.address, settle), streams.Settled)
+
+        if had_letters:
+            await fail(0)
+        await asyncio.sleep(1)
+        got = await scene.ask(plan.address, consume)
+        assert isinstance(got, streams.Delivered)
+        last = got.items[0].item.offset
+        await asyncio.sleep(1)
+        scene.bucket.away = True
+        settle = streams.Settle("workers", b"w" * 16, [], [streams.Range(last, last + 1)])
+        assert isinstance(await scene.ask(plan.address, settle), streams.Settled)
+        await asyncio.sleep(2)
+        scene.kill(1, disk=True)
+        scene.bucket.away = False
+        process = await scene.opened(1)
+        letters = process.store.streams[streams.dead_uuid(plan.uuid)].log
+        assert letters is not None
+        assert letters.messages == last + 1
+
+    Scene(tmp_path).play(main)
