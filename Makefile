@@ -59,7 +59,7 @@ types: $(DOCS_STAMP) $(JS_STAMP)
 
 unit: $(DOCS_STAMP) $(JS_STAMP)
 	@tests/spark/java install
-	PYTHONASYNCIODEBUG=1 tests/run $(BIN)/pytest
+	tests/run $(BIN)/pytest
 
 # The JavaScript client: clients/js/dist/iris.js, and its types.
 js: $(JS_STAMP)

@@ -55,6 +55,7 @@ MODULES: Final = {
         "ConsumerInfo",
         "Offset",
         "PartitionMove",
+        "partition_of",
     ),
     "iris.blocking": ("connect", "Client", "Tunnel", "Answers"),
     "iris.testing": ("LocalCluster",),

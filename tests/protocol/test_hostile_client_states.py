@@ -102,6 +102,8 @@ def bodies() -> dict[type, list[Control]]:
         frames.Status: [frames.Status(1)],
         frames.Report: [frames.Report(n, "{}") for n in range(9)],
         frames.Ping: [frames.Ping(1)],
+        frames.Ticket: [frames.Ticket(n, "a.b.c") for n in range(9)],
+        frames.Release: [frames.Release(KEY.key_id), frames.Release(bytes(16))],
         frames.Pong: [frames.Pong(n) for n in range(9)],
         frames.Settle: [frames.Settle(1)],
         frames.Topic: [frames.Topic(1, "t", bytes(16))],

@@ -71,6 +71,8 @@ EXAMPLES: list[Control] = [
     frames.Share("t", bytes(16), 2),
     frames.Wait(3, 17, True),
     frames.Window(3, 17, 1 << 20),
+    frames.Ticket(13, "a.b.c"),
+    frames.Release(KEY_ID),
     frames.Direct(1 << 63 | 6),
     frames.Pair(6, KEY_ID),
     frames.Fetch(KEY_ID),
