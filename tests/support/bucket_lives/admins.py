@@ -31,10 +31,11 @@ COPIED_AT: Final = 1
 
 
 def signed(
-    life: Life, plan: StreamPlan, action: str, store: object, *, revision: int = 1
+    life: Life, plan: StreamPlan, action: str, store: object, *, revision: int | None = None
 ) -> SignedOrder:
     """Return an order of the streams' owner."""
     issued_us = EPOCH_US + life.now_us
+    revision = plan.revision if revision is None else revision
     return order(
         OWNER, plan.definition, action=action, issued_us=issued_us, uuid=plan.uuid, store=store, revision=revision  # type: ignore[arg-type]  # a key of a store or a group
     )  # fmt: skip

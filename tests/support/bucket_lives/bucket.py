@@ -18,6 +18,7 @@ from relay.store.bucket.sealing import (
     Decision,
     Ended,
     Fence,
+    Joining,
     Numbered,
     Registered,
     Released,
@@ -71,6 +72,7 @@ class Bucket:
         """Journal -> where its last checkpoint begins."""
         self._moves: dict[str, set[str]] = {}
         """Move that is not over -> journals that take part in it."""
+        self._joins: set[str] = set()
         self._rng = rng
         self._sealer = sealer
         self._counts = counts
@@ -181,9 +183,12 @@ class Bucket:
                 for entry in entries:
                     if isinstance(entry, Released | Taken):
                         self._moves.setdefault(entry.token, set()).add(rest.partition("/")[0])
+                    if isinstance(entry, Joining):
+                        self._joins.add(entry.token)
                     self._counts["entries of deletion"] += isinstance(entry, Ended)
             case Decision(journal):
-                self._counts["moves that took place" if journal else "moves that did not"] += 1
+                what = "joins" if rest in self._joins else "moves"
+                self._counts[f"{what} that took place" if journal else f"{what} that did not"] += 1
                 if not journal:
                     self._moves.pop(rest, None)
             case Settled():

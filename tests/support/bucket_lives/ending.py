@@ -11,10 +11,11 @@ from iris.wire.streams import Answer, Call, dead_uuid
 from relay.store.bucket.copy_reading import read_copies
 from relay.store.bucket.objects import BucketError
 from relay.store.log import Log
+from relay.store.stream import Stream
 from support.bucket_lives.admins import COPIED
 from support.bucket_lives.bucket import Port
-from support.bucket_lives.clients import CONSUMER, RETENTION
-from support.bucket_lives.history import End, judge_older
+from support.bucket_lives.clients import CONSUMER, RETENTION, body_of
+from support.bucket_lives.history import GAP, End, judge_older
 from support.bucket_lives.plan import StreamPlan
 from support.bucket_lives.store import GROUP, Process, all_records, records
 from support.keeper import OWNER
@@ -51,6 +52,9 @@ class Ending:
         for one in (*life.writers, *others):
             one.result()
         await self._until("not every stream has one holder", self._in_order)
+        await self._until("an old log is served", lambda: all(each.displaced for _, each in self._old_logs()))  # fmt: skip
+        for plan in {plan for plan, _ in self._old_logs()}:
+            life.history.ends[plan.label] = await self._whole(plan)
         for one in life.workers:
             one.calm = True
         for redriver in life.redrivers:
@@ -101,6 +105,16 @@ class Ending:
                 return False
         return True
 
+    def _old_logs(self) -> list[tuple[StreamPlan, Stream]]:
+        """Return the logs of disks that were not lost, whose places others have taken."""
+        return [
+            (plan, stream)
+            for owner in self._life.owners
+            for plan in owner.replaced
+            for process in self._life.processes.values()
+            if (stream := process.store.streams.get(plan.uuid)) is not None
+        ]
+
     def _orphans(self) -> set[str]:
         """Return the segment objects that no stream names."""
         life = self._life
@@ -121,7 +135,7 @@ class Ending:
                 if isinstance(item, streams.Hole) and item.reason == RETENTION and not found:
                     oldest = item.next
                     continue
-                body = item.body if isinstance(item, streams.Record) else repr(item).encode()
+                body = body_of(item)
                 found.append((item.offset, body))
             at = answer.next
             if at == answer.high_water:
@@ -179,7 +193,7 @@ class Ending:
         for plan in life.streams:
             end, there = ends[plan.label], found.get(plan.label)
             oldest = max(end.oldest, there.oldest) if there is not None and plan.limited else 0
-            wanted = [one for one in end.items if one[0] >= oldest]
+            wanted = [one for one in end.items if one[0] >= oldest and not one[1].startswith(GAP)]
             if there is None or [one for one in there.items if one[0] >= oldest] != wanted:
                 has = "nothing" if there is None else f"{len(there.items)} messages"
                 life.breaks(f"{plan.label}: the bucket has {has}, its store had {len(wanted)}")

@@ -20,7 +20,7 @@ from iris.wire import streams
 from iris.wire.kinds import NO_KEY
 from iris.wire.streams import Answer, Call
 from relay.store import consumer_calls
-from relay.store.bucket import moves, objects, succession, tiers
+from relay.store.bucket import forcing, joining, moves, objects, succession, tiers
 from relay.store.bucket.sealing import Sealer
 from support.bucket_lives.admins import Copied, Deleter, Mover
 from support.bucket_lives.bucket import Bucket
@@ -36,7 +36,8 @@ from support.bucket_lives.ending import Ending
 from support.bucket_lives.faults import Faults, attach_again
 from support.bucket_lives.history import History, Limits, judge
 from support.bucket_lives.loops import Loops, Stuck, Time
-from support.bucket_lives.plan import Plan, StreamPlan
+from support.bucket_lives.owners import Owner
+from support.bucket_lives.plan import ORDERS, Plan, StreamPlan
 from support.bucket_lives.store import EPOCH_US, GROUP, TICK_S, Process, Request, World, records
 from support.keeper import OWNER, order
 
@@ -88,10 +89,11 @@ class Life(World):
         self.loops = Loops(self.time)
         self.loop = self.loops.add()
         self.bucket = Bucket(self.loop, rng, Sealer(GROUP, rng.randbytes), self.counts)
-        self.plan = Plan(rng)
+        self.plan = Plan(rng, orders=seed >= ORDERS)
         self.streams = list(self.plan.streams)
         """Those that were created, also those that are about to be deleted."""
         self.copied = Copied(self) if self.plan.copies else None
+        self.owners = [Owner(self, plan) for plan in self.plan.on_disk]
         self.processes: dict[int, Process] = {}
         """Those that run or sleep, by number."""
         self.down: list[int] = []
@@ -195,7 +197,7 @@ class Life(World):
         loop = self.loops.add()
         loop.set_exception_handler(self._failed)
         process = self.processes[number] = Process(
-            self, loop, number, self.directory_of(number), failover_s=self._failover_s, runs=runs, copies=self.plan.copies,
+            self, loop, number, self.directory_of(number), failover_s=self._failover_s, runs=runs, copies=self.plan.copies, forces=bool(self.plan.on_disk),
             checkpoint_bytes=self.checkpoint_bytes, disk_limit=self.plan.disk_limit,
         )  # fmt: skip
         self.counts["starts"] += 1
@@ -270,7 +272,7 @@ class Life(World):
         return await self.ask_process(self.rng.choice(serving), address, OWNER.key_id, call)
 
     async def ask_process(
-        self, process: Process, name: str, key_id: bytes, call: Call
+        self, process: Process, name: str, key_id: bytes, call: Call, seconds: float = CALL_S
     ) -> Answer | None:  # fmt: skip
         """Send a call to a process; return the answer, or None if none came in time."""
         answered: asyncio.Future[Answer | None] = self.loop.create_future()
@@ -279,21 +281,24 @@ class Life(World):
             if not answered.done():
                 answered.set_result(answer)
 
-        request = Request(name, key_id, call, settle)
+        request = Request(name, key_id, call, settle, self.now_us + int(seconds * 1e6))
         self.loop.call_later(self.rng.uniform(0, 0.01), process.receive, request)
-        timer = self.loop.call_later(CALL_S, settle, None)
+        timer = self.loop.call_later(seconds, settle, None)
         try:
             return await answered
         finally:
             timer.cancel()
 
-    async def create(self, plan: StreamPlan, process: Process) -> bool:
-        """Create a stream at a store; return False if the store is gone before it is sure."""
+    async def create(self, plan: StreamPlan, process: Process, *, store: Any = GROUP) -> bool:
+        """Create a stream at a store; return False if the store is gone before it is sure.
+
+        The key `store` says whether it is in the bucket or on that store's disk.
+        """
         one = plan.definition
         self.history.limits[plan.label] = Limits(one.max_messages, one.max_bytes, one.max_age_us / 1e6)  # fmt: skip
         issued_us = EPOCH_US + self.now_us
         call = streams.Create(
-            [order(OWNER, plan.definition, issued_us=issued_us, uuid=plan.uuid, store=GROUP)]
+            [order(OWNER, plan.definition, issued_us=issued_us, uuid=plan.uuid, store=store)]
         )
         while self.processes.get(process.number) is process:
             answer = await self.ask_process(process, process.address, NO_KEY, call)
@@ -304,8 +309,10 @@ class Life(World):
             await asyncio.sleep(0.1)
         return False
 
-    def begin_clients(self, plan: StreamPlan, *, few: bool = False) -> None:
-        """Start who writes to a stream, reads it and consumes it."""
+    def begin_clients(
+        self, plan: StreamPlan, *, few: bool = False
+    ) -> list[Producer | Once | Committer]:
+        """Start who writes to a stream, reads it and consumes it; return those who write."""
         rng = self.rng
         given: tuple[Any, ...] = plan, self.ask, self.history, rng, self.counts
         writers: list[Producer | Once | Committer] = [
@@ -317,23 +324,36 @@ class Life(World):
             writers.append(Once("once", *given, count=5, mean_s=3))
             if rng.random() < 0.5:
                 writers.append(Committer("batches", *given, count=3, mean_s=5))
+        self.writers |= {self.loop.create_task(one.run()): plan for one in writers}
+        self._begin_readers(plan)
+        return writers
+
+    def _begin_readers(self, plan: StreamPlan) -> None:
+        given: tuple[Any, ...] = plan, self.ask, self.history, self.rng, self.counts
         reader, worker = Reader("reader", *given), Worker("worker", *given)
         self.readers.append(reader)
         self.workers.append(worker)
-        self.writers |= {self.loop.create_task(one.run()): plan for one in writers}
         self.endless |= {self.loop.create_task(one.run()): plan for one in (reader, worker)}
         if plan.max_deliver:
             redriver = Redriver("redriver", *given)
             self.redrivers.append(redriver)
             self.endless[self.loop.create_task(redriver.run())] = plan
 
+    def replace(self, lost: StreamPlan, plan: StreamPlan) -> None:
+        """Another stream has taken the place of a lost one: its writers go on there, and others read it."""
+        self._end_readers(lost)
+        self.writers = {task: plan if its is lost else its for task, its in self.writers.items()}
+        self._begin_readers(plan)
+
     def forget(self, plan: StreamPlan) -> None:
-        """A stream was deleted: its clients end."""
-        self.streams.remove(plan)
-        for tasks in (self.writers, self.endless):
-            for task in [one for one, its in tasks.items() if its is plan]:
-                task.cancel()
-                del tasks[task]
+        """A stream was deleted or lost: its clients end."""
+        if plan in self.streams:
+            self.streams.remove(plan)
+        _cancel(plan, self.writers)
+        self._end_readers(plan)
+
+    def _end_readers(self, plan: StreamPlan) -> None:
+        _cancel(plan, self.endless)
         self.readers = [one for one in self.readers if one.plan is not plan]
         self.workers = [one for one in self.workers if one.plan is not plan]
         self.redrivers = [one for one in self.redrivers if one.plan is not plan]
@@ -368,6 +388,8 @@ class Life(World):
                 await asyncio.sleep(0.1)
         if self.copied is not None:
             await self.copied.create()
+        for owner in self.owners:
+            await owner.create()
         self.bucket.faults = faults
         for plan in self.streams:
             self.begin_clients(plan)
@@ -378,6 +400,7 @@ class Life(World):
             admins.append(self.loop.create_task(ending.copy_bucket(rng.uniform(5, 40))))
         others = [Deleter(self).run()] if self.plan.deletes else []
         others += [self.copied.run()] if self.copied is not None else []
+        others += [owner.run() for owner in self.owners]
         finite = [self.loop.create_task(one) for one in others]
         await Faults(self).run(rng.uniform(10, 40))
         for task in admins:
@@ -407,6 +430,12 @@ class Life(World):
             else:
                 self.start_new()
         self.quiet_s = self.time.now_s
+
+
+def _cancel(plan: StreamPlan, tasks: dict[asyncio.Task[None], StreamPlan]) -> None:
+    for task in [one for one, its in tasks.items() if its is plan]:
+        task.cancel()
+        del tasks[task]
 
 
 class _Tokens:
@@ -441,6 +470,8 @@ def seeded(life: Life) -> contextlib.AbstractContextManager[None]:
         (succession, "secrets", tokens), (objects, "secrets", tokens), (moves, "secrets", tokens),
         (consumer_calls, "time", SimpleNamespace(monotonic=lambda: life.time.now_s)),
         (tiers, "LEAST_SEGMENT_BYTES", SEGMENT_BYTES), (tiers, "CHUNK_BYTES", CHUNK_BYTES), (tiers, "LOOK_S", TICK_S),
+        (joining, "secrets", tokens), (forcing, "SPARE_BYTES", 0),
+        (forcing, "time", SimpleNamespace(monotonic=lambda: life.time.now_s)),
     )  # fmt: skip
 
 

@@ -10,6 +10,8 @@ from typing import Final
 from iris.wire.orders import Definition
 
 DAY_US: Final = int(86_400e6)
+ORDERS: Final = 1_000_000
+"""First seed of lives in which streams begin on a disk, are moved by force when it is lost, and join the bucket."""
 RECORD_BYTES: Final = 170
 """Size of a record of a life in its log, about."""
 
@@ -24,7 +26,11 @@ class StreamPlan:
         self.max_deliver = max_deliver
         """Deliveries after which a message becomes a dead letter; 0: none does."""
         self.deleted = False
-        """Somebody is about to delete it, or has."""
+        """Somebody is about to delete it, or has; or another log has taken its place."""
+        self.from_disk = False
+        """Whether it began on the disk of a store."""
+        self.revision = 1
+        """The number that the next order for it has."""
 
     @property
     def address(self) -> str:
@@ -41,7 +47,8 @@ class StreamPlan:
 class Plan:
     """What happens in one life."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, *, orders: bool = False) -> None:
+        """`orders`: some streams begin on a disk."""
         self._rng = rng
         self.made: list[StreamPlan] = []
         """All streams that clients have created or tried to."""
@@ -57,6 +64,32 @@ class Plan:
         self.keeps_older = rng.random() < 0.25
         """Whether an older copy of the bucket is restored, too."""
         self.streams = [self.stream(f"s{number}") for number in range(1, rng.randint(2, 3) + 1)]
+        self.on_disk = [self.from_disk(f"d{one}") for one in range(1, rng.randint(1, 2) + 1)] if orders else []  # fmt: skip
+
+    def from_disk(self, name: str) -> StreamPlan:
+        """Draw a stream that begins on a disk. It keeps everything."""
+        definition = Definition(name, dedup_window_us=DAY_US)
+        return self._made(definition, self._rng.choice((0, 0, 3)))
+
+    def again(self, lost: StreamPlan, uuid: bytes) -> StreamPlan:
+        """Return the stream that takes the place of one that was lost."""
+        lost.deleted = True
+        definition = lost.definition.made_again(lost.uuid)
+        return self._made(definition, lost.max_deliver, uuid)
+
+    def _made(
+        self, definition: Definition, max_deliver: int, uuid: bytes | None = None
+    ) -> StreamPlan:
+        number = len(self.made) + 1
+        plan = StreamPlan(
+            f"{definition.name}.{number}",
+            uuid or number.to_bytes(16, "big"),
+            definition,
+            max_deliver,
+        )
+        plan.from_disk = True
+        self.made.append(plan)
+        return plan
 
     def stream(self, name: str) -> StreamPlan:
         """Draw one more stream."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,12 +16,14 @@ from iris.core.conversation import UP
 from iris.crypto.keys import GroupKey, StoreKey
 from iris.wire import frames
 from iris.wire.kinds import Kind
+from iris.wire.orders import Definition
 from iris.wire.streams import Answer, Call, decode_answer
 from relay.store.bucket.copying import Copying
+from relay.store.bucket.forcing import Forcing
 from relay.store.bucket.keeper import Keeper
 from relay.store.bucket.reading import SegmentReader
 from relay.store.bucket.replica import Replica
-from relay.store.bucket.sealing import Sealer
+from relay.store.bucket.sealing import Forced, Sealer
 from relay.store.bucket.shelf import DIRECTORY, Shelf
 from relay.store.bucket.tiers import Tiers
 from relay.store.bucket.writer import Writer
@@ -132,15 +134,19 @@ class Process:
 
     def __init__(
         self, world: World, loop: Loop, number: int, directory: Path, *, failover_s: float, checkpoint_bytes: int,
-        disk_limit: int = 0, copies: bool = False, runs: bool = True,
+        disk_limit: int = 0, copies: bool = False, forces: bool = False, runs: bool = True,
     ) -> None:  # fmt: skip
-        """`copies`: it copies streams of its disk to the bucket. `runs`: it serves; else it only restores."""
+        """`copies`: it copies streams of its disk to the bucket. `forces`: it makes streams of copies, and looks at its
+        start whether this has become of its own. `runs`: it serves; else it only restores."""
         self.loop = loop
         self.number = number
         self.directory = directory
         self.dead = False
-        self.cut_off = False
-        """Its relay is gone: no client reaches it, and it sees no other store."""
+        self.cut_off = forces
+        """Its relay is gone, or it has none yet: no client reaches it, and it sees no other store."""
+        self.began = not forces
+        """It knows what became of its streams, so it may have a relay."""
+        self.forcing: Forcing | None = None
         self.wakes: list[Callable[[], None]] = []
         self._world = world
         self._committing = False
@@ -164,20 +170,43 @@ class Process:
         self.shelf = shelf
         if not runs:
             return
-        self.attach()
+        if not forces:
+            self.attach()
         tiers = Tiers(
             objects, Sealer(GROUP, rng.randbytes), disk_limit, self.store.in_bucket, left=shelf.left, now_s=self._now_s,
             entropy=rng.randbytes,
         )  # fmt: skip
         work = [self.keeper.run(), self._tick(), tiers.run()]
-        if copies:
+        if copies or forces:
             copying = Copying(
                 shelf.copies, objects, GROUP, key.public_key, "", shelf.directory, now_us=self._now_us, wall_us=self._wall_us,
                 checkpoint_bytes=checkpoint_bytes, verify=self.keeper.verify, entropy=rng.randbytes,
             )  # fmt: skip
             work.append(copying.run())
-        for each in work:
-            loop.create_task(each)
+        if forces:
+            loop.create_task(self._begin(self._makes_of_copies(objects, key, rng), work))
+        else:
+            for each in work:
+                loop.create_task(each)
+
+    def _makes_of_copies(self, objects: Port, key: StoreKey, rng: random.Random) -> Forcing:
+        self.forcing = self.store.calls.forced.forcer = Forcing(
+            objects, GROUP, key.public_key, str(self.number), self.directory, self.store.catalogue.directory, self,
+            wait_s=self.keeper.wait_s, wall_us=self._wall_us, entropy=rng.randbytes,
+        )  # fmt: skip
+        return self.forcing
+
+    async def _begin(self, forcing: Forcing, work: list[Coroutine[Any, Any, None]]) -> None:
+        try:
+            await forcing.first_check()
+        except BaseException:
+            for each in work:
+                each.close()
+            raise
+        for each in (*work, forcing.run()):
+            self.loop.create_task(each)
+        self.began = True
+        self.attach()
 
     # -- what the process asks for -----------------------------------------------------------------------------
 
@@ -245,6 +274,23 @@ class Process:
     def flush(self) -> None:
         self._flush()
 
+    # -- the owner of what makes streams of copies -----------------------------------------------------------------
+
+    def check_forced(self, definition: Definition, key_ids: Collection[bytes], uuid: bytes) -> None:
+        self.store.catalogue.check_forced(definition, key_ids, uuid)
+
+    def has(self, uuid: bytes) -> bool:
+        return uuid in self.store.streams
+
+    def bring(self, uuid: bytes, then: Callable[[str], None]) -> None:
+        self._update_time()
+        self.store.bring(uuid, then)
+        self._flush()
+
+    def displace(self, entry: Forced) -> None:
+        self.store.catalogue.displace(entry)
+        self._flush()
+
     # -- what happens to it --------------------------------------------------------------------------------------
 
     def attach(self) -> None:
@@ -253,6 +299,8 @@ class Process:
         self.cut_off = False
         self.store.attached(self.session, first=True)  # type: ignore[arg-type]  # a stand-in
         self.keeper.check()
+        if self.forcing is not None:
+            self.forcing.check()
 
     def detach(self) -> None:
         """Its relay is gone."""
@@ -291,7 +339,7 @@ class Process:
         left = {}
         for stream in self.store.streams.values():
             if stream.log is not None:
-                if stream.replica is not None:
+                if stream.replica is not None and not stream.joining:
                     left[stream.uuid] = (stream.replica.writer.journal, records(stream.log))
                 stream.log.close()
         return left
