@@ -19,9 +19,9 @@ from iris.checks import check_number, check_whole
 from iris.core.bundle import Headers
 from iris.core.producer import PLAIN
 from iris.deadlines import deadline, seconds_left
-from iris.errors import ConfigError, NoStream, RequestError, StreamError, StreamUnavailable
+from iris.errors import ConfigError, NoStream, StreamUnavailable
 from iris.runtime import Runtime
-from iris.streams.appending import GIVE_UP_S, Appender, append_expecting
+from iris.streams.appending import Appender, append_expecting
 from iris.streams.balancing import PartitionMove, propose
 from iris.streams.committing import (
     CommitInfo,
@@ -59,7 +59,6 @@ from iris.streams.messages import OF_A_MESSAGE, make_extras
 from iris.streams.mirroring import Mirror
 from iris.streams.moving import move_stream
 from iris.streams.partitions import (
-    NO_PARTITIONS,
     add_partitions,
     check_partitioned,
     check_whole_stream,
@@ -74,15 +73,14 @@ from iris.streams.records import RecordOpener, StreamGap, StreamMessage, StreamP
 from iris.streams.redriving import RedriveInfo
 from iris.streams.spreading import (
     Offset,
-    Opening,
     Spread,
-    Target,
     offset_in,
     offsets_of,
     partition_of,
 )
 from iris.streams.staging import Staging
 from iris.streams.stores import Stores
+from iris.streams.targets import Targets
 from iris.wire.names import check_address, check_cluster, split_site
 from iris.wire.orders import DEAD, Definition, check_definition, split_partition
 from iris.wire.streams import (
@@ -93,8 +91,6 @@ from iris.wire.streams import (
     Settled,
 )
 
-MAX_PRODUCERS: Final = 1024
-"""Streams that one client can append to."""
 MAX_OPENERS: Final = 256
 """Logs for which `fetch` caches a `RecordOpener`. When it is full the cache is cleared and logs are described again."""
 _ConsumerInfos = list[ConsumerInfo]
@@ -106,8 +102,6 @@ _Pending = list[tuple[asyncio.Future[int], int]]
 """These aliases exist because `list` is a method of Streams. _Pending: (first offset of the record, index in it)."""
 WHOLE_BATCH: Final = 1 << 62
 """Size of a batch of its own, so that several calls of `append_many` go to several partitions."""
-LOOK_S: Final = 5.0
-"""Seconds for which a client looks, in the background, for partitions that were added."""
 PATIENCE_S: Final = 30.0
 """Default seconds for which a reader or consumer waits for a relay or store that is away."""
 __all__ = [
@@ -143,10 +137,7 @@ class Streams:
         """Openers for `fetch`: (stream name, log uuid) -> opener."""
         self._logs: dict[tuple[str, str, int], tuple[str, str]] = {}
         """(name, uuid, partition) -> the (name, uuid) of its log."""
-        self._appenders: dict[tuple[str, str], Appender] = {}
-        self._targets: dict[tuple[str, str], Target] = {}
-        """Where appends go: (stream name, uuid) -> its appender, or those of its partitions."""
-        self._looks: dict[tuple[str, str], asyncio.Task[None]] = {}
+        self._targets = Targets(self._stores)
         self._make_consumer: Callable[..., Consumer] = Consumer
         runtime.parts.append(self)
 
@@ -390,10 +381,10 @@ class Streams:
         """
         data, packed = self._runtime.encode(message, headers, OF_A_MESSAGE)
         asked, number = timeout, None
-        target = self._targets.get((name, uuid))
+        target = self._targets.known.get((name, uuid))
         if type(target) is not Appender or partition:  # not known yet, or it has several partitions
             keyed = key is not None or message_id is not None or expect is not None
-            target, timeout = await self._target(name, uuid, partition, keyed, timeout)
+            target, timeout = await self._targets.find(name, uuid, partition, keyed, timeout)
             if isinstance(target, Spread):
                 number = target.choose(partition, key, message_id, expect, len(data))
                 target = target.appender(number)
@@ -432,9 +423,9 @@ class Streams:
         then.
         """
         asked, number = timeout, None
-        target = self._targets.get((name, uuid))
+        target = self._targets.known.get((name, uuid))
         if type(target) is not Appender or partition:
-            target, timeout = await self._target(name, uuid, partition, False, timeout)
+            target, timeout = await self._targets.find(name, uuid, partition, False, timeout)
             if isinstance(target, Spread):
                 number = target.choose(partition, None, None, None, WHOLE_BATCH)
                 target = target.appender(number)
@@ -776,81 +767,13 @@ class Streams:
 
     async def finish(self) -> None:
         """Wait until every append has finished. The client calls it."""
-        while openings := [one for one in self._targets.values() if isinstance(one, Opening)]:
-            await asyncio.wait([one.task for one in openings])
-        await asyncio.gather(*(appender.finish() for appender in self._appenders.values()))
+        await self._targets.finish()
 
     def end(self) -> None:
         """Stop sending, and fail the pending appends. The client calls it."""
-        for task in self._looks.values():
-            task.cancel()
-        for target in self._targets.values():
-            if isinstance(target, Opening):
-                target.end("the client was closed")
-        for appender in self._appenders.values():
-            appender.end("the client was closed")
+        self._targets.end("the client was closed")
 
     # -- internals -------------------------------------------------------------------------------------------
-
-    def _appender(self, name: str, uuid: str) -> Appender:
-        appender = self._appenders.get((name, uuid))
-        if appender is None:
-            if len(self._appenders) >= MAX_PRODUCERS:
-                raise StreamError(
-                    name,
-                    f"this client already appends to {MAX_PRODUCERS} streams or partitions, its limit; use another client",
-                )
-            appender = self._appenders[name, uuid] = Appender(
-                self._stores, name, uuid, lambda: self._look(name, uuid)
-            )
-        return appender
-
-    def _open(self, name: str, uuid: str) -> Opening:
-        """Return where the first appends to a stream wait until its partitions are known."""
-        self._stores.keys(name)
-
-        def done(found: Appender | Spread | None) -> None:
-            if found is None:
-                self._targets.pop((name, uuid), None)
-            else:
-                self._targets[name, uuid] = found
-
-        opening = self._targets[name, uuid] = Opening(name, self._find_target(name, uuid), done)
-        return opening
-
-    async def _target(
-        self, name: str, uuid: str, partition: int | None, keyed: bool, timeout: float
-    ) -> tuple[Target, float]:
-        """Return where a message goes, and what is left of `timeout`. It waits until the partitions are known if they
-        decide that.
-
-        Raises StreamError; ConfigError if the stream has no such partition.
-        """
-        target = self._targets.get((name, uuid)) or self._open(name, uuid)
-        if not keyed and partition is None:
-            return target, timeout
-        until_s = time.monotonic() + timeout
-        try:
-            async with asyncio.timeout(timeout):
-                if isinstance(target, Opening):
-                    target = await target.target()
-                has = len(target.layout) if isinstance(target, Spread) else 1
-                if partition is not None and partition >= has:  # perhaps it was added
-                    await self._look_again(name, uuid)
-                    target = self._targets.get((name, uuid), target)
-        except TimeoutError:
-            cause = self._runtime.away_text(timeout, time.monotonic())
-            detail = f"it could not be looked up within {timeout:g} s{cause}; nothing was sent{self._stores.starting_hint}"
-            raise StreamUnavailable(name, detail) from None
-        if partition and not isinstance(target, Spread):
-            raise ConfigError(NO_PARTITIONS.format(name=name, partition=partition))
-        return target, seconds_left(until_s)
-
-    async def _find_target(self, name: str, uuid: str) -> Appender | Spread:
-        layout = await find_layout(self._stores, name, uuid, timeout=GIVE_UP_S)
-        if len(layout) == 1:
-            return self._appender(name, uuid)
-        return Spread(layout, self._appender, lambda: self._look(name, uuid))
 
     async def _log(self, name: str, uuid: str, partition: int, timeout: float) -> tuple[str, str]:
         """Return the (name, uuid) of a partition's log, which never change. Raises ConfigError if there is none."""
@@ -863,29 +786,6 @@ class Streams:
                     self._logs.clear()
                 self._logs[name, uuid, partition] = known
         return known
-
-    def _look(self, name: str, uuid: str) -> None:
-        """Look in the background for partitions that were added to a stream."""
-        there = isinstance(self._targets.get((name, uuid)), Appender | Spread)
-        if there and (name, uuid) not in self._looks:
-            task = asyncio.create_task(self._look_again(name, uuid), name="iris-append-look")
-            self._looks[name, uuid] = task
-            task.add_done_callback(lambda _: self._looks.pop((name, uuid), None))
-
-    async def _look_again(self, name: str, uuid: str) -> None:
-        target = self._targets.get((name, uuid))
-        try:
-            layout = await find_layout(self._stores, name, uuid, timeout=LOOK_S)
-        except (StreamError, RequestError):
-            return  # it is away; the appends themselves report that
-        if isinstance(target, Spread):
-            if len(layout) > len(target.layout):
-                target.layout = layout
-            await target.revive(self._stores)
-        elif len(layout) > 1:
-            self._targets[name, uuid] = Spread(
-                layout, self._appender, lambda: self._look(name, uuid)
-            )
 
 
 def _in_list(info: StreamInfo) -> tuple[str, int, str]:

@@ -298,7 +298,7 @@ async def test_appends_without_a_key_go_to_the_stores_that_answer(pair: Any) -> 
         await client.streams.append(name, b"first", partition=partition)
     await second.stop()
     stuck = asyncio.create_task(client.streams.append(name, b"waits", partition=1))
-    target = client.streams._targets[name, ""]
+    target = client.streams._targets.known[name, ""]
     while not target.appender(1).away:  # noqa: ASYNC110 - one call finds no store
         await asyncio.sleep(0.01)
     offsets = [await client.streams.append(name, b"%d" % n, timeout=2.0) for n in range(4)]
