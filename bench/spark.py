@@ -36,6 +36,8 @@ TASKS: Final = 2
 KEYED_PART: Final = 8
 """One row of so many is also appended with a key, as a record of its own."""
 CHUNK_ROWS: Final = 20_000
+TWIN_ROWS: Final = 4096
+"""Rows of a record batch of the twin: 4 MiB, as in ours."""
 PATIENCE_S: Final = 120.0
 DEADLINE_S: Final = 3600.0
 DISCARD: Final = 3
@@ -129,6 +131,14 @@ def read_keyed(bench: Bench) -> Result:
     """Return rows a second of a batch read of rows that were appended with a key, each as a record of its own."""
     rows = bench.client.call(lambda c: c.streams.describe("keyed")).next
     return timed(rows, lambda: discard(bench.source("keyed").select("value")))
+
+
+def read_twin(bench: Bench) -> Result:
+    """Return rows a second of a Python source with our columns that yields one record batch again and again."""
+    return timed(
+        bench.rows // bench.tasks * bench.tasks,
+        lambda: discard(twin(bench).select("value")),
+    )
 
 
 def read_parquet(bench: Bench) -> Result:
@@ -255,6 +265,7 @@ CELLS: Final[dict[str, tuple[str, Callable[[Bench], Result]]]] = {
     "source-values": ("Batch read, values", read_iris_values),
     "source-partitions": ("Batch read, values, partitions on two stores", read_partitions),
     "source-keyed": ("Batch read, values of rows with keys", read_keyed),
+    "twin": ("A Python source that does nothing, values", read_twin),
     "parquet": ("Parquet, values", read_parquet),
     "stream": ("Streaming read, Trigger.AvailableNow", read_stream),
     "socket": ("Spark's `socket` source", read_socket),
@@ -286,6 +297,54 @@ def timed(rows: int, work: Callable[[], object]) -> Result:
 def discard(rows: Any) -> None:
     """Compute every row and drop it."""
     rows.write.format("noop").mode("overwrite").save()
+
+
+def twin(bench: Bench) -> Any:
+    """Return the DataFrame of a Python source that costs nothing itself: what is left is Spark's own work."""
+    import pyarrow as pa
+    from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
+    from pyspark.sql.pandas.types import to_arrow_schema
+
+    columns = bench.source("parts").schema
+    fields = to_arrow_schema(columns, timezone="UTC")
+    tasks, share = bench.tasks, bench.rows // bench.tasks
+
+    class Reader(DataSourceReader):
+        def partitions(self) -> list[InputPartition]:
+            return [InputPartition(number) for number in range(tasks)]
+
+        def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+            rows = min(TWIN_ROWS, share)
+            filled = {
+                "value": pa.array([bytes(ROW_BYTES)] * rows, pa.binary()),
+                "topic": pa.array(["parts"] * rows, pa.string()),
+            }
+            arrays = [
+                filled[field.name] if field.name in filled
+                else pa.nulls(rows, field.type) if field.name == "key"
+                else pa.array([0] * rows, field.type)
+                for field in fields
+            ]  # fmt: skip
+            batch = pa.RecordBatch.from_arrays(arrays, schema=fields)
+            left = share
+            while left:
+                rows = min(left, len(batch))
+                yield batch.slice(0, rows)
+                left -= rows
+
+    class Source(DataSource):
+        @classmethod
+        def name(cls) -> str:
+            return "twin"
+
+        def schema(self) -> Any:
+            return columns
+
+        def reader(self, schema: Any) -> DataSourceReader:
+            return Reader()
+
+    bench.spark.dataSource.register(Source)
+    return bench.spark.read.format("twin").load()
 
 
 def start(bench: Bench, rows: Any, trigger: dict[str, Any] | None = None) -> Any:
