@@ -44,7 +44,9 @@ NAMES: Final = {
     "keys": ("Keys", "Keyrings, for programs that do not read theirs from a file", ("Keyring", "ClusterKey")),
 }  # fmt: skip
 """Page -> its title, what it is about, and the names of `iris` on it. A test checks that every name has a page."""
-OPTIONS: Final = {"Client": "    options:\n      inherited_members: true\n"}
+OPTIONS: Final = dict.fromkeys(
+    ("iris.Client", "iris.streams.Streams"), "    options:\n      inherited_members: true\n"
+)
 """Name -> how mkdocstrings shows it, if not as the others: what a client inherits is not described elsewhere."""
 MODULES: Final = {
     "iris.streams": (
@@ -93,12 +95,19 @@ def write_reference(out: Path) -> None:
 def api_pages() -> Iterator[tuple[str, str]]:
     """Yield the name and the text of each page about Python, for mkdocstrings to fill in."""
     for name, (title, about, names) in NAMES.items():
-        entries = "\n".join(f"::: iris.{each}\n{OPTIONS.get(each, '')}" for each in names)
+        entries = described("iris", names)
         yield name, f"# {title}\n\n{about}.\n\n{entries}"
     for module, names in MODULES.items():
         about = inspect.getdoc(__import__(module, fromlist=["_"])) or ""
-        entries = "\n".join(f"::: {module}.{each}\n" for each in names)
+        entries = described(module, names)
         yield module, f"# {module}\n\n{about}\n\n{entries}"
+
+
+def described(module: str, names: tuple[str, ...]) -> str:
+    """Return the lines with which mkdocstrings describes these names of a module."""
+    return "\n".join(
+        f"::: {module}.{each}\n{OPTIONS.get(f'{module}.{each}', '')}" for each in names
+    )
 
 
 def command_pages() -> Iterator[tuple[str, str]]:

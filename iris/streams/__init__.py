@@ -13,16 +13,14 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 from typing import Final
 
-from msgspec import structs
-
 from iris.checks import check_number, check_whole
 from iris.core.bundle import Headers
 from iris.core.producer import PLAIN
-from iris.deadlines import deadline, seconds_left
-from iris.errors import ConfigError, NoStream, StreamUnavailable
+from iris.deadlines import seconds_left
+from iris.errors import ConfigError, StreamUnavailable
 from iris.runtime import Runtime
 from iris.streams.appending import Appender, append_expecting
-from iris.streams.balancing import PartitionMove, propose
+from iris.streams.balancing import PartitionMove
 from iris.streams.committing import (
     CommitInfo,
     StagedAttempt,
@@ -33,77 +31,30 @@ from iris.streams.committing import (
     discard_call,
     discard_everywhere,
 )
-from iris.streams.consumers import (
-    change_in_each,
-    consumers_of,
-    dead_letters_of,
-    delete_in_each,
-    redrive_in_each,
-)
 from iris.streams.consuming import BATCH_MESSAGES, Consumer
-from iris.streams.definitions import (
-    check_durability,
-    check_limits,
-    check_local_name,
-    check_same,
-    check_unreserved,
-    given_fields,
-    keys_of,
-    make_stream,
-    promoted,
-    redefine,
-)
-from iris.streams.forcing import force_stream
-from iris.streams.listing import StreamInfo, list_streams, stray, stream_info
+from iris.streams.definitions import check_local_name, given_fields
+from iris.streams.listing import StreamInfo
+from iris.streams.managing import PATIENCE_S, Management
 from iris.streams.messages import OF_A_MESSAGE, make_extras
 from iris.streams.mirroring import Mirror
-from iris.streams.moving import move_stream
-from iris.streams.partitions import (
-    add_partitions,
-    check_partitioned,
-    check_whole_stream,
-    delete_stream,
-    describe_partitions,
-    find_layout,
-    make_partitioned,
-    redefine_all,
-)
+from iris.streams.partitions import check_whole_stream, find_layout
 from iris.streams.reading import FETCH_BYTES, Reader, Start, start_offset
 from iris.streams.records import RecordOpener, StreamGap, StreamMessage, StreamPage, StreamRecord
 from iris.streams.redriving import RedriveInfo
-from iris.streams.spreading import (
-    Offset,
-    Spread,
-    offset_in,
-    offsets_of,
-    partition_of,
-)
+from iris.streams.spreading import Offset, Spread, offset_in, offsets_of, partition_of
 from iris.streams.staging import Staging
-from iris.streams.stores import Stores
 from iris.streams.targets import Targets
 from iris.wire.names import check_address, check_cluster, split_site
-from iris.wire.orders import DEAD, Definition, check_definition, split_partition
-from iris.wire.streams import (
-    ChangeConsumer,
-    ConsumerInfo,
-    Fetch,
-    Fetched,
-    Settled,
-)
+from iris.wire.orders import DEAD, Definition, check_definition
+from iris.wire.streams import ConsumerInfo, Fetch, Fetched, Settled
 
 MAX_OPENERS: Final = 256
 """Logs for which `fetch` caches a `RecordOpener`. When it is full the cache is cleared and logs are described again."""
-_ConsumerInfos = list[ConsumerInfo]
-_Infos = list[StreamInfo]
-_Messages = list[StreamMessage]
 _Offsets = list[int]
-_Moves = list[PartitionMove]
 _Pending = list[tuple[asyncio.Future[int], int]]
 """These aliases exist because `list` is a method of Streams. _Pending: (first offset of the record, index in it)."""
 WHOLE_BATCH: Final = 1 << 62
 """Size of a batch of its own, so that several calls of `append_many` go to several partitions."""
-PATIENCE_S: Final = 30.0
-"""Default seconds for which a reader or consumer waits for a relay or store that is away."""
 __all__ = [
     "CommitInfo",
     "Consumer",
@@ -126,12 +77,11 @@ __all__ = [
 ]
 
 
-class Streams:
+class Streams(Management):
     """The streams of a client's clusters and topics; get it as `client.streams`."""
 
     def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
-        self._stores = Stores(runtime)
+        super().__init__(runtime)
         self.keys_changed = self._stores.keys_changed
         self._openers: dict[tuple[str, bytes], RecordOpener] = {}
         """Openers for `fetch`: (stream name, log uuid) -> opener."""
@@ -140,213 +90,6 @@ class Streams:
         self._targets = Targets(self._stores)
         self._make_consumer: Callable[..., Consumer] = Consumer
         runtime.parts.append(self)
-
-    # -- managing --------------------------------------------------------------------------------------------
-
-    async def create(
-        self, name: str, *, topic: str = "", cluster: str = "", max_bytes: int = 0, max_messages: int = 0, max_age: float = 0.0,
-        compact: bool = False, dedup_window: float = 0.0, durability: str = "disk", copy: bool = True, partitions: int = 1,
-        timeout: float = 10.0,
-    ) -> StreamInfo:  # fmt: skip
-        """Create a stream, a durable log. A stream that exists with the same definition is returned as it is.
-
-        With `topic` it records what is published to that filter. With `cluster` it records all the cluster's
-        broadcasts and a share of its pushes. With neither it holds only what is appended. The oldest messages are
-        removed when the stream exceeds `max_bytes`, `max_messages` or `max_age` (seconds); 0 means no limit. With
-        `compact` the last message of each key is kept. For `dedup_window` seconds the store remembers message ids
-        and stores each id once.
-
-        `durability` says when a message is acknowledged: "disk", when it is on the disk of one store, or "bucket",
-        when it is in the object storage of a store started with `--bucket`, which then outlives the disk.
-        A "disk" stream of such a store is copied to its bucket, too, unless `copy` is False. Nothing waits for the
-        copy; `describe` shows how far it is behind.
-
-        With `partitions` above 1 the stream, which must have no `topic` or `cluster`, is as many logs, spread over
-        the stores of the site. The limits apply to each of them. See `append` and `read`.
-
-        Raises:
-            ConfigError: a setting is out of range, or `durability` is another word.
-            StreamExists: a stream of this name exists with a different definition.
-            StreamUnavailable: there is no store, or it did not answer.
-        """
-        check_local_name(name)
-        check_limits(max_bytes, max_messages, max_age, dedup_window)
-        check_durability(durability)
-        definition = Definition(
-            name,
-            topic,
-            cluster,
-            max_bytes,
-            max_messages,
-            round(max_age * 1e6),
-            compact,
-            dedup_window_us=round(dedup_window * 1e6),
-            copy=copy,
-        )
-        check_partitioned(definition, partitions)
-        until_s = deadline(timeout)
-        try:
-            found = await self._stores.describe(name, "", timeout=timeout)
-        except NoStream:
-            check_unreserved(name)
-        else:
-            return check_same(found, definition, partitions)
-        bucket, left_s = durability == "bucket", seconds_left(until_s)
-        if partitions > 1:
-            made = await make_partitioned(
-                self._stores, definition, partitions, left_s, bucket=bucket
-            )
-        else:
-            made = await make_stream(self._stores, definition, left_s, bucket=bucket)
-        return check_same(made, definition, partitions)
-
-    async def partitions(self, name: str, *, uuid: str = "", timeout: float = 5.0) -> _Infos:
-        """Return the state of each partition of a stream, in order.
-
-        One whose store is away has that in `failed`, and no `store`. Raises StreamError if partition 0 is away.
-        """
-        check_address(name)
-        return await describe_partitions(self._stores, name, uuid, timeout)
-
-    async def describe(self, name: str, *, uuid: str = "", timeout: float = 5.0) -> StreamInfo:
-        """Return a stream's definition and state; of a stream with partitions, those of partition 0.
-
-        `name` may be that of a partition, such as "orders/3". If two stores hold this name, choose one by `uuid` (hex).
-        Raises StreamError.
-        """
-        return stream_info(await self._stores.describe(name, uuid, timeout=timeout))
-
-    async def list(self, *, timeout: float = 5.0) -> _Infos:
-        """Return the streams of all stores that the local relay knows, for the keys in this keyring, sorted by name.
-
-        Each partition is in the list by itself.
-
-        Raises:
-            StreamUnavailable: a store did not answer.
-        """
-        streams = await list_streams(self._stores, timeout)
-        infos = []
-        for stream in streams:
-            info = stream_info(stream)
-            if not info.failed and (why := stray(stream, streams)):
-                info = structs.replace(info, failed=why)
-            infos.append(info)
-        return sorted(infos, key=_in_list)
-
-    async def change(
-        self, name: str, *, max_bytes: int | None = None, max_messages: int | None = None, max_age: float | None = None,
-        compact: bool | None = None, paused: bool | None = None, consumers_paused: bool | None = None, dedup_window: float | None = None,
-        copy: bool | None = None, partitions: int | None = None, durability: str | None = None, uuid: str = "", timeout: float = 10.0,
-    ) -> StreamInfo:  # fmt: skip
-        """Change a stream's limits, whether it records, or whether it is copied; None leaves a field as it is.
-
-        The stream is also shared with every key that this keyring has for it. All its partitions are changed. With
-        `partitions` it gets more of them; the keys of some messages move to the new ones then. It cannot get fewer.
-
-        With `durability="bucket"` a stream on the disk of a store that has a bucket joins the bucket, while it is in
-        use: its uuid, offsets, producers and consumers stay. The call returns when that is done, which takes as long
-        as the bucket takes the whole stream. If `timeout` seconds pass, the stream may still join: look at
-        `StreamInfo.durability`. The keyring needs all keys of the stream. There is no way back to the disk.
-
-        Raises:
-            ConfigError: a setting is out of range, `durability` is another word, or the stream has more partitions.
-            StreamError: the stream does not exist, or a store refused. The text says which partitions are not changed.
-        """
-        until_s = deadline(timeout)
-        if durability is not None:
-            check_durability(durability)
-            if durability == "bucket" and split_site(name)[0]:
-                raise ConfigError(f"name: {name!r} names a site; change the durability with a client of that site")  # fmt: skip
-        changes = given_fields(
-            max_bytes=max_bytes, max_messages=max_messages, max_age=max_age, compact=compact, paused=paused,
-            consuming_paused=consumers_paused, dedup_window=dedup_window, copy=copy,
-        )  # fmt: skip
-        if partitions is not None:
-            await add_partitions(self._stores, name, uuid, partitions, timeout)
-            if not changes and durability is None:
-                return await self.describe(name, uuid=uuid, timeout=seconds_left(until_s))
-            timeout = seconds_left(until_s)
-        return await redefine_all(
-            self._stores, name, uuid, lambda d: structs.replace(d, **changes), timeout, durability=durability or ""
-        )  # fmt: skip
-
-    async def pause(
-        self, name: str, *, consumers: bool = False, uuid: str = "", timeout: float = 10.0
-    ) -> StreamInfo:
-        """Stop recording until `resume`. **What is published meanwhile is lost** (a gap reports it); appends fail.
-
-        With `consumers` nothing is lost: recording, appends and readers go on, but consumers receive nothing until
-        `resume`. Workers may still settle the messages they hold. Raises StreamError.
-        """
-        if consumers:
-            return await self.change(name, consumers_paused=True, uuid=uuid, timeout=timeout)
-        return await self.change(name, paused=True, uuid=uuid, timeout=timeout)
-
-    async def resume(self, name: str, *, uuid: str = "", timeout: float = 10.0) -> StreamInfo:
-        """Undo `pause`: record, accept appends and deliver to consumers again. Raises StreamError."""
-        return await self.change(
-            name, paused=False, consumers_paused=False, uuid=uuid, timeout=timeout
-        )
-
-    async def delete(self, name: str, *, uuid: str = "", timeout: float = 10.0) -> None:
-        """Delete a stream with its log, its dead letters and its consumers, and with all its partitions.
-
-        Raises StreamError, also for a partition alone; if a partition is left, the text says how to delete it.
-        """
-        await delete_stream(self._stores, name, uuid, timeout)
-
-    async def share_keys(self, *, timeout: float = 10.0) -> _Infos:
-        """Share every stream with all keys this keyring has for it now; return the streams that lacked one.
-
-        Call it after `iris key add` and `iris key promote`: from then on streams record under the new key too.
-        Raises StreamError.
-        """
-        until_s = time.monotonic() + timeout
-        changed = []
-        for stream in await list_streams(self._stores, timeout):
-            info = stream_info(stream)
-            wanted = {key.key_id.hex() for key in keys_of(self._stores, stream.order.definition)}
-            if not stream.dead and not wanted <= set(info.key_ids):
-                left_s = seconds_left(until_s)
-                changed.append(
-                    await redefine(self._stores, info.name, info.uuid, lambda d: d, left_s)
-                )
-        return sorted(changed, key=lambda info: (info.name, info.uuid))
-
-    async def move(
-        self, name: str, *, to: str, force: bool = False, uuid: str = "", timeout: float = 60.0
-    ) -> StreamInfo:
-        """Move a stream that is in a bucket to another store of the bucket; return it as that store describes it.
-
-        `to` is the store's host, or its id (at least 4 hex digits of it). Readers, consumers and appends go on there
-        by themselves; while the new store reads the stream from the bucket, they wait. If `timeout` seconds pass, the
-        move may still take place: look at `StreamInfo.store`.
-
-        With `force`, make a stream with durability "disk", whose store is gone, again of its copy in the bucket. It has
-        another uuid, and a gap of unknown count where the copy ends: messages that the copy did not have yet are lost,
-        and readers may have seen them. What was appended in between is stored again if it is repeated. If an order
-        fails half way, repeat it.
-
-        Raises:
-            ConfigError: `to` names no store that can take the stream; the text lists those that can.
-            StreamError: the stream is not in a bucket, or a store refused. With `force`: the stream's store can be
-                reached, or the bucket has no copy under your keys (NoStream), or several (AmbiguousStream: name the
-                uuid).
-        """
-        check_address(name)
-        if force:
-            return await force_stream(self._stores, name, to, uuid, timeout)
-        return await move_stream(self._stores, name, to, uuid, timeout)
-
-    async def balance(self, name: str = "", *, timeout: float = 10.0) -> _Moves:
-        """Return the moves that would give the stores equal shares of a stream's partitions, or of all streams'.
-
-        It moves nothing: call `move` for those that you want. Streams with one partition are left alone. Raises
-        StreamUnavailable.
-        """
-        if name:
-            check_local_name(name)
-        return await propose(self._stores, name, timeout)
 
     # -- writing ---------------------------------------------------------------------------------------------
 
@@ -618,110 +361,6 @@ class Streams:
             max_messages=max_messages, uuid=uuid, patience=patience, on_gap=on_gap, partition=partition,
         )  # fmt: skip
 
-    async def consumers(
-        self, name: str, *, partition: int | None = None, uuid: str = "", timeout: float = 5.0
-    ) -> _ConsumerInfos:
-        """Return the consumers of a stream and their positions, by name. Raises StreamError.
-
-        The figures of several partitions are added up; with `partition` they are those of one.
-        """
-        check_address(name)
-        return await consumers_of(self._stores, name, uuid, partition, timeout)
-
-    async def delete_consumer(
-        self, name: str, consumer: str, *, uuid: str = "", timeout: float = 5.0
-    ) -> None:
-        """Delete a consumer: its workers end, and a new one of the same name starts over. Raises StreamError."""
-        check_address(name)
-        await delete_in_each(self._stores, name, check_cluster(consumer), uuid, timeout)
-
-    async def change_consumer(
-        self, name: str, consumer: str, *, ack_timeout: float | None = None, max_deliver: int | None = None, uuid: str = "",
-        timeout: float = 5.0,
-    ) -> ConsumerInfo:  # fmt: skip
-        """Change a consumer's settings; None leaves one as it is. Its position and its messages stay.
-
-        The ack timeout (seconds) of messages that workers hold starts again. Workers that were written for earlier
-        settings (the last eight) go on, with the new ones. Raises StreamError.
-        """
-        if ack_timeout is not None:
-            check_number("ack_timeout", ack_timeout, 0.001)
-        if max_deliver is not None:
-            check_whole("max_deliver", max_deliver, 0, 65_535)
-        ack_timeout_us = None if ack_timeout is None else round(ack_timeout * 1e6)
-        return await self._change_consumer(
-            name, ChangeConsumer(consumer, ack_timeout_us, max_deliver), uuid, timeout
-        )
-
-    async def pause_consumer(
-        self, name: str, consumer: str, *, uuid: str = "", timeout: float = 5.0
-    ) -> ConsumerInfo:
-        """Deliver nothing to this consumer until `resume_consumer`; nothing is lost. Raises StreamError.
-
-        Workers may stay and settle what they hold. The pause outlives restarts of the store and of the workers.
-        """
-        return await self._change_consumer(
-            name, ChangeConsumer(consumer, paused=True), uuid, timeout
-        )
-
-    async def resume_consumer(
-        self, name: str, consumer: str, *, uuid: str = "", timeout: float = 5.0
-    ) -> ConsumerInfo:
-        """Undo `pause_consumer`; workers that wait receive messages at once. Raises StreamError.
-
-        If all consumers of the stream are paused (`pause(consumers=True)`), they stay paused.
-        """
-        return await self._change_consumer(
-            name, ChangeConsumer(consumer, paused=False), uuid, timeout
-        )
-
-    async def _change_consumer(
-        self, name: str, call: ChangeConsumer, uuid: str, timeout: float
-    ) -> ConsumerInfo:
-        check_address(name)
-        check_cluster(call.consumer)
-        return await change_in_each(self._stores, name, call, uuid, timeout)
-
-    async def dead_letters(
-        self, name: str, consumer: str = "", *, limit: int = 100, partition: int | None = None, uuid: str = "",
-        timeout: float = PATIENCE_S,
-    ) -> _Messages:  # fmt: skip
-        """Return the oldest dead letters of a stream, or of one of its consumers, with the messages they refer to.
-
-        `message.dead` says why each is one, and has the offset of the message in the stream; `message.offset` is that
-        of the letter in `NAME.dead`. They stay. Raises StreamError.
-        """
-        check_address(name)
-        check_whole("limit", limit, 1)
-        return await dead_letters_of(self._stores, name, consumer, limit, uuid, partition, timeout)
-
-    async def redrive(
-        self, name: str, consumer: str, *, offset: int | Iterable[int] | None = None, limit: int | None = None,
-        partition: int | None = None, uuid: str = "", timeout: float = PATIENCE_S,
-    ) -> RedriveInfo:  # fmt: skip
-        """Deliver the messages of a consumer's dead letters to its workers again, and delete the letters.
-
-        Their deliveries are counted from 0 again, so a message that still fails becomes a dead letter once more.
-
-        Args:
-            offset: redrive only the letters of the messages at these offsets of the stream, or of its `partition`.
-            limit: redrive at most this many letters, the oldest first. Without it, all that exist now.
-
-        Raises:
-            StreamError: the stream or the consumer does not exist, or its store did not answer. Some letters may have
-                been redriven. Call again: no message is lost, and one that waits already is not delivered twice.
-        """
-        check_address(name)
-        check_cluster(consumer)
-        if limit is not None:
-            check_whole("limit", limit, 1)
-        offsets = {offset} if isinstance(offset, int) else set(() if offset is None else offset)
-        if offset is not None and not offsets:
-            return RedriveInfo(0)
-        return await redrive_in_each(
-            self._stores, name, consumer, offsets, limit, uuid, partition, timeout
-        )
-
     # -- copies ----------------------------------------------------------------------------------------------
 
     def mirror(
@@ -750,19 +389,6 @@ class Streams:
             self._stores, source, name, follow=follow, limits=limits, uuid=uuid, patience=patience
         )  # fmt: skip
 
-    async def promote(
-        self, name: str, *, record: bool = True, uuid: str = "", timeout: float = 10.0
-    ) -> StreamInfo:
-        """Turn a copy into an independent stream that continues at its next offset; no more is copied into it.
-
-        It accepts appends from then on and, with `record`, records in the local site the topic or cluster that its
-        source recorded. Messages of the source that were not copied yet are not in it and cannot be added later.
-        Calling it again changes nothing. Raises StreamError.
-        """
-        return await redefine(
-            self._stores, name, uuid, lambda definition: promoted(name, definition, record), timeout
-        )
-
     # -- life ------------------------------------------------------------------------------------------------
 
     async def finish(self) -> None:
@@ -786,8 +412,3 @@ class Streams:
                     self._logs.clear()
                 self._logs[name, uuid, partition] = known
         return known
-
-
-def _in_list(info: StreamInfo) -> tuple[str, int, str]:
-    name = split_partition(info.name)[0] if info.parent else info.name
-    return name, info.partition, info.uuid
