@@ -132,10 +132,15 @@ class Streams(Management):
                 number = target.choose(partition, key, message_id, expect, len(data))
                 target = target.appender(number)
                 name, uuid = target.name, target.uuid
-        extras = await make_extras(
-            self._stores, name, uuid, key=key, ttl=ttl, deliver_at=deliver_at, tombstone=tombstone, timeout=timeout,
-            message_id=message_id,
-        )  # fmt: skip
+        try:
+            extras = await make_extras(
+                self._stores, name, uuid, key=key, ttl=ttl, deliver_at=deliver_at, tombstone=tombstone, timeout=timeout,
+                message_id=message_id,
+            )  # fmt: skip
+        except StreamUnavailable as err:
+            if not err.may_have_run:
+                raise
+            raise self._targets.not_found(name, asked) from err  # only the stream was looked up
         if expect is not None:
             offset = await append_expecting(
                 self._stores, name, uuid, data, headers, packed, extras, expect, timeout

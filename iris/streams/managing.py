@@ -219,7 +219,8 @@ class Management:
         await delete_stream(self._stores, name, uuid, timeout)
 
     async def share_keys(self, *, timeout: float = 10.0) -> _Infos:
-        """Share every stream with all keys this keyring has for it now; return the streams that lacked one.
+        """Share every stream with all keys this keyring has for it now; return the streams that lacked one, or that
+        were changed since without it.
 
         Call it after `iris key add` and `iris key promote`: from then on streams record under the new key too.
         Raises StreamError.
@@ -228,8 +229,8 @@ class Management:
         changed = []
         for stream in await list_streams(self._stores, timeout):
             info = stream_info(stream)
-            wanted = {key.key_id.hex() for key in keys_of(self._stores, stream.order.definition)}
-            if not stream.dead and not wanted <= set(info.key_ids):
+            wanted = {key.key_id for key in keys_of(self._stores, stream.order.definition)}
+            if not stream.dead and not wanted <= stream.current_keys:
                 left_s = seconds_left(until_s)
                 changed.append(
                     await redefine(self._stores, info.name, info.uuid, lambda d: d, left_s)

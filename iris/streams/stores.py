@@ -109,6 +109,16 @@ class VerifiedStream(msgspec.Struct, frozen=True):
         return max(revisions)
 
     @property
+    def current_keys(self) -> set[bytes]:
+        """Ids of the keys that have the order in force. A change by a client without a key leaves that key behind."""
+        revisions: dict[bytes, int] = {}
+        for signed in self.described.orders:
+            with contextlib.suppress(DecodeError):
+                order = decode_order(signed.order)
+                revisions[order.key_id] = order.revision
+        return {key_id for key_id, revision in revisions.items() if revision == self.revision}
+
+    @property
     def dead(self) -> bool:
         """Whether it holds the dead letters of the stream that its order defines."""
         return self.described.uuid == dead_uuid(self.order.uuid)
@@ -319,7 +329,11 @@ class Stores:
         base = check_address(name)[1].removesuffix(DEAD)
         for_cluster = self.runtime.keyring.for_cluster
         of, number = split_partition(base)
-        keys = tuple(dict.fromkeys(for_cluster(base) + for_cluster(of))) if number else for_cluster(base)  # fmt: skip
+        keys = for_cluster(of if number else base)
+        if number:  # an older stream may be named like a partition, and have keys of its own
+            own = for_cluster(base)
+            keys = own + keys if base in self.runtime.keyring.entries() else keys + own
+            keys = tuple(dict.fromkeys(keys))
         if not keys:
             raise KeyringError(
                 f"the keyring has no key for stream {name!r} and no default key; run `iris key add {of}`"

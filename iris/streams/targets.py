@@ -50,12 +50,16 @@ class Targets:
                     await self._look_again(name, uuid)
                     target = self.known.get((name, uuid), target)
         except TimeoutError:
-            cause = self._stores.runtime.away_text(timeout, time.monotonic())
-            detail = f"it could not be looked up within {timeout:g} s{cause}; nothing was sent{self._stores.starting_hint}"
-            raise StreamUnavailable(name, detail) from None
+            raise self.not_found(name, timeout) from None
         if partition and not isinstance(target, Spread):
             raise ConfigError(NO_PARTITIONS.format(name=name, partition=partition))
         return target, seconds_left(until_s)
+
+    def not_found(self, name: str, asked: float) -> StreamUnavailable:
+        """Return the error of an append that did not find the stream within its timeout of `asked` seconds."""
+        cause = self._stores.runtime.away_text(asked, time.monotonic())
+        detail = f"it could not be looked up within {asked:g} s{cause}; nothing was sent{self._stores.starting_hint}"
+        return StreamUnavailable(name, detail)
 
     async def finish(self) -> None:
         """Wait until every append has finished."""

@@ -227,6 +227,28 @@ SABOTAGES = (
         "the order with the latest time stays in force forever",
     ),
     Sabotage(
+        "partition-removed",
+        "relay/store/authority.py",
+        "_check_fixed_fields",
+        "definition.partitions[: len(old.partitions)] != old.partitions",
+        "False",
+        (
+            "tests/integration/test_partitions.py::test_a_store_keeps_a_stream_that_loses_a_partition_as_it_is",
+        ),
+        "a change takes a partition, and its messages, from a stream",
+    ),
+    Sabotage(
+        "partition-key",
+        "iris/streams/stores.py",
+        "Stores.keys",
+        "own + keys if base in self.runtime.keyring.entries() else keys + own",
+        "own + keys",
+        (
+            "tests/integration/test_partitions_bad_input.py::test_after_a_rotation_all_partitions_are_sealed_with_the_new_key",
+        ),
+        "after a rotation, partitions are still sealed with the old key",
+    ),
+    Sabotage(
         "create-uuid",
         "relay/store/calls.py",
         "Calls._on_create",
