@@ -8,10 +8,10 @@ import itertools
 import os
 import socket
 import time
-from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
+from iris.broadcasts import Broadcasts
 from iris.cancelling import Cancelling
 from iris.core import faults
 from iris.core.bundle import Headers
@@ -22,6 +22,7 @@ from iris.deadlines import HANDLED
 from iris.describing import DESCRIBE, PING, Description, describe_handlers, library_version
 from iris.errors import ConfigError
 from iris.handlers import ArgumentError, Deferred, Expired, Handler, Request, encode_reply, stopping
+from iris.inbox import Inbox
 from iris.logs import logger
 from iris.loop_watch import times_held
 from iris.losses import LossLog
@@ -36,39 +37,6 @@ from iris.tunnel import EndOfTunnel, Tunnel
 from iris.wire.kinds import PUSH, SURVEY, TUNNEL_OPEN, Kind, Refusal
 
 log = logger("iris.service")  # the documented name of this logger
-
-
-class _Inbox:
-    """Queued deliveries of one kind with a coroutine handler, and the workers (tasks) that run them."""
-
-    __slots__ = (
-        "answered", "assigned", "cancelling", "handler", "idle", "queue", "queued_bytes", "tallies", "tally", "timed",
-        "workers",
-    )  # fmt: skip
-
-    def __init__(self, handler: Handler, *, answered: bool, cancelling: Cancelling | None) -> None:
-        self.handler = handler
-        self.cancelling = cancelling
-        """Deliveries whose handlers are cancelled when their callers leave; None if all run to their end."""
-        self.answered = answered
-        """Whether callers wait for an answer, so that their deadlines limit what the handler calls."""
-        self.queue: deque[Delivery] = deque()
-        self.queued_bytes = 0
-        """Size of all deliveries that have not been finished."""
-        self.assigned: set[Delivery] = set()
-        """Deliveries assigned to a worker that has not started on them."""
-        self.idle: list[asyncio.Future[Delivery]] = []
-        """Workers without a delivery: each waits for the next one on its future."""
-        self.workers: set[asyncio.Task[None]] = set()
-        self.tallies = handler.tallies if isinstance(handler, Methods) else {"": Tally()}
-        """Method -> counts and times of its handler."""
-        self.tally = Tally() if isinstance(handler, Methods) else self.tallies[""]
-        """Counts and times of the handler; of all methods together if it has several."""
-        self.timed = self.tally.timing(handler.function)
-
-    def tally_of(self, message: Message) -> Tally:
-        """Return the counts of the handler of a message."""
-        return self.tallies.get(message.method, self.tally)
 
 
 class ServiceBinding:
@@ -99,7 +67,7 @@ class ServiceBinding:
             for kind, handler in service.handlers.items()
         }
         self._inboxes = {
-            int(k): _Inbox(
+            int(k): Inbox(
                 h,
                 answered=k in _ANSWERED,
                 cancelling=Cancelling(service.handlers[k]) if service.handlers[k].cancels else None,
@@ -107,15 +75,16 @@ class ServiceBinding:
             for k, h in handlers.items()
             if k in _ANSWERED or k == Kind.PUSH
         }
-        self._casts: deque[tuple[list[Message], int]] = deque()
-        self._cast_bytes = 0
-        self._cast_worker: asyncio.Task[None] | None = None
+        self._broadcasts = Broadcasts(
+            service.name, handlers.get(Kind.BROADCAST), self._limits.queue_bytes,
+            began=self._began, done=self.done, failed=self._failed, dropped=self._drop_casts,
+        )  # fmt: skip
+        self.broadcast = self._broadcasts.run
         self._tunnels: set[asyncio.Task[None]] = set()
         self._quiet = asyncio.Event()
         """Set when `running` becomes 0."""
         self._stop_by_s: float | None = None
         """Set by `stop`: the loop time until which it waits for cancelled tasks."""
-        self._broadcast_handler = handlers.get(Kind.BROADCAST)
         self._tunnel_handler = handlers.get(Kind.TUNNEL_OPEN)
         self.on_gap: Callable[[Lost], object] | None = None
         """Handler of losses."""
@@ -132,14 +101,16 @@ class ServiceBinding:
     @property
     def queued_bytes(self) -> int:
         """Bytes that are queued or running."""
-        return self._cast_bytes + sum(inbox.queued_bytes for inbox in self._inboxes.values())
+        return self._broadcasts.queued_bytes + sum(
+            inbox.queued_bytes for inbox in self._inboxes.values()
+        )
 
     # -- what the session calls ------------------------------------------------------------------------------
 
     @property
     def expects_broadcasts(self) -> bool:
         """Whether the service has a handler for broadcasts or gaps, so that missing broadcasts are reported."""
-        return self._broadcast_handler is not None or self.on_gap is not None
+        return self._broadcasts.handler is not None or self.on_gap is not None
 
     def admit(self, kind: int, size: int) -> Refusal | None:
         """Return the reason to refuse a message of `size` bytes before it is opened, or None to accept it."""
@@ -239,7 +210,7 @@ class ServiceBinding:
         return Description(
             _member_id(delivery), service.name, service.version, service.description,
             describe_handlers(service, self._provided, tally_of), self.running - 1,
-            sum(len(inbox.queue) + len(inbox.assigned) for inbox in inboxes.values()) + len(self._casts),
+            sum(len(inbox.queue) + len(inbox.assigned) for inbox in inboxes.values()) + len(self._broadcasts),
             time.monotonic() - self._served_since_s, library_version(), socket.gethostname(), os.getpid(), self.queued_bytes,
             dropped_messages(self._runtime), times_held(self.loop, service.name),
         )  # fmt: skip
@@ -256,30 +227,6 @@ class ServiceBinding:
         """Answer a request to exactly this member, which has no handler for requests."""
         detail = f"this member of {self.service.name} does not serve requests"
         self.answer_error(delivery, detail, may_have_run=False)
-
-    def broadcast(self, messages: list[Message], size: int) -> None:
-        """Run broadcasts in order.
-
-        For a coroutine handler there is one queue, which drops new bundles while it is full.
-        """
-        handler = self._broadcast_handler
-        if handler is None:
-            return
-        if self._stop_by_s is not None:
-            self._drop_casts(messages, "member stopped")
-        elif not handler.is_coroutine:
-            for message in messages:
-                self._cast(handler, message)
-        elif self._casts and self._cast_bytes + size > self._limits.queue_bytes:
-            self._drop_casts(messages, "slow member")
-        else:
-            self._casts.append((messages, size))
-            self._cast_bytes += size
-            self.running += 1
-            if self._cast_worker is None:
-                self._cast_worker = self.loop.create_task(
-                    self._work_casts(handler), name=f"iris-{self.service.name}-casts"
-                )
 
     def tunnel(self, end: TunnelEnd) -> None:
         """Start the tunnel handler for a new tunnel."""
@@ -299,31 +246,7 @@ class ServiceBinding:
 
     # -- running ---------------------------------------------------------------------------------------------
 
-    def _cast(self, handler: Handler, message: Message) -> None:
-        try:
-            handler.function(handler.convert(message))
-        except (Exception, asyncio.CancelledError) as err:
-            self._failed("broadcast handler", handler, err)
-
-    async def _work_casts(self, handler: Handler) -> None:
-        try:
-            while self._casts:
-                messages, size = self._casts.popleft()
-                for message in messages:
-                    try:
-                        await handler.function(handler.convert(message))
-                    except (Exception, asyncio.CancelledError) as err:
-                        if stopping():
-                            raise
-                        self._failed("broadcast handler", handler, err)
-                    if stopping():
-                        return
-                self._cast_bytes -= size
-                self.done()
-        finally:
-            self._cast_worker = None
-
-    async def _work(self, inbox: _Inbox, delivery: Delivery) -> None:
+    async def _work(self, inbox: Inbox, delivery: Delivery) -> None:
         handler, cancelling = inbox.handler, inbox.cancelling
         task = asyncio.current_task()
         assert task is not None
@@ -388,6 +311,9 @@ class ServiceBinding:
         finally:
             self.done()
 
+    def _began(self) -> None:
+        self.running += 1
+
     def done(self) -> None:
         """Count one running delivery, bundle or tunnel less."""
         self.running -= 1
@@ -429,10 +355,9 @@ class ServiceBinding:
             *self._tunnels,
             *(task for inbox in self._inboxes.values() for task in inbox.workers),
         ]
-        if self._cast_worker is not None:
-            tasks.append(self._cast_worker)
         for task in tasks:
             task.cancel()
+        tasks += self._broadcasts.stop()
         self._give_up_queued()
         if tasks:
             left_s = max(0.0, self._stop_by_s - self.loop.time())
@@ -442,7 +367,7 @@ class ServiceBinding:
         self._log.end()
 
     def _give_up_queued(self) -> None:
-        """Answer deliveries that no worker has started with an error, and drop queued broadcasts."""
+        """Answer deliveries that no worker has started with an error."""
         for inbox in self._inboxes.values():
             given_up = [*inbox.assigned, *inbox.queue]
             inbox.assigned.clear()
@@ -456,11 +381,6 @@ class ServiceBinding:
                 )
             if given_up:
                 self._runtime.count_dropped("member stopped", len(given_up))
-        while self._casts:
-            messages, size = self._casts.popleft()
-            self._cast_bytes -= size
-            self._drop_casts(messages, "member stopped")
-            self.done()
 
     def _drop_casts(self, messages: list[Message], cause: str) -> None:
         """Count and report dropped broadcasts, which are of one sender."""

@@ -1,0 +1,93 @@
+"""Broadcasts to a service. They run in order; a coroutine handler has one queue, limited in bytes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+from iris.core.message import Message
+from iris.handlers import Handler, stopping
+
+
+class Broadcasts:
+    """Runs the broadcasts to a service, and drops those for which there is no room."""
+
+    def __init__(
+        self, service: str, handler: Handler | None, limit_bytes: int, *, began: Callable[[], None], done: Callable[[], None],
+        failed: Callable[[str, Handler, BaseException], None], dropped: Callable[[list[Message], str], None],
+    ) -> None:  # fmt: skip
+        """`began` and `done` are called for each bundle that is queued, `failed` with what the handler raised, and
+        `dropped` with messages and why they are dropped.
+        """
+        self.handler = handler
+        self.queued_bytes = 0
+        """Size of the bundles that have not been finished."""
+        self._service = service
+        self._limit_bytes = limit_bytes
+        self._began = began
+        self._done = done
+        self._failed = failed
+        self._dropped = dropped
+        self._loop = asyncio.get_running_loop()
+        self._queue: deque[tuple[list[Message], int]] = deque()
+        self._worker: asyncio.Task[None] | None = None
+        self._stopped = False
+
+    def __len__(self) -> int:
+        """Return how many bundles are queued."""
+        return len(self._queue)
+
+    def run(self, messages: list[Message], size: int) -> None:
+        """Run the broadcasts of one bundle, or queue them. If the queue is full, they are dropped."""
+        handler = self.handler
+        if handler is None:
+            return
+        if self._stopped:
+            self._dropped(messages, "member stopped")
+        elif not handler.is_coroutine:
+            for message in messages:
+                try:
+                    handler.function(handler.convert(message))
+                except (Exception, asyncio.CancelledError) as err:
+                    self._failed("broadcast handler", handler, err)
+        elif self._queue and self.queued_bytes + size > self._limit_bytes:
+            self._dropped(messages, "slow member")
+        else:
+            self._queue.append((messages, size))
+            self.queued_bytes += size
+            self._began()
+            if self._worker is None:
+                self._worker = self._loop.create_task(
+                    self._work(handler), name=f"iris-{self._service}-casts"
+                )
+
+    def stop(self) -> list[asyncio.Task[None]]:
+        """Cancel the handler, and drop what is queued and what comes. Return the tasks that end now."""
+        self._stopped = True
+        if self._worker is not None:
+            self._worker.cancel()
+        while self._queue:
+            messages, size = self._queue.popleft()
+            self.queued_bytes -= size
+            self._dropped(messages, "member stopped")
+            self._done()
+        return [] if self._worker is None else [self._worker]
+
+    async def _work(self, handler: Handler) -> None:
+        try:
+            while self._queue:
+                messages, size = self._queue.popleft()
+                for message in messages:
+                    try:
+                        await handler.function(handler.convert(message))
+                    except (Exception, asyncio.CancelledError) as err:
+                        if stopping():
+                            raise
+                        self._failed("broadcast handler", handler, err)
+                    if stopping():
+                        return
+                self.queued_bytes -= size
+                self._done()
+        finally:
+            self._worker = None
