@@ -301,7 +301,7 @@ class Streams(Management):
             name, uuid = await self._log(name, uuid, partition, timeout)
         stream, offset = await start_offset(self._stores, name, uuid, at, patience=timeout)
         if partition is None:
-            check_whole_stream(name, len(stream.order.definition.partitions) + 1, "an offset")
+            check_whole_stream(name, len(stream.order.definition.partitions) + 1, "find")
         return offset
 
     async def fetch(
@@ -341,7 +341,7 @@ class Streams(Management):
             self._openers[name, fetched.uuid] = opener
             self._stores.openers.add(opener)
         if partition is None and opener.stream is not None:
-            check_whole_stream(name, len(opener.stream.order.definition.partitions) + 1, "a page")
+            check_whole_stream(name, len(opener.stream.order.definition.partitions) + 1, "fetch")
         return StreamPage(fetched, opener)
 
     def consumer(

@@ -202,7 +202,7 @@ async def append_expecting(
             outcome.value,
         )
     raise StreamError(
-        name, f"the store did not store it (status {outcome.status}); append it again"
+        name, f"the store did not store the message (status {outcome.status}); append it again"
     )
 
 

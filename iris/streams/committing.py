@@ -114,7 +114,7 @@ async def commit_partitions(
                 done.first, done.next, done.replayed or planned != Planned(batch, parts)
             )
     raise StreamError(
-        name, f"writer {writer!r} commits other batches than {batch} at the same time, so nothing was committed"
+        name, f"another process commits other batches of writer {writer!r} at the same time, so batch {batch} was not committed; let one process commit"
     )  # fmt: skip
 
 
@@ -209,7 +209,7 @@ def _parts(name: str, attempts: Sequence[StagedAttempt]) -> list[PlannedPart]:
         # A plan whose part a store refuses could never be completed.
         if size > COMMIT_BYTES:
             raise StreamError(
-                name, f"the batch has {size} bytes in partition {partition}; at most {COMMIT_BYTES} are allowed. Split it"
+                name, f"the batch has {size} bytes in partition {partition}; at most {COMMIT_BYTES} are allowed. Split the batch"
             )  # fmt: skip
     return [PlannedPart(partition, found[partition]) for partition in sorted(found)]
 
@@ -247,7 +247,7 @@ def _checked(call: T, count: int, limit: int) -> T:
     size = len(encode(call))
     if count > MAX_ATTEMPTS or size > limit:
         raise MessageTooLarge(
-            f"{count} attempts in {size} bytes are over the limit of {MAX_ATTEMPTS} attempts and {limit} bytes a call"
+            f"{count} attempts ({size} bytes) are over the limit of a call, {MAX_ATTEMPTS} attempts and {limit} bytes; stage fewer attempts"
         )
     return call
 
@@ -258,5 +258,5 @@ def _attempt_ids(name: str, attempts: Sequence[StagedAttempt]) -> list[bytes]:
     except ValueError as err:
         raise StreamError(name, f"each attempt must be 32 hex digits: {err}") from err
     if any(len(one) != 16 for one in ids) or len(set(ids)) < len(ids):
-        raise StreamError(name, "each attempt must be 32 hex digits and be named once")
+        raise StreamError(name, "each attempt must be 32 hex digits, and must not be listed twice")
     return ids

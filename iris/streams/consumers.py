@@ -65,7 +65,9 @@ async def change_in_each(
     stores: Stores, name: str, call: ChangeConsumer, uuid: str, timeout: float
 ) -> ConsumerInfo:
     """Change a consumer in every partition that has it; return its state. Raises StreamError."""
-    answers = await _where_it_is(stores, name, uuid, call, Consumers, timeout, "is not changed")
+    answers = await _where_it_is(
+        stores, name, uuid, call, Consumers, timeout, "could not be changed"
+    )
     return summed([answer.consumers[0] for answer in answers])
 
 
@@ -74,7 +76,9 @@ async def delete_in_each(
 ) -> None:
     """Delete a consumer from every partition that has it. Raises StreamError."""
     call = DeleteConsumer(consumer)
-    await _where_it_is(stores, name, uuid, call, Settled, timeout, "still has it")
+    await _where_it_is(
+        stores, name, uuid, call, Settled, timeout, "could not be reached to delete it"
+    )
 
 
 async def dead_letters_of(
@@ -105,7 +109,7 @@ async def redrive_in_each(
     layout = await find_layout(stores, name, uuid, timeout=timeout)
     if offsets and partition is None and len(layout) > 1:
         raise StreamError(
-            name, f"it has {len(layout)} partitions, each with its own offsets; name one with partition="
+            name, f"it has {len(layout)} partitions, each with its own offsets; pass partition="
         )  # fmt: skip
     logs = [layout.log(n) for n in (range(len(layout)) if partition is None else (partition,))]
     done = RedriveInfo(0)
@@ -152,7 +156,7 @@ async def _in_each(
     if away:
         first = next(iter(away.values()))
         raise StreamUnavailable(
-            layout.name, f"{numbered(away)} {otherwise}; try again when the store is back ({first})", may_have_run=True
+            layout.name, f"{numbered(away)} {otherwise}; try again when their store is back ({first})", may_have_run=True
         ) from first  # fmt: skip
     return found
 

@@ -144,7 +144,7 @@ def joins(found: VerifiedStream, durability: str) -> bool:
     if found.described.holder and durability == "disk":
         raise StreamError(
             found.name,
-            "it is in a bucket and cannot go back to the disk of one store; copy it to another stream with `iris stream mirror`",
+            "it is in a bucket, and cannot go back to a disk; copy it to another stream with `iris stream mirror`",
         )
     return durability == "bucket" and not found.described.holder
 
@@ -160,7 +160,7 @@ async def _bucket_to_join(stores: Stores, found: VerifiedStream, until_s: float)
             public_id(found.order.store).hex(), key, FindStore(), StoreInfo, timeout=left_s, shown=name, own=True
         )  # fmt: skip
         if info.forces and not info.group:
-            away = StreamUnavailable(name, f"the store on {label} has a bucket and cannot use it now; read its log")  # fmt: skip
+            away = StreamUnavailable(name, f"the store on {label} cannot use its bucket now; its log says why")  # fmt: skip
             away.passing = True
             raise away
         return info

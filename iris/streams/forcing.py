@@ -28,7 +28,9 @@ async def force_stream(stores: Stores, name: str, to: str, uuid: str, timeout: f
     until_s = time.monotonic() + timeout
     site, base = split_site(name)
     if site:
-        raise ConfigError(f"stream {name!r} is at site {site!r}; run this at a relay of that site")
+        raise ConfigError(
+            f"stream {name!r} is at site {site!r}; run this with a relay of that site"
+        )
     if base.endswith(DEAD):
         raise StreamError(name, f"dead letters move with their stream; move {base.removesuffix(DEAD)!r}")  # fmt: skip
     target = chosen(to, await with_buckets(stores, name, until_s))
@@ -44,7 +46,7 @@ async def force_stream(stores: Stores, name: str, to: str, uuid: str, timeout: f
     found = await stores.retry(name, uuid, find, timeout=seconds_left(until_s), asked=timeout)
     lost, order = _one(stores, name, uuid, found.streams)
     if order.definition.partitions or order.definition.parent:
-        raise StreamError(name, "it is a partition, and cannot be made again of its copy, because its stream names it by its uuid; give such streams the durability 'bucket'")  # fmt: skip
+        raise StreamError(name, "a stream with several partitions cannot be restored from copies, because it lists its partitions by their uuids; create such streams with durability 'bucket'")  # fmt: skip
     log = lost.uuid.hex()
     holders = await stores.holders(
         name, [key.key_id for key in keys], timeout=seconds_left(until_s)
@@ -53,7 +55,7 @@ async def force_stream(stores: Stores, name: str, to: str, uuid: str, timeout: f
         if lost.store == target.key and order.definition.origins:  # it was made before
             return await _described(stores, name, log, until_s, timeout)
         raise StreamError(
-            name, f"the store on {lost.label} has it and can be reached, so it is not moved by force; stop that store first, if its disk is lost"
+            name, f"the store on {lost.label} has it and can be reached, so it is not moved by force; if its disk is lost, stop that store first"
         )  # fmt: skip
     definition = order.definition.made_again(lost.uuid)
     made = os.urandom(16)
@@ -86,7 +88,7 @@ def _one(
             signed.append((lost, latest))
     if not signed:
         detail = f"the bucket has no copy of it under your keys{f' as log {uuid}' if uuid else ''}"
-        raise NoStream(name, f"{detail}; a stream with durability 'bucket' needs no copy: another store takes it over by itself")  # fmt: skip
+        raise NoStream(name, f"{detail}; if its durability is 'bucket', there is no copy, because another store takes it over by itself")  # fmt: skip
     if len(signed) > 1:
         listed = " or ".join(f"uuid={lost.uuid.hex()} of {lost.label}" for lost, _ in signed)
         raise AmbiguousStream(name, f"the bucket has {len(signed)} copies of this name; choose {listed}")  # fmt: skip

@@ -88,7 +88,7 @@ class StreamInfo(Struct, frozen=True):
     parent: str = ""
     """For partition 1 and up: the uuid of the stream, which is that of partition 0."""
     joining_bytes: int | None = None
-    """Bytes that the bucket was given so far of a stream that is to join it; None if it is not to."""
+    """For a stream that is joining the bucket: bytes that were uploaded so far; else None."""
 
 
 async def list_streams(stores: Stores, timeout: float) -> list[VerifiedStream]:
@@ -118,8 +118,8 @@ def stray(stream: VerifiedStream, streams: Iterable[VerifiedStream]) -> str:
         if other.order.uuid == definition.parent and not other.dead:
             if stream.order.uuid in other.order.definition.partitions:
                 return ""
-            return "it is not used: it was not made a partition of its stream, so it can be deleted"
-    return "partition 0 of its stream is not there: its store is away, or the stream was deleted"
+            return "it is not used: it was created as a partition, and its stream does not list it; it can be deleted"
+    return "partition 0 of its stream was not found: its store is away, or the stream was deleted"
 
 
 async def _list_store(

@@ -29,10 +29,9 @@ from iris.errors import (
     StreamUnavailable,
 )
 from iris.streams.definitions import make_stream
-from iris.streams.partitions import check_whole_stream
 from iris.streams.stores import PAUSE_MAX_S, PAUSE_MIN_S, Stores, VerifiedStream
 from iris.wire.codec import END
-from iris.wire.orders import DEAD, Definition, Origin, check_definition
+from iris.wire.orders import DEAD, Definition, Origin, check_definition, partition_name
 from iris.wire.streams import (
     HOLES,
     MAX_COPY_ITEMS,
@@ -158,7 +157,7 @@ class Mirror:
         if source_next < copy_next:  # another mirror may have written since: ask again
             source_next = (await self._describe(source.described.uuid.hex())).described.next
         if source_next < copy_next:
-            detail = f"it ends at offset {source_next}, before its copy {self.name} at {copy_next}: the source has lost messages; mirror it under another name"
+            detail = f"it ends at offset {source_next}, and its copy {self.name} ends later, at {copy_next}, so the source has lost messages; mirror it under another name"
             raise StreamError(self.source, detail)
         self._source_uuid, self._copy_uuid = source.described.uuid, copy.described.uuid
         self.next, self.source_next = copy_next, source_next
@@ -171,7 +170,12 @@ class Mirror:
             raise ConfigError(
                 f"source: {self.source!r} holds dead letters, which are not copied; mirror {self.source.removesuffix(DEAD)!r}"
             )
-        check_whole_stream(self.source, len(stream.order.definition.partitions) + 1, "a mirror")
+        if count := len(stream.order.definition.partitions):
+            raise StreamError(
+                self.source,
+                f"it has {count + 1} partitions, and a mirror copies one log; mirror the partitions from "
+                f"{partition_name(self.source, 1)!r} on (partition 0 cannot be mirrored)",
+            )
         return stream
 
     def _copy_definition(self, source: VerifiedStream) -> Definition:

@@ -31,8 +31,8 @@ async def move_stream(stores: Stores, name: str, to: str, uuid: str, timeout: fl
         raise StreamError(
             name,
             f"it is on the disk of the store on {found.described.label} and cannot be moved; only a stream in a bucket "
-            "can (`iris stream create --durability bucket`). If that store is gone, its copy in a bucket can be served "
-            "(`iris stream move --force`)",
+            "can (`iris stream change --durability bucket`). If that store is gone, restore the stream from its copy in the "
+            "bucket (`iris stream move --force`)",
         )
     there = [
         one for one in await with_buckets(stores, name, until_s) if one.group == found.order.store
@@ -60,7 +60,8 @@ async def move_stream(stores: Stores, name: str, to: str, uuid: str, timeout: fl
         await stores.retry(name, log, take, timeout=seconds_left(until_s), asked=timeout)
     except NoStream as err:
         raise StreamUnavailable(
-            name, f"the store on {target.label} has just gone; the stream stays where it was"
+            name,
+            f"the store on {target.label} has just gone away, so the stream stays where it was; try again",
         ) from err
     # Our relay learns of the new holder within milliseconds.
     while True:
@@ -73,7 +74,7 @@ async def move_stream(stores: Stores, name: str, to: str, uuid: str, timeout: fl
         if time.monotonic() >= until_s:
             raise StreamUnavailable(
                 name,
-                f"the store on {target.label} has taken it, and the relay has not heard of it yet",
+                f"the stream was moved to the store on {target.label}, but the relay does not know that yet; try again",
             )
         await asyncio.sleep(LOOK_S)
 
@@ -107,9 +108,9 @@ def chosen(to: str, there: list[StoreInfo], holder: bytes = b"") -> StoreInfo:
     if not named and len(to) >= 4:
         named = [one for one in there if public_id(one.key).hex().startswith(to.lower())]
     if len(named) > 1:
-        raise ConfigError(f"to: {len(named)} stores of the bucket are called {to!r}; name the id: {advice}")  # fmt: skip
+        raise ConfigError(f"to: {to!r} means {len(named)} stores of the bucket; give the id: {advice}")  # fmt: skip
     if not named:
         raise ConfigError(f"to: no store of {bucket} is called {to!r}; {advice}")
     if named[0].key == holder:
-        raise ConfigError(f"to: the store {to!r} has the stream already; {advice}")
+        raise ConfigError(f"to: the stream is at the store {to!r} already; {advice}")
     return named[0]

@@ -126,7 +126,7 @@ def layout_of(stores: Stores, name: str, stream: VerifiedStream) -> Layout:
             ):
                 raise StreamError(
                     name,
-                    f"partitions were added to it under key {other.key_id.hex()[:8]}, which is not in this keyring; add that key",
+                    f"partitions were added to it under key {other.key_id.hex()[:8]}, which is not in this keyring; add that key to the keyring",
                 )
     uuids = (order.uuid, *order.definition.partitions)
     if key is None and len(uuids) > 1:  # an order was verified, so the keyring has changed since
@@ -143,11 +143,11 @@ async def find_layout(stores: Stores, name: str, uuid: str, *, timeout: float) -
 
 
 def check_whole_stream(name: str, partitions: int, what: str) -> None:
-    """Raise StreamError if a stream has several partitions, and `what` works on one of them."""
+    """Raise StreamError if a stream has several partitions. `what` says which call works on one of them."""
     if partitions > 1:
         raise StreamError(
             name,
-            f"it has {partitions} partitions, and {what} is of one of them; name it, such as {partition_name(name, 1)!r} or partition=0",
+            f"it has {partitions} partitions, and `{what}` works on one; name it, such as partition=0",
         )
 
 
@@ -204,7 +204,10 @@ async def add_partitions(
         if has == count:
             return found
         if definition.parent or found.dead:
-            raise StreamError(name, "only a whole stream can get partitions")
+            raise StreamError(
+                name,
+                "it is a partition or a stream of dead letters, and these have no partitions; name the whole stream",
+            )
         check_partitioned(structs.replace(definition, partitions=()), count)
         bucket = bool(found.described.holder)
         there = await site_stores(stores, name, until_s, bucket=bucket)
@@ -279,7 +282,7 @@ async def site_stores(
     if there and not able:
         old = listed([one.label for one in there])
         raise StreamUnavailable(
-            name, f"the stores cannot keep partitions, because they are of an earlier version: upgrade those on {old}"
+            name, f"all stores that answer are of a version without partitions; upgrade those on {old}"
         )  # fmt: skip
     if bucket:
         groups = Counter(one.group for one in able if one.group)
@@ -397,7 +400,7 @@ async def redefine_all(
     if left:
         first = next(iter(left.values()))
         raise StreamError(
-            name, f"it is changed, except for {numbered(left)}; repeat the change when the store is back ({first})"
+            name, f"the change did not reach {numbered(left)}; repeat it when their store is back ({first})"
         ) from first  # fmt: skip
     return info
 
@@ -428,7 +431,7 @@ async def delete_stream(stores: Stores, name: str, uuid: str, timeout: float) ->
             "iris stream delete {} --uuid {} --yes".format(*layout.log(number)) for number in left
         )
         raise StreamError(
-            name, f"it is deleted, except for {numbered(left)}; when the store is back, run: {commands} ({first})"
+            name, f"the deletion did not reach {numbered(left)}; when their store is back, run: {commands} ({first})"
         ) from first  # fmt: skip
 
 

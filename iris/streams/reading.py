@@ -85,7 +85,7 @@ class Reader:
         """
         if self._parts is not None:
             raise StreamError(
-                self.name, "it has several partitions, each with its own offset; see reader.offsets"
+                self.name, "it has several partitions, each with its own offset; use reader.offsets"
             )
         return self._ready[0].offset if self._ready else self._at
 
@@ -246,7 +246,7 @@ class Reader:
                 f"partition {one}: {why}" for one, why in sorted(parts.missing.items())
             )
             raise StreamUnavailable(
-                self.name, f"all but {plural(len(parts.missing), 'partition')} were read to their ends. Missing are {away}"
+                self.name, f"{plural(len(parts.missing), 'partition')} could not be read, the others were read to their ends: {away}"
             ) from err  # fmt: skip
         parts.resume(number)
         self.high_water = sum(reader.high_water for reader in self._inner.values())

@@ -528,7 +528,7 @@ class Stores:
                 await done
         except TimeoutError:
             asked = "which stores exist" if name == STORES else "which store holds it"
-            detail = f"the relay did not answer within {wait_s:.3g} s {asked}"
+            detail = f"the relay did not say within {wait_s:.3g} s {asked}"
             raise ConnectionLost(name, detail, may_have_run=False) from None
         finally:
             session.unwatch(number)
@@ -580,7 +580,7 @@ class Stores:
             raise StreamUnavailable(
                 name,
                 "no store can write to a bucket now; start one with `iris relay --data DIR --bucket URL`, "
-                "or read the log of one that has a bucket",
+                "or look into the log of a store that has one",
             )
         return found
 

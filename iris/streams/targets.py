@@ -83,7 +83,7 @@ class Targets:
             if len(self._appenders) >= MAX_PRODUCERS:
                 raise StreamError(
                     name,
-                    f"this client already appends to {MAX_PRODUCERS} streams or partitions, its limit; use another client",
+                    f"this client already appends to {MAX_PRODUCERS} streams or partitions, which is the limit; use another client",
                 )
             appender = self._appenders[name, uuid] = Appender(
                 self._stores, name, uuid, lambda: self._look(name, uuid)

@@ -157,8 +157,8 @@ class Authority:
         if missing := [key_id.hex()[:8] for key_id in charter.orders if key_id not in orders]:
             raise Refuse(
                 "order",
-                f"a stream joins a bucket by orders of all its keys, and {', '.join(missing)} did not sign; use a keyring "
-                "that has all keys of the stream",
+                f"a stream can join a bucket only if all its keys sign the order, and {', '.join(missing)} did not; use a "
+                "keyring that has all keys of the stream",
             )
         return Charter(orders, tuple(orders))
 
@@ -230,7 +230,9 @@ class Authority:
             if action != MOVE and order.store not in self._stores:
                 raise Refuse("order", "the order is for another store")
             if (order.key_id, order.uuid, order.action) != (key_id, uuid, action):
-                raise Refuse("order", "the order is for another key, log or action")
+                raise Refuse(
+                    "order", "the order was signed for another key, log or action than this call"
+                )
             orders[key_id] = (order, one)
         if len({order.store for order, _ in orders.values()}) > 1:
             raise Refuse("order", "the orders of one stream must all be for the same store")

@@ -40,8 +40,8 @@ from relay.store.stream import Stream
 log = logging.getLogger(__name__)
 
 NEWER: Final = (
-    "the stream has several partitions, and this client would take one of them for the whole; upgrade the client to "
-    "one of wire minor 8 or newer"
+    "the stream has several partitions, and this client would read only one of them; upgrade the client to one of wire "
+    "minor 8 or newer"
 )
 
 
@@ -169,7 +169,7 @@ class Calls:
             raise Refuse("no-stream", f"this store has no stream under key {key_id.hex()[:8]}")
         if uuid != streams.NO_LOG and key_id != incoming.key_id:
             raise ChannelRefused(
-                "the call is addressed to another key than the one its caller signed with"
+                "the caller signed with another key than the one that the call is addressed to"
             )
         key = self._key_of(uuid)
         incoming.answer(self.channels.open(incoming, call, uuid, self._clock.elapsed_us, key))

@@ -351,7 +351,7 @@ class Catalogue:
         if len(self.streams) + count > MAX_STREAMS:
             raise Refuse(
                 "full",
-                f"this store has {plural(len(self.streams), 'stream')}, and {MAX_STREAMS} are the maximum; delete one, or use "
+                f"this store has {plural(len(self.streams), 'stream')}, and {MAX_STREAMS} is the limit; delete one, or use "
                 "another store",
             )
 

@@ -26,8 +26,8 @@ class _Mark(Struct):
 
     def __str__(self) -> str:
         return (
-            f"this log was moved by force while its store was gone: the store {self.store[:8]} on {self.label} has log "
-            f"{self.made} in its place. This one is kept and can be read by its uuid; delete it when you no longer need it"
+            f"the stream was moved by force while this store was gone: the store {self.store[:8]} on {self.label} has log "
+            f"{self.made} in its place. This log is kept and can be read by its uuid; delete it when you no longer need it"
         )
 
 
@@ -45,7 +45,7 @@ def read(path: str) -> str:
     except FileNotFoundError:
         return ""
     except (OSError, msgspec.DecodeError) as err:
-        return f"this log was moved by force while its store was gone, and its file {path}{SUFFIX} cannot be read: {err}"
+        return f"the stream was moved by force while this store was gone, and the file {path}{SUFFIX}, which says where, cannot be read: {err}"
 
 
 def remove(path: str) -> None:

@@ -50,7 +50,7 @@ class Forced:
             if isinstance(found, Refuse):
                 incoming.refuse(found.code, str(found))
             elif len(found) > streams.MAX_LISTED:
-                incoming.refuse("full", f"the bucket has {len(found)} copies of streams {name!r}; {streams.MAX_LISTED} are the maximum")  # fmt: skip
+                incoming.refuse("full", f"the bucket has {len(found)} copies of streams called {name!r}, and an answer can list {streams.MAX_LISTED}")  # fmt: skip
             else:
                 incoming.answer(streams.LostStreams(found))
 
@@ -74,7 +74,7 @@ class Forced:
 
     def _of(self, incoming: IncomingCall) -> Forcer:
         if incoming.name != self._address:
-            raise Refuse("order", "a call that makes a stream again must be addressed to the store itself")  # fmt: skip
+            raise Refuse("order", "a call that restores a stream from its copy must be addressed to the store itself")  # fmt: skip
         if self.forcer is None:
             raise Refuse("invalid", NO_BUCKET)
         return self.forcer

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 MAX_WAITING: Final = 64
 """Calls that wait for one stream to join."""
-BUSY: Final = "the stream is about to join the bucket; try again"
+BUSY: Final = "the stream is joining the bucket; try again when it has"
 
 PutInForce = Callable[[Stream, Charter, Done], None]
 """Puts a charter in force that is in the log, and then calls the last argument."""
@@ -43,7 +43,7 @@ def join(
     """Begin to bring a stream into the bucket; answer once it is there. Raises Refuse."""
     shelf = catalogue.shelf
     if shelf is None or shelf.joiner is None:
-        raise Refuse("leaving", "the store has just started, and does not use its bucket yet; try again")  # fmt: skip
+        raise Refuse("leaving", "the store has just started and has not opened its bucket yet; try again")  # fmt: skip
     charter = catalogue.authority.join(stream.charter, orders, stream.uuid, catalogue.clock.wall_us)
     there = catalogue.joins.get(stream.uuid)
     if isinstance(there, Join):
@@ -93,7 +93,7 @@ class Join:
         if charter.definition != self._charter.definition or charter.orders.keys() != self._charter.orders.keys():  # fmt: skip
             raise Refuse("leaving", BUSY)
         if len(self._waiting) >= MAX_WAITING:
-            raise Refuse("full", f"{MAX_WAITING} calls already wait for the stream to join the bucket")  # fmt: skip
+            raise Refuse("full", f"{MAX_WAITING} calls already wait for the stream to join the bucket, which is the limit")  # fmt: skip
         self._waiting.append(incoming)
 
     # -- the candidate ---------------------------------------------------------------------------------------

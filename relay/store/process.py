@@ -513,8 +513,8 @@ async def restore(directory: Path, bucket: BucketSettings, keyring: Keyring) -> 
             return Restored(count, *await forcing.restore(keyring))
         except IrisError as err:
             raise ConfigError(
-                f"{plural(count, 'stream')} were restored, and then the copies of streams on disks could not be read: {err}; "
-                "start this store, and make them again with `iris stream move --force`"
+                f"{plural(count, 'stream')} of the bucket were restored, but not the streams with copies there: {err}; start this "
+                "store, and restore them with `iris stream move --force`"
             ) from err
     finally:
         await process.close()

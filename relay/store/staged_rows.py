@@ -335,7 +335,7 @@ class StagedRows:
         if planned is not None and (planned.batch, self.plans.own(planned)) != (batch, [*attempts]):
             raise StagingRefused(
                 "staged",
-                f"batch {planned.batch} of writer {writer!r} is planned, and its commit was not completed; complete it first",
+                f"the commit of batch {planned.batch} of writer {writer!r} was interrupted; commit that batch again first",
             )
 
     def plan(
@@ -363,7 +363,7 @@ class StagedRows:
         if self.plans.full(now_us):
             raise StagingRefused(
                 "full",
-                f"{MAX_PLANS} writers have commits over several partitions that are not completed, the maximum",
+                f"{MAX_PLANS} commits over several partitions were interrupted, which is the limit; complete some of them first",
             )
         self._writer_to_forget(writer, now_us)
         self.plans.put(rows, writer, made, now_us)
@@ -519,7 +519,7 @@ class StagedRows:
                 return name
         raise StagingRefused(
             "full",
-            f"the stream remembers {MAX_WRITERS} writers, the maximum, and all committed too recently to be forgotten",
+            f"the stream remembers {MAX_WRITERS} writers, which is the limit, and all of them committed too recently to be forgotten",
         )
 
 

@@ -327,7 +327,10 @@ class Stream:
             stage_calls.commit(incoming, call, now_us)
         elif isinstance(call, Plan):
             if self.definition.parent:
-                incoming.refuse("invalid", "only partition 0 keeps plans")
+                incoming.refuse(
+                    "invalid",
+                    "a commit over several partitions must be planned in partition 0; send the plan there",
+                )
                 return
             stage_calls.plan(incoming, call, now_us)
         else:
@@ -358,12 +361,13 @@ class Stream:
         elif self.replica is not None and self.replica.writer.ended:
             incoming.gate = None  # it rests on nothing
             incoming.refuse(
-                "leaving", "the store finds out whether the stream is in the bucket; try again"
+                "leaving",
+                "the store is asking the bucket whether it still has the stream; try again",
             )
         elif self.replica is not None and self.replica.writer.full:
             incoming.refuse(
                 "full",
-                "too much waits for the bucket, which does not answer or is too slow; try again later",
+                "too many writes wait for the bucket, which does not answer or is too slow; try again later",
             )
         elif self.log is None or self.log.failed:
             failed = self.failed or (self.log.failed if self.log else "")

@@ -209,7 +209,7 @@ async def test_a_bucket_is_restored_to_an_empty_machine(tmp_path: Path) -> None:
                 f"{elsewhere}: 1 stream from {group.url}\n",
             )
             assert f"stream local (log {info.uuid})" in done.stderr
-            assert "this keyring has none of its keys" in done.stderr
+            assert "the keyring has no key of this stream" in done.stderr
             keyfiles.save_keyring(keys / keyfiles.KEYRING_FILE, Keyring.single(KEY))
             done = await restore(data)
             assert (done.returncode, done.stdout) == (

@@ -124,7 +124,9 @@ async def test_what_cannot_be_moved_by_force_is_refused(tmp_path: Path) -> None:
         async with group.rig.client() as client:
             await group.create(client, "safe")
             other = group.id_of(3 - await group.holder(client, "safe"))
-            with pytest.raises(NoStream, match="needs no copy: another store takes it over"):
+            with pytest.raises(
+                NoStream, match="there is no copy, because another store takes it over"
+            ):
                 await client.streams.move("safe", to=other, force=True)
             with pytest.raises(NoStream, match="has no copy of it"):
                 await client.streams.move("unknown", to=other, force=True)

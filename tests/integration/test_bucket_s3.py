@@ -124,4 +124,4 @@ async def test_a_service_that_overwrites_objects_is_refused_at_start(tmp_path: P
     ):
         group.start(1)
         await group.logged(1, "store.bucket_not_opened")
-        assert "the service overwrites an object that should only be created" in group.log(1)
+        assert "the service overwrites an object that exists" in group.log(1)

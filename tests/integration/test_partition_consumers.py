@@ -207,7 +207,7 @@ async def test_dead_letters_of_all_partitions_are_shown_and_redriven(pair: Any) 
         assert sorted(letter.payload for letter in letters) == [b"%d" % n for n in range(6)]
         assert Counter(letter.partition for letter in letters) == {0: 2, 1: 2, 2: 2}
         assert len(await other.streams.dead_letters("orders", limit=4)) == 4
-        with pytest.raises(StreamError, match="name one with partition="):
+        with pytest.raises(StreamError, match="pass partition="):
             await other.streams.redrive("orders", "billing", offset=0)
         done = await other.streams.redrive("orders", "billing", offset=1, partition=2)
         assert done.redriven == 1

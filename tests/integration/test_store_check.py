@@ -92,7 +92,7 @@ def remove(group: Group) -> str:
 
 def remove_newest(group: Group) -> str:
     objects(group)[-1].unlink()
-    return "objects and has"
+    return "objects and now has"
 
 
 def remove_registration(group: Group) -> str:
@@ -129,7 +129,7 @@ async def test_a_database_that_differs_is_named_and_one_that_is_behind_is_not_da
         code, found = await check(group, 1)
         assert code == 1
         assert [one["state"] for one in found["databases"]] == ["different"], found
-        assert "has not what the bucket has" in found["damage"][0]
+        assert "has another value than in the bucket" in found["damage"][0]
 
         shutil.rmtree(path)
         shutil.copytree(saved, path)

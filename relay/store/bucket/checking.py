@@ -162,7 +162,7 @@ class Check:
         paths = _databases(directory)
         if not paths or self.report.damage:
             if paths:
-                self.report.skipped = "the databases were not compared, because the bucket is damaged"  # fmt: skip
+                self.report.skipped = "the streams on this disk were not compared, because the bucket is damaged"  # fmt: skip
             return
         with tempfile.TemporaryDirectory(prefix=".check-", dir=directory) as made:
             uuids = {bytes.fromhex(path.name) for path in paths}
@@ -240,7 +240,7 @@ class Check:
             )
         else:
             self.report.garbage.append(
-                f"journal {name}: {len(there)} objects behind its end, which were on their way when it ended"
+                f"journal {name}: {len(there)} objects after its end, which were still being uploaded when it ended"
             )
 
     def _may_be_empty(self, name: str) -> bool:
@@ -251,15 +251,21 @@ class Check:
         successor = self._known.get(fence.by)
         says = f"journal {victim} was taken by {fence.by}"
         if successor is None:
-            self.report.damage.append(f"{says}, which is not registered; restore its registration")
+            self.report.damage.append(
+                f"{says}, and no such journal is registered; restore the objects below journals/ from a backup"
+            )
         elif successor.number <= self._known[victim].number:
-            self.report.damage.append(f"{says}, which began before it; no store does that")
+            self.report.damage.append(
+                f"{says}, which is older than it; no store does that, so the bucket was changed by something else"
+            )
         elif (
             fence.by in self._beginnings
             and self._beginnings[fence.by].number <= fence.intent <= self._ends[fence.by]
             and victim not in self._intents[fence.by].get(fence.intent, ())
         ):
-            self.report.damage.append(f"{says}, whose object {fence.intent} does not say so")
+            self.report.damage.append(
+                f"{says}, but object {fence.intent} of that journal does not say so; restore it from a backup"
+            )
 
     def _holding(self) -> list[str]:
         return [name for name in self._ends if name not in self._fences]
@@ -329,7 +335,7 @@ class Check:
         try:
             database = Database.open(str(path))
         except LogError as err:
-            self._note(path, "unreadable", f"{err}; it is made again from the bucket at the next start")  # fmt: skip
+            self._note(path, "unreadable", f"{err}; the store restores it from the bucket at its next start")  # fmt: skip
             return
         try:
             state, detail = self._compared(database, copy, bytes.fromhex(path.name))
@@ -342,16 +348,22 @@ class Check:
     def _compared(self, database: Database, copy: Database | None, uuid: bytes) -> tuple[str, str]:
         held, number = self._last.get(uuid, ("", 0))
         if copy is None or not held:
-            return "not held", "the bucket does not have it; it is deleted at the next start"
+            return (
+                "not held",
+                "the bucket does not have it for this store; the store deletes it at its next start",
+            )
         place = Place.of(database)
         if place is None or place.journal != held or place.number < number:
-            return "behind", "it is brought forward, or made again, at the next start"
+            return (
+                "behind",
+                "the store updates it, or restores it from the bucket, at its next start",
+            )
         if unsent := redo(database, self._ends[held]):
-            return "ahead", f"{len(unsent)} writes that the bucket does not have; they are added at the next start"  # fmt: skip
+            return "ahead", f"{len(unsent)} writes that the bucket does not have; the store adds them at its next start"  # fmt: skip
         for ours, theirs in zip_longest(_content(database), _content(copy)):
             if ours != theirs:
                 key = (ours or theirs).key
-                return "different", f"key {key.hex()} has not what the bucket has; delete {database.path}, and it is made again at the next start"  # fmt: skip
+                return "different", f"key {key.hex()} has another value than in the bucket; delete {database.path}, then the store restores it at its next start"  # fmt: skip
         self._moved += MovedRecords(database).every
         return "same", ""
 

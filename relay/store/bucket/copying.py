@@ -88,7 +88,7 @@ class Copying:
         self._begun: tuple[Writer, dict[str, Registration]] | None = None
         self._puts = Puts(
             objects, now_us, self._warn, lambda *_: None, self._lost, name="iris-put-copies", check_us=CHECK_US,
-            lost_text="another store with this store's key has ended its journal of copies",
+            lost_text="another store with the same store.key has ended its journal of copies; give each store a key of its own",
         )  # fmt: skip
         self._warned_us = 0
         copies.on_behind = self._note_behind
@@ -186,12 +186,12 @@ class Copying:
             return None
         except msgspec.DecodeError as err:
             raise ConfigError(
-                f"data: {self._directory / STATE_FILE} is damaged: {err}; delete it, and the store reads the bucket"
+                f"data: {self._directory / STATE_FILE} is damaged: {err}; delete the file, then the store reads its content from the bucket"
             ) from err
         if missing := [one for one in ours.journals if one not in known]:
             raise ObjectDamaged(
                 f"bucket {self._objects.url}: the journal of copies {missing[0]}, which this store wrote, is missing; use the "
-                f"bucket that this store had before, or delete {self._directory / STATE_FILE} to copy the streams once more"
+                f"bucket that this store used before, or delete {self._directory / STATE_FILE}, then it copies its streams again"
             )
         return ours
 

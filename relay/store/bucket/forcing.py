@@ -120,7 +120,7 @@ class _Lost(Struct, frozen=True):
         """Raise Refuse if its definition names other logs, or another one names it: they would not know the new one."""
         definition = self.charter.definition
         if definition.partitions or definition.parent:
-            raise Refuse("invalid", f"stream {definition.name!r} has partitions, whose logs name each other; it cannot be made again of copies")  # fmt: skip
+            raise Refuse("invalid", f"stream {definition.name!r} has several partitions, which list each other by their uuids, so it cannot be restored from copies")  # fmt: skip
 
 
 class Forcing:
@@ -232,7 +232,7 @@ class Forcing:
         if self._stopping:
             raise Refuse("leaving", STOPPING)
         if len(self._tasks) >= MAX_ORDERS:
-            raise Refuse("leaving", f"{MAX_ORDERS} other orders read the copies of the bucket now, the maximum; try again")  # fmt: skip
+            raise Refuse("leaving", f"the store already carries out {MAX_ORDERS} orders that read copies in the bucket, which is the limit; try again")  # fmt: skip
 
         async def run() -> None:
             result: T | Refuse = Refuse("leaving", STOPPING)
@@ -313,7 +313,7 @@ class Forcing:
                 said = _encode(order)
                 orders[key_id] = SignedOrder(said, key.public_key, key.sign_order(said))
         if not orders:
-            raise Refuse("order", "this keyring has none of its keys")
+            raise Refuse("order", "the keyring has no key of this stream")
         return uuid, DefinitionFile(list(orders.values()), b"", list(orders))
 
     # -- finding ---------------------------------------------------------------------------------------------
@@ -411,7 +411,9 @@ class Forcing:
             wanted = Forced(lost.uuid, uuid, self._store, self._label, self._wall_us(), made.orders)
             decided, _ = self._ours(await self._list.decide(wanted))
             if decided != uuid:
-                raise Refuse("leaving", "another order for this stream was carried out; try again")
+                raise Refuse(
+                    "leaving", "another order restored this stream at the same time; try again"
+                )
         await asyncio.to_thread(self._install, parts)
         fields = {
             "stream": definition.name, "lost": lost.uuid.hex(), "uuid": uuid.hex(), "host": lost.label,
@@ -421,7 +423,7 @@ class Forcing:
         served: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._owner.bring(uuid, lambda error: None if served.done() else served.set_result(error))
         if error := await served:
-            raise Refuse("leaving", f"the stream was made, and the relay does not serve it: {error}")  # fmt: skip
+            raise Refuse("leaving", f"the stream was restored, but the relay refuses to serve it: {error}")  # fmt: skip
         return uuid
 
     def _ours(self, entry: Forced) -> tuple[bytes, DefinitionFile]:
@@ -429,8 +431,8 @@ class Forcing:
         if entry.store != self._store:
             raise Refuse(
                 "exists",
-                f"the store {public_id(entry.store).hex()[:8]} on {entry.label} has made this stream again, as log "
-                f"{entry.made.hex()}; if that store does not serve it, repeat the order with its id",
+                f"the store {public_id(entry.store).hex()[:8]} on {entry.label} was told to restore this stream, as "
+                f"log {entry.made.hex()}; if that store does not serve it, repeat the order with the id of that store",
             )
         roots = [public_id(signed.public_key) for signed in entry.orders]
         return entry.made, DefinitionFile(entry.orders, b"", roots)
@@ -440,14 +442,14 @@ class Forcing:
         now_us, charter = self._wall_us(), lost.charter
         target = Authority(lost.store).move(charter, wish.orders, lost.uuid, now_us)
         if target != self._store:
-            raise Refuse("order", "the order moves the stream to another store")
+            raise Refuse("order", "the order names another store as the new one; send it there")
         ours = Authority(self._store)
         orders = ours.read(wish.making, wish.made)
         if one_definition(orders) != charter.definition.made_again(lost.uuid):
-            raise Refuse("order", "the new stream must be defined as the lost one")
+            raise Refuse("order", "the new stream must have the same definition as the lost one")
         for key_id in orders:
             if key_id not in charter.orders:
-                raise Refuse("order", f"key {key_id.hex()[:8]} is not a key of the stream; add it with `iris stream keys` later")  # fmt: skip
+                raise Refuse("order", f"key {key_id.hex()[:8]} is not a key of the lost stream; leave it out, and add it with `iris stream keys` afterwards")  # fmt: skip
         return ours.create(orders, now_us).definition_file
 
     async def _check_gone(self, lost: _Lost) -> None:
@@ -458,9 +460,9 @@ class Forcing:
                 break
             await asyncio.sleep(VISIBLE_S)  # what our relay said last may be older than its end
         else:
-            raise Refuse("invalid", f"{where} has the stream, and it runs; stop it first, if its disk is lost or cannot be used")  # fmt: skip
+            raise Refuse("invalid", f"{where} has the stream and is running; if its disk is lost or cannot be used, stop that store first")  # fmt: skip
         if wait_s:
-            raise Refuse("leaving", f"{where} has the stream and has not been gone for long enough; try again in {wait_s:.0f} s")  # fmt: skip
+            raise Refuse("leaving", f"{where} has the stream and was seen too recently; try again in {wait_s:.0f} s")  # fmt: skip
 
     def _check_disk(self, source: Outline) -> None:
         free = shutil.disk_usage(self._streams).free

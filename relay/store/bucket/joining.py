@@ -45,7 +45,7 @@ AWAY: Final = "the bucket did not take the whole stream, so the stream stays on 
 
 
 DISPLACED: Final = (
-    "another store has made the stream again of its copy, so it is not served here any more"
+    "the stream was moved by force to another store, so it is not served here any more"
 )
 
 

@@ -198,7 +198,7 @@ class Keeper:
         del self._taking[self._store]
         if not await self.drain(FAILOVER_S * 6):
             raise BucketError(
-                f"bucket {self.url}: it did not take everything in time; run the command again"
+                f"bucket {self.url}: not everything could be written to it in time; run the command again"
             )
         if writer.ended:
             raise BucketError(f"bucket {self.url}: {writer.ended}; stop that store")
@@ -327,9 +327,7 @@ class Keeper:
                 for victim in found.victims:
                     for one in self._writers:
                         if one.journal == victim:
-                            one.end(
-                                "the store opens the stream again, together with others; try again"
-                            )
+                            one.end("the store is opening the stream again; try again")
                     if (held := await self._take(writer, victim, known, stores)) is not None:
                         taken[held] = None
         del self._begun[purpose]
@@ -341,7 +339,7 @@ class Keeper:
             self._serve(writer, loaded)
         except BaseException:
             # Rows that were added to this journal are not in the bucket. The next try finds them in the databases.
-            writer.end("the store could not serve its streams and opens them again")
+            writer.end("the store could not serve its streams, and opens them again; try again")
             self._abandon(writer)
             self._begun[purpose], self._writers = begun, before
             raise
@@ -443,7 +441,7 @@ class Keeper:
             await self._puts.write(writer)
         except Exception:  # whoever called takes this journal again
             log.exception("store.fault", extra={"fields": {"stream": f"all of {self.url}"}})
-            writer.end("the store had an internal error and opens the stream again")
+            writer.end("the store had an internal error, and opens the stream again; try again")
             ours = True
         finally:
             compacting.cancel()

@@ -46,9 +46,7 @@ SPARE_BYTES: Final = 64 << 20
 """Room on the disk that a stream which arrives leaves free."""
 
 STOPPING: Final = "the store is stopping; try again"
-TAKEN_BACK: Final = (
-    "the move did not take place: this store took too long, so the other one goes on; try again"
-)
+TAKEN_BACK: Final = "the stream was not moved: this store took too long, so the other store serves it again; try again"
 
 Done = Callable[[Refuse | None], None]
 """Called once a move has ended: with None if the stream is here, else with why it is not."""
@@ -119,7 +117,10 @@ class Moves:
             raise Refuse("leaving", STOPPING)
         writer = replica.writer
         if writer.ended or any(replica.uuid in one for one in self._open.get(writer.journal, {}).values()):  # fmt: skip
-            raise Refuse("leaving", "the stream has just come to this store; try again")
+            raise Refuse(
+                "leaving",
+                "the stream has just arrived at this store, which is still writing it to its journal; try again",
+            )
         paths = self._owner.release(replica.uuid)
         token = secrets.token_hex(16)
         number = writer.add(Released(token, list(paths)), ENTRY_BYTES, self._now_us())
@@ -139,9 +140,9 @@ class Moves:
         try:
             ticket = self._sealer.open(TICKET_KEY, sealed)
         except ObjectDamaged as err:
-            raise Refuse("order", "the ticket was not made by a store of this one's bucket") from err  # fmt: skip
+            raise Refuse("order", "the move was not prepared by a store of this store's bucket") from err  # fmt: skip
         if not isinstance(ticket, Ticket) or ticket.target != self._store:
-            raise Refuse("order", "the ticket is for another store")
+            raise Refuse("order", "the move was prepared for another store")
         if ticket.token in self._taking:
             self._taking[ticket.token].append(done)
             return

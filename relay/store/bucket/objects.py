@@ -294,12 +294,12 @@ async def probe(objects: Objects) -> None:
     try:
         if not await objects.create(key, b"1"):
             raise ConfigError(
-                f"bucket {objects.url}: the service says that a new object already exists, so it cannot be relied on; use another service"
+                f"bucket {objects.url}: the service says that an object exists which was never created, so streams would not be safe there; use another service"
             )
         if await objects.create(key, b"2") or await objects.get(key) != b"1":
             raise ConfigError(
-                f"bucket {objects.url}: the service overwrites an object that should only be created "
-                "(If-None-Match: *), so two stores could write the same stream; use a service that refuses it, "
+                f"bucket {objects.url}: the service overwrites an object that exists, although the request forbids it "
+                "(If-None-Match: *), so two stores could write the same stream; use a service that refuses such requests, "
                 "such as Amazon S3, Google Cloud Storage, Azure, MinIO or Ceph, or a file:// directory"
             )
     finally:

@@ -121,9 +121,9 @@ class Seen:
             if sealed is None or hash_of(sealed).hex() != digest:
                 there = len(await registrations(self._objects, self._sealer))
                 raise self._rolled_back(
-                    f"it had {number} journals and has {there}"
+                    f"it had {number} journals and now has {there}"
                     if there < number
-                    else f"its journal {number} is another one than before"
+                    else f"its journal {number} is not the one that was there before"
                 )
         names = [
             name for name in self._journals if name in victims or not self._verified
@@ -156,9 +156,9 @@ class Seen:
             self._changed = True
             return
         raise self._rolled_back(
-            f"journal {name} had {seen.number} objects and has {end.number}"
+            f"journal {name} had {seen.number} objects and now has {end.number}"
             if end.number < seen.number
-            else f"object {seen.number} of journal {name} is another one than before"
+            else f"object {seen.number} of journal {name} is not the one that was there before"
         )
 
     async def _is_covered(self, name: str, number: int, later: list[Registration]) -> bool:
@@ -177,9 +177,9 @@ class Seen:
 
     def _rolled_back(self, what: str) -> RolledBack:
         return RolledBack(
-            f"bucket {self._objects.url}: {what}, so objects are hidden, or it was restored from an older copy; bring the "
-            f"newer objects back. If they are lost, stop all stores of the bucket, delete {self._directory} on each, and "
-            "start them again: what was acknowledged since that copy is lost then"
+            f"bucket {self._objects.url}: {what}. Objects were deleted or hidden, or the bucket was restored from an older copy; "
+            f"bring the newer objects back. If they are lost, stop all stores of the bucket, delete {self._directory} on "
+            "each host, and start them again: everything that was acknowledged after that copy was made is lost then"
         )
 
     # -- the file --------------------------------------------------------------------------------------------
@@ -200,8 +200,8 @@ class Seen:
             pass
         except (ValueError, KeyError, TypeError, AttributeError) as err:
             raise ConfigError(
-                f"data: {self._path} is damaged: {err}; delete the file. Without it the store cannot notice once that "
-                "the bucket was rolled back before"
+                f"data: {self._path} is damaged: {err}; delete the file. Then the store cannot notice if the bucket "
+                "was replaced with an older copy before this start"
             ) from err
         self._loaded = True
 

@@ -48,7 +48,7 @@ class Unfenced(IrisError):
 
     def __init__(self, victims: list[str]) -> None:
         super().__init__(
-            f"journals {', '.join(victims)} are about to be taken by a journal that was taken itself"
+            f"journals {', '.join(victims)} have to be taken, too, because a journal that was taken had begun to take them"
         )
         self.victims = victims
 

@@ -34,7 +34,7 @@ def test_a_store_takes_no_more_streams_than_it_may_have(
     assert isinstance(keeper.create(order()), Described)
     check = keeper.store.catalogue.check_arrival
     check("others", [OWNER.key_id], 1)
-    with pytest.raises(Refuse, match="this store has 1 stream, and 2 are the maximum") as caught:
+    with pytest.raises(Refuse, match="this store has 1 stream, and 2 is the limit") as caught:
         check("others", [OWNER.key_id], 2)
     assert caught.value.code == "full"
     second = order(uuid=bytes(16), definition=Definition("others", "", max_messages=1))

@@ -600,7 +600,7 @@ def test_the_first_plan_of_a_batch_is_in_force_until_it_is_committed(log: Log, p
         for batch in (0, 1, 2):  # whoever asks completes it first
             assert again.plan("etl", batch, parts(B, 2), 21) == Planned(1, parts(A, 1, 2))
         for batch, attempts in ((1, [(B, 2)]), (1, []), (2, [(A, 1)])):
-            with pytest.raises(StagingRefused, match="batch 1 of writer 'etl' is planned"):
+            with pytest.raises(StagingRefused, match="batch 1 of writer 'etl' was interrupted"):
                 again.commit("etl", batch, attempts, 22)
         assert again.plan("other", 5, [], 22) == Planned(5, [])
         assert again.commit("etl", 1, [(A, 1)], 23) == Committed(0, 1, False)
@@ -621,7 +621,7 @@ def test_plans_are_bounded_in_number_and_in_bytes(
     monkeypatch.setattr(plans, "MAX_PLANS", 2)
     for writer in ("w1", "w2"):
         log.plan(writer, 1, parts(A, 1), 10)
-    with pytest.raises(StagingRefused, match="are not completed, the maximum"):
+    with pytest.raises(StagingRefused, match="were interrupted, which is the limit"):
         log.plan("w3", 1, parts(A, 1), 7 * DAY_US)
     late_us = 10 + 7 * DAY_US + 1
     log.plan("w3", 1, parts(A, 1), late_us)

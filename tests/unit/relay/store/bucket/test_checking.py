@@ -63,9 +63,9 @@ def test_streams_are_counted_along_a_chain_of_takeovers() -> None:
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ("unknown", "which is not registered"),
-        ("earlier", "which began before it"),
-        ("another", "whose object 1 does not say so"),
+        ("unknown", "and no such journal is registered"),
+        ("earlier", "which is older than it"),
+        ("another", "but object 1 of that journal does not say so"),
     ],
 )
 def test_a_fence_that_leads_nowhere_is_named(wrong: str, says: str) -> None:

@@ -157,7 +157,9 @@ async def test_an_order_that_failed_half_way_is_repeated_and_completes_the_same_
     assert not any(maker.streams.iterdir())
     objects.lose = False
     other = Maker(objects, tmp_path, 2)
-    with pytest.raises(Refuse, match=f"on db-2 has made this stream again, as log {MADE.hex()}"):
+    with pytest.raises(
+        Refuse, match=f"on db-2 was told to restore this stream, as log {MADE.hex()}"
+    ):
         await other.force(other.wish(found, OTHER))
     maker = Maker(objects, tmp_path)  # it was started again meanwhile
     maker.wait_s = lambda store: None  # and so was the old store, which serves the stream no more
@@ -216,11 +218,11 @@ async def test_an_order_that_is_not_valid_is_refused_and_leaves_nothing(
     elsewhere = StoreKey(b"x" * 32).public_key
     wrong = [
         ("not a key of the stream", structs.replace(own, orders=others.orders)),
-        ("not a key of the stream", structs.replace(own, making=others.making)),
-        ("moves the stream to another store", structs.replace(own, orders=maker.wish(found, MADE, target=elsewhere).orders)),
+        ("not a key of the lost stream", structs.replace(own, making=others.making)),
+        ("names another store as the new one", structs.replace(own, orders=maker.wish(found, MADE, target=elsewhere).orders)),
         ("for another store", structs.replace(own, making=maker.wish(found, MADE, target=elsewhere).making)),
-        ("must be defined as the lost one", maker.wish(found, MADE, change=lambda d: structs.replace(d, topic="x.>"))),
-        ("must be defined as the lost one", maker.wish(found, MADE, change=lambda d: structs.replace(d, origins=()))),
+        ("must have the same definition as the lost one", maker.wish(found, MADE, change=lambda d: structs.replace(d, topic="x.>"))),
+        ("must have the same definition as the lost one", maker.wish(found, MADE, change=lambda d: structs.replace(d, origins=()))),
         ("for another key, log or action", structs.replace(own, orders=own.making)),
         ("for another key, log or action", structs.replace(own, making=maker.wish(found, OTHER).making)),
     ]  # fmt: skip
@@ -396,7 +398,7 @@ async def test_a_stream_with_partitions_and_an_order_for_a_full_list_are_refused
     (await lost(objects, tmp_path, Definition("orders", partitions=(OTHER,)))).close()
     maker = Maker(objects, tmp_path)
     (found,) = await maker.find()
-    with pytest.raises(Refuse, match="has partitions"):
+    with pytest.raises(Refuse, match="has several partitions"):
         await maker.force(maker.wish(found, MADE))
     monkeypatch.setattr("relay.store.bucket.forced.MAX_FORCED", 0)
     one = Forced(UUID, MADE, maker.key.public_key, "db-2", 1, [])

@@ -158,7 +158,7 @@ def test_nothing_is_decided_before_the_bucket_has_all_of_the_stream(tmp_path: Pa
                 code, detail = refused(await world.ask("orders", call))
                 assert (code, detail) == (
                     "leaving",
-                    "the stream is about to join the bucket; try again",
+                    "the stream is joining the bucket; try again when it has",
                 )
             goes_on.set()
             assert joined(await joining)
@@ -245,7 +245,7 @@ def test_a_stream_joins_by_orders_of_all_its_keys(tmp_path: Path) -> None:
         async with world_with(tmp_path, OWNER, SECOND) as world:
             code, detail = refused(await world.join())
             assert code == "order"
-            assert f"{SECOND.key_id.hex()[:8]} did not sign" in detail
+            assert f"{SECOND.key_id.hex()[:8]} did not" in detail
             code, detail = refused(await world.change(world.orders(OWNER, SECOND, STRANGER)))
             assert (code, "must countersign" in detail) == ("order", True)
             assert joined(await world.change(world.orders(OWNER, SECOND)))
@@ -270,7 +270,7 @@ def test_an_order_that_is_repeated_is_answered_again_and_another_one_has_to_read
             code, detail = refused(await world.change(world.orders(definition=other)))
             assert (code, detail) == (
                 "leaving",
-                "the stream is about to join the bucket; try again",
+                "the stream is joining the bucket; try again when it has",
             )
             goes_on.set()
             assert [joined(answer) for answer in await asyncio.gather(*same)] == [True] * 3
@@ -395,7 +395,7 @@ def test_a_stream_that_was_made_again_elsewhere_of_its_copy_does_not_join(tmp_pa
             await world.objects.create(key, sealed)
             code, text = refused(await world.join())
             assert code == "leaving"
-            assert "another store has made the stream again" in text
+            assert "moved by force to another store" in text
             assert world.first.serves, "as long as the store has not looked itself"
 
     run(main())

@@ -81,12 +81,12 @@ def test_a_store_misses_each_newest_object_that_is_withheld(tmp_path: Path) -> N
                 if not key.startswith("journal/") or int(key[-12:]) <= left
             }
             found = await rolled_back(objects, tmp_path)
-            assert f"journal {name} had 7 objects and has {left}" in found
+            assert f"journal {name} had 7 objects and now has {left}" in found
             assert f"delete {tmp_path} on each" in found
         objects.objects = {
             key: value for key, value in whole.items() if not key.startswith("journals/")
         }
-        assert "it had 1 journals and has 0" in await rolled_back(objects, tmp_path)
+        assert "it had 1 journals and now has 0" in await rolled_back(objects, tmp_path)
 
     run(main())
 
@@ -100,9 +100,9 @@ def test_a_store_notices_that_a_journal_went_on_differently(tmp_path: Path) -> N
         await remembered(objects, tmp_path, seen)
         withheld = {number: objects.objects.pop(journal_key(name, number)) for number in (6, 7)}
         await fence(objects, SEALER, began, THEIRS, 1)  # by a store that has not seen them
-        assert f"journal {name} had 7 objects and has 6" in await rolled_back(objects, tmp_path)
+        assert f"journal {name} had 7 objects and now has 6" in await rolled_back(objects, tmp_path)
         objects.objects[journal_key(name, 7)] = withheld[7]
-        assert f"journal {name} had 7 objects and has 6" in await rolled_back(objects, tmp_path)
+        assert f"journal {name} had 7 objects and now has 6" in await rolled_back(objects, tmp_path)
 
     run(main())
 
@@ -125,11 +125,13 @@ def test_a_store_that_saw_less_accepts_an_older_copy_and_one_that_saw_more_does_
         await remembered(objects, ours, seen)
         objects.objects = older
         assert await rolled_back(objects, theirs) == ""
-        assert "it had 2 journals and has 1" in await rolled_back(objects, ours)
+        assert "it had 2 journals and now has 1" in await rolled_back(objects, ours)
         # Somebody went on with the copy, so that it has as many again.
         again, _ = await journal(objects, 1)
         assert again.number == later.number
-        assert "its journal 2 is another one than before" in await rolled_back(objects, ours)
+        assert "its journal 2 is not the one that was there before" in await rolled_back(
+            objects, ours
+        )
 
     run(main())
 
@@ -170,7 +172,7 @@ def test_what_a_successors_checkpoint_covers_may_be_gone(tmp_path: Path, deleted
             await note(objects, SEALER, by, first, writer.before_watched, 1, covers)
         await delete(objects, covers)
         found = await rolled_back(objects, tmp_path)
-        assert found == "" if deleted else f"journal {name} had 5 objects and has 0" in found
+        assert found == "" if deleted else f"journal {name} had 5 objects and now has 0" in found
 
     run(main())
 
