@@ -133,7 +133,7 @@ async def test_the_next_batch_completes_one_that_was_interrupted(
     assert await payloads(other) == []
 
     # Nobody else commits a part of it, and what was planned is not committed without the others.
-    with pytest.raises(StagedMissing, match="batch 1 of writer 'etl' is planned"):
+    with pytest.raises(StagedMissing, match="batch 1 of writer 'etl' was interrupted"):
         await other.streams.commit("orders", writer="etl", batch=2, attempts=[], partition=0)
     second = await stage(other, ["next"], batch=2)
     done = await other.streams.commit("orders", writer="etl", batch=2, attempts=[second])

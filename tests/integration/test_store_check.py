@@ -158,7 +158,7 @@ async def test_objects_behind_a_fence_are_garbage_and_no_damage(tmp_path: Path) 
         last.with_name(f"{int(last.name) + 2:012d}").write_bytes(last.read_bytes())
         code, found = await check(group, 1)
         assert (code, found["damage"]) == (0, [])
-        assert "1 objects behind its end" in found["garbage"][0]
+        assert "1 objects after its end" in found["garbage"][0]
 
 
 async def test_what_cannot_be_checked_is_said_in_one_line(tmp_path: Path) -> None:

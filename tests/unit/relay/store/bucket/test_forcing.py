@@ -232,7 +232,7 @@ async def test_an_order_that_is_not_valid_is_refused_and_leaves_nothing(
     with pytest.raises(Refuse, match="no copy of log"):
         await maker.force(maker.wish(unknown, MADE))
     maker.wait_s = lambda store: None
-    with pytest.raises(Refuse, match="on db-1 has the stream, and it runs; stop it first"):
+    with pytest.raises(Refuse, match="on db-1 has the stream and is running; if its disk"):
         await maker.force(maker.wish(found, MADE))
     maker.wait_s = lambda store: 3.0
     with pytest.raises(Refuse, match="try again in 3 s") as refused:
