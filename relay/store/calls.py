@@ -411,7 +411,7 @@ class Calls:
         stream = self._stream(incoming)
         if self._registration.leaving and call.wait_ms:
             raise Refuse("leaving", "the relay is stopping")
-        stream.fetch(incoming, call, self._clock.wall_us, wait=self._registration.blocked)
+        stream.readers.fetch(incoming, call, self._clock.wall_us, wait=self._registration.blocked)
 
     def _on_find(self, incoming: IncomingCall, call: streams.Find) -> None:
         stream = self._stream(incoming)

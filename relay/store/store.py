@@ -327,7 +327,7 @@ class Store:
         for stream in list(self.streams.values()):
             try:
                 if not self.registration.blocked:
-                    stream.expire(self.now_us)
+                    stream.readers.answer_waiting(self.now_us)
                 if (
                     stream.orders
                     and stream.reopen_us <= self.clock.elapsed_us

@@ -1,5 +1,5 @@
-"""One stream of a store: collects what it receives, writes it in batches, and holds the readers
-that wait for more.
+"""One stream of a store: collects what it receives, writes it in batches, and wakes those who wait for
+more: readers (`relay.store.readers`) and workers of consumers (`relay.store.consumer_calls`).
 
     publish, broadcast ─┐                        ┌─► acknowledgements (appends), credit (pushes)
     push, append ───────┴─► batch ── commit ──► log ─► waiting readers ─► consumers
@@ -20,7 +20,6 @@ from typing import Final
 
 from msgspec import UNSET, structs
 
-from iris.core.conversation import UP
 from iris.wire import streams
 from iris.wire.codec import END
 from iris.wire.kinds import Kind
@@ -35,12 +34,11 @@ from iris.wire.streams import (
     DeadLetter,
     Described,
     Discard,
-    Fetch,
     NewRecord,
     Plan,
     Stage,
 )
-from relay.store.answers import item_from_wire, items_to_wire
+from relay.store.answers import item_from_wire
 from relay.store.authority import NO_CHARTER, Charter
 from relay.store.bucket.copies import Copy as BucketCopy
 from relay.store.bucket.replica import Replica
@@ -52,20 +50,17 @@ from relay.store.errors import (
     LogDamaged,
     LogError,
     LogWriteFailed,
-    RecordsAway,
-    RecordsUnreachable,
 )
 from relay.store.ids import MAX_IDS
 from relay.store.log import Log
 from relay.store.put_off import PutOff
+from relay.store.readers import Readers
 from relay.store.recorder import Batch, Recorder
 from relay.store.records import Entry, Stamp, check_entry
 from relay.store.segments import Limits
 from relay.store.session import IncomingCall
 from relay.store.stage_calls import StageCalls
 
-MAX_WAITING: Final = 16_384
-"""Readers that wait for one stream. One more is refused."""
 REOPEN_MIN_US: Final = 2_000_000
 REOPEN_MAX_US: Final = 60_000_000
 COMPACT_US: Final = 10_000_000
@@ -98,9 +93,9 @@ class Stream:
         self._limits = Limits()
         self.missed_while_closed = False
         """Messages were missed while the log was not open, and nobody counted them."""
-        self._waiting: list[tuple[int, IncomingCall, Fetch]] = []
         self.put_off = PutOff()
         """Calls that wait for records from the bucket."""
+        self.readers = Readers(uuid, self._clock, self.put_off, lambda: self.failed)
         self._compact_us = 0
         self.reopen_us = 0
         """When to reopen a failed log, in elapsed time."""
@@ -127,7 +122,7 @@ class Stream:
 
         `grown` is called when readers and workers may be shown more; then call `commit`.
         """
-        self.replica = self.recorder.gate = replica
+        self.replica = self.recorder.gate = self.readers.replica = replica
         replica.tail.on_grown = lambda: grown(self)
         if self.log is not None and self.consumer_calls is not None:
             self._copy(self.log, replica)
@@ -135,7 +130,7 @@ class Stream:
 
     def unreplicate(self) -> None:
         """The disk alone makes the stream durable again: it did not join the bucket."""
-        self.replica = self.recorder.gate = None
+        self.replica = self.recorder.gate = self.readers.replica = None
         if self.log is not None and self.consumer_calls is not None:
             self.log.copy_to(None)
             self.consumer_calls.rest_on(None)
@@ -172,7 +167,7 @@ class Stream:
 
     def opened(self, log: Log) -> None:
         """Use this log, which was opened for the first time or again."""
-        self.log = self.recorder.log = log
+        self.log = self.recorder.log = self.readers.log = log
         if self.replica is not None:
             self._copy(log, self.replica)
         elif self.bucket_copy is not None:
@@ -512,102 +507,27 @@ class Stream:
 
     def _shut(self, log: Log) -> None:
         log.close()
-        self.log = self.recorder.log = self.consumer_calls = self.stage_calls = None
+        self.log = self.recorder.log = self.readers.log = None
+        self.consumer_calls = self.stage_calls = None
 
     # -- out -------------------------------------------------------------------------------------------------
-
-    def fetch(
-        self, incoming: IncomingCall, call: Fetch, now_us: int, *, wait: bool = False
-    ) -> None:
-        """Answer a Fetch call now, or when there are new records.
-
-        With `wait`, answer at the next `wake` or `expire`.
-        """
-        log = self.log
-        if log is None:
-            incoming.refuse("damaged", self.failed)
-        elif call.start > log.next:
-            incoming.refuse("offset", f"offset {call.start} is beyond the end, {log.next}")
-        elif wait or (call.start >= log.shown and call.wait_ms):
-            if len(self._waiting) < MAX_WAITING:
-                until_us = self._elapsed_us(now_us) + 1000 * call.wait_ms
-                self._waiting.append((until_us, incoming, call))
-            else:
-                incoming.refuse(
-                    "leaving", f"{MAX_WAITING} readers already wait for this stream, the maximum"
-                )
-        else:
-            self._answer(incoming, call, now_us)
-
-    def _answer(self, incoming: IncomingCall, call: Fetch, now_us: int) -> None:
-        log = self.log
-        assert log is not None
-        limit = min(incoming.session.message_limit, call.max_bytes)
-        oldest, high_water = log.oldest, log.next
-        if self.replica is not None and log.oldest <= call.start <= log.shown:
-            # What is known to be in the bucket does not wait for what was appended since.
-            oldest, high_water = self.replica.tail.oldest, log.shown
-            incoming.rests_on = self.replica.tail.changed
-        try:
-            chunk = log.read(call.start, limit, now_us=now_us, end=high_water)
-        except LogDamaged as err:
-            incoming.refuse("damaged", str(err))
-            return
-        except RecordsAway as away:
-            self.put_off.add(
-                incoming, away, lambda: self.fetch(incoming, call, self._clock.wall_us)
-            )
-            return
-        except RecordsUnreachable as err:
-            incoming.refuse("leaving", str(err))
-            return
-        items, end = items_to_wire(chunk, limit, call.start)
-        # A hole may reach further: then its removals are known to be in the bucket, too.
-        incoming.answer(streams.Fetched(items, end, oldest, max(end, high_water), self.uuid))
 
     def wake(self, now_us: int) -> None:
         """Answer the waiting workers and readers that can be answered."""
         if self.consumer_calls is not None:
             self.consumer_calls.wake(self._elapsed_us(now_us))
-        self._answer_waiting(now_us)
-
-    def expire(self, now_us: int) -> None:
-        """Answer readers whose wait has ended, and those held back because the relay did not read."""
-        self._answer_waiting(now_us)
-
-    def _answer_waiting(self, now_us: int) -> None:
-        if not self._waiting:
-            return
-        waiting, self._waiting = self._waiting, []
-        end = self.log.shown if self.log is not None else 0
-        elapsed_us = self._elapsed_us(now_us)
-        for entry in waiting:
-            until_us, incoming, call = entry
-            if self.log is None:
-                incoming.refuse("damaged", self.failed)
-            elif call.start < end or until_us <= elapsed_us:
-                self._answer(incoming, call, now_us)
-            elif incoming.session.state is UP:
-                self._waiting.append(entry)
+        self.readers.answer_waiting(now_us)
 
     def callers_left(self, hops: Set[int], now_us: int) -> None:
         """Remove waiting calls, by hop id, whose callers no longer wait."""
         self.put_off.callers_left(hops)
-        left = [entry for entry in self._waiting if entry[1].hop in hops]
-        if left:
-            self._waiting = [entry for entry in self._waiting if entry[1].hop not in hops]
-        for _, incoming, call in left:
-            if self.log is not None:  # an empty answer, so that the relay forgets the call
-                log = self.log
-                incoming.answer(streams.Fetched([], call.start, log.oldest, log.next, self.uuid))
+        self.readers.callers_left(hops)
         if self.consumer_calls is not None:
             self.consumer_calls.callers_left(hops, self._elapsed_us(now_us))
 
     def refuse_waiting(self, reason: str, code: str = "leaving") -> None:
         """Refuse all waiting readers and workers, which will try again later."""
-        waiting, self._waiting = self._waiting, []
-        for _, incoming, _ in waiting:
-            incoming.refuse(code, reason)
+        self.readers.refuse(code, reason)
         self.put_off.refuse(code, reason)
         if self.consumer_calls is not None:
             self.consumer_calls.refuse_waiting(reason)

@@ -99,8 +99,8 @@ SABOTAGES = (
     ),
     Sabotage(
         "bucket-removals-shown-early",
-        "relay/store/stream.py",
-        "Stream._answer",
+        "relay/store/readers.py",
+        "Readers._answer",
         "self.replica.tail.changed",
         "0",
         TAIL,

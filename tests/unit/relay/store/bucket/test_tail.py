@@ -109,7 +109,7 @@ class Case:
         incoming = IncomingCall(self.session, Flow(), self.calls, 0, call)  # type: ignore[arg-type]  # doubles
         incoming.gate = self.stream.replica
         if isinstance(call, Fetch):
-            self.stream.fetch(incoming, call, NOW_US)
+            self.stream.readers.fetch(incoming, call, NOW_US)
         else:
             assert isinstance(call, Consume)
             assert self.stream.consumer_calls is not None
