@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from hypothesis import settings
 
-# The same examples in every run, so a failure belongs to the change that shows it. Random examples are for
-# `make proof`. No deadline, because tests assert outcomes and a busy machine is slow.
-settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
+# The same examples in every run, so a failure belongs to the change that shows it. `--hypothesis-profile many` takes
+# other ones each time. No deadline, because tests assert outcomes and a busy machine is slow.
+settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True, max_examples=50)
+settings.register_profile("many", deadline=None, print_blob=True, max_examples=2000)
 settings.load_profile("ci")
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import ctypes
+import functools
 import os
 import re
 import shutil
@@ -18,6 +19,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 import venv
 from collections import Counter
@@ -81,8 +83,9 @@ def sabotaged(sabotage: Sabotage, source: str) -> str:
         raise BenchError(f"{where}: {sabotage.find!r} is there {len(found)} times instead of once")
     begin, stop = (start + offset for offset in found[0].span())
     changed = source[:begin] + sabotage.put + source[stop:]
+    before, after = source[start:end], changed[start : end + len(changed) - len(source)]
     try:
-        same = ast.dump(ast.parse(changed)) == ast.dump(ast.parse(source))
+        same = _shape(after) == _shape(before)
     except SyntaxError as err:
         raise BenchError(f"{where}: the result is not valid Python: {err}") from err
     if same:
@@ -90,9 +93,18 @@ def sabotaged(sabotage: Sabotage, source: str) -> str:
     return changed
 
 
+def _shape(function: str) -> str:
+    """Return the code of a function, whatever its layout. Raises SyntaxError."""
+    return ast.dump(ast.parse(textwrap.dedent(function)))
+
+
+_parsed = functools.cache(ast.parse)
+"""Many sabotages are in one module."""
+
+
 def _span(sabotage: Sabotage, source: str) -> tuple[int, int]:
     """Return the start and end of the function in the source."""
-    nodes: list[ast.AST] = [ast.parse(source)]
+    nodes: list[ast.AST] = [_parsed(source)]
     for name in sabotage.function.split("."):
         kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
         inside = [one for node in nodes for one in ast.iter_child_nodes(node)]
