@@ -69,12 +69,19 @@ async def make_stream(
     name = definition.name
     until_s = time.monotonic() + timeout
     store = await stores.find_store(name, timeout=seconds_left(until_s), bucket=bucket)
-    try:
-        await make_log(
-            stores, definition, os.urandom(16), store, seconds_left(until_s), bucket=bucket, asked=timeout
-        )  # fmt: skip
-    except StreamExists:
-        return await stores.describe(name, "", timeout=seconds_left(until_s), asked=timeout)
+    for last in (False, True):
+        try:
+            await make_log(
+                stores, definition, os.urandom(16), store, seconds_left(until_s), bucket=bucket, asked=timeout
+            )  # fmt: skip
+            break
+        except StreamExists:
+            try:
+                return await stores.describe(name, "", timeout=seconds_left(until_s), asked=timeout)
+            except NoStream:
+                if last:
+                    raise
+                # The store was killed between our first try and the log's first write. The uuid cannot be used again.
     stores.note_created(name)
     # The local relay learns of the new stream within milliseconds, so its creator can use it at once.
     # The answer to a create came without a channel, so describe the stream again through one.

@@ -64,6 +64,8 @@ class Calls:
         self._clock = catalogue.clock
         self._touch = touch
         self._quiet = Quiet()
+        self._may_create = b""
+        """The uuid of the stream that is being created, once the bucket has decided that it may be."""
         self.forced = Forced(catalogue, self._address, self._description)
         self.handlers: dict[type, Callable[[IncomingCall, Any], None]] = {
             streams.FindStore: self._on_find_store,
@@ -241,6 +243,12 @@ class Calls:
         charter = self._authority.create(orders, self._clock.wall_us)
         self._catalogue.check_keys(definition, set(orders))
         self._catalogue.check_room(1)
+        shelf = self._catalogue.shelf
+        if shelf is not None and charter.store == shelf.public_key and uuid != self._may_create:
+            if shelf.joiner is None:
+                raise Refuse("leaving", shelf.away)
+            shelf.joiner.create(uuid, partial(self._create_decided, incoming, uuid))
+            return
         stream = self._catalogue.make(
             uuid,
             encode_definition_file(charter.definition_file),
@@ -257,6 +265,17 @@ class Calls:
                 self._catalogue.remove(stream, error)
 
         self._catalogue.serve(stream, served)
+
+    def _create_decided(self, incoming: IncomingCall, uuid: bytes, refused: Refuse | None) -> None:
+        """It was decided in the bucket whether this store may create a stream with this uuid."""
+        if refused is not None:
+            incoming.refuse(refused.code, str(refused))
+            return
+        self._may_create = uuid
+        try:
+            self.call_received(incoming)
+        finally:
+            self._may_create = b""
 
     # -- calls of a stream -----------------------------------------------------------------------------------
 

@@ -20,12 +20,13 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, Final, TypeVar
 
 from iris.core.backoff import Backoff
+from iris.crypto.keys import public_id
 from iris.errors import Closed, IrisError
 from iris.wire.streams import dead_uuid
 from relay.store.bucket.checkpointing import BACKLOG_BYTES, PAUSE_S
 from relay.store.bucket.forced import ForcedList
 from relay.store.bucket.moved import NO, decide
-from relay.store.bucket.objects import Objects
+from relay.store.bucket.objects import Objects, at_once
 from relay.store.bucket.replica import Replica
 from relay.store.bucket.sealing import Joining, Rows, Sealer
 from relay.store.bucket.shelf import Candidate, Shelf
@@ -41,6 +42,14 @@ ENTRY_BYTES: Final = 96
 ASK_MIN_S: Final = 0.05
 ASK_MAX_S: Final = 1.0
 STOPPING: Final = "the store is stopping; try again"
+MAX_CREATING: Final = 64
+"""Logs of which a store finds out at once whether it may create them."""
+CREATE_S: Final = 10.0
+"""How long it tries to."""
+CREATED: Final = (
+    "a store of this bucket has, or had, a stream with this uuid, or was killed while it created one; create the stream "
+    "with a new uuid"
+)
 AWAY: Final = "the bucket did not take the whole stream, so the stream stays on the disk; try again when the bucket answers"
 
 
@@ -90,15 +99,18 @@ class Draft:
 
 
 class Joins:
-    """The streams of one store that join its bucket, one after the other."""
+    """The streams that come into a bucket at one store: those that are created there, and those that join it, one after
+    the other.
+    """
 
     def __init__(
-        self, objects: Objects, sealer: Sealer, shelf: Shelf, now_us: Callable[[], int], warn: Callable[[Exception], None],
-        flush: Callable[[], None],
+        self, objects: Objects, sealer: Sealer, store: bytes, shelf: Shelf, now_us: Callable[[], int],
+        warn: Callable[[Exception], None], flush: Callable[[], None],
     ) -> None:  # fmt: skip
-        """`flush` writes answers to the relay."""
+        """`store` is this store's public key. `flush` writes answers to the relay."""
         self._objects = objects
         self._sealer = sealer
+        self._address = public_id(store).hex()
         self._shelf = shelf
         self._now_us = now_us
         self._warn = warn
@@ -106,12 +118,23 @@ class Joins:
         self._turn = asyncio.Lock()
         self._open: set[str] = set()
         """Journals of ours in which a stream is joining. Until that has ended no checkpoint may cover a part of it."""
+        self._creating: set[bytes] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = False
 
     def is_open(self, journal: str) -> bool:
         """Whether a stream is joining in this journal."""
         return journal in self._open
+
+    def create(self, uuid: bytes, done: Callable[[Refuse | None], None]) -> None:
+        """Find out whether our journal may begin a log with this uuid, and then call `done`. Raises Refuse."""
+        writer = self._shelf.writer
+        if self._stopping:
+            raise Refuse("leaving", STOPPING)
+        if writer is None or uuid in self._creating or len(self._creating) >= MAX_CREATING:
+            raise Refuse("leaving", self._shelf.away or "the store is creating this stream, or many others; try again")  # fmt: skip
+        self._creating.add(uuid)
+        self._start(self._create(uuid, writer, done))
 
     def join(self, candidate: Candidate) -> None:
         """Begin to bring a stream into the bucket. The candidate is told how that ends. Raises Refuse."""
@@ -139,12 +162,48 @@ class Joins:
             self._shelf.on_decided(uuid, by != NO)
             self._flush()
 
+    # -- who may begin a log ---------------------------------------------------------------------------------
+
+    async def _create(
+        self, uuid: bytes, writer: Writer, done: Callable[[Refuse | None], None]
+    ) -> None:
+        refused: Refuse | None = Refuse("leaving", STOPPING)
+        until_us = self._now_us() + int(CREATE_S * 1e6)
+        attempt = secrets.token_hex(16)
+        try:
+            ours = await self._until(
+                lambda: self._claim(uuid, attempt),
+                lambda: bool(writer.ended) or self._now_us() >= until_us,
+            )
+            if ours is None or self._shelf.writer is not writer or writer.ended:
+                refused = Refuse("leaving", f"the bucket {self._shelf.url} does not answer, or the store lost its journal there; try again")  # fmt: skip
+            else:
+                refused = None if ours else Refuse("exists", CREATED)
+        finally:
+            self._creating.discard(uuid)
+            done(refused)
+            self._flush()
+
+    async def _claim(self, uuid: bytes, by: str) -> bool:
+        """Return whether `by`, one log on a disk or one attempt to create one, alone may bring a log with this uuid to
+        the bucket, and one of its dead letters. Raises BucketError, ObjectDamaged.
+        """
+        both = (uuid, dead_uuid(uuid))
+        decided = await at_once(decide(self._objects, self._sealer, one.hex(), by) for one in both)
+        return all(one == by for one in decided)
+
     # -- one stream ------------------------------------------------------------------------------------------
 
     async def _join(self, candidate: Candidate) -> None:
         ended: Refuse | None = Refuse("moved", STOPPING)  # the next start finds out whether it has
         try:
             async with self._turn:
+                by = f"{candidate.logs()[candidate.uuid].created_us:016x}{self._address[:16]}"
+                ours = await self._until(
+                    lambda: self._claim(candidate.uuid, by), lambda: not candidate.wanted()
+                )
+                if not ours:
+                    raise Refuse("failed", AWAY) if ours is None else Refuse("exists", CREATED)
                 backoff = Backoff(ASK_MIN_S, ASK_MAX_S, random.random)
                 while not await self._try(candidate):
                     if not candidate.wanted():

@@ -122,7 +122,7 @@ class Keeper:
             objects, self._sealer, store, shelf, owner, self._opening, now_us, self._warn
         )
         self._joins = shelf.joiner = Joins(
-            objects, self._sealer, shelf, now_us, self._warn, owner.flush
+            objects, self._sealer, store, shelf, now_us, self._warn, owner.flush
         )
         self._puts = Puts(
             objects, now_us, self._warn, self._landed, self._lost, name="iris-put", check_us=CHECK_US,

@@ -113,8 +113,9 @@ class Candidate(Protocol):
 
 
 class Joiner(Protocol):
-    """Brings streams of the disk into the bucket; see `relay.store.bucket.joining`."""
+    """Brings streams of the disk into the bucket, and lets others begin there; see `relay.store.bucket.joining`."""
 
+    def create(self, uuid: bytes, done: Callable[[Refuse | None], None]) -> None: ...
     def join(self, candidate: Candidate) -> None: ...
 
 

@@ -326,6 +326,15 @@ SABOTAGES = (
         "a stream that a successor goes on with moves nevertheless",
     ),
     Sabotage(
+        "bucket-created-twice",
+        "relay/store/bucket/joining.py",
+        "Joins._claim",
+        "all(one == by for one in decided)",
+        "True",
+        ("tests/unit/relay/store/bucket/test_stores.py",),
+        "two stores create a stream with one uuid",
+    ),
+    Sabotage(
         "bucket-checkpoint-before-settled",
         "relay/store/bucket/keeper.py",
         "Keeper._open_next",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from iris.wire import streams
 from iris.wire.kinds import NO_KEY
-from iris.wire.orders import END, MOVE, Definition, SignedOrder
+from iris.wire.orders import END, KEEP, MOVE, Definition, SignedOrder
 from iris.wire.streams import NewRecord
 from relay.store.bucket.copies import State
 from support.bucket_lives.clients import END_FIELDS
@@ -42,7 +42,9 @@ def signed(
 
 
 class Mover:
-    """Moves streams between stores, as `iris stream move` does; strikes one of the two at times."""
+    """Moves streams between stores, as `iris stream move` does; strikes one of the two at times. At times it creates a
+    stream once more, also where it is not, and when it was deleted.
+    """
 
     def __init__(self, life: Life, mean_s: float) -> None:
         self._life = life
@@ -59,6 +61,9 @@ class Mover:
             if self._tickets and rng.random() < 0.1:
                 number, ticket = rng.choice(self._tickets)
                 await self._take(number, ticket, 1)
+                continue
+            if rng.random() < 0.2:
+                await self._create(rng.choice(life.plan.streams))
                 continue
             plan = rng.choice([one for one in life.streams if not one.deleted] or [None])
             serving = [one for one in life.processes.values() if plan and one.serves(plan.address)]
@@ -83,6 +88,17 @@ class Mover:
         if dice < 0.12:
             await asyncio.sleep(rng.uniform(5, 20))
         await self._take(new.number, answer.ticket, TRIES)
+
+    async def _create(self, plan: StreamPlan) -> None:
+        life = self._life
+        process = self._rng.choice(list(life.processes.values()) or [None])
+        if process is None:
+            return
+        life.counts["creates repeated"] += 1
+        call = streams.Create([signed(life, plan, KEEP, GROUP, revision=0)])
+        answer = await life.ask_process(process, process.address, NO_KEY, call)
+        if isinstance(answer, streams.Refused) and answer.code == "exists":
+            life.counts["creates refused because of the uuid"] += 1
 
     async def _take(self, number: int, ticket: bytes, tries: int) -> None:
         for _ in range(tries):
@@ -140,10 +156,11 @@ class Deleter:
         life = self._life
         tried: list[StreamPlan] = []
         while True:
-            plan = life.plan.stream(before.definition.name)
             process = life.rng.choice(list(life.processes.values()) or [None])
             if process is not None:
-                tried.append(plan)
+                if not tried or life.rng.random() < 0.5:
+                    tried.append(life.plan.stream(before.definition.name))
+                plan = tried[-1]
                 if await life.create(plan, process):
                     break
             # A store that was killed before it could answer may have created an earlier one.

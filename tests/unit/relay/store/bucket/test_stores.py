@@ -12,12 +12,19 @@ import pytest
 from support.bucket_lives.bucket import Port
 from support.bucket_lives.plan import StreamPlan
 from support.bucket_lives.scene import Scene
-from support.bucket_lives.store import GROUP, Process, records
+from support.bucket_lives.store import EPOCH_US, GROUP, Process, records
+from support.keeper import OWNER, order
 
 from iris.wire import streams
 from iris.wire.kinds import NO_KEY
+from iris.wire.orders import Definition
 from relay.store.bucket.copy_reading import read_copies
+from relay.store.bucket.sealing import decision_key
 from relay.store.log import Log
+
+
+def decisions(scene: Scene) -> set[str]:
+    return {key for key in scene.bucket.objects if key.startswith("decision/")}
 
 
 def segment_objects(scene: Scene) -> list[str]:
@@ -85,7 +92,7 @@ def test_a_checkpoint_waits_until_the_objects_of_deleted_streams_are_deleted(
 ) -> None:
     async def main(scene: Scene) -> None:
         process = await scene.opened(1)
-        plan, other = await scene.stream(process, 30), await scene.stream(process)
+        other, plan = await scene.stream(process), await scene.stream(process, 30)
         await scene.until(lambda: len(segment_objects(scene)) > 2)
         scene.bucket.refuses = "delete", "segment/"
         assert isinstance(await scene.delete(process, plan), streams.Settled)
@@ -138,6 +145,7 @@ def test_a_move_is_decided_when_the_bucket_knows_that_the_stream_is_taken(tmp_pa
     async def main(scene: Scene) -> None:
         old, new = await scene.opened(1), await scene.opened(2)
         plan = await scene.stream(old, 3)
+        before = decisions(scene)
         moving = await scene.release(plan, old, new)
         assert isinstance(moving, streams.Moving)
         assert new.shelf.writer is not None
@@ -145,7 +153,7 @@ def test_a_move_is_decided_when_the_bucket_knows_that_the_stream_is_taken(tmp_pa
         assert (
             await scene.ask_process(new, new.address, NO_KEY, streams.Take(moving.ticket)) is None
         )
-        assert not any(key.startswith("decision/") for key in scene.bucket.objects)
+        assert decisions(scene) == before
         scene.kill(2, disk=False)
         await scene.until(lambda: old.holds(plan.uuid), 20)
         assert await scene.numbers(plan) == [0, 1, 2]
@@ -330,3 +338,94 @@ def test_a_dead_letter_is_there_after_a_kill_before_the_bucket_knew_of_it(
         assert letters.messages == last + 1
 
     Scene(tmp_path).play(main)
+
+
+def test_a_stream_that_is_created_again_at_another_store_has_one_holder(tmp_path: Path) -> None:
+    async def main(scene: Scene) -> None:
+        first, second = await scene.opened(1), await scene.opened(2)
+        plan = await scene.stream(first, 1)
+        assert not await scene.create(plan, second)
+        assert [one.holds(plan.uuid) for one in (first, second)] == [True, False]
+        # Nor when it has moved, or is gone.
+        await scene.move(plan, first, second)
+        assert not await scene.create(plan, first)
+        assert isinstance(await scene.delete(second, plan), streams.Settled)
+        assert not await scene.create(plan, first)
+        assert [one.holds(plan.uuid) for one in (first, second)] == [False, False]
+
+    Scene(tmp_path).play(main)
+
+
+def test_a_stream_that_is_created_at_two_stores_at_once_has_one_holder(tmp_path: Path) -> None:
+    async def main(scene: Scene) -> None:
+        both = [await scene.opened(number) for number in (1, 2)]
+        plan = StreamPlan("s1", bytes(16), Definition("s1"), 0)
+        made = await asyncio.gather(*(scene.create(plan, one) for one in both))
+        assert sorted(made) == [False, True]
+        assert [one.holds(plan.uuid) for one in both] == made
+        other = scene.start(3)
+        await scene.until(lambda: other.shelf.writer is not None)
+        for number in (1, 2):
+            scene.kill(number, disk=False)
+        await scene.until(lambda: other.holds(plan.uuid))
+
+    Scene(tmp_path).play(main)
+
+
+def test_a_store_that_was_killed_while_it_created_a_stream_does_not_create_it_later(
+    tmp_path: Path,
+) -> None:
+    async def main(scene: Scene) -> None:
+        process = await scene.opened(1)
+        plan = StreamPlan("s1", bytes(16), Definition("s1"), 0)
+        scene.bucket.refuses = "create", "journal/"
+        creating = asyncio.ensure_future(scene.create(plan, process))
+        await scene.until(lambda: decision_key(plan.uuid.hex()) in scene.bucket.objects)
+        scene.kill(1, disk=True)
+        scene.bucket.refuses = None
+        assert not await creating
+        process = await scene.opened(1)
+        assert not process.serves(plan.address), "its first write is not in the bucket"
+        assert not await scene.create(plan, process)
+        assert await scene.create(StreamPlan("s1", b"2" * 16, Definition("s1"), 0), process)
+
+    Scene(tmp_path).play(main)
+
+
+def test_a_create_is_refused_while_the_bucket_is_away_and_succeeds_later(tmp_path: Path) -> None:
+    async def main(scene: Scene) -> None:
+        process = await scene.opened(1)
+        scene.bucket.away = True
+        plan = StreamPlan("s1", bytes(16), Definition("s1"), 0)
+        signed = order(OWNER, plan.definition, issued_us=EPOCH_US, uuid=plan.uuid, store=GROUP)  # type: ignore[arg-type]  # the key of the group
+        call = streams.Create([signed])
+        both = [scene.ask_process(process, process.address, NO_KEY, call, 60) for _ in "ab"]
+        for answer in await asyncio.gather(*both):
+            assert isinstance(answer, streams.Refused)
+            assert answer.code == "leaving"
+        scene.bucket.away = False
+        assert await scene.create(plan, process)
+        assert process.holds(plan.uuid)
+
+    Scene(tmp_path).play(main)
+
+
+def test_of_two_streams_on_disks_with_one_uuid_one_joins_the_bucket(tmp_path: Path) -> None:
+    async def main(scene: Scene) -> None:
+        both = [await scene.opened(number) for number in (1, 2)]
+        plan = StreamPlan("s1", bytes(16), Definition("s1"), 0)
+        for process in both:
+            assert await scene.create(plan, process, store=process.store.key)
+        answers = []
+        for process in both:
+            signed = order(
+                OWNER, plan.definition, issued_us=EPOCH_US + scene.now_us, uuid=plan.uuid, store=GROUP, revision=1  # type: ignore[arg-type]  # the same
+            )  # fmt: skip
+            call = streams.Change([signed])
+            answers.append(await scene.ask_process(process, plan.address, OWNER.key_id, call, 60))
+        assert isinstance(answers[0], streams.Described)
+        assert isinstance(answers[1], streams.Refused)
+        assert answers[1].code == "exists"
+        assert [one.holds(plan.uuid) for one in both] == [True, False]
+
+    Scene(tmp_path, copies=True).play(main)
