@@ -21,6 +21,7 @@ from relay.settings import load_config
 
 if TYPE_CHECKING:
     from relay.store.bucket.checking import Report as Found
+    from relay.store.bucket.dropping import CopiesOf
     from relay.store.salvage import Report
 
 
@@ -104,6 +105,7 @@ def store(
       iris store salvage /var/lib/iris       (while the store is stopped)
       iris store restore /var/lib/iris --bucket s3://company-iris/streams
       iris store check /var/lib/iris --bucket s3://company-iris/streams
+      iris store drop-copies /var/lib/iris --bucket s3://company-iris/streams
     """
     if context.invoked_subcommand:
         return
@@ -277,6 +279,61 @@ def check(
         typer.echo("\n".join(_check_lines(found)))
     if found.damage:
         raise typer.Exit(1)
+
+
+@app.command("drop-copies")
+def drop_copies(
+    data: Annotated[Path, typer.Argument(help="Data directory of a store of the bucket.", file_okay=False)],
+    bucket: Annotated[
+        str, typer.Option(metavar="URL", help="The bucket: s3://NAME/PATH, gs://, az:// or file:///PATH.")
+    ],
+    journal: Annotated[str, typer.Argument(help="First characters of the journal to drop. Default: list all.")] = "",
+    bucket_key: Annotated[
+        Path | None, typer.Option(help="Key file of the stores that share the bucket. Default: group.key in DATA.", dir_okay=False)
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Drop copies that are needed, too.")] = False,
+) -> None:  # fmt: skip
+    """Delete the copies that a store which is gone for good has left in a bucket.
+
+    Without JOURNAL, lists the copies of all stores. A copy is needed until its stream was moved by
+    force and the new log has a copy of its own. If one is needed, nothing is deleted without --yes,
+    and the exit code is 1. A store that runs uploads its streams again if you drop its copies.
+
+    \b
+    Examples:
+      iris store drop-copies /var/lib/iris --bucket s3://company-iris/streams
+      iris store drop-copies /var/lib/iris 7bd24d4f --bucket s3://company-iris/streams
+    """
+    import asyncio
+
+    try:
+        work = _load("bucket_check")
+        key_file = bucket_key and bucket_key.absolute()
+        found, dropped = asyncio.run(
+            work.drop_copies(data.absolute(), bucket, key_file, journal, needed=yes)
+        )
+    except (IrisError, OSError) as err:
+        sys.stderr.write(f"iris store drop-copies: {err}\n")
+        print_causes(err)
+        raise typer.Exit(2) from err
+    typer.echo("\n".join(_copies_lines(found)) if found else f"{bucket}: no copies")
+    if dropped:
+        typer.echo("dropped")
+    elif journal:
+        sys.stderr.write("nothing was dropped, because copies are needed; drop them nevertheless with --yes\n")  # fmt: skip
+        raise typer.Exit(1)
+
+
+def _copies_lines(found: list[CopiesOf]) -> list[str]:
+    """Return the lines of journals of copies for people."""
+    lines = []
+    for one in found:
+        lines.append(f"journal {one.journal[:8]} of {printable(one.label)} ({one.store[:8]}): {plural(len(one.streams), 'stream')}")  # fmt: skip
+        lines += [
+            f"  {printable(each.name) or '?'} (log {each.uuid}, up to {each.next}): {f'needed: {each.needed}' if each.needed else 'not needed'}"
+            for each in one.streams
+        ]
+    return lines
 
 
 def _check_lines(found: Found) -> list[str]:

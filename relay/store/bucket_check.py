@@ -1,4 +1,4 @@
-"""What `iris store check` does: a bucket, and the data directory of one of its stores."""
+"""What `iris store check` and `iris store drop-copies` do in a bucket of the store of a data directory."""
 
 from __future__ import annotations
 
@@ -9,11 +9,42 @@ from iris import keyfiles
 from iris.crypto.keys import GroupKey
 from iris.errors import ConfigError
 from relay.store.bucket.checking import Check, Report
-from relay.store.bucket.objects import open_bucket
+from relay.store.bucket.dropping import CopiesOf, Dropping
+from relay.store.bucket.objects import Objects, open_bucket
 from relay.store.bucket.sealing import Sealer
 from relay.store.bucket.shelf import DIRECTORY
 from relay.store.directory import DirectoryBusy, locked
 from relay.store.process import GROUP_FILE
+
+
+def _opened(directory: Path, url: str, key_file: Path | None) -> tuple[Objects, Sealer]:
+    path = key_file or directory / GROUP_FILE
+    if not path.exists():
+        raise ConfigError(
+            f"bucket: {path}, the key of the stores that share the bucket, is missing; name it with --bucket-key"
+        )
+    key = keyfiles.load(path, lambda text: GroupKey.parse(text.strip()))
+    return open_bucket(url), Sealer(key, os.urandom)
+
+
+async def drop_copies(
+    directory: Path, url: str, key_file: Path | None, journal: str, *, needed: bool
+) -> tuple[list[CopiesOf], bool]:
+    """Delete the copies in the journal whose id begins like this, also `needed` ones; return it, and whether it was
+    deleted. If `journal` is empty, return all journals of copies.
+
+    Raises ConfigError if it names no journal, or another journal has taken it; the same as `check_bucket`;
+    ObjectDamaged.
+    """
+    drops = Dropping(*_opened(directory, url, key_file))
+    await drops.read()
+    if not journal:
+        return drops.found, False
+    one = drops.named(journal)
+    if not needed and any(each.needed for each in one.streams):
+        return [one], False
+    await drops.drop(one.journal)
+    return [one], True
 
 
 async def check_bucket(directory: Path, url: str, key_file: Path | None) -> Report:
@@ -24,13 +55,7 @@ async def check_bucket(directory: Path, url: str, key_file: Path | None) -> Repo
         KeyringError: the group key is damaged.
         BucketError: the bucket does not answer.
     """
-    path = key_file or directory / GROUP_FILE
-    if not path.exists():
-        raise ConfigError(
-            f"bucket: {path}, the key of the stores that share the bucket, is missing; name it with --bucket-key"
-        )
-    key = keyfiles.load(path, lambda text: GroupKey.parse(text.strip()))
-    objects, sealer = open_bucket(url), Sealer(key, os.urandom)
+    objects, sealer = _opened(directory, url, key_file)
     one = Check(objects, sealer)
     await one.bucket()
     if one.report.damage:

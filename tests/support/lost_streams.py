@@ -52,18 +52,21 @@ def new_log(
     return Log.create(str(path), uuid=uuid, definition=stored, created_us=1)
 
 
-async def copy_to(objects: Objects, directory: Path, *logs: Log, store: StoreKey = LOST_STORE) -> None:  # fmt: skip
-    """Copy logs of a store to a bucket, and return when all of them are there."""
+async def copy_to(
+    objects: Objects, directory: Path, *logs: Log, store: StoreKey = LOST_STORE, checkpoint_bytes: int = 1 << 30,
+    until: Callable[[], bool] = lambda: True,
+) -> None:  # fmt: skip
+    """Copy logs of a store to a bucket, and return when all of them are there, and something else holds, too."""
     copies = Copies(lambda: time.monotonic_ns() // 1000)
     copying = Copying(
         copies, objects, GROUP, store.public_key, "db-1", directory, now_us=copies.now_us, wall_us=now_us,
-        checkpoint_bytes=1 << 30,
+        checkpoint_bytes=checkpoint_bytes,
     )  # fmt: skip
     for log in logs:
         copies.of(log.uuid).opened(log)
     running = asyncio.create_task(copying.run())
     async with asyncio.timeout(20):
-        while copies.writer is None or copies.lag().behind or copies.lag().bytes:  # noqa: ASYNC110 - it has no event
+        while copies.writer is None or copies.lag().behind or copies.lag().bytes or not until():  # noqa: ASYNC110 - it has no event
             await asyncio.sleep(0.01)
     await copying.drain(5)
     running.cancel()

@@ -122,6 +122,11 @@ class Outlines:
         self._read: dict[str, tuple[int, float, list[Outline]]] = {}
         """Journal -> its last object, when it was read, and what it has."""
 
+    @property
+    def by_journal(self) -> dict[str, list[Outline]]:
+        """What was read: journal -> its copies."""
+        return {name: outlines for name, (_, _, outlines) in self._read.items()}
+
     async def read(self, key_ids: Collection[bytes]) -> dict[bytes, Outline]:
         """Return uuid -> outline, those of dead letters among them, for somebody who has these keys.
 
