@@ -175,7 +175,7 @@ async def test_an_order_that_cannot_be_carried_out_is_an_error_that_says_what_to
             group.bucket.rename(tmp_path / "gone")
             group.bucket.touch()
             # The store gives up when nobody waits any more, which may be a moment before the client does.
-            with pytest.raises(StreamUnavailable, match="no answer within 2 s|stays on the disk") as raised:  # fmt: skip
+            with pytest.raises(StreamUnavailable, match=r"no answer within 2 s|stays on the disk") as raised:  # fmt: skip
                 await client.streams.change("others", durability="bucket", timeout=2)
             assert raised.value.may_have_run == ("no answer" in str(raised.value))
             await client.streams.append("others", b"it goes on")
