@@ -17,7 +17,6 @@ import hashlib
 import os
 import re
 import ssl
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -54,11 +53,11 @@ class RemoteAccess:
     access_id: bytes
 
 
-def make_access(network_key: NetworkKey, entropy: Callable[[int], bytes] = os.urandom) -> bytes:
+def make_access(network_key: NetworkKey) -> bytes:
     """Return the content of a new access file. It is secret, but the network key cannot be derived from it."""
     from iris.crypto.certificates import dump_access
 
-    return dump_access(network_key, entropy(SECRET_BYTES)).encode()
+    return dump_access(network_key, os.urandom(SECRET_BYTES)).encode()
 
 
 def create_access(path: Path, network_key: NetworkKey) -> bytes:

@@ -133,14 +133,13 @@ class Quiet:
     cannot cause more than `limit` lines per interval either.
     """
 
-    __slots__ = ("_interval_s", "_limit", "_logged", "_suppressed_others", "suppressed")
+    __slots__ = ("_limit", "_logged", "_suppressed_others", "suppressed")
 
     suppressed: int
     """Warnings suppressed since the start."""
 
-    def __init__(self, *, limit: int = QUIET_LIMIT, interval_s: float = QUIET_INTERVAL_S) -> None:
+    def __init__(self, *, limit: int = QUIET_LIMIT) -> None:
         self._limit = limit
-        self._interval_s = interval_s
         # hash of (event, key) -> (when it was last logged, suppressed since); the oldest comes first
         self._logged: dict[int, tuple[float, int]] = {}
         # suppressed for keys that are not, or no longer, in the table
@@ -168,7 +167,7 @@ class Quiet:
         last = self._logged.get(entry)
         if last is not None:
             logged_s, suppressed = last
-            if now_s - logged_s < self._interval_s:
+            if now_s - logged_s < QUIET_INTERVAL_S:
                 self._logged[entry] = (logged_s, suppressed + 1)
                 self.suppressed += 1
                 return False
@@ -193,7 +192,7 @@ class Quiet:
         if len(self._logged) < self._limit:
             return True
         oldest = next(iter(self._logged), None)
-        if oldest is None or now_s - self._logged[oldest][0] < self._interval_s:
+        if oldest is None or now_s - self._logged[oldest][0] < QUIET_INTERVAL_S:
             return False
         self._suppressed_others += self._logged.pop(oldest)[1]
         return True

@@ -55,7 +55,6 @@ class Reader:
         self._inner: dict[int, Reader] = {}
         """The readers of the partitions, if this one reads several."""
         self._parts: Interleaved[list[StreamMessage]] | None = None
-        self._positions: dict[int, int] = {}
         self._at = -1
         """First offset not opened yet; -1 until the stream is found."""
         self.gaps: deque[StreamGap] = deque(maxlen=MAX_GAPS)

@@ -289,7 +289,6 @@ class SeedDiscovery:
         *,
         resolver: Resolver = resolve,
         interval_s: float = INTERVAL_S,
-        rng: random.Random | None = None,
     ) -> None:
         if len(joins) > MAX_JOINS:
             raise ConfigError(
@@ -297,7 +296,7 @@ class SeedDiscovery:
             )
         self._resolver = resolver
         self._interval_s = interval_s
-        rng = random.Random() if rng is None else rng
+        rng = random.Random()
         unique = dict.fromkeys(parse_join(text) for text in joins)
         self._seeds = [Seed(join, rng, time.monotonic()) for join in unique]
         self._feed = Feed()

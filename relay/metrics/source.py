@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.metadata import version
 from typing import Any, Final
 
@@ -32,9 +32,8 @@ FIGURES_S: Final = 15.0
 class RelaySource(Collector):
     """The newest status of one relay, for all threads of the server."""
 
-    def __init__(self, config: ClientConfig, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, config: ClientConfig) -> None:
         self._config = config
-        self._clock = clock
         self._lock = threading.Lock()
         self._client: blocking.Client | None = None
         self._asked_s = float("-inf")
@@ -64,7 +63,7 @@ class RelaySource(Collector):
         """Return why the relay is not alive; "" if it is. One that does not answer is given `SILENT_S`."""
         with self._lock:
             self._refresh()
-            if self._failing_s is None or self._clock() - self._failing_s < SILENT_S:
+            if self._failing_s is None or time.monotonic() - self._failing_s < SILENT_S:
                 return ""
             return self._error
 
@@ -83,7 +82,7 @@ class RelaySource(Collector):
         except ValueError:
             figures = {}
         with self._lock:
-            self._figures, self._figures_s = figures, self._clock()
+            self._figures, self._figures_s = figures, time.monotonic()
 
     def close(self) -> None:
         """Disconnect from the relay. Idempotent."""
@@ -100,7 +99,7 @@ class RelaySource(Collector):
             fill(page, self._report, self._labels, self._version)
             # Figures of a store that has ended are not shown.
             store = self._report.get("store") or {}
-            fresh = self._clock() - self._figures_s < FIGURES_S
+            fresh = time.monotonic() - self._figures_s < FIGURES_S
             if fresh and self._figures.get("figures", -1) == store.get("pid"):
                 fill_store(page, self._figures, self._labels)
         yield from page.families()
@@ -115,7 +114,7 @@ class RelaySource(Collector):
         )  # fmt: skip
 
     def _refresh(self) -> None:
-        if self._clock() - self._asked_s < FRESH_S:
+        if time.monotonic() - self._asked_s < FRESH_S:
             return
         try:
             if self._client is None:
@@ -126,8 +125,8 @@ class RelaySource(Collector):
             self._report = None
             self._error = str(err)
             if self._failing_s is None:
-                self._failing_s = self._clock()
-        self._asked_s = self._clock()
+                self._failing_s = time.monotonic()
+        self._asked_s = time.monotonic()
         self._page = generate_latest(self)
 
     @staticmethod

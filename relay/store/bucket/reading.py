@@ -57,13 +57,12 @@ class SegmentReader:
     """The segment objects of one bucket. It needs a running event loop."""
 
     def __init__(
-        self, objects: Objects, sealer: Sealer, *, cache_bytes: int = CACHE_BYTES, patience_s: float = PATIENCE_S,
+        self, objects: Objects, sealer: Sealer, *, cache_bytes: int = CACHE_BYTES,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self._objects = objects
         self._sealer = sealer
         self._cache_bytes = cache_bytes
-        self._patience_s = patience_s
         self._now_s = now_s
         self._cache: OrderedDict[Place, tuple[Rows, int]] = OrderedDict()
         self._fetching: dict[Place, _Fetch] = {}
@@ -129,7 +128,7 @@ class SegmentReader:
             self._fail(place, True, str(err))
         except (BucketError, TimeoutError) as err:
             said = str(err) or f"bucket {self._objects.url}: no answer"
-            self._fail(place, False, f"object {moved.key} could not be read within {self._patience_s:g} s: {said}")  # fmt: skip
+            self._fail(place, False, f"object {moved.key} could not be read within {PATIENCE_S:g} s: {said}")  # fmt: skip
         except Exception as err:
             log.exception("store.fault", extra={"fields": {"stream": moved.key}})
             self._fail(place, False, f"object {moved.key}: internal error: {type(err).__name__}")
@@ -147,7 +146,7 @@ class SegmentReader:
         """Return a chunk and its size. Raises BucketError, ObjectDamaged, TimeoutError."""
         start, end = moved.range_of(number)
         backoff = Backoff(RETRY_MIN_S, RETRY_MAX_S, random.random)
-        until_s = self._now_s() + self._patience_s
+        until_s = self._now_s() + PATIENCE_S
         while True:
             try:
                 async with self._requests, asyncio.timeout(max(0.0, until_s - self._now_s())):
