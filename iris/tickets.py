@@ -128,7 +128,9 @@ def _parse(text: str) -> tuple[IssuerKey, bytes]:
     except (ValueError, KeyError, TypeError, ConfigError) as error:
         # Not chained: the cause of a TOML error holds the whole file.
         why = (
-            str(error) if isinstance(error, ConfigError) else "write [issuer] with key and network"
+            str(error)
+            if isinstance(error, ConfigError)
+            else "it must have a table [issuer] with key and network"
         )
         raise KeyringError(f"not the file of an issuer of tickets: {why}") from None
     return key, network

@@ -196,7 +196,7 @@ def _late(copies: dict[str, Any] | None) -> str:
     text = f"copies in the bucket are {copies['bytes']:,} bytes and {copies['s']:.0f} s behind"
     if not copies["streams"]:
         return text
-    return f"{text}, and {plural(copies['streams'], 'stream')} must be copied once more"
+    return f"{text}, and {plural(copies['streams'], 'stream')} must be copied again"
 
 
 def _free(directory: str) -> tuple[int, int] | None:

@@ -192,8 +192,8 @@ def add(name: Name) -> None:
         _say(f"next: {_COPY.format(path)}, then `iris key promote {name}`")
         if len(before) > 1:
             complain(
-                f"{name} has {len(keys)} keys now, because an earlier rotation was not finished: keys that were added and "
-                f"not promoted, or replaced and not retired. `iris key show` lists them; `iris key retire {name} --key ID` "
+                f"{name} has {len(keys)} keys now, because an earlier rotation was not finished: some keys were added and not "
+                f"promoted, or replaced and not retired. `iris key show` lists them; `iris key retire {name} --key ID` "
                 "removes one"
             )
         return Exit.OK
@@ -221,8 +221,8 @@ def promote(
     name it with --key.
 
     Refused while the relay knows members that hold only old keys, or if that
-    cannot be checked; --force promotes anyway. Durable streams kept under the
-    old key are then kept under the new one, too.
+    cannot be checked; --force promotes anyway. Durable streams then accept
+    messages that are sealed with the new key, too.
 
     \b
     Examples:
@@ -278,7 +278,7 @@ def retire(
         for old in retired:
             _say(f"{name}: {old.key_id.hex()} is retired")
         _say(
-            "next: let every process reload its keys (SIGHUP); it drops the retired keys when its running work has ended. "
+            "next: let every process reload its keys (SIGHUP); it forgets a retired key when the calls that use it have ended. "
             "KEYS in `iris status` shows on each host which programs still use one"
         )
         return Exit.OK
@@ -327,7 +327,7 @@ def store_group(
 
     Copy it to every host whose store uses the bucket, as group.key in its
     data directory or where the setting bucket_key says. Keep another copy:
-    without it nothing in the bucket can be read.
+    without it nobody can read the bucket.
 
     \b
     Examples:
@@ -347,7 +347,7 @@ def store_group(
 def ticket_issuer(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="File to create, with mode 0600.")],
     network: Annotated[
-        str, typer.Option("--network", metavar="FINGERPRINT", help="Network that its tickets are for. Default: that of network.toml here.")
+        str, typer.Option("--network", metavar="FINGERPRINT", help="Network in which the tickets are valid. Default: that of network.toml here.")
     ] = "",
     name: Annotated[str, typer.Option("--name", metavar="NAME", help="Name of the issuer in the settings of relays.")] = "login",
 ) -> None:  # fmt: skip
@@ -355,8 +355,8 @@ def ticket_issuer(
 
     The application that logs people in keeps FILE and makes tickets with it
     (`iris key ticket`, or iris.tickets in Python). Relays get only the public
-    key: add the lines printed here to their settings file, with the names that
-    its tickets may allow at most, and send SIGHUP.
+    key: add the lines printed here to their settings file, list everything that
+    tickets of this issuer may allow, and send SIGHUP.
 
     \b
     Examples:
@@ -377,7 +377,7 @@ def ticket_issuer(
             fingerprint = keyfiles.load_network_keys(path)[0].fingerprint
         issuer = Issuer.create(file, fingerprint)
         _say(
-            f"# {file}: for network {fingerprint.hex()}. For relay.toml, with what tickets may allow:"
+            f"# {file}: for network {fingerprint.hex()}. Add this to relay.toml, and list all that tickets may allow:"
         )
         _say(
             f'[issuers.{name}]\npublic_keys = ["{issuer.public_key}"]\nallow.subscribe = ["news.>"]'
@@ -390,16 +390,16 @@ def ticket_issuer(
 @app.command()
 def ticket(
     issuer: Annotated[Path, typer.Argument(metavar="FILE", help="Key of the issuer (`iris key ticket-issuer`).")],
-    subject: Annotated[str, typer.Argument(metavar="SUBJECT", help="Whom the ticket is for.")],
+    subject: Annotated[str, typer.Argument(metavar="SUBJECT", help="Name of the person or device that the ticket is for.")],
     allow: Annotated[
         list[str],
         typer.Option("--allow", metavar="VERB=NAME", help="What the ticket allows: a verb and a name, with * and > as in topic filters. Repeatable."),
     ],
     key: Annotated[
-        list[str] | None, typer.Option("--key", metavar="ID", help="Key id that the session must prove; it can use no others. Repeatable. Default: any.")
+        list[str] | None, typer.Option("--key", metavar="ID", help="Id of a key that the session must prove. With this, it can use no other keys. Repeatable. Default: any key.")
     ] = None,
     life: Annotated[int, typer.Option("--life", metavar="SECONDS", help="How long it is valid.")] = 900,
-    origin: Annotated[str, typer.Option("--origin", metavar="ORIGIN", help="The one origin that may use it. Default: any.")] = "",
+    origin: Annotated[str, typer.Option("--origin", metavar="ORIGIN", help="Only pages of this origin can use it. Default: any.")] = "",
 ) -> None:  # fmt: skip
     """Print a ticket, with which a browser opens a session.
 

@@ -164,7 +164,7 @@ def _copy(stream: Stream) -> Iterator[str]:
     late_s = stream.copy_lag_s or 0.0
     behind = f"{stream.copy_lag_bytes or 0:,} bytes and {late_s:.0f} s behind"
     if stream.copy_behind:
-        yield f"its copy in the bucket is {behind}; it is copied once more when the bucket is fast enough"
+        yield f"its copy in the bucket is {behind}; the store copies the stream again when the bucket is fast enough"
     elif late_s >= COPY_LATE_S:
         yield f"its copy in the bucket is {behind}"
 

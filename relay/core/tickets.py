@@ -137,14 +137,14 @@ class Admission:
         """Admit a session that showed the ticket `text` in HELLO. Raises TicketRefused."""
         if not text:
             if self._required:
-                raise TicketRefused(NO_TICKET, "HELLO must carry one")
+                raise TicketRefused(NO_TICKET, "the relay requires one in HELLO")
             return
         admitted = self._accepted(session, text, wall_us)
         held = self._holders.get(admitted.holder, 0)
         limit = admitted.issuer.sessions_per_subject
         if held >= limit:
             raise TicketRefused(
-                TOO_MANY, f"{admitted.ticket.subject!r} has {held}, which is the limit"
+                TOO_MANY, f"{admitted.ticket.subject!r} has {held} sessions, which is the limit"
             )
         self._holders[admitted.holder] = held + 1
         session.ticket = admitted
@@ -158,13 +158,15 @@ class Admission:
         """
         before = session.ticket
         if before is None:
-            raise TicketRefused(NO_TICKET, "a session that showed none in HELLO cannot renew it")
+            raise TicketRefused(
+                NO_TICKET, "the session began without a ticket, so there is none to renew"
+            )
         try:
             admitted = self._accepted(session, text, wall_us)
         except TicketRefused as refused:
             return str(refused)
         if admitted.holder != before.holder:
-            return "the new ticket is of another issuer or subject"
+            return "the new ticket was made by another issuer or for another subject"
         if error := _lost(session, admitted):
             return error
         session.ticket = admitted
@@ -342,5 +344,5 @@ def _lost(session: Session, admitted: Admitted) -> str:
     wanted += [("members", each.name, each.key_ids) for each in session.watches.values()]
     for verb, name, key_ids in wanted:
         if why := admitted.refusal((verb,), name, key_ids, session.proven):
-            return f"the session has what the new ticket does not allow: {why}"
+            return f"the new ticket does not allow everything that the session uses: {why}"
     return ""

@@ -59,13 +59,13 @@ def store(
         typer.Option(
             metavar="BYTES",
             min=0,
-            help="Bytes of records that streams in the bucket may have on this disk; older ones are read from the bucket. Default: no limit.",
+            help="Bytes that records of streams in the bucket may use on this disk; older records are read from the bucket. Default: no limit.",
         ),
     ] = 0,
     checkpoint_bytes: Annotated[
         int,
         typer.Option(
-            hidden=True, min=1, help="Size of a journal from which on a checkpoint is written."
+            hidden=True, min=1, help="A checkpoint is written when a journal is larger than this."
         ),
     ] = 64 << 20,
     failover_s: Annotated[
@@ -73,7 +73,7 @@ def store(
         typer.Option(
             hidden=True,
             min=0.1,
-            help="How long another store of the bucket must be gone until it is taken over.",
+            help="Seconds that another store of the bucket must be gone before this one takes over.",
         ),
     ] = 5.0,
     log_level: Annotated[
@@ -202,12 +202,13 @@ def restore(
     """Bring all streams of a bucket to this host: after a disaster, or to leave another host.
 
     Takes over from every store that uses the bucket. A store that still runs
-    stops serving its streams, so stop all of them first. Afterwards, start the
+    loses its streams to DATA, so stop all stores first. Afterwards, start the
     relay or store with DATA and the same bucket.
 
-    Streams on the disks of those stores are made again of their copies, if the
-    keyring here has one of their keys: each gets another uuid, and a gap where
-    its copy ends. Exits 1 if copies are left.
+    Streams that were on the disks of those stores are restored from their
+    copies in the bucket, if the keyring here has one of their keys. Each gets
+    another uuid, and a gap where its copy ends. If some copies could not be
+    restored, the exit code is 1.
 
     \b
     Examples:
@@ -221,7 +222,7 @@ def restore(
         try:
             keyring = keyfiles.load_keys(os.environ)
         except keyfiles.NoKeyring:
-            keyring = Keyring({})  # copies are left, and said to be
+            keyring = Keyring({})  # no copy can be restored, and the output says so
         found = asyncio.run(process.restore(data.absolute(), settings, keyring))
     except (IrisError, OSError) as err:
         sys.stderr.write(f"iris store restore: {err}\n")
@@ -234,7 +235,7 @@ def restore(
         sys.stderr.write(printable(line) + "\n")
     if found.left:
         sys.stderr.write(
-            "start the store, and make them again with a key of theirs: iris stream move NAME --to HOST --force\n"
+            "start the store, and restore each of them where the keyring has one of its keys: iris stream move NAME --to HOST --force\n"
         )
         raise typer.Exit(1)
 

@@ -217,7 +217,7 @@ async def test_a_session_ends_when_its_ticket_expires_unless_it_was_renewed(rela
         await renewed.greet(ticket=alice(now_s=past))
         for text, error in (
             (alice(now_s=past - 10), "ticket expired"),
-            (LOGIN.issue("bob", allow=WIDE, life_s=60), "another issuer or subject"),
+            (LOGIN.issue("bob", allow=WIDE, life_s=60), "another issuer or for another subject"),
             (alice(), ""),
         ):
             await renewed.say(frames.Ticket(5, text))

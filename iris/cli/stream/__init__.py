@@ -67,7 +67,7 @@ def create(
         bool, typer.Option("--copy/--no-copy", help="Whether a store that has a bucket copies the stream there.")
     ] = True,
     partitions: Annotated[
-        int, typer.Option("--partitions", metavar="N", min=1, help="Spread the stream over so many logs, at the stores of this site. Only without --topic and --cluster.")
+        int, typer.Option("--partitions", metavar="N", min=1, help="Divide the stream into N logs, spread over the stores of this site. Not with --topic or --cluster.")
     ] = 1,
     timeout: options.Timeout = 10.0,
     json: options.AsJson = False,
@@ -195,13 +195,13 @@ def change(
     ] = None,
     dedup_window: texts.DedupWindow = None,
     partitions: Annotated[
-        int | None, typer.Option("--partitions", metavar="N", min=1, help="Add partitions, up to N. The keys of some messages move to the new ones.", show_default=False)
+        int | None, typer.Option("--partitions", metavar="N", min=1, help="Add partitions until there are N. Some message keys move to the new partitions.", show_default=False)
     ] = None,
     copy: Annotated[
         bool | None, typer.Option("--copy/--no-copy", help="Whether a store that has a bucket copies the stream there.", show_default=False)
     ] = None,
     durability: Annotated[
-        str | None, typer.Option("--durability", metavar="WHERE", help="'bucket': bring the stream from the store's disk into its object storage, for good.", show_default=False)
+        str | None, typer.Option("--durability", metavar="WHERE", help="'bucket': move the stream from the store's disk into its bucket. It cannot be moved back.", show_default=False)
     ] = None,
     uuid: texts.Uuid = "",
     timeout: options.Timeout = 10.0,
@@ -210,8 +210,8 @@ def change(
     """Change the limits of a stream. Limits that you do not name stay as they are.
 
     With --durability bucket the stream joins the bucket of its store while it
-    is in use. That takes as long as the bucket takes the whole stream: give a
-    --timeout for a large one. `iris stream info` shows the durability.
+    is in use. The store uploads the whole stream first: give a longer --timeout
+    for a large one. `iris stream info` shows the durability.
 
     \b
     Examples:
@@ -223,7 +223,7 @@ def change(
     given = {"max_bytes": max_bytes, "max_messages": max_messages, "max_age": max_age, "compact": compact, "dedup_window": dedup_window, "partitions": partitions, "copy": copy, "durability": durability}  # fmt: skip
     changes: dict[str, Any] = {field: value for field, value in given.items() if value is not None}
     if not changes:
-        raise WrongUsage("nothing to change; give at least one limit, such as --max-age 7d")
+        raise WrongUsage("nothing to change; give at least one setting, such as --max-age 7d")
     _do(lambda client: client.streams.change(name, **changes, uuid=uuid, timeout=timeout), relay)
 
 
@@ -278,7 +278,8 @@ def resume(
 
 @app.command()
 def keys(timeout: options.Timeout = 10.0, relay: options.RelayPath = None) -> None:
-    """Let every stream be kept under all keys that your keyring has for it. Prints the streams that lacked one.
+    """Add keys of your keyring to the streams that lack them, so that they accept messages sealed with these keys. Prints
+    those streams.
 
     `iris key promote` does this, too, if a relay is running.
 
@@ -302,10 +303,10 @@ def keys(timeout: options.Timeout = 10.0, relay: options.RelayPath = None) -> No
 def move(
     name: texts.Name,
     to: Annotated[
-        str, typer.Option("--to", metavar="STORE", help="The store that is to have it: its host, or at least 4 digits of its id.", show_default=False)
+        str, typer.Option("--to", metavar="STORE", help="The new store: its host, or at least 4 digits of its id.", show_default=False)
     ],
     force: Annotated[
-        bool, typer.Option("--force", help="Make a stream on a disk again of its copy, because its store is gone.")
+        bool, typer.Option("--force", help="Restore a stream on a disk from its copy in the bucket, because its store is gone.")
     ] = False,
     uuid: texts.Uuid = "",
     timeout: options.Timeout = 60.0,
@@ -314,11 +315,12 @@ def move(
     """Move a stream that is in a bucket to another store of the same bucket.
 
     Nothing is lost or stored twice. Readers, consumers and appends wait while
-    the new store reads the stream from the bucket, and go on there.
+    the new store reads the stream from the bucket, and continue there.
 
-    With --force: a stream on the disk of a store that is gone is made again of
-    its copy in the bucket. It gets another uuid. What the copy did not have yet
-    is lost, and a gap says so. If the command fails half way, run it again.
+    With --force: restores a stream from its copy in the bucket, if the store
+    that has it on its disk is gone. The stream gets another uuid. Messages that
+    the copy did not have yet are lost, and a gap reports that. If the command
+    fails half way, run it again.
 
     \b
     Examples:
@@ -498,11 +500,11 @@ def _bucket_copy(info: StreamInfo) -> str:
     if not info.copy_lag_bytes and not info.copy_behind:
         return "follows"
     behind = f"{info.copy_lag_bytes} B and {info.copy_lag_s:.1f} s behind"
-    return f"{behind}, is copied once more" if info.copy_behind else behind
+    return f"{behind}, will be copied again" if info.copy_behind else behind
 
 
 def _joining(info: StreamInfo) -> str:
-    """Return how much of a stream that is to join a bucket is there. What was written again counts again."""
+    """Return how much of a stream that is joining the bucket was uploaded. What was written twice counts twice."""
     return f"{info.joining_bytes} B of {info.size_bytes} B"
 
 

@@ -83,19 +83,19 @@ def change_consumer(
     name: texts.Name,
     consumer: texts.Consumer,
     ack_timeout: Annotated[
-        float | None, typer.Option("--ack-timeout", metavar="AGE", parser=texts.parse_age, help="Deliver a message again that is not settled for this long: 30s, 10m.", show_default=False)
+        float | None, typer.Option("--ack-timeout", metavar="AGE", parser=texts.parse_age, help="Deliver a message again if it is not settled after this time: 30s, 10m.", show_default=False)
     ] = None,
     max_deliver: Annotated[
-        int | None, typer.Option("--max-deliver", metavar="N", min=0, max=65_535, help="Dead letters after N deliveries; 0 for never.", show_default=False)
+        int | None, typer.Option("--max-deliver", metavar="N", min=0, max=65_535, help="After N deliveries a message becomes a dead letter; 0: never.", show_default=False)
     ] = None,
     uuid: texts.Uuid = "",
     timeout: options.Timeout = 10.0,
     relay: options.RelayPath = None,
 ) -> None:  # fmt: skip
-    """Change the settings of a consumer. It keeps its position, and its workers go on.
+    """Change the settings of a consumer. It keeps its position, and its workers continue.
 
-    Programs that open the consumer with the settings before the change go on
-    to work, with the new settings. `group` and `durable` cannot change.
+    Programs that still open the consumer with the old settings work, and get
+    the new ones. `group` and `durable` cannot be changed.
 
     \b
     Examples:

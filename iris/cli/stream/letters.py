@@ -36,9 +36,10 @@ def dead(
 ) -> None:  # fmt: skip
     """Show the dead letters of a stream: messages that a consumer gave up.
 
-    `offset` is that of the message in the stream, as `iris stream redrive`
-    takes it, after the partition if that is not 0. The letters stay. With --json, `offset` is that of the letter in
-    the stream NAME.dead, and `dead.offset` that of the message.
+    The column `offset` has the offset of the message in the stream, which
+    `iris stream redrive` needs; a partition other than 0 stands before it. With
+    --json, `dead.offset` is this offset, and `offset` is that of the letter in
+    the stream NAME.dead. The letters are not deleted.
 
     \b
     Examples:
@@ -105,11 +106,12 @@ def redrive(
             output.write(f"redrove {plural(done.redriven, 'dead letter')}\n".encode())
         if done.gone:
             complain(
-                f"{plural(done.gone, 'dead letter')} left: {name} no longer has the message; they expire with {name}.dead"
+                f"{plural(done.gone, 'dead letter')} not delivered again, because {name} no longer has the message; the limits of "
+                f"{name} remove them"
             )
         if done.left:
             complain(
-                f"{plural(done.left, 'dead letter')} left: consumer {consumer} has as many unsettled messages as it can; "
+                f"{plural(done.left, 'dead letter')} not delivered again, because consumer {consumer} has too many unsettled messages; "
                 "run the command again when its workers have settled some"
             )
         return Exit.OK

@@ -134,7 +134,7 @@ def append(
         alone = [option for option, value in given.items() if value is not None]
         if alone:
             raise typer.BadParameter(
-                f"{alone[0]} is for a single message; leave it or --lines out", param_hint="--lines"
+                f"{alone[0]} is for a single message; use it without --lines", param_hint="--lines"
             )
 
         def entry(line: bytes) -> Entry:

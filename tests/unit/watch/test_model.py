@@ -303,7 +303,7 @@ def test_streams_have_rates_lag_and_dead_letters() -> None:
         ((10, 7.0, False), ["its copy in the bucket is 10 bytes and 7 s behind"]),
         (
             (1000, 0.5, True),
-            ["its copy in the bucket is 1,000 bytes and 0 s behind; it is copied once more when the bucket is fast enough"],
+            ["its copy in the bucket is 1,000 bytes and 0 s behind; the store copies the stream again when the bucket is fast enough"],
         ),
     ],
 )  # fmt: skip
