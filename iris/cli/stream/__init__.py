@@ -278,10 +278,10 @@ def resume(
 
 @app.command()
 def keys(timeout: options.Timeout = 10.0, relay: options.RelayPath = None) -> None:
-    """Add keys of your keyring to the streams that lack them, so that they accept messages sealed with these keys. Prints
-    those streams.
+    """Add the keys of your keyring to every stream that lacks one of them. Prints these streams.
 
-    `iris key promote` does this, too, if a relay is running.
+    A stream does not record messages that are sealed with other keys than its
+    own. `iris key promote` does this, too, if a relay is running.
 
     \b
     Examples:
