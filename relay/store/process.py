@@ -199,7 +199,7 @@ class StoreProcess:
             return None
         forcing = store.calls.forced.forcer = Forcing(
             self._objects, shelf.key, store.key.public_key, self._label, self.directory, store.catalogue.directory, self,
-            wait_s=keeper.wait_s, wall_us=lambda: time.time_ns() // 1000, entropy=self._entropy,
+            wait_s=keeper.wait_s, wall_us=lambda: time.time_ns() // 1000, verify=keeper.verify, entropy=self._entropy,
         )  # fmt: skip
         return forcing
 

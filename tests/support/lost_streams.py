@@ -20,6 +20,7 @@ from relay.store.bucket.copying import Copying
 from relay.store.bucket.forcing import Forcing, Wish
 from relay.store.bucket.objects import Objects
 from relay.store.bucket.sealing import Forced
+from relay.store.bucket.seen import RolledBack
 from relay.store.errors import Refuse
 from relay.store.log import Log
 
@@ -81,13 +82,18 @@ class Maker:
         self.streams = directory / f"data{number}" / "streams"
         self.streams.mkdir(parents=True, exist_ok=True)
         self.wait_s: Callable[[bytes], float | None] = lambda store: 0.0
+        self.rolled_back: RolledBack | None = None
         self.refuses: Refuse | None = None
         self.served: list[bytes] = []
         self.displaced: dict[bytes, Forced] = {}
         self.forcing = Forcing(
             objects, GROUP, self.key.public_key, f"db-{number + 1}", self.streams.parent, self.streams, self,
-            wait_s=lambda store: self.wait_s(store), wall_us=now_us,
+            wait_s=lambda store: self.wait_s(store), wall_us=now_us, verify=self._verify,
         )  # fmt: skip
+
+    async def _verify(self) -> None:
+        if self.rolled_back is not None:
+            raise self.rolled_back
 
     # The owner
 

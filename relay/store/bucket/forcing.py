@@ -128,12 +128,13 @@ class Forcing:
 
     def __init__(
         self, objects: Objects, key: GroupKey, store: bytes, label: str, data: Path, streams: Path, owner: Owner, *,
-        wait_s: Callable[[bytes], float | None], wall_us: Callable[[], int], entropy: Callable[[int], bytes] = os.urandom,
+        wait_s: Callable[[bytes], float | None], wall_us: Callable[[], int], verify: Callable[[], Awaitable[None]] | None = None,
+        entropy: Callable[[int], bytes] = os.urandom,
     ) -> None:  # fmt: skip
         """`store` is this store's public key, `data` its directory, and `streams` that of its streams.
 
         `wait_s(store)` returns for how long another store must still be gone until it counts as such, in seconds; None
-        if it can be seen.
+        if it can be seen. `verify` raises if the bucket has less than this store has seen.
         """
         self._objects = objects
         self._key = key
@@ -147,6 +148,7 @@ class Forcing:
         self._owner = owner
         self._wait_s = wait_s
         self._wall_us = wall_us
+        self._verify = verify
         self._entropy = entropy
         self._one_at_a_time = asyncio.Lock()
         self._read: dict[bytes, Path] | None = None
@@ -372,6 +374,8 @@ class Forcing:
 
     async def _force(self, wish: Wish) -> bytes:
         """Raises Refuse, BucketError, ObjectDamaged, LogError, OSError, DecodeError."""
+        if self._verify is not None:
+            await self._verify()
         await self._list.read()
         key_ids = [public_id(signed.public_key) for signed in wish.orders]
         outlines = await self._outlines.read(key_ids)

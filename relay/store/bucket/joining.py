@@ -198,12 +198,6 @@ class Joins:
         ended: Refuse | None = Refuse("moved", STOPPING)  # the next start finds out whether it has
         try:
             async with self._turn:
-                by = f"{candidate.logs()[candidate.uuid].created_us:016x}{self._address[:16]}"
-                ours = await self._until(
-                    lambda: self._claim(candidate.uuid, by), lambda: not candidate.wanted()
-                )
-                if not ours:
-                    raise Refuse("failed", AWAY) if ours is None else Refuse("exists", CREATED)
                 backoff = Backoff(ASK_MIN_S, ASK_MAX_S, random.random)
                 while not await self._try(candidate):
                     if not candidate.wanted():
@@ -223,10 +217,18 @@ class Joins:
 
         Raises Refuse, LogError, Closed.
         """
-        logs = candidate.logs()
+        by = f"{candidate.logs()[candidate.uuid].created_us:016x}{self._address[:16]}"
         writer = self._shelf.writer
         if writer is None or writer.ended or writer.failing or writer.backlog > BACKLOG_BYTES:
             return False
+        ours = await self._until(
+            lambda: self._claim(candidate.uuid, by), lambda: bool(writer.ended) or not candidate.wanted()
+        )  # fmt: skip
+        if ours is None:
+            return False
+        if not ours:
+            raise Refuse("exists", CREATED)
+        logs = candidate.logs()
         token = secrets.token_hex(16)
         drafts: dict[bytes, Draft] = {}
         ending = False

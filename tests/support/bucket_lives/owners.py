@@ -138,6 +138,8 @@ class Owner:
         if self._store in life.down and self._store not in life.lost:
             life.start(self._store)  # the copy has ended, and the disk has the stream
             return False
+        if self._store in life.processes and self._store not in life.lost:
+            return False  # it finds out whether the stream has joined
         if self._floor and not self._asked:
             life.breaks(f"{self.plan.label}: nobody has it or a copy of it, and there was one")
         if self._store not in life.lost:

@@ -192,7 +192,7 @@ class Process:
     def _makes_of_copies(self, objects: Port, key: StoreKey, rng: random.Random) -> Forcing:
         self.forcing = self.store.calls.forced.forcer = Forcing(
             objects, GROUP, key.public_key, str(self.number), self.directory, self.store.catalogue.directory, self,
-            wait_s=self.keeper.wait_s, wall_us=self._wall_us, entropy=rng.randbytes,
+            wait_s=self.keeper.wait_s, wall_us=self._wall_us, verify=self.keeper.verify, entropy=rng.randbytes,
         )  # fmt: skip
         return self.forcing
 

@@ -31,6 +31,7 @@ from relay.store.bucket.forced import ForcedList
 from relay.store.bucket.forcing import CAUSE
 from relay.store.bucket.objects import BucketError, Directory
 from relay.store.bucket.sealing import Forced, Sealer, forced_key
+from relay.store.bucket.seen import RolledBack
 from relay.store.errors import Refuse
 from relay.store.log import Log
 from relay.store.outcomes import Duplicate, OutOfOrder, Stored
@@ -244,6 +245,21 @@ async def test_an_order_that_is_not_valid_is_refused_and_leaves_nothing(
         await maker.force(maker.wish(found, MADE))
     assert not any(maker.streams.iterdir())
     assert not (tmp_path / "bucket" / "forced").exists()
+
+
+async def test_nothing_is_made_of_copies_of_a_bucket_that_was_rolled_back(
+    objects: Directory, tmp_path: Path
+) -> None:
+    (await lost(objects, tmp_path)).close()
+    maker = Maker(objects, tmp_path)
+    (found,) = await maker.find()
+    maker.rolled_back = RolledBack("journal a had 27 objects and now has 17")
+    with pytest.raises(Refuse, match="now has 17") as refused:
+        await maker.force(maker.wish(found, MADE))
+    assert refused.value.code == "damaged"
+    assert not (tmp_path / "bucket" / "forced").exists()
+    maker.rolled_back = None
+    assert await maker.force(maker.wish(found, MADE)) == MADE
 
 
 async def test_an_entry_that_would_close_a_circle_or_comes_second_does_not_count(
