@@ -35,7 +35,7 @@ from iris.wire.orders import (
 from relay.store.errors import Refuse
 
 _Signed = dict[bytes, tuple[Order, SignedOrder]]
-_ELSEWHERE: Final = "a stream in a bucket cannot go back to the disk of one store; copy it to another stream with `iris stream mirror`"
+_ELSEWHERE: Final = "a stream in a bucket cannot go back to a disk; copy it to another stream with `iris stream mirror`"
 
 
 class DefinitionFile(Struct, frozen=True):

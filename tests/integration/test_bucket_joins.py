@@ -167,9 +167,7 @@ async def test_an_order_that_cannot_be_carried_out_is_an_error_that_says_what_to
             assert (
                 await client.streams.change("orders", durability="bucket")
             ).durability == "bucket"
-            with pytest.raises(
-                StreamError, match="cannot go back to the disk of one store; copy it"
-            ):
+            with pytest.raises(StreamError, match="cannot go back to a disk; copy it"):
                 await client.streams.change("orders", durability="disk")
             await client.streams.create("others")
             group.bucket.rename(tmp_path / "gone")
