@@ -13,17 +13,17 @@ that succeed this one is in `moved`. A store that is killed in between leaves a 
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
 import secrets
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from typing import Any, Final, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Final
 
 from iris.core.backoff import Backoff
 from iris.crypto.keys import public_id
-from iris.errors import Closed, IrisError
+from iris.errors import Closed
 from iris.wire.streams import dead_uuid
 from relay.store.bucket.checkpointing import BACKLOG_BYTES, PAUSE_S
+from relay.store.bucket.errands import ASK_MAX_S, ASK_MIN_S, Errands
 from relay.store.bucket.forced import ForcedList
 from relay.store.bucket.moved import NO, decide
 from relay.store.bucket.objects import Objects, at_once
@@ -35,12 +35,7 @@ from relay.store.database import OP_BYTES, CopiedBatch
 from relay.store.errors import LogError, Refuse
 from relay.store.log import Log
 
-log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 ENTRY_BYTES: Final = 96
-ASK_MIN_S: Final = 0.05
-ASK_MAX_S: Final = 1.0
 STOPPING: Final = "the store is stopping; try again"
 MAX_CREATING: Final = 64
 """Logs of which a store finds out at once whether it may create them."""
@@ -119,8 +114,7 @@ class Joins:
         self._open: set[str] = set()
         """Journals of ours in which a stream is joining. Until that has ended no checkpoint may cover a part of it."""
         self._creating: set[bytes] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._stopping = False
+        self._errands = Errands("iris-stream-join", "a stream that joins", warn)
 
     def is_open(self, journal: str) -> bool:
         """Whether a stream is joining in this journal."""
@@ -129,35 +123,32 @@ class Joins:
     def create(self, uuid: bytes, done: Callable[[Refuse | None], None]) -> None:
         """Find out whether our journal may begin a log with this uuid, and then call `done`. Raises Refuse."""
         writer = self._shelf.writer
-        if self._stopping:
+        if self._errands.stopping:
             raise Refuse("leaving", STOPPING)
         if writer is None or uuid in self._creating or len(self._creating) >= MAX_CREATING:
             raise Refuse("leaving", self._shelf.away or "the store is creating this stream, or many others; try again")  # fmt: skip
         self._creating.add(uuid)
-        self._start(self._create(uuid, writer, done))
+        self._errands.start(self._create(uuid, writer, done))
 
     def join(self, candidate: Candidate) -> None:
         """Begin to bring a stream into the bucket. The candidate is told how that ends. Raises Refuse."""
-        if self._stopping:
+        if self._errands.stopping:
             raise Refuse("leaving", STOPPING)
-        self._start(self._join(candidate))
+        self._errands.start(self._join(candidate))
 
     def settle(self) -> None:
         """Find out what was decided about streams that were joining when this store ended."""
         for uuid, token in self._shelf.undecided.items():
-            self._start(self._find_out(uuid, token))
+            self._errands.start(self._find_out(uuid, token))
 
     async def cancel(self) -> None:
         """End all work, and begin none. What is not decided is asked at the next start."""
-        self._stopping = True
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        self._tasks.clear()
+        await self._errands.cancel()
 
     async def _find_out(self, uuid: bytes, token: str) -> None:
-        by = await self._until(lambda: decide(self._objects, self._sealer, token, NO))
+        by = await self._errands.until(
+            lambda: decide(self._objects, self._sealer, token, NO), lambda: False
+        )
         if self._shelf.undecided.pop(uuid, None) is not None:
             self._shelf.on_decided(uuid, by != NO)
             self._flush()
@@ -171,7 +162,7 @@ class Joins:
         until_us = self._now_us() + int(CREATE_S * 1e6)
         attempt = secrets.token_hex(16)
         try:
-            ours = await self._until(
+            ours = await self._errands.until(
                 lambda: self._claim(uuid, attempt),
                 lambda: bool(writer.ended) or self._now_us() >= until_us,
             )
@@ -221,7 +212,7 @@ class Joins:
         writer = self._shelf.writer
         if writer is None or writer.ended or writer.failing or writer.backlog > BACKLOG_BYTES:
             return False
-        ours = await self._until(
+        ours = await self._errands.until(
             lambda: self._claim(candidate.uuid, by), lambda: bool(writer.ended) or not candidate.wanted()
         )  # fmt: skip
         if ours is None:
@@ -317,7 +308,7 @@ class Joins:
             await forced.read()
             return True
 
-        await self._until(read, lambda: bool(writer.ended))
+        await self._errands.until(read, lambda: writer.ended)
         return forced.of(uuid) is not None
 
     async def _decide(
@@ -328,11 +319,13 @@ class Joins:
         by: str | None = None
         if switched and await self._land(writer):
             mine = writer.journal
-            by = await self._until(
-                lambda: decide(self._objects, self._sealer, token, mine), lambda: bool(writer.ended)
+            by = await self._errands.until(
+                lambda: decide(self._objects, self._sealer, token, mine), lambda: writer.ended
             )
         if by is None:  # the journal ended: whoever succeeds it may have decided
-            by = await self._until(lambda: decide(self._objects, self._sealer, token, NO))
+            by = await self._errands.until(
+                lambda: decide(self._objects, self._sealer, token, NO), lambda: False
+            )
         for replica in replicas.values():
             replica.joining = False
         if by == NO:
@@ -343,27 +336,3 @@ class Joins:
             self._shelf.hold(candidate.joined(token), writer)
         self._flush()
         return by != NO
-
-    async def _until(
-        self, ask: Callable[[], Awaitable[T]], ended: Callable[[], bool] = lambda: False
-    ) -> T | None:
-        """Ask until there is an answer, whatever fails meanwhile; None if `ended` before."""
-        backoff = Backoff(ASK_MIN_S, ASK_MAX_S, random.random)
-        while not ended():
-            try:
-                return await ask()
-            except (IrisError, OSError) as err:
-                self._warn(err)
-            await asyncio.sleep(backoff.failed())
-        return None
-
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(self._run(work), name="iris-stream-join")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _run(self, work: Coroutine[Any, Any, None]) -> None:
-        try:
-            await work
-        except Exception:
-            log.exception("store.fault", extra={"fields": {"stream": "a stream that joins"}})

@@ -12,16 +12,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import secrets
 import shutil
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeVar
+from typing import Final, Protocol
 
-from iris.core.backoff import Backoff
 from iris.errors import IrisError
 from relay.store.bucket.checkpointing import write_parts
+from relay.store.bucket.errands import ASK_MIN_S, Errands
 from relay.store.bucket.loading import receive
 from relay.store.bucket.moved import NO, decide, decided, settle, settled
 from relay.store.bucket.objects import Objects
@@ -34,13 +33,10 @@ from relay.store.log import Log
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
 TICKET_KEY: Final = "ticket"
 """In the place of an object's key, for what is not in the bucket."""
 PATIENCE_S: Final = 15.0
 """How long a stream is not served while its next store does not take it."""
-ASK_MIN_S: Final = 0.05
-ASK_MAX_S: Final = 1.0
 ENTRY_BYTES: Final = 128
 SPARE_BYTES: Final = 64 << 20
 """Room on the disk that a stream which arrives leaves free."""
@@ -83,16 +79,13 @@ class Moves:
         self._owner = owner
         self._opening = opening
         self._now_us = now_us
-        self._warn = warn
         self._open: dict[str, dict[str, frozenset[bytes]]] = {}
         """Journal of ours -> moves that it takes part in and that are not settled -> their streams."""
         self._leaving: set[bytes] = set()
         """Streams that were released here and whose move is not decided."""
         self._taking: dict[str, list[Done]] = {}
         """Moves of which somebody waits for the end."""
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._stopping = False
-        """No move begins any more: nobody would bring it to its end."""
+        self._errands = Errands("iris-stream-move", "a stream that moves", warn)
 
     def is_open(self, journal: str) -> bool:
         """Whether a move of this journal is not settled. Until then no checkpoint may cover it."""
@@ -103,7 +96,7 @@ class Moves:
         for one in unsettled:
             self._begin(writer, one.token, one.uuids)
             work = self._settle if isinstance(one, Taken) else self._until_settled
-            self._start(work(writer, one.token, one.uuids))
+            self._errands.start(work(writer, one.token, one.uuids))
 
     def release(
         self, replica: Replica, target: bytes, leaving: Leaving, answer: Callable[[bytes], Output]
@@ -113,7 +106,7 @@ class Moves:
 
         Raises Refuse, LogError.
         """
-        if self._stopping:
+        if self._errands.stopping:
             raise Refuse("leaving", STOPPING)
         writer = replica.writer
         if writer.ended or any(replica.uuid in one for one in self._open.get(writer.journal, {}).values()):  # fmt: skip
@@ -131,11 +124,11 @@ class Moves:
             token, list(paths), writer.journal, target, leaving.size_bytes, leaving.name, leaving.key_ids
         )  # fmt: skip
         writer.hold(number, answer(self._sealer.seal(TICKET_KEY, ticket)))
-        self._start(self._released(writer, token, number, paths))
+        self._errands.start(self._released(writer, token, number, paths))
 
     def take(self, sealed: bytes, done: Done) -> None:
         """Take the streams of a ticket, and then call `done`. It may be repeated. Raises Refuse."""
-        if self._stopping:
+        if self._errands.stopping:
             raise Refuse("leaving", STOPPING)
         try:
             ticket = self._sealer.open(TICKET_KEY, sealed)
@@ -147,16 +140,11 @@ class Moves:
             self._taking[ticket.token].append(done)
             return
         self._taking[ticket.token] = [done]
-        self._start(self._take(ticket))
+        self._errands.start(self._take(ticket))
 
     async def cancel(self) -> None:
         """End all work, and begin none. What was begun is brought to its end at the next start."""
-        self._stopping = True
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        self._tasks.clear()
+        await self._errands.cancel()
 
     # -- from here -------------------------------------------------------------------------------------------
 
@@ -174,7 +162,7 @@ class Moves:
                     return await decide(self._objects, self._sealer, token, NO)
                 return await decided(self._objects, self._sealer, token)
 
-            gone = await self._until(writer, ask)
+            gone = await self._errands.until(ask, lambda: writer.ended)
             async with self._opening:
                 if gone is None or writer.ended:
                     return
@@ -198,7 +186,7 @@ class Moves:
         async def ask() -> bool | None:
             return await settled(self._objects, self._sealer, token) or None
 
-        await self._until(writer, ask)
+        await self._errands.until(ask, lambda: writer.ended)
         self._end(writer, token)
 
     # -- to here ---------------------------------------------------------------------------------------------
@@ -234,7 +222,9 @@ class Moves:
             self._owner.check_arrival(ticket.name, ticket.key_ids, len(ticket.uuids))
             self._check_disk(ticket.size_bytes)
         except Refuse as err:
-            await self._until(writer, lambda: decide(self._objects, self._sealer, token, NO))
+            await self._errands.until(
+                lambda: decide(self._objects, self._sealer, token, NO), lambda: writer.ended
+            )
             return None, err
         taken = Taken(token, ticket.uuids, ticket.source)
         number = writer.add(taken, ENTRY_BYTES, self._now_us())
@@ -244,7 +234,9 @@ class Moves:
         if not await _known(writer, number):
             return None, lost
         mine = writer.journal
-        by = await self._until(writer, lambda: decide(self._objects, self._sealer, token, mine))
+        by = await self._errands.until(
+            lambda: decide(self._objects, self._sealer, token, mine), lambda: writer.ended
+        )
         if by is None:
             return None, lost
         if by != mine:
@@ -263,7 +255,7 @@ class Moves:
                 self._adopt(writer, found)
             return True
 
-        if await self._until(writer, arrive) is None:
+        if await self._errands.until(arrive, lambda: writer.ended) is None:
             return None, lost
         fields = {"journal": writer.journal, "from": taken.source, "streams": [one.hex() for one in taken.uuids]}  # fmt: skip
         log.info("store.stream_arrived", extra={"fields": fields})
@@ -298,7 +290,7 @@ class Moves:
             await settle(self._objects, self._sealer, token)
             return True
 
-        await self._until(writer, copy)
+        await self._errands.until(copy, lambda: writer.ended)
         self._end(writer, token)
 
     # -- both ------------------------------------------------------------------------------------------------
@@ -314,31 +306,6 @@ class Moves:
 
     def _end(self, writer: Writer, token: str) -> None:
         self._open.get(writer.journal, {}).pop(token, None)
-
-    async def _until(self, writer: Writer, ask: Callable[[], Awaitable[T | None]]) -> T | None:
-        """Ask until there is an answer, whatever fails meanwhile; None if the journal ended before."""
-        backoff = Backoff(ASK_MIN_S, ASK_MAX_S, random.random)
-        while not writer.ended:
-            try:
-                found = await ask()
-            except (IrisError, OSError) as err:
-                self._warn(err)
-            else:
-                if found is not None:
-                    return found
-            await asyncio.sleep(backoff.failed())
-        return None
-
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(self._run(work), name="iris-stream-move")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _run(self, work: Coroutine[Any, Any, None]) -> None:
-        try:
-            await work
-        except Exception:
-            log.exception("store.fault", extra={"fields": {"stream": "a stream that moves"}})
 
 
 class _Known:
