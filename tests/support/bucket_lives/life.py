@@ -225,7 +225,8 @@ class Life(World):
 
     def strike(self, process: Process) -> None:
         """Kill a process, or stop it, if it still runs and the faults go on."""
-        if self.time.now_s >= self.quiet_s or self.processes.get(process.number) is not process:
+        calm = self.time.now_s >= self.quiet_s or self.bucket.rolled_back
+        if calm or self.processes.get(process.number) is not process:
             return
         self.counts["strikes"] += 1
         match self.rng.choice(("kill", "lose", "pause")):

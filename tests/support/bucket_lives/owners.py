@@ -75,8 +75,10 @@ class Owner:
 
     def _lose(self) -> None:
         """Lose the disk that the stream is on now, if the faults go on."""
-        if self._store in self._life.processes and self._life.time.now_s < self._life.quiet_s:
-            self._life.kill(self._store, disk=False)
+        life = self._life
+        calm = life.time.now_s >= life.quiet_s or life.bucket.rolled_back
+        if self._store in life.processes and not calm:
+            life.kill(self._store, disk=False)
 
     # -- joining ---------------------------------------------------------------------------------------------
 

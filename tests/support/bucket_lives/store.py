@@ -42,6 +42,7 @@ CACHE_BYTES: Final = 2000
 EPOCH_US: Final = 1_800_000_000_000_000
 """Wall clock at the beginning of a life."""
 GROUP: Final = GroupKey(bytes(32))
+Work = Callable[[], Coroutine[Any, Any, None]]
 _CHANNEL: Final[Any] = object()
 """Every call is authenticated; the session is a stand-in, which seals nothing."""
 
@@ -176,18 +177,18 @@ class Process:
             objects, Sealer(GROUP, rng.randbytes), disk_limit, self.store.in_bucket, left=shelf.left, now_s=self._now_s,
             entropy=rng.randbytes,
         )  # fmt: skip
-        work = [self.keeper.run(), self._tick(), tiers.run()]
+        work: list[Work] = [self.keeper.run, self._tick, tiers.run]
         if copies or forces:
             copying = Copying(
                 shelf.copies, objects, GROUP, key.public_key, "", shelf.directory, now_us=self._now_us, wall_us=self._wall_us,
                 checkpoint_bytes=checkpoint_bytes, verify=self.keeper.verify, entropy=rng.randbytes,
             )  # fmt: skip
-            work.append(copying.run())
+            work.append(copying.run)
         if forces:
             loop.create_task(self._begin(self._makes_of_copies(objects, key, rng), work))
         else:
             for each in work:
-                loop.create_task(each)
+                loop.create_task(each())
 
     def _makes_of_copies(self, objects: Port, key: StoreKey, rng: random.Random) -> Forcing:
         self.forcing = self.store.calls.forced.forcer = Forcing(
@@ -196,15 +197,10 @@ class Process:
         )  # fmt: skip
         return self.forcing
 
-    async def _begin(self, forcing: Forcing, work: list[Coroutine[Any, Any, None]]) -> None:
-        try:
-            await forcing.first_check()
-        except BaseException:
-            for each in work:
-                each.close()
-            raise
-        for each in (*work, forcing.run()):
-            self.loop.create_task(each)
+    async def _begin(self, forcing: Forcing, work: list[Work]) -> None:
+        await forcing.first_check()
+        for each in (*work, forcing.run):
+            self.loop.create_task(each())
         self.began = True
         self.attach()
 
