@@ -25,7 +25,7 @@ from iris.core.bundle import BundleBuilder, Headers, message_bytes
 from iris.core.interfaces import Waiter
 from iris.core.outbound import Outbound
 from iris.crypto.keys import ClusterKey
-from iris.errors import IrisError, RequestError, StreamError, StreamUnavailable
+from iris.errors import IrisError, RelayError, RequestError, StreamError, StreamUnavailable
 from iris.wire.kinds import NEVER_US
 from iris.wire.streams import (
     DUPLICATE,
@@ -335,6 +335,9 @@ class Producer(Generic[W]):
 
         Return whether it is sent again, because the store cannot be reached.
         """
+        if isinstance(error, RelayError) and not error.may_have_run:
+            # The relay refuses it for good, such as for a ticket that does not allow it: waiting does not help.
+            error = StreamError(self.name, error.detail)
         if isinstance(error, StreamError):
             # Reported by the store, or by a relay that knows of no store.
             away, lost = error.passing, isinstance(error.__cause__, RequestError)

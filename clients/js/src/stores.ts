@@ -89,6 +89,11 @@ export class StoreCalls {
     if (!pending) return;
     const ran = may_have_run as boolean;
     const text = detail as string;
+    if (Number(cause) === Cause.REFUSED && !ran) {
+      // Such as for a ticket that does not allow it: a repeated call is refused, too.
+      pending.reject(new StreamError(pending.stream, text || "the relay refused it"));
+      return;
+    }
     pending.reject(Number(cause) === Cause.NO_MEMBERS
       ? new NoStream(pending.stream, text || "no store serves it", ran)
       : new StreamUnavailable(pending.stream, text || "the store did not answer", ran));

@@ -337,6 +337,7 @@ export class Streams {
     const keys = this.#keyring.clusterKeys(name);
     let call: Fields | null = null;
     let sent = false;
+    let lost = false; // whether an earlier attempt was sent, and not answered
     for (let delay = RETRY_MIN_MS; ; delay = Math.min(2 * delay, RETRY_MAX_MS)) {
       try {
         const left = Math.ceil(until - performance.now());
@@ -363,7 +364,11 @@ export class Streams {
         return;
       } catch (error) {
         const passing = error instanceof StreamUnavailable || error instanceof ConnectionLost;
+        if (!passing && lost && error instanceof StreamError && !error.mayHaveRun) {
+          throw new StreamUnavailable(name, `${error.detail}; an earlier attempt may have stored it`, true);
+        }
         if (!passing || performance.now() >= until) throw finalError(name, error, sent);
+        lost = sent;
       }
       await pause(Math.min(delay, Math.max(0, until - performance.now())), undefined);
     }

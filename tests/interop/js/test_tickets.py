@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from integration.stores import stored
 from interop.js.kit import KEY, Node, Page, Raised
 
 import iris
@@ -17,6 +18,7 @@ from iris.tickets import Issuer
 from relay.config import dev
 from relay.core import issuers
 from relay.daemon import Relay
+from relay.net.web import WebListener
 
 NETWORK = NetworkKey(bytes(range(32)))
 SIGNER = IssuerKey(bytes(range(1, 33)))
@@ -83,3 +85,34 @@ async def test_a_ticket_is_renewed_before_it_expires(page: Page) -> None:
         assert await page.run("return s.client.request('delays', 'x').then(text)") == "x"
         await page.run("await new Promise((resolve) => setTimeout(resolve, 500))")
     assert await page.run("return s.losses") == []
+
+
+async def test_an_append_that_the_ticket_does_not_allow_fails_at_once(
+    node: Node, tmp_path: Path
+) -> None:
+    allow = {"read": ["departures"]}
+    login = issuers.Issuer("login", (SIGNER.public_key,), Scope(allow))
+    async with stored(tmp_path) as (cluster, client, _):
+        hub = cluster.relay.hub
+        hub.config = replace(
+            hub.config, listen=("ws://127.0.0.1:0",), tickets=True, issuers=(login,), network_keys=(NETWORK,)
+        )  # fmt: skip
+        listener = WebListener(hub, hub.config)
+        listener.check_tickets(lambda: {NETWORK.fingerprint.hex()})
+        listener.listen(hub.config.web_listen)
+        listener.accept()
+        page = node.page(listener.addresses[0])
+        try:
+            await client.streams.create("departures")
+            key = cluster.keyring.for_cluster("departures")[0].reveal()
+            ticket = LOGIN.issue("alice", allow=allow, life_s=600)
+            await page.connect(f"ticket: {ticket!r}, keyring: {{default: {key!r}}}")
+            with pytest.raises(Raised, match="does not allow append") as raised:
+                await page.run(
+                    "await s.client.streams.append('departures', 'x', {timeoutMs: 3_600_000})"
+                )
+            assert raised.value.name == "StreamError"
+            assert raised.value.fields["mayHaveRun"] is False
+        finally:
+            await page.close()
+            await listener.close()
