@@ -66,6 +66,8 @@ def _dev_keys(environ: Mapping[str, str]) -> tuple[NetworkKey, ...]:
         said = (
             f"using throw-away development keys in {directory}, which last until this host restarts"
         )
+        if environ.get("IRIS_CONFIG"):
+            said += "; unset IRIS_CONFIG for programs, because it hides these keys"
     sys.stderr.write(f"iris relay: {said}\n")
     return keyfiles.load_network_keys(path)
 

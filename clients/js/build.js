@@ -14,6 +14,7 @@ await build({
   format: "esm",
   target: "es2024",
   minify: true,
+  lineLimit: 500, // Node prints the whole line of an error that nobody catches
   keepNames: false,
   sourcemap: "linked",
   legalComments: "inline",

@@ -254,7 +254,7 @@ def check_same(found: VerifiedStream, definition: Definition, partitions: int = 
         if _CHANGEABLE.issuperset(differ) and has <= partitions
         else "use another name, or the same definition"
     )
-    raise StreamExists(definition.name, f"{held}, with a different {named}; {advice}")
+    raise StreamExists(definition.name, f"{held}, and differs in {named}; {advice}")
 
 
 def check_not_dead_letters(name: str, found: VerifiedStream) -> None:

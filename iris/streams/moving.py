@@ -13,6 +13,7 @@ from iris.streams.listing import StreamInfo, stream_info
 from iris.streams.signed_orders import orders_to_move
 from iris.streams.stores import RevisionTaken, Stores
 from iris.wire.kinds import NO_KEY, STORES
+from iris.wire.orders import split_partition
 from iris.wire.streams import FindStore, Move, Moving, Settled, StoreInfo, Take
 
 LOOK_S = 0.05
@@ -28,11 +29,16 @@ async def move_stream(stores: Stores, name: str, to: str, uuid: str, timeout: fl
     found = await stores.describe(name, uuid, timeout=timeout)
     check_not_dead_letters(name, found)
     if not found.described.holder:
+        definition = found.order.definition
+        restore = (
+            ""  # partitions cannot be restored from copies
+            if definition.partition or definition.partitions
+            else ". If that store is gone, restore the stream from its copy in the bucket (`iris stream move --force`)"
+        )
         raise StreamError(
             name,
             f"it is on the disk of the store on {found.described.label} and cannot be moved; only a stream in a bucket "
-            "can (`iris stream change --durability bucket`). If that store is gone, restore the stream from its copy in the "
-            "bucket (`iris stream move --force`)",
+            f"can (`iris stream change {split_partition(name)[0]} --durability bucket`){restore}",
         )
     there = [
         one for one in await with_buckets(stores, name, until_s) if one.group == found.order.store

@@ -355,8 +355,10 @@ async def describe_partitions(
         try:
             # Half of the time, so that one that is away does not use up the caller's.
             found = await stores.describe(*log, timeout=seconds_left(until_s) / 2)
+        except NoStream:
+            return _away(stream_info(first), partition, *log, "its store is away")
         except (StreamError, RequestError) as err:
-            return _away(stream_info(first), partition, *log, err.detail)
+            return _away(stream_info(first), partition, *log, f"its store is away: {err.detail}")
         return stream_info(found)
 
     rest = await asyncio.gather(*map(describe, range(1, len(layout))))
@@ -366,7 +368,7 @@ async def describe_partitions(
 def _away(first: StreamInfo, partition: int, name: str, uuid: str, why: str) -> StreamInfo:
     return structs.replace(
         first, name=split_site(name)[1], uuid=uuid, oldest=0, next=0, messages=0, size_bytes=0, epoch=0, created_us=0, store="",
-        host="", lost=0, failed=f"its store is away: {why}", copy_lag_bytes=None, copy_lag_s=None, copy_behind=False,
+        host="", lost=0, failed=why, copy_lag_bytes=None, copy_lag_s=None, copy_behind=False,
         moved_bytes=0, partitions=1, partition=partition, parent=first.uuid, joining_bytes=None,
     )  # fmt: skip
 

@@ -72,6 +72,16 @@ START_HINT: Final = "start one with `iris relay --data DIR` or `iris store --dat
 T = TypeVar("T")
 
 
+def _hint(name: str) -> str:
+    """Return what to do if no store holds the stream `name`, to follow the reason."""
+    stream, partition = split_partition(name)
+    if not partition:
+        return _LIST_HINT
+    return (
+        f"; its store is away, or it was deleted; `iris stream info {stream}` shows all partitions"
+    )
+
+
 class StreamLocation(msgspec.Struct, frozen=True):
     """The location of a stream: its log's uuid, and a key of this keyring that the stream is kept under."""
 
@@ -195,7 +205,7 @@ class Stores:
         except NoMembers as err:
             why = err.detail.removeprefix(NO_HOLDER)  # which stores cannot serve
             if why in ("", err.detail):
-                why = "" if address == STORES else _LIST_HINT
+                why = "" if address == STORES else _hint(shown)
             missing = NoStream(shown, f"no store holds it under your keys{why}")
             missing.passing = True  # only this relay's view, which may be behind
             raise missing from err

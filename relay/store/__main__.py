@@ -203,7 +203,7 @@ def restore(
 
     Takes over from every store that uses the bucket. A store that still runs
     loses its streams to DATA, so stop all stores first. Afterwards, start the
-    relay or store with DATA and the same bucket.
+    relay or store with DATA, the same bucket and the same bucket key.
 
     Streams that were on the disks of those stores are restored from their
     copies in the bucket, if the keyring here has one of their keys. Each gets

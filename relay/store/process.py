@@ -158,9 +158,15 @@ class StoreProcess:
         objects = open_bucket(self._bucket.url)
         path = self._bucket.key_file or self.directory / GROUP_FILE
         if not path.exists():
+            used = (self.directory / DIRECTORY / STATE_FILE).exists()
+            advice = (
+                "copy it from another store of the bucket or from a backup, or name the file with --bucket-key"
+                if used
+                else "copy it from another store of the bucket, name the file with --bucket-key, or make the key for "
+                f"the first store with `iris key store-group {path}`"
+            )
             raise ConfigError(
-                f"bucket: {path}, the key of the stores that share the bucket, is missing; copy it from another store of "
-                f"the bucket, or make it for the first store with `iris key store-group {path}`"
+                f"bucket: {path}, the key of the stores that share the bucket, is missing; {advice}"
             )
         key = keyfiles.load(path, lambda text: GroupKey.parse(text.strip()))
         shelf = Shelf(self.directory / DIRECTORY, key, objects.url, _monotonic_us)

@@ -16,6 +16,10 @@ import iris
 from iris import keyfiles
 from iris.crypto.keyring import Keyring
 from iris.crypto.keys import GroupKey
+from iris.errors import ConfigError
+from relay.store.bucket.keeper import STATE_FILE
+from relay.store.bucket.shelf import DIRECTORY
+from relay.store.process import BucketSettings, StoreProcess
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -244,6 +248,24 @@ async def test_a_restore_that_cannot_work_says_why_in_one_line(tmp_path: Path) -
         done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True)
         assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
         assert says in done.stderr
+
+
+async def test_a_store_that_has_used_its_bucket_is_not_told_to_make_another_key(
+    tmp_path: Path,
+) -> None:
+    async def connect(factory: object) -> object:
+        raise AssertionError
+
+    settings = BucketSettings(f"file://{tmp_path}/bucket", None)
+    store = StoreProcess(tmp_path / "data", connect, bucket=settings)
+    with pytest.raises(ConfigError, match=r"is missing; copy it .* `iris key store-group"):
+        store.open()
+    state = tmp_path / "data" / DIRECTORY / STATE_FILE
+    state.parent.mkdir()
+    state.touch()
+    with pytest.raises(ConfigError, match=r"is missing; copy it .* --bucket-key") as missing:
+        store.open()
+    assert "store-group" not in str(missing.value)
 
 
 async def test_an_object_that_was_swapped_is_noticed_at_the_next_start(tmp_path: Path) -> None:

@@ -226,7 +226,7 @@ def test_create_prints_the_uuid_and_may_be_said_twice(shell: Shell, stream: str)
     as_json = json.loads(shell("stream", "create", stream, "--json"))
     assert (as_json["name"], as_json["uuid"]) == (stream, again.decode().strip())
     other = shell("stream", "create", stream, "--max-bytes", "1GiB", code=1).decode()
-    assert "with a different max_bytes; change it with `iris stream change`" in other
+    assert "and differs in max_bytes; change it with `iris stream change`" in other
     assert again.decode().strip() in other
     assert other.count("\n") == 1
 

@@ -278,7 +278,8 @@ async def test_reading_goes_on_without_a_store_that_is_away_and_says_which_parti
         assert (await waiting).payload == b"6"
     infos = await other.streams.partitions(name, timeout=0.4)
     assert (infos[1].store, infos[1].partition) == ("", 1)
-    assert infos[1].failed.startswith("its store is away: ")
+    assert infos[1].failed.startswith("its store is away")
+    assert "iris stream create" not in infos[1].failed
     with pytest.raises(StreamError, match="the change did not reach partition 1; repeat it when"):
         await client.streams.change(name, max_messages=9, timeout=0.5)
     with pytest.raises(
@@ -291,6 +292,11 @@ async def test_reading_goes_on_without_a_store_that_is_away_and_says_which_parti
     ]
     await client.streams.delete(f"{name}/1", uuid=infos[1].uuid)
     assert await client.streams.list() == []
+    with pytest.raises(
+        NoStream, match=f"its store is away, or .* `iris stream info {name}`"
+    ) as gone:
+        await client.streams.describe(f"{name}/1")
+    assert "iris stream create" not in gone.value.detail
 
 
 async def test_appends_without_a_key_go_to_the_stores_that_answer(pair: Any) -> None:
@@ -481,6 +487,10 @@ async def test_a_new_store_gets_nothing_by_itself_and_balance_says_what_would_mo
         ] * 2
         assert await other.streams.balance("orders") == found
         assert await other.streams.balance("plain") == []
-        with pytest.raises(StreamError, match="on the disk of the store"):
+        with pytest.raises(StreamError, match="on the disk of the store") as refused:
             await client.streams.move(found[0].name, to="second")
+        assert "iris stream change orders --durability bucket" in refused.value.detail
+        assert "--force" not in refused.value.detail  # a partition cannot be restored from a copy
+        with pytest.raises(StreamError, match="--force"):
+            await client.streams.move("plain", to="second")
         await second.stop()

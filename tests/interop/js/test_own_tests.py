@@ -28,3 +28,8 @@ def test_the_module_has_the_size_that_its_page_states(built: str) -> None:
     assert stated is not None
     for size, kib in zip(sizes.groups(), stated.groups(), strict=True):
         assert int(size) / 1024 <= int(kib) <= int(size) / 1024 * 1.05 + 1
+
+
+def test_an_uncaught_error_in_node_does_not_print_the_whole_module(built: str) -> None:
+    lines = (CLIENT / "dist" / "iris.js").read_text().splitlines()
+    assert max(map(len, lines)) < 2000, built
