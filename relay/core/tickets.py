@@ -131,6 +131,9 @@ class Admission:
         if known is None:
             return "the ticket's issuer was removed"
         admitted.issuer = known[0]
+        if _lost(session, admitted):
+            return "the ticket's issuer may allow less now"
+        self._judge_routes(session)
         return ""
 
     def admit(self, session: Session, text: str, wall_us: int) -> None:
@@ -170,9 +173,7 @@ class Admission:
         if error := _lost(session, admitted):
             return error
         session.ticket = admitted
-        for route in session.routes:
-            if route is not None:
-                route.denied = self.denial(session, route.kind, route.name, route.key_id)
+        self._judge_routes(session)
         self.renewed += 1
         return ""
 
@@ -265,6 +266,12 @@ class Admission:
 
     def _is_revoked(self, ticket: Ticket) -> bool:
         return ticket.id in self.revoked or f"subject {ticket.subject}" in self.revoked
+
+    def _judge_routes(self, session: Session) -> None:
+        """Judge again what the session declared."""
+        for route in session.routes:
+            if route is not None:
+                route.denied = self.denial(session, route.kind, route.name, route.key_id)
 
     def _checking(self, handle: Entry) -> Entry:
         def frame(session: Session, buf: memoryview, start: int, end: int) -> None:

@@ -114,6 +114,11 @@ def tampered() -> str:
         (lambda: forged(exp=int(time.time()) + 4000), "ticket valid for too long"),
         (lambda: forged(exp=None), "ticket malformed"),
         (lambda: forged(exp="soon"), "ticket malformed"),
+        (lambda: forged(exp=time.time() + 60.5), "ticket malformed"),
+        (lambda: forged(exp=-1), "ticket malformed"),
+        (lambda: forged(exp=1 << 53), "ticket malformed"),
+        (lambda: forged(exp=(1 << 53) - 1), "ticket valid for too long"),
+        (lambda: forged(iat=True), "ticket malformed"),
         (lambda: forged(jti=None), "ticket malformed"),
         (lambda: forged(sub=7), "ticket malformed"),
         (lambda: forged(allow={"fly": ["x"]}), "ticket malformed"),
@@ -269,6 +274,28 @@ async def test_revoked_tickets_and_removed_issuers_end_their_sessions_on_reload(
         relay.reload(relay.config)  # is logged, and the old list stays
         relay.reload(replace(relay.config, issuers=(replace_key(login()),)))
         assert await stays.closed() == (4004, "the ticket's issuer was removed")
+
+
+async def test_an_issuer_that_may_allow_less_binds_the_sessions_that_there_are(
+    relay: Relay,
+) -> None:
+    narrow = replace(login(), allow=Scope({"subscribe": ["chat.>"], "publish": ["chat.>"]}))
+    async with (
+        near(relay) as here, browser(url(relay), KEYS, ticket=alice()) as there, here.serve(service("delays")),
+        there.subscribe("chat.a", lambda message: None),
+    ):  # fmt: skip
+        assert await there.request("delays", b"1", timeout=20) == b"1"
+        (session,) = [port.session for port in relay.hub.ports if port.session.web]
+        assert session.ticket is not None
+        relay.reload(replace(relay.config, issuers=(narrow,)))
+        await until(lambda: session.ticket is not None and session.ticket.checked > 1)
+        with pytest.raises(RelayError, match="does not allow request"):
+            await there.request("delays", b"2", timeout=20)
+        relay.reload(
+            replace(relay.config, issuers=(replace(narrow, allow=Scope({"read": ["x"]})),))
+        )
+        await until(lambda: session.ticket is None)
+    assert tickets(relay)["ended"] == {"the ticket's issuer may allow less now": 1}
 
 
 def replace_key(issuer: issuers.Issuer) -> issuers.Issuer:
