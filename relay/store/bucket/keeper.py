@@ -22,7 +22,7 @@ from typing import Final, Protocol
 from iris.core.backoff import Backoff
 from iris.errors import ConfigError, IrisError
 from relay.store.bucket.checkpointing import Checkpoints
-from relay.store.bucket.history import Registration, registrations, that_hold
+from relay.store.bucket.history import Registration, end_of, registrations, that_hold
 from relay.store.bucket.joining import Joins
 from relay.store.bucket.loading import Loaded, load
 from relay.store.bucket.lookout import FAILOVER_S, UNSEEN_S, Lookout
@@ -393,7 +393,11 @@ class Keeper:
     async def _take(
         self, writer: Writer, victim: str, known: dict[str, Registration], stores: Set[bytes]
     ) -> str | None:  # fmt: skip
-        """Take the journal in which the streams of `victim` are now, if one of `stores` wrote it; return it."""
+        """Take the journal in which the streams of `victim` are now, if one of `stores` wrote it; return it.
+
+        A store that can be seen again keeps what it is taking over: two that took each other's journals would never
+        end. But its journals that have ended are followed, because one of ours may have ended them.
+        """
         while True:
             intent = writer.add(Intent(victim), INTENT_BYTES, self._now_us())
             writer.close_object()
@@ -410,13 +414,20 @@ class Keeper:
             successor = known.get(by)
             if (
                 successor is None
-                or successor.registered.store not in stores
                 or successor.number >= known[writer.journal].number
-            ):
+                or not (self._may_take(successor.registered.store, stores) or await self._has_ended(successor))
+            ):  # fmt: skip
                 fields = {"journal": victim, "by": by}
                 log.warning("store.journal_taken", extra={"fields": fields})
                 return None
             victim = by
+
+    def _may_take(self, store: bytes, stores: Set[bytes]) -> bool:
+        """Return whether a journal of this store may be ended."""
+        return store in stores and (self._lookout is None or not self._lookout.sees(store))
+
+    async def _has_ended(self, journal: Registration) -> bool:
+        return (await end_of(self._objects, self._sealer, journal)).fence is not None
 
     def _resume(self, loaded: Loaded, writer: Writer) -> Replica:
         replica = Replica(loaded.uuid, writer, self._now_us, self._shelf.reader)

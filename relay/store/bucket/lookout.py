@@ -66,6 +66,10 @@ class Lookout:
         self._last_s |= dict.fromkeys(visible, now_s)
         return True
 
+    def sees(self, store: bytes) -> bool:
+        """Return whether another store, with this key, could be seen when we last looked."""
+        return store != self._store and public_id(store).hex() in self._visible
+
     def wait_s(self, store: bytes) -> float | None:
         """Return for how long the store with this key must still be gone until it counts as such, in seconds; 0.0 if it
         does already, None if it can be seen."""

@@ -17,6 +17,28 @@ MOVES = "tests/unit/relay/store/bucket/test_moves.py"
 
 SABOTAGES = (
     Sabotage(
+        "bucket-taken-from-who-is-back",
+        "relay/store/bucket/keeper.py",
+        "Keeper._may_take",
+        "self._lookout is None or not self._lookout.sees(store)",
+        "True",
+        (
+            f"{KEEPER}::test_what_a_store_took_while_it_was_gone_is_taken_from_it_only_until_it_is_back",
+        ),
+        "two stores take each other's journals and never end",
+    ),
+    Sabotage(
+        "bucket-own-takeover-not-followed",
+        "relay/store/bucket/keeper.py",
+        "Keeper._take",
+        "or await self._has_ended(successor)",
+        "",
+        (
+            f"{KEEPER}::test_a_store_follows_what_it_took_itself_past_journals_of_stores_that_are_back",
+        ),
+        "nobody serves what a store took and did not finish",
+    ),
+    Sabotage(
         "forced-twice",
         "relay/store/bucket/forced.py",
         "ForcedList.read",

@@ -22,7 +22,7 @@ from relay.store.bucket.history import (
     end_of,
     registrations,
 )
-from relay.store.bucket.keeper import Keeper
+from relay.store.bucket.keeper import STATE_FILE, Keeper
 from relay.store.bucket.lookout import FAILOVER_S, UNSEEN_S
 from relay.store.bucket.objects import BucketError
 from relay.store.bucket.replica import Replica
@@ -814,6 +814,61 @@ def test_a_store_takes_its_own_journal_again_if_one_that_is_gone_was_about_to_ta
             await until(lambda: replica.settled)
             await asyncio.sleep(20)
             assert owner.served[STREAM] == (database, replica)
+        owner.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_what_a_store_took_while_it_was_gone_is_taken_from_it_only_until_it_is_back(
+    tmp_path: Path, back: bool
+) -> None:
+    async def main() -> None:
+        objects, owner = Scripted(), Owner({address(3), address(4)} if back else {address(3)})
+        await killed_with(objects, tmp_path / "first", 1, STREAM)
+        (victim,) = await registrations(objects, SEALER)
+        theirs, writer = await journal(objects, 0, 4)
+        intent = writer.add(Intent(victim.registered.journal), 10, 0)
+        await land(objects, writer)
+        await fence(objects, SEALER, victim, theirs.registered.journal, intent)
+        ours, mine = keeper(objects, tmp_path / "ours", 3, owner)
+        async with running(ours):
+            await until(lambda: mine.writer)
+            await asyncio.sleep(2)
+            # It began to take over when both were gone, and does it again after a failure.
+            gone = {bytes([store]) * 32 for store in (1, 3, 4)}
+            _, count = await ours._open([victim.registered.journal], gone)
+            assert count == (0 if back else 1)
+            fenced = (await end_of(objects, SEALER, theirs)).fence is not None
+            assert fenced is not back
+        owner.close()
+
+    run(main())
+
+
+def test_a_store_follows_what_it_took_itself_past_journals_of_stores_that_are_back(
+    tmp_path: Path,
+) -> None:
+    async def main() -> None:
+        objects, owner = Scripted(), Owner({address(3), address(4)})
+        await killed_with(objects, tmp_path / "first", 1, STREAM)
+        before, writer = (await registrations(objects, SEALER))[0], None
+        for store in (4, 3):  # another store took it, and then we did, but served it never
+            after, writer = await journal(objects, 0, store)
+            intent = writer.add(Intent(before.registered.journal), 10, 0)
+            await land(objects, writer)
+            await fence(objects, SEALER, before, after.registered.journal, intent)
+            before = after
+        ours, mine = keeper(objects, tmp_path / "ours", 3, owner)
+        mine.make_directory()
+        (mine.directory / STATE_FILE).write_text('{"journals": []}')
+        async with running(ours):
+            await until(lambda: mine.writer)
+            await asyncio.sleep(2)
+            victim = (await registrations(objects, SEALER))[0].registered.journal
+            _, count = await ours._open([victim], {bytes([store]) * 32 for store in (1, 3, 4)})
+            assert count == 1
+            assert numbers_in(await served_by(owner)) == [1]
         owner.close()
 
     run(main())
