@@ -80,6 +80,7 @@ class Mover:
         answer = await life.ask_process(old, plan.address, OWNER.key_id, call)
         if not isinstance(answer, streams.Moving):
             return
+        life.released.add(plan.uuid)
         life.show(f"{plan.label} is released by store {old.number} for store {new.number}")
         self._tickets.append((new.number, answer.ticket))
         dice = rng.random()

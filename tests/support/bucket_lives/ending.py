@@ -125,16 +125,19 @@ class Ending:
                     there.difference_update(stream.log.offloading.keys())
         return there - life.bucket.excused
 
-    async def _whole(self, plan: StreamPlan) -> End:
-        """Return everything that a stream has."""
+    async def _whole(self, plan: StreamPlan, *, again: bool = False) -> End:
+        """Return everything that a stream has. If retention removes some of it meanwhile, it is read `again`, once."""
         found: list[tuple[int, bytes]] = []
         at = oldest = 0
         while True:
             answer = await self._at_end(plan, streams.Fetch(at, 1 << 19), streams.Fetched)
             for item in answer.items:
-                if isinstance(item, streams.Hole) and item.reason == RETENTION and not found:
-                    oldest = item.next
-                    continue
+                if isinstance(item, streams.Hole) and item.reason == RETENTION:
+                    if not found:
+                        oldest = item.next
+                        continue
+                    if not again:
+                        return await self._whole(plan, again=True)
                 body = body_of(item)
                 found.append((item.offset, body))
             at = answer.next
