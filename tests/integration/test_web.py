@@ -20,7 +20,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from support.browsers import Page, browser
 from support.waiting import eventually, until
-from websockets.exceptions import InvalidStatus
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.frames import Frame, Opcode
 
 import iris
 from iris import Keyring
@@ -171,6 +172,8 @@ PING = encode_control(frames.Ping(1))
         ([HELLO, PING[:-1]], 4000, "a message must hold whole frames"),
         ([HELLO + PING + b"\x05"], 4000, "a message must hold whole frames"),
         ([PING], 4000, "Ping before HELLO"),
+        ([HELLO, HELLO], 4000, "unexpected Hello frame"),
+        ([HELLO, b"\5\0"], 4000, "a message must hold whole frames"),
         ([encode_control(frames.Hello(1, 8))], 4000, "HELLO over TLS or WebSocket must carry mono_us"),
         ([encode_control(frames.Hello(1, 7, mono_us=1))], 4000, "must speak minor version 8"),
         ([HELLO, encode_control(frames.Release(KEY.key_id))], 4000, "RELEASE from a session over WebSocket"),
@@ -212,6 +215,46 @@ async def test_connections_that_say_nothing_are_closed(tmp_path: Path) -> None:
         assert refusals(relay)["no upgrade in time"] == 1
     finally:
         await relay.stop(drain_s=0)
+
+
+async def test_a_message_of_fragments_without_an_end_is_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(websession, "PING_S", 0.05)
+    relay = await started(tmp_path, frame_timeout_s=0.2)
+    try:
+        async with Page(url(relay)) as page:
+            await page.greet()
+
+            async def endless() -> AsyncIterator[bytes]:
+                while True:
+                    yield b""
+                    await asyncio.sleep(0.02)
+
+            sending = asyncio.create_task(page.socket.send(endless()))
+            code, reason = await page.closed()
+            with pytest.raises(ConnectionClosed):
+                await sending
+            assert code == 4000
+            assert "0.2 s" in reason
+    finally:
+        await relay.stop(drain_s=0)
+
+
+async def test_a_peer_that_sends_pings_and_reads_nothing_fills_no_memory(relay: Relay) -> None:
+    async with Page(url(relay)) as page, Page(url(relay)) as other:
+        await page.greet()
+        await other.greet()
+        page.socket.transport.pause_reading()
+        pings = Frame(Opcode.PING, bytes(125)).serialize(mask=True) * 1000
+        for _ in range(100):  # 13 MB, more than the kernel holds
+            page.socket.transport.write(pings)
+            await asyncio.sleep(0)
+        await until(lambda: page.socket.transport.get_write_buffer_size() == 0)
+        await other.say(frames.Ping(9))
+        assert (await other.receive(frames.Pong)).id == 9
+        waiting = [port._connection._transport.get_write_buffer_size() for port in relay.hub.ports]
+        assert max(waiting) < 1 << 20
 
 
 async def test_strangers_make_room_for_the_next_and_sessions_stay(
