@@ -17,6 +17,7 @@ from iris.streams.records import StreamGap, StreamMessage
 
 P = ParamSpec("P")
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 R = TypeVar("R")
 W = TypeVar("W")
 Source = TypeVar("Source", bound="asynchronous.Reader | asynchronous.Consumer")
@@ -28,10 +29,10 @@ class Runner(Protocol):
     def __call__(self, work: Coroutine[Any, Any, R], /) -> R: ...
 
 
-class _Proxy(Generic[T]):
+class _Proxy(Generic[T_co]):
     """An object on the client's thread, and the way to run its methods there."""
 
-    def __init__(self, original: T, run: Runner) -> None:
+    def __init__(self, original: T_co, run: Runner) -> None:
         self._original = original
         self._run = run
 
