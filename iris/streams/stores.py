@@ -26,6 +26,7 @@ from iris.errors import (
     NoMembers,
     NoStream,
     Overloaded,
+    RelayError,
     RequestError,
     RequestTimeout,
     StagedMissing,
@@ -209,6 +210,11 @@ class Stores:
             missing = NoStream(shown, f"no store holds it under your keys{why}")
             missing.passing = True  # only this relay's view, which may be behind
             raise missing from err
+        except RelayError as err:
+            if err.may_have_run:
+                raise
+            # The relay refuses it for good, such as for a ticket that does not allow it.
+            raise StreamError(shown, err.detail) from err
         finally:
             if not waiter.done() or waiter.cancelled():
                 session.store_calls.forget(called)
