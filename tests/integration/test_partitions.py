@@ -174,7 +174,7 @@ async def test_partitions_are_added_and_followed_and_never_removed(
     assert {info.compact for info in await client.streams.partitions("orders")} == {True}
     with pytest.raises(ConfigError, match="has 5, and partitions cannot be removed"):
         await client.streams.change("orders", partitions=4)
-    with pytest.raises(StreamExists, match=r"different partitions \(5, not 2\); use another name"):
+    with pytest.raises(StreamExists, match=r"differs in partitions \(5, not 2\); use another name"):
         await client.streams.create("orders", partitions=2, compact=True)
     with pytest.raises(StreamExists, match=r"\(5, not 6\); change it with"):
         await client.streams.create("orders", partitions=6, compact=True)

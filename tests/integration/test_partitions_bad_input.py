@@ -55,13 +55,13 @@ async def test_of_two_clients_that_create_at_once_with_these_numbers_one_wins(
 @pytest.mark.parametrize(
     ("there", "wanted", "text"),
     [
-        ({"partitions": 3}, {"partitions": 2}, r"a different partitions \(3, not 2\); use another name"),
-        ({"partitions": 2}, {"partitions": 3}, r"a different partitions \(2, not 3\); change it with"),
-        ({"partitions": 2}, {}, r"a different partitions \(2, not 1\); use another name"),
-        ({}, {"partitions": 2}, r"a different partitions \(1, not 2\); change it with"),
-        ({"partitions": 2, "max_age": 60}, {"partitions": 2}, "a different max_age; change it with"),
-        ({"partitions": 2}, {"partitions": 2, "compact": True}, "a different compact; change it with"),
-        ({"topic": "a.>"}, {"partitions": 2}, r"a different topic and partitions \(1, not 2\); use another name"),
+        ({"partitions": 3}, {"partitions": 2}, r"differs in partitions \(3, not 2\); use another name"),
+        ({"partitions": 2}, {"partitions": 3}, r"differs in partitions \(2, not 3\); change it with"),
+        ({"partitions": 2}, {}, r"differs in partitions \(2, not 1\); use another name"),
+        ({}, {"partitions": 2}, r"differs in partitions \(1, not 2\); change it with"),
+        ({"partitions": 2, "max_age": 60}, {"partitions": 2}, "differs in max_age; change it with"),
+        ({"partitions": 2}, {"partitions": 2, "compact": True}, "differs in compact; change it with"),
+        ({"topic": "a.>"}, {"partitions": 2}, r"differs in topic and partitions \(1, not 2\); use another name"),
     ],
 )  # fmt: skip
 async def test_a_definition_that_differs_is_refused_and_leaves_no_partitions(
