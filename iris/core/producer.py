@@ -336,8 +336,13 @@ class Producer(Generic[W]):
         Return whether it is sent again, because the store cannot be reached.
         """
         if isinstance(error, RelayError) and not error.may_have_run:
-            # The relay refuses it for good, such as for a ticket that does not allow it: waiting does not help.
-            error = StreamError(self.name, error.detail)
+            # Such as for a ticket that does not allow it: waiting does not help. But no key holder said that it has not
+            # been stored.
+            for record in sent.records:
+                self._fail(record, StreamUnavailable(self.name, error.detail, may_have_run=True))
+            self._next_epoch()
+            self._call_ended(sent, now_us)
+            return False
         if isinstance(error, StreamError):
             # Reported by the store, or by a relay that knows of no store.
             away, lost = error.passing, isinstance(error.__cause__, RequestError)

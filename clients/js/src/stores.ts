@@ -90,8 +90,8 @@ export class StoreCalls {
     const ran = may_have_run as boolean;
     const text = detail as string;
     if (Number(cause) === Cause.REFUSED && !ran) {
-      // Such as for a ticket that does not allow it: a repeated call is refused, too.
-      pending.reject(new StreamError(pending.stream, text || "the relay refused it"));
+      // Such as for a ticket that does not allow it: a repeated call is refused, too. No key holder said it.
+      pending.reject(new StreamError(pending.stream, text || "the relay refused it", true));
       return;
     }
     pending.reject(Number(cause) === Cause.NO_MEMBERS

@@ -364,8 +364,9 @@ export class Streams {
         return;
       } catch (error) {
         const passing = error instanceof StreamUnavailable || error instanceof ConnectionLost;
-        if (!passing && lost && error instanceof StreamError && !error.mayHaveRun) {
-          throw new StreamUnavailable(name, `${error.detail}; an earlier attempt may have stored it`, true);
+        if (!passing && error instanceof StreamError && (lost || error.mayHaveRun)) {
+          const earlier = error.mayHaveRun ? "" : "; an earlier attempt may have stored it";
+          throw new StreamUnavailable(name, `${error.detail}${earlier}`, true);
         }
         if (!passing || performance.now() >= until) throw finalError(name, error, sent);
         lost = sent;
