@@ -335,11 +335,12 @@ class Producer(Generic[W]):
 
         Return whether it is sent again, because the store cannot be reached.
         """
-        if isinstance(error, RelayError) and not error.may_have_run:
+        refused = error.__cause__ if isinstance(error, StreamError) else error
+        if isinstance(refused, RelayError) and not refused.may_have_run:
             # Such as for a ticket that does not allow it: waiting does not help. But no key holder said that it has not
             # been stored.
             for record in sent.records:
-                self._fail(record, StreamUnavailable(self.name, error.detail, may_have_run=True))
+                self._fail(record, StreamUnavailable(self.name, refused.detail, may_have_run=True))
             self._next_epoch()
             self._call_ended(sent, now_us)
             return False

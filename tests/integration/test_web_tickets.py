@@ -379,7 +379,9 @@ async def test_a_stream_is_read_by_its_name_whatever_the_call_goes_to(tmp_path: 
                 assert {message.partition for message in got} == {0, 1}
                 with pytest.raises(iris.NoStream):
                     await whole(there, "secret")
-                with pytest.raises(iris.StreamUnavailable, match="does not allow append") as refused:
+                with pytest.raises(
+                    iris.StreamUnavailable, match="does not allow append"
+                ) as refused:
                     await there.streams.append("departures", b"5", timeout=3600)
                 assert refused.value.may_have_run  # the relay alone says that it is not stored
                 with pytest.raises(iris.IrisError, match="does not allow this call"):

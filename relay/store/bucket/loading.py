@@ -122,7 +122,8 @@ async def load(
     Their streams go on in journal `into`. Those in `keep` are in use here. Also returns what the first checkpoint of
     that journal will cover.
     A database that has more than the bucket keeps it if nobody wrote to the stream meanwhile, and if its journals are
-    read in the order in which it moved through them; else it is made again. What it had more was acknowledged to nobody.
+    read in the order in which it moved through them; else it is made again. What the bucket lacks was never
+    acknowledged.
     Adds to `unsettled` the moves of streams that somebody has to settle, and to `left` what deleted streams left.
     Raises Unfenced if another journal must be taken first; InUse if that has to be done again; BucketError,
     ObjectDamaged, LogError.

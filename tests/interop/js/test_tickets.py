@@ -112,7 +112,8 @@ async def test_an_append_that_the_ticket_does_not_allow_fails_at_once(
                     "await s.client.streams.append('departures', 'x', {timeoutMs: 3_600_000})"
                 )
             assert raised.value.name == "StreamUnavailable"
-            assert raised.value.fields["mayHaveRun"] is True  # the relay alone says that it is not stored
+            # Only the relay says that it is not stored.
+            assert raised.value.fields["mayHaveRun"] is True
         finally:
             await page.close()
             await listener.close()
