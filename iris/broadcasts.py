@@ -11,7 +11,7 @@ from iris.handlers import Handler, stopping
 
 
 class Broadcasts:
-    """Runs the broadcasts to a service, and drops those for which there is no room."""
+    """Runs the broadcasts that a service receives, and drops those that do not fit in its queue."""
 
     def __init__(
         self, service: str, handler: Handler | None, limit_bytes: int, *, began: Callable[[], None], done: Callable[[], None],

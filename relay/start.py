@@ -67,7 +67,9 @@ def _dev_keys(environ: Mapping[str, str]) -> tuple[NetworkKey, ...]:
             f"using throw-away development keys in {directory}, which last until this host restarts"
         )
         if environ.get("IRIS_CONFIG"):
-            said += "; unset IRIS_CONFIG for programs, because it hides these keys"
+            said += (
+                "; run programs without IRIS_CONFIG, because with it they do not find these keys"
+            )
     sys.stderr.write(f"iris relay: {said}\n")
     return keyfiles.load_network_keys(path)
 

@@ -14,11 +14,11 @@ import typer
 
 import iris
 from iris import keyfiles, paths, remote
-from iris.cli import options, output
+from iris.cli import options, output, tickets
 from iris.cli.exits import Exit, complain, run
 from iris.crypto.keyring import DEFAULT, TOPIC, Keyring
 from iris.crypto.keys import SECRET_BYTES, ClusterKey, GroupKey, public_id
-from iris.errors import ConfigError, KeyringError, RelayUnavailable
+from iris.errors import KeyringError, RelayUnavailable
 from iris.wire.names import plural
 
 app = typer.Typer(
@@ -65,8 +65,8 @@ def new() -> None:
         directory = keyfiles.config_directory(os.environ)
         keyring, network = keyfiles.create_keys(directory)
         (key,) = keyring.for_cluster("any")
-        _say(f"{directory / keyfiles.KEYRING_FILE}: default key {key.key_id.hex()}")
-        _say(f"{directory / keyfiles.NETWORK_FILE}: network {network.fingerprint.hex()}")
+        output.say(f"{directory / keyfiles.KEYRING_FILE}: default key {key.key_id.hex()}")
+        output.say(f"{directory / keyfiles.NETWORK_FILE}: network {network.fingerprint.hex()}")
         dev = paths.dev_key_directory(os.environ, os.geteuid()) / keyfiles.KEYRING_FILE
         if dev.exists() and not os.environ.get("IRIS_CONFIG"):
             complain(
@@ -102,7 +102,7 @@ def show(json: options.AsJson = False) -> None:
             if json:
                 output.write_json({"name": name, "key": key_id, "role": role})
             else:
-                _say(f"{name:<{width}}  {key_id}  {role}")
+                output.say(f"{name:<{width}}  {key_id}  {role}")
         return Exit.OK
 
     run(work)
@@ -127,7 +127,7 @@ def list_(json: options.AsJson = False) -> None:
         rows = _rows(path)
         width = max([len(name) for name, *_ in rows] + [4])
         if not json:
-            _say(f"{'NAME':<{width}}  {'FINGERPRINT':<32}  {'ROLE':<6}  AGE")
+            output.say(f"{'NAME':<{width}}  {'FINGERPRINT':<32}  {'ROLE':<6}  AGE")
         for name, key_id, role, file in rows:
             changed_s = file.stat().st_mtime
             if json:
@@ -137,7 +137,7 @@ def list_(json: options.AsJson = False) -> None:
                 )  # fmt: skip
             else:
                 age = _age(time.time() - changed_s)
-                _say(f"{name:<{width}}  {key_id}  {role:<6}  {age}")
+                output.say(f"{name:<{width}}  {key_id}  {role:<6}  {age}")
         return Exit.OK
 
     run(work)
@@ -186,10 +186,12 @@ def add(name: Name) -> None:
             keyfiles.save_keyring(path, changed)
         keys = changed.entries()[name]
         if keys[0] == key:
-            _say(f"{name}: added {key.key_id.hex()}; messages are encrypted with it from now on")
+            output.say(
+                f"{name}: added {key.key_id.hex()}; messages are encrypted with it from now on"
+            )
             return Exit.OK
-        _say(f"{name}: added {key.key_id.hex()}; it can decrypt, but does not encrypt yet")
-        _say(f"next: {_COPY.format(path)}, then `iris key promote {name}`")
+        output.say(f"{name}: added {key.key_id.hex()}; it can decrypt, but does not encrypt yet")
+        output.say(f"next: {_COPY.format(path)}, then `iris key promote {name}`")
         if len(before) > 1:
             complain(
                 f"{name} has {len(keys)} keys now, because an earlier rotation was not finished: some keys were added and not "
@@ -235,7 +237,7 @@ def promote(
             changed = keyring.promote(name, _find(keyring, name, key))
             chosen, *others = changed.entries()[name]
             if changed == keyring:
-                _say(
+                output.say(
                     f"{name}: {chosen.key_id.hex()} already encrypts; nothing changed. To encrypt with another key, name it: "
                     + " or ".join(f"`--key {other.key_id.hex()[:8]}`" for other in others)
                 )
@@ -244,10 +246,10 @@ def promote(
             if not force:
                 await _check_everybody_holds(keyring, name, chosen, relay)
             keyfiles.save_keyring(path, changed)
-        _say(f"{name}: {chosen.key_id.hex()} now encrypts")
-        _say(f"next: {_COPY.format(path)}, then `iris key retire {name}`")
+        output.say(f"{name}: {chosen.key_id.hex()} now encrypts")
+        output.say(f"next: {_COPY.format(path)}, then `iris key retire {name}`")
         for line in shared:
-            _say(line)
+            output.say(line)
         return Exit.OK
 
     run(work)
@@ -276,8 +278,8 @@ def retire(
             retired = set(keyring.entries()[name]) - set(changed.entries()[name])
             keyfiles.save_keyring(path, changed)
         for old in retired:
-            _say(f"{name}: {old.key_id.hex()} is retired")
-        _say(
+            output.say(f"{name}: {old.key_id.hex()} is retired")
+        output.say(
             "next: let every process reload its keys (SIGHUP); it forgets a retired key when the calls that use it have ended. "
             "KEYS in `iris status` shows on each host which programs still use one"
         )
@@ -313,7 +315,7 @@ def access(
             )
         key = keyfiles.load_network_keys(network)[0]
         access_id = remote.create_access(file, key)
-        _say(f"{file}: access {access_id.hex()} to network {key.fingerprint.hex()}")
+        output.say(f"{file}: access {access_id.hex()} to network {key.fingerprint.hex()}")
         return Exit.OK
 
     run(work)
@@ -337,106 +339,14 @@ def store_group(
     async def work() -> int:
         key = GroupKey(os.urandom(SECRET_BYTES))
         keyfiles.create(file, key.reveal() + "\n")
-        _say(f"{file}: group {public_id(key.public_key).hex()}")
+        output.say(f"{file}: group {public_id(key.public_key).hex()}")
         return Exit.OK
 
     run(work)
 
 
-@app.command("ticket-issuer")
-def ticket_issuer(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="File to create, with mode 0600.")],
-    network: Annotated[
-        str, typer.Option("--network", metavar="FINGERPRINT", help="Network in which the tickets are valid. Default: that of network.toml here.")
-    ] = "",
-    name: Annotated[str, typer.Option("--name", metavar="NAME", help="Name of the issuer in the settings of relays.")] = "login",
-) -> None:  # fmt: skip
-    """Write the key of an issuer of tickets, which admit sessions from browsers. An existing FILE is not overwritten.
-
-    The application that logs people in keeps FILE and makes tickets with it
-    (`iris key ticket`, or iris.tickets in Python). Relays get only the public
-    key: add the lines printed here to their settings file, list everything that
-    tickets of this issuer may allow, and send SIGHUP.
-
-    \b
-    Examples:
-      iris key ticket-issuer issuer.toml
-    """
-
-    async def work() -> int:
-        from iris.tickets import Issuer, parse_network
-
-        if network:
-            fingerprint = parse_network(network)
-        else:
-            path = keyfiles.config_directory(os.environ) / keyfiles.NETWORK_FILE
-            if not path.exists():
-                raise KeyringError(
-                    f"no network key at {path}; name the network with --network (`iris key show` on a host of a relay prints it)"
-                )
-            fingerprint = keyfiles.load_network_keys(path)[0].fingerprint
-        issuer = Issuer.create(file, fingerprint)
-        _say(
-            f"# {file}: for network {fingerprint.hex()}. Add this to relay.toml, and list all that tickets may allow:"
-        )
-        _say(
-            f'[issuers.{name}]\npublic_keys = ["{issuer.public_key}"]\nallow.subscribe = ["news.>"]'
-        )
-        return Exit.OK
-
-    run(work)
-
-
-@app.command()
-def ticket(
-    issuer: Annotated[Path, typer.Argument(metavar="FILE", help="Key of the issuer (`iris key ticket-issuer`).")],
-    subject: Annotated[str, typer.Argument(metavar="SUBJECT", help="Name of the person or device that the ticket is for.")],
-    allow: Annotated[
-        list[str],
-        typer.Option("--allow", metavar="VERB=NAME", help="What the ticket allows: a verb and a name, with * and > as in topic filters. Repeatable."),
-    ],
-    key: Annotated[
-        list[str] | None, typer.Option("--key", metavar="ID", help="Id of a key that the session must prove. With this, it can use no other keys. Repeatable. Default: any key.")
-    ] = None,
-    life: Annotated[int, typer.Option("--life", metavar="SECONDS", help="How long it is valid.")] = 900,
-    origin: Annotated[str, typer.Option("--origin", metavar="ORIGIN", help="Only pages of this origin can use it. Default: any.")] = "",
-) -> None:  # fmt: skip
-    """Print a ticket, with which a browser opens a session.
-
-    The verbs are request, push, survey, broadcast, tunnel, members and serve
-    (clusters), publish and subscribe (topics), read, consume and append
-    (streams). A relay allows what both the ticket and its own settings allow.
-
-    \b
-    Examples:
-      iris key ticket issuer.toml alice --allow 'subscribe=users.alice' --allow request=delays
-    """
-
-    async def work() -> int:
-        from iris.tickets import Issuer
-
-        patterns: dict[str, list[str]] = {}
-        for text in allow:
-            verb, equals, pattern = text.partition("=")
-            if not equals:
-                raise ConfigError(
-                    f"--allow: {text!r} is not VERB=NAME; write it like request=delays"
-                )
-            patterns.setdefault(verb, []).append(pattern)
-        try:
-            keys = [bytes.fromhex(text) for text in key or ()]
-        except ValueError:
-            raise ConfigError(
-                "--key: write a whole key id, 32 hexadecimal digits; `iris key show` lists them"
-            ) from None
-        _say(
-            Issuer.load(issuer).issue(
-                subject, allow=patterns, life_s=life, keys=keys, origin=origin
-            )
-        )
-        return Exit.OK
-
-    run(work)
+app.command("ticket-issuer")(tickets.ticket_issuer)
+app.command()(tickets.ticket)
 
 
 def keyring_path() -> Path:
@@ -540,7 +450,3 @@ async def _check_everybody_holds(
             f"{'; '.join(behind[:5])}{' …' if len(behind) > 5 else ''}. Copy the keyring to them and reload it (SIGHUP), "
             "or use --force"
         )
-
-
-def _say(text: str) -> None:
-    output.write(text.encode(errors="surrogateescape") + b"\n")

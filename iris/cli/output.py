@@ -22,6 +22,11 @@ def write(data: bytes) -> None:
     sys.stdout.buffer.flush()
 
 
+def say(text: str) -> None:
+    """Write a line of text."""
+    write(text.encode(errors="surrogateescape") + b"\n")
+
+
 def cell(value: object) -> Text:
     """Return a table cell for text from elsewhere: control characters are replaced, and markup is not interpreted."""
     from rich.text import Text

@@ -88,7 +88,7 @@ def _one(
             signed.append((lost, latest))
     if not signed:
         detail = f"the bucket has no copy of it under your keys{f' as log {uuid}' if uuid else ''}"
-        raise NoStream(name, f"{detail}; if its durability is 'bucket', there is no copy, because another store takes it over by itself")  # fmt: skip
+        raise NoStream(name, f"{detail}; a stream with durability 'bucket' has no copy, because another store takes it over automatically")  # fmt: skip
     if len(signed) > 1:
         listed = " or ".join(f"uuid={lost.uuid.hex()} of {lost.label}" for lost, _ in signed)
         raise AmbiguousStream(name, f"the bucket has {len(signed)} copies of this name; choose {listed}")  # fmt: skip

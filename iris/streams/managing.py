@@ -90,7 +90,7 @@ class Management:
         Raises:
             ConfigError: a setting is out of range, or `durability` is another word.
             StreamExists: a stream of this name exists with a different definition.
-            StreamUnavailable: there is no store, or it did not answer.
+            StreamUnavailable: no store is running, or it did not answer.
         """
         check_local_name(name)
         check_limits(max_bytes, max_messages, max_age, dedup_window)
@@ -169,7 +169,7 @@ class Management:
         With `durability="bucket"` a stream on the disk of a store that has a bucket joins the bucket, while it is in
         use: its uuid, offsets, producers and consumers stay. The call returns when that is done, which takes as long
         as the bucket takes the whole stream. If `timeout` seconds pass, the stream may still join: look at
-        `StreamInfo.durability`. The keyring needs all keys of the stream. There is no way back to the disk.
+        `StreamInfo.durability`. The keyring needs all keys of the stream. The stream cannot be moved back to the disk.
 
         Raises:
             ConfigError: a setting is out of range, `durability` is another word, or the stream has more partitions.

@@ -213,8 +213,10 @@ class Stores:
         except RelayError as err:
             if err.may_have_run:
                 raise
-            # The relay refuses it for good, such as for a ticket that does not allow it.
-            raise StreamError(shown, err.detail) from err
+            # The relay refuses it for good, such as for a ticket that does not allow it. No key holder said that.
+            refused = StreamError(shown, err.detail)
+            refused.may_have_run = writes
+            raise refused from err
         finally:
             if not waiter.done() or waiter.cancelled():
                 session.store_calls.forget(called)

@@ -294,7 +294,7 @@ def drop_copies(
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Drop copies that are needed, too.")] = False,
 ) -> None:  # fmt: skip
-    """Delete the copies that a store which is gone for good has left in a bucket.
+    """Delete from a bucket the copies of a store that is gone for good.
 
     Without JOURNAL, lists the copies of all stores. A copy is needed until its stream was moved by
     force and the new log has a copy of its own. If one is needed, nothing is deleted without --yes,
@@ -321,7 +321,7 @@ def drop_copies(
     if dropped:
         typer.echo("dropped")
     elif journal:
-        sys.stderr.write("nothing was dropped, because copies are needed; drop them nevertheless with --yes\n")  # fmt: skip
+        sys.stderr.write("nothing was dropped, because some copies are needed; --yes drops them anyway\n")  # fmt: skip
         raise typer.Exit(1)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from integration.stores import stored
+from integration.stores import stored, two_stores
 from support.gateways import eu, world  # noqa: F401 - fixtures
 from support.links import site  # noqa: F401 - a fixture
 
@@ -46,4 +46,11 @@ def access(tmp_path: Path) -> Path:
 async def setting(tmp_path: Path) -> AsyncIterator[Any]:
     """A cluster with a store, and two clients of it."""
     async with stored(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture
+async def pair(tmp_path: Path) -> AsyncIterator[Any]:
+    """A cluster, two clients, and the second of two stores."""
+    async with two_stores(tmp_path) as made:
         yield made

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import iris
-from iris.crypto.keys import public_id
+from iris.crypto.keyring import Keyring
+from iris.crypto.keys import ClusterKey, public_id
 from iris.testing import LocalCluster
 from relay.store.process import StoreProcess
 
@@ -64,6 +65,19 @@ async def two_stores(directory: Path) -> AsyncIterator[Any]:
             yield cluster, client, other, second
         finally:
             await second.stop()
+
+
+@asynccontextmanager
+async def two_keys(cluster: Any, *, promoted: bool = False) -> AsyncIterator[Any]:
+    """Yield (old key, new key, client with both, client with the new one alone); the new one may be `promoted`."""
+    old, new = cluster.keyring.for_cluster("orders")[0], ClusterKey(bytes(range(32)))
+    both = Keyring.single(old).add("orders", new)
+    both = both.promote("orders", new.key_id) if promoted else both
+    async with (
+        cluster.client(keyring=both) as rotating,
+        cluster.client(keyring=Keyring.single(new)) as last,
+    ):
+        yield old, new, rotating, last
 
 
 async def created(client: iris.Client, second: Store) -> str:

@@ -125,7 +125,7 @@ async def test_what_cannot_be_moved_by_force_is_refused(tmp_path: Path) -> None:
             await group.create(client, "safe")
             other = group.id_of(3 - await group.holder(client, "safe"))
             with pytest.raises(
-                NoStream, match="there is no copy, because another store takes it over"
+                NoStream, match="has no copy, because another store takes it over automatically"
             ):
                 await client.streams.move("safe", to=other, force=True)
             with pytest.raises(NoStream, match="has no copy of it"):

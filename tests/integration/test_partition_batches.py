@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
-from integration.stores import two_stores, whole
+from integration.stores import whole
 
 import iris
 from iris.core.bundle import encode_bundle
@@ -18,13 +17,6 @@ from iris.streams.stores import Stores
 from iris.wire.streams import Commit
 
 ROWS = [f"r{number}" for number in range(60)]
-
-
-@pytest.fixture
-async def pair(tmp_path: Path) -> AsyncIterator[Any]:
-    """A cluster, two clients, and the second of two stores."""
-    async with two_stores(tmp_path) as made:
-        yield made
 
 
 async def stage(

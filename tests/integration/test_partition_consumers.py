@@ -4,22 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from integration.stores import created, two_stores
+from integration.stores import created
 
 import iris
 from iris.errors import ConfigError, StreamError, StreamUnavailable
-
-
-@pytest.fixture
-async def pair(tmp_path: Path) -> AsyncIterator[Any]:
-    """A cluster, two clients, and the second of two stores."""
-    async with two_stores(tmp_path) as made:
-        yield made
 
 
 async def test_workers_share_all_partitions_and_get_the_messages_of_a_key_in_order(

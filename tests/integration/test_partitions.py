@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import pickle
 from collections import Counter
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from integration.stores import Store, created, stored, two_stores, whole
+from integration.stores import Store, created, stored, two_keys, whole
 from msgspec import structs
 
 from iris.core.channels import StoreChannel
@@ -27,13 +26,6 @@ from iris.errors import (
 from iris.streams import Offset
 from iris.streams.signed_orders import orders_to_change
 from iris.wire.streams import Change, Create, Described, FindStore, Knock, StoreInfo
-
-
-@pytest.fixture
-async def pair(tmp_path: Path) -> AsyncIterator[Any]:
-    """A cluster, two clients, and the second of two stores."""
-    async with two_stores(tmp_path) as made:
-        yield made
 
 
 async def test_partitions_are_spread_over_the_stores_and_hold_each_message_once(pair: Any) -> None:
@@ -394,14 +386,8 @@ async def test_partitions_that_were_added_under_an_unknown_key_are_not_overlooke
     pair: Any,
 ) -> None:
     cluster, client, _, _ = pair
-    old = cluster.keyring.for_cluster("orders")[0]
-    new = ClusterKey(bytes(range(32)))
     await client.streams.create("orders", partitions=2)
-    both = Keyring.single(old).add("orders", new)
-    async with (
-        cluster.client(keyring=both) as rotating,
-        cluster.client(keyring=Keyring.single(new)) as last,
-    ):
+    async with two_keys(cluster) as (_, new, rotating, last):
         await rotating.streams.share_keys()
         await last.streams.change("orders", partitions=3)
         with pytest.raises(StreamError, match=f"under key {new.key_id.hex()[:8]}, which is not"):

@@ -4,26 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from integration.stores import created, two_stores, whole
+from integration.stores import created, two_keys, whole
 
 from iris.core.bundle import encode_bundle
-from iris.crypto.keyring import Keyring
-from iris.crypto.keys import ClusterKey
 from iris.errors import StreamError, StreamExists, StreamUnavailable
 from iris.wire.streams import Appended
 from relay.store.session import IncomingCall
-
-
-@pytest.fixture
-async def pair(tmp_path: Path) -> AsyncIterator[Any]:
-    """A cluster, two clients, and the second of two stores."""
-    async with two_stores(tmp_path) as made:
-        yield made
 
 
 @pytest.mark.parametrize("counts", [(4, 4), (2, 3), (5, 1), (1, 3)])
@@ -83,15 +72,9 @@ async def test_a_key_that_is_shared_while_another_client_adds_partitions_is_in_a
 ) -> None:
     """The other client does not have the new key yet, so the partitions that it adds lack it at first."""
     cluster, client, _, _ = pair
-    old = cluster.keyring.for_cluster("orders")[0]
-    new = ClusterKey(bytes(range(32)))
     await client.streams.create("orders", partitions=2)
     await client.streams.append("orders", b"old", key="k")
-    both = Keyring.single(old).add("orders", new).promote("orders", new.key_id)
-    async with (
-        cluster.client(keyring=both) as rotating,
-        cluster.client(keyring=Keyring.single(new)) as last,
-    ):
+    async with two_keys(cluster, promoted=True) as (_, _, rotating, last):
         changed, added = await asyncio.gather(
             rotating.streams.share_keys(), client.streams.change("orders", partitions=6)
         )
@@ -111,14 +94,8 @@ async def test_a_key_that_is_shared_while_another_client_adds_partitions_is_in_a
 async def test_after_a_rotation_all_partitions_are_sealed_with_the_new_key(pair: Any) -> None:
     """The old key is the keyring's default, which is also the key of a cluster with the name of a partition."""
     cluster, client, _, _ = pair
-    old = cluster.keyring.for_cluster("orders")[0]
-    new = ClusterKey(bytes(range(32)))
     await client.streams.create("orders", partitions=3)
-    both = Keyring.single(old).add("orders", new).promote("orders", new.key_id)
-    async with (
-        cluster.client(keyring=both) as rotating,
-        cluster.client(keyring=Keyring.single(new)) as last,
-    ):
+    async with two_keys(cluster, promoted=True) as (_, _, rotating, last):
         await rotating.streams.share_keys()
         for number in range(3):
             await rotating.streams.append("orders", b"append", partition=number)
@@ -135,14 +112,8 @@ async def test_after_a_rotation_all_partitions_are_sealed_with_the_new_key(pair:
 
 async def test_who_lacks_a_key_of_one_partition_is_told_which_one(pair: Any) -> None:
     cluster, client, _, _ = pair
-    old = cluster.keyring.for_cluster("orders")[0]
-    new = ClusterKey(bytes(range(32)))
     await client.streams.create("orders", partitions=2)
-    both = Keyring.single(old).add("orders", new)
-    async with (
-        cluster.client(keyring=both) as rotating,
-        cluster.client(keyring=Keyring.single(new)) as last,
-    ):
+    async with two_keys(cluster) as (old, _, rotating, last):
         await rotating.streams.share_keys()
         await client.streams.change("orders", partitions=3)  # under the old key alone
         with pytest.raises(StreamError, match=f"under key {old.key_id.hex()[:8]}, which is not"):

@@ -126,7 +126,7 @@ class Joins:
         if self._errands.stopping:
             raise Refuse("leaving", STOPPING)
         if writer is None or uuid in self._creating or len(self._creating) >= MAX_CREATING:
-            raise Refuse("leaving", self._shelf.away or "the store is creating this stream, or many others; try again")  # fmt: skip
+            raise Refuse("leaving", self._shelf.away or "the store is already creating this stream, or too many others; try again")  # fmt: skip
         self._creating.add(uuid)
         self._errands.start(self._create(uuid, writer, done))
 

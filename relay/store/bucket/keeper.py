@@ -395,8 +395,8 @@ class Keeper:
     ) -> str | None:  # fmt: skip
         """Take the journal in which the streams of `victim` are now, if one of `stores` wrote it; return it.
 
-        A store that can be seen again keeps what it is taking over: two that took each other's journals would never
-        end. But its journals that have ended are followed, because one of ours may have ended them.
+        If that store can be seen again, it keeps the journal. Otherwise two stores could end each other's journals for
+        ever. Fences are followed past its journals that have ended, because a journal of ours may have ended them.
         """
         while True:
             intent = writer.add(Intent(victim), INTENT_BYTES, self._now_us())

@@ -158,8 +158,8 @@ class Checkpoint(Struct, frozen=True, tag_field="t", tag="checkpoint"):
 
 class Decision(Struct, frozen=True, tag_field="t", tag="decision"):
     """Which journal has the streams of a move or join; empty if that does not take place. Whoever creates this object
-    first decides it. If the token is the uuid of a log: a random name for the one attempt that may create it, or, for a
-    log that joins from a disk, when that log was made and where."""
+    first decides it. The token may also be the uuid of a log. Then `journal` is a random name of the one attempt that
+    may create the log, or, for a log that joins from a disk, it says when and where that log was made."""
 
     journal: Annotated[str, Meta(max_length=32)]
 

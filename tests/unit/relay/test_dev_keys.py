@@ -19,4 +19,4 @@ def test_a_development_relay_says_if_a_variable_hides_its_keys_from_programs(
     start._dev_keys(environ)
     said = capsys.readouterr().err
     assert "using throw-away development keys" in said
-    assert ("unset IRIS_CONFIG" in said) is hidden
+    assert ("without IRIS_CONFIG" in said) is hidden
