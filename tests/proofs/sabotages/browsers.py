@@ -10,6 +10,28 @@ DERIVED = ("tests/integration/test_derived_keys.py", "tests/unit/crypto/test_der
 
 SABOTAGES = (
     Sabotage(
+        "ticket-issuer-narrowed",
+        "relay/core/tickets.py",
+        "Admission.ended_by",
+        "_lost(session, admitted)",
+        '""',
+        (
+            "tests/integration/test_web_tickets.py::test_an_issuer_that_may_allow_less_binds_the_sessions_that_there_are",
+        ),
+        "a session keeps what its issuer may not allow any more",
+    ),
+    Sabotage(
+        "append-denied-trusted",
+        "iris/core/producer.py",
+        "Producer.lost",
+        "isinstance(refused, RelayError) and not refused.may_have_run",
+        "False",
+        (
+            "tests/integration/test_web_tickets.py::test_a_stream_is_read_by_its_name_whatever_the_call_goes_to",
+        ),
+        "a relay's word that an append was not stored is passed on as that of a key holder",
+    ),
+    Sabotage(
         "ticket-of-any-network",
         "iris/crypto/tickets.py",
         "read_ticket",
