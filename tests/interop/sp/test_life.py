@@ -14,7 +14,8 @@ from pathlib import Path
 import pynng
 import pytest
 from interop.sp.kit import WAIT_S, Bridge, World, a_world, eventually, nngcat, until
-from support.pages import scrape
+from support.pages import Scraped, scrape
+from support.waiting import wait_until
 
 import iris
 from iris.keyfiles import create_keys
@@ -304,11 +305,18 @@ async def test_the_counts_of_each_socket_are_metrics(own_world: World) -> None:
     entries = REP.format(url=world.ipc("metrics"))
     bridge = Bridge(world, entries, arguments=("--metrics", "127.0.0.1:0"))
     (line,) = bridge.logged("bridge.metrics")
+
+    def counted() -> Scraped | None:
+        """Return the page once it has the answer, which is counted after it was sent."""
+        page = scrape(line["address"])
+        out = page.sum("iris_bridge_messages_total", socket="rep", direction="out")
+        return page if out else None
+
     async with world.client() as client, client.serve(upper()):
         with pynng.Req0(dial=bridge.url("rep"), recv_timeout=20_000) as socket:
             await socket.asend(b"a")
             assert await socket.arecv() == b"A"
-            page = await asyncio.to_thread(scrape, line["address"])
+            page = await asyncio.to_thread(wait_until, counted)
     assert page.sum("iris_bridge_ready", bridge="sp") == 1
     assert page.sum("iris_bridge_peers", socket="rep") == 1
     assert page.sum("iris_bridge_messages_total", socket="rep", direction="in") == 1

@@ -76,7 +76,10 @@ async def test_a_bucket_that_fails_for_several_objects_at_once_raises_one_error(
 ) -> None:
     (tmp_path / "journals").write_text("a file in the way")
     bucket: Objects = Directory(tmp_path)
-    with pytest.raises(BucketError, match=f"bucket file://{tmp_path}: journals/000000000001: "):
+    # Threads read the objects, so any of them may fail first.
+    with pytest.raises(
+        BucketError, match=rf"^bucket file://{tmp_path}: journals/\d{{12}}: Not a directory"
+    ):
         await registrations(bucket, Sealer(GroupKey(bytes(32)), os.urandom))
 
 
