@@ -76,8 +76,10 @@ async def relay(path, topics, **_):
             LOOP.create_task(resume())
 
     LOOP.add_signal_handler(signal.SIGTERM, stop.set_result, {})
-    await LOOP.create_unix_server(lambda: Port(None, ports.append, 64 * MIB), path + ".sub")
-    await LOOP.create_unix_server(lambda: Port(forward, source.append), path + ".pub")
+    _ = [  # the loop does not keep its servers
+        await LOOP.create_unix_server(lambda: Port(None, ports.append, 64 * MIB), path + ".sub"),
+        await LOOP.create_unix_server(lambda: Port(forward, source.append), path + ".pub"),
+    ]
     print("ready", flush=True)
     return await stop
 

@@ -84,8 +84,10 @@ async def relay(path, **_):
             U64.pack_into(BUFFER, at + HOP_AT, out)
             receiver.transport.write(VIEW[at:after].tobytes())
 
-    await LOOP.create_unix_server(lambda: Port(forward, members.append), path + ".member")
-    await LOOP.create_unix_server(lambda: Port(forward), path + ".client")
+    _ = [  # the loop does not keep its servers
+        await LOOP.create_unix_server(lambda: Port(forward, members.append), path + ".member"),
+        await LOOP.create_unix_server(lambda: Port(forward), path + ".client"),
+    ]
     return await stop()
 
 

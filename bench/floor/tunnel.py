@@ -64,8 +64,10 @@ async def relay(path, **_):
                 write(BUFFER, at + HOP_AT, hop)
 
     LOOP.add_signal_handler(signal.SIGTERM, stop.set_result, {})
-    await LOOP.create_unix_server(lambda: Port(forward, senders.append), path + ".sender")
-    await LOOP.create_unix_server(lambda: Port(forward, receivers.append), path + ".receiver")
+    _ = [  # the loop does not keep its servers
+        await LOOP.create_unix_server(lambda: Port(forward, senders.append), path + ".sender"),
+        await LOOP.create_unix_server(lambda: Port(forward, receivers.append), path + ".receiver"),
+    ]
     print("ready", flush=True)
     return await stop
 
