@@ -115,11 +115,13 @@ class Catalogue:
             if self.shelf is not None and note.joined:
                 self.shelf.make_directory()
                 join_notes.move_logs(uuid, self.directory, self.shelf.directory)
+                self.end_copies(uuid)
                 continue
             self.undecided[uuid] = note
             reason = "the store has no bucket now"
             if self.shelf is not None:
                 self.shelf.undecided[uuid] = note.token
+                self.shelf.copies.of(uuid)  # it stays until it is known whether it still counts
                 reason = "the store ended before that was known"
             fields = {"path": str(self.directory / uuid.hex()), "reason": reason}
             log.warning("store.join_undecided", extra={"fields": fields})
@@ -127,6 +129,7 @@ class Catalogue:
     def drop_joined(self, uuid: bytes) -> None:
         """Delete the logs of a stream that has joined the bucket, which has all of it."""
         self.undecided.pop(uuid, None)
+        self.end_copies(uuid)
         for one in (dead_uuid(uuid), uuid):
             self._destroy(str(self.directory / one.hex()))
 
@@ -150,6 +153,8 @@ class Catalogue:
         added = [self.streams[one] for one in there]
         for stream in added:
             self.copy(stream)  # before anything is written
+            if stream.bucket_copy is None and not stream.dead:
+                self.end_copies(uuid)
         return added
 
     def make(
@@ -192,6 +197,12 @@ class Catalogue:
             except LogError as err:
                 fields = {"error": str(err), "behind_bytes": 0}
                 log.warning("store.copies_late", extra={"fields": fields})
+
+    def end_copies(self, uuid: bytes) -> None:
+        """End the copies of a stream, and of its dead letters, that is not on the disk any more."""
+        if self.shelf is not None:
+            for one in (uuid, dead_uuid(uuid)):
+                self.shelf.copies.end(one)
 
     def replica_for(self, charter: Charter) -> Replica | None:
         """Return the copier of a new stream; None if its orders name this store alone.

@@ -118,19 +118,14 @@ class Join:
         for one in self._both():
             one.commit(self._catalogue.clock.wall_us)
 
-    def end_copies(self) -> None:
-        for one in self._both():
-            if one.log is not None:
-                # Before the copy ends: a store that is killed in between must not go on with it.
-                one.stop_following()
-                forget(one.log.database, one.log.next)
-            self._shelf.copies.end(one.uuid)
-
     def switch(self, token: str, replicas: Mapping[bytes, Replica]) -> None:
         stream = self._stream
         join_notes.write(stream.path, self._note(token))
         self.replicas = replicas
         for one in self._both():
+            if one.log is not None:  # the copy does not get what is written from here on
+                one.stop_following()
+                forget(one.log.database)
             one.refuse_waiting(BUSY)
             one.replicate(replicas[one.uuid], self._catalogue.grown)
         if stream.log is not None:
@@ -151,6 +146,7 @@ class Join:
         except LogError as err:  # the next start makes the log again from the bucket
             fields = {"stream": stream.name, "error": str(err)}
             log.warning("store.stream_failed", extra={"fields": fields})
+        self._catalogue.end_copies(stream.uuid)
         waiting, self._waiting = self._waiting, []
 
         def answer(error: str) -> None:
@@ -182,6 +178,7 @@ class Join:
         log.info("store.stream_not_joined", extra={"fields": self._fields()})
 
     def lost(self, reason: str) -> None:
+        self._catalogue.end_copies(self.uuid)
         self._catalogue.hand_over(self._stream, reason)
 
     def wanted(self) -> bool:

@@ -77,7 +77,9 @@ async def copy_to(
 class Maker:
     """A store that makes streams again."""
 
-    def __init__(self, objects: Objects, directory: Path, number: int = 1) -> None:
+    def __init__(
+        self, objects: Objects, directory: Path, number: int = 1, *, group: GroupKey = GROUP
+    ) -> None:
         self.key = StoreKey(bytes([number]) * 32)
         self.streams = directory / f"data{number}" / "streams"
         self.streams.mkdir(parents=True, exist_ok=True)
@@ -87,7 +89,7 @@ class Maker:
         self.served: list[bytes] = []
         self.displaced: dict[bytes, Forced] = {}
         self.forcing = Forcing(
-            objects, GROUP, self.key.public_key, f"db-{number + 1}", self.streams.parent, self.streams, self,
+            objects, group, self.key.public_key, f"db-{number + 1}", self.streams.parent, self.streams, self,
             wait_s=lambda store: self.wait_s(store), wall_us=now_us, verify=self._verify,
         )  # fmt: skip
 

@@ -201,7 +201,7 @@ class Copying:
         The others are left alone: if its disk was lost, and its key was not, nothing else has these streams.
         Raises BucketError, ObjectDamaged.
         """
-        here = {*self._copies.all, *self._ended()}
+        here = {*self._copies.all, *self._copies.ended, *self._ended()}
         fenced: dict[str, str] = {}
         heads: set[str] = set()
         mine = [name for name, one in known.items() if one.registered.store == self._store]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Final
 
 from msgspec import Struct
@@ -20,6 +20,7 @@ from relay.store.bucket.checkpointing import delete
 from relay.store.bucket.copy_reading import Outline, Outlines
 from relay.store.bucket.forced import ForcedList
 from relay.store.bucket.history import Registration, beginning_of, registrations
+from relay.store.bucket.joined import has_joined
 from relay.store.bucket.objects import Objects
 from relay.store.bucket.sealing import COPIES, Covered, Sealer, checkpoint_key
 from relay.store.bucket.succession import fence, steps
@@ -36,7 +37,8 @@ class CopiedStream(Struct):
     next: int
     """Where the copy ends."""
     needed: str
-    """Why the copy is needed; empty if another log has taken the place of this one, and that has a copy."""
+    """Why the copy is needed; empty if the stream has joined the bucket, or if another log has taken the place of this
+    one, and that has a copy."""
 
 
 class CopiesOf(Struct):
@@ -71,7 +73,9 @@ class Dropping:
         self.found = []
         for name, its in outlines.by_journal.items():
             registered = self._known[name].registered
-            copied = [_copied(name, each, forced, elsewhere) for each in its if not each.stored.parent]  # fmt: skip
+            streams = [each for each in its if not each.stored.parent]
+            joined = {each.uuid for each in streams if await has_joined(self._objects, self._sealer, each.uuid)}  # fmt: skip
+            copied = [_copied(name, each, forced, elsewhere, joined) for each in streams]
             address = public_id(registered.store).hex()
             self.found.append(CopiesOf(name, address, registered.label, copied))
 
@@ -103,14 +107,16 @@ class Dropping:
 
 
 def _copied(
-    journal: str, outline: Outline, forced: ForcedList, elsewhere: Mapping[bytes, str]
-) -> CopiedStream:
+    journal: str, outline: Outline, forced: ForcedList, elsewhere: Mapping[bytes, str], joined: Collection[bytes]
+) -> CopiedStream:  # fmt: skip
     try:
         name = decode_order(outline.stored.orders[0].order).definition.name
     except (DecodeError, IndexError):
         name = ""
     needed, last = NOT_MOVED, forced.last_of(outline.uuid)
-    if last is not None:
+    if outline.uuid in joined:
+        needed = ""
+    elif last is not None:
         there = elsewhere.get(last.made, journal)
         made = f"it was moved by force, and is log {last.made.hex()} on {last.label}"
         needed = "" if there != journal else f"{made}, which has no other copy in the bucket"

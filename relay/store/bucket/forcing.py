@@ -15,7 +15,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from pathlib import Path
 from typing import Final, Protocol, TypeVar
 
@@ -28,9 +28,11 @@ from iris.errors import IrisError
 from iris.keyfiles import sync_directory
 from iris.wire.orders import KEEP, Definition, Order, SignedOrder
 from iris.wire.streams import LostStream, dead_uuid
-from relay.store.authority import Authority, Charter, DefinitionFile, one_definition
-from relay.store.bucket.copy_reading import Outline, Outlines, read_copies
+from relay.store.authority import Authority, DefinitionFile, one_definition
+from relay.store.bucket.copy_reading import Outline, read_copies
 from relay.store.bucket.forced import ForcedList
+from relay.store.bucket.joined import prevent
+from relay.store.bucket.lost import Lost, LostLogs
 from relay.store.bucket.objects import BucketError, Objects
 from relay.store.bucket.remaking import remake, remake_dead
 from relay.store.bucket.sealing import Forced, ObjectDamaged, Sealer
@@ -53,6 +55,10 @@ VISIBLE_LOOKS: Final = 8
 """How often, and with which pause, a store looks again whether another one can be seen."""
 SPARE_BYTES: Final = 64 << 20
 CAUSE: Final = "the stream's store was lost, and its copy in the bucket ended here"
+JOINED: Final = (
+    "the stream has joined the bucket, so its copy does not count any more; a store that shares the bucket serves the "
+    "stream when it has taken over from the one that is gone"
+)
 STOPPING: Final = "the store is stopping; try again"
 _encode: Final = msgspec.msgpack.Encoder().encode
 
@@ -102,27 +108,6 @@ class Left(Struct, frozen=True):
     why: str
 
 
-class _Lost(Struct, frozen=True):
-    """A log that may be lost, and the copy that it is made of."""
-
-    uuid: bytes
-    stored: DefinitionFile
-    store: bytes
-    label: str
-    source: Outline
-
-    @property
-    def charter(self) -> Charter:
-        """Raises Refuse if its orders are not valid."""
-        return Authority(self.store).load(self.stored, self.uuid)
-
-    def check_whole(self) -> None:
-        """Raise Refuse if its definition names other logs, or another one names it: they would not know the new one."""
-        definition = self.charter.definition
-        if definition.partitions or definition.parent:
-            raise Refuse("invalid", f"stream {definition.name!r} has several partitions, which list each other by their uuids, so it cannot be restored from copies")  # fmt: skip
-
-
 class Forcing:
     """The lost streams of one store's bucket. Call `first_check`, then `run` until it is cancelled."""
 
@@ -140,7 +125,7 @@ class Forcing:
         self._key = key
         self._sealer = Sealer(key, entropy)
         self._list = ForcedList(objects, self._sealer)
-        self._outlines = Outlines(objects, self._sealer, time.monotonic)
+        self._lost = LostLogs(objects, self._sealer, self._list, store, owner.has, time.monotonic)
         self._store = store
         self._label = label
         self._directory = data / DIRECTORY
@@ -216,8 +201,8 @@ class Forcing:
 
         async def work() -> list[LostStream]:
             async with self._one_at_a_time:
-                await self._list.read()
-                return self._found(name, key_ids, await self._outlines.read(key_ids))
+                await self._lost.read(key_ids)
+                return await self._lost.named(name, key_ids)
 
         self._start(work, done)
 
@@ -278,31 +263,32 @@ class Forcing:
 
         Return the names of those that were made, and the others. Raises BucketError, ObjectDamaged, LogError, OSError.
         """
-        await self._list.read()
-        outlines = await self._outlines.read(())
+        await self._lost.read()
         names: list[str] = []
         left: list[Left] = []
         try:
             self._read = await self._read_copies(())
-            for uuid, outline in outlines.items():
+            for copy in self._lost.copies:
                 name = ""
                 try:
-                    lost = self._head(uuid, outlines)
+                    lost = self._lost.head(copy.uuid)
                     if lost is None or lost.store == self._store:
                         continue
+                    if await self._lost.has_joined(lost.uuid):
+                        continue  # it was restored from the bucket
                     name = lost.charter.definition.name
                     lost.check_whole()
                     made = self._created(lost, keyring)
                     await self._make(lost, made[1], made[0], self._list.of(lost.uuid))
                     names.append(name)
                 except (Refuse, LogError, OSError) as err:
-                    left.append(Left(name, uuid.hex(), outline.label, str(err)))
+                    left.append(Left(name, copy.uuid.hex(), copy.label, str(err)))
         finally:
             self._read = None
             await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
         return sorted(names), left
 
-    def _created(self, lost: _Lost, keyring: Keyring) -> tuple[bytes, DefinitionFile]:
+    def _created(self, lost: Lost, keyring: Keyring) -> tuple[bytes, DefinitionFile]:
         """Return the uuid and the definition file of a new stream in the place of a lost one. Raises Refuse."""
         charter, uuid, now_us = lost.charter, self._entropy(16), self._wall_us()
         definition = charter.definition.made_again(lost.uuid)
@@ -318,68 +304,14 @@ class Forcing:
             raise Refuse("order", "the keyring has no key of this stream")
         return uuid, DefinitionFile(list(orders.values()), b"", list(orders))
 
-    # -- finding ---------------------------------------------------------------------------------------------
-
-    def _found(
-        self, name: str, key_ids: Collection[bytes], outlines: Mapping[bytes, Outline]
-    ) -> list[LostStream]:  # fmt: skip
-        found = []
-        for uuid in outlines:
-            try:
-                lost = self._head(uuid, outlines)
-                charter = lost.charter if lost is not None else None
-            except Refuse as err:
-                log.warning("store.copy_refused", extra={"fields": {"uuid": uuid.hex(), "error": str(err)}})  # fmt: skip
-                continue
-            if lost is None or charter is None or charter.definition.name != name:
-                continue
-            if charter.orders.keys() & set(key_ids):
-                orders = [signed for _, signed in charter.orders.values()]
-                found.append(
-                    LostStream(lost.uuid, orders, lost.store, lost.label, lost.source.next)
-                )
-        return found
-
-    def _head(self, uuid: bytes, outlines: Mapping[bytes, Outline]) -> _Lost | None:
-        """Return the log that the copy of `uuid` may be made to next; None if another copy is newer.
-
-        Raises Refuse.
-        """
-        if outlines[uuid].stored.parent:
-            return None
-        entry = self._list.last_of(uuid)
-        if entry is None:
-            return self._lost(uuid, outlines)
-        if entry.made in outlines:
-            return None
-        if entry.store == self._store and not self._owner.has(entry.made):
-            return self._lost(entry.lost, outlines)  # to be completed
-        return self._lost(entry.made, outlines)
-
-    def _lost(self, uuid: bytes, outlines: Mapping[bytes, Outline]) -> _Lost:
-        """Return a log and the newest copy of it, or of the logs that it took the place of. Raises Refuse."""
-        outline = outlines.get(uuid)
-        if outline is not None:
-            return _Lost(uuid, outline.stored, outline.store, outline.label, outline)
-        entry = made = self._list.made(uuid)
-        while entry is not None and made is not None:
-            if (outline := outlines.get(entry.lost)) is not None:
-                roots = [public_id(signed.public_key) for signed in made.orders]
-                stored = DefinitionFile(made.orders, b"", roots)
-                return _Lost(uuid, stored, made.store, made.label, outline)
-            entry = self._list.made(entry.lost)
-        raise Refuse("no-stream", f"the bucket has no copy of log {uuid.hex()}")
-
     # -- making ----------------------------------------------------------------------------------------------
 
     async def _force(self, wish: Wish) -> bytes:
         """Raises Refuse, BucketError, ObjectDamaged, LogError, OSError, DecodeError."""
         if self._verify is not None:
             await self._verify()
-        await self._list.read()
-        key_ids = [public_id(signed.public_key) for signed in wish.orders]
-        outlines = await self._outlines.read(key_ids)
-        lost = self._lost(wish.lost, outlines)
+        await self._lost.read([public_id(signed.public_key) for signed in wish.orders])
+        lost = self._lost.of(wish.lost)
         if lost.stored.parent:
             raise Refuse("invalid", "dead letters cannot be moved on their own; move their stream")
         lost.check_whole()
@@ -396,7 +328,7 @@ class Forcing:
             await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
 
     async def _make(
-        self, lost: _Lost, made: DefinitionFile, uuid: bytes, entry: Forced | None
+        self, lost: Lost, made: DefinitionFile, uuid: bytes, entry: Forced | None
     ) -> bytes:
         """Make the log `uuid` with this definition file, or that of `entry`, which was decided before; return which.
 
@@ -412,6 +344,8 @@ class Forcing:
         self._check_disk(lost.source)
         parts = await self._copy(lost.source, made, uuid, mirror=bool(definition.mirror))
         if entry is None:
+            if not await prevent(self._objects, self._sealer, lost.uuid):
+                raise Refuse("exists", JOINED)
             wanted = Forced(lost.uuid, uuid, self._store, self._label, self._wall_us(), made.orders)
             decided, _ = self._ours(await self._list.decide(wanted))
             if decided != uuid:
@@ -441,7 +375,7 @@ class Forcing:
         roots = [public_id(signed.public_key) for signed in entry.orders]
         return entry.made, DefinitionFile(entry.orders, b"", roots)
 
-    def _checked(self, wish: Wish, lost: _Lost) -> DefinitionFile:
+    def _checked(self, wish: Wish, lost: Lost) -> DefinitionFile:
         """Return the definition file of the new stream. Raises Refuse if the orders do not allow it."""
         now_us, charter = self._wall_us(), lost.charter
         target = Authority(lost.store).move(charter, wish.orders, lost.uuid, now_us)
@@ -456,7 +390,7 @@ class Forcing:
                 raise Refuse("order", f"key {key_id.hex()[:8]} is not a key of the lost stream; leave it out, and add it with `iris stream keys` afterwards")  # fmt: skip
         return ours.create(orders, now_us).definition_file
 
-    async def _check_gone(self, lost: _Lost) -> None:
+    async def _check_gone(self, lost: Lost) -> None:
         """Return if the store of a log is gone. Raises Refuse."""
         where = f"the store {public_id(lost.store).hex()[:8]} on {lost.label}"
         for _ in range(VISIBLE_LOOKS):
@@ -487,14 +421,15 @@ class Forcing:
             paths = await self._read_copies({source.uuid, dead})
         if source.uuid not in paths:
             raise Refuse("leaving", "the copy was replaced while it was read; try again")
-        parts: dict[bytes, tuple[Path, bytes]] = {}
+        stored, cause = _encode(made), "" if mirror else CAUSE
+        torn = await asyncio.to_thread(
+            remake, paths[source.uuid], uuid, stored, cause, self._wall_us()
+        )
+        parts = {uuid: (paths[source.uuid], stored)}
         if dead in paths:
             stored = _encode(DefinitionFile(parent=uuid))
-            await asyncio.to_thread(remake_dead, paths[dead], its_dead, stored, uuid)
-            parts[its_dead] = paths[dead], stored
-        stored, cause = _encode(made), "" if mirror else CAUSE
-        await asyncio.to_thread(remake, paths[source.uuid], uuid, stored, cause, self._wall_us())
-        parts[uuid] = paths[source.uuid], stored
+            await asyncio.to_thread(remake_dead, paths[dead], its_dead, stored, uuid, torn)
+            parts = {its_dead: (paths[dead], stored), **parts}  # no stream is there without them
         return parts
 
     async def _read_copies(self, only: Collection[bytes]) -> dict[bytes, Path]:

@@ -7,7 +7,8 @@
 Until the decision the stream is on the disk, whatever happens. From the switch on nothing leaves the store that is not
 on the disk and in the bucket, so both have everything whichever way it is decided. What the decision means for stores
 that succeed this one is in `moved`. A store that is killed in between leaves a note beside the files of the stream
-(`relay.store.joining`), and asks at its next start.
+(`relay.store.joining`), and asks at its next start. The copy of the disk stays until the stream has joined, because the
+disk may be lost before; `joined` says how a store finds out whether that copy still counts.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from iris.errors import Closed
 from iris.wire.streams import dead_uuid
 from relay.store.bucket.checkpointing import BACKLOG_BYTES, PAUSE_S
 from relay.store.bucket.errands import ASK_MAX_S, ASK_MIN_S, Errands
-from relay.store.bucket.forced import ForcedList
+from relay.store.bucket.joined import FORCED, last_try
 from relay.store.bucket.moved import NO, decide
 from relay.store.bucket.objects import Objects, at_once
 from relay.store.bucket.replica import Replica
@@ -48,9 +49,7 @@ CREATED: Final = (
 AWAY: Final = "the bucket did not take the whole stream, so the stream stays on the disk; try again when the bucket answers"
 
 
-DISPLACED: Final = (
-    "the stream was moved by force to another store, so it is not served here any more"
-)
+DISPLACED: Final = "the stream was moved by force to another store, or is about to be, so it cannot join the bucket"
 
 
 class Draft:
@@ -114,6 +113,8 @@ class Joins:
         self._open: set[str] = set()
         """Journals of ours in which a stream is joining. Until that has ended no checkpoint may cover a part of it."""
         self._creating: set[bytes] = set()
+        self._begun: set[str] = set()
+        """Tokens of tries that a journal of ours names, and that are not decided."""
         self._errands = Errands("iris-stream-join", "a stream that joins", warn)
 
     def is_open(self, journal: str) -> bool:
@@ -150,7 +151,7 @@ class Joins:
             lambda: decide(self._objects, self._sealer, token, NO), lambda: False
         )
         if self._shelf.undecided.pop(uuid, None) is not None:
-            self._shelf.on_decided(uuid, by != NO)
+            self._shelf.on_decided(uuid, by not in (NO, FORCED))
             self._flush()
 
     # -- who may begin a log ---------------------------------------------------------------------------------
@@ -219,14 +220,21 @@ class Joins:
             return False
         if not ours:
             raise Refuse("exists", CREATED)
+        found = await self._errands.until(
+            lambda: self._new_try(candidate.uuid), lambda: bool(writer.ended) or not candidate.wanted()
+        )  # fmt: skip
+        if found is None:
+            return False
+        token, decided = found
+        if decided is not None:
+            raise Refuse("leaving", DISPLACED) if decided == FORCED else Refuse("exists", CREATED)
         logs = candidate.logs()
-        token = secrets.token_hex(16)
         drafts: dict[bytes, Draft] = {}
-        ending = False
         self._open.add(writer.journal)
         try:
             both = [candidate.uuid, dead_uuid(candidate.uuid)]
             writer.add(Joining(token, both), ENTRY_BYTES, self._now_us())
+            self._begun.add(token)
             while new := {uuid: one for uuid, one in logs.items() if uuid not in drafts}:
                 for uuid, one in new.items():
                     drafts[uuid] = Draft(uuid, one, writer, self._now_us)
@@ -237,15 +245,7 @@ class Joins:
                 if not await self._land(writer):
                     return False
                 logs = candidate.logs()  # the first dead letter may have been written meanwhile
-            # There is either a copy of the disk in the bucket or the stream: nobody may make another one of the copy.
-            ending = True
-            candidate.end_copies()
-            if not await self._land_copies():
-                return False
-            if await self._is_displaced(candidate.uuid, writer):
-                raise Refuse("leaving", DISPLACED)
             # Nothing is awaited from here on until the switch.
-            logs = candidate.logs()
             candidate.flush()
             if logs != {uuid: each.log for uuid, each in drafts.items() if each.whole}:
                 return False
@@ -258,14 +258,24 @@ class Joins:
             except LogError as err:
                 self._warn(err)
                 switched = False
-            ending = False
             return await self._decide(candidate, token, writer, replicas, switched)
         finally:
             self._open.discard(writer.journal)
             for draft in drafts.values():
                 draft.stop()
-            if ending:
-                candidate.stayed()
+
+    async def _new_try(self, uuid: bytes) -> tuple[str, str | None]:
+        """Return the token of a try that no journal names yet; or of one that was decided, and what was decided.
+
+        Raises BucketError, ObjectDamaged.
+        """
+        while True:
+            token, by = await last_try(self._objects, self._sealer, uuid)
+            if token not in self._begun:
+                return token, by
+            if by is None:  # that try ended before the switch
+                await decide(self._objects, self._sealer, token, NO)
+            self._begun.discard(token)
 
     def _replica(self, uuid: bytes, writer: Writer) -> Replica:
         replica = Replica(uuid, writer, self._now_us, self._shelf.reader)
@@ -292,25 +302,6 @@ class Joins:
             await asyncio.sleep(PAUSE_S)
         return writer.known >= last
 
-    async def _land_copies(self) -> bool:
-        """Return whether the bucket knows which copies have ended."""
-        writer = self._shelf.copies.writer
-        if writer is None:
-            return False
-        writer.close_object()
-        return await self._land(writer)
-
-    async def _is_displaced(self, uuid: bytes, writer: Writer) -> bool:
-        """Return whether another store has made a log again of its copy, while this store was cut off."""
-        forced = ForcedList(self._objects, self._sealer)
-
-        async def read() -> bool:
-            await forced.read()
-            return True
-
-        await self._errands.until(read, lambda: writer.ended)
-        return forced.of(uuid) is not None
-
     async def _decide(
         self, candidate: Candidate, token: str, writer: Writer, replicas: Mapping[bytes, Replica], switched: bool
     ) -> bool:  # fmt: skip
@@ -326,13 +317,16 @@ class Joins:
             by = await self._errands.until(
                 lambda: decide(self._objects, self._sealer, token, NO), lambda: False
             )
+        self._begun.discard(token)
         for replica in replicas.values():
             replica.joining = False
-        if by == NO:
+        if by in (NO, FORCED):
             candidate.stayed()
         elif writer.ended:
             candidate.lost(writer.ended)
         else:
             self._shelf.hold(candidate.joined(token), writer)
         self._flush()
+        if by == FORCED:
+            raise Refuse("leaving", DISPLACED)
         return by != NO

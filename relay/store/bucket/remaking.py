@@ -9,7 +9,7 @@ from typing import Final
 from msgspec import structs
 
 from iris.errors import DecodeError
-from iris.wire.streams import DEAD_KIND, decode_dead, encode
+from iris.wire.streams import DEAD_KIND, DeadLetter, decode_dead, encode
 from relay.store.database import Database
 from relay.store.errors import LogDamaged
 from relay.store.identity import Identity
@@ -19,8 +19,9 @@ from relay.store.records import KEY, Entry, Record, decode, encode_record
 PART_BYTES: Final = 1 << 20
 
 
-def remake(path: Path, uuid: bytes, definition: bytes, cause: str, now_us: int) -> None:
-    """Make the database at `path`, which is the copy of a log, a log with this uuid and definition file.
+def remake(path: Path, uuid: bytes, definition: bytes, cause: str, now_us: int) -> int | None:
+    """Make the database at `path`, which is the copy of a log, a log with this uuid and definition file; return from
+    which offset on messages are missing, or None if none is.
 
     It ends with a gap of unknown count with this cause; if `cause` is empty, there is none. A copy of another stream
     needs none: its source has what is missing.
@@ -32,18 +33,24 @@ def remake(path: Path, uuid: bytes, definition: bytes, cause: str, now_us: int) 
     finally:
         database.close()
     with Log.open(str(path)) as log:
-        if cause:
-            log.tear(cause, now_us)
+        if not cause:
+            return None
+        torn = log.next
+        log.tear(cause, now_us)
+        return torn
 
 
-def remake_dead(path: Path, uuid: bytes, definition: bytes, parent: bytes) -> None:
-    """Make the database at `path`, which is the copy of a log of dead letters, one of the stream `parent`.
+def remake_dead(
+    path: Path, uuid: bytes, definition: bytes, parent: bytes, torn: int | None
+) -> None:
+    """Make the database at `path`, which is the copy of a log of dead letters, one of the stream `parent`, which has no
+    messages of the lost log from offset `torn` on.
 
     Raises LogError, OSError.
     """
     database = Database.open(str(path))
     try:
-        _readdress(database, parent)
+        _readdress(database, parent, torn)
         _rename(database, uuid, definition)
     finally:
         database.close()
@@ -62,8 +69,8 @@ def _rename(database: Database, uuid: bytes, definition: bytes) -> None:
     database.rename(uuid, end)
 
 
-def _readdress(database: Database, parent: bytes) -> None:
-    """Let all dead letters refer to the log `parent`."""
+def _readdress(database: Database, parent: bytes, torn: int | None) -> None:
+    """Let all dead letters refer to the log `parent`, but for those of messages that are lost: it has others there."""
     start = b""
     while ops := database.copy_records(start, PART_BYTES):
         start = ops[-1].key + b"\0"
@@ -72,15 +79,17 @@ def _readdress(database: Database, parent: bytes) -> None:
             try:
                 item = decode(op.key, op.value)
                 if isinstance(item, Record) and item.kind == DEAD_KIND:
-                    batch.put_record(op.key, _letter(op.key, item, parent))
+                    letter = decode_dead(item.body)
+                    if torn is None or letter.offset < torn:
+                        batch.put_record(op.key, _letter(op.key, item, letter, parent))
             except (ValueError, DecodeError) as err:
                 raise LogDamaged(database.path, f"a dead letter is malformed: {err}") from err
         database.write(batch, 0, sync=False)
 
 
-def _letter(key: bytes, record: Record, parent: bytes) -> bytes:
+def _letter(key: bytes, record: Record, letter: DeadLetter, parent: bytes) -> bytes:
     """Return the row of a dead letter that refers to the log `parent`. It is as long as before."""
-    letter = structs.replace(decode_dead(record.body), uuid=parent)
+    letter = structs.replace(letter, uuid=parent)
     entry = Entry(
         record.kind, record.name, record.key_id, parent, record.end, encode(letter), None, record.key_hash,
         record.tombstone, record.expires_us, record.due_us,

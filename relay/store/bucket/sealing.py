@@ -77,7 +77,8 @@ class Whole(Struct, frozen=True, array_like=True, tag="whole"):
 
 
 Token = Annotated[str, Meta(min_length=32, max_length=32)]
-"""32 hex digits, random for each move or join of a stream. The object `decision_key` decides whether it took place."""
+"""32 hex digits, other ones for each try to move a stream or let it join. The object `decision_key` decides whether
+that took place."""
 Uuid = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Uuids = Annotated[list[Uuid], Meta(min_length=1, max_length=2)]
 """The uuid of a stream, and that of its dead letters if it has some."""
@@ -158,8 +159,9 @@ class Checkpoint(Struct, frozen=True, tag_field="t", tag="checkpoint"):
 
 class Decision(Struct, frozen=True, tag_field="t", tag="decision"):
     """Which journal has the streams of a move or join; empty if that does not take place. Whoever creates this object
-    first decides it. The token may also be the uuid of a log. Then `journal` is a random name of the one attempt that
-    may create the log, or, for a log that joins from a disk, it says when and where that log was made."""
+    first decides it; see `joined` for joins. The token may also be the uuid of a log. Then `journal` is a random name
+    of the one attempt that may create the log, or, for a log that joins from a disk, it says when and where that log
+    was made."""
 
     journal: Annotated[str, Meta(max_length=32)]
 

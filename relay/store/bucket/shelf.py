@@ -83,12 +83,10 @@ class Candidate(Protocol):
     def flush(self) -> None:
         """Write and acknowledge what was received so far. Raises LogError."""
 
-    def end_copies(self) -> None:
-        """End the copies that follow the disk. Raises LogError."""
-
     def switch(self, token: str, replicas: Mapping[bytes, Replica]) -> None:
-        """From now on let nothing leave that is not in the bucket, too. Note beside the files that join `token` is
-        about to be decided, and write down what the stream is from then on.
+        """From now on let nothing leave that is not in the bucket, too, and let the copies that follow the disk stand
+        still. Note beside the files that join `token` is about to be decided, and write down what the stream is from
+        then on.
 
         Raises LogError, after which the stream must stay.
         """

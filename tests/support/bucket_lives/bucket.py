@@ -12,12 +12,14 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, Final, Protocol
 
+from relay.store.bucket.joined import FORCED
 from relay.store.bucket.objects import BucketError
 from relay.store.bucket.sealing import (
     Checkpoint,
     Decision,
     Ended,
     Fence,
+    Forced,
     Joining,
     Numbered,
     Registered,
@@ -66,6 +68,10 @@ class Bucket:
         """Journal -> the public key of its store."""
         self.excused: set[str] = set()
         """Segment objects that were made so late that their store had given them up: nobody deletes them."""
+        self.forced: set[bytes] = set()
+        """Logs that other logs have taken the place of, whether their stores know it or not."""
+        self.deleted: set[str] = set()
+        """Keys of objects that were there and were deleted. A request that is late may create one again."""
         self.generation = 0
         """Requests of an earlier generation are not carried out any more."""
         self._begins: dict[str, int] = {}
@@ -151,9 +157,10 @@ class Bucket:
                 return None if found is None else found[int(start) : int(end)]
             case "exists":
                 return key in self.objects
-        self._counts["segment objects deleted" if key.startswith("segment/") else "deleted"] += (
-            self.objects.pop(key, None) is not None
-        )
+        if self.objects.pop(key, None) is not None:
+            what = "segment objects deleted" if key.startswith("segment/") else "deleted"
+            self._counts[what] += 1
+            self.deleted.add(key)
         return None
 
     def _note(self, key: str, data: bytes) -> None:
@@ -172,6 +179,8 @@ class Bucket:
                     journal in each for each in self._moves.values()
                 )
                 self.fences.setdefault(journal, []).append(fence)
+            case Forced(lost):
+                self.forced.add(lost)
             case Registered(journal, store):
                 self._counts["journals"] += 1
                 self.registered[journal] = store
@@ -186,6 +195,8 @@ class Bucket:
                     if isinstance(entry, Joining):
                         self._joins.add(entry.token)
                     self._counts["entries of deletion"] += isinstance(entry, Ended)
+            case Decision(by) if by == FORCED:
+                self._counts["joins prevented"] += 1
             case Decision(journal):
                 what = "joins" if rest in self._joins else "moves"
                 self._counts[f"{what} that took place" if journal else f"{what} that did not"] += 1

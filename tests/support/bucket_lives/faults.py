@@ -127,7 +127,8 @@ class Faults:
         for number in list(life.processes):
             life.kill(number, disk=True)
         newer = dict(bucket.objects)
-        saw_more = [n for n in life.down if self._saw(n, newer.keys() - older.keys())]
+        gone = newer.keys() - older.keys() - bucket.deleted
+        saw_more = [n for n in life.down if self._saw(n, gone)]
         if not saw_more:
             return
         life.show("the bucket is rolled back")

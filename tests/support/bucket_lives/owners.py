@@ -38,8 +38,6 @@ class Owner:
         self._store = 0
         """Number of the store with the log."""
         self._writers: list[Producer | Once | Committer] = []
-        self._asked = False
-        """A store may be about to bring the stream into the bucket, so its copy may have ended."""
         self._floor = 0
         """Up to there the copy of the log has everything."""
 
@@ -90,8 +88,6 @@ class Owner:
         if not isinstance(answer, streams.Described):
             return False
         if answer.store != GROUP.public_key:
-            self._asked = True
-            self._floor = 0
             life.counts["joins asked for"] += 1
             if rng.random() < 0.3:
                 life.loop.call_later(rng.expovariate(1 / 0.4), life.strike, process)
@@ -142,7 +138,7 @@ class Owner:
             return False
         if self._store in life.processes and self._store not in life.lost:
             return False  # it finds out whether the stream has joined
-        if self._floor and not self._asked:
+        if self._floor:
             life.breaks(f"{self.plan.label}: nobody has it or a copy of it, and there was one")
         if self._store not in life.lost:
             life.breaks(f"{self.plan.label}: nobody has it, and the disk of store {self._store} was never lost")  # fmt: skip
@@ -195,7 +191,7 @@ class Owner:
         self.replaced.append(lost)
         life.history.on_disk.add(plan.label)
         life.history.replaced[plan.label] = Replaced(lost.label, gaps, self._floor)
-        self._store, self._floor, self._asked = process.number, 0, False
+        self._store, self._floor = process.number, 0
         for one in self._writers:
             one.go_on(plan)
         life.replace(lost, plan)
@@ -217,10 +213,12 @@ class Owner:
     # -- looking ---------------------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """Note what the copy has, unless it may end because the stream joins."""
+        """Note what the copy has, unless it was used already: a store may not know that yet."""
+        if self.plan.uuid in self._life.bucket.forced:
+            return
         process = self._life.processes.get(self._store)
         stream = None if process is None else process.store.streams.get(self.plan.uuid)
-        if self._asked or stream is None or stream.log is None or stream.bucket_copy is None:
+        if stream is None or stream.log is None or stream.bucket_copy is None:
             return
         lag = stream.bucket_copy.lag()
         if stream.bucket_copy.state is State.FOLLOWING and not lag.bytes:

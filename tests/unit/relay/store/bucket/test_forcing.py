@@ -57,14 +57,16 @@ def objects(tmp_path: Path) -> Directory:
     return Directory(tmp_path / "bucket")
 
 
-async def lost(objects: Directory, directory: Path, definition: Definition = ORDERS) -> Log:
+async def lost(
+    objects: Directory, directory: Path, definition: Definition = ORDERS, *, dead_letters: tuple[int, ...] = (3,)
+) -> Log:  # fmt: skip
     """Return the log of a store that is about to be gone, of which the bucket has all but the last two entries."""
     log = new_log(directory / "log", UUID, definition)
     log.append([entry(number) for number in range(5)], 1)
     stored = encode(DefinitionFile(parent=UUID))
     with Log.create(str(directory / "dead"), uuid=dead_uuid(UUID), definition=stored, created_us=1) as dead:  # fmt: skip
-        letter = encode(DeadLetter(UUID, 3, "billing", 1, "broken"))
-        dead.append([Entry(DEAD_KIND, "orders", KEY.key_id, UUID, END.pack(1, 0, 1, 0), letter)], 1)
+        letters = [encode(DeadLetter(UUID, each, "billing", 1, "broken")) for each in dead_letters]
+        dead.append([Entry(DEAD_KIND, "orders", KEY.key_id, UUID, END.pack(1, 0, 1, 0), one) for one in letters], 1)  # fmt: skip
         await copy_to(objects, directory / "copies", log, dead)
         log.copy_to(None)
     log.append([entry(5), entry(6)], 1)
@@ -99,18 +101,33 @@ async def test_the_new_log_has_what_the_copy_has_then_a_gap_and_goes_on(
         assert decode_dead(letter) == DeadLetter(MADE, 3, "billing", 1, "broken")
 
 
+async def test_a_dead_letter_of_a_message_that_is_lost_does_not_name_one_that_comes_later(
+    objects: Directory, tmp_path: Path
+) -> None:
+    (await lost(objects, tmp_path, dead_letters=(3, 6))).close()
+    maker = Maker(objects, tmp_path)
+    (found,) = await maker.find()
+    await maker.force(maker.wish(found, MADE))
+    with maker.open(MADE) as log:
+        assert log.append([entry(7, 7)], 2) == [Stored(6, 7)]
+    with maker.open(dead_uuid(MADE)) as dead:
+        assert [(one.uuid, one.offset) for one in map(decode_dead, bodies(dead))] == [(MADE, 3), (UUID, 6)]  # fmt: skip
+
+
 async def test_a_copy_of_another_stream_has_no_gap_because_its_source_has_the_rest(
     objects: Directory, tmp_path: Path
 ) -> None:
     mirror = structs.replace(
         Definition("orders"), mirror=OTHER.hex(), origins=(ORDERS.made_again(OTHER).origins)
     )
-    (await lost(objects, tmp_path, mirror)).close()
+    (await lost(objects, tmp_path, mirror, dead_letters=(6,))).close()
     maker = Maker(objects, tmp_path)
     (found,) = await maker.find()
     await maker.force(maker.wish(found, MADE))
     with maker.open(MADE) as log:
         assert bodies(log) == [b"%d" % number for number in range(5)]
+    with maker.open(dead_uuid(MADE)) as dead:
+        assert [(one.uuid, one.offset) for one in map(decode_dead, bodies(dead))] == [(MADE, 6)]
 
 
 async def test_two_orders_at_once_make_one_stream(objects: Directory, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -13,15 +14,22 @@ from typing import Any, TypeGuard
 import pytest
 from msgspec import structs
 from support.bucket_joins import DEFINITION, UUID, World, until
-from support.bucket_sim import KEY, run
+from support.bucket_lives.store import GROUP, records
+from support.bucket_moves import View
+from support.bucket_sim import run
 from support.keeper import OWNER, SECOND, STRANGER, order
+from support.lost_streams import Maker
 from support.points import points
 
 from iris.crypto.keys import ClusterKey
 from iris.wire import streams
 from iris.wire.orders import END, MOVE
+from relay.store.bucket.copies import Lag
+from relay.store.bucket.copy_reading import read_copies
+from relay.store.bucket.dropping import Dropping
 from relay.store.bucket.objects import BucketError
-from relay.store.bucket.sealing import Forced, Sealer, decision_key, forced_key
+from relay.store.bucket.sealing import Sealer, decision_key
+from relay.store.errors import Refuse
 
 REQUESTS = 33
 """More than a store makes while a stream joins."""
@@ -156,7 +164,8 @@ def test_nothing_is_decided_before_the_bucket_has_all_of_the_stream(tmp_path: Pa
             assert not any(map(decides_join, world.objects.objects))
             copies = first.shelf.copies
             assert copies.writer is not None
-            assert (copies.all, copies.ended, copies.writer.idle) == ({}, {}, True)
+            assert {uuid: copy.log for uuid, copy in copies.all.items()} == {UUID: None}
+            assert (copies.ended, copies.writer.idle) == ({}, True), "the copy stands still"
             for call in (
                 streams.Delete([order(OWNER, DEFINITION, action=END, issued_us=0, uuid=UUID)]),
                 streams.Change(world.orders(store=first.key)),
@@ -170,6 +179,9 @@ def test_nothing_is_decided_before_the_bucket_has_all_of_the_stream(tmp_path: Pa
             assert joined(await joining)
             assert replica.durable
             assert not first.keeper._checkpoints[writer.journal].paused()
+            assert copies.all == {}
+            await until(lambda: copies.writer is not None and copies.writer.idle)
+            assert await read_copies(world.objects, GROUP, tmp_path / "copies") == []
 
     run(main())
 
@@ -392,16 +404,112 @@ def test_a_store_without_the_bucket_does_not_serve_a_stream_that_joined(tmp_path
     run(main())
 
 
-def test_a_stream_that_was_made_again_elsewhere_of_its_copy_does_not_join(tmp_path: Path) -> None:
+BEFORE = [b"orders/before/%d" % number for number in range(3)]
+
+
+async def following(world: World) -> None:
+    """Return when the copy of the stream has everything."""
+    copy = world.first.store.streams[UUID].bucket_copy
+    assert copy is not None
+    await until(lambda: copy.lag() == Lag(0, 0))
+
+
+async def force(world: World, directory: Path) -> bytes | Refuse | None:
+    """Make another log of the copy of the stream, as a third store; return None if there is no copy that counts."""
+    maker = Maker(View(world.objects), directory, 3, group=GROUP)
+    found = await maker.find(key=OWNER)
+    if not found:
+        return None
+    try:
+        made = await maker.force(maker.wish(found[0], bytes(16), key=OWNER))
+    except Refuse as err:
+        return err
+    with maker.open(made) as log:
+        assert [body for _, body in records(log)][:3] == [
+            b"orders/before/%d" % number for number in range(3)
+        ]
+    return made
+
+
+@pytest.mark.parametrize("at", points(range(4, REQUESTS), 4))
+def test_a_store_that_is_lost_with_its_disk_while_a_stream_joins_leaves_a_copy_or_the_stream(
+    tmp_path: Path, at: int
+) -> None:
     async def main() -> None:
         async with world_with(tmp_path) as world:
-            key = forced_key(1)
-            entry = Forced(UUID, bytes(16), bytes(32), "db-3", 1, [])
-            sealed = Sealer(KEY, bytes).seal(key, entry)
-            await world.objects.create(key, sealed)
-            code, text = refused(await world.join())
-            assert code == "leaving"
-            assert "moved by force to another store" in text
-            assert world.first.serves, "as long as the store has not looked itself"
+            await following(world)
+            await join_until(world, at)
+            await world.first.kill()
+            world.first.lose_disk()
+            await asyncio.sleep(90)  # longer than a store that was never seen is waited for
+            if world.second.serves:
+                assert len(await world.whole()) == 3
+                assert await force(world, tmp_path) is None
+            else:
+                assert isinstance(await force(world, tmp_path), bytes)
+
+    run(main())
+
+
+def test_the_copy_counts_until_it_is_decided_that_a_stream_joins(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with world_with(tmp_path) as world:
+            await following(world)
+            goes_on = hold_back(world, decides_join)
+            joining = asyncio.create_task(world.join(60))
+            await until(lambda: world.first.store.streams[UUID].joining)
+            await asyncio.sleep(5)
+            await world.first.kill()
+            world.first.lose_disk()
+            goes_on.set()
+            assert isinstance(await force(world, tmp_path), bytes)
+            await joining
+
+    run(main())
+
+
+@pytest.mark.parametrize("at", points(range(4, REQUESTS), 4))
+def test_a_store_that_sleeps_while_a_stream_joins_and_one_that_makes_it_of_its_copy_do_not_both_succeed(
+    tmp_path: Path, at: int
+) -> None:
+    async def main() -> None:
+        async with world_with(tmp_path) as world:
+            await following(world)
+            joining = await join_until(world, at)
+            made = await force(world, tmp_path)
+            world.first.view.stops = None
+            world.first.view.awake.set()
+            await joining
+            answer = await world.join(60)
+            stream = world.first.store.streams[UUID]
+            assert stream.in_bucket is not isinstance(made, bytes)
+            if isinstance(made, bytes):
+                code, text = refused(answer)
+                assert (code, "cannot join the bucket" in text) == ("leaving", True)
+                assert world.first.serves, "as long as the store has not looked itself"
+                assert [body for _, body in await world.whole()] == BEFORE
+
+    run(main())
+
+
+def test_a_copy_that_a_store_left_which_had_no_time_to_end_it_does_not_count(
+    tmp_path: Path,
+) -> None:
+    async def main() -> None:
+        async with world_with(tmp_path) as world:
+            await following(world)
+            goes_on = hold_back(world, lambda key: key.startswith("copies/"))
+            assert joined(await world.join())
+            await world.first.kill()
+            assert len(await read_copies(world.objects, GROUP, tmp_path / "copies")) == 1
+            dropping = Dropping(View(world.objects), Sealer(GROUP, os.urandom))
+            await dropping.read()
+            assert [one.needed for its in dropping.found for one in its.streams] == [""]
+            assert await force(world, tmp_path) is None
+            goes_on.set()
+            world.first.start()
+            await until(lambda: any(host.serves for host in world.visible))
+            await until(lambda: world.first.shelf.copies.writer is not None)
+            assert await read_copies(world.objects, GROUP, tmp_path / "copies") == []
 
     run(main())
