@@ -11,7 +11,7 @@ import contextlib
 import os
 import re
 import secrets
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 from urllib.parse import unquote, urlsplit
@@ -76,6 +76,9 @@ class Directory:
     def __init__(self, root: Path) -> None:
         self.url = f"file://{root}"
         self._root = root
+        self._used = False
+        """Whether an object was found or created. From then on, a directory that is missing or empty is an error: its
+        file system is not mounted any more, or somebody has removed it."""
 
     async def create(self, key: str, data: bytes) -> bool:
         return await asyncio.to_thread(self._create, key, data)
@@ -87,16 +90,42 @@ class Directory:
         return await asyncio.to_thread(self._get_range, key, start, end)
 
     async def exists(self, key: str) -> bool:
-        return await asyncio.to_thread((self._root / key).exists)
+        return await asyncio.to_thread(self._exists, key)
 
     async def delete(self, key: str) -> None:
         await asyncio.to_thread(self._delete, key)
 
+    @contextlib.contextmanager
+    def _failing(self, key: str) -> Iterator[None]:
+        """Raise errors of the system as BucketError."""
+        try:
+            yield
+        except OSError as err:
+            raise BucketError(f"bucket {self.url}: {key}: {err.strerror or err}") from err
+
+    def _check_present(self) -> None:
+        """Raise BucketError if the directory, in which there were objects, is missing or empty; OSError."""
+        if not self._used:
+            return
+        try:
+            with os.scandir(self._root) as found:
+                if next(found, None) is not None:
+                    return
+        except FileNotFoundError:
+            why = "the directory is missing"
+        else:
+            why = "the directory is empty"
+        raise BucketError(
+            f"bucket {self.url}: {why}, although there were objects in it; mount its file system, or put the directory back"
+        )
+
     def _create(self, key: str, data: bytes) -> bool:
         path = self._root / key
         beside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+        with self._failing(key):
+            if not path.parent.is_dir():
+                self._check_present()
+                path.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
                 with os.fdopen(descriptor, "wb") as file:
@@ -110,33 +139,43 @@ class Directory:
                 with contextlib.suppress(FileNotFoundError):
                     beside.unlink()
             sync_directory(str(path.parent))
-        except OSError as err:
-            raise BucketError(f"bucket {self.url}: {key}: {err.strerror or err}") from err
+        self._used = True
         return True
 
     def _get(self, key: str) -> bytes | None:
-        try:
-            return (self._root / key).read_bytes()
-        except FileNotFoundError:
-            return None
-        except OSError as err:
-            raise BucketError(f"bucket {self.url}: {key}: {err.strerror or err}") from err
+        return self._read(key, 0, -1)
 
     def _get_range(self, key: str, start: int, end: int) -> bytes | None:
-        try:
-            with (self._root / key).open("rb") as file:
-                file.seek(start)
-                return file.read(end - start)
-        except FileNotFoundError:
-            return None
-        except OSError as err:
-            raise BucketError(f"bucket {self.url}: {key}: {err.strerror or err}") from err
+        return self._read(key, start, max(0, end - start))
+
+    def _read(self, key: str, start: int, size: int) -> bytes | None:
+        with self._failing(key):
+            try:
+                with (self._root / key).open("rb") as file:
+                    file.seek(start)
+                    found = file.read(size)
+            except FileNotFoundError:
+                self._check_present()
+                return None
+        self._used = True
+        return found
+
+    def _exists(self, key: str) -> bool:
+        with self._failing(key):
+            try:
+                (self._root / key).stat()
+            except FileNotFoundError:
+                self._check_present()
+                return False
+        self._used = True
+        return True
 
     def _delete(self, key: str) -> None:
-        try:
-            (self._root / key).unlink(missing_ok=True)
-        except OSError as err:
-            raise BucketError(f"bucket {self.url}: {key}: {err.strerror or err}") from err
+        with self._failing(key):
+            try:
+                (self._root / key).unlink()
+            except FileNotFoundError:
+                self._check_present()
 
 
 class Cloud:

@@ -71,6 +71,42 @@ async def test_a_directory_that_cannot_be_written_says_which(tmp_path: Path) -> 
         await bucket.create("journal/1", b"")
 
 
+@pytest.mark.parametrize("loss", ["removed", "empty", "a file", "unreadable"])
+async def test_a_directory_that_is_gone_is_an_error_and_not_an_empty_bucket(
+    tmp_path: Path, loss: str
+) -> None:
+    # As when the file system of the bucket is not mounted any more.
+    root = tmp_path / "bucket"
+    bucket: Objects = Directory(root)
+    await probe(bucket)
+    assert await bucket.create("journal/a/1", b"1")
+    away = root.rename(tmp_path / "away")
+    if loss == "empty":
+        root.mkdir()
+    elif loss == "a file":
+        root.write_text("")
+    elif loss == "unreadable":
+        root.symlink_to(root.name)  # ELOOP, an error for root, too
+    for call in (
+        bucket.create("journal/a/2", b"2"),
+        bucket.create("journal/b/1", b"2"),
+        bucket.get("journal/a/1"),
+        bucket.get_range("journal/a/1", 0, 1),
+        bucket.exists("journal/a/2"),
+        bucket.delete("journal/a/1"),
+    ):
+        with pytest.raises(BucketError, match=f"bucket file://{root}: "):
+            await call
+    assert loss != "empty" or not os.listdir(root)
+    if loss == "empty":
+        root.rmdir()
+    elif loss != "removed":
+        root.unlink()
+    away.rename(root)
+    assert await bucket.get("journal/a/1") == b"1"
+    assert await bucket.create("journal/a/2", b"2")
+
+
 async def test_a_bucket_that_fails_for_several_objects_at_once_raises_one_error(
     tmp_path: Path,
 ) -> None:
