@@ -246,10 +246,10 @@ def test_info_and_list_tell_the_same_to_scripts_and_to_people(shell: Shell, stre
         found["host"], "0", "", "no",
     )  # fmt: skip
     titles, *lines = shell("stream", "list").decode().splitlines()
-    assert titles == "NAME\tUUID\tRECORDS\tMESSAGES\tBYTES\tOLDEST\tNEXT\tSTATE\tHOST"
+    assert titles == "NAME\tUUID\tRECORDS\tMESSAGES\tBYTES\tOLDEST\tNEXT\tSTATE\tHOST\tSTORE"
     (row,) = (line.split("\t") for line in lines if line.startswith(f"{stream}\t"))
     assert row == [
-        stream, found["uuid"], "appends", "1", row[4], "0", "1", "ok", found["host"],
+        stream, found["uuid"], "appends", "1", row[4], "0", "1", "ok", found["host"], found["store"],
     ]  # fmt: skip
     assert found in rows(shell("stream", "list", "--json"))
     seen = on_a_terminal(shell, "stream", "info", stream)

@@ -112,7 +112,8 @@ def list_streams(
 
     In a pipe, columns are separated by tabs, below a line of titles: name,
     uuid, what it records, messages, bytes, oldest offset, next offset, state,
-    host. Without streams it says so on stderr.
+    host, id of the store. Without streams it says so on stderr. A terminal
+    shows ids of stores if two stores of one host have streams.
 
     \b
     Examples:
@@ -522,18 +523,30 @@ def _copy_facts(info: StreamInfo) -> list[tuple[str, str]]:
 
 
 def _print_streams(found: list[StreamInfo]) -> None:
-    """Print streams. People see uuids only if two streams have one name."""
+    """Print streams. People see uuids only if two streams have one name, and stores only if two are on one host."""
     human = sys.stdout.isatty()
     named = not human or len({info.name for info in found}) < len(found)
+    stores = {(info.host, info.store) for info in found}
+    several = not human or len({host for host, _ in stores}) < len(stores)
     rows = []
     for info in found:
         size = texts.size_text(info.size_bytes) if human else str(info.size_bytes)
         figures = (str(info.messages), size, str(info.oldest), str(info.next))
         uuid = (info.uuid,) if named else ()
         words = (info.name, *uuid, _records(info), *figures, _state(info), info.host)
+        if several:
+            words += (_store_id(info, human),)
         rows.append(tuple(map(printable, words)))
     figures = ("messages", "bytes", "oldest", "next")
-    titles = ("name", *(("uuid",) if named else ()), "records", *figures, "state", "host")
+    titles = (
+        "name",
+        *(("uuid",) if named else ()),
+        "records",
+        *figures,
+        "state",
+        "host",
+        *(("store",) if several else ()),
+    )
     texts.print_table(titles, rows, right=figures)
 
 
@@ -544,12 +557,16 @@ def _print_partitions(parts: list[StreamInfo]) -> None:
     for info in parts:
         size = texts.size_text(info.size_bytes) if human else str(info.size_bytes)
         figures = (str(info.messages), size, str(info.oldest), str(info.next))
-        store = info.store[:8] if human else info.store
-        words = (str(info.partition), *figures, _state(info), info.host, store)
+        words = (str(info.partition), *figures, _state(info), info.host, _store_id(info, human))
         rows.append(tuple(map(printable, words)))
     figures = ("messages", "bytes", "oldest", "next")
     titles = ("partition", *figures, "state", "host", "store")
     texts.print_table(titles, rows, right=("partition", *figures))
+
+
+def _store_id(info: StreamInfo, human: bool) -> str:
+    """Return the id of a stream's store; people see its beginning, by which other commands accept a store."""
+    return info.store[:8] if human else info.store
 
 
 def _print_info(info: StreamInfo) -> None:
