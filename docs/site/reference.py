@@ -57,6 +57,7 @@ MODULES: Final = {
         "ConsumerInfo",
         "Offset",
         "PartitionMove",
+        "StoreHealth",
         "partition_of",
     ),
     "iris.blocking": ("connect", "Client", "Tunnel", "Answers"),

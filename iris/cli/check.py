@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
@@ -16,6 +17,7 @@ from iris import keyfiles
 from iris.cli import clock, options, output
 from iris.cli.exits import run
 from iris.errors import ConfigError, ConnectionLost, IrisError, KeyringError, RelayUnavailable
+from iris.streams import StoreHealth
 from iris.wire.names import plural, printable
 
 State = Literal["ok", "warning", "critical"]
@@ -29,9 +31,13 @@ FAR_S: Final = 60.0
 """Clocks that differ by more are a tenth of the way to `freshness_s`, after which messages are refused."""
 LATE_S: Final = 60.0
 """A copy in a bucket that is further behind does not follow: the bucket is away or too slow."""
+TAKEN_S: Final = 3600.0
+"""For how long a store that runs is reported whose streams another store has taken over."""
+SHORTEST_S: Final = 0.5
+"""Stores have at least this long to answer, whatever is left of the timeout."""
 SHOWN: Final = 5
 """How many names a line shows."""
-SKIPPABLE: Final = ("links", "sites", "store", "keys", "clock")
+SKIPPABLE: Final = ("links", "sites", "store", "stores", "keys", "clock")
 
 
 class Result(NamedTuple):
@@ -62,8 +68,10 @@ def check(
       relay   it answers, and is not stopping
       links   every known relay is linked
       sites   every site in peer_site is connected
-      store   it runs and can serve, its disk has space, and its copies in a
-              bucket follow
+      store   it runs and can serve, and its disk has space
+      stores  every store of the site answers; those that have a bucket can
+              write to it, their copies there follow, and no other store has
+              taken over their streams in the last hour
       keys    no program or link uses only a key that is to be retired
       clock   a time service keeps the clock, if there are other hosts
 
@@ -109,15 +117,21 @@ def _print(worst: State, results: list[Result]) -> None:
 async def _results(relay: str | None, timeout: float) -> list[Result]:
     began_s = time.monotonic()
     try:
-        async with (
-            asyncio.timeout(timeout),
-            iris.connect(relay, keyring=iris.Keyring({})) as asking,
-        ):
-            report = await asking.status(timeout=timeout)
+        async with contextlib.AsyncExitStack() as opened:
+            async with asyncio.timeout(timeout):
+                asking = await opened.enter_async_context(
+                    iris.connect(relay, keyring=iris.Keyring({}))
+                )
+                report = await asking.status(timeout=timeout)
+            answered_s = time.monotonic() - began_s
+            # A store that does not answer says nothing about the relay.
+            stores = await asking.streams.stores(timeout=max(SHORTEST_S, timeout - answered_s))
     except (RelayUnavailable, ConnectionLost, TimeoutError) as err:
         why = str(err) if isinstance(err, IrisError) else f"no answer within {timeout:g} s"
         return [Result("relay", "critical", why)]
-    found = list(judge(report, time.monotonic() - began_s))
+    found = list(judge(report, answered_s))
+    if stores:
+        found.append(Result("stores", *judge_stores(stores)))
     if "limited" not in report:
         found.append(Result("keys", *_keys(report)))
         found.append(Result("clock", *_clock(report)))
@@ -177,26 +191,52 @@ def _store(
     if store["pid"] is None:
         return "critical", f"not running; it was started {plural(store['starts'], 'time')}"
     space = free(store["data"])
-    late = _late(store.get("copies"))
-    state: State = "warning" if late else "ok"
-    late = f"; {late}" if late else ""
     if space is None:
-        return state, f"running; its disk cannot be seen by this user{late}"
+        return "ok", "running; its disk cannot be seen by this user"
     left, whole = space
-    text = f"{left / 1e9:.1f} GB ({left / max(1, whole):.0%}) free on the disk of {store['data']}{late}"
+    text = f"{left / 1e9:.1f} GB ({left / max(1, whole):.0%}) free on the disk of {store['data']}"
     if left < LOW_BYTES:
         return "critical", text
-    return ("warning" if left < LOW_SHARE * whole else state), f"running; {text}"
+    return ("warning" if left < LOW_SHARE * whole else "ok"), f"running; {text}"
 
 
-def _late(copies: dict[str, Any] | None) -> str:
-    """Return how far the copies of streams in a bucket are behind; empty if they follow."""
-    if copies is None or not (copies["streams"] or copies["s"] > LATE_S):
-        return ""
-    text = f"copies in the bucket are {copies['bytes']:,} bytes and {copies['s']:.0f} s behind"
-    if not copies["streams"]:
-        return text
-    return f"{text}, and {plural(copies['streams'], 'stream')} must be copied again"
+def judge_stores(stores: Sequence[StoreHealth]) -> tuple[State, str]:
+    """Judge all stores of the site by what they say of themselves."""
+    wrong = [(each, found) for each in stores for found in _wrong(each)]
+    if not wrong:
+        buckets = sum(each.has_bucket for each in stores)
+        text = f"{plural(len(stores), 'store')} of the site {'answers' if len(stores) == 1 else 'answer'}"
+        return "ok", text + (f", {buckets} with a bucket" if buckets else "")
+    worst = max((state for _, (state, _) in wrong), key=EXITS.__getitem__)
+    # The worst first, because a line does not show all.
+    wrong.sort(key=lambda each: -EXITS[each[1][0]])
+    return worst, _some([f"{_called(store)} {text}" for store, (_, text) in wrong])
+
+
+def _called(store: StoreHealth) -> str:
+    return f"store {store.store[:8]} on {store.host}" if store.host else f"store {store.store[:8]}"
+
+
+def _wrong(store: StoreHealth) -> Iterator[tuple[State, str]]:
+    """Yield what is wrong with a store."""
+    if store.error:
+        yield "critical", f"did not answer: {store.error}"
+        return
+    if store.away:
+        waiting = f"; {store.waiting_bytes:,} bytes wait for it" if store.waiting_bytes else ""
+        yield "critical", f"cannot write to its bucket: {store.away}{waiting}"
+    if store.not_taken:
+        yield "critical", f"cannot take over from stores that are gone: {store.not_taken}"
+    if store.copies_behind or store.copies_lag_s > LATE_S:
+        text = f"has copies in the bucket that are {store.copies_lag_bytes:,} bytes and {store.copies_lag_s:.0f} s behind"
+        again = f", and must copy {plural(store.copies_behind, 'stream')} again"
+        yield "warning", text + (again if store.copies_behind else "")
+    if store.taken and store.taken_s < TAKEN_S:
+        minutes = f"{store.taken_s / 60:.0f} min" if store.taken_s >= 60 else "less than a minute"
+        yield (
+            "warning",
+            f"lost its streams in the bucket to another store {minutes} ago; its log says when it noticed",
+        )
 
 
 def _free(directory: str) -> tuple[int, int] | None:

@@ -33,6 +33,7 @@ from iris.streams.committing import (
 )
 from iris.streams.consuming import BATCH_MESSAGES, Consumer
 from iris.streams.definitions import check_local_name, given_fields
+from iris.streams.health import StoreHealth
 from iris.streams.listing import StreamInfo
 from iris.streams.managing import PATIENCE_S, Management
 from iris.streams.messages import OF_A_MESSAGE, make_extras
@@ -67,6 +68,7 @@ __all__ = [
     "StagedAttempt",
     "StagedPart",
     "Staging",
+    "StoreHealth",
     "StreamGap",
     "StreamInfo",
     "StreamMessage",

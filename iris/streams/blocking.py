@@ -256,6 +256,7 @@ class Streams(_Proxy[asynchronous.Streams]):
     describe = _waiting(asynchronous.Streams.describe)
     partitions = _waiting(asynchronous.Streams.partitions)
     list = _waiting(asynchronous.Streams.list)
+    stores = _waiting(asynchronous.Streams.stores)
     change = _waiting(asynchronous.Streams.change)
     pause = _waiting(asynchronous.Streams.pause)
     resume = _waiting(asynchronous.Streams.resume)

@@ -33,6 +33,7 @@ from iris.streams.definitions import (
     redefine,
 )
 from iris.streams.forcing import force_stream
+from iris.streams.health import StoreHealth, health_of_stores
 from iris.streams.listing import StreamInfo, list_streams, stray, stream_info
 from iris.streams.moving import move_stream
 from iris.streams.partitions import (
@@ -56,6 +57,7 @@ _ConsumerInfos = list[ConsumerInfo]
 _Infos = list[StreamInfo]
 _Messages = list[StreamMessage]
 _Moves = list[PartitionMove]
+_Healths = list[StoreHealth]
 """These aliases exist because `list` is a method of the class."""
 
 
@@ -155,6 +157,16 @@ class Management:
                 info = structs.replace(info, failed=why)
             infos.append(info)
         return sorted(infos, key=_in_list)
+
+    async def stores(self, *, timeout: float = 5.0) -> _Healths:
+        """Return the state of each store that the local relay knows, by id. No key is needed.
+
+        A store that does not answer is in the list, with an `error`.
+
+        Raises:
+            ConnectionLost: the relay did not say which stores there are.
+        """
+        return await health_of_stores(self._stores, timeout)
 
     async def change(
         self, name: str, *, max_bytes: int | None = None, max_messages: int | None = None, max_age: float | None = None,

@@ -429,6 +429,27 @@ class RedriveLetters(Struct, frozen=True, tag_field="op", tag="redrive"):
 # -- answers -----------------------------------------------------------------------------------------------------
 
 
+class BucketState(Struct, frozen=True, array_like=True):
+    """How a store gets on with its bucket, for monitoring."""
+
+    away: Text
+    """Why the store cannot write to its bucket now; empty if it can."""
+    waiting: Offset
+    """Bytes that wait to be written there."""
+    left: Text
+    """Why the store cannot take over from stores that are gone, although the bucket answers; empty if it can."""
+    taken: U32
+    """Journals that other stores have taken over from this one since its start."""
+    taken_s: U32
+    """Seconds since the last of them was; 0 if none was."""
+    copies_bytes: Offset
+    """Bytes that the copies of the store's streams on disk do not have."""
+    copies_us: Offset
+    """For how long the oldest of them has been waiting."""
+    copies_behind: U32
+    """Streams that will be copied once more, because too much waited for the bucket."""
+
+
 class StoreInfo(Struct, frozen=True, tag_field="op", tag="store"):
     """The store's public key, by which orders name it, and its host's name.
 
@@ -443,6 +464,8 @@ class StoreInfo(Struct, frozen=True, tag_field="op", tag="store"):
     """Whether it accepts FindLost and Force."""
     orders: U32 = 2
     """Highest version of orders that the store accepts; the default is that of stores that do not say."""
+    bucket: BucketState | None = None
+    """None without a bucket, and from stores that do not say."""
 
 
 class Door(Struct, frozen=True, tag_field="op", tag="door"):

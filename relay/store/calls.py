@@ -18,6 +18,7 @@ from iris.wire.streams import dead_uuid
 from relay.logs import Quiet
 from relay.store import joining, moving
 from relay.store.authority import Charter, is_promotion, one_definition
+from relay.store.bucket.state import bucket_state
 from relay.store.catalogue import Catalogue, encode_definition_file
 from relay.store.channels import UNSEALED, UPGRADE, Channels
 from relay.store.consumer_calls import ConsumerCalls, ConsumerRefused
@@ -149,8 +150,11 @@ class Calls:
         shelf = self._catalogue.shelf
         group = shelf.public_key if shelf is not None and not shelf.away else b""
         forces = self.forced.forcer is not None
+        state = None if shelf is None else bucket_state(shelf, self._catalogue.streams.values())
         incoming.answer(
-            streams.StoreInfo(self._key.public_key, self._label, group, forces, ORDER_VERSION)
+            streams.StoreInfo(
+                self._key.public_key, self._label, group, forces, ORDER_VERSION, state
+            )
         )
 
     def _on_knock(self, incoming: IncomingCall, call: streams.Knock) -> None:

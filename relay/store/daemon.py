@@ -126,8 +126,9 @@ async def _report_copies(store: Store) -> None:
     while True:
         if store.streams and (shelf := store.catalogue.shelf) is not None:
             lag = shelf.copies.lag()
-            behind = sum(copy.lag().behind for copy in shelf.copies.all.values())
-            _write({"copies": {"bytes": lag.bytes, "s": lag.us / 1e6, "streams": behind}})
+            _write(
+                {"copies": {"bytes": lag.bytes, "s": lag.us / 1e6, "streams": shelf.copies.behind}}
+            )
         await asyncio.sleep(COPIES_S)
 
 

@@ -17,6 +17,7 @@ import msgspec
 from msgspec import Struct
 
 from iris.wire.streams import dead_uuid
+from relay.store.bucket.state import backlog
 from relay.store.errors import LogError
 from relay.store.store import Store
 from relay.store.stream import Stream
@@ -157,23 +158,14 @@ def _bucket(store: Store) -> BucketRow | None:
     shelf = store.catalogue.shelf
     if shelf is None:
         return None
-    writers = {
-        id(each.replica.writer): each.replica.writer
-        for each in store.streams.values()
-        if each.replica is not None
-    }
-    if shelf.writer is not None:
-        writers[id(shelf.writer)] = shelf.writer
-    going = [writer for writer in writers.values() if not writer.ended]
-    up = not shelf.away and not any(writer.failing for writer in going)
-    limit = max((writer.backlog_limit for writer in going), default=0)
-    lag, behind = shelf.copies.lag(), sum(copy.lag().behind for copy in shelf.copies.all.values())
-    backlog = sum(writer.backlog for writer in going)
+    waits, lag = backlog(shelf, store.streams.values()), shelf.copies.lag()
     logs = [stream.log for stream in store.in_bucket() if stream.log is not None]
     local = sum(each.local_bytes for each in logs)
     moved = sum(each.size_bytes for each in logs) - local
     reads, hits = (0, 0) if shelf.reader is None else (shelf.reader.reads, shelf.reader.hits)
-    return BucketRow(up, backlog, limit, lag.bytes, lag.us / 1e6, behind, local, moved, reads, hits)
+    return BucketRow(
+        not waits.away, waits.bytes, waits.limit, lag.bytes, lag.us / 1e6, shelf.copies.behind, local, moved, reads, hits
+    )  # fmt: skip
 
 
 def encode(found: Figures) -> bytes:

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 from typer.testing import CliRunner
 from unit.test_metric_pages import status
 
 from iris.cli import check as verb
 from iris.cli import clock
-from iris.cli.check import judge, outdated
+from iris.cli.check import judge, judge_stores, outdated
+from iris.streams import StoreHealth
 
 RUN = CliRunner()
 LINK = {"label": "b", "peer": "ab" * 16}
@@ -60,16 +62,48 @@ def test_a_site_that_is_not_connected_is_named() -> None:
         ({}, (1 << 20, 1 << 40), "critical"),
         ({"pid": None}, (10**12, 10**12), "critical"),
         ({"cannot_serve": "disk write failed"}, (10**12, 10**12), "critical"),
-        ({"copies": {"bytes": 9, "s": 0.2, "streams": 0}}, (10**12, 10**12), "ok"),
-        ({"copies": {"bytes": 9, "s": 90.0, "streams": 0}}, (10**12, 10**12), "warning"),
-        ({"copies": {"bytes": 9, "s": 1.0, "streams": 2}}, None, "warning"),
     ],
 )
-def test_a_store_must_run_serve_have_space_and_copies_that_follow(
+def test_a_store_must_run_serve_and_have_space(
     store: dict[str, Any], space: tuple[int, int] | None, state: str
 ) -> None:
     there = {"data": "/d", "pid": 7, "starts": 1, "cannot_serve": "", **store}
     assert verdicts(status(store=there), free=lambda path: space)["store"][0] == state
+
+
+A = StoreHealth("9925e90b" * 4, "db-1", has_bucket=True)
+B = StoreHealth("1d5410ec" * 4, "db-2", has_bucket=True)
+
+
+@pytest.mark.parametrize(
+    ("changed", "state", "text"),
+    [
+        ({}, "ok", "2 stores of the site answer, 2 with a bucket"),
+        ({"copies_lag_bytes": 9, "copies_lag_s": 2.0}, "ok", ""),
+        ({"copies_lag_bytes": 9999, "copies_lag_s": 90.0}, "warning", "store 1d5410ec on db-2 has copies in the bucket that are 9,999 bytes and 90 s behind"),
+        ({"copies_lag_bytes": 9, "copies_behind": 2}, "warning", "9 bytes and 0 s behind, and must copy 2 streams again"),
+        ({"away": "no answer", "waiting_bytes": 1234}, "critical", "store 1d5410ec on db-2 cannot write to its bucket: no answer; 1,234 bytes wait for it"),
+        ({"not_taken": "objects are missing"}, "critical", "store 1d5410ec on db-2 cannot take over from stores that are gone: objects are missing"),
+        ({"taken": 1, "taken_s": 20.0}, "warning", "less than a minute ago"),
+        ({"taken": 1, "taken_s": 3500.0}, "warning", "store 1d5410ec on db-2 lost its streams in the bucket to another store 58 min ago"),
+        ({"taken": 1, "taken_s": 4000.0}, "ok", ""),
+        ({"host": "", "error": "no answer within 5 s"}, "critical", "store 1d5410ec did not answer: no answer within 5 s"),
+    ],
+)  # fmt: skip
+def test_every_store_of_the_site_is_judged_and_named_with_its_host(
+    changed: dict[str, Any], state: str, text: str
+) -> None:
+    found, said = judge_stores([A, structs.replace(B, **changed)])
+    assert (found, text in said) == (state, True), said
+    assert "9925e90b" not in said
+
+
+def test_a_store_that_is_critical_comes_before_one_that_is_degraded() -> None:
+    away = structs.replace(B, away="no answer")
+    late = structs.replace(A, copies_behind=1)
+    state, said = judge_stores([late, away])
+    assert state == "critical"
+    assert said.index("1d5410ec") < said.index("9925e90b")
 
 
 def test_a_report_of_numbers_alone_is_a_warning_that_says_where_to_run_the_command() -> None:
@@ -129,7 +163,7 @@ def test_only_known_checks_can_be_left_out_and_the_relay_never(name: str) -> Non
 
     done = RUN.invoke(app, ["check", "--skip", name])
     assert done.exit_code == 2
-    assert done.stderr == f"iris: --skip: {name!r} is not a check that can be left out; use links, sites, store, keys, clock\n"  # fmt: skip
+    assert done.stderr == f"iris: --skip: {name!r} is not a check that can be left out; use links, sites, store, stores, keys, clock\n"  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -282,6 +282,11 @@ class Copies:
                 self.writer.add(Ended(uuid), ENDED_BYTES, self.now_us())
             self.ended.clear()
 
+    @property
+    def behind(self) -> int:
+        """How many streams will be copied once more."""
+        return sum(copy.lag().behind for copy in self.all.values())
+
     def lag(self) -> Lag:
         """Return how far all copies together are behind."""
         all_of = [copy.lag() for copy in self.all.values()]

@@ -129,6 +129,8 @@ class Keeper:
             lost_text="another store of the bucket has taken over this store's journal",
         )  # fmt: skip
         self._warned_s = 0.0
+        self._left = ""
+        """Why something could not be taken over at the last try."""
         self._lookout: Lookout | None = None
 
     @property
@@ -231,7 +233,7 @@ class Keeper:
     async def _succeed_others(self, group: asyncio.TaskGroup) -> None:
         """Take over from stores of the bucket that cannot be seen any more."""
         lookout = self._lookout = Lookout(
-            self._objects, self._sealer, self._seen, self._store, self._failover_s, self._now_us() / 1e6, self._warn
+            self._objects, self._sealer, self._seen, self._store, self._failover_s, self._now_us() / 1e6, self._cannot_take
         )  # fmt: skip
         while True:
             await asyncio.sleep(LOOK_S)
@@ -239,16 +241,17 @@ class Keeper:
             self._shelf.succeeding = sees and lookout.missing
             if not sees or not self._shelf.writer:
                 continue
+            self._left = ""
             try:
                 held, stores = await lookout.find()
+                for store, journals in held.items():
+                    self._taking.setdefault(store, (journals, stores))
+                if await self._take_all(group):
+                    lookout.taken()
+                    self._shelf.succeeding = lookout.missing
             except (IrisError, OSError) as err:
-                self._warn(err)
-                continue
-            for store, journals in held.items():
-                self._taking.setdefault(store, (journals, stores))
-            if await self._take_all(group):
-                lookout.taken()
-                self._shelf.succeeding = lookout.missing
+                self._cannot_take(err)
+            self._shelf.not_taken = self._left
 
     async def _take_all(self, group: asyncio.TaskGroup) -> bool:
         """Take what is noted in `_taking`, store by store; return whether that succeeded."""
@@ -256,7 +259,7 @@ class Keeper:
             try:
                 writer, count = await self._open(held, stores)
             except (IrisError, OSError) as err:
-                self._warn(err)
+                self._cannot_take(err)
                 continue
             del self._taking[store]
             fields = {"journals": held, "streams": count, "bucket": self.url}
@@ -417,6 +420,7 @@ class Keeper:
                 or successor.number >= known[writer.journal].number
                 or not (self._may_take(successor.registered.store, stores) or await self._has_ended(successor))
             ):  # fmt: skip
+                self._shelf.note_taken()
                 fields = {"journal": victim, "by": by}
                 log.warning("store.journal_taken", extra={"fields": fields})
                 return None
@@ -479,6 +483,7 @@ class Keeper:
     # -- the log ---------------------------------------------------------------------------------------------
 
     def _lost(self, err: Lost) -> None:
+        self._shelf.note_taken()
         log.error("store.journal_lost", extra={"fields": {"error": str(err)}})
 
     def _cannot(self, err: Exception) -> None:
@@ -488,6 +493,11 @@ class Keeper:
                 log.error("store.bucket_rolled_back", extra={"fields": {"error": str(err)}})
             else:
                 log.warning("store.bucket_not_opened", extra={"fields": {"error": str(err)}})
+
+    def _cannot_take(self, err: Exception) -> None:
+        if not isinstance(err, BucketError):  # a bucket that is away is reported as such
+            self._left = str(err)
+        self._warn(err)
 
     def _warn(self, err: Exception) -> None:
         if not self._may_warn():

@@ -133,6 +133,11 @@ class Shelf:
         """Why nothing can be written; empty while it can."""
         self.succeeding = False
         """Whether another store is gone, and what it held has not been taken over yet."""
+        self.not_taken = ""
+        """Why this store cannot take over from stores that are gone, although the bucket answers; empty if it can."""
+        self.taken = 0
+        """Journals that other stores have taken over from this one since its start."""
+        self._taken_us = 0
         self.mover: Mover | None = None
         """Moves streams to other stores; None until the bucket is used."""
         self.joiner: Joiner | None = None
@@ -156,6 +161,16 @@ class Shelf:
     def public_key(self) -> bytes:
         """The group's public key, which orders for streams in the bucket name."""
         return self.key.public_key
+
+    def note_taken(self) -> None:
+        """Note that another store has taken over a journal of this store."""
+        self.taken += 1
+        self._taken_us = self._now_us()
+
+    @property
+    def taken_s(self) -> int:
+        """Seconds since a journal of this store was taken over; 0 if none was since its start."""
+        return (self._now_us() - self._taken_us) // 1_000_000 if self.taken else 0
 
     def replica(self, uuid: bytes) -> Replica:
         """Return a copier for a stream. Raises Refuse while nothing can be written."""
