@@ -36,6 +36,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     now_s = 0.0
     _threads = 0
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.watched: dict[asyncio.Future[None], Callable[[], object]] = {}
+
     def time(self) -> float:
         return self.now_s
 
@@ -52,6 +56,24 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         if not self._ready and self._scheduled and not self._threads:  # type: ignore[attr-defined]  # of asyncio's own base class
             self.now_s = max(self.now_s, self._scheduled[0].when())  # type: ignore[attr-defined]  # the same
         super()._run_once()  # type: ignore[misc]  # the same
+        for waiter, holds in self.watched.items():
+            if not waiter.done() and holds():
+                waiter.set_result(None)
+
+
+async def until(holds: Callable[[], object], seconds: float = 300.0) -> None:
+    """Return when `holds()` is true, which is looked at after each turn of the loop: something must happen by then."""
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualLoop)
+    if holds():
+        return
+    waiter = loop.create_future()
+    loop.watched[waiter] = holds
+    try:
+        async with asyncio.timeout(seconds):
+            await waiter
+    finally:
+        del loop.watched[waiter]
 
 
 class Memory:
@@ -210,9 +232,9 @@ def keeper(
 
 async def write(shelf: Shelf, rng: random.Random, acked: list[bytes]) -> None:
     """Write rows as a store does until its journal ends."""
-    while shelf.writer is None:  # noqa: ASYNC110 - virtual time
-        await asyncio.sleep(0.01)
+    await until(lambda: shelf.writer)
     writer = shelf.writer
+    assert writer is not None
     for number in range(WRITES):
         row = number.to_bytes(4, "big")
         now_us = int(asyncio.get_running_loop().time() * 1e6)
@@ -241,8 +263,7 @@ async def life(directory: Path, seed: int) -> tuple[list[bytes], list[bytes]]:
     acked: list[bytes] = []
     running = asyncio.create_task(ours.run())
     writing = asyncio.create_task(write(shelf, rng, acked))
-    while not acked:  # noqa: ASYNC110 - virtual time
-        await asyncio.sleep(0.01)
+    await until(lambda: acked)
     await asyncio.sleep(rng.uniform(0, 3))
     await take_over(theirs)
     await writing

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 
 import pytest
-from support.bucket_sim import KEY, STREAM, Ack, Owner, Scripted, VirtualLoop, keeper, run
+from support.bucket_sim import KEY, STREAM, Ack, Owner, Scripted, VirtualLoop, keeper, run, until
 from support.points import points
 
 from iris.crypto.keys import public_id
@@ -50,14 +50,6 @@ OTHER = bytes(range(16, 32))
 
 def rows(*numbers: int) -> Rows:
     return Rows(STREAM, [Op(PUT, b"x%d" % number, b"") for number in numbers])
-
-
-async def until(holds: object, seconds: float = 100.0) -> None:
-    """Return when `holds()` is true."""
-    assert callable(holds)
-    async with asyncio.timeout(seconds):
-        while not holds():  # noqa: ASYNC110 - virtual time
-            await asyncio.sleep(0.01)
 
 
 async def land(objects: Scripted, writer: Writer) -> None:

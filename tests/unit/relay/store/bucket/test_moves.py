@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.bucket_moves import Host, make, move, numbers_in, put, remove
-from support.bucket_sim import KEY, STREAM, Scripted, run
+from support.bucket_sim import KEY, STREAM, Scripted, run, until
 from support.points import points
 
 from relay.store.bucket.history import registrations
@@ -16,13 +16,6 @@ from relay.store.bucket.shelf import Leaving
 from relay.store.errors import Refuse
 
 SEALER = Sealer(KEY, bytes)
-
-
-async def until(holds: object, seconds: float = 300.0) -> None:
-    assert callable(holds)
-    async with asyncio.timeout(seconds):
-        while not holds():  # noqa: ASYNC110 - virtual time
-            await asyncio.sleep(0.01)
 
 
 async def two(directory: Path) -> tuple[Scripted, Host, Host]:
