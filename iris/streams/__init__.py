@@ -159,7 +159,7 @@ class Streams(Management):
                     offset += index
         except TimeoutError:
             cause = self._runtime.away_text(asked, time.monotonic())
-            detail = f"not acknowledged within {asked:g} s{cause}; it may still be stored{self._stores.starting_hint}"
+            detail = f"not acknowledged within {asked:g} s{cause}; it may still be stored{self._stores.holders.starting_hint}"
             raise StreamUnavailable(name, detail, may_have_run=True) from None
         return offset if number is None else offset_in(offset, number)
 
@@ -192,7 +192,7 @@ class Streams(Management):
                     await asyncio.wait({future for future, _ in pending})
         except TimeoutError:
             cause = self._runtime.away_text(asked, time.monotonic())
-            detail = f"not all acknowledged within {asked:g} s{cause}; the rest may still be stored{self._stores.starting_hint}"
+            detail = f"not all acknowledged within {asked:g} s{cause}; the rest may still be stored{self._stores.holders.starting_hint}"
             raise StreamUnavailable(target.name, detail, may_have_run=True) from None
         offsets = [
             future.result() + index if index else future.result() for future, index in pending

@@ -11,7 +11,8 @@ from iris.core.placement import moves
 from iris.crypto.keys import public_id
 from iris.streams.listing import list_streams, stray
 from iris.streams.partitions import site_stores
-from iris.streams.stores import Stores, VerifiedStream
+from iris.streams.stores import Stores
+from iris.streams.verified import VerifiedStream
 from iris.wire.orders import split_partition
 from iris.wire.streams import StoreInfo
 

@@ -14,9 +14,11 @@ from iris.checks import check_number, check_whole
 from iris.crypto.keys import ClusterKey, public_id
 from iris.deadlines import seconds_left
 from iris.errors import ConfigError, NoStream, StreamError, StreamExists, StreamUnavailable
+from iris.streams.answers import RevisionTaken
 from iris.streams.listing import StreamInfo, stream_info
 from iris.streams.signed_orders import orders_to_change, orders_to_create, orders_to_end
-from iris.streams.stores import RevisionTaken, Stores, VerifiedStream
+from iris.streams.stores import Stores
+from iris.streams.verified import VerifiedStream
 from iris.wire.names import check_cluster, listed, split_site
 from iris.wire.orders import Definition, split_partition
 from iris.wire.streams import Change, Create, Delete, Described, FindStore, Settled, StoreInfo

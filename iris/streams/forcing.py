@@ -48,7 +48,7 @@ async def force_stream(stores: Stores, name: str, to: str, uuid: str, timeout: f
     if order.definition.partitions or order.definition.parent:
         raise StreamError(name, "a stream with several partitions cannot be restored from copies, because it lists its partitions by their uuids; create such streams with durability 'bucket'")  # fmt: skip
     log = lost.uuid.hex()
-    holders = await stores.holders(
+    holders = await stores.holders.find(
         name, [key.key_id for key in keys], timeout=seconds_left(until_s)
     )
     if any(holder.uuid == log for holder in holders):
@@ -109,7 +109,9 @@ async def _described(
         stores.forget(name)
         stores.forget(name, uuid)
         found = await stores.describe(name, uuid, timeout=seconds_left(until_s), asked=asked)
-        holders = await stores.holders(name, [found.order.key_id], timeout=seconds_left(until_s))
+        holders = await stores.holders.find(
+            name, [found.order.key_id], timeout=seconds_left(until_s)
+        )
         if any(holder.uuid == uuid for holder in holders) or time.monotonic() >= until_s:
             return stream_info(found)
         await asyncio.sleep(LOOK_S)

@@ -9,7 +9,6 @@ from msgspec import Struct
 from iris.deadlines import deadline, seconds_left
 from iris.errors import NoStream, RequestError, StreamError
 from iris.streams.stores import Stores
-from iris.wire.kinds import NO_KEY, STORES
 from iris.wire.streams import FindStore, StoreInfo
 
 
@@ -44,7 +43,7 @@ class StoreHealth(Struct, frozen=True):
 async def health_of_stores(stores: Stores, timeout: float) -> list[StoreHealth]:
     """Return the state of each store that the local relay knows, also of those that do not answer."""
     until_s = deadline(timeout)
-    holders = await stores.holders(STORES, [NO_KEY], timeout=timeout)
+    holders = await stores.holders.every(timeout=timeout)
 
     async def ask(address: str) -> StoreHealth | None:
         try:

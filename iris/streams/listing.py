@@ -12,8 +12,8 @@ from msgspec import Struct, structs
 from iris.crypto.keys import ClusterKey, public_id
 from iris.deadlines import seconds_left
 from iris.errors import NoStream, RequestError, StreamError, StreamUnavailable
-from iris.streams.stores import Stores, VerifiedStream
-from iris.wire.kinds import NO_KEY, STORES
+from iris.streams.stores import Stores
+from iris.streams.verified import VerifiedStream
 from iris.wire.orders import DEAD
 from iris.wire.streams import (
     ConsumerInfo,
@@ -95,7 +95,7 @@ async def list_streams(stores: Stores, timeout: float) -> list[VerifiedStream]:
     """Return the streams under this keyring's keys, of every store the local relay knows. Raises StreamUnavailable."""
     until_s = time.monotonic() + timeout
     keys = {key.key_id: key for keys in stores.runtime.keyring.entries().values() for key in keys}
-    holders = await stores.holders(STORES, [NO_KEY], timeout=timeout)
+    holders = await stores.holders.every(timeout=timeout)
     found: dict[tuple[str, bytes], Described] = {}
     # A store lists the streams of a key only to holders of that key.
     for address in sorted({holder.uuid for holder in holders}):

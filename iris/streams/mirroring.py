@@ -29,7 +29,8 @@ from iris.errors import (
     StreamUnavailable,
 )
 from iris.streams.definitions import make_stream
-from iris.streams.stores import PAUSE_MAX_S, PAUSE_MIN_S, Stores, VerifiedStream
+from iris.streams.stores import PAUSE_MAX_S, PAUSE_MIN_S, Stores
+from iris.streams.verified import VerifiedStream
 from iris.wire.codec import END
 from iris.wire.orders import DEAD, Definition, Origin, check_definition, partition_name
 from iris.wire.streams import (

@@ -8,11 +8,11 @@ import time
 from iris.crypto.keys import public_id
 from iris.deadlines import seconds_left
 from iris.errors import ConfigError, NoStream, RequestError, StreamError, StreamUnavailable
+from iris.streams.answers import RevisionTaken
 from iris.streams.definitions import CHANGE_TRIES, check_not_dead_letters
 from iris.streams.listing import StreamInfo, stream_info
 from iris.streams.signed_orders import orders_to_move
-from iris.streams.stores import RevisionTaken, Stores
-from iris.wire.kinds import NO_KEY, STORES
+from iris.streams.stores import Stores
 from iris.wire.orders import split_partition
 from iris.wire.streams import FindStore, Move, Moving, Settled, StoreInfo, Take
 
@@ -88,7 +88,7 @@ async def move_stream(stores: Stores, name: str, to: str, uuid: str, timeout: fl
 async def with_buckets(stores: Stores, name: str, until_s: float) -> list[StoreInfo]:
     """Return the stores that have a bucket and answer now."""
     there: list[StoreInfo] = []
-    holders = await stores.holders(STORES, [NO_KEY], timeout=seconds_left(until_s))
+    holders = await stores.holders.every(timeout=seconds_left(until_s))
     for address in sorted({holder.uuid for holder in holders}):
         try:
             info = await stores.ask(

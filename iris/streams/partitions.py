@@ -32,6 +32,7 @@ from iris.errors import (
     StreamExists,
     StreamUnavailable,
 )
+from iris.streams.answers import RevisionTaken
 from iris.streams.definitions import (
     CHANGE_TRIES,
     end_stream,
@@ -41,8 +42,8 @@ from iris.streams.definitions import (
 )
 from iris.streams.listing import StreamInfo, stream_info
 from iris.streams.signed_orders import orders_to_change
-from iris.streams.stores import RevisionTaken, Stores, VerifiedStream
-from iris.wire.kinds import NO_KEY, STORES
+from iris.streams.stores import Stores
+from iris.streams.verified import VerifiedStream
 from iris.wire.names import listed, split_site
 from iris.wire.orders import (
     MAX_PARTITIONS,
@@ -267,7 +268,7 @@ async def site_stores(
 
     Raises StreamUnavailable without any.
     """
-    holders = await stores.holders(STORES, [NO_KEY], timeout=seconds_left(until_s))
+    holders = await stores.holders.every(timeout=seconds_left(until_s))
 
     async def ask(address: str) -> StoreInfo | None:
         with contextlib.suppress(StreamError, RequestError):  # it has just left

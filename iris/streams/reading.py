@@ -14,7 +14,8 @@ from iris.errors import Closed, StreamDamaged, StreamError, StreamUnavailable
 from iris.streams.interleaving import Interleaved
 from iris.streams.partitions import Layout, find_layout, layout_of
 from iris.streams.records import RecordOpener, StreamGap, StreamMessage, to_gap
-from iris.streams.stores import Stores, VerifiedStream
+from iris.streams.stores import Stores
+from iris.streams.verified import VerifiedStream
 from iris.wire.codec import END
 from iris.wire.names import plural
 from iris.wire.orders import DEAD, partition_name

@@ -12,7 +12,7 @@ from iris.core.message import Message
 from iris.crypto.keys import ClusterKey
 from iris.crypto.sframe import Opener
 from iris.errors import DecodeError, OpenError
-from iris.streams.stores import VerifiedStream
+from iris.streams.verified import VerifiedStream
 from iris.wire.codec import END, metadata_prefix
 from iris.wire.kinds import Kind
 from iris.wire.names import matches

@@ -9,7 +9,7 @@ from msgspec import structs
 
 from iris.crypto.keyring import Keyring
 from iris.crypto.keys import ClusterKey, public_id
-from iris.streams.stores import VerifiedStream
+from iris.streams.verified import VerifiedStream
 from iris.wire.orders import (
     END,
     KEEP,

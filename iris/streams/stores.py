@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
-import re
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any, Final, Protocol, TypeVar
 
 import msgspec
@@ -20,8 +18,6 @@ from iris.deadlines import deadline, milliseconds, seconds_left
 from iris.errors import (
     AmbiguousStream,
     ConnectionLost,
-    DecodeError,
-    IrisError,
     KeyringError,
     NoMembers,
     NoStream,
@@ -29,24 +25,22 @@ from iris.errors import (
     RelayError,
     RequestError,
     RequestTimeout,
-    StagedMissing,
-    StreamDamaged,
     StreamError,
-    StreamExists,
     StreamUnavailable,
     ran_before,
 )
 from iris.runtime import Runtime
-from iris.wire import frames
-from iris.wire.kinds import NO_KEY, STORES
+from iris.streams.answers import checked
+from iris.streams.holders import Holder, Holders
+from iris.streams.verified import VerifiedStream
+from iris.wire.kinds import STORES
 from iris.wire.names import check_address, split_site
-from iris.wire.orders import DEAD, Order, decode_order, in_force, split_partition
+from iris.wire.orders import DEAD, in_force, split_partition
 from iris.wire.streams import (
     Call,
     Describe,
     Described,
     FindStore,
-    Refused,
     StoreInfo,
     dead_uuid,
     encode,
@@ -56,11 +50,6 @@ MAX_LOCATIONS: Final = 4096
 """Entries in each cache of stream locations; a full cache is cleared."""
 LOCATION_S: Final = 10.0
 """Seconds for which a location is used before it is looked up again."""
-HOLDERS_S: Final = 5.0
-"""Seconds in which a relay must answer who holds a stream. After that the question or the relay counts as lost."""
-LOOK_S: Final = 1.0
-"""Seconds in which a relay must answer which stores exist, for the text of an error."""
-_UUID: Final = re.compile("[0-9a-f]{32}")
 PAUSE_MIN_S: Final = 0.02
 PAUSE_MAX_S: Final = 1.0
 """Shortest and longest pause between retries of a call."""
@@ -99,50 +88,6 @@ class StreamLocation(msgspec.Struct, frozen=True):
         return f"{self.site}:{self.uuid.hex()}" if self.site else self.uuid.hex()
 
 
-class VerifiedStream(msgspec.Struct, frozen=True):
-    """A stream as its store describes it, with the order that defines it, which a key of this keyring has signed."""
-
-    order: Order
-    described: Described
-
-    @property
-    def name(self) -> str:
-        """The stream's name. (The order of a dead-letter stream has the name of the stream that it belongs to.)"""
-        return self.described.definition.name
-
-    @property
-    def revision(self) -> int:
-        """Revision of the order in force as the store reports it, under any key."""
-        revisions = [0]
-        for signed in self.described.orders:
-            with contextlib.suppress(DecodeError):
-                revisions.append(decode_order(signed.order).revision)
-        return max(revisions)
-
-    @property
-    def current_keys(self) -> set[bytes]:
-        """Ids of the keys that have the order in force. A change by a client without a key leaves that key behind."""
-        revisions: dict[bytes, int] = {}
-        for signed in self.described.orders:
-            with contextlib.suppress(DecodeError):
-                order = decode_order(signed.order)
-                revisions[order.key_id] = order.revision
-        return {key_id for key_id, revision in revisions.items() if revision == self.revision}
-
-    @property
-    def dead(self) -> bool:
-        """Whether it holds the dead letters of the stream that its order defines."""
-        return self.described.uuid == dead_uuid(self.order.uuid)
-
-
-class Holder(msgspec.Struct, frozen=True):
-    """A store that holds a stream of the name asked for; `uuid` is the log's, in hex."""
-
-    uuid: str
-    key_ids: list[bytes]
-    member: str
-
-
 class KeyUser(Protocol):
     """An object that caches what it derived from keys, such as a `RecordOpener`."""
 
@@ -150,22 +95,17 @@ class KeyUser(Protocol):
         """Look up every key again."""
 
 
-class RevisionTaken(StreamError):
-    """Another client changed the stream first; describe it again and repeat the change."""
-
-
 class Stores:
     """Finds streams and calls their stores, for one client."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
+        self.holders = Holders(runtime)
         self.openers: weakref.WeakSet[KeyUser] = weakref.WeakSet()
         """Objects that cache keys and must drop them when the keyring changes."""
         self._locations: dict[tuple[str, str], StreamLocation] = {}
         self._seen: set[tuple[str, str]] = set()
         """(name, uuid) of streams that have been found before; when missing, they may come back."""
-        self._starting: list[str] = []
-        """Hosts where a store was starting when the relay last answered."""
         self._key_uuids: dict[bytes, bytes] = {}
         """Log uuid -> uuid that its key hashes are made with, which never changes."""
         self._dedup_logs: set[bytes] = set()
@@ -272,7 +212,12 @@ class Stores:
                 self.forget(name, uuid)
                 if isinstance(err, NoStream) and (name, uuid) not in self._seen:
                     missing: NoStream = err
-                    if err.detail.endswith(_LIST_HINT) and not await self._has_store(name):
+                    in_this_site = name != STORES and not split_site(name)[0]
+                    if (
+                        in_this_site
+                        and err.detail.endswith(_LIST_HINT)
+                        and not await self.holders.may_exist()
+                    ):
                         missing = NoStream(name, f"the network has no store; {START_HINT}")
                         missing.passing = err.passing
                     if lost:
@@ -288,11 +233,11 @@ class Stores:
                             ran_before(err)
                         raise
                     self.runtime.name_timeout(err, asked, asked_until_s)
-                    detail = f"{err.detail}{self.starting_hint}"
+                    detail = f"{err.detail}{self.holders.starting_hint}"
                     raise StreamUnavailable(name, detail, may_have_run=True) from err
             except RequestTimeout as err:
                 cause = self.runtime.away_text(asked, asked_until_s)
-                detail = f"no answer within {asked:g} s{cause}{self.starting_hint}"
+                detail = f"no answer within {asked:g} s{cause}{self.holders.starting_hint}"
                 raise StreamUnavailable(name, detail, may_have_run=True) from err
             except RequestError as err:
                 if lost:
@@ -333,12 +278,6 @@ class Stores:
                 "the stream's description is not signed by a key of this keyring; add a key of the stream to the keyring",
             )
         return VerifiedStream(latest, described)
-
-    @property
-    def starting_hint(self) -> str:
-        """Text to add to the error of an unanswered call: which stores are still starting. May be empty."""
-        where = ", ".join(self._starting)
-        return f"; a store is still starting: {where}" if where else ""
 
     # -- locating --------------------------------------------------------------------------------------------
 
@@ -411,7 +350,7 @@ class Stores:
                     missing.passing = True
                     raise missing from err
                 location = StreamLocation(found.uuid, key, time.monotonic() + LOCATION_S, site)
-            self._starting = []
+            self.holders.found()
             if len(self._locations) >= MAX_LOCATIONS or len(self._seen) >= MAX_LOCATIONS:
                 self._locations.clear()
                 self._seen.clear()
@@ -429,12 +368,12 @@ class Stores:
         local = not split_site(name)[0]  # the local relay knows only the stores of its own site
         holders: list[Holder] = []
         if local and not (number and uuid):
-            holders = await self.holders(name, key_ids, timeout=timeout)
+            holders = await self.holders.find(name, key_ids, timeout=timeout)
         if number and not holders:
             if not uuid:
                 uuid = await self._partition(of, number, name, seconds_left(until_s))
             if uuid and local:  # a partition is served by its uuid alone
-                holders = await self.holders(uuid, key_ids, timeout=seconds_left(until_s))
+                holders = await self.holders.find(uuid, key_ids, timeout=seconds_left(until_s))
         return uuid, holders
 
     async def _partition(self, of: str, number: int, name: str, timeout: float) -> str:
@@ -519,55 +458,6 @@ class Stores:
             self._locations.pop(which, None)
             self._seen.discard(which)
 
-    async def holders(self, name: str, key_ids: Sequence[bytes], *, timeout: float) -> list[Holder]:
-        """Return the stores that the local relay knows to hold a stream of this name, or of this uuid.
-
-        The name STORES with NO_KEY returns all stores.
-        """
-        until_s = time.monotonic() + timeout
-        _, session = await self.runtime.ready(name, timeout)
-        for key_id in key_ids:
-            if key_id != NO_KEY and (key := self.runtime.keyring.by_id(key_id)) is not None:
-                session.out.prove(key)
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        found: list[frames.MemberInfo] = []
-        starting: list[str] = []
-
-        def receive(membership: frames.Membership) -> None:
-            found.extend(membership.joined)
-            starting.extend(membership.starting)
-            if not membership.more and not done.done():
-                done.set_result(None)
-
-        number = session.watch(name, list(key_ids), receive, stay=False, streams=True)
-        self.runtime.touch()
-        try:
-            async with asyncio.timeout(wait_s := min(HOLDERS_S, seconds_left(until_s))):
-                await done
-        except TimeoutError:
-            asked = "which stores exist" if name == STORES else "which store holds it"
-            detail = f"the relay did not say within {wait_s:.3g} s {asked}"
-            raise ConnectionLost(name, detail, may_have_run=False) from None
-        finally:
-            session.unwatch(number)
-        self._starting = starting
-        if _UUID.fullmatch(name):  # the tag of a uuid is the stream's name
-            return [Holder(name, info.key_ids, info.member) for info in found]
-        return [
-            Holder(info.tag, info.key_ids, info.member)
-            for info in found
-            if _UUID.fullmatch(info.tag)
-        ]
-
-    async def _has_store(self, name: str) -> bool:
-        """Return whether the stream may be in a store: of another site, or of this one, where one may be starting."""
-        if name == STORES or split_site(name)[0]:
-            return True
-        try:
-            return bool(await self.holders(STORES, [NO_KEY], timeout=LOOK_S) or self._starting)
-        except (ConnectionLost, RequestTimeout):
-            return True  # nothing is known, so the first error stands
-
     async def find_store(self, name: str, *, timeout: float, bucket: bool = False) -> StoreInfo:
         """Return a store for the new stream `name`, preferably the local relay's own; with `bucket`, one that has
         a bucket.
@@ -579,7 +469,7 @@ class Stores:
             found = await self.ask(STORES, None, FindStore(), StoreInfo, timeout=left_s, shown=name)
             if found.group or not bucket:
                 return found
-            for address in sorted({one.uuid for one in await self.holders(STORES, [NO_KEY], timeout=left_s)}):  # fmt: skip
+            for address in sorted({one.uuid for one in await self.holders.every(timeout=left_s)}):  # fmt: skip
                 found = await self.ask(address, None, FindStore(), StoreInfo, timeout=left_s, shown=name)  # fmt: skip
                 if found.group:
                     break
@@ -601,42 +491,3 @@ class Stores:
                 "or look into the log of a store that has one",
             )
         return found
-
-
-def checked(answer: object, wanted: type[T], shown: str) -> T:
-    """Return `answer` if it has the type expected; raise the error that a refusal stands for."""
-    if isinstance(answer, wanted):
-        return answer
-    if isinstance(answer, Refused):
-        if (
-            answer.code == "disk"
-        ):  # the write may turn out to be on disk later, unless it was never tried
-            raise StreamUnavailable(shown, answer.detail, may_have_run=not answer.sure)
-        if (
-            answer.code == "moved"
-        ):  # it may be in the bucket, where the stream's next store finds it
-            moved = StreamUnavailable(shown, answer.detail, may_have_run=True)
-            moved.passing = True
-            raise moved
-        if answer.code == "leaving":
-            away = StreamUnavailable(shown, answer.detail)
-            away.passing = True
-            raise away
-        raise _ERRORS.get(answer.code, StreamUnavailable)(shown, answer.detail)
-    raise StreamUnavailable(
-        shown, f"the store sent an answer of the wrong type: {type(answer).__name__}"
-    )
-
-
-_ERRORS: Final[dict[str, Callable[[str, str], IrisError]]] = {
-    "no-stream": NoStream,
-    "exists": StreamExists,
-    "order": StreamError,
-    "revision": RevisionTaken,
-    "invalid": StreamError,
-    "paused": StreamError,
-    "consumer": StreamError,
-    "offset": StreamError,
-    "damaged": StreamDamaged,
-    "staged": StagedMissing,
-}

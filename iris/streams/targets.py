@@ -58,7 +58,7 @@ class Targets:
     def not_found(self, name: str, asked: float) -> StreamUnavailable:
         """Return the error of an append that did not find the stream within its timeout of `asked` seconds."""
         cause = self._stores.runtime.away_text(asked, time.monotonic())
-        detail = f"it could not be looked up within {asked:g} s{cause}; nothing was sent{self._stores.starting_hint}"
+        detail = f"it could not be looked up within {asked:g} s{cause}; nothing was sent{self._stores.holders.starting_hint}"
         return StreamUnavailable(name, detail)
 
     async def finish(self) -> None:

@@ -44,7 +44,7 @@ from iris.crypto.sframe import Sealer, derive_key_and_salt
 from iris.crypto.tickets import sign_ticket
 from iris.remote import certificate_hash
 from iris.streams.records import RecordOpener
-from iris.streams.stores import VerifiedStream
+from iris.streams.verified import VerifiedStream
 from iris.wire import frames, streams
 from iris.wire.codec import (
     END,

@@ -10,7 +10,8 @@ import pytest
 
 from iris.crypto.keys import ClusterKey
 from iris.errors import NoStream
-from iris.streams.stores import Holder, Stores
+from iris.streams.holders import Holder
+from iris.streams.stores import Stores
 from iris.wire.streams import Fetch, Fetched
 
 LOG = bytes(range(16))
@@ -28,9 +29,12 @@ class Network(Stores):
         )
         runtime: Any = SimpleNamespace(keyring=keyring)
         super().__init__(runtime)
+        self.holders.find = self.find_holders
         self.held = list(held)
 
-    async def holders(self, name: str, key_ids: Sequence[bytes], *, timeout: float) -> list[Holder]:
+    async def find_holders(
+        self, name: str, key_ids: Sequence[bytes], *, timeout: float
+    ) -> list[Holder]:
         return [Holder(LOG.hex(), [self.key.key_id], "store")] if self.held.pop(0) else []
 
     async def ask(self, address: str, key: Any, call: Any, answer: Any, **_: Any) -> Any:

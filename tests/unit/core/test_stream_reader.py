@@ -10,7 +10,7 @@ import pytest
 from iris.crypto.keyring import Keyring
 from iris.errors import StreamDamaged
 from iris.streams.reading import Reader
-from iris.streams.stores import VerifiedStream
+from iris.streams.verified import VerifiedStream
 from iris.wire.orders import KEEP, Definition, Order
 from iris.wire.streams import Described, Fetch, Fetched, Find, Gap, Hole, Item
 

@@ -11,7 +11,8 @@ from iris.crypto.keys import ClusterKey
 from iris.crypto.sframe import Sealer
 from iris.errors import RequestTimeout
 from iris.streams.consuming import Consumer
-from iris.streams.stores import KeyUser, VerifiedStream
+from iris.streams.stores import KeyUser
+from iris.streams.verified import VerifiedStream
 from iris.wire.codec import END, metadata_prefix
 from iris.wire.kinds import Kind
 from iris.wire.orders import KEEP, Definition, Order
