@@ -9,11 +9,12 @@ and only processes of Iris call `configure`: a relay inside another process leav
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import sys
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Final
 
@@ -65,12 +66,26 @@ class Sentences(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         fields: Mapping[str, object] = getattr(record, "fields", {})
-        time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
         text = describe(event_of(record), fields, self._texts, unknown=f"{record.name}: ")
-        lines = [f"{time.removesuffix('+00:00')}Z {record.levelname} {text}"]
+        lines = [self._begin(record, text)]
         for block in (record.exc_info and self.formatException(record.exc_info), record.stack_info):
             lines += [f"    {printable(line)}" for line in (block or "").splitlines()]
         return "\n".join(lines)
+
+    def _begin(self, record: logging.LogRecord, text: str) -> str:
+        time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        return f"{time.removesuffix('+00:00')}Z {record.levelname} {text}"
+
+
+class OfCommand(Sentences):
+    """What a command logs while somebody waits for it: the sentence, after the command's name as in its errors."""
+
+    def __init__(self, command: str) -> None:
+        super().__init__()
+        self._command = command
+
+    def _begin(self, record: logging.LogRecord, text: str) -> str:
+        return f"{self._command}: {text.removeprefix(f'{event_of(record)}: ')}"
 
 
 PRIORITIES: Final = {"DEBUG": 7, "INFO": 6, "WARNING": 4, "ERROR": 3, "CRITICAL": 2}
@@ -122,6 +137,21 @@ def configure(level: str, log_format: str = "json") -> logging.Handler:
     root.addHandler(handler)
     root.setLevel(level)
     return handler
+
+
+@contextlib.contextmanager
+def warnings_of(command: str) -> Iterator[None]:
+    """Write warnings that are logged meanwhile to stderr, as sentences for the user of a command ("iris store check")."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setLevel(logging.WARNING)
+    handler.setFormatter(OfCommand(command))
+    root = logging.getLogger()
+    root.addHandler(handler)
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
+        handler.close()
 
 
 class Quiet:

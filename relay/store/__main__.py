@@ -17,6 +17,7 @@ from iris.causes import print_causes
 from iris.crypto.keyring import Keyring
 from iris.errors import ConfigError, IrisError
 from iris.wire.names import plural, printable
+from relay.logs import warnings_of
 from relay.settings import load_config
 
 if TYPE_CHECKING:
@@ -177,7 +178,7 @@ def salvage(
             else:
                 typer.echo("\n".join(_report_lines(report)))
 
-        with directory.locked(data.absolute()) as streams:
+        with warnings_of("iris store salvage"), directory.locked(data.absolute()) as streams:
             reports = work.salvage(streams, stream, print_report)
     except (IrisError, OSError) as err:
         sys.stderr.write(f"iris store salvage: {err}\n")
@@ -223,7 +224,8 @@ def restore(
             keyring = keyfiles.load_keys(os.environ)
         except keyfiles.NoKeyring:
             keyring = Keyring({})  # no copy can be restored, and the output says so
-        found = asyncio.run(process.restore(data.absolute(), settings, keyring))
+        with warnings_of("iris store restore"):
+            found = asyncio.run(process.restore(data.absolute(), settings, keyring))
     except (IrisError, OSError) as err:
         sys.stderr.write(f"iris store restore: {err}\n")
         print_causes(err)

@@ -220,6 +220,11 @@ async def test_a_bucket_is_restored_to_an_empty_machine(tmp_path: Path) -> None:
                 0,
                 f"{data}: 1 stream from {group.url}, and 1 stream from copies\n",
             )
+            assert done.stderr.startswith(
+                "iris store restore: Stream local was restored as log "
+            ), done.stderr
+            assert f"restored from the copy of log {info.uuid} up to offset 1;" in done.stderr
+            assert done.stderr.count("\n") == 1
             again = await restore(data)
             assert again.returncode == 2
             assert "name an empty directory, or start that store" in again.stderr
