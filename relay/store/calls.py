@@ -25,6 +25,7 @@ from relay.store.consumer_calls import ConsumerCalls, ConsumerRefused
 from relay.store.database import write_beside
 from relay.store.errors import (
     ChannelRefused,
+    ChannelUnknown,
     LogDamaged,
     LogError,
     RecordsAway,
@@ -54,7 +55,7 @@ class Calls:
     ) -> None:  # fmt: skip
         """`touch(stream)` is called when the stream has something to commit."""
         self.refused = 0
-        """Calls that failed authentication."""
+        """Calls that were not authenticated, also those whose channel this store does not know."""
         self._key = key
         self._address = public_id(key.public_key).hex()
         self._label = label
@@ -104,18 +105,20 @@ class Calls:
         try:
             return self.channels.unseal(incoming, end, body)
         except ChannelRefused as err:
-            self._count_unauthenticated(incoming, str(err))
+            self._count_unauthenticated(incoming, err)
             raise
 
     def call_received(self, incoming: IncomingCall) -> None:
         """Handle one call. Every error becomes a refusal of this call; no exception leaves this method."""
         try:
             if incoming.channel is None and not isinstance(incoming.call, UNSEALED):
-                self._count_unauthenticated(incoming, "the call was not authenticated")
+                self._count_unauthenticated(
+                    incoming, ChannelRefused("the call was not authenticated")
+                )
                 raise Refuse("invalid", UPGRADE)
             self.handlers[type(incoming.call)](incoming, incoming.call)
         except ChannelRefused as err:
-            self._count_unauthenticated(incoming, str(err))
+            self._count_unauthenticated(incoming, err)
             incoming.refuse("channel", str(err))
         except (Refuse, StagingRefused) as err:
             incoming.refuse(err.code, str(err))
@@ -138,11 +141,17 @@ class Calls:
             log.exception("store.fault", extra={"fields": {"call": type(incoming.call).__name__}})
             incoming.refuse("failed", f"internal error: {type(err).__name__}")
 
-    def _count_unauthenticated(self, incoming: IncomingCall, reason: str) -> None:
-        """Count and log a call that failed authentication."""
+    def _count_unauthenticated(self, incoming: IncomingCall, why: ChannelRefused) -> None:
+        """Count and log a call that was not authenticated."""
         self.refused += 1
+        reason = str(why)
         fields = {"address": incoming.name, "key_id": incoming.key_id.hex(), "reason": reason, "refused": self.refused}  # fmt: skip
-        self._quiet.warning(log, "store.call_refused", reason, self._clock.elapsed_us / 1e6, fields)
+        if isinstance(why, ChannelUnknown):
+            log.debug("store.channel_unknown", extra={"fields": fields})
+        else:
+            self._quiet.warning(
+                log, "store.call_refused", reason, self._clock.elapsed_us / 1e6, fields
+            )
 
     # -- calls of the store ----------------------------------------------------------------------------------
 

@@ -32,7 +32,7 @@ from iris.wire.streams import (
     Opened,
     Take,
 )
-from relay.store.errors import ChannelRefused
+from relay.store.errors import ChannelRefused, ChannelUnknown
 from relay.store.session import IncomingCall
 
 MAX_CHANNELS: Final = 16_384
@@ -99,14 +99,14 @@ class Channels:
         The store signs with `key`, which the log's orders name, or with its own.
 
         Raises:
-            ChannelRefused: the door is not ours, was used or has closed, or the signature is not of
-                the key's holder.
+            ChannelUnknown: the door is not ours, or has closed.
+            ChannelRefused: the door was used, or the signature is not of the key's holder.
         """
         shown_us = int.from_bytes(call.door[:8], "little")
         if not 0 <= now_us - shown_us <= DOOR_US or not hmac.compare_digest(
             call.door, self._door(incoming, call.nonce, uuid, shown_us)
         ):
-            raise ChannelRefused("the door is unknown, or older than 30 s; knock again")
+            raise ChannelUnknown("the door is unknown, or older than 30 s; knock again")
         if call.door in self._spent:
             raise ChannelRefused("a channel was already opened through this door; knock again")
         try:
@@ -133,13 +133,16 @@ class Channels:
         accepted once.
 
         Raises:
+            ChannelUnknown: the channel is not open here.
             ChannelRefused: the channel's holder did not make this call, or it is a repetition or is
                 for another address.
         """
         number = int.from_bytes(body[1:9], "little")
         channel = self._channels.get(number)
-        if channel is None or self._channel_address(channel) != (incoming.name, incoming.key_id):
-            raise ChannelRefused("this channel is not open at this store and address; open another")
+        if channel is None:
+            raise ChannelUnknown("this channel is not open at this store; open another")
+        if self._channel_address(channel) != (incoming.name, incoming.key_id):
+            raise ChannelRefused("this channel is for another address; open another")
         try:
             counter, call = channel.accept(end, body)
         except SealError as err:

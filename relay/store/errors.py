@@ -101,6 +101,13 @@ class ChannelRefused(IrisError):
     """The call was not made by the holder of an open channel, and was not processed."""
 
 
+class ChannelUnknown(ChannelRefused):
+    """This store does not know the channel or door, so the caller's proof was not checked.
+
+    Callers get there without fault: the stream has moved here, or the store was restarted. They open another channel.
+    """
+
+
 class Refuse(IrisError):
     """The call is refused. `code` is one of `streams.REFUSALS`."""
 

@@ -150,7 +150,10 @@ PARTS = {
 
 @pytest.mark.parametrize("size", [100, LONG_BYTES + 100])
 @pytest.mark.parametrize("part", PARTS)
-def test_an_altered_call_is_refused_and_not_done(relay: Relay, part: str, size: int) -> None:
+def test_an_altered_call_is_refused_and_not_done(
+    relay: Relay, part: str, size: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG", "relay.store.calls")
     before = state(relay.store)
     relay.calls = flipped(PARTS[part])
     answer = relay.ask(Caller(KEY), append(3, size=size), writes=True)
@@ -158,6 +161,21 @@ def test_an_altered_call_is_refused_and_not_done(relay: Relay, part: str, size: 
     assert answer.may_have_run
     assert state(relay.store) == before
     assert relay.store.calls.refused == 1
+    logged = [(each.message, each.levelname) for each in caplog.records]
+    assert logged == [("store.call_refused", "WARNING")]
+
+
+def test_a_call_over_a_channel_of_another_store_is_refused_without_a_warning(
+    relay: Relay, caplog: pytest.LogCaptureFixture
+) -> None:
+    caller = Caller(KEY)
+    relay.ask(caller, streams.Describe())
+    caplog.set_level("DEBUG", "relay.store.calls")
+    relay.store.calls.channels.clear()  # as if the stream had moved to a store that knows no caller
+    assert isinstance(relay.ask(caller, append(3), writes=True), ConnectionLost)
+    assert isinstance(relay.ask(caller, append(3), writes=True), streams.Appended)
+    logged = [(each.message, each.levelname) for each in caplog.records]
+    assert logged == [("store.channel_unknown", "DEBUG")]
 
 
 @pytest.mark.parametrize("part", PARTS)
