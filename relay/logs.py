@@ -141,7 +141,7 @@ def configure(level: str, log_format: str = "json") -> logging.Handler:
 
 @contextlib.contextmanager
 def warnings_of(command: str) -> Iterator[None]:
-    """Write warnings that are logged meanwhile to stderr, as sentences for the user of a command ("iris store check")."""
+    """Write warnings that are logged meanwhile to stderr, as sentences for the user of `command`."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setLevel(logging.WARNING)
     handler.setFormatter(OfCommand(command))

@@ -258,9 +258,9 @@ class Management:
         by themselves; while the new store reads the stream from the bucket, they wait. If `timeout` seconds pass, the
         move may still take place: look at `StreamInfo.store`.
 
-        With `force`, make a stream with durability "disk", whose store is gone, again of its copy in the bucket. It has
-        another uuid, and a gap of unknown count where the copy ends: messages that the copy did not have yet are lost,
-        and readers may have seen them. What was appended in between is stored again if it is repeated. If an order
+        With `force`, restore a stream with durability "disk" from its copy in the bucket, because its store is gone.
+        It gets another uuid, and a gap of unknown count where the copy ends: messages that the copy did not have yet
+        are lost, and readers may have seen them. Such a message is stored again if its append is repeated. If the call
         fails half way, repeat it.
 
         Raises:

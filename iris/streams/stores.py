@@ -342,7 +342,7 @@ class Stores:
                 except (NoStream, RequestTimeout) as err:
                     if not others:
                         raise
-                    # It was deleted and created again, or made again of its copy.
+                    # It was deleted and created again, or restored from its copy.
                     missing = NoStream(
                         name,
                         f"no store holds its log {uuid}; the stream of this name is log {' or '.join(others)} now",

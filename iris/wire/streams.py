@@ -243,7 +243,7 @@ class Append(Struct, frozen=True, tag_field="op", tag="append"):
     epoch: U32 = 0
     unanswered: Offset | UnsetType = UNSET
     """When records are sent again: the lowest sequence of this epoch whose outcome the producer does not know. A log
-    that was made of a copy may not have the last ones that it does know."""
+    that was restored from a copy may lack the last ones whose outcome it knows."""
 
 
 class Stage(Struct, frozen=True, tag_field="op", tag="stage"):

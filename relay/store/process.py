@@ -478,13 +478,12 @@ class Restored(Struct, frozen=True):
     streams: int
     """Logs that were in the bucket."""
     copies: list[str]
-    """Names of streams on disks that were made again of their copies."""
+    """Names of streams on disks that were restored from their copies."""
     left: list[Left]
 
 
 async def restore(directory: Path, bucket: BucketSettings, keyring: Keyring) -> Restored:
-    """Bring all streams of a bucket to an empty data directory, and make those of copies again of which `keyring` has a
-    key.
+    """Bring all streams of a bucket to an empty data directory; restore from copies those of which `keyring` has a key.
 
     Raises:
         ConfigError: the directory has a store already, or the bucket cannot be used.

@@ -73,7 +73,7 @@ async def test_a_stream_moves_back_and_forth_under_load_and_each_message_is_ther
             if follower.done():
                 await follower  # raises why it did not go on
             follower.cancel()
-            for number in (1, 2):  # a caller that finds another store is no intruder
+            for number in (1, 2):
                 assert "store.call_refused" not in group.log(number)
             with contextlib.suppress(asyncio.CancelledError):
                 await follower
