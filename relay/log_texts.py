@@ -134,6 +134,7 @@ SENTENCES: Final[dict[str, str | tuple[str, ...]]] = {
     "store.bucket_opened": "The store serves {streams} streams of bucket {bucket}, and writes them to journal {journal} there.",
     "store.bucket_not_opened": "The store cannot use its bucket: {error}. It tries again, and serves its other streams meanwhile.",
     "store.bucket_rolled_back": "Objects that this store has seen in the bucket are missing or were changed: {error}. The store takes nothing over, and serves its other streams.",
+    "store.bucket_damaged": "Objects in the bucket are missing, were changed, or have another group key: {error}. The store tries again, and serves its other streams meanwhile.",
     "store.bucket_seen_not_written": "The store could not note on its disk what it has seen in its bucket: {error}. It tries again. Until that succeeds, it may not notice if the bucket is replaced with an older copy.",
     "store.bucket_away": "The bucket does not answer: {error}. The store tries again; {waiting_bytes} bytes wait to be written.",
     "store.records_moved": "{bytes} bytes of old records of stream {stream} are now in the object {object} of the bucket.",

@@ -35,6 +35,8 @@ TAKEN_S: Final = 3600.0
 """For how long a store that runs is reported whose streams another store has taken over."""
 SHORTEST_S: Final = 0.5
 """Stores have at least this long to answer, whatever is left of the timeout."""
+OURSELVES: Final = "ourselves"
+"""Error of a seed that is the relay itself, as if all hosts have the same settings."""
 SHOWN: Final = 5
 """How many names a line shows."""
 SKIPPABLE: Final = ("links", "sites", "store", "stores", "keys", "clock")
@@ -164,7 +166,7 @@ def _links(report: dict[str, Any]) -> tuple[State, str]:
     unlinked = [
         f"{target['source']} ({target['error']})"
         for target in report.get("dialling", {}).get("unlinked", ())
-        if target["error"]
+        if target["error"] not in ("", OURSELVES)
     ]
     unlinked += [f"{peer[:8]}… (lost a moment ago)" for peer in report["suspended"]]
     up = plural(len(report["links"]), "link")

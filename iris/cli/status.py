@@ -109,7 +109,7 @@ def _print_tables(report: dict[str, Any], before: dict[str, Any]) -> None:
             console.print()
             console.print(table)
     for target in report.get("dialling", {}).get("unlinked", ()):
-        if target["error"]:
+        if target["error"] not in ("", "ourselves"):
             address = target["source"].rpartition(" ")[2]
             why = target["error"].removeprefix(f"{address}: ")
             line = (

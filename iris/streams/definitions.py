@@ -63,23 +63,28 @@ def check_durability(durability: str) -> None:
 
 
 async def make_stream(
-    stores: Stores, definition: Definition, timeout: float, *, bucket: bool = False
+    stores: Stores,
+    definition: Definition,
+    timeout: float,
+    *,
+    bucket: bool = False,
+    asked: float | None = None,
 ) -> VerifiedStream:
     """Create a stream, with `bucket` in the bucket of a store that has one. If another client created it first,
-    return that one, whatever its definition.
+    return that one, whatever its definition. `asked` is the timeout that errors name, if the caller's was longer.
     """
-    name = definition.name
+    name, asked = definition.name, timeout if asked is None else asked
     until_s = time.monotonic() + timeout
     store = await stores.find_store(name, timeout=seconds_left(until_s), bucket=bucket)
     for last in (False, True):
         try:
             await make_log(
-                stores, definition, os.urandom(16), store, seconds_left(until_s), bucket=bucket, asked=timeout
+                stores, definition, os.urandom(16), store, seconds_left(until_s), bucket=bucket, asked=asked
             )  # fmt: skip
             break
         except StreamExists:
             try:
-                return await stores.describe(name, "", timeout=seconds_left(until_s), asked=timeout)
+                return await stores.describe(name, "", timeout=seconds_left(until_s), asked=asked)
             except NoStream:
                 if last:
                     raise
@@ -87,7 +92,7 @@ async def make_stream(
     stores.note_created(name)
     # The local relay learns of the new stream within milliseconds, so its creator can use it at once.
     # The answer to a create came without a channel, so describe the stream again through one.
-    return await stores.describe(name, "", timeout=seconds_left(until_s), asked=timeout)
+    return await stores.describe(name, "", timeout=seconds_left(until_s), asked=asked)
 
 
 async def make_log(

@@ -119,10 +119,10 @@ class Management:
         bucket, left_s = durability == "bucket", seconds_left(until_s)
         if partitions > 1:
             made = await make_partitioned(
-                self._stores, definition, partitions, left_s, bucket=bucket
+                self._stores, definition, partitions, left_s, bucket=bucket, asked=timeout
             )
         else:
-            made = await make_stream(self._stores, definition, left_s, bucket=bucket)
+            made = await make_stream(self._stores, definition, left_s, bucket=bucket, asked=timeout)
         return check_same(made, definition, partitions)
 
     async def partitions(self, name: str, *, uuid: str = "", timeout: float = 5.0) -> _Infos:

@@ -156,7 +156,13 @@ def check_whole_stream(name: str, partitions: int, what: str) -> None:
 
 
 async def make_partitioned(
-    stores: Stores, definition: Definition, count: int, timeout: float, *, bucket: bool
+    stores: Stores,
+    definition: Definition,
+    count: int,
+    timeout: float,
+    *,
+    bucket: bool,
+    asked: float,
 ) -> VerifiedStream:
     """Create a stream with `count` partitions. If another client creates it first, return that one.
 
@@ -173,16 +179,16 @@ async def make_partitioned(
     whole = structs.replace(definition, partitions=tuple(made.values()))
     try:
         await make_log(
-            stores, whole, uuid, there[placed[0]], seconds_left(until_s), bucket=bucket, asked=timeout
+            stores, whole, uuid, there[placed[0]], seconds_left(until_s), bucket=bucket, asked=asked
         )  # fmt: skip
     except (StreamError, RequestError) as err:
         if isinstance(err, StreamError) and not err.may_have_run:
             await _unmake(stores, name, made, until_s)
         if isinstance(err, StreamExists):
-            return await stores.describe(name, "", timeout=seconds_left(until_s), asked=timeout)
+            return await stores.describe(name, "", timeout=seconds_left(until_s), asked=asked)
         raise
     stores.note_created(name)
-    found = await stores.describe(name, "", timeout=seconds_left(until_s), asked=timeout)
+    found = await stores.describe(name, "", timeout=seconds_left(until_s), asked=asked)
     layout_of(stores, name, found)
     return found
 

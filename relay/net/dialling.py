@@ -398,7 +398,12 @@ class Dialler:
             target.dialling = False
         linked = target.relay_id is not None and self._linked(target.relay_id)
         target.error = "" if linked else outcome.what
-        if not linked and not target.failures and not target.from_peer:
+        if (
+            not linked
+            and outcome.what != OURSELVES
+            and not target.failures
+            and not target.from_peer
+        ):
             fields = {"source": target.source, "error": target.error}
             if target.stranger:  # an attacker may advertise any number of them
                 event = f"{self._kind}.not_reached"

@@ -10,11 +10,16 @@ from iris.crypto.keys import GroupKey
 from iris.errors import ConfigError
 from relay.store.bucket.checking import Check, Report
 from relay.store.bucket.dropping import CopiesOf, Dropping
+from relay.store.bucket.history import registrations
 from relay.store.bucket.objects import Objects, open_bucket
 from relay.store.bucket.sealing import Sealer
 from relay.store.bucket.shelf import DIRECTORY
 from relay.store.directory import DirectoryBusy, locked
 from relay.store.process import GROUP_FILE
+
+UNUSED = (
+    "bucket {}: no store has written to it; check the URL, and whether its file system is mounted"
+)
 
 
 def _opened(directory: Path, url: str, key_file: Path | None) -> tuple[Objects, Sealer]:
@@ -33,11 +38,14 @@ async def drop_copies(
     """Delete the copies in the journal whose id begins like this, also `needed` ones; return it, and whether it was
     deleted. If `journal` is empty, return all journals of copies.
 
-    Raises ConfigError if it names no journal, or another journal has taken it; the same as `check_bucket`;
+    Raises ConfigError if no store has written to the bucket, `journal` names no journal, or another journal has taken it; the same as `check_bucket`;
     ObjectDamaged.
     """
-    drops = Dropping(*_opened(directory, url, key_file))
+    objects, sealer = _opened(directory, url, key_file)
+    drops = Dropping(objects, sealer)
     await drops.read()
+    if not drops.found and not await registrations(objects, sealer):
+        raise ConfigError(UNUSED.format(url))
     if not journal:
         return drops.found, False
     one = drops.named(journal)
@@ -63,7 +71,7 @@ async def check_bucket(directory: Path, url: str, key_file: Path | None) -> Repo
         one = Check(objects, sealer)
         await one.bucket()
     if not one.report.journals and not one.report.damage:
-        raise ConfigError(f"bucket {url}: no store has written to it; check the URL")
+        raise ConfigError(UNUSED.format(url))
     streams = directory / DIRECTORY
     if not streams.is_dir():
         one.report.skipped = f"{directory} has no streams of a bucket"

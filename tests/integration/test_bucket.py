@@ -171,7 +171,7 @@ async def test_a_store_with_another_group_key_serves_nothing_and_says_why(tmp_pa
         async with group.rig.client() as client:
             await group.create(client, "orders")
             group.start(2, GroupKey(bytes(32)))
-            await group.logged(2, "store.bucket_not_opened")
+            await group.logged(2, "store.bucket_damaged")
             assert "it was not written with this group key" in group.log(2)
             assert await client.streams.append("orders", b"m") == 0
 
@@ -285,7 +285,7 @@ async def test_an_object_that_was_swapped_is_noticed_at_the_next_start(tmp_path:
             one, other = objects[-2:]
             one.write_bytes(other.read_bytes())
             group.start(1)
-            await group.logged(1, "store.bucket_not_opened")
+            await group.logged(1, "store.bucket_damaged")
             assert "or was changed" in group.log(1)
 
 

@@ -13,7 +13,9 @@ from support.buckets import Group, numbered, whole
 from support.lossy_s3 import Service, never
 from support.stores import small_disk
 
-from iris.errors import StreamUnavailable
+from iris.crypto.keys import GroupKey
+from iris.errors import ConfigError, StreamUnavailable
+from relay.store.bucket_check import drop_copies
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -112,6 +114,30 @@ async def test_an_object_that_was_removed_by_hand_is_noticed_at_the_next_start(
             assert await whole(client, "orders") == numbered("", 6)
 
 
+async def test_an_object_that_is_missing_in_the_middle_is_named_until_it_is_back(
+    tmp_path: Path,
+) -> None:
+    with Group(tmp_path) as group:
+        group.start(1)
+        async with group.rig.client() as client:
+            await group.create(client, "orders")
+            for message in numbered("", 12):
+                await client.streams.append("orders", message)
+            assert await group.stop(1) == 0
+            objects = sorted((group.bucket / "journal").glob("*/*"))
+            kept = objects[1]
+            saved = kept.read_bytes()
+            kept.unlink()
+            group.start(1)
+            await group.logged(1, "store.bucket_damaged")
+            name = kept.relative_to(group.bucket)
+            assert f"object {name} is missing, and later ones" in group.log(1)
+            assert "must be read again" not in group.log(1)
+            kept.write_bytes(saved)
+            await group.logged(1, "store.bucket_opened", 2)
+            assert await whole(client, "orders") == numbered("", 12)
+
+
 async def test_a_second_store_on_the_same_data_says_so_and_the_first_goes_on(
     tmp_path: Path,
 ) -> None:
@@ -130,3 +156,25 @@ async def test_a_second_store_on_the_same_data_says_so_and_the_first_goes_on(
             assert str(group.data(1)) in done.stderr
             assert await client.streams.append("orders", b"m") == 0
             assert len(list((group.bucket / "journals").iterdir())) == 1
+
+
+async def test_a_stream_that_cannot_be_created_names_the_timeout_of_the_caller(
+    tmp_path: Path,
+) -> None:
+    with Group(tmp_path) as group:
+        group.start(1)
+        async with group.rig.client() as client:
+            await group.create(client, "orders")
+            group.bucket.rename(tmp_path / "away")
+            with pytest.raises(StreamUnavailable, match=r"no answer within 1\.5 s"):
+                await client.streams.create("new", durability="bucket", timeout=1.5)
+
+
+async def test_a_bucket_that_nobody_has_used_is_an_error_also_where_copies_are_listed(
+    tmp_path: Path,
+) -> None:
+    key = tmp_path / "group.key"
+    key.touch(mode=0o600)
+    key.write_text(GroupKey(bytes(32)).reveal())
+    with pytest.raises(ConfigError, match="no store has written to it"):
+        await drop_copies(tmp_path, f"file://{tmp_path}/nowhere", None, "", needed=False)

@@ -52,6 +52,7 @@ async def test_a_copy_follows_its_stream_record_by_record(tmp_path: Path) -> Non
                 await asyncio.gather(*await append_all(client, "orders", numbered(f"{turn}-", 100)))
             info = await followed(client, "orders")
             assert await group.stop(1) == 0
+            assert "store.copies_late" not in group.log(1)
             found = await copies(group)
             assert found == {info.uuid: on_disk(group, 1, info.uuid)}
             assert found[info.uuid]

@@ -40,6 +40,8 @@ def test_a_known_relay_that_is_not_linked_is_a_warning_and_critical_if_no_other_
         "critical", "0 links up; not linked: 10.0.0.7:7430 (Connection refused)"
     )  # fmt: skip
     assert verdicts({**missing, "links": [LINK]})["links"][0] == "warning"
+    ourselves = {"unlinked": [{"source": "join 10.0.0.6:7430", "error": "ourselves"}]}
+    assert verdicts({**status(), "dialling": ourselves})["links"][0] == "ok"
     suspended = {**status(), "links": [LINK], "suspended": ["cd" * 16]}
     assert verdicts(suspended)["links"] == ("warning", "1 link up; not linked: cdcdcdcd… (lost a moment ago)")  # fmt: skip
     many = {"unlinked": [{"source": f"h{n}", "error": "x"} for n in range(8)]}

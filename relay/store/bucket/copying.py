@@ -41,7 +41,7 @@ from relay.store.bucket.sealing import (
 from relay.store.bucket.succession import begin, fence
 from relay.store.bucket.writer import Writer
 from relay.store.database import OP_BYTES, write_beside
-from relay.store.errors import LogWriteFailed
+from relay.store.errors import LogError
 from relay.store.log import Log
 
 log = logging.getLogger(__name__)
@@ -241,11 +241,11 @@ class Copying:
             await asyncio.gather(*helpers, return_exceptions=True)
 
     def _logs(self) -> dict[bytes, Log]:
-        """Return the logs that are copied. Raises LogWriteFailed if one is behind: its last copy must stay."""
+        """Return the logs that are copied. Raises NotFollowing if one is behind: its last copy must stay."""
         found: dict[bytes, Log] = {}
         for uuid, copy in self._copies.all.items():
             if copy.state is not State.FOLLOWING or copy.log is None:
-                raise LogWriteFailed(uuid.hex(), "its copy in the bucket is behind")
+                raise NotFollowing(uuid.hex(), "its copy in the bucket is behind")
             found[uuid] = copy.log
         return found
 
@@ -304,6 +304,8 @@ class Copying:
 
     def _warn(self, err: Exception) -> None:
         """Log an error, at most one in `WARN_S`."""
+        if isinstance(err, NotFollowing):
+            return  # it was logged when the copy fell behind, unless that is as it should be: while a stream joins
         if not self._warned_us or self._now_us() >= self._warned_us + WARN_S * 1e6:
             self._warned_us = self._now_us()
             fields = {"error": str(err), "behind_bytes": self._copies.lag().bytes}
@@ -312,6 +314,10 @@ class Copying:
     def _note_behind(self, copy: Copy) -> None:
         fields = {"uuid": copy.uuid.hex(), "behind_bytes": copy.lag().bytes}
         log.warning("store.copy_behind", extra={"fields": fields})
+
+
+class NotFollowing(LogError):
+    """A checkpoint of the copies has to wait, because one of them is behind."""
 
 
 def _leads_to(journal: str, fenced: dict[str, str], last: str) -> bool:

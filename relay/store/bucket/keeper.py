@@ -488,11 +488,8 @@ class Keeper:
 
     def _cannot(self, err: Exception) -> None:
         self._shelf.away = str(err)
-        if self._may_warn():
-            if isinstance(err, RolledBack):
-                log.error("store.bucket_rolled_back", extra={"fields": {"error": str(err)}})
-            else:
-                log.warning("store.bucket_not_opened", extra={"fields": {"error": str(err)}})
+        if self._may_warn() and not _log_damage(err):
+            log.warning("store.bucket_not_opened", extra={"fields": {"error": str(err)}})
 
     def _cannot_take(self, err: Exception) -> None:
         if not isinstance(err, BucketError):  # a bucket that is away is reported as such
@@ -502,9 +499,7 @@ class Keeper:
     def _warn(self, err: Exception) -> None:
         if not self._may_warn():
             return
-        if isinstance(err, RolledBack):
-            log.error("store.bucket_rolled_back", extra={"fields": {"error": str(err)}})
-        else:
+        if not _log_damage(err):
             waiting = sum(writer.backlog for writer in self._writers)
             fields = {"error": str(err), "waiting_bytes": waiting}
             log.warning("store.bucket_away", extra={"fields": fields})
@@ -516,3 +511,12 @@ class Keeper:
             return False
         self._warned_s = now_s
         return True
+
+
+def _log_damage(err: Exception) -> bool:
+    """Log an error of objects that are not as they were written; return False if it is another error."""
+    if not isinstance(err, ObjectDamaged):
+        return False
+    event = "store.bucket_rolled_back" if isinstance(err, RolledBack) else "store.bucket_damaged"
+    log.error(event, extra={"fields": {"error": str(err)}})
+    return True

@@ -123,6 +123,13 @@ async def steps(
             yield one.journal, one.number, content
         elif not await one.next():
             if one.reader.fence is None and (ended or len(reading) > 1):
+                end = await end_of(objects, sealer, _of(known, one.journal))
+                if end.number > one.reader.number:
+                    key = journal_key(one.journal, one.reader.number)
+                    raise ObjectDamaged(
+                        f"bucket {objects.url}: object {key} is missing, and later ones of its journal are there; "
+                        "restore it from a backup (`iris store check` lists all that are missing)"
+                    )
                 raise BucketError(
                     f"bucket {objects.url}: journal {one.journal} has not ended; it must be read again"
                 )
