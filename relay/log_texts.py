@@ -137,6 +137,7 @@ SENTENCES: Final[dict[str, str | tuple[str, ...]]] = {
     "store.bucket_damaged": "Objects in the bucket are missing, were changed, or have another group key: {error}. The store tries again, and serves its other streams meanwhile.",
     "store.bucket_seen_not_written": "The store could not note on its disk what it has seen in its bucket: {error}. It tries again. Until that succeeds, it may not notice if the bucket is replaced with an older copy.",
     "store.bucket_away": "The bucket does not answer: {error}. The store tries again; {waiting_bytes} bytes wait to be written.",
+    "store.bucket_streams_failed": "The bucket answers, but this store could not read or write streams in it: {error}. The store tries again; {waiting_bytes} bytes wait to be written.",
     "store.records_moved": "{bytes} bytes of old records of stream {stream} are now in the object {object} of the bucket.",
     "store.not_moved": "Old records could not be moved to the bucket, or old objects there could not be deleted: {error}. The store tries again.",
     "store.bucket_behind": "The store stopped before everything was in bucket {bucket}. What is missing there was not acknowledged; the store writes it at its next start.",

@@ -38,8 +38,8 @@ async def drop_copies(
     """Delete the copies in the journal whose id begins like this, also `needed` ones; return it, and whether it was
     deleted. If `journal` is empty, return all journals of copies.
 
-    Raises ConfigError if no store has written to the bucket, `journal` names no journal, or another journal has taken it; the same as `check_bucket`;
-    ObjectDamaged.
+    Raises ConfigError if no store has written to the bucket, `journal` names no journal, or another journal has taken
+    it; the same as `check_bucket`; ObjectDamaged.
     """
     objects, sealer = _opened(directory, url, key_file)
     drops = Dropping(objects, sealer)

@@ -68,6 +68,42 @@ async def test_a_full_bucket_is_told_and_what_waits_is_stored_when_it_has_room(
         pytest.skip(str(err))
 
 
+def fill(path: Path) -> None:
+    """Write a file until its disk is full. Raises OSError then."""
+    with path.open("wb", buffering=0) as file:
+        while file.write(bytes(4096)):
+            pass
+
+
+async def test_a_full_disk_of_a_store_is_not_taken_for_a_bucket_that_is_away(
+    tmp_path: Path,
+) -> None:
+    try:
+        with (
+            Group(tmp_path) as group,
+            small_disk(group.data(1), 32) as disk,  # type: ignore[attr-defined]  # a context manager
+        ):
+            disk.chmod(0o700)  # or the store refuses it
+            group.start(1)
+            try:
+                async with group.rig.client() as client:
+                    await group.create(client, "orders")
+                    filler = disk / "filler"
+                    with pytest.raises(OSError, match="No space left"):
+                        fill(filler)
+                    with pytest.raises(StreamUnavailable, match="No space left"):
+                        await client.streams.append("orders", bytes(1 << 20), timeout=60)
+                    await group.logged(1, "store.bucket_streams_failed")
+                    assert "store.bucket_away" not in group.log(1)
+                    filler.unlink()
+                    await group.logged(1, "store.stream_reopened")
+                    await client.streams.append("orders", b"after", timeout=60)
+            finally:
+                group.kill(1)
+    except PermissionError as err:
+        pytest.skip(str(err))
+
+
 async def test_credentials_that_are_revoked_are_named_and_nothing_is_acknowledged(
     tmp_path: Path,
 ) -> None:

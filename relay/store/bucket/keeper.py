@@ -502,7 +502,9 @@ class Keeper:
         if not _log_damage(err):
             waiting = sum(writer.backlog for writer in self._writers)
             fields = {"error": str(err), "waiting_bytes": waiting}
-            log.warning("store.bucket_away", extra={"fields": fields})
+            away = isinstance(err, BucketError)
+            event = "store.bucket_away" if away else "store.bucket_streams_failed"
+            log.warning(event, extra={"fields": fields})
 
     def _may_warn(self) -> bool:
         """Return whether a line may be logged, at most one in `WARN_S`."""
