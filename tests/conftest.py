@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from hypothesis import settings
+from support import warm
 
 # The same examples in every run, so a failure belongs to the change that shows it. `--hypothesis-profile many` takes
 # other ones each time. No deadline, because tests assert outcomes and a busy machine is slow.
 settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True, max_examples=50)
 settings.register_profile("many", deadline=None, print_blob=True, max_examples=2000)
 settings.load_profile("ci")
+
+
+def pytest_configure() -> None:
+    warm.switch_on()
+
+
+def pytest_unconfigure() -> None:
+    warm.switch_off()
 
 
 def pytest_report_header() -> str:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import IO, Any, Self
 
-from support import commands
+from support import commands, warm
 from support.namespaces import Host, Lan
 
 import iris
@@ -112,7 +112,7 @@ class Network:
         path = self.directory / name
         environ = {"PATH": os.environ["PATH"], "IRIS_CONFIG": str(self.keys)}
         command = commands.command("key", "access", str(path))
-        subprocess.run(command, env=environ, check=True, capture_output=True, timeout=PATIENCE_S)
+        warm.run(command, env=environ, timeout=PATIENCE_S).check_returncode()
         return path
 
     def guest(self, host: Host, address: str, access: Path) -> Program:

@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from hosts.kit import PATIENCE_S, Network, Program, Relay, wait_until
+from support import warm
 from support.commands import command
 from support.namespaces import Host, Lan, listener
 from support.proxy import FaultProxy
@@ -215,15 +216,9 @@ def own_ways(relay: Relay) -> dict[str, int]:
 def make_site_key(path: Path) -> str:
     """Create a site key, as an operator does, and return its fingerprint."""
     environ = {"PATH": os.environ["PATH"], "HOME": str(path.parent)}
-    done = subprocess.run(
-        command("federation", "key", str(path)),
-        env=environ,
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
-    return done.stdout.split()[-1]
+    done = warm.run(command("federation", "key", str(path)), env=environ, timeout=PATIENCE_S)
+    done.check_returncode()
+    return done.stdout.decode().split()[-1]
 
 
 def _route(host: Host, router: str, nic: str) -> None:

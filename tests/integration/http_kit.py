@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from support import commands
+from support import commands, warm
 from support.commands import Shell, dev_relay, end
 from support.waiting import PATIENCE_S, wait_until
 from support.web import Answer, Http, ask, http
@@ -149,7 +149,7 @@ def running(shell: Shell, *arguments: str) -> Iterator[tuple[str, subprocess.Pop
     """Run `iris bridge http` on a free port; yield its address and the process, which the block may end."""
     log = shell.root / "bridge.log"
     with log.open("wb") as file:
-        process = subprocess.Popen(
+        process = warm.Popen(
             commands.command("bridge", "http", "--listen", "127.0.0.1:0", *arguments), env=shell.environ, stdin=subprocess.DEVNULL,
             stdout=file, stderr=file,
         )  # fmt: skip

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support import warm
 from support.buckets import Group, append_all, followed, numbered, whole
 from support.stores import KEY
 
@@ -202,9 +203,7 @@ async def test_a_bucket_is_restored_to_an_empty_machine(tmp_path: Path) -> None:
                 command = [
                     sys.executable, "-m", "relay.store", "restore", str(data), "--bucket", group.url, "--bucket-key", str(key),
                 ]  # fmt: skip
-                return await asyncio.to_thread(
-                    subprocess.run, command, capture_output=True, text=True, env=environ
-                )
+                return await asyncio.to_thread(warm.run, command, text=True, env=environ)
 
             elsewhere = tmp_path / "elsewhere"
             done = await restore(elsewhere)
@@ -250,7 +249,7 @@ async def test_a_restore_that_cannot_work_says_why_in_one_line(tmp_path: Path) -
     }  # fmt: skip
     for (url, file), says in cases.items():
         command = [sys.executable, "-m", "relay.store", "restore", str(tmp_path / "data"), "--bucket", url, "--bucket-key", file]  # fmt: skip
-        done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True)
+        done = await asyncio.to_thread(warm.run, command, text=True)
         assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
         assert says in done.stderr
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from support import warm
 from support.buckets import Group, numbered, whole
 from support.lossy_s3 import Service, never
 from support.stores import small_disk
@@ -184,9 +184,7 @@ async def test_a_second_store_on_the_same_data_says_so_and_the_first_goes_on(
             command = [
                 sys.executable, "-m", "relay.store", "--data", str(group.data(1)), "--relay", str(group.rig.socket), "--bucket", group.url,
             ]  # fmt: skip
-            done = await asyncio.to_thread(
-                subprocess.run, command, capture_output=True, text=True, env=group.rig.environ
-            )
+            done = await asyncio.to_thread(warm.run, command, text=True, env=group.rig.environ)
             assert done.returncode == 2
             assert "another store" in done.stderr
             assert str(group.data(1)) in done.stderr

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from support import commands
+from support import commands, warm
 from support.commands import Shell, dev_relay, end
 from support.waiting import PATIENCE_S, wait_until
 from typer.testing import CliRunner
@@ -379,10 +379,8 @@ def test_verbose_prints_the_causes_of_an_error_below_its_line(
         environ |= {"IRIS_CONFIG": str(tmp_path / "keys"), "IRIS_RELAY": str(tmp_path / "socket")}
 
     def errors(*options: str) -> tuple[int, str]:
-        done = subprocess.run(
-            commands.command(*options, *line.split()), env=environ, cwd=tmp_path, input="", capture_output=True, text=True,
-            timeout=PATIENCE_S, check=False,
-        )  # fmt: skip
+        command = commands.command(*options, *line.split())
+        done = warm.run(command, env=environ, cwd=tmp_path, text=True, timeout=PATIENCE_S)
         return done.returncode, done.stderr
 
     code, plain = errors()

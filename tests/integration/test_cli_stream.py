@@ -21,7 +21,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support import commands
+from support import commands, warm
 from support.commands import Shell, dev_relay, end
 from support.waiting import wait_until
 from typer.testing import CliRunner
@@ -103,7 +103,7 @@ def on_a_terminal(shell: Shell, *arguments: str) -> str:
     ours, theirs = pty.openpty()
     try:
         environ = {**shell.environ, "TERM": "dumb"}
-        process = subprocess.Popen(
+        process = warm.Popen(
             commands.command(*arguments), env=environ, cwd=shell.root, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs
         )  # fmt: skip
         os.close(theirs)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import warm
 from support.relays import Daemon, client
 from support.waiting import PATIENCE_S, wait_until
 
@@ -29,10 +30,10 @@ pytestmark = pytest.mark.timeout(60)
 
 def run(tmp_path: Path, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
     """Run a relay that is expected to end by itself."""
-    return subprocess.run(
+    return warm.run(
         [sys.executable, "-m", "relay", *arguments],
         env={"PATH": os.environ["PATH"], "XDG_RUNTIME_DIR": str(tmp_path), "HOME": str(tmp_path), **environ},
-        capture_output=True, text=True, timeout=PATIENCE_S,
+        text=True, timeout=PATIENCE_S,
     )  # fmt: skip
 
 

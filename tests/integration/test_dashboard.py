@@ -6,12 +6,12 @@ import http.client
 import json
 import signal
 import socket
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support import warm
 from support.commands import command
 from support.dashboards import Dashboard
 from support.relays import Daemon
@@ -219,10 +219,8 @@ def test_read_only_has_nothing_to_press(tmp_path: Path, relay: Daemon) -> None:
 def test_a_mistake_is_one_line_and_the_exit_code_2(
     tmp_path: Path, relay: Daemon, arguments: list[str], said: str
 ) -> None:
-    done = subprocess.run(
-        command("dashboard", *arguments, "--relay", str(relay.socket)), capture_output=True, text=True, timeout=PATIENCE_S,
-        check=False, env=relay.environ,
-    )  # fmt: skip
+    line = command("dashboard", *arguments, "--relay", str(relay.socket))
+    done = warm.run(line, text=True, timeout=PATIENCE_S, env=relay.environ)
     assert done.returncode == 2
     assert said in done.stderr
     assert len(done.stderr.splitlines()) == 1

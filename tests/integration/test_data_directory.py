@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support import warm
 
 from iris.errors import ConfigError
 from relay.supervisor import check_data
@@ -42,13 +42,8 @@ def test_a_relay_does_not_start_with_a_data_directory_that_cannot_be(
         "HOME": str(tmp_path),
     }
     arguments = ["--dev", "--data", str(data), *["--check"] * check]
-    ended = subprocess.run(
-        [sys.executable, "-m", "relay", *arguments],
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    command = [sys.executable, "-m", "relay", *arguments]
+    ended = warm.run(command, env=environ, text=True, timeout=60)
     assert ended.returncode == 2
     assert ended.stderr.splitlines()[-1] == (
         f"iris relay: data: cannot keep streams in {data}: {words}; "

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import warm
 from support.commands import command
 from support.links import Site
 from support.pages import Scraped, get, scrape
@@ -283,9 +284,11 @@ def test_a_relay_with_a_store_passes_iris_check_and_fails_it_when_the_store_cann
     data = tmp_path / "data"
 
     def checked(*more: str) -> tuple[int, dict[str, Any]]:
-        done = subprocess.run(
-            command("check", "--json", "--skip", "clock", *more), env=daemon.environ, capture_output=True, text=True
-        )  # fmt: skip
+        done = warm.run(
+            command("check", "--json", "--skip", "clock", *more),
+            env=daemon.environ,
+            timeout=PATIENCE_S,
+        )
         return done.returncode, json.loads(done.stdout)
 
     with Daemon(tmp_path, "--data", str(data)) as daemon:

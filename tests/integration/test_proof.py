@@ -22,15 +22,15 @@ COUNTS = {
     "http": 40,
     "web": 1000,
     "order": 4000,
-    "rotation": 200,
+    "rotation": 100,
     "idle": 1,
     "mutations": 1,
-    "hostile": 300,
+    "hostile": 200,
     "restarts": 2,
     "drains": 1,
     "gateway-drains": 2,
-    "direct": 4,
-    "bucket-kills": 3,
+    "direct": 2,
+    "bucket-kills": 2,
 }
 
 

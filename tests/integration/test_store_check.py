@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support import warm
 from support.buckets import Group, check, numbered
 
 from iris.crypto.keys import GroupKey
@@ -185,7 +185,7 @@ async def test_people_get_lines(tmp_path: Path) -> None:
         await fill(group)
         assert await group.stop(1) == 0
         command = [sys.executable, "-m", "relay.store", "check", str(group.data(1)), "--bucket", group.url]  # fmt: skip
-        done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True)
+        done = await asyncio.to_thread(warm.run, command, text=True)
         assert done.returncode == 0, done.stderr
         lines = done.stdout.splitlines()
         assert lines[0] == f"{group.url}: 1 journal, 1 log"

@@ -25,6 +25,7 @@ import iris
 from iris.crypto.keys import GroupKey, StoreKey, public_id
 from iris.errors import StreamError
 from iris.streams.listing import StreamInfo
+from support import warm
 from support.stores import PATIENCE_S, Rig
 
 
@@ -76,7 +77,7 @@ class Group:
             sys.executable, "-m", "relay.store", "--data", str(data), "--relay", str(self.rig.socket), "--bucket", self.url, *more,
         ]  # fmt: skip
         with (self.directory / f"store{number}.log").open("ab") as log:
-            self._stores[number] = subprocess.Popen(
+            self._stores[number] = warm.Popen(
                 command,
                 env={**self.rig.environ, **self._environ},
                 stdin=subprocess.DEVNULL,
@@ -154,10 +155,8 @@ async def check(group: Group, number: int, *more: str) -> tuple[int, Any]:
     command = [
         sys.executable, "-m", "relay.store", "check", str(group.data(number)), "--bucket", group.url, "--json", *more,
     ]  # fmt: skip
-    done = await asyncio.to_thread(
-        subprocess.run, command, capture_output=True, text=True, env=group.rig.environ
-    )
-    return done.returncode, json.loads(done.stdout) if done.stdout else done.stderr
+    done = await asyncio.to_thread(warm.run, command, timeout=PATIENCE_S, env=group.rig.environ)
+    return done.returncode, json.loads(done.stdout) if done.stdout else done.stderr.decode()
 
 
 async def whole(client: iris.Client, name: str) -> list[bytes]:

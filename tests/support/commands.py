@@ -16,6 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from iris import cli
+from support import warm
 from support.waiting import PATIENCE_S, wait_until
 
 
@@ -59,10 +60,9 @@ class Shell:
 
     def process(self, *arguments: str, stdin: bytes = b"", code: int = 0) -> bytes:
         """Run the command and return its output. Asserts the exit code and, if that is 0, an empty stderr."""
-        done = subprocess.run(
-            command(*arguments), input=stdin, env=self.environ, cwd=self.root, capture_output=True, timeout=PATIENCE_S,
-            check=False,
-        )  # fmt: skip
+        done = warm.run(
+            command(*arguments), input=stdin, env=self.environ, cwd=self.root, timeout=PATIENCE_S
+        )
         return self._checked(arguments, code, done.returncode, done.stdout, done.stderr)
 
     def _checked(
@@ -76,13 +76,11 @@ class Shell:
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[bytes]:
         """Run it to its end, whatever its exit code."""
-        return subprocess.run(
-            command(*arguments), env=self.environ, cwd=self.root, capture_output=True, timeout=PATIENCE_S, check=False
-        )  # fmt: skip
+        return warm.run(command(*arguments), env=self.environ, cwd=self.root, timeout=PATIENCE_S)
 
     def start(self, *arguments: str) -> subprocess.Popen[bytes]:
         """Start the command with pipes. The fixture checks that it has ended."""
-        process = subprocess.Popen(
+        process = warm.Popen(
             command(*arguments), env=self.environ, cwd=self.root,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip

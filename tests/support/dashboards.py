@@ -9,6 +9,7 @@ from typing import Self
 
 import iris
 from iris.keyfiles import KEYRING_FILE, save_keyring
+from support import warm
 from support.commands import command
 from support.relays import KEY
 from support.waiting import PATIENCE_S
@@ -42,7 +43,7 @@ class Dashboard:
     def start(self) -> Self:
         environ = {"PATH": "/usr/bin:/bin", "IRIS_CONFIG": str(self.directory), "HOME": str(self.directory)}  # fmt: skip
         with self._log.open("ab") as log:
-            self.process = subprocess.Popen(
+            self.process = warm.Popen(
                 self._command,
                 env=environ,
                 stdin=subprocess.DEVNULL,

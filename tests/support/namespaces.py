@@ -33,6 +33,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
+from support import warm
+
 PREFIX = "iris"
 """A namespace is called `iris-<process id>-<number of the Lan>-<name>`."""
 NETNS = Path("/run/netns")
@@ -193,17 +195,8 @@ class Host:
         Its process id is the command's: each wrapper replaces itself with exec. It dies with the thread that starts it.
         If that thread is killed before the process could ask for this, the next `Lan` removes it.
         """
-        wrapped = [
-            "setpriv",
-            "--pdeathsig",
-            "KILL",
-            "ip",
-            "netns",
-            "exec",
-            self.namespace,
-            *command,
-        ]
-        process = subprocess.Popen(wrapped, env=dict(env), **streams)
+        wrapped = [*warm.ON_A_HOST, self.namespace, *command]
+        process = warm.Popen(wrapped, env=dict(env), **streams)
         self._processes.append(process)
         return process
 

@@ -14,6 +14,7 @@ from typing import Any, Self
 
 import iris
 from iris.crypto.keys import ClusterKey
+from support import warm
 from support.waiting import PATIENCE_S, wait_until
 
 KEY = ClusterKey(bytes(range(32)))
@@ -48,7 +49,7 @@ class Daemon:
     def start(self) -> Self:
         """Start the relay, and return when it serves."""
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
+            self.process = warm.Popen(
                 [sys.executable, "-m", "relay", *self._arguments],
                 env=self.environ,
                 stdin=subprocess.DEVNULL,

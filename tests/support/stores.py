@@ -33,6 +33,7 @@ from zlib import crc32
 import iris
 from iris.errors import IrisError, StreamError, StreamUnavailable
 from iris.streams import StreamGap, StreamMessage
+from support import warm
 
 PATIENCE_S = 40.0
 """Limit of every wait, after which the test fails. No measurement depends on it."""
@@ -182,7 +183,7 @@ class Rig:
         self, module: list[str], log: Path, environ: dict[str, str]
     ) -> subprocess.Popen[bytes]:
         with log.open("ab") as errors:
-            return subprocess.Popen(
+            return warm.Popen(
                 [sys.executable, "-m", *module],
                 env={**self.environ, **environ},
                 stdin=subprocess.DEVNULL,

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from interop.iris1 import binding
 from interop.iris1.kit import Echo, collecting
+from support import warm
 from support.commands import command
 from support.pages import get, scrape
 from support.relays import Daemon
@@ -32,7 +33,7 @@ class Process:
     def __init__(self, relay: Daemon, *arguments: str) -> None:
         self.log = relay.runtime / "bridge.log"
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
+            self.process = warm.Popen(
                 command("bridge", "iris1", *arguments),
                 env=relay.environ, stdin=subprocess.DEVNULL, stderr=log,
             )  # fmt: skip

@@ -19,6 +19,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from pathlib import Path
 from typing import Any
 
+from support import warm
 from support.commands import command
 
 import iris
@@ -35,7 +36,7 @@ class Process:
     def __init__(self, command: list[str], environ: dict[str, str], log: Path) -> None:
         self._log = log
         with log.open("wb") as stderr:
-            self.process = subprocess.Popen(
+            self.process = warm.Popen(
                 command, env=environ, stdin=subprocess.DEVNULL, stdout=stderr, stderr=stderr
             )
 
