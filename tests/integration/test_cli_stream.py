@@ -29,7 +29,7 @@ from typer.testing import CliRunner
 import iris
 from iris import cli, keyfiles
 from iris.cli.exits import Exit, exit_code
-from iris.cli.stream import _records, texts
+from iris.cli.stream import showing, texts
 from iris.documents import time_text
 from iris.errors import (
     AmbiguousStream,
@@ -262,9 +262,9 @@ def test_info_and_list_tell_the_same_to_scripts_and_to_people(shell: Shell, stre
 
 def test_a_stream_of_dead_letters_is_listed_as_that() -> None:
     info = SimpleNamespace(name="orders.dead", mirror="", topic="", cluster="", parent="")
-    assert _records(info) == "dead letters"  # type: ignore[arg-type]  # the fields that it reads
+    assert showing.records(info) == "dead letters"  # type: ignore[arg-type]  # the fields that it reads
     info.name = "orders"
-    assert _records(info) == "appends"  # type: ignore[arg-type]  # likewise
+    assert showing.records(info) == "appends"  # type: ignore[arg-type]  # likewise
 
 
 def test_a_stream_of_a_topic_records_what_is_published(shell: Shell) -> None:

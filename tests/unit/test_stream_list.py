@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from iris.cli.stream import _print_streams
+from iris.cli.stream.showing import print_streams
 from iris.streams import StreamInfo
 
 A, B = "9925e90b" + "a" * 24, "1d5410ec" + "b" * 24
@@ -38,7 +38,7 @@ def test_people_see_stores_if_two_of_one_host_have_streams(
 ) -> None:  # fmt: skip
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "160")
-    _print_streams([stream(f"s{n}", *each) for n, each in enumerate(stores)])
+    print_streams([stream(f"s{n}", *each) for n, each in enumerate(stores)])
     out = capsys.readouterr().out
     assert ("STORE" in out) == shown
     assert [each[:8] in out for each, _ in stores] == [shown, shown]
