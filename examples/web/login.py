@@ -4,8 +4,9 @@
     python examples/web/login.py --issuer issuer.toml --relay wss://relay.example:7432 --origin https://app.example
 
 It serves POST /login, with a name and password as JSON, and POST /ticket, with the cookie that /login set. Both answer
-with a ticket for a few minutes; /login adds the keys. The keyring of this host has an entry that derives a key for each
-person, and a key of the cluster "delays" that only browsers use, listed second so that services open it:
+with a ticket for a few minutes; /login adds the keys. What a person may do and the keys for it are in one place, a
+`Grant`. demo.py uses this handler with grants of its own. Here the keyring of the host has an entry that derives a key
+for each person, and a key of the cluster "delays" that only browsers use, listed second so that services open it:
 
     [topics."users.*"]
     derive = true
@@ -23,13 +24,16 @@ relay's list of revoked tickets ends sessions at once.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import hashlib
 import hmac
 import json
 import os
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import uvicorn
@@ -38,7 +42,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from iris import Keyring, keyfiles
+from iris import ClusterKey, Keyring, keyfiles
 from iris.tickets import Issuer
 
 LIFE_S = 300
@@ -46,6 +50,18 @@ LOGIN_S = 8 * 3600
 MAX_BODY_BYTES = 4096
 COOKIE = "login"
 MAX_LOGINS = 10_000
+NO_STORE = {"cache-control": "no-store"}
+
+
+@dataclass(frozen=True)
+class Grant:
+    """What the page of one person may do, and the keys that it needs for that."""
+
+    allow: Mapping[str, list[str]]
+    """Verb -> names and filters."""
+    topics: Mapping[str, ClusterKey] = field(default_factory=dict)
+    clusters: Mapping[str, ClusterKey] = field(default_factory=dict)
+    """Name of a cluster or stream -> key."""
 
 
 class Logins:
@@ -56,11 +72,18 @@ class Logins:
         self._passwords = passwords
         self._open: dict[str, tuple[str, float]] = {}
 
+    @classmethod
+    def made_up(cls, names: Iterable[str]) -> tuple[Logins, dict[str, str]]:
+        """Return logins with throw-away passwords, and these by name. A real application has its own."""
+        passwords = {name: secrets.token_urlsafe(12) for name in names}
+        salt = os.urandom(16)
+        kept = {name: (salt, hash_password(text, salt)) for name, text in passwords.items()}
+        return cls(kept), passwords
+
     def check(self, name: str, password: str) -> bool:
         salt, wanted = self._passwords.get(name, (b"", b""))
-        found = hash_password(
-            password, salt
-        )  # for unknown names, too, so that the time says nothing
+        # For unknown names, too, so that the time says nothing.
+        found = hash_password(password, salt)
         return hmac.compare_digest(found, wanted)
 
     def begin(self, name: str) -> str:
@@ -79,50 +102,66 @@ def hash_password(password: str, salt: bytes) -> bytes:
     return hashlib.scrypt(password.encode(), salt=salt, n=1 << 14, r=8, p=1)
 
 
-def application(
-    logins: Logins, issuer: Issuer, keyring: Keyring, *, relay: str, origin: str
-) -> Starlette:
-    """Return the application. The page of `origin` connects to `relay`."""
+def users_grant(keyring: Keyring, name: str) -> Grant:
+    """Return what the page of `name` may do: use the topics of this person, and call "delays"."""
+    mine, shared = keyring.for_topic(f"users.{name}")[0], keyring.for_cluster("delays")[-1]
+    allow = {
+        "subscribe": [f"users.{name}", f"users.{name}.>"],
+        "publish": [f"users.{name}.>"],
+        "request": ["delays"],
+    }
+    return Grant(allow, topics={f"users.{name}": mine}, clusters={"delays": shared})
 
-    def ticket(name: str) -> dict[str, object]:
-        mine, shared = keyring.for_topic(f"users.{name}")[0], keyring.for_cluster("delays")[-1]
-        text = issuer.issue(
-            name, allow={"subscribe": [f"users.{name}", f"users.{name}.>"], "publish": [f"users.{name}.>"], "request": ["delays"]},
-            keys=[mine, shared], life_s=LIFE_S, origin=origin,
-        )  # fmt: skip
-        return {"relay": relay, "ticket": text, "life_s": LIFE_S}
+
+def application(
+    logins: Logins, issuer: Issuer, grant: Callable[[str], Grant], *, relay: str, origin: str
+) -> Starlette:
+    """Return the application. The page of `origin` connects to `relay`; `grant` says what a person may do."""
+
+    def ticket(name: str, granted: Grant) -> dict[str, object]:
+        keys = [*granted.topics.values(), *granted.clusters.values()]
+        text = issuer.issue(name, allow=granted.allow, keys=keys, life_s=LIFE_S, origin=origin)
+        return {"name": name, "relay": relay, "ticket": text, "life_s": LIFE_S}
 
     async def login(request: Request) -> Response:
         if not asked_by(request, origin):
-            return JSONResponse({"error": "this page may not log in here"}, 403)
-        body = await request.body()
+            return refused(403, "this page may not log in here")
+        body = b""
+        async for part in request.stream():
+            body += part
+            if len(body) > MAX_BODY_BYTES:
+                return refused(413, f"send at most {MAX_BODY_BYTES} bytes")
         try:
-            given = json.loads(body[:MAX_BODY_BYTES])
+            given = json.loads(body)
             name, password = str(given["name"]), str(given["password"])
         except (ValueError, KeyError, TypeError):
-            return JSONResponse({"error": "send name and password as JSON"}, 400)
-        if not logins.check(name, password):
-            return JSONResponse({"error": "the name or the password is wrong"}, 401)
-        mine, shared = keyring.for_topic(f"users.{name}")[0], keyring.for_cluster("delays")[-1]
+            return refused(400, "send name and password as JSON")
+        if not await asyncio.to_thread(logins.check, name, password):
+            return refused(401, "the name or the password is wrong")
+        granted = grant(name)
         keys = {
-            "topics": {f"users.{name}": mine.reveal()},
-            "clusters": {"delays": shared.reveal()},
+            "topics": {each: key.reveal() for each, key in granted.topics.items()},
+            "clusters": {each: key.reveal() for each, key in granted.clusters.items()},
         }
-        answer = JSONResponse({**ticket(name), "keys": keys}, headers={"cache-control": "no-store"})
+        answer = JSONResponse({**ticket(name, granted), "keys": keys}, headers=NO_STORE)
         answer.set_cookie(
-            COOKIE, logins.begin(name), max_age=LOGIN_S, secure=True, httponly=True, samesite="strict"
+            COOKIE, logins.begin(name), max_age=LOGIN_S, secure=origin.startswith("https:"), httponly=True, samesite="strict",
         )  # fmt: skip
         return answer
 
     async def renew(request: Request) -> Response:
         name = logins.name(request.cookies.get(COOKIE, ""))
         if name is None or not asked_by(request, origin):
-            return JSONResponse({"error": "log in first"}, 401)
-        return JSONResponse(ticket(name), headers={"cache-control": "no-store"})
+            return refused(401, "log in first")
+        return JSONResponse(ticket(name, grant(name)), headers=NO_STORE)
 
     return Starlette(
         routes=[Route("/login", login, methods=["POST"]), Route("/ticket", renew, methods=["POST"])]
     )
+
+
+def refused(status: int, why: str) -> Response:
+    return JSONResponse({"error": why}, status, headers=NO_STORE)
 
 
 def asked_by(request: Request, origin: str) -> bool:
@@ -139,12 +178,11 @@ def main() -> None:
     parser.add_argument("--origin", required=True, help="of the page, such as https://app.example")
     parser.add_argument("--port", type=int, default=8000)
     given = parser.parse_args()
-    # A real application has its own users and its own passwords.
-    salt, password = os.urandom(16), secrets.token_urlsafe(9)
-    logins = Logins({"alice": (salt, hash_password(password, salt))})
-    print(f"alice may log in with {password}")
+    logins, passwords = Logins.made_up(["alice"])
+    print(f"alice may log in with {passwords['alice']}", flush=True)
     issuer, keyring = Issuer.load(given.issuer), keyfiles.load_keys(os.environ)
-    app = application(logins, issuer, keyring, relay=given.relay, origin=given.origin)
+    grant = partial(users_grant, keyring)
+    app = application(logins, issuer, grant, relay=given.relay, origin=given.origin)
     uvicorn.run(app, host="127.0.0.1", port=given.port, log_level="warning")
 
 

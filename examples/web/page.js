@@ -1,14 +1,12 @@
 // The page of the demo: see demo.py. What comes from other programs is shown with textContent, never as HTML.
 import { connect, RequestError } from "./iris.js";
 
-const BOARD = "flights.>";
 const STREAM = "departures";
 const ROOM = "rooms.lobby";
 const CLUSTER = "delays";
 const LINES = 15;
 
-const password = location.hash.slice(1);
-const name = `guest-${crypto.randomUUID().slice(0, 4)}`;
+const [name, password] = location.hash.slice(1).split(":");
 const find = (id) => document.getElementById(id);
 const show = (id, text) => (find(id).textContent = text);
 
@@ -19,11 +17,21 @@ const counted = {
 };
 globalThis.counted = counted;
 
+async function post(path, body = {}) {
+  const answer = await fetch(path, { method: "POST", body: JSON.stringify(body) });
+  return { ok: answer.ok, ...(await answer.json()) };
+}
+
 async function logIn() {
-  const answer = await fetch("login", { method: "POST", body: `${name} ${password}` });
-  const given = await answer.json();
-  if (!answer.ok) throw new Error(given.error);
+  const given = await post("login", { name, password });
+  if (!given.ok) throw new Error(given.error);
   return given;
+}
+
+/** A new ticket, for the cookie that the login has set. In another tab, somebody else may have logged in since. */
+async function renew() {
+  const given = await post("ticket");
+  return given.name === name ? given : logIn();
 }
 
 function line(id, text, { atTop = false } = {}) {
@@ -35,14 +43,14 @@ function line(id, text, { atTop = false } = {}) {
 }
 
 /** A subscription: what is published while this page is away is missed, and the client reports that. */
-async function followBoard(client) {
+async function followBoard(client, topic) {
   const { board } = counted;
   const onGap = ({ count, cause }) => {
     board.gaps++;
     line("gaps", `${count ?? "an unknown number of"} departures were missed: ${cause}`);
   };
-  for await (const { text, headers } of client.subscribe(BOARD, { onGap })) {
-    // The publisher numbers its departures, so this page can check what the client reports.
+  for await (const { text, headers } of client.subscribe(`${topic}.>`, { onGap })) {
+    // The publisher numbers the departures of each board, so this page can check what the client reports.
     const number = Number(headers.number);
     board.first ??= number;
     board.missed += number - (board.last ?? number - 1) - 1;
@@ -123,6 +131,8 @@ function onSubmit(id, output, act) {
 
 async function run() {
   let given = await logIn();
+  const [board] = Object.keys(given.keys.topics); // the one that this person has a key of
+  show("board-name", board.split(".")[1]);
   const client = await connect({
     relay: given.relay,
     keyring: given.keys,
@@ -130,7 +140,7 @@ async function run() {
     reconnectMaxMs: 2000,
     // Called for every connection, and before a ticket expires.
     ticket: async () => {
-      const { ticket } = given ?? (await logIn());
+      const { ticket } = given ?? (await renew());
       given = null;
       return ticket;
     },
@@ -148,7 +158,7 @@ async function run() {
   setInterval(() => {
     if (client.connected) show("state", `connected as ${name}; this page seals and opens by itself`);
   }, 200);
-  await Promise.all([followBoard(client), followChart(client), followRoom(client)]);
+  await Promise.all([followBoard(client, board), followChart(client), followRoom(client)]);
 }
 
 run().catch((error) => show("state", `${error.name}: ${error.message}`));

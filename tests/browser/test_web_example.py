@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import os
 import re
@@ -17,6 +16,7 @@ from typing import Final
 
 import pytest
 from browser.kit import Pages
+from support.examples import WEB, load
 from support.waiting import PATIENCE_S
 
 from iris.cli.demo.data import find_csv, rows
@@ -24,19 +24,12 @@ from iris.web import server
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-PATH: Final = Path(__file__).parents[2] / "examples" / "web" / "demo.py"
 RATE: Final = 500.0
 
 
 @pytest.fixture(scope="module")
 def example(built: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("web_demo", PATH)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses look for it
-    spec.loader.exec_module(module)
-    return module
+    return load("demo")
 
 
 async def test_a_page_misses_nothing_of_its_streams_and_shows_every_gap_elsewhere(
@@ -44,7 +37,7 @@ async def test_a_page_misses_nothing_of_its_streams_and_shows_every_gap_elsewher
 ) -> None:
     departures = rows(find_csv(), quick=True)
     async with example.running(server.listen("listen", "127.0.0.1:0")) as (demo, client):
-        page = await pages.open(f"{demo.origin}/#{demo.password}")
+        page = await pages.open(demo.address("alice"))
         await page.wait("() => document.querySelector('#state').textContent.startsWith('connected')")  # fmt: skip
         while not await page.tab.evaluate("() => counted.board.received"):
             await demo.publish(client, islice(departures, 1), rate=RATE)
@@ -57,11 +50,11 @@ async def test_a_page_misses_nothing_of_its_streams_and_shows_every_gap_elsewher
         await page.tab.fill("[name=text]", "while the relay was away")
         await page.tab.click("#say button")
         await demo.publish(client, islice(departures, 100), rate=RATE)
-        back = demo.accounts.published
+        back = demo.accounts.boards["EWR"]
         while not await page.tab.evaluate("(back) => counted.board.last >= back", back):
             await demo.publish(client, islice(departures, 1), rate=RATE)
-        published = demo.accounts.published
-        await page.wait("(published) => counted.chart.flights >= published && counted.board.last === published - 1", published)  # fmt: skip
+        published, board_has = demo.accounts.published, demo.accounts.boards["EWR"]
+        await page.wait("([published, boardHas]) => counted.chart.flights >= published && counted.board.last === boardHas - 1", [published, board_has])  # fmt: skip
         await page.wait("() => document.querySelectorAll('#room li').length >= 2")
         await page.tab.click("#ask button")
         await page.wait("() => document.querySelector('#answer').textContent !== ''")
@@ -79,7 +72,7 @@ async def test_a_page_misses_nothing_of_its_streams_and_shows_every_gap_elsewher
     }
     assert [line.partition(": ")[2] for line in room] == ["<b>before</b>", "while the relay was away"]  # fmt: skip
     board = counted["board"]
-    assert board["received"] + board["missed"] == published - board["first"]
+    assert board["received"] + board["missed"] == board_has - board["first"]
     assert 0 < board["gaps"] == shown
     delay = accounts.minutes["UA"] / accounts.carriers["UA"]
     assert answer == f"{accounts.carriers['UA']} departures, {delay:.1f} min late on average"
@@ -89,7 +82,7 @@ async def test_ctrl_c_ends_the_demo_prints_its_accounts_and_leaves_nothing(
     built: str, tmp_path: Path
 ) -> None:
     demo = await asyncio.create_subprocess_exec(
-        sys.executable, PATH, "--port", "0", stdout=PIPE, env={**os.environ, "TMPDIR": str(tmp_path)}
+        sys.executable, WEB / "demo.py", "--port", "0", stdout=PIPE, env={**os.environ, "TMPDIR": str(tmp_path)}
     )  # fmt: skip
     assert demo.stdout is not None
     try:
@@ -102,6 +95,7 @@ async def test_ctrl_c_ends_the_demo_prints_its_accounts_and_leaves_nothing(
             demo.kill()
             await demo.wait()
     assert demo.returncode == 0
-    assert re.search(rb"^open http://127.0.0.1:[0-9]+/#.{20,}$", said, re.MULTILINE)
+    opened = re.findall(rb"^open http://127.0.0.1:[0-9]+/#([a-z]+):.{16,} as \1,", said, re.MULTILINE)  # fmt: skip
+    assert opened == [b"alice", b"bob", b"carol"]
     assert json.loads(rest)["published"] == 0
     assert os.listdir(tmp_path) == []

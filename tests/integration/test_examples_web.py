@@ -1,39 +1,33 @@
-"""The login handler of examples/web gives a page what it needs, and nothing to anybody else."""
+"""The login handler of examples/web and its demo give a page what it needs, and nothing to anybody else."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 from support.browsers import browser
+from support.examples import load
 from support.waiting import until
 
 import iris
 from iris import Keyring
 from iris.crypto.keys import ClusterKey, IssuerKey, NetworkKey
 from iris.crypto.scopes import Scope
+from iris.errors import LocalProtocolError
 from iris.tickets import Issuer
+from iris.web import server
 from relay.config import dev
 from relay.core.issuers import Issuer as Known
 from relay.daemon import Relay
 
-PATH = Path(__file__).parents[2] / "examples" / "web" / "login.py"
 ORIGIN = "https://app.example"
 BASE, SERVICES, BROWSERS = (ClusterKey(bytes(range(at, at + 32))) for at in range(3))
 KEYRING = Keyring({"topic:users.*": (BASE,), "delays": (SERVICES, BROWSERS)})
 SIGNER, NETWORK = IssuerKey(bytes(range(4, 36))), NetworkKey(bytes(range(5, 37)))
-
-
-def example() -> Any:
-    spec = importlib.util.spec_from_file_location("login_example", PATH)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 async def post(app: Any, path: str, body: object = None, **headers: str) -> tuple[int, Any, str]:
@@ -61,7 +55,7 @@ async def post(app: Any, path: str, body: object = None, **headers: str) -> tupl
 async def test_a_person_who_logs_in_gets_a_ticket_and_keys_that_a_relay_accepts(
     tmp_path: Path,
 ) -> None:
-    module = example()
+    module = load("login")
     directory = tmp_path / "run"
     directory.mkdir(0o700)
     wide = Scope({"subscribe": ["users.>"], "publish": ["users.>"], "request": ["delays"]})
@@ -76,13 +70,14 @@ async def test_a_person_who_logs_in_gets_a_ticket_and_keys_that_a_relay_accepts(
         url = relay.web.addresses[0]
         logins = module.Logins({"alice": (b"salt", module.hash_password("secret", b"salt"))})
         app = module.application(
-            logins, Issuer(SIGNER, NETWORK.fingerprint), KEYRING, relay=url, origin=ORIGIN
-        )
+            logins, Issuer(SIGNER, NETWORK.fingerprint), partial(module.users_grant, KEYRING), relay=url, origin=ORIGIN,
+        )  # fmt: skip
         given = {"name": "alice", "password": "secret"}
         assert (await post(app, "/login", given, origin="https://evil.example"))[0] == 403
         assert (await post(app, "/login", {**given, "password": "?"}, origin=ORIGIN))[0] == 401
         assert (await post(app, "/login", {**given, "name": "bob"}, origin=ORIGIN))[0] == 401
         assert (await post(app, "/login", [], origin=ORIGIN))[0] == 400
+        assert (await post(app, "/login", "x" * 5000, origin=ORIGIN))[0] == 413
         assert (await post(app, "/ticket", origin=ORIGIN, cookie="login=made-up"))[0] == 401
         status, answer, cookie = await post(app, "/login", given, origin=ORIGIN)
         assert status == 200
@@ -108,3 +103,40 @@ async def test_a_person_who_logs_in_gets_a_ticket_and_keys_that_a_relay_accepts(
             await until(lambda: got == [b"for you"])
     finally:
         await relay.stop(drain_s=0)
+
+
+async def test_each_board_of_the_demo_has_its_own_key_and_a_page_gets_that_of_its_person() -> None:
+    module = load("demo")
+    async with module.running(server.listen("listen", "127.0.0.1:0")) as (demo, publisher):
+        app = demo.application()
+        answers = {}
+        for name in module.PEOPLE:
+            given = {"name": name, "password": demo.passwords[name]}
+            status, answers[name], _ = await post(app, "/login", given, origin=demo.origin)
+            assert status == 200
+            given["password"] = demo.passwords["alice" if name != "alice" else "bob"]
+            assert (await post(app, "/login", given, origin=demo.origin))[0] == 401
+        boards = {name: answer["keys"]["topics"] for name, answer in answers.items()}
+        assert [list(each) for each in boards.values()] == [["flights.EWR"], ["flights.JFK"], ["flights.LGA"]]  # fmt: skip
+        assert len({key for each in boards.values() for key in each.values()}) == 3
+        # Pages call the cluster under a key that services only open.
+        services, pages = demo.sandbox.keyring.for_cluster("delays")
+        assert {answer["keys"]["clusters"]["delays"] for answer in answers.values()} == {pages.reveal()} != {services.reveal()}  # fmt: skip
+
+        keys = {**boards["alice"], "flights.JFK": boards["bob"]["flights.JFK"]}
+        page = Keyring(
+            {f"topic:{name}": (ClusterKey.parse(key),) for name, key in keys.items()}
+            | {name: (ClusterKey.parse(key),) for name, key in answers["alice"]["keys"]["clusters"].items()}
+        )  # fmt: skip
+        got: list[str] = []
+        async with (
+            browser(demo.relay, page, ticket=answers["alice"]["ticket"], origin=demo.origin) as there,
+            there.subscribe("flights.EWR.>", lambda message: got.append(message.name)),
+        ):  # fmt: skip
+            assert (await there.request("delays", "UA", type=dict[str, int], timeout=20))["flights"] == 0  # fmt: skip
+            with pytest.raises(LocalProtocolError, match="the ticket does not name key"):
+                async with there.subscribe("flights.JFK.>", lambda message: None):
+                    pass
+            for topic in ("flights.JFK.UA", "flights.EWR.UA"):
+                await publisher.publish(topic, b"row")
+            await until(lambda: got == ["flights.EWR.UA"])
