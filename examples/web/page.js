@@ -13,7 +13,7 @@ const show = (id, text) => (find(id).textContent = text);
 /** What this page has counted; the demo's own accounts must agree. */
 const counted = {
   board: { first: null, last: null, received: 0, missed: 0, gaps: 0 },
-  chart: { flights: 0, carriers: {}, minutes: {}, gaps: 0 },
+  chart: { last: null, flights: 0, carriers: {}, minutes: {}, gaps: 0 },
 };
 globalThis.counted = counted;
 
@@ -67,7 +67,8 @@ async function followBoard(client, topic) {
 async function followChart(client) {
   const { chart } = counted;
   const onGap = () => chart.gaps++;
-  for await (const { text } of client.streams.read(STREAM, { start: "first", onGap })) {
+  for await (const { text, offset } of client.streams.read(STREAM, { start: "first", onGap })) {
+    chart.last = offset;
     const cells = text.split(",");
     const carrier = cells[9];
     chart.flights++;

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -34,7 +35,8 @@ class Pages:
         self.expected: tuple[str, ...] = ()
         """Parts of errors that the test causes."""
 
-    async def open(self, url: str, *, width: int = 1280, height: int = 900, dark: bool = False, scale: float = 1) -> Page:  # fmt: skip
+    async def open(self, url: str, *, width: int = 1280, height: int = 900, dark: bool = False, scale: float = 1, instead: Mapping[str, str] | None = None) -> Page:  # fmt: skip
+        """`instead` holds scripts that the page gets in place of the server's: name of the file -> its text."""
         context = await self._browser.new_context(
             viewport={"width": width, "height": height}, color_scheme="dark" if dark else "light",
             device_scale_factor=scale, reduced_motion="reduce",
@@ -46,6 +48,8 @@ class Pages:
         tab.on("pageerror", lambda error: self.errors.append(f"error: {error}"))
         tab.on("console", self._hear)
         tab.on("request", lambda asked: self.errors.append(f"asked: {asked.url}") if asked.url.split("/")[2] != host else None)  # fmt: skip
+        for name, text in (instead or {}).items():
+            await tab.route(f"**/{name}", partial(_give, text))
         await tab.goto(url)
         return Page(tab)
 
@@ -59,6 +63,10 @@ class Pages:
             await context.close()
         errors = [each for each in self.errors if not any(part in each for part in self.expected)]
         assert errors == [], errors
+
+
+async def _give(text: str, route: Any) -> None:
+    await route.fulfill(body=text, content_type="text/javascript")
 
 
 class Page:

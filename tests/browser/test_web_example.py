@@ -12,7 +12,7 @@ from asyncio.subprocess import PIPE
 from itertools import islice
 from pathlib import Path
 from types import ModuleType
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 import pytest
 from browser.kit import Pages
@@ -32,12 +32,53 @@ def example(built: str) -> ModuleType:
     return load("demo")
 
 
-async def test_a_page_misses_nothing_of_its_streams_and_shows_every_gap_elsewhere(
-    example: ModuleType, pages: Pages
-) -> None:
+MISSES: Final = {
+    "chart.last = offset;": "chart.last = offset; if (counted.board.gaps && !globalThis.skipped) { globalThis.skipped = true; continue; }",
+    'line("gaps"': 'void ("gaps"',
+    "board.missed += number": "board.missed = 0 * number",
+}  # fmt: skip
+"""A page that misses a record of the stream after its relay was killed, shows no gap, and does not count what it missed."""
+HIDES: Final = {"client.subscribe(`${topic}.>`, { onGap })": "client.subscribe(`${topic}.>`)"}
+"""A page that does not know of gaps."""
+
+
+class Seen(NamedTuple):
+    """What a page showed after its relay was killed, and what it had to show."""
+
+    counted: dict[str, Any]
+    room: list[str]
+    answer: str
+    gaps_shown: int
+    accounts: Any
+
+    def wrong(self) -> list[str]:
+        """Return what does not agree with the accounts of the demo."""
+        accounts, board = self.accounts, self.counted["board"]
+        chart = {
+            "last": accounts.published - 1,
+            "flights": accounts.published,
+            "carriers": accounts.carriers,
+            "minutes": accounts.minutes,
+            "gaps": 0,
+        }
+        delay = accounts.minutes["UA"] / accounts.carriers["UA"]
+        answer = f"{accounts.carriers['UA']} departures, {delay:.1f} min late on average"
+        texts = [line.partition(": ")[2] for line in self.room]
+        right = {
+            "chart": self.counted["chart"] == chart,
+            "room": texts == ["<b>before</b>", "while the relay was away"],
+            "board": board["received"] + board["missed"] == accounts.boards["EWR"] - board["first"],
+            "gaps": 0 < board["gaps"] == self.gaps_shown,
+            "answer": self.answer == answer,
+        }
+        return [name for name, agrees in right.items() if not agrees]
+
+
+async def through_a_kill(example: ModuleType, pages: Pages, instead: dict[str, str]) -> Seen:
+    """Open a page, publish, kill the relay, publish; return when the page has the last of everything."""
     departures = rows(find_csv(), quick=True)
     async with example.running(server.listen("listen", "127.0.0.1:0")) as (demo, client):
-        page = await pages.open(demo.address("alice"))
+        page = await pages.open(demo.address("alice"), instead=instead)
         await page.wait("() => document.querySelector('#state').textContent.startsWith('connected')")  # fmt: skip
         while not await page.tab.evaluate("() => counted.board.received"):
             await demo.publish(client, islice(departures, 1), rate=RATE)
@@ -50,32 +91,45 @@ async def test_a_page_misses_nothing_of_its_streams_and_shows_every_gap_elsewher
         await page.tab.fill("[name=text]", "while the relay was away")
         await page.tab.click("#say button")
         await demo.publish(client, islice(departures, 100), rate=RATE)
-        back = demo.accounts.boards["EWR"]
+        accounts = demo.accounts
+        back = accounts.boards["EWR"]
         while not await page.tab.evaluate("(back) => counted.board.last >= back", back):
             await demo.publish(client, islice(departures, 1), rate=RATE)
-        published, board_has = demo.accounts.published, demo.accounts.boards["EWR"]
-        await page.wait("([published, boardHas]) => counted.chart.flights >= published && counted.board.last === boardHas - 1", [published, board_has])  # fmt: skip
+        last = [accounts.published - 1, accounts.boards["EWR"] - 1]
+        await page.wait("([chart, board]) => counted.chart.last === chart && counted.board.last === board", last)  # fmt: skip
         await page.wait("() => document.querySelectorAll('#room li').length >= 2")
         await page.tab.click("#ask button")
         await page.wait("() => document.querySelector('#answer').textContent !== ''")
+        return Seen(
+            await page.tab.evaluate("() => counted"),
+            await page.tab.locator("#room li").all_inner_texts(),
+            await page.text("#answer"),
+            await page.tab.locator("#gaps li").count(),
+            accounts,
+        )
 
-        counted = await page.tab.evaluate("() => counted")
-        answer = await page.text("#answer")
-        room = await page.tab.locator("#room li").all_inner_texts()
-        shown = await page.tab.locator("#gaps li").count()
-        accounts = demo.accounts
-    assert counted["chart"] == {
-        "flights": published,
-        "carriers": accounts.carriers,
-        "minutes": accounts.minutes,
-        "gaps": 0,
-    }
-    assert [line.partition(": ")[2] for line in room] == ["<b>before</b>", "while the relay was away"]  # fmt: skip
-    board = counted["board"]
-    assert board["received"] + board["missed"] == board_has - board["first"]
-    assert 0 < board["gaps"] == shown
-    delay = accounts.minutes["UA"] / accounts.carriers["UA"]
-    assert answer == f"{accounts.carriers['UA']} departures, {delay:.1f} min late on average"
+
+async def test_a_page_misses_nothing_of_its_streams_and_shows_every_gap_elsewhere(
+    example: ModuleType, pages: Pages
+) -> None:
+    seen = await through_a_kill(example, pages, {})
+    assert seen.wrong() == [], seen
+
+
+@pytest.mark.parametrize(
+    ("sabotages", "wrong"),
+    [(MISSES, ["chart", "board", "gaps"]), (HIDES, ["gaps"])],
+    ids=["misses", "hides"],
+)
+async def test_a_page_that_misses_a_record_or_hides_a_gap_is_noticed(
+    example: ModuleType, pages: Pages, sabotages: dict[str, str], wrong: list[str]
+) -> None:
+    script = (WEB / "page.js").read_text()
+    for find, put in sabotages.items():
+        assert script.count(find) == 1, find
+        script = script.replace(find, put)
+    seen = await through_a_kill(example, pages, {"page.js": script})
+    assert seen.wrong() == wrong, seen
 
 
 async def test_ctrl_c_ends_the_demo_prints_its_accounts_and_leaves_nothing(
