@@ -14,13 +14,15 @@ if TYPE_CHECKING:
 class Admitted:
     """The ticket of one session."""
 
-    __slots__ = ("checked", "issuer", "names", "ticket", "until_us")
+    __slots__ = ("checked", "epoch_us", "issuer", "names", "surplus", "ticket")
 
-    def __init__(self, ticket: Ticket, issuer: Issuer, until_us: int) -> None:
+    def __init__(self, ticket: Ticket, issuer: Issuer, epoch_us: int) -> None:
         self.ticket = ticket
         self.issuer = issuer
-        self.until_us = until_us
-        """When it expires, by the router's clock."""
+        self.epoch_us = epoch_us
+        """The beginning of 1970 by the router's clock, as the wall clock had it when the ticket was accepted."""
+        self.surplus = False
+        """Whether its subject has more sessions than its issuer allows now, and this is one of the newest."""
         self.checked = 0
         """The reload of issuers and revoked tickets after which it was last checked against them."""
         self.names: dict[tuple[str, bytes], str] = {}
@@ -30,6 +32,15 @@ class Admitted:
     def holder(self) -> tuple[str, str]:
         """(issuer, subject)."""
         return self.issuer.name, self.ticket.subject
+
+    def over(self, now_us: int) -> str:
+        """Return why it is not valid any more at `now_us` of the router's clock, or an empty text."""
+        age_us = now_us - self.epoch_us
+        if age_us >= self.ticket.expires_s * 1_000_000:
+            return "the ticket expired"
+        if age_us >= (self.ticket.issued_s + self.issuer.max_life_s) * 1_000_000:
+            return "the ticket is older than its issuer allows now"
+        return ""
 
     def refusal(
         self, verbs: Sequence[str], name: str, key_ids: Iterable[bytes], proven: Collection[bytes]

@@ -92,8 +92,8 @@ class Admission:
         self._accounts = accounts
         self._clock = clock
         self._stream_names = stream_names
-        self._holders: dict[tuple[str, str], int] = {}
-        """(issuer, subject) -> sessions. It has at most one entry for each session."""
+        self._holders: dict[tuple[str, str], dict[Session, None]] = {}
+        """(issuer, subject) -> sessions, the oldest first. It has no entry without one."""
         self.admitted = 0
         self.renewed = 0
         self.ended: dict[str, int] = {}
@@ -113,24 +113,33 @@ class Admission:
         self._issuers = issuers_by_key(issuers)
         self._reloads += 1
         self.revoked = revoked
+        sessions = [session for held in self._holders.values() for session in held]
+        self._holders.clear()
+        for session in sorted(sessions, key=lambda session: session.number):
+            admitted = session.ticket
+            assert admitted is not None
+            if known := self._issuers.get(admitted.ticket.issuer):
+                admitted.issuer = known[0]  # which may have another name now
+            held = self._holders.setdefault(admitted.holder, {})
+            held[session] = None
+            admitted.surplus = len(held) > admitted.issuer.sessions_per_subject
 
     def ended_by(self, session: Session, now_us: int) -> str:
         """Return why a session that was admitted must end now, or an empty text."""
         admitted = session.ticket
         if admitted is None:
             return ""
-        ticket = admitted.ticket
-        if now_us >= admitted.until_us:
-            return "the ticket expired"
+        if why := admitted.over(now_us):
+            return why
         if admitted.checked == self._reloads:
             return ""
         admitted.checked = self._reloads
-        if self._is_revoked(ticket):
+        if self._is_revoked(admitted.ticket):
             return "the ticket was revoked"
-        known = self._issuers.get(ticket.issuer)
-        if known is None:
+        if admitted.ticket.issuer not in self._issuers:
             return "the ticket's issuer was removed"
-        admitted.issuer = known[0]
+        if admitted.surplus:
+            return "the ticket's issuer allows fewer sessions of a subject now"
         if _lost(session, admitted):
             return "the ticket's issuer may allow less now"
         self._judge_routes(session)
@@ -143,13 +152,13 @@ class Admission:
                 raise TicketRefused(NO_TICKET, "the relay requires one in HELLO")
             return
         admitted = self._accepted(session, text, wall_us)
-        held = self._holders.get(admitted.holder, 0)
-        limit = admitted.issuer.sessions_per_subject
-        if held >= limit:
+        held = self._holders.get(admitted.holder, {})
+        if len(held) >= admitted.issuer.sessions_per_subject:
             raise TicketRefused(
-                TOO_MANY, f"{admitted.ticket.subject!r} has {held} sessions, which is the limit"
+                TOO_MANY,
+                f"{admitted.ticket.subject!r} has {len(held)} sessions, which is the limit",
             )
-        self._holders[admitted.holder] = held + 1
+        self._holders.setdefault(admitted.holder, held)[session] = None
         session.ticket = admitted
         session.user = f"ticket issuer {admitted.issuer.name}"
         self.admitted += 1
@@ -172,6 +181,7 @@ class Admission:
             return "the new ticket was made by another issuer or for another subject"
         if error := _lost(session, admitted):
             return error
+        admitted.surplus = before.surplus
         session.ticket = admitted
         self._judge_routes(session)
         self.renewed += 1
@@ -182,10 +192,9 @@ class Admission:
         admitted, session.ticket = session.ticket, None
         if admitted is None:
             return
-        left = self._holders[admitted.holder] - 1
-        if left:
-            self._holders[admitted.holder] = left
-        else:
+        held = self._holders[admitted.holder]
+        del held[session]
+        if not held:
             del self._holders[admitted.holder]
 
     def refusal(
@@ -261,8 +270,7 @@ class Admission:
         if ticket.origin and ticket.origin != session.origin:
             raise TicketRefused(OTHER_ORIGIN, f"it is for {ticket.origin}")
         # The lease runs on the monotonic clock, so a wall clock that is set neither ends nor prolongs it.
-        until_us = self._clock() + ticket.expires_s * 1_000_000 - wall_us
-        return Admitted(ticket, issuers[ticket.issuer][0], until_us)
+        return Admitted(ticket, issuers[ticket.issuer][0], self._clock() - wall_us)
 
     def _is_revoked(self, ticket: Ticket) -> bool:
         return ticket.id in self.revoked or f"subject {ticket.subject}" in self.revoked

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,73 +13,36 @@ from typing import Any
 import jwt
 import pytest
 from integration.stores import stored, whole
+from integration.web_kit import (
+    HOME,
+    KEY,
+    KEYS,
+    LOGIN,
+    NETWORK,
+    OTHER,
+    SIGNER,
+    STRANGER,
+    WIDE,
+    alice,
+    login,
+    near,
+    service,
+    tickets,
+    url,
+)
+from integration.web_kit import relay as relay
 from support.browsers import Page, browser
 from support.waiting import eventually, until
 
 import iris
 from iris import Keyring
-from iris.crypto.keys import ClusterKey, IssuerKey, NetworkKey, public_id
-from iris.crypto.scopes import Scope
+from iris.crypto.keys import public_id
 from iris.errors import ConfigError, LocalProtocolError, RelayError
 from iris.tickets import Issuer
 from iris.wire import frames
 from relay import issuer_settings
-from relay.config import dev
-from relay.core import issuers
 from relay.daemon import Relay
 from relay.net.web import WebListener
-
-KEY, OTHER = ClusterKey(bytes(range(32))), ClusterKey(bytes(range(1, 33)))
-KEYS = Keyring({"default": (KEY,), "other": (OTHER,)})
-NETWORK = NetworkKey(bytes(range(32)))
-SIGNER = IssuerKey(bytes(range(2, 34)))
-STRANGER = IssuerKey(bytes(range(3, 35)))
-LOGIN = Issuer(SIGNER, NETWORK.fingerprint)
-HOME = "https://app.example"
-WIDE = {
-    "request": ["delays", "other"], "publish": ["chat.>"], "subscribe": ["users.*", "chat.>"],
-    "serve": ["browsers.*"], "push": ["delays"], "broadcast": ["delays"], "read": ["departures"],
-    "members": ["delays"],
-}  # fmt: skip
-
-
-def login(**changes: Any) -> issuers.Issuer:
-    fields: dict[str, Any] = {"sessions_per_subject": 3, **changes}
-    return issuers.Issuer("login", (SIGNER.public_key,), Scope(WIDE), **fields)
-
-
-@pytest.fixture
-async def relay(tmp_path: Path) -> AsyncIterator[Relay]:
-    """A relay that admits browsers with tickets of one issuer."""
-    directory = tmp_path / "run"
-    directory.mkdir(0o700)
-    config = replace(
-        dev(directory / "relay.sock"), listen=("ws://127.0.0.1:0",), origins=(HOME, "https://evil.example"), tickets=True,
-        issuers=(login(),), network_keys=(NETWORK,),
-    )  # fmt: skip
-    made = Relay(config)
-    await made.start()
-    yield made
-    await made.stop(drain_s=0)
-
-
-def url(relay: Relay) -> str:
-    assert relay.web is not None
-    return relay.web.addresses[0]
-
-
-def near(relay: Relay) -> iris.Client:
-    return iris.connect(relay.config.socket_path, keyring=KEYS)
-
-
-def tickets(relay: Relay) -> dict[str, Any]:
-    assert relay.router.admission is not None
-    return relay.router.admission.status()
-
-
-def alice(**changes: Any) -> str:
-    fields: dict[str, Any] = {"allow": WIDE, "life_s": 600, **changes}
-    return LOGIN.issue("alice", **fields)
 
 
 def forged(**changes: Any) -> str:
@@ -154,12 +117,6 @@ async def test_a_ticket_for_one_origin_is_not_accepted_from_another(relay: Relay
         async with Page(url(relay), origin=origin) as page:
             await page.say(frames.Hello(1, 8, mono_us=1, ticket=text))
             assert (await page.closed())[0] == 4003
-
-
-def service(name: str) -> iris.Service:
-    made = iris.Service(name)
-    made.on_request(lambda payload: payload)
-    return made
 
 
 async def test_a_session_does_what_ticket_and_issuer_both_allow_and_nothing_else(
@@ -286,54 +243,6 @@ async def test_a_renewed_ticket_narrows_what_is_sent_and_cannot_take_what_the_se
         assert not admission.renew(port.session, alice(allow={"subscribe": ["users.*"]}), wall_us)
         with pytest.raises(RelayError, match="does not allow request"):
             await there.request("delays", b"2", timeout=20)
-
-
-async def test_revoked_tickets_and_removed_issuers_end_their_sessions_on_reload(
-    relay: Relay, tmp_path: Path
-) -> None:
-    revoked = tmp_path / "revoked.txt"
-    revoked.write_text("# of last week\nlost-phone\nsubject bob\n")
-    async with (
-        Page(url(relay)) as lost, Page(url(relay)) as bob, Page(url(relay)) as stays,
-    ):  # fmt: skip
-        await lost.greet(ticket=alice(id="lost-phone"))
-        await bob.greet(ticket=LOGIN.issue("bob", allow=WIDE, life_s=60))
-        await stays.greet(ticket=alice())
-        relay.reload(replace(relay.config, revoked_tickets=revoked))
-        assert await lost.closed() == await bob.closed() == (4004, "the ticket was revoked")
-        async with Page(url(relay)) as again:
-            await again.say(frames.Hello(1, 8, mono_us=1, ticket=alice(id="lost-phone")))
-            assert (await again.closed())[1] == "ticket revoked"
-        revoked.unlink()
-        relay.reload(relay.config)  # is logged, and the old list stays
-        relay.reload(replace(relay.config, issuers=(replace_key(login()),)))
-        assert await stays.closed() == (4004, "the ticket's issuer was removed")
-
-
-async def test_an_issuer_that_may_allow_less_binds_the_sessions_that_there_are(
-    relay: Relay,
-) -> None:
-    narrow = replace(login(), allow=Scope({"subscribe": ["chat.>"], "publish": ["chat.>"]}))
-    async with (
-        near(relay) as here, browser(url(relay), KEYS, ticket=alice()) as there, here.serve(service("delays")),
-        there.subscribe("chat.a", lambda message: None),
-    ):  # fmt: skip
-        assert await there.request("delays", b"1", timeout=20) == b"1"
-        (session,) = [port.session for port in relay.hub.ports if port.session.web]
-        assert session.ticket is not None
-        relay.reload(replace(relay.config, issuers=(narrow,)))
-        await until(lambda: session.ticket is not None and session.ticket.checked > 1)
-        with pytest.raises(RelayError, match="does not allow request"):
-            await there.request("delays", b"2", timeout=20)
-        relay.reload(
-            replace(relay.config, issuers=(replace(narrow, allow=Scope({"read": ["x"]})),))
-        )
-        await until(lambda: session.ticket is None)
-    assert tickets(relay)["ended"] == {"the ticket's issuer may allow less now": 1}
-
-
-def replace_key(issuer: issuers.Issuer) -> issuers.Issuer:
-    return replace(issuer, public_keys=(STRANGER.public_key,))
 
 
 async def test_a_subject_has_only_so_many_sessions_and_an_issuer_is_a_user(relay: Relay) -> None:

@@ -6,6 +6,7 @@ from proofs.sabotages.sabotage import Sabotage
 
 WEB = ("tests/integration/test_web.py",)
 TICKETS = ("tests/integration/test_web_tickets.py",)
+RELOAD = ("tests/integration/test_web_reload.py",)
 DERIVED = ("tests/integration/test_derived_keys.py", "tests/unit/crypto/test_derived_keys.py")
 
 SABOTAGES = (
@@ -16,9 +17,27 @@ SABOTAGES = (
         "_lost(session, admitted)",
         '""',
         (
-            "tests/integration/test_web_tickets.py::test_an_issuer_that_may_allow_less_binds_the_sessions_that_there_are",
+            "tests/integration/test_web_reload.py::test_an_issuer_that_may_allow_less_binds_the_sessions_that_there_are",
         ),
         "a session keeps what its issuer may not allow any more",
+    ),
+    Sabotage(
+        "ticket-life-narrowed",
+        "relay/core/admitted.py",
+        "Admitted.over",
+        "age_us >= (self.ticket.issued_s + self.issuer.max_life_s) * 1_000_000",
+        "False",
+        RELOAD,
+        "a session outlives what its issuer may allow now",
+    ),
+    Sabotage(
+        "ticket-sessions-narrowed",
+        "relay/core/tickets.py",
+        "Admission.ended_by",
+        "admitted.surplus",
+        "False",
+        RELOAD,
+        "a person keeps more sessions than the issuer may allow now",
     ),
     Sabotage(
         "append-denied-trusted",
@@ -87,9 +106,9 @@ SABOTAGES = (
     ),
     Sabotage(
         "ticket-runs-on",
-        "relay/core/tickets.py",
-        "Admission.ended_by",
-        "now_us >= admitted.until_us",
+        "relay/core/admitted.py",
+        "Admitted.over",
+        "age_us >= self.ticket.expires_s * 1_000_000",
         "False",
         TICKETS,
         "a session goes on when its ticket has expired",
