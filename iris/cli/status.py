@@ -135,10 +135,12 @@ def _print_tables(report: dict[str, Any], before: dict[str, Any]) -> None:
         console.print(line, markup=False)
     for line in (*_slow(report), *_waiting(report), *_over(report), *_queues(report)):
         console.print(f"\n{printable(line)}", markup=False)
+    tickets = report.get("web", {}).get("tickets") or {}
     for what, reasons in (
         ("as links", report.get("links_refused", {})),
         ("as sessions", report.get("sessions_refused", {})),
         ("from browsers", report.get("web", {}).get("refused", {})),
+        ("to browsers by their tickets", tickets.get("denied", {})),
         ("as gateways", gateways.get("refused", {})),
         ("from other sites", report.get("sites_refused", {})),
     ):

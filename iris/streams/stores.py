@@ -53,6 +53,8 @@ LOCATION_S: Final = 10.0
 PAUSE_MIN_S: Final = 0.02
 PAUSE_MAX_S: Final = 1.0
 """Shortest and longest pause between retries of a call."""
+BY_TICKET: Final = "the ticket does not allow "
+"""How the relay's reason begins when the session's ticket does not name a stream."""
 NO_HOLDER: Final = "no store holds it"
 """How a relay's answer begins if no store holds a stream; the reasons of stores that cannot serve may follow."""
 _LIST_HINT: Final = (
@@ -144,6 +146,10 @@ class Stores:
         try:
             got = await waiter
         except NoMembers as err:
+            if err.detail.startswith(
+                BY_TICKET
+            ):  # for which every stream that it does not name is none
+                raise NoStream(shown, err.detail) from err
             why = err.detail.removeprefix(NO_HOLDER)  # which stores cannot serve
             if why in ("", err.detail):
                 why = "" if address == STORES else _hint(shown)

@@ -18,7 +18,7 @@ from iris.errors import DecodeError, PeerProtocolError
 from iris.wire import streams
 from iris.wire.codec import BODY_AT, CAST, HOP
 from iris.wire.frames import Fail, Unrouted
-from iris.wire.kinds import Cause, Kind
+from iris.wire.kinds import NO_KEY, Cause, Kind
 from relay.core.admitted import Admitted
 from relay.core.issuers import Issuer, issuers_by_key
 from relay.core.ports import Accounts
@@ -51,8 +51,9 @@ _OF_STREAMS: Final[dict[type, Sequence[str]]] = {
     streams.Settle: ("consume",),
     streams.DescribeConsumers: ("consume",),
     streams.Append: ("append",),
+    streams.FindStore: ("create",),  # asked before it; there is no such verb
 }
-"""Call to a store -> verbs, one of which must be allowed. Other calls are never allowed by a ticket."""
+"""Call to a store -> verbs, one of which must be allowed. No ticket allows another call."""
 _UUID: Final = re.compile(r"[0-9a-f]{32}")
 _PARTITION: Final = re.compile(r"/[1-9][0-9]*\Z")
 _MARK: Final = 0xC1
@@ -228,8 +229,11 @@ class Admission:
             return ""
         if not streams:
             return self.refusal(session, ("members",), name, key_ids)
+        if key_ids[0] == NO_KEY:
+            return self.refusal(session, ("stores",), name, key_ids)
+        # Not counted: this only finds the stores of a stream, and the call that follows is counted.
         name = self._stream(session.ticket, name, key_ids[0])
-        return self.refusal(session, STREAM_VERBS, name, key_ids)
+        return session.ticket.refusal(STREAM_VERBS, name, key_ids, session.proven)
 
     def guarded(self, table: Sequence[Entry]) -> list[Entry]:
         """Return the table of handlers of sessions' frames, where those that need permission check it first."""
@@ -311,15 +315,16 @@ class Admission:
             if at < end and buf[at] == _MARK:
                 at += _CODE_BYTES
             try:
-                verbs = _OF_STREAMS.get(type(streams.decode_call(buf[at:end])), ())
+                call = streams.decode_call(buf[at:end])
+                verbs = _OF_STREAMS.get(type(call)) or (str(type(call).__struct_config__.tag),)
             except DecodeError:
-                verbs = ()
+                verbs = ("this call",)
             name = self._stream(session.ticket, route.name, route.key_id)
             why = session.ticket.refusal(verbs, name, (route.key_id,), session.proven)
             if not why:
                 handle(session, buf, start, end)
                 return
-            self._count(session, verbs[0] if verbs else "manage", why)
+            self._count(session, "stream" if verbs == STREAM_VERBS else verbs[0], why)
             self._accounts.in_ += 1
             self._accounts.refused += 1
             # A stream that the ticket has nothing to do with is one that does not exist.

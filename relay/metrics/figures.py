@@ -143,6 +143,7 @@ class Labels:
         self.consumers = Names(MAX_CONSUMERS)
         self.causes = Names(MAX_WORDS)
         self.reasons = Names(MAX_WORDS)
+        self.verbs = Names(MAX_WORDS)
         self.rules = Names(MAX_RULES)
 
 
@@ -224,9 +225,7 @@ def _programs(page: Page, report: Mapping[str, Any], labels: Labels) -> None:
         page.set("iris_relay_web_half_open", web["half_open"])
         page.add_all("iris_relay_web_refused_total", web["refused"], labels.reasons)
         tickets = web["tickets"] or {}
-        page.add_all(
-            "iris_relay_web_tickets_denied_total", tickets.get("denied", {}), labels.reasons
-        )
+        page.add_all("iris_relay_web_tickets_denied_total", tickets.get("denied", {}), labels.verbs)
         page.add_all("iris_relay_web_tickets_ended_total", tickets.get("ended", {}), labels.reasons)
 
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jwt
 import pytest
-from integration.stores import stored, whole
+from integration.stores import whole
 from integration.web_kit import (
     HOME,
     KEY,
@@ -24,9 +22,9 @@ from integration.web_kit import (
     STRANGER,
     WIDE,
     alice,
-    login,
     near,
     service,
+    ticketed,
     tickets,
     url,
 )
@@ -42,7 +40,6 @@ from iris.tickets import Issuer
 from iris.wire import frames
 from relay import issuer_settings
 from relay.daemon import Relay
-from relay.net.web import WebListener
 
 
 def forged(**changes: Any) -> str:
@@ -156,39 +153,6 @@ async def test_a_session_does_what_ticket_and_issuer_both_allow_and_nothing_else
     assert relay.router.accounts.report(0)["dropped"]["not allowed by ticket"] == 1
 
 
-async def test_what_a_ticket_does_not_allow_fails_at_once_and_sends_nothing(relay: Relay) -> None:
-    handled: list[bytes] = []
-    secret = iris.Service("secret")
-    for register in (secret.on_push, secret.on_broadcast, secret.on_survey):
-        register(lambda payload: handled.append(payload))
-
-    @secret.on_tunnel
-    async def talk(tunnel: iris.Tunnel) -> None:
-        handled.append(b"tunnel")
-
-    async def survey(there: iris.Client) -> None:
-        async for _ in there.survey("secret", b"?", timeout=600):
-            handled.append(b"answer")
-
-    async def tunnel(there: iris.Client) -> None:
-        async with there.tunnel("secret", timeout=600):
-            handled.append(b"opened")
-
-    async with (
-        near(relay) as here, here.serve(secret), browser(url(relay), KEYS, ticket=alice()) as there,
-        asyncio.timeout(20),
-    ):  # fmt: skip
-        for call in (survey, tunnel):
-            with pytest.raises(RelayError, match="the ticket does not allow") as refused:
-                await call(there)
-            assert not refused.value.may_have_run
-        # These tell only failure, and that through `on_loss`.
-        await there.push("secret", b"push")
-        await there.broadcast("secret", b"broadcast")
-        await eventually(lambda: tickets(relay)["denied"].keys() >= {"push", "broadcast"})
-    assert handled == []
-
-
 async def test_a_ticket_that_names_keys_is_worth_nothing_without_them(relay: Relay) -> None:
     text = alice(keys=[KEY])
     async with near(relay) as here, here.serve(service("delays")), here.serve(service("other")):
@@ -265,42 +229,23 @@ async def test_a_ticket_in_the_address_is_not_read(relay: Relay) -> None:
 
 
 async def test_a_stream_is_read_by_its_name_whatever_the_call_goes_to(tmp_path: Path) -> None:
-    async with stored(tmp_path) as (cluster, client, _):
-        hub = cluster.relay.hub
-        hub.config = replace(
-            hub.config, listen=("ws://127.0.0.1:0",), tickets=True, issuers=(login(),), network_keys=(NETWORK,)
-        )  # fmt: skip
-        listener = WebListener(hub, hub.config)
-        listener.check_tickets(lambda: {NETWORK.fingerprint.hex()})
-        listener.listen(hub.config.web_listen)
-        listener.accept()
-        try:
-            for name in ("departures", "secret"):
-                await client.streams.create(name, partitions=2)
-                for number in range(30):  # so many that both partitions get some
-                    await client.streams.append(name, bytes([number]), key=bytes([number]))
-            text = alice()
-            async with browser(listener.addresses[0], cluster.keyring, ticket=text) as there:
-                got = await whole(there, "departures")
-                assert sorted(message.payload for message in got) == [
-                    bytes([number]) for number in range(30)
-                ]
-                assert {message.partition for message in got} == {0, 1}
-                with pytest.raises(iris.NoStream):
-                    await whole(there, "secret")
-                with pytest.raises(
-                    iris.StreamUnavailable, match="does not allow append"
-                ) as refused:
-                    await there.streams.append("departures", b"5", timeout=3600)
-                assert refused.value.may_have_run  # the relay alone says that it is not stored
-                with pytest.raises(iris.StreamError, match="does not allow this call") as denied:
-                    await there.streams.delete("departures", timeout=600)
-                assert denied.value.may_have_run
-                with pytest.raises(iris.IrisError, match="does not allow"):
-                    async with there.streams.consumer("departures", "board") as consumer:
-                        await anext(aiter(consumer))
-        finally:
-            await listener.close()
+    async with ticketed(tmp_path, WIDE) as (cluster, client, listener):
+        for name in ("departures", "secret"):
+            await client.streams.create(name, partitions=2)
+            for number in range(30):  # so many that both partitions get some
+                await client.streams.append(name, bytes([number]), key=bytes([number]))
+        text = alice()
+        async with browser(listener.addresses[0], cluster.keyring, ticket=text) as there:
+            got = await whole(there, "departures")
+            assert sorted(message.payload for message in got) == [
+                bytes([number]) for number in range(30)
+            ]
+            assert {message.partition for message in got} == {0, 1}
+            with pytest.raises(iris.NoStream, match="does not allow read or consume or append"):
+                await whole(there, "secret")
+            with pytest.raises(iris.StreamUnavailable, match="does not allow append") as refused:
+                await there.streams.append("departures", b"5", timeout=3600)
+            assert refused.value.may_have_run  # the relay alone says that it is not stored
 
 
 def test_the_settings_of_an_issuer_are_checked(tmp_path: Path) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from integration.stores import stored
 
 import iris
 from iris import Keyring
@@ -17,6 +19,7 @@ from iris.tickets import Issuer
 from relay.config import dev
 from relay.core import issuers
 from relay.daemon import Relay
+from relay.net.web import WebListener
 
 KEY, OTHER = ClusterKey(bytes(range(32))), ClusterKey(bytes(range(1, 33)))
 KEYS = Keyring({"default": (KEY,), "other": (OTHER,)})
@@ -75,3 +78,22 @@ def service(name: str) -> iris.Service:
     made = iris.Service(name)
     made.on_request(lambda payload: payload)
     return made
+
+
+@asynccontextmanager
+async def ticketed(directory: Path, allow: Mapping[str, Sequence[str]]) -> AsyncIterator[Any]:
+    """Yield (cluster, client, listener): a cluster with a store, whose browsers need tickets of the issuer."""
+    async with stored(directory) as (cluster, client, _):
+        hub = cluster.relay.hub
+        known = issuers.Issuer("login", (SIGNER.public_key,), Scope(allow))
+        hub.config = replace(
+            hub.config, listen=("ws://127.0.0.1:0",), tickets=True, issuers=(known,), network_keys=(NETWORK,)
+        )  # fmt: skip
+        listener = WebListener(hub, hub.config)
+        listener.check_tickets(lambda: {NETWORK.fingerprint.hex()})
+        listener.listen(hub.config.web_listen)
+        listener.accept()
+        try:
+            yield cluster, client, listener
+        finally:
+            await listener.close()

@@ -18,6 +18,7 @@ interface Pending {
   readonly resolve: (answer: { end: Bytes; body: Bytes }) => void;
   readonly reject: (error: StreamError) => void;
   readonly stream: string;
+  readonly writes: boolean;
 }
 
 /** What an order says of the stream, after its checks. */
@@ -60,6 +61,10 @@ const PLACING_MS = 10_000;
 /** Codes of "refused" that the call did not cause, and that may pass. */
 const PASSING: ReadonlySet<string> = new Set(["leaving", "moved", "disk", "failed", "channel"]);
 
+/** How the relay's reason begins when the session's ticket does not name a stream. */
+const BY_TICKET = "the ticket does not allow ";
+const EXPLAIN_MS = 1000;
+
 export class StoreCalls {
   readonly #session: Session;
   readonly #pending = new Map<bigint, Pending>();
@@ -90,8 +95,9 @@ export class StoreCalls {
     const ran = may_have_run as boolean;
     const text = detail as string;
     if (Number(cause) === Cause.REFUSED && !ran) {
-      // Such as for a ticket that does not allow it: a repeated call is refused, too. No key holder said it.
-      pending.reject(new StreamError(pending.stream, text || "the relay refused it", true));
+      // Such as for a ticket that does not allow it: a repeated call is refused, too. No key holder said it, so what
+      // writes may have run.
+      pending.reject(new StreamError(pending.stream, text || "the relay refused it", pending.writes));
       return;
     }
     pending.reject(Number(cause) === Cause.NO_MEMBERS
@@ -122,12 +128,20 @@ export class StoreCalls {
     const [tag] = uuids;
     if (tag === undefined) {
       if (starting.length) throw new StreamUnavailable(stream, `the stores of ${starting.join(", ")} are starting`);
+      await this.#explain(stream, keys);
       throw new NoStream(stream, "no store has it under your keys");
     }
     const held = found.flatMap(({ key_ids }) => key_ids as Bytes[]);
     const key = keys.find(({ id }) => held.some((other) => equal(other, id)));
     if (!key) throw new NoStream(stream, "no store has it under your keys");
     return this.#open(stream, tag, key, cacheName(stream, uuid, 0));
+  }
+
+  /** Raise NoStream with the relay's reason if the ticket does not name a stream: only the answer to a call says that. */
+  async #explain(stream: string, [key]: readonly ClusterKey[]): Promise<void> {
+    if (!key) return;
+    const error = await this.#bare(stream, stream, key, { op: "describe" }, EXPLAIN_MS).catch((error: unknown) => error);
+    if (error instanceof NoStream && error.detail.startsWith(BY_TICKET)) throw error;
   }
 
   async #partition(stream: string, keys: readonly ClusterKey[], uuid: string, partition: number): Promise<Log> {
@@ -222,7 +236,7 @@ export class StoreCalls {
     const stream = log.definition.name;
     const end = encodeEnd(wallUs(), timeoutMs, 1, 0);
     const { counter, body } = log.channel.call(end, encode(map));
-    const answer = await this.#send(stream, log.uuidHex, log.key, end, body, timeoutMs, signal);
+    const answer = await this.#send(stream, log.uuidHex, log.key, end, body, timeoutMs, signal, map.op === "append");
     if (!hasCode(answer.body)) {
       const bare = this.#decode(stream, answer.body);
       this.forget(log);
@@ -252,7 +266,7 @@ export class StoreCalls {
 
   #send(
     stream: string, name: string, key: ClusterKey, end: Bytes, body: Bytes | Promise<Bytes>, timeoutMs: number,
-    signal?: AbortSignal,
+    signal?: AbortSignal, writes = false,
   ): Promise<{ end: Bytes; body: Bytes }> {
     const session = this.#session;
     return new Promise((resolve, reject) => {
@@ -276,7 +290,7 @@ export class StoreCalls {
       };
       signal?.addEventListener("abort", abort);
       this.#pending.set(hop, {
-        name, keyId: key.id, stream, reject: give,
+        name, keyId: key.id, stream, writes, reject: give,
         resolve: (answer) => {
           stop();
           resolve(answer);

@@ -8,21 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from integration.stores import stored
+from integration.web_kit import LOGIN, NETWORK, SIGNER, ticketed
 from interop.js.kit import KEY, Node, Page, Raised
 
 import iris
-from iris.crypto.keys import IssuerKey, NetworkKey
-from iris.crypto.scopes import Scope
-from iris.tickets import Issuer
+from iris.crypto.scopes import VERBS, Scope
 from relay.config import dev
 from relay.core import issuers
 from relay.daemon import Relay
-from relay.net.web import WebListener
 
-NETWORK = NetworkKey(bytes(range(32)))
-SIGNER = IssuerKey(bytes(range(1, 33)))
-LOGIN = Issuer(SIGNER, NETWORK.fingerprint)
 ALLOW = {"request": ["delays"], "subscribe": ["news.>"]}
 
 
@@ -87,33 +81,57 @@ async def test_a_ticket_is_renewed_before_it_expires(page: Page) -> None:
     assert await page.run("return s.losses") == []
 
 
-async def test_an_append_that_the_ticket_does_not_allow_fails_at_once(
+LONG = "{timeoutMs: 600_000}"
+DENIED = {
+    f"s.client.request('secret', 'x', {LONG})": ("RelayError", "request", "secret", False),
+    f"s.client.push('secret', 'x', {LONG})": (None, "push", "secret", None),
+    f"iterate(s.client.survey('secret', 'x', {LONG}))": ("RelayError", "survey", "secret", False),
+    "s.client.broadcast('secret', 'x')": (None, "broadcast", "secret", None),
+    "s.client.publish('secret.a', 'x')": (None, "publish", "secret.a", None),
+    "s.client.subscribe('secret.a').ready": ("LocalProtocolError", "subscribe", "secret.a", None),
+    "iterate(s.client.subscribe('secret.b'))": ("LocalProtocolError", "subscribe", "secret.b", None),
+    "s.client.serve(new iris.Service('secret').onRequest(() => 1))": ("LocalProtocolError", "serve", "secret", None),
+    f"s.client.tunnel('secret', {LONG})": ("RelayError", "tunnel", "secret", False),
+    "s.client.members('secret', 600_000)": ("LocalProtocolError", "members", "secret", None),
+    "iterate(s.client.streams.read('writable'))": ("StreamError", "read", "writable", False),
+    "s.client.streams.find('writable', 0)": ("StreamError", "read", "writable", False),
+    # Only the relay says that it is not stored.
+    f"s.client.streams.append('readable', 'x', {LONG})": ("StreamUnavailable", "append", "readable", True),
+    "s.client.streams.describe('hidden')": ("NoStream", "read or consume or append", "hidden", False),
+    "iterate(s.client.streams.read('hidden'))": ("NoStream", "read or consume or append", "hidden", False),
+    f"s.client.streams.append('hidden', 'x', {LONG})": ("NoStream", "read or consume or append", "hidden", False),
+}  # fmt: skip
+"""What a ticket that allows to read "readable" and to append to "writable" denies: name of the error (None: it is
+reported to `onLoss`), verb, address, and whether it may have run."""
+
+
+async def test_every_verb_that_a_ticket_denies_fails_at_once_with_its_name(
     node: Node, tmp_path: Path
 ) -> None:
-    allow = {"read": ["departures"]}
-    login = issuers.Issuer("login", (SIGNER.public_key,), Scope(allow))
-    async with stored(tmp_path) as (cluster, client, _):
-        hub = cluster.relay.hub
-        hub.config = replace(
-            hub.config, listen=("ws://127.0.0.1:0",), tickets=True, issuers=(login,), network_keys=(NETWORK,)
-        )  # fmt: skip
-        listener = WebListener(hub, hub.config)
-        listener.check_tickets(lambda: {NETWORK.fingerprint.hex()})
-        listener.listen(hub.config.web_listen)
-        listener.accept()
+    async with ticketed(tmp_path, {verb: [">"] for verb in VERBS}) as (cluster, client, listener):
         page = node.page(listener.addresses[0])
+        key = cluster.keyring.for_cluster("readable")[0].reveal()
         try:
-            await client.streams.create("departures")
-            key = cluster.keyring.for_cluster("departures")[0].reveal()
-            ticket = LOGIN.issue("alice", allow=allow, life_s=600)
+            for name in ("readable", "writable", "hidden"):
+                await client.streams.create(name)
+                await client.streams.append(name, "1")
+            ticket = LOGIN.issue("alice", allow={"read": ["readable"], "append": ["writable"]}, life_s=600)  # fmt: skip
             await page.connect(f"ticket: {ticket!r}, keyring: {{default: {key!r}}}")
-            with pytest.raises(Raised, match="does not allow append") as raised:
-                await page.run(
-                    "await s.client.streams.append('departures', 'x', {timeoutMs: 3_600_000})"
-                )
-            assert raised.value.name == "StreamUnavailable"
-            # Only the relay says that it is not stored.
-            assert raised.value.fields["mayHaveRun"] is True
+            await page.run("s.iterate = async (items) => { for await (const _ of items); }")
+            for call, (error, verb, address, may_have_run) in DENIED.items():
+                why = f"the ticket does not allow {verb} for '{address}'"
+                code = f"const {{iterate}} = s; await {call};"
+                if error is None:
+                    await page.run(f"{code} await until(() => s.losses.length);")
+                    (lost,) = await page.run("return s.losses.splice(0)")
+                    assert (lost["name"], lost["count"], lost["cause"]) == (address, 1, why)
+                    continue
+                with pytest.raises(Raised) as raised:
+                    await page.run(code)
+                assert (raised.value.name, raised.value.fields.get("mayHaveRun")) == (error, may_have_run), call  # fmt: skip
+                assert why in raised.value.fields["message"], call
+            await page.run("for await (const {text} of s.client.streams.read('readable', {start: 'first'})) { s.got = text; break; }")  # fmt: skip
+            assert await page.run("return s.got") == "1"
+            assert await page.run("return s.client.streams.append('writable', '2')") == 1
         finally:
             await page.close()
-            await listener.close()

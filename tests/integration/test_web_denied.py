@@ -1,0 +1,168 @@
+"""What a ticket does not allow fails at once, names the verb and the address, is counted, and sends nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from integration.stores import whole
+from integration.web_kit import alice, service, ticketed
+from support.browsers import browser
+from support.waiting import PATIENCE_S
+
+import iris
+from iris.cli.status import _print_tables
+from iris.crypto.scopes import VERBS
+from iris.errors import LocalProtocolError, RelayError
+from iris.metrics.page import Page as MetricPage
+from relay.metrics.figures import SPECS, Labels, fill
+
+LONG_S = 600.0
+"""Timeout of every call: what fails at once does not wait for it."""
+ALLOW = {"read": ["readable"], "append": ["writable"]}
+ALL = {verb: [">"] for verb in VERBS}
+"""What the issuer may allow."""
+
+
+async def survey(there: iris.Client) -> None:
+    async for _ in there.survey("secret", b"?", timeout=LONG_S):
+        pass
+
+
+async def tunnel(there: iris.Client) -> None:
+    async with there.tunnel("secret", timeout=LONG_S):
+        pass
+
+
+async def subscribe(there: iris.Client) -> None:
+    async with there.subscribe("secret.a", lambda message: None):
+        pass
+
+
+async def serve(there: iris.Client) -> None:
+    async with there.serve(service("secret")):
+        pass
+
+
+def consume(stream: str) -> Callable[[iris.Client], Awaitable[object]]:
+    async def work(there: iris.Client) -> None:
+        async with there.streams.consumer(stream, "board") as consumer:
+            await anext(aiter(consumer))
+
+    return work
+
+
+class Denied(NamedTuple):
+    """A call that the ticket does not allow. `error` None: it is reported to `on_loss` instead."""
+
+    call: Callable[[iris.Client], Awaitable[object]]
+    error: type[Exception] | None
+    verb: str
+    address: str
+    may_have_run: bool | None = None
+    counted: str = ""
+    """Verb under which it is counted, if that is another one."""
+
+
+TABLE = {
+    "request": Denied(lambda c: c.request("secret", b"?", timeout=LONG_S), RelayError, "request", "secret", False),
+    "push": Denied(lambda c: c.push("secret", b"?"), None, "push", "secret"),
+    "survey": Denied(survey, RelayError, "survey", "secret", False),
+    "broadcast": Denied(lambda c: c.broadcast("secret", b"?"), None, "broadcast", "secret"),
+    "publish": Denied(lambda c: c.publish("secret.a", b"?"), None, "publish", "secret.a"),
+    "subscribe": Denied(subscribe, LocalProtocolError, "subscribe", "secret.a"),
+    "serve": Denied(serve, LocalProtocolError, "serve", "secret"),
+    "tunnel": Denied(tunnel, RelayError, "tunnel", "secret", False),
+    "members": Denied(lambda c: c.members("secret"), LocalProtocolError, "members", "secret"),
+    "read": Denied(lambda c: whole(c, "writable"), iris.StreamError, "read", "writable", False),
+    "fetch": Denied(lambda c: c.streams.fetch("writable", 0, timeout=LONG_S), iris.StreamError, "read", "writable", False),
+    "find": Denied(lambda c: c.streams.find("writable", datetime(2026, 1, 1, tzinfo=UTC), timeout=LONG_S), iris.StreamError, "read", "writable", False),
+    # Only the relay says that it was not stored, so it may have been.
+    "append": Denied(lambda c: c.streams.append("readable", b"x", timeout=LONG_S), iris.StreamUnavailable, "append", "readable", True),
+    "consume": Denied(consume("readable"), iris.StreamError, "consume", "readable", False),
+    "consumers": Denied(lambda c: c.streams.consumers("readable", timeout=LONG_S), iris.StreamError, "consume", "readable", False),
+    "delete-consumer": Denied(
+        lambda c: c.streams.delete_consumer("readable", "board", timeout=LONG_S), iris.StreamError, "delete-consumer", "readable", True
+    ),
+    "change": Denied(lambda c: c.streams.change("writable", max_bytes=1 << 20, timeout=LONG_S), iris.StreamError, "change", "writable", True),
+    "delete": Denied(lambda c: c.streams.delete("writable", timeout=LONG_S), iris.StreamError, "delete", "writable", True),
+    "create": Denied(lambda c: c.streams.create("new", timeout=LONG_S), iris.StreamError, "create", "stores", None),
+    **{
+        f"{what} of a stream that the ticket does not name": Denied(call, iris.NoStream, "read or consume or append", "hidden", False, "stream")
+        for what, call in {
+            "describe": lambda c: c.streams.describe("hidden", timeout=LONG_S),
+            "read": lambda c: whole(c, "hidden"),
+            "append": lambda c: c.streams.append("hidden", b"x", timeout=LONG_S),
+            "consume": consume("hidden"),
+            "delete": lambda c: c.streams.delete("hidden", timeout=LONG_S),
+        }.items()
+    },
+}  # fmt: skip
+
+
+async def test_every_verb_that_a_ticket_denies_fails_at_once_with_its_name_and_is_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    handled: list[bytes] = []
+    secret = service("secret")
+    for register in (secret.on_push, secret.on_broadcast, secret.on_survey):
+        register(lambda payload: handled.append(payload))
+
+    @secret.on_tunnel
+    async def talk(tunnel: iris.Tunnel) -> None:
+        handled.append(b"tunnel")
+
+    async with ticketed(tmp_path, ALL) as (cluster, client, listener), client.serve(secret):
+        for name in ("readable", "writable", "hidden"):
+            await client.streams.create(name)
+            await client.streams.append(name, b"1")
+        text = alice(allow=ALLOW)
+        async with browser(listener.addresses[0], cluster.keyring, ticket=text) as there:
+            losses: list[iris.Lost] = []
+            there.on_loss = losses.append
+            counted: dict[str, int] = {}
+            for name, denied in TABLE.items():
+                why = f"the ticket does not allow {denied.verb} for '{denied.address}'"
+                async with asyncio.timeout(PATIENCE_S):
+                    if denied.error is None:
+                        await denied.call(there)
+                        await there.flush(timeout=LONG_S)
+                        (lost,) = losses
+                        assert (lost.name, lost.count, lost.cause) == (denied.address, 1, why), name
+                        losses.clear()
+                    else:
+                        with pytest.raises(denied.error) as raised:
+                            await denied.call(there)
+                        assert type(raised.value) is denied.error, name
+                        assert why in str(raised.value), name
+                        if denied.may_have_run is not None:
+                            assert raised.value.may_have_run is denied.may_have_run, name
+                found = dict(cluster.relay.router.admission.status()["denied"])
+                verb = denied.counted or denied.verb
+                grown = {each for each in found if found[each] != counted.get(each)}
+                # Before a stream is created, its client looks whether it exists.
+                assert grown - ({"stream"} if name == "create" else set()) == {verb}, name
+                counted = found
+            assert await there.streams.list() == []
+            assert [m.payload for m in await whole(there, "readable")] == [b"1"]
+            assert await there.streams.append("writable", b"2") == 1
+        report = await client.status()
+        queues = {"bytes": 0, "limit_bytes": 9, "full": 0, "shed": 0}
+        users = {"held": 0, "limit": 9, "refused": 0}
+        report.update(
+            web=listener.status(), queues=queues, users=users, protocol_errors=0, turned_away=0
+        )
+    assert handled == []
+    assert counted.keys() >= set(VERBS)
+    page = MetricPage(SPECS)
+    fill(page, report, Labels(), "1")
+    (family,) = [each for each in page.families() if each.name == "iris_relay_web_tickets_denied"]
+    counted["stores"] = 1  # for the list above
+    assert {each.labels["verb"]: each.value for each in family.samples} == counted
+    _print_tables(report, {})
+    said = " ".join(capsys.readouterr().out.split())
+    assert "refused to browsers by their tickets: 1 request, 1 push," in said
