@@ -31,13 +31,17 @@ from typing import Any, Final
 
 import harness
 import uvloop
+from certificates import make_certificates
 from harness import BENCH, BenchError, IrisRelay, Result, Role, Roles
 from websessions import SIZE, SPARE_DESCRIPTORS, TOPIC, Shared, allow_descriptors
 
 RESULTS: Final = BENCH / "results"
 SYSTEMS: Final = ("iris", "socketio", "nats")
+TLS: Final = "iris-wss"
+"""Iris over wss://, on request: a session's TLS costs the relay memory."""
 NAMES: Final = {
     "iris": "Iris, sealed",
+    TLS: "Iris, sealed, over TLS",
     "socketio": "python-socketio with Redis",
     "nats": "NATS",
 }
@@ -168,6 +172,8 @@ class Server:
     publishers: Result
     env: dict[str, str] | None = None
     key: str = ""
+    ca: str = ""
+    """Path of the certificate of the authority that signed the server's; "": without TLS."""
 
 
 def free_port() -> int:
@@ -190,15 +196,20 @@ def listening(role: Role, port: int) -> None:
 
 def serve(system: str, roles: Roles, sessions: int) -> Server:
     """Start the servers of a system."""
-    if system == "iris":
+    if system in ("iris", TLS):
         config = roles.directory / "relay.toml"
         config.write_text(f"max_sessions = {2 * sessions + 100}\n")
-        relay = IrisRelay(roles, ["--listen", "ws://127.0.0.1:0", "--config", str(config)])
+        listen, ca = ["--listen", "ws://127.0.0.1:0"], ""
+        if system == TLS:
+            made = make_certificates(roles.directory)
+            listen = ["--listen", "wss://127.0.0.1:0", "--wss-cert", str(made.cert), "--wss-key", str(made.key)]  # fmt: skip
+            ca = str(made.ca)
+        relay = IrisRelay(roles, [*listen, "--config", str(config)])
         (url,) = relay.logged("web.listening")["addresses"]
         from iris.keyfiles import load_keys
 
         (key,) = load_keys(relay.env).for_topic(TOPIC)
-        return Server(url, relay.role.process.pid, {}, relay.env, key.reveal())
+        return Server(url, relay.role.process.pid, {}, relay.env, key.reveal(), ca)
     port, other = free_port(), free_port()
     if system == "nats":
         config = roles.directory / "nats.conf"
@@ -239,7 +250,7 @@ def opened(
         server = serve(system, roles, sessions)
         before = resident_bytes(server.pid)
         shared = Shared.create(roles.directory / "shared")
-        share = {"system": system, "url": server.url, "shared": str(shared), "limit_s": CELL_S, "key": server.key}  # fmt: skip
+        share = {"system": system, "url": server.url, "shared": str(shared), "limit_s": CELL_S, "key": server.key, "ca": server.ca}  # fmt: skip
         held = []
         for slot in range(PROCESSES):
             count = sessions // PROCESSES + (slot < sessions % PROCESSES)
@@ -366,7 +377,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one round, 2,000 idle sessions")
     parser.add_argument("--rounds", type=int, default=0, help="3, or 1 with --quick")
     parser.add_argument("--seconds", type=float, default=4.0, help="of publishing as fast as it goes")  # fmt: skip
-    parser.add_argument("--only", default="", help=f"of {', '.join(SYSTEMS)}")
+    parser.add_argument("--only", default="", help=f"of {', '.join(SYSTEMS)}, {TLS}")
     parser.add_argument("--cells", default="", help=f"of {', '.join(CELLS)}, or with other counts")
     parser.add_argument("--output", type=Path, default=RESULTS, help="directory of the results")
     parser.add_argument("--role", help=argparse.SUPPRESS)
@@ -375,7 +386,7 @@ def main() -> None:
         harness.report("publisher", uvloop.run(publish(json.loads(args.role))))
         return
     cells = chosen("--cells", args.cells, ("idle-2000", *CELLS[1:]) if args.quick else CELLS)
-    systems = chosen("--only", args.only, SYSTEMS)
+    systems = chosen("--only", args.only, (*SYSTEMS, TLS)) if args.only else list(SYSTEMS)
     try:
         allow_descriptors(max(int(cell.partition("-")[2]) for cell in cells) + SPARE_DESCRIPTORS)
     except ValueError as error:

@@ -13,6 +13,7 @@ import asyncio
 import json
 import mmap
 import signal
+import ssl
 import struct
 import sys
 import time
@@ -253,12 +254,13 @@ async def hold(given: Result) -> Result:
         counter.delays_ns = []
     made = session_of(given, counter)
     uri = parse_uri(given["url"])
+    tls = ssl.create_default_context(cafile=given["ca"]) if given["ca"] else None
     sessions: list[Session] = []
     room = asyncio.Semaphore(OPENING)
 
     async def open_one() -> None:
         async with room, asyncio.timeout(given["limit_s"]):
-            _, session = await loop.create_connection(made, uri.host, uri.port)
+            _, session = await loop.create_connection(made, uri.host, uri.port, ssl=tls)
             sessions.append(session)
             await session.opened
 

@@ -16,7 +16,7 @@ import socket
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from iris import keyfiles
 from iris.crypto.keys import NetworkKey
@@ -32,7 +32,6 @@ from relay.discovery import DEFAULT_PORT, Discovery
 from relay.discovery.adverts import announced
 from relay.discovery.interfaces import scan
 from relay.discovery.seeds import SeedDiscovery
-from relay.discovery.zeroconf import MulticastDiscovery
 from relay.logs import configure
 from relay.membercount import MemberCount
 from relay.metrics.supervisor import MetricsSupervisor
@@ -52,6 +51,9 @@ from relay.settings import load_config
 from relay.startup import StartupGate
 from relay.stopping import Stopping
 from relay.supervisor import StoreSupervisor, check_data
+
+if TYPE_CHECKING:
+    from relay.discovery.zeroconf import MulticastDiscovery
 
 log = logging.getLogger(__name__)
 
@@ -140,6 +142,7 @@ class Relay:
             self.gateways = GatewayHub(self.driver, config)
         self._hubs: list[Hub] = [hub for hub in (self.links, self.gateways) if hub is not None]
         self._discoveries: dict[str, Discovery] = {}
+        self._multicast: MulticastDiscovery | None = None
         self._sighted: set[object] = set()
         self._store: StoreSupervisor | None = None
         if config.data is not None:
@@ -296,9 +299,8 @@ class Relay:
         self.links.reload(keys)
         if self.remote is not None:
             self.remote.keys_changed()
-        for discovery in self._discoveries.values():
-            if isinstance(discovery, MulticastDiscovery):
-                discovery.set_networks(self.links.fingerprints)
+        if self._multicast is not None:
+            self._multicast.set_networks(self.links.fingerprints)
 
     def reload(self, config: RelayConfig) -> None:
         """Apply the changes of `config` to the settings in `LIVE`, and log which changes need a restart."""
@@ -346,7 +348,11 @@ class Relay:
         if len(chosen) < len(config.bind):
             self._task(self._look(links, chosen), "iris-addresses")
         if config.mdns:
-            self._discoveries["mdns"] = MulticastDiscovery(
+            from relay.discovery.zeroconf import (
+                MulticastDiscovery,
+            )  # 3 MB, which other relays do without
+
+            self._discoveries["mdns"] = self._multicast = MulticastDiscovery(
                 self.router.relay_id,
                 links.fingerprints,
                 links.port,
