@@ -49,7 +49,10 @@ CREATED: Final = (
 AWAY: Final = "the bucket did not take the whole stream, so the stream stays on the disk; try again when the bucket answers"
 
 
-DISPLACED: Final = "the stream was moved by force to another store, or is about to be, so it cannot join the bucket"
+DISPLACED: Final = (
+    "an order moves the stream by force to another store, so this one cannot join the bucket; repeat that order if it "
+    "failed, and use the new stream"
+)
 
 
 class Draft:
