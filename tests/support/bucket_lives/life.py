@@ -165,8 +165,10 @@ class Life(World):
         there = records(stream.log)
         self.counts["reopened after a kill"] += 1
         had = [one for one in had if one[0] >= first]
-        if uuid in self.released and there == had[: len(there)]:
-            # Made again, because the journals that it moved through were read in another order.
+        kept = [one for one in there if not had or one[0] >= had[0][0]]
+        if uuid in self.released and kept == had[: len(kept)]:
+            # Made again, because the journals that it moved through were read in another order. The bucket has neither
+            # the last records nor the last removals of the disk.
             self.counts["redo given up"] += 1
         elif there[: len(had)] != had:
             self.breaks(f"store {number} had {had[-3:]} on its disk and has {there[-3:]} after its restart")  # fmt: skip
