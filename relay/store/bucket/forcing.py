@@ -34,7 +34,7 @@ from relay.store.bucket.forced import ForcedList
 from relay.store.bucket.joined import prevent
 from relay.store.bucket.lost import Lost, LostLogs
 from relay.store.bucket.objects import BucketError, Objects
-from relay.store.bucket.remaking import remake, remake_dead
+from relay.store.bucket.remaking import make_dead, remake, remake_dead
 from relay.store.bucket.sealing import Forced, ObjectDamaged, Sealer
 from relay.store.database import write_beside
 from relay.store.errors import LogDamaged, LogError, Refuse
@@ -422,14 +422,20 @@ class Forcing:
         if source.uuid not in paths:
             raise Refuse("leaving", "the copy was replaced while it was read; try again")
         stored, cause = _encode(made), "" if mirror else CAUSE
-        torn = await asyncio.to_thread(
-            remake, paths[source.uuid], uuid, stored, cause, self._wall_us()
-        )
+        now_us = self._wall_us()
+        remade = await asyncio.to_thread(remake, paths[source.uuid], uuid, stored, cause, now_us)
         parts = {uuid: (paths[source.uuid], stored)}
-        if dead in paths:
-            stored = _encode(DefinitionFile(parent=uuid))
-            await asyncio.to_thread(remake_dead, paths[dead], its_dead, stored, uuid, torn)
-            parts = {its_dead: (paths[dead], stored), **parts}  # no stream is there without them
+        stored = _encode(DefinitionFile(parent=uuid))
+        its_path = paths.get(dead)
+        if its_path is not None:
+            await asyncio.to_thread(
+                remake_dead, its_path, its_dead, stored, uuid, remade.torn, cause, now_us
+            )
+        elif cause and remade.has_consumers:
+            its_path = self._directory / its_dead.hex()
+            await asyncio.to_thread(make_dead, its_path, its_dead, stored, cause, now_us)
+        if its_path is not None:
+            parts = {its_dead: (its_path, stored), **parts}  # no stream is there without them
         return parts
 
     async def _read_copies(self, only: Collection[bytes]) -> dict[bytes, Path]:

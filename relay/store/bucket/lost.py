@@ -59,8 +59,8 @@ class LostLogs:
 
     async def read(self, key_ids: Collection[bytes] = ()) -> None:
         """Find out which copies there are, for somebody who has these keys. Raises BucketError, ObjectDamaged."""
-        await self._forced.read()
         self._copies = await self._outlines.read(key_ids)
+        await self._forced.read()  # afterwards, so it has every log that has a copy
 
     @property
     def copies(self) -> Iterable[Outline]:
@@ -77,7 +77,7 @@ class LostLogs:
         Raises BucketError, ObjectDamaged.
         """
         found = []
-        for uuid in self._copies:
+        for uuid in self._copies:  # nothing is awaited meanwhile: the list of forced moves may grow
             try:
                 lost = self.head(uuid)
                 charter = lost.charter if lost is not None else None
@@ -86,12 +86,12 @@ class LostLogs:
                 continue
             if lost is None or charter is None or charter.definition.name != name:
                 continue
-            if charter.orders.keys() & set(key_ids) and not await self.has_joined(lost.uuid):
+            if charter.orders.keys() & set(key_ids):
                 orders = [signed for _, signed in charter.orders.values()]
                 found.append(
                     LostStream(lost.uuid, orders, lost.store, lost.label, lost.source.next)
                 )
-        return found
+        return [one for one in found if not await self.has_joined(one.uuid)]
 
     def head(self, uuid: bytes) -> Lost | None:
         """Return the log that the copy of `uuid` may be made to next; None if another copy is newer.

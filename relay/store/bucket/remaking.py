@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from msgspec import structs
 
@@ -19,9 +19,16 @@ from relay.store.records import KEY, Entry, Record, decode, encode_record
 PART_BYTES: Final = 1 << 20
 
 
-def remake(path: Path, uuid: bytes, definition: bytes, cause: str, now_us: int) -> int | None:
-    """Make the database at `path`, which is the copy of a log, a log with this uuid and definition file; return from
-    which offset on messages are missing, or None if none is.
+class Remade(NamedTuple):
+    """A log that was made of a copy."""
+
+    torn: int | None
+    """From which offset on messages are missing; None if none is."""
+    has_consumers: bool
+
+
+def remake(path: Path, uuid: bytes, definition: bytes, cause: str, now_us: int) -> Remade:
+    """Make the database at `path`, which is the copy of a log, a log with this uuid and definition file.
 
     It ends with a gap of unknown count with this cause; if `cause` is empty, there is none. A copy of another stream
     needs none: its source has what is missing.
@@ -33,18 +40,17 @@ def remake(path: Path, uuid: bytes, definition: bytes, cause: str, now_us: int) 
     finally:
         database.close()
     with Log.open(str(path)) as log:
-        if not cause:
-            return None
-        torn = log.next
-        log.tear(cause, now_us)
-        return torn
+        torn = log.next if cause else None
+        if cause:
+            log.tear(cause, now_us)
+        return Remade(torn, bool(log.cursors.names()))
 
 
 def remake_dead(
-    path: Path, uuid: bytes, definition: bytes, parent: bytes, torn: int | None
-) -> None:
+    path: Path, uuid: bytes, definition: bytes, parent: bytes, torn: int | None, cause: str, now_us: int
+) -> None:  # fmt: skip
     """Make the database at `path`, which is the copy of a log of dead letters, one of the stream `parent`, which has no
-    messages of the lost log from offset `torn` on.
+    messages of the lost log from offset `torn` on. It ends with a gap as that of `remake`.
 
     Raises LogError, OSError.
     """
@@ -54,7 +60,18 @@ def remake_dead(
         _rename(database, uuid, definition)
     finally:
         database.close()
-    Log.open(str(path)).close()
+    with Log.open(str(path)) as log:
+        if cause:
+            log.tear(cause, now_us)
+
+
+def make_dead(path: Path, uuid: bytes, definition: bytes, cause: str, now_us: int) -> None:
+    """Make a log of dead letters at `path` that has nothing but such a gap: no copy of the lost one was whole.
+
+    Raises LogError, OSError.
+    """
+    with Log.create(str(path), uuid=uuid, definition=definition, created_us=now_us) as log:
+        log.tear(cause, now_us)
 
 
 def _rename(database: Database, uuid: bytes, definition: bytes) -> None:

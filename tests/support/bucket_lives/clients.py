@@ -358,8 +358,12 @@ class Redriver(Client):
             if not isinstance(answer, streams.Fetched):
                 return {}
             for item in answer.items:
-                if isinstance(item, streams.Record):
-                    found[item.offset] = decode_dead(item.body).offset
+                if body_of(item).startswith(GAP):
+                    self._history.lost_letters.add(self.stream)
+                elif isinstance(item, streams.Record):
+                    letter = decode_dead(item.body)
+                    if letter.uuid == self.plan.uuid:  # others are of messages that are lost
+                        found[item.offset] = letter.offset
             at = answer.next
             if at >= answer.high_water:
                 return found

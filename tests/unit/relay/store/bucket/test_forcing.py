@@ -97,8 +97,9 @@ async def test_the_new_log_has_what_the_copy_has_then_a_gap_and_goes_on(
     with maker.open(MADE) as log:
         assert log.append([entry(8, 8), entry(9)], 3) == [Duplicate(7, 8), Stored(8, 9)]
     with maker.open(dead_uuid(MADE)) as dead:
-        (letter,) = bodies(dead)
+        letter, gap = bodies(dead)
         assert decode_dead(letter) == DeadLetter(MADE, 3, "billing", 1, "broken")
+        assert (gap.first, gap.count, gap.cause) == (1, None, CAUSE)
 
 
 async def test_a_dead_letter_of_a_message_that_is_lost_does_not_name_one_that_comes_later(
@@ -111,7 +112,28 @@ async def test_a_dead_letter_of_a_message_that_is_lost_does_not_name_one_that_co
     with maker.open(MADE) as log:
         assert log.append([entry(7, 7)], 2) == [Stored(6, 7)]
     with maker.open(dead_uuid(MADE)) as dead:
-        assert [(one.uuid, one.offset) for one in map(decode_dead, bodies(dead))] == [(MADE, 3), (UUID, 6)]  # fmt: skip
+        letters = map(decode_dead, bodies(dead)[:-1])
+        assert [(one.uuid, one.offset) for one in letters] == [(MADE, 3), (UUID, 6)]
+
+
+@pytest.mark.parametrize("consumed", [True, False])
+async def test_dead_letters_of_which_there_is_no_copy_are_reported_if_there_may_be_some(
+    objects: Directory, tmp_path: Path, consumed: bool
+) -> None:
+    with new_log(tmp_path / "log", UUID, ORDERS) as log:
+        log.append([entry(0)], 1)
+        if consumed:
+            log.cursors.put("billing", b"state")
+        await copy_to(objects, tmp_path / "copies", log)
+        log.copy_to(None)
+    maker = Maker(objects, tmp_path)
+    (found,) = await maker.find()
+    await maker.force(maker.wish(found, MADE))
+    assert (maker.streams / dead_uuid(MADE).hex()).exists() is consumed
+    if consumed:
+        with maker.open(dead_uuid(MADE)) as dead:
+            (gap,) = bodies(dead)
+            assert (gap.count, gap.cause) == (None, CAUSE)
 
 
 async def test_a_copy_of_another_stream_has_no_gap_because_its_source_has_the_rest(
