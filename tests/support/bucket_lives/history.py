@@ -116,7 +116,7 @@ class History:
     redriven: set[tuple[str, str]] = field(default_factory=set)
     """(stream, consumer) of which dead letters were delivered again: its position may go back."""
     lost_letters: set[str] = field(default_factory=set)
-    """Streams whose dead letters end with a gap, somewhere: of messages that a lost log had settled, some are missing."""
+    """Streams whose dead letters have a gap: some of messages that a lost log had settled may be missing."""
     letters: dict[tuple[str, str], set[int]] = field(default_factory=dict)
     """(stream, consumer) -> offsets of the messages that are dead letters at the end."""
     replaced: dict[str, Replaced] = field(default_factory=dict)
