@@ -143,6 +143,9 @@ class LogMachine(RuleBasedStateMachine):
             gone = self.kept.pop(0)
             messages -= self.live(gone)
             self.oldest = gone.next
+        # A full segment is removed whole, with the holes at its end.
+        while self.kept and self.kept[0].reason is not None and self.oldest < self.log.oldest:
+            self.oldest = self.kept.pop(0).next
 
     @rule(age=st.integers(0, 8))
     def keep_young(self, age: int) -> None:
