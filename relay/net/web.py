@@ -77,6 +77,7 @@ class WebListener:
         """Connections whose session has not greeted, the oldest first -> the task that attaches them."""
         self._connections: set[WebConnection] = set()
         self._quiet = Quiet()
+        self._networks: Callable[[], Collection[str]] = tuple
 
     @property
     def half_open_limit(self) -> int:
@@ -88,13 +89,17 @@ class WebListener:
 
         Raises ConfigError: the list of revoked tickets cannot be read.
         """
+        self._networks = networks
+        config = self._hub.config
+        if config.tickets or config.issuers:
+            self._admit(config)
+
+    def _admit(self, config: RelayConfig) -> None:
         from iris.crypto.tickets import read_ticket
 
-        config, router = self._hub.config, self._hub.router
-        if not config.tickets and not config.issuers:
-            return
+        router = self._hub.router
         admission = Admission(
-            read_ticket, issuers=config.issuers, revoked=load_revoked(config.revoked_tickets), networks=networks,
+            read_ticket, issuers=config.issuers, revoked=load_revoked(config.revoked_tickets), networks=self._networks,
             required=config.tickets, accounts=router.accounts, clock=lambda: router.now_us, stream_names=router.stream_names,
         )  # fmt: skip
         admission.on_denied = self._denied
@@ -167,13 +172,15 @@ class WebListener:
         """
         self._origins = config.origins
         admission = self._hub.router.admission
-        if admission is not None:
-            revoked = admission.revoked
-            try:
-                revoked = load_revoked(config.revoked_tickets)
-            except ConfigError as err:
-                log.error("web.revoked_unreadable", extra={"fields": {"error": str(err)}})
-            admission.reload(config.issuers, revoked)
+        try:
+            if admission is not None:
+                admission.reload(config.issuers, load_revoked(config.revoked_tickets))
+            elif config.issuers:
+                self._admit(config)
+        except ConfigError as err:
+            log.error("web.revoked_unreadable", extra={"fields": {"error": str(err)}})
+            if admission is not None:
+                admission.reload(config.issuers, admission.revoked)
         if self._tls is None or config.wss_cert is None:
             return
         try:

@@ -11,6 +11,7 @@ import pytest
 from integration.web_kit import (
     KEYS,
     LOGIN,
+    NETWORK,
     STRANGER,
     WIDE,
     alice,
@@ -27,6 +28,7 @@ from support.waiting import until
 from iris.crypto.scopes import Scope
 from iris.errors import RelayError
 from iris.wire import frames
+from relay.config import dev
 from relay.core import issuers
 from relay.daemon import Relay
 
@@ -161,3 +163,25 @@ async def test_an_issuer_that_gets_another_name_keeps_its_sessions(relay: Relay)
         assert tickets(relay)["subjects"] == 1
     await until(lambda: not relay.hub.ports)
     assert tickets(relay)["subjects"] == 0
+
+
+async def test_a_relay_that_starts_without_issuers_obeys_those_that_are_added_later(
+    tmp_path: Path,
+) -> None:
+    directory = tmp_path / "run"
+    directory.mkdir(0o700)
+    relay = Relay(replace(dev(directory / "relay.sock"), listen=("ws://127.0.0.1:0",), network_keys=(NETWORK,)))  # fmt: skip
+    await relay.start()
+    try:
+        async with browser(url(relay), KEYS) as before:
+            relay.reload(replace(relay.config, issuers=(login(),)))
+            async with (
+                near(relay) as here, here.serve(service("delays")), here.serve(service("hidden")),
+                browser(url(relay), KEYS, ticket=alice()) as there,
+            ):  # fmt: skip
+                assert await there.request("delays", b"1", timeout=20) == b"1"
+                with pytest.raises(RelayError, match="does not allow request"):
+                    await there.request("hidden", b"1", timeout=20)
+                assert await before.request("hidden", b"1", timeout=20) == b"1"
+    finally:
+        await relay.stop(drain_s=0)
