@@ -298,9 +298,10 @@ def drop_copies(
 ) -> None:  # fmt: skip
     """Delete from a bucket the copies of a store that is gone for good.
 
-    Without JOURNAL, lists the copies of all stores. A copy is needed until its stream was moved by
-    force and the new log has a copy of its own. If one is needed, nothing is deleted without --yes,
-    and the exit code is 1. A store that runs uploads its streams again if you drop its copies.
+    Without JOURNAL, lists the copies of all stores. A copy is needed until its stream has joined the
+    bucket, or was moved by force and the new log has a copy of its own. If one is needed, nothing is
+    deleted without --yes, and the exit code is 1. A store that runs uploads its streams again if you
+    drop its copies.
 
     \b
     Examples:

@@ -12,7 +12,7 @@ from relay.store.bucket.checking import Check, Report
 from relay.store.bucket.dropping import CopiesOf, Dropping
 from relay.store.bucket.history import registrations
 from relay.store.bucket.objects import Objects, open_bucket
-from relay.store.bucket.sealing import Sealer
+from relay.store.bucket.sealing import COPIES, JOURNALS, Sealer
 from relay.store.bucket.shelf import DIRECTORY
 from relay.store.directory import DirectoryBusy, locked
 from relay.store.process import GROUP_FILE
@@ -44,8 +44,10 @@ async def drop_copies(
     objects, sealer = _opened(directory, url, key_file)
     drops = Dropping(objects, sealer)
     await drops.read()
-    if not drops.found and not await registrations(objects, sealer):
-        raise ConfigError(UNUSED.format(url))
+    if not drops.found:
+        both = [await registrations(objects, sealer, folder=each) for each in (JOURNALS, COPIES)]
+        if not any(both):
+            raise ConfigError(UNUSED.format(url))
     if not journal:
         return drops.found, False
     one = drops.named(journal)
