@@ -105,7 +105,7 @@ def run(count: int, seed: int) -> Proof:
         "messages delivered to workers": f"{total['delivered']:,}, {total['delivered again']:,} of them again; {total['confirmed positions']:,} positions confirmed, none went back",
         "moves of streams": f"{total['moves asked for']:,} asked for, {total['moves that took place']:,} decided, {total['moves that did not']:,} decided against; {total['strikes']:,} times one of the two stores was struck, and {total['fences during a move']:,} journals were taken meanwhile",
         "joins of streams of disks": f"{total['joins asked for']:,} asked for, {total['joins that took place']:,} decided, {total['joins that did not']:,} decided against",
-        "moves by force": f"{total['moves by force asked for']:,} asked for, {total['moves by force']:,} made another log of a copy; {total['streams lost with their disk']:,} streams had no copy, because they were about to join",
+        "moves by force": f"{total['moves by force asked for']:,} asked for, {total['moves by force']:,} made another log of a copy; {total['streams lost with their disk']:,} streams were lost before they had a copy",
     }
     proof.figures |= {
         f"lives with {what}": f"{lives[count_of] / count:.0%}, {total[count_of]:,} times"
