@@ -348,9 +348,8 @@ class Relay:
         if len(chosen) < len(config.bind):
             self._task(self._look(links, chosen), "iris-addresses")
         if config.mdns:
-            from relay.discovery.zeroconf import (
-                MulticastDiscovery,
-            )  # 3 MB, which other relays do without
+            # It takes 3 MB, which other relays do without.
+            from relay.discovery.zeroconf import MulticastDiscovery
 
             self._discoveries["mdns"] = self._multicast = MulticastDiscovery(
                 self.router.relay_id,

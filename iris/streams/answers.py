@@ -28,13 +28,11 @@ def checked(answer: object, wanted: type[T], shown: str) -> T:
     if isinstance(answer, wanted):
         return answer
     if isinstance(answer, Refused):
-        if (
-            answer.code == "disk"
-        ):  # the write may turn out to be on disk later, unless it was never tried
+        if answer.code == "disk":
+            # The write may turn out to be on disk later, unless it was never tried.
             raise StreamUnavailable(shown, answer.detail, may_have_run=not answer.sure)
-        if (
-            answer.code == "moved"
-        ):  # it may be in the bucket, where the stream's next store finds it
+        if answer.code == "moved":
+            # It may be in the bucket, where the stream's next store finds it.
             moved = StreamUnavailable(shown, answer.detail, may_have_run=True)
             moved.passing = True
             raise moved

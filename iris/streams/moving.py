@@ -114,9 +114,8 @@ def chosen(to: str, there: list[StoreInfo], holder: bytes = b"") -> StoreInfo:
     if not named and len(to) >= 4:
         named = [one for one in there if public_id(one.key).hex().startswith(to.lower())]
     if len(named) > 1:
-        both = [one for one in named if one.key != holder]
-        ids = " or ".join(public_id(one.key).hex()[:8] for one in both)
-        raise ConfigError(f"to: {to!r} means {len(named)} stores of the bucket; name the other store by its id, {ids}" if holder else f"to: {to!r} means {len(named)} stores of the bucket; name the store by its id: {ids}")  # fmt: skip
+        ids = " or ".join(public_id(one.key).hex()[:8] for one in named if one.key != holder)
+        raise ConfigError(f"to: {to!r} means {len(named)} stores of the bucket; name the one that you mean by its id: {ids}")  # fmt: skip
     if not named:
         raise ConfigError(f"to: no store of {bucket} is called {to!r}; {advice}")
     if named[0].key == holder:

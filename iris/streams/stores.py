@@ -146,9 +146,8 @@ class Stores:
         try:
             got = await waiter
         except NoMembers as err:
-            if err.detail.startswith(
-                BY_TICKET
-            ):  # for which every stream that it does not name is none
+            # For a session with a ticket there are no other streams than those that the ticket names.
+            if err.detail.startswith(BY_TICKET):
                 raise NoStream(shown, err.detail) from err
             why = err.detail.removeprefix(NO_HOLDER)  # which stores cannot serve
             if why in ("", err.detail):

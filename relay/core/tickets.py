@@ -51,7 +51,9 @@ _OF_STREAMS: Final[dict[type, Sequence[str]]] = {
     streams.Settle: ("consume",),
     streams.DescribeConsumers: ("consume",),
     streams.Append: ("append",),
-    streams.FindStore: ("create",),  # asked before it; there is no such verb
+    streams.FindStore: (
+        "create",
+    ),  # a client asks this before it creates a stream, which no ticket allows
 }
 """Call to a store -> verbs, one of which must be allowed. No ticket allows another call."""
 _UUID: Final = re.compile(r"[0-9a-f]{32}")

@@ -151,7 +151,7 @@ async def test_a_store_that_cannot_be_moved_to_is_refused_with_those_that_can(
                 await client.streams.move("orders", to="nowhere")
             with pytest.raises(
                 ConfigError,
-                match=f"'{host}' means 2 stores of the bucket; name the other store by its id, {id_of(group, 3 - at)[:8]}",
+                match=f"'{host}' means 2 stores of the bucket; name the one that you mean by its id: {id_of(group, 3 - at)[:8]}",
             ):
                 await client.streams.move("orders", to=host)
             with pytest.raises(StreamError, match="on the disk of the store"):

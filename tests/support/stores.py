@@ -23,7 +23,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -282,7 +282,7 @@ def lossy(
 
 
 @contextlib.contextmanager
-def small_disk(directory: Path, size_mb: int) -> Iterable[Path]:  # type: ignore[misc]  # a generator
+def small_disk(directory: Path, size_mb: int) -> Iterator[Path]:
     """Mount a file system of `size_mb` in memory. Raises PermissionError if that is not allowed."""
     directory.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={size_mb}m", "iris-test", str(directory)]

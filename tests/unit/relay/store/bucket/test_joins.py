@@ -415,7 +415,9 @@ async def following(world: World) -> None:
 
 
 async def force(world: World, directory: Path) -> bytes | Refuse | None:
-    """Make another log of the copy of the stream, as a third store; return None if there is no copy that counts."""
+    """Restore the stream from its copy, as a third store. Return the new log's uuid, the refusal, or None without a
+    copy that counts.
+    """
     maker = Maker(View(world.objects), directory, 3, group=GROUP)
     found = await maker.find(key=OWNER)
     if not found:
