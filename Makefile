@@ -19,6 +19,8 @@ EXAMPLES_STAMP := $(VENV)/.installed-examples
 DOCS_STAMP := $(VENV)/.installed-docs
 JS := clients/js
 JS_STAMP := $(JS)/node_modules/.installed
+AZURE := tests/azure
+AZURE_STAMP := $(AZURE)/node_modules/.installed
 BENCH_VENV := .venv-bench
 BENCH_STAMP := $(BENCH_VENV)/.installed
 DIST_VENV := .venv-dist
@@ -57,7 +59,7 @@ types: $(DOCS_STAMP) $(JS_STAMP)
 	nice $(BIN)/pyright --pythonpath $(BIN)/python
 	$(JS)/node node_modules/typescript/bin/tsc --noEmit
 
-unit: $(DOCS_STAMP) $(JS_STAMP)
+unit: $(DOCS_STAMP) $(JS_STAMP) $(AZURE_STAMP)
 	@tests/spark/java install
 	tests/run $(BIN)/pytest
 
@@ -136,6 +138,11 @@ $(JS_STAMP): $(STAMP) $(addprefix $(JS)/,package.json package-lock.json .npmrc)
 	@$(JS)/node npm ci --loglevel=error
 	@touch $@
 
+# Azure Blob Storage as Azurite plays it, for the tests of buckets.
+$(AZURE_STAMP): $(STAMP) $(addprefix $(AZURE)/,package.json package-lock.json .npmrc)
+	@$(JS)/node npm ci --prefix $(CURDIR)/$(AZURE) --loglevel=error
+	@touch $@
+
 $(DIST_STAMP): requirements/build.txt requirements/dist.txt
 	@$(PYTHON) -m venv $(DIST_VENV)
 	@$(DIST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/build.txt -r requirements/dist.txt
@@ -156,5 +163,5 @@ lock:
 	@$(PYTHON) requirements/lock.py
 
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) $(DIST_VENV) $(JS)/node_modules $(JS)/dist build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(BENCH_VENV) $(DIST_VENV) $(JS)/node_modules $(JS)/dist $(AZURE)/node_modules build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find iris relay tests bench examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -39,7 +39,7 @@ class Group:
         self.url = url or f"file://{self.bucket}"
         self.key = GroupKey(os.urandom(32))
         self.rig = Rig(directory)
-        self._environ = environ
+        self.environ = environ
         self._stores: dict[int, subprocess.Popen[bytes]] = {}
 
     def __enter__(self) -> Self:
@@ -79,7 +79,7 @@ class Group:
         with (self.directory / f"store{number}.log").open("ab") as log:
             self._stores[number] = warm.Popen(
                 command,
-                env={**self.rig.environ, **self._environ},
+                env={**self.rig.environ, **self.environ},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -155,7 +155,8 @@ async def check(group: Group, number: int, *more: str) -> tuple[int, Any]:
     command = [
         sys.executable, "-m", "relay.store", "check", str(group.data(number)), "--bucket", group.url, "--json", *more,
     ]  # fmt: skip
-    done = await asyncio.to_thread(warm.run, command, timeout=PATIENCE_S, env=group.rig.environ)
+    environ = {**group.rig.environ, **group.environ}
+    done = await asyncio.to_thread(warm.run, command, timeout=PATIENCE_S, env=environ)
     return done.returncode, json.loads(done.stdout) if done.stdout else done.stderr.decode()
 
 

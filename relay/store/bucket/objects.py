@@ -33,7 +33,12 @@ _WHERE: Final = re.compile(r"(https?://[^/\s]+)/\S*")
 _DENIED: Final = re.compile(
     r"status code: 40[13]\b|necessary privileges|not authenticated|Unauthenticated", re.I
 )
-_PAST_THE_END: Final = re.compile(r"status code: 416\b")
+_PAST_THE_END: Final = re.compile(r"status code: 416\b|Wanted range starting at")
+"""A range that begins where the object ends, or later: the service refuses it, or obstore misses its bytes."""
+_XML: Final = re.compile(r"<(?:\?xml|Error)\b.*", re.DOTALL)
+_SAID: Final = re.compile(r"<(?:Code|Message)>([^<\n]{1,200})")
+"""What a service says of an error, in XML."""
+_NO_BUCKET: Final = re.compile(r"<Code>(?:NoSuchBucket|ContainerNotFound)<")
 _CAUSE: Final = re.compile(r'(?:message|error): "([^"]{1,200})"')
 """The system's words in obstore's debug output, such as "Connection refused"."""
 
@@ -187,12 +192,22 @@ class Cloud:
 
     async def create(self, key: str, data: bytes) -> bool:
         import obstore
-        from obstore.exceptions import AlreadyExistsError
+        from obstore.exceptions import AlreadyExistsError, PreconditionError
 
         try:
             await obstore.put_async(self._store, key, data, mode="create", use_multipart=False)
-        except AlreadyExistsError:
-            return False
+        except (
+            AlreadyExistsError,
+            PreconditionError,
+        ) as err:  # the latter for Azure, in older versions of obstore
+            # S3 also refuses a create if it meets another request for the object, and nothing was created then. obstore
+            # reports that alike: https://docs.aws.amazon.com/AmazonS3/latest/userguide/conditional-writes.html
+            if await self.exists(key):
+                return False
+            raise BucketError(
+                f"bucket {self.url}: {key}: the service did not create it, because it met another request for it; "
+                "it can be repeated"
+            ) from err
         except Exception as err:  # obstore raises OSError, TimeoutError and its own, by service
             raise self._failed(key, err) from err
         return True
@@ -203,7 +218,8 @@ class Cloud:
         try:
             found = await obstore.get_async(self._store, key)
             return bytes(await found.bytes_async())
-        except FileNotFoundError:
+        except FileNotFoundError as err:
+            self._check_bucket(key, err)
             return None
         except Exception as err:
             raise self._failed(key, err) from err
@@ -215,7 +231,8 @@ class Cloud:
             return b"" if await self.exists(key) else None
         try:
             return bytes(await obstore.get_range_async(self._store, key, start=start, end=end))
-        except FileNotFoundError:
+        except FileNotFoundError as err:
+            self._check_bucket(key, err)
             return None
         except Exception as err:
             if _PAST_THE_END.search(str(err)):
@@ -223,24 +240,22 @@ class Cloud:
             raise self._failed(key, err) from err
 
     async def exists(self, key: str) -> bool:
-        import obstore
-
-        try:
-            await obstore.head_async(self._store, key)
-        except FileNotFoundError:
-            return False
-        except Exception as err:
-            raise self._failed(key, err) from err
-        return True
+        # Not by HEAD: its answer has no body, so it does not tell whether the object is missing or the whole bucket.
+        return await self.get_range(key, 0, 1) is not None
 
     async def delete(self, key: str) -> None:
         import obstore
 
         try:
             await obstore.delete_async(self._store, key)
-        except FileNotFoundError:
-            return
+        except FileNotFoundError as err:
+            self._check_bucket(key, err)
         except Exception as err:
+            raise self._failed(key, err) from err
+
+    def _check_bucket(self, key: str, err: FileNotFoundError) -> None:
+        """Raise BucketError if the whole bucket is missing, not only the object."""
+        if _NO_BUCKET.search(str(err)):
             raise self._failed(key, err) from err
 
     def _failed(self, key: str, err: Exception) -> BucketError:
@@ -248,14 +263,15 @@ class Cloud:
 
 
 def error_line(err: Exception) -> str:
-    """Return what an error of obstore says, in one line: its first, and the system's words from the rest.
+    """Return what an error of obstore says, in one line: its first, and the system's words from its debug output.
 
-    The rest of its text is debug output.
+    Of an answer in XML, only the code and the message are kept.
     """
-    first, _, debug = str(err).strip().partition("\n")
-    denied = _DENIED.search(first) is not None
-    line = _WHERE.sub(r"\1", _TOOK.sub("", first))[:300] or type(err).__name__
-    if denied:
+    text, _, debug = str(err).strip().partition("\n\nDebug source:")
+    said = ": ".join(_SAID.findall(text))
+    first = _XML.sub(said, text, count=1).partition("\n")[0].rstrip(": ")
+    line = _WHERE.sub(r"\1", _TOOK.sub("", first))[:400] or type(err).__name__
+    if _DENIED.search(first):
         return f"{line}; check the credentials of this store, and what they may do in the bucket"
     causes = _CAUSE.findall(debug)
     return f"{line} ({causes[-1]})" if causes and causes[-1] not in line else line
@@ -264,8 +280,7 @@ def error_line(err: Exception) -> str:
 def open_bucket(url: str) -> Objects:
     """Return the bucket at `url`, for example `s3://name/prefix` or `file:///shared/iris`.
 
-    Credentials come from where each service's own tools take them: the environment, a role of the
-    machine, or a profile. The service is not called yet.
+    Credentials come from the environment, or from the role of the machine. The service is not called yet.
 
     Raises:
         ConfigError: the URL names no bucket, or `obstore` is not installed.

@@ -157,11 +157,17 @@ def test_an_error_of_a_service_is_one_line_with_the_system_s_words() -> None:
         "Generic S3 error: Error performing GET http://127.0.0.1:9 - HTTP error: error sending request (Connection refused)"
     )
     assert error_line(TimeoutError()) == "TimeoutError"
-    denied = f"Generic S3 error: Error performing PUT http://127.0.0.1:9/{'b/' * 100}x in 1ms - Server returned non-2xx status code: 403 Forbidden: <Error/>"
-    assert error_line(OSError(denied)) == (
-        "Generic S3 error: Error performing PUT http://127.0.0.1:9 - Server returned non-2xx status code: 403 Forbidden: "
-        "<Error/>; check the credentials of this store, and what they may do in the bucket"
-    )
+    denied = f"Generic S3 error: Error performing PUT http://127.0.0.1:9/{'b/' * 100}x in 1ms - Server returned non-2xx status code: 403 Forbidden: "
+    for said, kept in (
+        ("", ""),
+        ("<Error/>", ""),
+        ('<?xml version="1.0"?>\n<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>', ": AccessDenied: Access Denied"),
+        ("<Error>\n  <Code>AuthorizationFailure</Code>\n  <Message>Not allowed\nTime: 1</Message>\n</Error>\n\nDebug source:\nx", ": AuthorizationFailure: Not allowed"),
+    ):  # fmt: skip
+        assert error_line(OSError(denied + said)) == (
+            "Generic S3 error: Error performing PUT http://127.0.0.1:9 - Server returned non-2xx status code: 403 Forbidden"
+            f"{kept}; check the credentials of this store, and what they may do in the bucket"
+        )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Streams in a bucket of S3, through the real protocol: requests are lost, late, cut and refused."""
+"""Streams in a bucket of a service, through its real protocol. Those of S3 are lost, late, cut and refused."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.buckets import Group, append_all, numbered, whole
+from support.azure import Azurite
+from support.buckets import Group, append_all, check, numbered, whole
+from support.gcs import CloudStorage
 from support.lossy_s3 import Fault, Service, harm, never
 
 import iris
@@ -53,10 +55,12 @@ class Load:
         return self.offsets
 
 
-async def test_what_was_acknowledged_is_read_from_s3_by_another_store(
-    tmp_path: Path, service: Service
+@pytest.mark.parametrize("kind", ["s3", "azure", "gcs"])
+async def test_what_was_acknowledged_is_read_from_the_bucket_by_another_store(
+    tmp_path: Path, kind: str
 ) -> None:
-    with Group(tmp_path, service.url, **service.environ) as group:
+    bucket = {"s3": Service, "azure": Azurite, "gcs": lambda: CloudStorage(tmp_path)}[kind]()
+    with bucket, Group(tmp_path, bucket.url, **bucket.environ) as group:
         group.start(1)
         group.start(2)
         async with group.rig.client() as client:
@@ -72,6 +76,7 @@ async def test_what_was_acknowledged_is_read_from_s3_by_another_store(
             assert sorted(await load.all()) == list(range(len(messages)))
             assert await group.holder(client, "orders") == 3 - first
             assert sorted(await whole(client, "orders")) == sorted(messages)
+            assert (await check(group, 3 - first))[0] == 0
 
 
 @pytest.mark.parametrize("fault", ["lost", "cut", "late", "slow", "refused"])
