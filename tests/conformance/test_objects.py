@@ -12,8 +12,9 @@ import pytest
 from obstore.exceptions import PreconditionError
 from support.azure import Azurite
 from support.gcs import CloudStorage
-from support.lossy_s3 import Service, never
+from support.lossy_s3 import LATE_S, Service, never
 
+from relay.store.bucket import objects
 from relay.store.bucket.objects import BucketError, Objects, open_bucket, probe
 
 pytestmark = pytest.mark.timeout(60)
@@ -149,6 +150,29 @@ async def test_a_create_that_met_another_request_is_an_error_and_not_an_object_t
         assert await bucket.create("journal/a", DATA)
         service.faults = lambda method, path: "refused" if method == "PUT" else ""
         assert not await bucket.create("journal/a", b"another")
+
+
+async def test_a_large_object_may_take_longer_and_a_service_that_is_silent_is_an_error(
+    services: dict[str, Running], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s3 = services["s3"]
+    assert isinstance(s3, Service)
+    bucket = opened(f"{s3.url}/slow", s3.environ, monkeypatch)
+    monkeypatch.setattr(objects, "TIMEOUT_S", LATE_S / 10)
+    monkeypatch.setattr(objects, "LEAST_RATE", 1)
+    s3.faults = lambda method, path: "slow"
+    try:
+        for call in (
+            bucket.create("journal/a", b""),
+            bucket.get("journal/b"),
+            bucket.delete("journal/b"),
+        ):
+            with pytest.raises(BucketError, match=r"journal/.: no answer within 0 s"):
+                await call
+        assert await bucket.create("journal/b", DATA)
+        assert await bucket.get_range("journal/b", 0, 50) == DATA[:50]
+    finally:
+        s3.faults = never
 
 
 async def test_a_condition_that_failed_is_an_object_that_exists(

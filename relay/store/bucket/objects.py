@@ -11,7 +11,7 @@ import contextlib
 import os
 import re
 import secrets
-from collections.abc import Coroutine, Iterable, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 from urllib.parse import unquote, urlsplit
@@ -24,7 +24,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-TIMEOUT: Final = "30s"
+TIMEOUT_S: Final = 30.0
+"""How long a service may take to answer, and no time at all to send."""
+LEAST_RATE: Final = 128 << 10
+"""Bytes per second that a service is expected to take or to send at least: a large object gets more time."""
+MOST_S: Final = 3600
+"""More than any request may take: obstore's own limit, which does not know how large an object is."""
 SCHEMES: Final = ("s3", "gs", "az", "file")
 _TOOK: Final = re.compile(r" in [0-9.]+[nµm]?s\b")
 """The time that a request took, in texts of obstore: an error that is the same should read the same."""
@@ -195,12 +200,10 @@ class Cloud:
         from obstore.exceptions import AlreadyExistsError, PreconditionError
 
         try:
-            await obstore.put_async(self._store, key, data, mode="create", use_multipart=False)
-        except (
-            AlreadyExistsError,
-            PreconditionError,
-        ) as err:  # the latter for Azure, in older versions of obstore
-            # S3 also refuses a create if it meets another request for the object, and nothing was created then. obstore
+            async with _time_for(len(data)):
+                await obstore.put_async(self._store, key, data, mode="create", use_multipart=False)
+        except (AlreadyExistsError, PreconditionError) as err:
+            # The latter is what older versions of obstore raise for Azure. S3 also refuses a create if it meets another request for the object, and nothing was created then. obstore
             # reports that alike: https://docs.aws.amazon.com/AmazonS3/latest/userguide/conditional-writes.html
             if await self.exists(key):
                 return False
@@ -216,8 +219,10 @@ class Cloud:
         import obstore
 
         try:
-            found = await obstore.get_async(self._store, key)
-            return bytes(await found.bytes_async())
+            async with _time_for(0):
+                found = await obstore.get_async(self._store, key)
+            async with _time_for(found.meta["size"]):
+                return bytes(await found.bytes_async())
         except FileNotFoundError as err:
             self._check_bucket(key, err)
             return None
@@ -230,7 +235,8 @@ class Cloud:
         if start >= end:  # which obstore refuses
             return b"" if await self.exists(key) else None
         try:
-            return bytes(await obstore.get_range_async(self._store, key, start=start, end=end))
+            async with _time_for(end - start):
+                return bytes(await obstore.get_range_async(self._store, key, start=start, end=end))
         except FileNotFoundError as err:
             self._check_bucket(key, err)
             return None
@@ -247,7 +253,8 @@ class Cloud:
         import obstore
 
         try:
-            await obstore.delete_async(self._store, key)
+            async with _time_for(0):
+                await obstore.delete_async(self._store, key)
         except FileNotFoundError as err:
             self._check_bucket(key, err)
         except Exception as err:
@@ -260,6 +267,19 @@ class Cloud:
 
     def _failed(self, key: str, err: Exception) -> BucketError:
         return BucketError(f"bucket {self.url}: {key}: {error_line(err)}")
+
+
+@contextlib.asynccontextmanager
+async def _time_for(size: int) -> AsyncIterator[None]:
+    """Bound a request that sends or gets `size` bytes. Raises TimeoutError."""
+    seconds = TIMEOUT_S + size / LEAST_RATE
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            yield
+    except TimeoutError as err:
+        if limit.expired():
+            raise TimeoutError(f"no answer within {seconds:.0f} s") from err
+        raise
 
 
 def error_line(err: Exception) -> str:
@@ -313,7 +333,7 @@ def open_bucket(url: str) -> Objects:
             "bucket: object storage requires obstore; install it with: pip install 'iris-messaging[bucket]'"
         ) from err
     try:
-        options = {"timeout": TIMEOUT, "allow_http": True}
+        options = {"timeout": f"{MOST_S}s", "allow_http": True}
         # Retries are ours: obstore would repeat a create whose answer was lost, and call it refused.
         store = from_url(url, client_options=options, retry_config={"max_retries": 0})  # type: ignore[call-overload]  # for each service alike
     except Exception as err:
