@@ -203,8 +203,9 @@ class Cloud:
             async with _time_for(len(data)):
                 await obstore.put_async(self._store, key, data, mode="create", use_multipart=False)
         except (AlreadyExistsError, PreconditionError) as err:
-            # The latter is what older versions of obstore raise for Azure. S3 also refuses a create if it meets another request for the object, and nothing was created then. obstore
-            # reports that alike: https://docs.aws.amazon.com/AmazonS3/latest/userguide/conditional-writes.html
+            # Older versions of obstore raise the latter for Azure. S3 also refuses a create if it meets another request
+            # for the object. Nothing was created then, and obstore reports that alike:
+            # https://docs.aws.amazon.com/AmazonS3/latest/userguide/conditional-writes.html
             if await self.exists(key):
                 return False
             raise BucketError(
