@@ -32,7 +32,8 @@ class Subscription:
     """A subscription to a topic filter, made by `Client.subscribe`.
 
     Use it as an async context manager and iterate over it with `async for`, or give `subscribe` a handler. It is
-    registered from the start; `ready` waits until the relays know it.
+    registered from the start; `ready` waits until the relays know it. Several tasks may iterate over it: each message
+    goes to one of them.
 
     The queue holds up to `limit_bytes` of messages that have not been handled. When it is full, `policy` decides:
 
@@ -101,7 +102,7 @@ class Subscription:
         self._queued_bytes = 0
         self._current: Iterator[Message] = iter(())
         """Unhandled messages of the bundle that was taken from `_queue` last."""
-        self._waiter: asyncio.Future[None] | None = None
+        self._waiters: list[asyncio.Future[None]] = []
         self._worker: asyncio.Task[None] | None = None
         self._entered = False
         self._stopped: asyncio.Future[None] | None = None
@@ -227,8 +228,7 @@ class Subscription:
                 elif self._ended:
                     return
                 else:
-                    self._waiter = asyncio.get_running_loop().create_future()
-                    await self._waiter
+                    await self._message()
         finally:
             if not self._entered:
                 await self.close()
@@ -358,17 +358,25 @@ class Subscription:
         ran = not isinstance(error, ArgumentError)
         self._runtime.handler_failed(f"subscription {self.filter}", self._handler, error, ran=ran)
 
+    def _message(self) -> asyncio.Future[None]:
+        """Return what is done at the next message, or at the end."""
+        waiter = asyncio.get_running_loop().create_future()
+        # Without those that were cancelled: no message may ever come.
+        self._waiters = [*(one for one in self._waiters if not one.done()), waiter]
+        return waiter
+
     def _wake(self) -> None:
-        waiter, self._waiter = self._waiter, None
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
+        if self._waiters:
+            waiters, self._waiters = self._waiters, []
+            for waiter in waiters:
+                if not waiter.done():
+                    waiter.set_result(None)
 
     async def _work(self, handler: CoroutineHandler) -> None:
         """Run a coroutine handler for one message after another."""
         while not self._ended or self._queue:
             if not self._queue:
-                self._waiter = asyncio.get_running_loop().create_future()
-                await self._waiter
+                await self._message()
                 continue
             messages, size = self._queue.popleft()
             self._current = iter(messages)

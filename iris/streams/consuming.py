@@ -54,6 +54,8 @@ class Consumer:
 
     The workers of a stream with several partitions share all of them, each with the order of its keys. `max_messages`
     counts for each partition. While the store of one is away, a worker goes on with the others; `missing` says why.
+
+    Several tasks may take messages of one worker: each message goes to one of them.
     """
 
     def __init__(
@@ -101,6 +103,8 @@ class Consumer:
         self._held: set[int] = set()
         """Offsets of messages delivered here and not settled yet."""
         self._offset = -1
+        self._taking = asyncio.Lock()
+        """Held by the one task that waits for the next messages."""
         self._batch_task: asyncio.Task[list[StreamMessage]] | None = None
         self._lost_answer = False
         """The last delivery may have been lost: ask the store to repeat it."""
@@ -134,9 +138,11 @@ class Consumer:
         return self._ready.popleft()
 
     async def _fill(self) -> None:
-        """Wait for the next messages and keep them in `_ready`, where they are held but not begun with."""
-        self._ready.extend(await Consumer.batch(self))
-        self._renewed_s = time.monotonic()
+        """Wait until messages are in `_ready`, where they are held but not begun with."""
+        async with self._taking:
+            if not self._ready:
+                self._ready.extend(await self._next_batch())
+                self._renewed_s = time.monotonic()
 
     async def batches(self) -> AsyncIterator[list[StreamMessage]]:
         """Iterate over lists of messages, one list per delivery."""
@@ -166,6 +172,10 @@ class Consumer:
             StreamError: another worker took over, the consumer exists with other settings or was deleted, or its store
                 was away for longer than `patience`.
         """
+        async with self._taking:
+            return await self._next_batch()
+
+    async def _next_batch(self) -> list[StreamMessage]:
         while True:
             if self._closed:
                 raise Closed(f"consumer {self.name!r} of {self.stream!r} was closed; open another")

@@ -43,6 +43,8 @@ class Reader:
     Of a stream with several partitions it gives batches as they arrive, in the order of each partition, which
     `message.partition` names. While one cannot be read, it goes on with the others; `missing` says why. Without
     `follow` it raises StreamUnavailable at the end then.
+
+    Several tasks may take messages of one reader: each message goes to one of them.
     """
 
     def __init__(
@@ -71,6 +73,8 @@ class Reader:
         self._opener = RecordOpener(stores.runtime.find_key)
         stores.openers.add(self._opener)
         self._ready: deque[StreamMessage] = deque()
+        self._taking = asyncio.Lock()
+        """Held by the one task that waits for the next messages."""
         self._fetching: asyncio.Task[Fetched] | None = None
         self._closed = False
         self._end: int | None = None
@@ -118,8 +122,10 @@ class Reader:
         return self._ready.popleft()
 
     async def _fill(self) -> None:
-        """Wait for the next messages and keep them in `_ready`."""
-        self._ready.extend(await self.batch())
+        """Wait until messages are in `_ready`."""
+        async with self._taking:
+            if not self._ready:
+                self._ready.extend(await self._next_batch())
 
     async def batches(self) -> AsyncIterator[list[StreamMessage]]:
         """Iterate over lists of messages, one per fetch. This is faster than single messages."""
@@ -136,6 +142,10 @@ class Reader:
             StreamError: NoStream, StreamDamaged, StreamUnavailable. Call again to go on at `offset` once it is
                 repaired.
         """
+        async with self._taking:
+            return await self._next_batch()
+
+    async def _next_batch(self) -> list[StreamMessage]:
         while True:
             if self._closed:
                 raise Closed(f"the reader of {self.name!r} was closed; open another")

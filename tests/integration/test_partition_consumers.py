@@ -213,3 +213,41 @@ async def test_dead_letters_of_all_partitions_are_shown_and_redriven(pair: Any) 
     ):
         async with other.streams.read("orders.dead", follow=False) as reader:
             await anext(reader)
+
+
+@pytest.mark.parametrize("partitions", [1, 3])
+@pytest.mark.parametrize("kind", ["consumer", "reader"])
+@pytest.mark.parametrize("by", ["message", "batch"])
+async def test_tasks_that_share_one_worker_or_reader_get_each_message_once(
+    pair: Any, kind: str, by: str, partitions: int
+) -> None:
+    _, client, other, _ = pair
+    await client.streams.create("orders", partitions=partitions)
+    done: Counter[bytes] = Counter()
+    all_done = asyncio.Event()
+
+    async def work(source: Any) -> None:
+        if by == "message":
+            async for message in source:
+                note(message)
+        else:
+            async for messages in source.batches():
+                for message in messages:
+                    note(message)
+
+    def note(message: Any) -> None:
+        done[message.payload] += 1
+        if len(done) == 200:
+            all_done.set()
+
+    source = other.streams.consumer("orders", "billing") if kind == "consumer" else other.streams.read("orders", "first")  # fmt: skip
+    async with source:
+        tasks = [asyncio.create_task(work(source)) for _ in range(3)]
+        for start in range(0, 200, 20):
+            await client.streams.append_many("orders", [b"%d" % (start + n) for n in range(20)])
+        async with asyncio.timeout(20):
+            await all_done.wait()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    assert set(done.values()) == {1}

@@ -628,3 +628,24 @@ async def test_a_plain_handler_that_raises_cancelled_error_does_not_cost_the_ses
         await until(lambda: collector.payloads == [b"x"])
         assert reader.counters["failed handlers"] == 1
         assert reader._attachment.session is session  # type: ignore[union-attr]
+
+
+async def test_tasks_that_share_a_subscription_get_each_message_once_and_all_end() -> None:
+    got: list[int] = []
+
+    async def work(subscription: iris.Subscription) -> None:
+        async for message in subscription:
+            got.append(int(message.payload))
+            await asyncio.sleep(0)
+
+    async with LocalCluster() as cluster, cluster.client() as pub, cluster.client() as sub:
+        async with sub.subscribe("t") as subscription:
+            tasks = [asyncio.create_task(work(subscription)) for _ in range(3)]
+            for n in range(200):
+                await pub.publish("t", b"%d" % n)
+                if n % 7 == 0:
+                    await until(lambda sent=n: len(got) > sent)  # type: ignore[misc]  # all wait again
+            await until(lambda: len(got) == 200)
+        async with asyncio.timeout(10):
+            await asyncio.gather(*tasks)
+        assert sorted(got) == list(range(200))

@@ -53,7 +53,7 @@ export class Subscription implements AsyncIterable<Message>, AsyncDisposable {
   #queuedBytes = 0;
   #ended = false;
   #error: unknown = null;
-  #waiter: (() => void) | null = null;
+  readonly #waiters: (() => void)[] = [];
   #settleReady!: { resolve: () => void; reject: (error: unknown) => void };
 
   /** Made by `Client.subscribe`. */
@@ -144,7 +144,7 @@ export class Subscription implements AsyncIterable<Message>, AsyncDisposable {
           return;
         } else {
           await new Promise<void>((resolve) => {
-            this.#waiter = resolve;
+            this.#waiters.push(resolve);
           });
         }
       }
@@ -172,8 +172,7 @@ export class Subscription implements AsyncIterable<Message>, AsyncDisposable {
   }
 
   #wake(): void {
-    this.#waiter?.();
-    this.#waiter = null;
+    for (const wake of this.#waiters.splice(0)) wake();
   }
 }
 

@@ -87,6 +87,22 @@ test("messages come in order, and each once", async () => {
   assert.deepEqual(world.counts, []);
 });
 
+test("loops that share a subscription get each message once, and all end", { timeout: 10_000 }, async () => {
+  const world = await World.make();
+  const subscription = await world.subscribe();
+  const values: unknown[] = [];
+  const loops = [0, 1, 2].map(async () => {
+    for await (const { value } of subscription) values.push(value);
+  });
+  for (let i = 0; i < 6; i++) {
+    await world.deliver(await world.publish(i));
+    await settled();
+  }
+  subscription.end();
+  await Promise.all(loops);
+  assert.deepEqual(values, [0, 1, 2, 3, 4, 5]);
+});
+
 test("what is missing in a sender's sequence is reported, once", async () => {
   const world = await World.make();
   const subscription = await world.subscribe();
