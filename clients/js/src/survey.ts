@@ -27,7 +27,7 @@ export class Survey implements AsyncIterable<Answer>, SurveySink {
   readonly #answers: Answer[] = [];
   #done = false;
   #error: unknown = null;
-  #waiter: (() => void) | null = null;
+  readonly #waiters: (() => void)[] = [];
   #leave: () => void = () => undefined;
 
   /** `start` asks, and returns what gives up. */
@@ -87,7 +87,7 @@ export class Survey implements AsyncIterable<Answer>, SurveySink {
           return;
         } else {
           await new Promise<void>((resolve) => {
-            this.#waiter = resolve;
+            this.#waiters.push(resolve);
           });
         }
       }
@@ -100,7 +100,6 @@ export class Survey implements AsyncIterable<Answer>, SurveySink {
   }
 
   #wake(): void {
-    this.#waiter?.();
-    this.#waiter = null;
+    for (const wake of this.#waiters.splice(0)) wake();
   }
 }
