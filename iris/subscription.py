@@ -361,8 +361,9 @@ class Subscription:
     def _message(self) -> asyncio.Future[None]:
         """Return what is done at the next message, or at the end."""
         waiter = asyncio.get_running_loop().create_future()
-        # Without those that were cancelled: no message may ever come.
-        self._waiters = [*(one for one in self._waiters if not one.done()), waiter]
+        if self._waiters:  # of other tasks, or cancelled: perhaps no message ever comes
+            self._waiters = [one for one in self._waiters if not one.done()]
+        self._waiters.append(waiter)
         return waiter
 
     def _wake(self) -> None:
