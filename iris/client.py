@@ -76,9 +76,9 @@ def connect(
 
     `keyring` is by default the keyring in the configuration directory, else that of `iris relay --dev`.
 
-    `embedded=True` runs a relay inside this process, for a program whose parts talk to each other only.
+    `embedded=True` runs a relay inside this process, for a program whose parts send messages only to each other.
 
-    With `wait`, a relay that does not run yet is waited for, up to that many seconds; its last error is raised then.
+    `wait` is how many seconds to wait for a relay that does not run yet. After that, the last error is raised.
 
     `middleware` runs around `request`, each request of `request_many`, and `push`, the first one outermost: coroutine
     functions `async def middleware(call: iris.Call, call_next)` that return what `await call_next(call)` returned, or
@@ -168,13 +168,14 @@ class Client(Calls):
         """Publish a message to all subscribers whose filter matches the topic.
 
         Each subscriber receives it at most once, and the messages of one publisher to one topic in their order.
-        Of each queue group one member receives it. Waits only while the write buffer is over its high-water mark.
+        Of each queue group one subscriber receives it. Waits only while the write buffer is over its high-water mark.
 
-        With `when_full="wait"`, also wait while subscribers that asked for it (`subscribe(...,
-        when_full="wait")`) are full. After `config.stall_s` seconds the message is dropped for those that are
-        still full. Subscribers in other sites, and at relays of earlier versions, are never waited for.
+        With `when_full="wait"`, also wait while subscribers that asked for it (`subscribe(..., when_full="wait")`) are
+        full. After `config.stall_s` seconds the message is dropped for those that are still full. `publish` never waits
+        for subscribers in other sites, or at relays of earlier versions.
 
-        While no relay is connected, up to `config.offline_bytes` are held and sent when there is one again.
+        While no relay is connected, up to `config.offline_bytes` are held. They are sent when a relay is connected
+        again.
 
         With `report=True`, wait until the relay has routed the message and return how many subscriptions it
         knows for the topic. This takes one round trip to the relay; 0 means that the message reached no

@@ -39,7 +39,7 @@ SENTENCES: Final[dict[str, str | tuple[str, ...]]] = {
     "relay.socket_skipped": "The relay's socket {socket} was not used because it cannot be trusted: {reason}.",
     "tunnel.not_direct": "A tunnel stays with the relay because its socket pair could not be fetched: {error}.",
     "service.loop_held": "The handler {handler} of {cluster} held up the event loop for {ms} ms or more, so nothing else in this process ran. Make it a coroutine function that awaits, or give it threads: @service.on_request(threads=8).",
-    "service.stuck": "The service stopped although {handlers} handlers did not end when they were cancelled.",
+    "service.stuck": "The service stopped although handlers did not end when they were cancelled (number: {handlers}). Let handlers raise CancelledError instead of suppressing it.",
     "run.serving": "The services of {clusters} are running (pid {pid}).",
     "run.waiting_for_relay": "No relay can be used yet: {error}. The services start when there is one.",
     "run.workers_ready": "All workers serve (pids {workers}).",

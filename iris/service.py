@@ -127,7 +127,7 @@ class Service:
         With the name of a method, `@service.on_request("place")`, it handles the requests that name this method.
 
         None is sent as an empty reply. If the function raises, the caller gets a RemoteError with the text of the
-        exception; if it raises an `iris.Refusal`, with its code and details.
+        exception. The RemoteError of an `iris.Refusal` has its code and details, too.
 
         With `threads=8` a plain function may block: it runs in up to 8 threads of its own.
 
@@ -143,7 +143,7 @@ class Service:
     @overload
     def on_push(self, method: str, /, *, threads: int = 0) -> Callable[[F], F]: ...
     def on_push(self, function: Any = None, /, *, threads: int = 0) -> Any:
-        """Decorator: handle pushes with this function, or with a name those that name this method.
+        """Decorator: handle pushes with this function; with the name of a method, only those that name it.
 
         `threads` is as with `on_request`.
         """
@@ -162,7 +162,7 @@ class Service:
     def on_survey(
         self, function: Any = None, /, *, threads: int = 0, on_cancel: OnCancel = "finish"
     ) -> Any:
-        """Decorator: handle surveys with this function, or with a name those that name this method.
+        """Decorator: handle surveys with this function; with the name of a method, only those that name it.
 
         Its return value is the answer, as with `on_request`.
 
@@ -212,12 +212,12 @@ class Service:
     ) -> Callable[[F], F]:
         """Decorator: handle publications to topics that match the filter `pattern`.
 
-        With a `group`, each bundle goes to one member of the group. `when_full` is as in `Subscription`.
+        With a `group`, each bundle goes to one subscriber of the group. `when_full` is as in `Subscription`.
 
         A coroutine function runs at most `concurrency` times at once, and once at a time for each publisher and
         topic, so that their messages are handled in order. (`limits.concurrency` does not apply to
-        publications.) With `threads`, a plain function may block: it runs in up to so many threads of its own, and
-        `concurrency` is their number.
+        publications.) With `threads=8` a plain function may block: it runs in up to 8 threads of its own, and
+        `concurrency` has no effect.
         """
         check_filter(pattern)
         if group:

@@ -60,7 +60,7 @@ def relay(
         Path | None, typer.Option(metavar="FILE", help="Web certificate of wss:// (PEM, with its chain).", dir_okay=False)
     ] = None,
     wss_key: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Its private key (PEM). Default: in the same file.", dir_okay=False)
+        Path | None, typer.Option(metavar="FILE", help="Private key of --wss-cert (PEM). Default: in the same file.", dir_okay=False)
     ] = None,
     origin: Annotated[
         list[str] | None,
@@ -110,7 +110,7 @@ def relay(
     ] = None,
     site_cost: Annotated[
         list[str] | None,
-        typer.Option(metavar="SITE=MS", help="Milliseconds added to the round trip when sites are compared. Repeatable.", rich_help_panel=_SITES),
+        typer.Option(metavar="SITE=MS", help="Milliseconds added to the round trip when a site is chosen for a request. Repeatable.", rich_help_panel=_SITES),
     ] = None,
     site_compression: Annotated[
         bool,

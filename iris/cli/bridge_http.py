@@ -85,7 +85,7 @@ def http(
 
 
 def http_token(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of whoever gets the token, for the log.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the program or person that gets the token, for the log.")],
     allow: Annotated[list[str], typer.Option("--allow", metavar="VERB=NAME", help="What the token allows: a verb and a name, with * and > as in topic filters. Repeatable.")],
     tokens: Tokens = None,
 ) -> None:  # fmt: skip

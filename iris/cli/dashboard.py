@@ -22,7 +22,7 @@ def dashboard(
         str, typer.Option(metavar="ADDRESS:PORT", help="Where the page is served. Port 0: any free one.")
     ] = "127.0.0.1:8080",
     read_only: Annotated[
-        bool, typer.Option("--read-only", help="Show only: no dead letters to look at, nothing to change.")
+        bool, typer.Option("--read-only", help="Only show figures: nobody can read dead letters or change anything.")
     ] = False,
     tokens: Annotated[
         Path | None,

@@ -45,8 +45,8 @@ def run(
     at once, with code 130. Services leave in the order in which they are named,
     each when the handlers of the one before have ended, so name callers before
     what they call. SIGHUP reloads the keyring without losing a message.
-    Logs go to stderr; see --log-format. systemd is told when the services are
-    ready (Type=notify-reload).
+    Logs go to stderr; see --log-format. systemd is notified when the services
+    are ready (Type=notify-reload).
 
     \b
     Examples:

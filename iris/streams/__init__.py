@@ -105,13 +105,13 @@ class Streams(Management):
         Messages appended in one turn of the event loop are stored together.
 
         In a stream with several partitions, the offset is an `Offset`: an int with the `partition` that it counts in.
-        Messages with a key go to the partition of that key. Others go where there is room, together for each turn of
-        the loop.
+        Messages with a key go to the partition of that key. The partitions take turns with the others: those of one
+        turn of the event loop go to one partition.
 
         Args:
             key: compaction keeps the last message of each key, and a consumer's workers get the messages of a key one
                 after the other.
-            tombstone: the message deletes its key.
+            tombstone: the message marks its key as deleted.
             ttl: seconds after which the message is removed.
             deliver_at: the time before which consumers do not get it.
             expect: store the message only if its offset will be this one.
@@ -121,8 +121,7 @@ class Streams(Management):
 
         Raises:
             OffsetConflict: the next offset is not `expect`; nothing was stored.
-            StreamError: for StreamUnavailable, `may_have_run` says whether the message may be stored. After a timeout
-                it may still be.
+            StreamError: if `may_have_run` is True, the message may be stored, or may be stored later.
         """
         data, packed = self._runtime.encode(message, headers, OF_A_MESSAGE)
         asked, number = timeout, None
@@ -169,8 +168,8 @@ class Streams(Management):
     ) -> _Offsets:  # fmt: skip
         """Store messages in order, each with the same `headers`; return their offsets once all are on disk.
 
-        In a stream with several partitions, all of them go to one partition. Raises as `append`; some may be stored
-        then.
+        In a stream with several partitions, all of them go to one partition. Raises as `append`; some messages may
+        be stored nevertheless.
         """
         asked, number = timeout, None
         target = self._targets.known.get((name, uuid))
@@ -251,8 +250,9 @@ class Streams(Management):
     ) -> int:  # fmt: skip
         """Drop what the attempts staged, or, if none is given, everything staged for the batch. Raises StreamError.
 
-        Returns the number of records dropped. Without a `partition` it is done in all of them. What a commit that did
-        not reach all partitions still needs is kept, so that it can be completed, unless no attempt is given.
+        Returns the number of records dropped. Without a `partition`, it does so in all of them. If a commit did not
+        reach all partitions, the attempts that it still needs are kept, so that it can be completed. They are dropped
+        only if no attempt is given.
         """
         call = discard_call(name, writer, batch, attempts, self._runtime.message_limit)
         if partition is None:
@@ -274,7 +274,8 @@ class Streams(Management):
 
         A name like "eu:orders" reads a stream of another site. The reader follows the stream as it grows; with
         `follow=False` it ends where the stream ended when reading began. Of a stream with several partitions it reads
-        one (`partition`), or all; `start` may map partitions to starts then, such as `reader.offsets`. See `Reader`.
+        one (`partition`), or all. To read all, `start` may also map partitions to starts, as `reader.offsets` does. See
+        `Reader`.
         """
         check_address(name)
         if partition is not None:
@@ -296,7 +297,7 @@ class Streams(Management):
     ) -> int:  # fmt: skip
         """Return the offset that `at` means in a stream: "first", "last", "new", an offset, or a time.
 
-        Raises StreamError, also without a `partition` if the stream has several.
+        Raises StreamError, for example if the stream has several partitions and none is named.
         """
         check_address(name)
         if partition:
@@ -374,7 +375,7 @@ class Streams(Management):
         self, source: str, name: str, *, follow: bool = True, max_bytes: int | None = None, max_messages: int | None = None,
         max_age: float | None = None, compact: bool | None = None, uuid: str = "", patience: float = math.inf,
     ) -> Mirror:  # fmt: skip
-        """Return a mirror that copies a remote site's stream, such as "eu:orders", into the local stream `name`.
+        """Return a mirror that copies a stream, usually of another site ("eu:orders"), into the local stream `name`.
 
         The copy is created if it does not exist, and keeps what its limits allow. It can be read and consumed like the
         source, at the same offsets, and accepts nothing but copies until `promote`. `uuid` chooses the log if two have

@@ -151,7 +151,7 @@ class _Messages(_Proxy[Source]):
 
 
 class Reader(_Messages[asynchronous.Reader]):
-    """`for message in client.streams.read("orders")`; see `iris.streams.Reader`. Use it from one thread."""
+    """`for message in client.streams.read("orders")`; see `iris.streams.Reader`. For any thread."""
 
     @property
     def offset(self) -> int:
@@ -181,7 +181,7 @@ class Reader(_Messages[asynchronous.Reader]):
 class Consumer(_Messages[asynchronous.Consumer]):
     """`with client.streams.consumer("orders", "invoices") as work`; see `iris.streams.Consumer`.
 
-    Messages may be settled from any thread.
+    Several threads may take messages of one worker: each message goes to one of them. Any thread may settle a message.
     """
 
     ack = _calling(asynchronous.Consumer.ack)
@@ -232,7 +232,7 @@ class Staging(_Proxy[asynchronous.Staging]):
 
 
 class Mirror(_Proxy[asynchronous.Mirror]):
-    """A mirror of a remote site's stream; see `iris.streams.Mirror`. `run` takes as long as the mirror copies."""
+    """A mirror of a stream; see `iris.streams.Mirror`. `run` takes as long as the mirror copies."""
 
     run = _waiting(asynchronous.Mirror.run)
     close = _waiting(asynchronous.Mirror.close)

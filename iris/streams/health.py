@@ -1,4 +1,4 @@
-"""Asks every store of the site how it is. No key is needed, and no store tells what it keeps."""
+"""Asks every store of the site for its state. No key is needed, and the answer names no streams."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from iris.wire.streams import FindStore, StoreInfo
 
 
 class StoreHealth(Struct, frozen=True):
-    """A store, and how it gets on with its bucket. All fields after `has_bucket` concern the bucket."""
+    """A store and the state of its bucket. All fields after `has_bucket` concern the bucket."""
 
     store: str
     """The store's id, in hex."""
@@ -25,17 +25,17 @@ class StoreHealth(Struct, frozen=True):
     away: str = ""
     """Why the store cannot write to its bucket now; empty if it can."""
     waiting_bytes: int = 0
-    """What waits to be written to the bucket."""
+    """Bytes that wait to be written to the bucket."""
     not_taken: str = ""
     """Why the store cannot take over from stores that are gone, although the bucket answers; empty if it can."""
     taken: int = 0
     """How many times another store has taken over streams of this one since its start."""
     taken_s: float = 0.0
-    """How long ago the last time was."""
+    """Seconds since the last time."""
     copies_lag_bytes: int = 0
-    """What the copies in the bucket do not have of the streams on the store's disk."""
+    """Bytes of the streams on the store's disk that their copies in the bucket do not have yet."""
     copies_lag_s: float = 0.0
-    """For how long the oldest of that has been waiting."""
+    """Seconds for which the oldest of them has been waiting."""
     copies_behind: int = 0
     """How many streams must be copied once more, because too much waited for the bucket."""
 

@@ -86,8 +86,8 @@ class Management:
         A "disk" stream of such a store is copied to its bucket, too, unless `copy` is False. Nothing waits for the
         copy; `describe` shows how far it is behind.
 
-        With `partitions` above 1 the stream, which must have no `topic` or `cluster`, is as many logs, spread over
-        the stores of the site. The limits apply to each of them. See `append` and `read`.
+        With `partitions` above 1, the stream consists of that many logs, spread over the stores of the site. It cannot
+        have a `topic` or `cluster`, and the limits apply to each log. See `append` and `read`.
 
         Raises:
             ConfigError: a setting is out of range, or `durability` is another word.
@@ -128,7 +128,8 @@ class Management:
     async def partitions(self, name: str, *, uuid: str = "", timeout: float = 5.0) -> _Infos:
         """Return the state of each partition of a stream, in order.
 
-        One whose store is away has that in `failed`, and no `store`. Raises StreamError if partition 0 is away.
+        If the store of a partition is away, `failed` says so and `store` is empty. Raises StreamError if partition 0 is
+        away.
         """
         check_address(name)
         return await describe_partitions(self._stores, name, uuid, timeout)
@@ -176,7 +177,7 @@ class Management:
         """Change a stream's limits, whether it records, or whether it is copied; None leaves a field as it is.
 
         The stream is also shared with every key that this keyring has for it. All its partitions are changed. With
-        `partitions` it gets more of them; the keys of some messages move to the new ones then. It cannot get fewer.
+        `partitions` it gets more of them, but never fewer. Some message keys then move to the new partitions.
 
         With `durability="bucket"` a stream on the disk of a store that has a bucket joins the bucket, while it is in
         use: its uuid, offsets, producers and consumers stay. The call returns when that is done, which takes as long
@@ -226,7 +227,8 @@ class Management:
     async def delete(self, name: str, *, uuid: str = "", timeout: float = 10.0) -> None:
         """Delete a stream with its log, its dead letters and its consumers, and with all its partitions.
 
-        Raises StreamError, also for a partition alone; if a partition is left, the text says how to delete it.
+        Raises StreamError, also if `name` is a partition. If some partitions could not be deleted, the text says how to
+        delete them.
         """
         await delete_stream(self._stores, name, uuid, timeout)
 
@@ -322,8 +324,8 @@ class Management:
     ) -> ConsumerInfo:  # fmt: skip
         """Change a consumer's settings; None leaves one as it is. Its position and its messages stay.
 
-        The ack timeout (seconds) of messages that workers hold starts again. Workers that were written for earlier
-        settings (the last eight) go on, with the new ones. Raises StreamError.
+        The ack timeout (seconds) of messages that workers hold starts again. Workers that ask for earlier settings (one
+        of the last eight) continue, with the new settings. Raises StreamError.
         """
         if ack_timeout is not None:
             check_number("ack_timeout", ack_timeout, 0.001)
@@ -369,8 +371,8 @@ class Management:
     ) -> _Messages:  # fmt: skip
         """Return the oldest dead letters of a stream, or of one of its consumers, with the messages they refer to.
 
-        `message.dead` says why each is one, and has the offset of the message in the stream; `message.offset` is that
-        of the letter in `NAME.dead`. They stay. Raises StreamError.
+        `message.dead` has the reason, and the offset of the message in the stream. `message.offset` is the offset of
+        the letter in `NAME.dead`. The letters are not deleted. Raises StreamError.
         """
         check_address(name)
         check_whole("limit", limit, 1)

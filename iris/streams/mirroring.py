@@ -1,4 +1,4 @@
-"""Mirrors: copies a remote site's stream into a stream of this site, in case the remote site is lost.
+"""Mirrors: copies a stream, usually of another site, into a stream of this site, in case the other site is lost.
 
     fetch ─► check ─► copy ─► on disk         the next fetch runs while the last one is written
       ▲                 │

@@ -36,7 +36,7 @@ MAX_GAPS: Final = 1000
 class Reader:
     """The messages of a stream from an offset on: `async for message in client.streams.read("orders")`.
 
-    Use it from one task. A reader that starts at `offset` later misses nothing. Missing messages are reported to
+    Another reader that starts at `offset` continues here. Missing messages are reported to
     `on_gap`, and the latest 1,000 reports are kept in `gaps`. If the relay or the store is away, the reader waits
     up to `patience` seconds for it to come back; then it raises StreamUnavailable.
 
@@ -44,7 +44,8 @@ class Reader:
     `message.partition` names. While one cannot be read, it goes on with the others; `missing` says why. Without
     `follow` it raises StreamUnavailable at the end then.
 
-    Several tasks may take messages of one reader: each message goes to one of them.
+    Several tasks may take messages of one reader: each message goes to one of them. If you save `offset`, use one
+    task, because `offset` also moves past messages that another task has not finished.
     """
 
     def __init__(

@@ -4,9 +4,8 @@
                                                     at most 4 MiB
 
 An attempt has a random id, the same in all partitions of the stream, and in each of them its records are numbered
-from 0. So a call without an answer can be repeated
-unchanged after a lost relay or store, and nothing is staged twice. No reader sees staged records until a Commit
-names the attempt.
+from 0. So a call without an answer can be repeated unchanged after a relay or store was lost, and nothing is staged
+twice. No reader sees staged records until a Commit names the attempt.
 """
 
 from __future__ import annotations

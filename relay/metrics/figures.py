@@ -63,7 +63,7 @@ SPECS: Final = (
     Spec("iris_relay_sessions_turned_away_total", "Sessions refused because max_sessions, or a user's share of it, was reached."),
     Spec("iris_relay_sessions_refused_total", "Sessions from other hosts that were refused, by reason.", ("reason",)),
     Spec("iris_relay_web_connections", "Connections of browsers."),
-    Spec("iris_relay_web_half_open", "Connections of browsers whose session has not greeted."),
+    Spec("iris_relay_web_half_open", "Connections of browsers that have not sent their HELLO yet."),
     Spec("iris_relay_web_refused_total", "Connections of browsers that were refused, by reason.", ("reason",)),
     Spec("iris_relay_web_tickets_denied_total", "What tickets did not allow to sessions of browsers, by verb.", ("verb",)),
     Spec("iris_relay_web_tickets_ended_total", "Sessions of browsers that ended with their ticket, by reason.", ("reason",)),

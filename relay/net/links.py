@@ -81,7 +81,7 @@ class LinkHub(Hub):
         self._dialler.introduced(relay_id, list(parse_addresses(addresses[:MAX_ADDRESSES])))
 
     async def _dial(self, target: Target, address: Address) -> Outcome:
-        outcome = Outcome("it is in none of this relay's networks")
+        outcome = Outcome("it is in another network; compare `iris key show` on both hosts")
         # Try the network of its last link first.
         for credentials in sorted(self.credentials, key=lambda c: c.fingerprint != target.network):
             if target.networks and credentials.fingerprint not in target.networks:

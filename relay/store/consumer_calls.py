@@ -121,7 +121,7 @@ class ConsumerCalls:
         if len(waiting) >= MAX_WAITING:
             incoming.refuse(
                 "leaving",
-                f"{MAX_WAITING} workers already wait for consumer {call.consumer!r}, the maximum",
+                f"{MAX_WAITING} workers already wait for consumer {call.consumer!r}, which is the limit; stop some of them",
             )
         else:
             waiting.append(_Waiting(incoming, call, now_us + 1000 * call.wait_ms))
@@ -363,7 +363,7 @@ class ConsumerCalls:
         if consumer is None:
             if not call.durable and len(self._used_us) >= MAX_EPHEMERAL:
                 raise ConsumerRefused(
-                    f"the stream has {MAX_EPHEMERAL} ephemeral consumers, the maximum; stop one or use a durable consumer"
+                    f"the stream has {MAX_EPHEMERAL} consumers that are not durable, which is the limit; stop one, or use a durable consumer"
                 )
             start = min(call.start, self._log.next)
             consumer = Consumer(self._log, call.consumer, settings, start, now_us, self._clock)

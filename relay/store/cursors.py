@@ -36,7 +36,8 @@ class Cursors:
             )
         if name not in self._names and len(self._names) >= MAX_CURSORS:
             raise CursorsFull(
-                self._chain.path, f"it has {MAX_CURSORS} cursors, the maximum; delete a consumer"
+                self._chain.path,
+                f"it has {MAX_CURSORS} durable consumers, which is the limit; delete one",
             )
         batch = self._chain.database.batch()
         if self.listed_us:

@@ -62,7 +62,7 @@ class Ended:
             if now_us - ended_us < NEEDED_US:
                 raise Refuse(
                     "full",
-                    f"{self._most} streams were deleted within {NEEDED_US // 60_000_000} minutes, the maximum; delete this one later",
+                    f"{self._most} streams were deleted within {NEEDED_US // 60_000_000} minutes, which is the limit; delete this one later",
                 )
             try:
                 self._path(oldest).unlink(missing_ok=True)

@@ -27,7 +27,7 @@ class PutOff:
         """Call `again` when the records are there, or cannot be had."""
         if len(self._calls) >= MAX_PUT_OFF:
             incoming.refuse(
-                "leaving", f"{MAX_PUT_OFF} calls already wait for old records of this stream, the maximum"
+                "leaving", f"{MAX_PUT_OFF} calls already wait for old records of this stream, which is the limit; try again"
             )  # fmt: skip
             return
         self._count += 1

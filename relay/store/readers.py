@@ -54,7 +54,8 @@ class Readers:
                 self._waiting.append((until_us, incoming, call))
             else:
                 incoming.refuse(
-                    "leaving", f"{MAX_WAITING} readers already wait for this stream, the maximum"
+                    "leaving",
+                    f"{MAX_WAITING} readers already wait for this stream, which is the limit; close some of them",
                 )
         else:
             self._answer(incoming, call, now_us)

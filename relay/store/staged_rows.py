@@ -519,7 +519,7 @@ class StagedRows:
                 return name
         raise StagingRefused(
             "full",
-            f"the stream remembers {MAX_WRITERS} writers, which is the limit, and all of them committed too recently to be forgotten",
+            f"the stream remembers {MAX_WRITERS} writers, which is the limit, and all of them committed too recently to be forgotten; use the name of one of them, or try again in an hour",
         )
 
 

@@ -53,11 +53,11 @@ def list_consumers(
       state         paused, if nothing is delivered until it is resumed
 
     \b
-    --json names `unstored` `dead` and has `paused`, the settings `ack_timeout_us` and
-    `max_deliver`, and counters since the consumer was created: `missed` (messages
-    removed or damaged before they were done), `late` (acks of messages that were
-    done already) and `redriven` (dead letters that were delivered again). Dead
-    letters are counted by `iris stream info NAME.dead`.
+    With --json, `unstored` is called `dead`. There are also `paused`, the settings
+    `ack_timeout_us` and `max_deliver`, and counters since the consumer was created:
+    `missed` (messages removed or damaged before they were done), `late` (acks of
+    messages that were done already) and `redriven` (dead letters that were
+    delivered again). `iris stream info NAME.dead` counts the dead letters.
 
     \b
     Examples:

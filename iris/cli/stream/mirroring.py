@@ -47,7 +47,7 @@ def mirror(
     ] = None,
     relay: options.RelayPath = None,
 ) -> None:  # fmt: skip
-    """Copy a stream of another site to NAME in this site, in case that site is lost.
+    """Copy a stream, usually of another site, to NAME in this site, in case the source is lost.
 
     NAME is created if it does not exist. It gets the same messages at the same
     offsets, still sealed, and accepts no others until `iris stream promote`.
@@ -117,7 +117,7 @@ def promote(
     timeout: options.Timeout = 10.0,
     relay: options.RelayPath = None,
 ) -> None:  # fmt: skip
-    """Make a copy a stream of its own, when its source is lost, and print its next offset.
+    """Turn a copy into a stream of its own, when its source is lost, and print its next offset.
 
     It continues at that offset, accepts appends, and records in this site what
     its source recorded. Messages that were not copied before cannot be copied

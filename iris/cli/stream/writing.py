@@ -90,7 +90,7 @@ def append(
     json: options.AsJson = False,
     relay: options.RelayPath = None,
 ) -> None:  # fmt: skip
-    """Append a message and print its offset, when it is synced to disk.
+    """Append a message and print its offset, once it is on the store's disk or in its bucket.
 
     If the stream has several partitions, the partition is printed, a slash and
     the offset. --lines spreads the lines, so it prints only how many there were.

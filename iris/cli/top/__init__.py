@@ -22,32 +22,32 @@ WIDE = 160
 
 
 def top(
-    once: Annotated[bool, typer.Option("--once", help="Look once, print all tables as text, and exit.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print all tables once, as text, and exit.")] = False,
     json: options.AsJson = False,
     view: Annotated[
         str, typer.Option("--view", metavar="NAME", help="The view to begin with: members, clusters, relays, links, sites, programs, streams, drops or slow.")
     ] = "members",
     filter: Annotated[str, typer.Option("--filter", metavar="TEXT", help="Show only rows that have this text.")] = "",
-    interval: Annotated[float, typer.Option("--interval", "-i", min=0.2, max=3600, help="Seconds between two looks.")] = 2.0,
+    interval: Annotated[float, typer.Option("--interval", "-i", min=0.2, max=3600, help="Seconds between two updates.")] = 2.0,
     also: Annotated[
         list[str] | None, typer.Option("--also", metavar="RELAY", help="Ask this relay for its totals, too: a socket or tls://HOST:PORT. Repeatable.")
     ] = None,
     cluster: Annotated[
-        list[str] | None, typer.Option("--cluster", metavar="NAME", help="Show a cluster on other hosts that only the default key opens. Repeatable.")
+        list[str] | None, typer.Option("--cluster", metavar="NAME", help="Also show this cluster: one on other hosts, without a key of its own in the keyring. Repeatable.")
     ] = None,
     relay: options.RelayPath = None,
 ) -> None:  # fmt: skip
     """Watch the network: members, relays, links, streams, drops, and who is slow.
 
     Members of clusters for which this keyring has keys describe themselves;
-    other clusters are only counted. Rates of a relay need to be asked of it:
-    this is done for the relay of this host, and for those of --also.
+    other clusters are only counted. Only a relay itself knows its rates: the
+    relay of this host is asked, and those of --also.
 
     Views are chosen with 1 to 9, sorted with s, and filtered with /; ? shows
     all keys. NO_COLOR turns colours off.
 
-    --json prints one JSON object for each look until Ctrl-C; with --once, one
-    object. docs/monitoring.md explains the figures.
+    --json prints one JSON object for each update until Ctrl-C; with --once, a
+    single one. docs/monitoring.md explains the figures.
 
     \b
     Examples:

@@ -1,4 +1,4 @@
-"""Compares what is in a bucket with itself and with the databases of one store, and takes nothing.
+"""Checks a bucket, and compares it with the databases of one store. Changes nothing.
 
 Every object of every journal is read and opened. What is there must lead from one object to the next, and from each
 journal to the one that took it. Then the streams are made again beside the databases, and compared with them.
@@ -90,7 +90,7 @@ class Report(Struct):
     """Why no database was compared; empty if they were."""
     damage: list[str]
     garbage: list[str]
-    """What nobody reads any more, and what is deleted later."""
+    """Objects that nobody reads any more, and databases that the store will delete."""
 
 
 class Check:

@@ -40,7 +40,7 @@ class Found(Struct, frozen=True):
 
 
 class Outline(Struct, frozen=True):
-    """What a copy in the bucket is of."""
+    """The stream of a copy in the bucket, and where the copy ends."""
 
     uuid: bytes
     stored: DefinitionFile
@@ -89,7 +89,7 @@ async def read_copies(
 ) -> list[Found]:
     """Write the copies in a bucket to databases in `directory`, which is emptied; `only`: of these streams.
 
-    Stores that still run may write on meanwhile: each copy is what the stream was at some moment.
+    Stores that run may continue to write: each copy is the stream as it was at some moment.
     Raises BucketError, ObjectDamaged, LogError, OSError.
     """
     await asyncio.to_thread(_empty, directory)
@@ -110,8 +110,8 @@ async def read_copies(
 
 
 class Outlines:
-    """Which copies are in a bucket. A journal is read again only when it has grown, and for a stranger, who has no key
-    of a stream that is known, at most once in `STRANGER_S`.
+    """The copies in a bucket. A journal is read again only when it has grown. For a stranger, who has no key of a known
+    stream, it is read at most once in `STRANGER_S`.
     """
 
     def __init__(self, objects: Objects, sealer: Sealer, now_s: Callable[[], float]) -> None:

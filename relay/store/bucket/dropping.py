@@ -1,7 +1,7 @@
-"""Lists the copies of `disk` streams in a bucket, and deletes those that a store left which is gone for good.
+"""Lists the copies of `disk` streams in a bucket, and deletes the copies of a store that is gone for good.
 
-A store that runs nevertheless notices that its journal has ended, and copies its streams once more. So what can be lost
-is only the copies themselves.
+If that store runs after all, it notices that its journal has ended, and copies its streams once more. So only copies
+can be lost.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ class Errands:
     def __init__(self, name: str, stream: str, warn: Callable[[Exception], None]) -> None:
         """`name` is that of the tasks; `stream` says in the log what kind of stream an unexpected error concerns."""
         self.stopping = False
-        """No errand begins any more: nobody would bring it to its end."""
+        """Whether no errand may begin any more, because nobody would complete it."""
         self._name = name
         self._stream = stream
         self._warn = warn

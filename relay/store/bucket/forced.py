@@ -88,7 +88,7 @@ class ForcedList:
             if self._knows(entry.made) or entry.made == entry.lost:
                 raise Refuse("order", "another log has this uuid; repeat the order with a new uuid")
             if self._number > MAX_FORCED:
-                raise Refuse("full", f"{MAX_FORCED} streams of this bucket were moved by force, the maximum; use another bucket")  # fmt: skip
+                raise Refuse("full", f"{MAX_FORCED} streams of this bucket were moved by force, which is the limit; use another bucket")  # fmt: skip
             key = forced_key(self._number)
             await self._objects.create(key, self._sealer.seal(key, entry))
             # Whatever the answer was: what stands there now decides.

@@ -1,4 +1,4 @@
-"""Makes streams of the copies of `disk` streams whose stores are gone, and notices if that happened to ours.
+"""Restores `disk` streams, whose stores are gone, from their copies; notices if streams of this store were restored.
 
     order ─► outline of all copies ─► is the order valid, is the store gone? ─► read the copy ─► remake it
           ─► entry in the bucket's list, which decides ─► move it to the other streams ─► serve it
@@ -49,7 +49,7 @@ CHECK_S: Final = 10.0
 FIRST_CHECK_S: Final = 5.0
 """How long a store that starts waits for the list. Then it serves what it has, and asks again."""
 MAX_ORDERS: Final = 16
-"""Orders that a store carries out or lets wait: each reads all copies of the bucket."""
+"""Most orders that a store carries out or lets wait: each reads all copies of the bucket."""
 VISIBLE_S: Final = 0.25
 VISIBLE_LOOKS: Final = 8
 """How often, and with which pause, a store looks again whether another one can be seen."""
@@ -77,7 +77,7 @@ class Owner(Protocol):
         error, or "" if it serves."""
 
     def displace(self, entry: Forced) -> None:
-        """Serve a log of ours no more, if we have it, because another one has taken its place. Idempotent.
+        """Stop serving a log of ours, if we have it, because another log has taken its place. Idempotent.
 
         Raises LogWriteFailed.
         """
@@ -87,14 +87,14 @@ class Owner(Protocol):
 
 
 class Wish(Struct, frozen=True):
-    """An order to make a stream of a copy."""
+    """An order to restore a stream from its copy."""
 
     lost: bytes
     made: bytes
     orders: Sequence[SignedOrder]
-    """Which move the lost stream to this store."""
+    """Orders that move the lost stream to this store."""
     making: Sequence[SignedOrder]
-    """Which create the new one."""
+    """Orders that create the new stream."""
 
 
 class Left(Struct, frozen=True):
@@ -118,8 +118,8 @@ class Forcing:
     ) -> None:  # fmt: skip
         """`store` is this store's public key, `data` its directory, and `streams` that of its streams.
 
-        `wait_s(store)` returns for how long another store must still be gone until it counts as such, in seconds; None
-        if it can be seen. `verify` raises if the bucket has less than this store has seen.
+        `wait_s(store)` returns how many more seconds another store must be gone until it counts as gone; None if it can
+        be seen. `verify` raises if the bucket has less than this store has seen.
         """
         self._objects = objects
         self._key = key
@@ -207,7 +207,7 @@ class Forcing:
         self._start(work, done)
 
     def force(self, wish: Wish, done: Callable[[bytes | Refuse], None]) -> None:
-        """Make a stream of a copy, and then call `done` with its uuid, also if it was made before. Raises Refuse."""
+        """Restore a stream from its copy and call `done` with its uuid, also if that was done before. Raises Refuse."""
 
         async def work() -> bytes:
             async with self._one_at_a_time:
@@ -249,7 +249,7 @@ class Forcing:
         task.add_done_callback(self._tasks.discard)
 
     async def cancel(self) -> None:
-        """End all orders, and begin none. Repeated, they are brought to their end."""
+        """Cancel all orders, and begin none. An order that is sent again later is completed."""
         self._stopping = True
         tasks = list(self._tasks)
         for task in tasks:
@@ -259,9 +259,10 @@ class Forcing:
     # -- all of them -----------------------------------------------------------------------------------------
 
     async def restore(self, keyring: Keyring) -> tuple[list[str], list[Left]]:
-        """Make all streams of copies of which `keyring` has a key, wherever their stores are. No other work runs.
+        """Restore all streams from copies of which `keyring` has a key, wherever their stores are. No other work runs.
 
-        Return the names of those that were made, and the others. Raises BucketError, ObjectDamaged, LogError, OSError.
+        Return the names of those that were restored, and the others.
+        Raises BucketError, ObjectDamaged, LogError, OSError.
         """
         await self._lost.read()
         names: list[str] = []
@@ -369,7 +370,7 @@ class Forcing:
         if entry.store != self._store:
             raise Refuse(
                 "exists",
-                f"the store {public_id(entry.store).hex()[:8]} on {entry.label} was told to restore this stream, as "
+                f"the store {public_id(entry.store).hex()[:8]} on {entry.label} was ordered to restore this stream, as "
                 f"log {entry.made.hex()}; if that store does not serve it, repeat the order with the id of that store",
             )
         roots = [public_id(signed.public_key) for signed in entry.orders]

@@ -18,7 +18,7 @@ from relay.store.bucket.objects import Objects
 from relay.store.bucket.sealing import Sealer
 
 FORCED: Final = "forced"
-"""In the place of a journal: another log was made of the copy of this stream."""
+"""In the place of a journal: the stream was restored from its copy, as another log."""
 
 
 def token_of(uuid: bytes, number: int) -> str:
@@ -27,8 +27,8 @@ def token_of(uuid: bytes, number: int) -> str:
 
 
 async def last_try(objects: Objects, sealer: Sealer, uuid: bytes) -> tuple[str, str | None]:
-    """Return the token of the first try that was not decided to be in vain, and what was decided: the name of a
-    journal, `FORCED`, or None if it is open. Raises BucketError, ObjectDamaged.
+    """Return the token of the first try that did not fail, and what was decided: the name of a journal, `FORCED`, or
+    None if it is open. Raises BucketError, ObjectDamaged.
     """
     number = 1
     while (by := await decided(objects, sealer, token := token_of(uuid, number))) == NO:

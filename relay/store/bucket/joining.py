@@ -39,9 +39,9 @@ from relay.store.log import Log
 ENTRY_BYTES: Final = 96
 STOPPING: Final = "the store is stopping; try again"
 MAX_CREATING: Final = 64
-"""Logs of which a store finds out at once whether it may create them."""
+"""Most logs at a time for which a store asks the bucket whether it may create them."""
 CREATE_S: Final = 10.0
-"""How long it tries to."""
+"""How long it asks."""
 CREATED: Final = (
     "a store of this bucket has, or had, a stream with this uuid, or was killed while it created one; create the stream "
     "with a new uuid"
@@ -56,8 +56,8 @@ DISPLACED: Final = (
 
 
 class Draft:
-    """Copies one log to a journal until its stream has joined or not. What copied the log before goes on, until it
-    ends.
+    """Copies one log to a journal until it is decided whether its stream joins. Meanwhile the former copier of the log
+    continues.
     """
 
     durable = False
@@ -90,7 +90,7 @@ class Draft:
             self._writer.add(Rows(self.uuid, batch.ops), batch.size, self._now_us())
 
     def stop(self) -> None:
-        """Copy no more. Idempotent."""
+        """Stop copying. Idempotent."""
         if self.log.database.copier is self:
             self.log.copy_to(self._before)
 
@@ -135,7 +135,7 @@ class Joins:
         self._errands.start(self._create(uuid, writer, done))
 
     def join(self, candidate: Candidate) -> None:
-        """Begin to bring a stream into the bucket. The candidate is told how that ends. Raises Refuse."""
+        """Begin to bring a stream into the bucket. The candidate gets the outcome. Raises Refuse."""
         if self._errands.stopping:
             raise Refuse("leaving", STOPPING)
         self._errands.start(self._join(candidate))

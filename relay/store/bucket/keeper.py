@@ -3,8 +3,8 @@ every object there, and takes over from stores that are gone.
 
     probe ─► register a journal ─► intent ─► fence of our last journal ─► load ─► serve ─► PUT ... ─► stop
 
-A store writes one journal for each time that it took over something. While the bucket is away, the
-store's other streams go on.
+A store begins a journal at its start, and another one at each takeover. While the bucket is away, the
+store's other streams continue.
 """
 
 from __future__ import annotations
@@ -106,17 +106,17 @@ class Keeper:
         self._failover_s = failover_s
         self._writers: list[Writer] = []
         self._begun: dict[tuple[str, ...], list[tuple[Writer, dict[str, Registration]]]] = {}
-        """Journals that are not served yet, by what they are about to take: the last one is for the next try. Those
-        before it have ended, and may hold a part of it already."""
+        """Journals to take -> journals that were begun for that and are not served yet. The next try uses the last one.
+        Those before it have ended, and may already hold a part of what is taken."""
         self._opening = asyncio.Lock()
         """One journal is opened at a time: each removes the databases that nobody has in use."""
         self._own: list[str] | None = None
-        """The journal that we had last for new streams; those of the last run of this store; None: not read yet."""
+        """Our last journal for new streams; after a start, the journals of our last run; None until they are read."""
         self._taking: dict[bytes, tuple[list[str], Set[bytes]]] = {}
         """Store -> its journals that we are about to take, and the stores that may hold them meanwhile, until that has
         succeeded: after a failure some of them may have our fence already, and nobody else takes them from us."""
         self._checkpoints: dict[str, Checkpoints] = {}
-        """Journal of ours -> what keeps it small."""
+        """Journal of ours -> its checkpoints, which keep it small."""
         self._checkpoint_bytes = checkpoint_bytes
         self._moves = shelf.mover = Moves(
             objects, self._sealer, store, shelf, owner, self._opening, now_us, self._warn
@@ -139,8 +139,7 @@ class Keeper:
         return self._objects.url
 
     def wait_s(self, store: bytes) -> float | None:
-        """Return for how long another store must still be gone until it counts as such, in seconds; None if it can be
-        seen."""
+        """Return how many more seconds another store must be gone until it counts as gone; None if it can be seen."""
         return UNSEEN_S if self._lookout is None else self._lookout.wait_s(store)
 
     async def verify(self) -> None:
@@ -184,7 +183,7 @@ class Keeper:
         return all(writer.idle or writer.ended for writer in self._writers)
 
     async def restore(self) -> int:
-        """Take all journals of the bucket, whoever writes them, and bring their streams to this disk; return how many.
+        """Take all journals of the bucket, whichever store writes them. Return how many streams are on this disk then.
 
         The store that starts here next serves them. Raises BucketError, ConfigError, ObjectDamaged, LogError, OSError.
         """
@@ -209,7 +208,7 @@ class Keeper:
     # -- our own streams -------------------------------------------------------------------------------------
 
     async def _keep_own(self) -> None:
-        """Hold what this store held before, and have a journal for new streams."""
+        """Take over what this store held before, and keep a journal for new streams."""
         backoff = Backoff(RETRY_MIN_S, RETRY_MAX_S, random.random)
         while True:
             try:
@@ -466,7 +465,7 @@ class Keeper:
         return not ours
 
     def _abandon(self, writer: Writer) -> None:
-        """Serve the streams of an ended journal no more. Idempotent."""
+        """Stop serving the streams of an ended journal. Idempotent."""
         self._checkpoints.pop(writer.journal, None)
         if writer.journal in self._shelf.held:
             try:

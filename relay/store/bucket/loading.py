@@ -1,4 +1,4 @@
-"""Brings the databases of a journal's streams to where the bucket says they are."""
+"""Brings the databases of a journal's streams as far as the bucket."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class InUse(IrisError):
 
 
 class Loaded:
-    """A stream whose database stands where the bucket says."""
+    """A stream whose database is as far as the bucket."""
 
     __slots__ = ("path", "unsent", "uuid")
 

@@ -71,8 +71,8 @@ class Lookout:
         return store != self._store and public_id(store).hex() in self._visible
 
     def wait_s(self, store: bytes) -> float | None:
-        """Return for how long the store with this key must still be gone until it counts as such, in seconds; 0.0 if it
-        does already, None if it can be seen."""
+        """Return how many more seconds the store with this key must be gone until it counts as gone; 0.0 if it does
+        already, None if it can be seen."""
         address = public_id(store).hex()
         if store == self._store or address in self._visible:
             return None

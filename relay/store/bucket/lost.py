@@ -94,7 +94,7 @@ class LostLogs:
         return [one for one in found if not await self.has_joined(one.uuid)]
 
     def head(self, uuid: bytes) -> Lost | None:
-        """Return the log that the copy of `uuid` may be made to next; None if another copy is newer.
+        """Return the log to restore from the copy of `uuid`; None if another copy is newer.
 
         Raises Refuse.
         """

@@ -100,8 +100,8 @@ class Void:
 
 
 class Chain:
-    """What one journal, with those that it took, says about its streams. For whoever has ended the journal, unless it
-    only looks: then moves that are not decided have not taken place yet, and nothing is decided.
+    """What one journal, with those that it took, says about its streams. Use it for a journal that you have ended. For
+    one that still grows, pass `looks`: nothing is decided then, and an undecided move has not taken place.
     """
 
     def __init__(self, objects: Objects, sealer: Sealer, *, looks: bool = False) -> None:

@@ -92,7 +92,7 @@ class Moves:
         return bool(self._open.get(journal))
 
     def inherit(self, writer: Writer, unsettled: Iterable[Released | Taken]) -> None:
-        """Bring moves to their end that journals which this one took had begun. They took place."""
+        """Complete moves that took place, and that were begun by journals which this one took."""
         for one in unsettled:
             self._begin(writer, one.token, one.uuids)
             work = self._settle if isinstance(one, Taken) else self._until_settled

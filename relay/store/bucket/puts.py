@@ -1,4 +1,4 @@
-"""Creates the objects of this store's journals in the bucket, each as often as it takes.
+"""Creates the objects of this store's journals in the bucket, and repeats each request until it succeeds.
 
 A create that is refused is read back: the object may be there from an earlier try. If another one is there, somebody
 has ended the journal.

@@ -1,4 +1,4 @@
-"""Makes a log of the copy of another one: with its own uuid, and a gap where the copy ends."""
+"""Turns the copy of a log into another log: with a uuid of its own, and a gap where the copy ends."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ PART_BYTES: Final = 1 << 20
 
 
 class Remade(NamedTuple):
-    """A log that was made of a copy."""
+    """A log that was made from a copy."""
 
     torn: int | None
-    """From which offset on messages are missing; None if none is."""
+    """The first offset from which on messages are missing; None if nothing is missing."""
     has_consumers: bool
 
 
 def remake(path: Path, uuid: bytes, definition: bytes, cause: str, now_us: int) -> Remade:
-    """Make the database at `path`, which is the copy of a log, a log with this uuid and definition file.
+    """Turn the database at `path`, the copy of a log, into a log with this uuid and definition file.
 
-    It ends with a gap of unknown count with this cause; if `cause` is empty, there is none. A copy of another stream
-    needs none: its source has what is missing.
+    The log ends with a gap of unknown count and this cause, unless `cause` is empty. A mirror needs no gap, because its
+    source has what is missing.
     Raises LogError, OSError.
     """
     database = Database.open(str(path))
@@ -49,8 +49,8 @@ def remake(path: Path, uuid: bytes, definition: bytes, cause: str, now_us: int) 
 def remake_dead(
     path: Path, uuid: bytes, definition: bytes, parent: bytes, torn: int | None, cause: str, now_us: int
 ) -> None:  # fmt: skip
-    """Make the database at `path`, which is the copy of a log of dead letters, one of the stream `parent`, which has no
-    messages of the lost log from offset `torn` on. It ends with a gap as that of `remake`.
+    """Turn the database at `path`, a copy of dead letters, into the dead letters of the stream `parent`, which has no
+    messages of the lost log from offset `torn` on. It ends with a gap, as in `remake`.
 
     Raises LogError, OSError.
     """
@@ -66,7 +66,7 @@ def remake_dead(
 
 
 def make_dead(path: Path, uuid: bytes, definition: bytes, cause: str, now_us: int) -> None:
-    """Make a log of dead letters at `path` that has nothing but such a gap: no copy of the lost one was whole.
+    """Make a log of dead letters at `path` with only such a gap, because no copy of the lost one was complete.
 
     Raises LogError, OSError.
     """
@@ -87,7 +87,7 @@ def _rename(database: Database, uuid: bytes, definition: bytes) -> None:
 
 
 def _readdress(database: Database, parent: bytes, torn: int | None) -> None:
-    """Let all dead letters refer to the log `parent`, but for those of messages that are lost: it has others there."""
+    """Let dead letters refer to the log `parent`, except those of lost messages: it has others at these offsets."""
     start = b""
     while ops := database.copy_records(start, PART_BYTES):
         start = ops[-1].key + b"\0"

@@ -65,13 +65,13 @@ class Replica:
         """`now_us` is a clock that is never set. `reader` reads what was moved to the bucket."""
         self.uuid = uuid
         self.joining = False
-        """Whether it is not decided yet if the stream, which is on the disk, joins the bucket."""
+        """Whether the stream, which is on the disk, may still join the bucket or stay: that is not decided yet."""
         self.reader = reader
         self.writer = writer
         self.last = 0
         """Number of the object that holds the stream's last write."""
         self.tail = Tail(writer)
-        """What of it readers may be shown."""
+        """The part of the stream that readers may see."""
         self._now_us = now_us
         self._redo: deque[tuple[int, bytes]] = deque()
         self._index = 0
@@ -87,7 +87,7 @@ class Replica:
         return self.last <= self.writer.known
 
     def hold(self, output: Output, number: int | None = None) -> None:
-        """Let `output` out when everything that was written so far is in the bucket, or only up to this object."""
+        """Release `output` when the bucket has everything that was written so far, or only up to object `number`."""
         self.writer.hold(self.last if number is None else number, output)
 
     def ended(self) -> None:

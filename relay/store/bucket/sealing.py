@@ -77,15 +77,15 @@ class Whole(Struct, frozen=True, array_like=True, tag="whole"):
 
 
 Token = Annotated[str, Meta(min_length=32, max_length=32)]
-"""32 hex digits, other ones for each try to move a stream or let it join. The object `decision_key` decides whether
-that took place."""
+"""32 hex digits, different for each try to move a stream or let it join. The object `decision_key` decides whether
+the try succeeds."""
 Uuid = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Uuids = Annotated[list[Uuid], Meta(min_length=1, max_length=2)]
 """The uuid of a stream, and that of its dead letters if it has some."""
 
 
 class Released(Struct, frozen=True, array_like=True, tag="released"):
-    """If move `token` takes place, this journal holds these streams no more."""
+    """If move `token` takes place, this journal no longer holds these streams."""
 
     token: Token
     uuids: Uuids
@@ -103,7 +103,7 @@ class Taken(Struct, frozen=True, array_like=True, tag="taken"):
 
 class Joining(Struct, frozen=True, array_like=True, tag="joining"):
     """A stream of the disk joins the bucket. If join `token` takes place, this journal holds these streams, as it
-    writes them from here on. Else what it writes of them does not count.
+    writes them from here on. Otherwise what it writes about them does not count.
     """
 
     token: Token

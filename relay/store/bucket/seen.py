@@ -1,6 +1,6 @@
 """What this store has seen of its bucket, so that it notices a bucket that was rolled back.
 
-The owner of a bucket, or who restores it from an older copy, can take the newest objects away. Nothing in the bucket
+The owner of a bucket, or whoever restores it from an older copy, can remove the newest objects. Nothing in the bucket
 shows that. So each store keeps, beside its logs, the last registration that it has read and the last object of each
 journal that it wrote or took, by number and hash. Before it takes over anything it looks whether they are still there.
 What a checkpoint covers may be gone.
@@ -221,7 +221,7 @@ class Seen:
             write_beside(str(self._path), self._dump())
 
     def save_or_warn(self) -> None:
-        """Write the file; if that fails, say so, and try again when this is called again."""
+        """Write the file. If that fails, log it; the next call tries again."""
         try:
             self.save()
         except LogError as err:
@@ -247,4 +247,4 @@ class _Own:
         """The last object that is known to be there, like all before it."""
         self.sealed = b""
         self.landed: dict[int, bytes] = {}
-        """Objects that are there, but not all before them."""
+        """Objects that are there, while some before them are not yet."""

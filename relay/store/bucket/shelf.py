@@ -33,7 +33,7 @@ class Left(Struct):
 
     objects: list[str] = []
     intended: list[str] = []
-    """Those of which nobody knows whether they were made, or will be by a request that is late."""
+    """Objects that may not exist: the request to create them failed, or may still arrive."""
 
     def add(self, objects: list[str], intended: list[str]) -> None:
         """Add objects; the `intended` ones may be among them."""
@@ -42,7 +42,7 @@ class Left(Struct):
 
 
 class _Ending:
-    """A deletion of which the bucket does not know yet."""
+    """A deletion that the bucket does not have yet."""
 
     def __init__(self, shelf: Shelf, uuid: bytes, left: Left, known: Callable[[], None]) -> None:
         self._shelf = shelf
@@ -84,34 +84,33 @@ class Candidate(Protocol):
         """Write and acknowledge what was received so far. Raises LogError."""
 
     def switch(self, token: str, replicas: Mapping[bytes, Replica]) -> None:
-        """From now on let nothing leave that is not in the bucket, too, and let the copies that follow the disk stand
-        still. Note beside the files that join `token` is about to be decided, and write down what the stream is from
-        then on.
+        """Hold every answer until the bucket has what it says, and stop updating the copy of the stream. Note beside
+        the files that join `token` is about to be decided, and write the new definition of the stream.
 
-        Raises LogError, after which the stream must stay.
+        Raises LogError, after which the stream must stay on the disk.
         """
 
     def joined(self, token: str) -> list[bytes]:
-        """The stream is in the bucket. Return the uuids of its logs."""
+        """Note that the stream is in the bucket; return the uuids of its logs."""
 
     def stayed(self) -> None:
-        """The stream is on the disk, as before, and is copied again."""
+        """Note that the stream stays on the disk; copy it to the bucket again."""
 
     def lost(self, reason: str) -> None:
-        """The stream is in the bucket, and another store has taken it over already."""
+        """Note that the stream is in the bucket, and that another store has taken it over already."""
 
     def wanted(self) -> bool:
         """Return whether somebody still waits for the stream to join."""
 
     def copied(self, size: int) -> None:
-        """So many bytes more were given to the bucket."""
+        """Count `size` more bytes as given to the bucket."""
 
     def ended(self, refused: Refuse | None) -> None:
-        """Answer who waits: the stream has joined, or why not."""
+        """Answer the callers that wait: the stream has joined, or `refused` says why not."""
 
 
 class Joiner(Protocol):
-    """Brings streams of the disk into the bucket, and lets others begin there; see `relay.store.bucket.joining`."""
+    """Brings streams of the disk into the bucket, and creates streams there; see `relay.store.bucket.joining`."""
 
     def create(self, uuid: bytes, done: Callable[[Refuse | None], None]) -> None: ...
     def join(self, candidate: Candidate) -> None: ...
@@ -126,7 +125,7 @@ class Shelf:
         self.key = key
         self.url = url
         self.writer: Writer | None = None
-        """This store's journal; None until it holds what it held before."""
+        """This store's journal for new streams; None until it has taken over the journals of its last run."""
         self.held: dict[str, set[bytes]] = {}
         """Journal of this store -> uuids of the streams whose writes go there."""
         self.away = f"the bucket {url} has not been read yet; try again"
@@ -141,18 +140,18 @@ class Shelf:
         self.mover: Mover | None = None
         """Moves streams to other stores; None until the bucket is used."""
         self.joiner: Joiner | None = None
-        """The same for streams of the disk that join the bucket."""
+        """Brings streams of the disk into the bucket; None until the bucket is used."""
         self.undecided: dict[bytes, str] = {}
         """Streams that were joining when this store ended -> token. They are not served until it is known whether
         they have joined."""
         self.on_decided: Callable[[bytes, bool], None] = lambda uuid, joined: None
-        """Called when that is known."""
+        """Called when it is known whether a stream has joined."""
         self.reader: Reader | None = None
         """Reads what was moved to segment objects."""
         self.ending: dict[bytes, Replica] = {}
-        """Streams that were deleted here -> their copiers, until the bucket knows of it or the journal has ended."""
+        """Deleted stream -> its copier, until the bucket has the deletion or the journal has ended."""
         self.left: list[Left] = []
-        """What deleted streams have left in the bucket, as the bucket knows."""
+        """Objects of deleted streams whose deletion is in the bucket."""
         self._now_us = now_us
         self.copies = Copies(now_us)
         """Copies in the bucket of streams that are on the store's disk."""
@@ -190,15 +189,15 @@ class Shelf:
         return self._on(uuid, writer)
 
     def hold(self, uuids: Iterable[bytes], writer: Writer) -> None:
-        """A journal of ours holds these streams from now on."""
+        """Note that a journal of ours holds these streams from now on."""
         self.held.setdefault(writer.journal, set()).update(uuids)
 
     def forget(self, replica: Replica) -> None:
-        """A stream was deleted."""
+        """Forget a stream that was deleted."""
         self.held.get(replica.writer.journal, set()).discard(replica.uuid)
 
     def end(self, replica: Replica, left: Left, known: Callable[[], None]) -> None:
-        """A stream was deleted that leaves these segment objects. `known` is called when the bucket knows of it.
+        """Note the deletion of a stream that leaves these segment objects. Call `known` when the bucket has it.
 
         If the journal ends before, nobody can say whether the stream still exists.
         """

@@ -1,4 +1,4 @@
-"""How a store gets on with its bucket, for monitoring."""
+"""The state of a store's bucket, for monitoring."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def backlog(shelf: Shelf, streams: Iterable[Stream]) -> Backlog:
 
 
 def bucket_state(shelf: Shelf, streams: Iterable[Stream]) -> BucketState:
-    """Return what a store says of its bucket to whoever asks."""
+    """Return what a store answers when it is asked about its bucket."""
     waits, lag = backlog(shelf, streams), shelf.copies.lag()
     return BucketState(
         waits.away[:MAX_TEXT], waits.bytes, shelf.not_taken[:MAX_TEXT], min(shelf.taken, MAX_U32), min(shelf.taken_s, MAX_U32),

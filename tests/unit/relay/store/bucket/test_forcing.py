@@ -198,7 +198,7 @@ async def test_an_order_that_failed_half_way_is_repeated_and_completes_the_same_
     objects.lose = False
     other = Maker(objects, tmp_path, 2)
     with pytest.raises(
-        Refuse, match=f"on db-2 was told to restore this stream, as log {MADE.hex()}"
+        Refuse, match=f"on db-2 was ordered to restore this stream, as log {MADE.hex()}"
     ):
         await other.force(other.wish(found, OTHER))
     maker = Maker(objects, tmp_path)  # it was started again meanwhile
@@ -457,5 +457,5 @@ async def test_a_stream_with_partitions_and_an_order_for_a_full_list_are_refused
         await maker.force(maker.wish(found, MADE))
     monkeypatch.setattr("relay.store.bucket.forced.MAX_FORCED", 0)
     one = Forced(UUID, MADE, maker.key.public_key, "db-2", 1, [])
-    with pytest.raises(Refuse, match="the maximum; use another bucket"):
+    with pytest.raises(Refuse, match="the limit; use another bucket"):
         await ForcedList(objects, Sealer(GROUP, bytes)).decide(one)
