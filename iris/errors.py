@@ -16,7 +16,7 @@
     ├── RequestError           a request, push or survey failed; see its `may_have_run`
     │   ├── NoMembers          no member serves it; it has not run
     │   ├── Overloaded         all members that serve it are at capacity; it has not run
-    │   ├── RequestTimeout     no reply within the timeout; it may have run (also a TimeoutError)
+    │   ├── RequestTimeout     no reply within the timeout; see its `may_have_run` (also a TimeoutError)
     │   ├── ConnectionLost     the member, its relay or the local relay was lost before the reply arrived
     │   ├── RelayError         a relay refused it; the text is from the relay, so no key holder vouches for it
     │   └── RemoteError        the handler raised or refused (see its `code`), or the body does not decode; sealed
@@ -117,8 +117,8 @@ class Stale(SealError):
 class RequestError(IrisError):
     """A request, push, survey or tunnel opening to `cluster` failed.
 
-    `may_have_run` is False only if no handler has run, so that sending it again is safe. `detail` is the text without
-    the cluster.
+    `may_have_run` is False only if no handler has run, so that sending it again is safe. If Iris repeated an idempotent
+    call, any error of it may have `may_have_run=True`. `detail` is the text without the cluster.
     """
 
     may_have_run = True
@@ -132,7 +132,7 @@ class RequestError(IrisError):
 
 
 class NoMembers(RequestError):
-    """No member serves this kind of message in the cluster under your key. The message has not run."""
+    """No member serves this kind of message in the cluster under your key, so this attempt has not run."""
 
     may_have_run = False
 
@@ -144,7 +144,7 @@ class Overloaded(RequestError):
 
 
 class RequestTimeout(RequestError, TimeoutError):
-    """No reply arrived within the timeout. The message may have run."""
+    """No reply arrived within the timeout. `may_have_run` is False only if no handler can have started."""
 
 
 class ConnectionLost(RequestError):

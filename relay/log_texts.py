@@ -49,7 +49,7 @@ SENTENCES: Final[dict[str, str | tuple[str, ...]]] = {
     "sessions.listening": "Sessions over TLS are accepted at {addresses}.",
     "web.listening": "Sessions over WebSocket are accepted at {addresses}.",
     "web.refused": "A connection over WebSocket from {address} was refused: {reason}. See docs/web.md for what is accepted.",
-    "web.denied": "Session {session} was refused something that its ticket (issuer {issuer}, subject {subject}) does not allow: {reason}.",
+    "web.denied": "Session {session} was refused something that its ticket (issuer {issuer}, subject {subject}) does not allow: {reason}. Let the issuer allow it, or correct the page.",
     "web.ticket_ended": "Session {session} was ended: {reason}.",
     "web.revoked_unreadable": "The file of revoked tickets could not be read again, so the list that was read before stays in force: {error}. Correct the file and send SIGHUP.",
     "web.certificate_unreadable": "The web certificate {path} could not be read again, so new connections get the old one: {error}. Correct the file and send SIGHUP.",

@@ -108,7 +108,7 @@ class _Messages(_Proxy[Source]):
     def batch(self) -> list[StreamMessage]:
         """Return the next messages, at least one, without those that the iteration has already taken.
 
-        Raises as the original; StopAsyncIteration at the end of what is read.
+        Raises as the original does; StopAsyncIteration at the end.
         """
         return self._run(self._original.batch())
 

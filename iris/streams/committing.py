@@ -164,7 +164,8 @@ async def discard_everywhere(
 ) -> int:
     """Discard in all partitions of a stream; return the number of records.
 
-    Attempts that a commit which was interrupted has planned stay, unless the call names none. Raises StreamError.
+    If a commit was interrupted, the attempts that it planned stay, unless the call names no attempts.
+    Raises StreamError.
     """
     layout = await find_layout(stores, name, uuid, timeout=timeout)
     if call.attempts and len(layout) > 1:

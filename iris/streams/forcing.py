@@ -1,4 +1,4 @@
-"""Makes a stream of its copy in a bucket, because the store that had the stream is gone."""
+"""Restores a stream from its copy in a bucket, because the store that had the stream is gone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from iris.wire.streams import Described, FindLost, Force, LostStream, LostStream
 
 
 async def force_stream(stores: Stores, name: str, to: str, uuid: str, timeout: float) -> StreamInfo:
-    """Make a stream, whose store is gone, of its copy at the store `to`; return it as that store describes it.
+    """Restore a stream, whose store is gone, from its copy at the store `to`; return it as that store describes it.
 
     Raises ConfigError if `to` names no store that can do it; StreamError.
     """

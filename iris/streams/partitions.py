@@ -166,7 +166,7 @@ async def make_partitioned(
 ) -> VerifiedStream:
     """Create a stream with `count` partitions. If another client creates it first, return that one.
 
-    Raises StreamError; nothing is left then, or the error says what is.
+    Raises StreamError. Then no logs are left, or the error names those that are.
     """
     check_count(count)
     name, until_s = definition.name, time.monotonic() + timeout
@@ -349,7 +349,7 @@ async def _unmake(stores: Stores, name: str, made: dict[int, bytes], until_s: fl
 async def describe_partitions(
     stores: Stores, name: str, uuid: str, timeout: float
 ) -> list[StreamInfo]:
-    """Return the partitions of a stream, in order. One whose store is away has that in `failed`, and no store.
+    """Return the partitions of a stream, in order. If the store of one is away, its `failed` says so.
 
     Raises StreamError if partition 0 cannot be described.
     """
@@ -417,7 +417,7 @@ async def redefine_all(
 async def delete_stream(stores: Stores, name: str, uuid: str, timeout: float) -> None:
     """Delete a stream with all its partitions, partition 0 first; a stream that no longer exists counts as deleted.
 
-    Raises StreamError, also for a partition that its stream has; if partitions are left, it says how to delete them.
+    Raises StreamError, also if `name` is a partition. If partitions are left, the error says how to delete them.
     """
     until_s = time.monotonic() + timeout
     found = await stores.describe(name, uuid, timeout=timeout)

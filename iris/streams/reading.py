@@ -40,9 +40,9 @@ class Reader:
     `on_gap`, and the latest 1,000 reports are kept in `gaps`. If the relay or the store is away, the reader waits
     up to `patience` seconds for it to come back; then it raises StreamUnavailable.
 
-    Of a stream with several partitions it gives batches as they arrive, in the order of each partition, which
-    `message.partition` names. While one cannot be read, it goes on with the others; `missing` says why. Without
-    `follow` it raises StreamUnavailable at the end then.
+    A reader of several partitions delivers batches as they arrive, in order within each partition; `message.partition`
+    names it. While a partition cannot be read, the reader continues with the others, and `missing` says why. Without
+    `follow`, it then raises StreamUnavailable at the end.
 
     Several tasks may take messages of one reader: each message goes to one of them. If you save `offset`, use one
     task, because `offset` also moves past messages that another task has not finished.
