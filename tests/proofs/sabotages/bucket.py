@@ -14,8 +14,29 @@ FORCING = ("tests/unit/relay/store/bucket/test_forcing.py",)
 JOINS = "tests/unit/relay/store/bucket/test_joins.py"
 SUCCESSION = "tests/unit/relay/store/bucket/test_succession.py"
 MOVES = "tests/unit/relay/store/bucket/test_moves.py"
+OBJECTS = "tests/conformance/test_objects.py"
 
 SABOTAGES = (
+    Sabotage(
+        "bucket-create-that-met-another",
+        "relay/store/bucket/objects.py",
+        "Cloud.create",
+        "await self.exists(key)",
+        "True",
+        (
+            f"{OBJECTS}::test_a_create_that_met_another_request_is_an_error_and_not_an_object_that_exists",
+        ),
+        "a store believes that an object was created which nobody created",
+    ),
+    Sabotage(
+        "bucket-missing-looks-empty",
+        "relay/store/bucket/objects.py",
+        "Cloud._check_bucket",
+        "_NO_BUCKET.search(str(err))",
+        "False",
+        (f"{OBJECTS}::test_a_bucket_that_is_missing_is_an_error_and_not_an_empty_bucket",),
+        "a bucket that does not exist looks as if all its objects were deleted",
+    ),
     Sabotage(
         "bucket-taken-from-who-is-back",
         "relay/store/bucket/keeper.py",

@@ -20,6 +20,17 @@ FILES = ("tests/unit/relay/store/test_store_files.py",)
 
 SABOTAGES = (
     Sabotage(
+        "consumer-shared-by-tasks",
+        "iris/streams/consuming.py",
+        "Consumer.batch",
+        "async with self._taking:",
+        "if True:",
+        (
+            "tests/integration/test_partition_consumers.py::test_tasks_that_share_one_worker_or_reader_get_each_message_once",
+        ),
+        "every task gets all messages of a delivery",
+    ),
+    Sabotage(
         "producer-fenced",
         "relay/store/producers.py",
         "Producers.judge",
