@@ -73,7 +73,8 @@ class Management:
         compact: bool = False, dedup_window: float = 0.0, durability: str = "disk", copy: bool = True, partitions: int = 1,
         timeout: float = 10.0,
     ) -> StreamInfo:  # fmt: skip
-        """Create a stream, a durable log. A stream that exists with the same definition is returned as it is.
+        """Create a stream, a durable log. A stream that exists with the same definition is returned as it is, whatever
+        its durability.
 
         With `topic` it records what is published to that filter. With `cluster` it records all the cluster's
         broadcasts and a share of its pushes. With neither it holds only what is appended. The oldest messages are

@@ -161,6 +161,8 @@ async def test_an_order_that_cannot_be_carried_out_is_an_error_that_says_what_to
                 await client.streams.change("eu:orders", durability="bucket")
             await client.streams.create("orders")
             assert (await client.streams.change("orders", durability="disk")).durability == "disk"
+            there = await client.streams.create("orders", durability="bucket")
+            assert there.durability == "disk", "an existing stream is returned as it is"
             assert (
                 await client.streams.change("orders", durability="bucket")
             ).durability == "bucket"
