@@ -279,6 +279,6 @@ async def life(directory: Path, seed: int) -> tuple[list[bytes], list[bytes]]:
         database.close()
 
 
-def run(work: Coroutine[Any, Any, Any]) -> Any:
+def run(work: Coroutine[Any, Any, Any], patience_s: float = PATIENCE_S) -> Any:
     with asyncio.Runner(debug=False, loop_factory=VirtualLoop) as runner:
-        return runner.run(asyncio.wait_for(work, PATIENCE_S))
+        return runner.run(asyncio.wait_for(work, patience_s))

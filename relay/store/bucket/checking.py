@@ -27,7 +27,7 @@ from relay.store.bucket.history import (
 )
 from relay.store.bucket.loading import NO_OFFSET
 from relay.store.bucket.moved import decided
-from relay.store.bucket.objects import Objects
+from relay.store.bucket.objects import Objects, patient
 from relay.store.bucket.replica import Place, redo
 from relay.store.bucket.sealing import (
     WINDOW,
@@ -98,7 +98,7 @@ class Check:
 
     def __init__(self, objects: Objects, sealer: Sealer) -> None:
         self.report = Report(objects.url, [], 0, [], "", [], [])
-        self._objects = objects
+        self._objects = patient(objects)
         self._sealer = sealer
         self._known: dict[str, Registration] = {}
         self._beginnings: dict[str, Beginning] = {}

@@ -16,7 +16,7 @@ from typing import Final
 
 from iris.core.backoff import Backoff
 from iris.errors import IrisError
-from relay.store.bucket.objects import BucketError, Objects, at_once
+from relay.store.bucket.objects import BucketError, Objects, at_once, each_of, patient
 from relay.store.bucket.replica import Place
 from relay.store.bucket.sealing import (
     Checkpoint,
@@ -43,6 +43,7 @@ BACKLOG_BYTES: Final = 8 << 20
 PAUSE_S: Final = 0.02
 DELETES: Final = 8
 """Objects that are deleted at once."""
+NOT_DELETED: Final = "an object that is not needed any more cannot be deleted"
 
 
 class Checkpoints:
@@ -73,6 +74,9 @@ class Checkpoints:
         """Bytes of the last checkpoint. Indexes and consumers are in it, too, so it can be larger than the logs."""
         self._deleting: list[Covered] = []
         """What the last checkpoint covers and may still be there."""
+        self._deletes = Backoff(COMPACT_S, RETRY_MAX_S, random.random)
+        self._delete_us = 0
+        """Nothing is deleted before."""
 
     async def run(self) -> None:
         """Write a checkpoint whenever the journal has far more than its streams. Runs until cancelled."""
@@ -106,17 +110,16 @@ class Checkpoints:
         )
 
     async def _write(self, logs: dict[bytes, Log]) -> None:
-        """Write the journal's streams once more, and delete what that covers.
-
-        Raises BucketError, LogError, ObjectDamaged.
-        """
+        """Write the journal's streams once more. Raises BucketError, LogError, ObjectDamaged."""
         writer, written = self._writer, self._writer.written
         # Nothing is awaited before: a stream that was created meanwhile would be in no part and before `first`.
         parts = {uuid: each.copied() for uuid, each in logs.items()}
         first = await write_all(writer, parts, self._now_us())
         self._logs()  # raises if the copy of a stream fell behind meanwhile: then its parts do not fit together
-        covers = await remaining(self._objects, self._covers)
-        covers.append(Covered(writer.journal, self._first, first))
+        there = await remaining(self._objects, [*self._deleting, *self._covers])
+        covers = [each for each in there if each.journal != writer.journal]
+        ours = [each.first for each in there if each.journal == writer.journal]
+        covers.append(Covered(writer.journal, min([*ours, self._first]), first))
         backoff = Backoff(COMPACT_S, RETRY_MAX_S, random.random)
         while not writer.ended:
             try:
@@ -133,18 +136,26 @@ class Checkpoints:
             return
         self._count, self._first, self._since = self._count + 1, first, written
         self._size = writer.written - written
-        self._covers, self._deleting = [], covers
+        self._covers, self._deleting, self._delete_us = [], covers, 0
         for uuid, each in self._logs().items():
             if uuid in logs:
                 each.note_copied(Place(writer.journal, writer.number).pack())
-        await self._delete()
         fields = {"journal": writer.journal, "object": first, "bytes": self._size}
         log.info("store.checkpoint", extra={"fields": fields})
 
     async def _delete(self) -> None:
-        """Delete what the last checkpoint covers. Raises BucketError."""
-        if self._deleting:
+        """Delete what the last checkpoint covers. A bucket that refuses it, for example because it keeps objects for a
+        month, is not in the way of the next checkpoint.
+        """
+        if not self._deleting or self._now_us() < self._delete_us:
+            return
+        try:
             await delete(self._objects, self._deleting)
+        except BucketError as err:
+            self._warn(BucketError(f"{NOT_DELETED}: {err}"))
+            self._delete_us = self._now_us() + int(self._deletes.failed() * 1e6)
+        else:
+            self._deletes.succeeded()
             self._deleting = []
 
 
@@ -190,12 +201,15 @@ async def note(
 
 async def remaining(objects: Objects, covers: list[Covered]) -> list[Covered]:
     """Return the ranges of `covers` that were not deleted completely. Raises BucketError."""
-    return [
-        each
-        for each in covers
+
+    async def is_there(each: Covered) -> bool:
         # Of each range the last object is deleted last.
-        if each.end > each.first and await objects.exists(journal_key(each.journal, each.end - 1))
-    ]
+        return each.end > each.first and await objects.exists(
+            journal_key(each.journal, each.end - 1)
+        )
+
+    there = await each_of(covers, is_there)
+    return [each for each, found in zip(covers, there, strict=True) if found]
 
 
 async def delete(objects: Objects, covers: list[Covered]) -> None:
@@ -204,6 +218,7 @@ async def delete(objects: Objects, covers: list[Covered]) -> None:
     The first object of each range is deleted before all others. Without it the journal is read as empty. Else somebody
     who finds a hole further on, before the fence, could end the journal there and hold what it held then.
     """
+    objects = patient(objects)
     for each in await remaining(objects, covers):
         first, *rest = [journal_key(each.journal, one) for one in range(each.first, each.end)]
         await objects.delete(first)

@@ -15,7 +15,7 @@ from msgspec import Struct
 from iris.crypto.keys import GroupKey, public_id
 from relay.store.authority import DefinitionFile
 from relay.store.bucket.history import Registration, end_of, registrations
-from relay.store.bucket.objects import Objects
+from relay.store.bucket.objects import Objects, each_of, patient
 from relay.store.bucket.sealing import COPIES, Begun, Ended, ObjectDamaged, Rows, Sealer, Whole
 from relay.store.bucket.succession import steps
 from relay.store.database import PUT, Database, Op
@@ -93,6 +93,7 @@ async def read_copies(
     Raises BucketError, ObjectDamaged, LogError, OSError.
     """
     await asyncio.to_thread(_empty, directory)
+    objects = patient(objects)
     sealer = Sealer(key, os.urandom)
     found: dict[bytes, Found] = {}
     for one, _, known in await _journals(objects, sealer):
@@ -116,7 +117,7 @@ class Outlines:
 
     def __init__(self, objects: Objects, sealer: Sealer, now_s: Callable[[], float]) -> None:
         """`now_s` is a clock that is never set."""
-        self._objects = objects
+        self._objects = patient(objects)
         self._sealer = sealer
         self._now_s = now_s
         self._read: dict[str, tuple[int, float, list[Outline]]] = {}
@@ -179,8 +180,12 @@ async def _journals(
     """Return the journals of copies that nobody has taken, with the last number and all journals of copies by name."""
     registered = await registrations(objects, sealer, folder=COPIES)
     known = {one.registered.journal: one for one in registered}
-    ends = [(one, await end_of(objects, sealer, one)) for one in registered]
-    return [(one, end.number, known) for one, end in ends if end.fence is None and end.number]
+    ends = await each_of(registered, lambda one: end_of(objects, sealer, one))
+    return [
+        (one, end.number, known)
+        for one, end in zip(registered, ends, strict=True)
+        if end.fence is None and end.number
+    ]
 
 
 def _empty(directory: Path) -> None:

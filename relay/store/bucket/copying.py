@@ -29,7 +29,7 @@ from relay.store.bucket.copies import Copies, Copy, State
 from relay.store.bucket.copy_reading import copied_in
 from relay.store.bucket.history import Registration, beginning_of, end_of
 from relay.store.bucket.objects import Objects, probe
-from relay.store.bucket.puts import RETRY_MAX_S, RETRY_MIN_S, Lost, Puts
+from relay.store.bucket.puts import AGAIN_MAX_S, RETRY_MAX_S, RETRY_MIN_S, Lost, Puts
 from relay.store.bucket.sealing import (
     COPIES,
     Covered,
@@ -96,6 +96,7 @@ class Copying:
     async def run(self) -> None:
         """Bring the copies to the bucket, as often as it takes. Runs until cancelled."""
         backoff = Backoff(RETRY_MIN_S, RETRY_MAX_S, random.random)
+        losses = Backoff(RETRY_MIN_S, AGAIN_MAX_S, random.random)
         try:
             while True:
                 try:
@@ -105,13 +106,16 @@ class Copying:
                     await asyncio.sleep(backoff.failed())
                     continue
                 backoff.succeeded()
+                began_us = self._now_us()
                 try:
                     await self._work(writer, covers)
                 except Exception:
                     log.exception("store.fault", extra={"fields": {"stream": "all copies"}})
                     writer.end("the store had an internal error")
                 self._copies.lost(writer)
-                await asyncio.sleep(RETRY_MIN_S)
+                if self._now_us() - began_us > 2 * AGAIN_MAX_S * 1e6:
+                    losses.succeeded()
+                await asyncio.sleep(losses.failed())
         finally:
             await self._puts.cancel()
 

@@ -21,7 +21,7 @@ from relay.store.bucket.copy_reading import Outline, Outlines
 from relay.store.bucket.forced import ForcedList
 from relay.store.bucket.history import Registration, beginning_of, registrations
 from relay.store.bucket.joined import has_joined
-from relay.store.bucket.objects import Objects
+from relay.store.bucket.objects import Objects, patient
 from relay.store.bucket.sealing import COPIES, Covered, Sealer, checkpoint_key
 from relay.store.bucket.succession import fence, steps
 
@@ -57,7 +57,7 @@ class Dropping:
 
     def __init__(self, objects: Objects, sealer: Sealer) -> None:
         self.found: list[CopiesOf] = []
-        self._objects = objects
+        self._objects = patient(objects)
         self._sealer = sealer
         self._known: dict[str, Registration] = {}
 

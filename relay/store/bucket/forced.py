@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from relay.store.bucket.history import AHEAD
+from relay.store.bucket.history import AHEAD, MOST_AHEAD
 from relay.store.bucket.objects import Objects, at_once
 from relay.store.bucket.sealing import Forced, ObjectDamaged, Sealer, forced_key
 from relay.store.errors import Refuse
@@ -59,7 +59,7 @@ class ForcedList:
         ahead = 1  # most of the time there is nothing new
         while True:
             keys = [forced_key(self._number + index) for index in range(ahead)]
-            ahead = AHEAD
+            ahead = AHEAD if ahead < AHEAD else min(2 * ahead, MOST_AHEAD)
             found = await at_once(self._objects.get(key) for key in keys)
             for key, sealed in zip(keys, found, strict=True):
                 if sealed is None:

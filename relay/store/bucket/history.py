@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Final
 
-from relay.store.bucket.objects import BucketError, Objects, at_once
+from relay.store.bucket.objects import BucketError, Objects, at_once, each_of, patient
 from relay.store.bucket.sealing import (
     JOURNALS,
     WINDOW,
@@ -25,6 +25,8 @@ from relay.store.bucket.sealing import (
 
 AHEAD: Final = 8
 """Objects that are fetched at once."""
+MOST_AHEAD: Final = 64
+"""The same of a long list of small ones."""
 
 
 class Registration:
@@ -45,9 +47,11 @@ async def registrations(
 ) -> list[Registration]:
     """Return all journals of the bucket from number `start` on. Raises BucketError, ObjectDamaged."""
     found: list[Registration] = []
-    number = start
+    number, ahead = start, AHEAD
     while True:
-        keys = [registration_key(number + index, folder) for index in range(AHEAD)]
+        keys = [registration_key(number + index, folder) for index in range(ahead)]
+        if number > start:
+            objects, ahead = patient(objects), MOST_AHEAD
         for key, sealed in zip(keys, await at_once(objects.get(key) for key in keys), strict=True):
             if sealed is None:
                 return found
@@ -158,7 +162,7 @@ async def that_hold(
     objects: Objects, sealer: Sealer, journals: Sequence[Registration]
 ) -> list[str]:
     """Return the ids of those that nobody has taken and that have objects. Raises BucketError, ObjectDamaged."""
-    ends = [await end_of(objects, sealer, one) for one in journals]
+    ends = await each_of(journals, lambda one: end_of(patient(objects), sealer, one))
     return [
         one.registered.journal
         for one, end in zip(journals, ends, strict=True)

@@ -28,7 +28,7 @@ from relay.store.bucket.loading import Loaded, load
 from relay.store.bucket.lookout import FAILOVER_S, UNSEEN_S, Lookout
 from relay.store.bucket.moves import Moves
 from relay.store.bucket.objects import BucketError, Objects, probe
-from relay.store.bucket.puts import RETRY_MAX_S, RETRY_MIN_S, Lost, Puts
+from relay.store.bucket.puts import AGAIN_MAX_S, RETRY_MAX_S, RETRY_MIN_S, Lost, Puts
 from relay.store.bucket.replica import Replica
 from relay.store.bucket.sealing import (
     Intent,
@@ -112,6 +112,12 @@ class Keeper:
         """One journal is opened at a time: each removes the databases that nobody has in use."""
         self._own: list[str] | None = None
         """Our last journal for new streams; after a start, the journals of our last run; None until they are read."""
+        self._mine: set[str] = set()
+        """Journals that this process has begun."""
+        self._first = 0
+        """Number of the first one."""
+        self._intents: dict[str, dict[str, int]] = {}
+        """Journal that is not served yet -> journal that it is about to take -> its object that says so."""
         self._taking: dict[bytes, tuple[list[str], Set[bytes]]] = {}
         """Store -> its journals that we are about to take, and the stores that may hold them meanwhile, until that has
         succeeded: after a failure some of them may have our fence already, and nobody else takes them from us."""
@@ -210,6 +216,7 @@ class Keeper:
     async def _keep_own(self) -> None:
         """Take over what this store held before, and keep a journal for new streams."""
         backoff = Backoff(RETRY_MIN_S, RETRY_MAX_S, random.random)
+        losses = Backoff(RETRY_MIN_S, AGAIN_MAX_S, random.random)
         while True:
             try:
                 if self._own is None:
@@ -223,9 +230,13 @@ class Keeper:
             self._own = [writer.journal]
             self._shelf.writer, self._shelf.away = writer, ""
             self._joins.settle()
+            began_us = self._now_us()
             await self._write(writer)
             # Another store holds what this journal had. Begin a new one for what is created now.
             self._shelf.writer, self._shelf.away = None, writer.ended
+            if self._now_us() - began_us > 2 * AGAIN_MAX_S * 1e6:
+                losses.succeeded()
+            await asyncio.sleep(losses.failed())
 
     # -- streams of stores that are gone ---------------------------------------------------------------------
 
@@ -297,6 +308,8 @@ class Keeper:
                 self._objects, self._sealer, self._store, self._label, self._wall_us()
             )
             self._seen.note_begun(mine)
+            self._mine.add(mine.registered.journal)
+            self._first = self._first or mine.number
             known = {one.registered.journal: one for one in (*earlier, mine)}
             begun.append((Writer(mine.registered.journal, self._sealer, mine.hash), known))
         writer, known = begun[-1]
@@ -333,6 +346,8 @@ class Keeper:
                     if (held := await self._take(writer, victim, known, stores)) is not None:
                         taken[held] = None
         del self._begun[purpose]
+        for one, _ in begun:
+            self._intents.pop(one.journal, None)
         before = self._writers
         try:
             self._writers = [one for one in before if one.journal not in {*victims, *taken}] + [
@@ -350,10 +365,11 @@ class Keeper:
             lambda: self._owner.logs(writer), self._now_us, self._warn,
         )  # fmt: skip
         # A checkpoint covers what names these objects.
-        self._shelf.left += [each for each in left.values() if each.objects or each.intended]
+        for each in left.values():
+            self._shelf.leave(each)
         self._checkpoints[writer.journal].paused = lambda: bool(
             any(each.is_open(writer.journal) for each in (self._moves, self._joins))
-            or self._shelf.left
+            or self._shelf.is_leaving
         )
         self._moves.inherit(writer, unsettled)
         fields = {"bucket": self.url, "journal": writer.journal, "streams": len(loaded)}
@@ -401,11 +417,13 @@ class Keeper:
         ever. Fences are followed past its journals that have ended, because a journal of ours may have ended them.
         """
         while True:
-            intent = writer.add(Intent(victim), INTENT_BYTES, self._now_us())
-            writer.close_object()
+            intents = self._intents.setdefault(writer.journal, {})
+            if victim not in intents:  # else it is there from an earlier try
+                intents[victim] = writer.add(Intent(victim), INTENT_BYTES, self._now_us())
+                writer.close_object()
             await self._puts.land_all(writer)
             made, end = await fence(
-                self._objects, self._sealer, known[victim], writer.journal, intent
+                self._objects, self._sealer, known[victim], writer.journal, intents[victim]
             )
             by = made.by
             if by == writer.journal:
@@ -414,6 +432,9 @@ class Keeper:
             if any(by == one.journal and not one.ended for one in self._writers):
                 return None  # we hold it already
             successor = known.get(by)
+            if successor is not None and self._is_twin(successor):
+                fields = {"journal": victim, "by": by, "host": successor.registered.label}
+                log.error("store.key_used_twice", extra={"fields": fields})
             if (
                 successor is None
                 or successor.number >= known[writer.journal].number
@@ -424,6 +445,12 @@ class Keeper:
                 log.warning("store.journal_taken", extra={"fields": fields})
                 return None
             victim = by
+
+    def _is_twin(self, journal: Registration) -> bool:
+        """Return whether another process that runs with our key began a journal."""
+        registered = journal.registered
+        ours = registered.store == self._store and registered.journal not in self._mine
+        return ours and journal.number > self._first
 
     def _may_take(self, store: bytes, stores: Set[bytes]) -> bool:
         """Return whether a journal of this store may be ended."""

@@ -13,7 +13,7 @@ from iris.wire.streams import dead_uuid
 from relay.store.bucket.history import Registration
 from relay.store.bucket.lineage import Order, Run, among
 from relay.store.bucket.moved import Chain, Void, released
-from relay.store.bucket.objects import Objects
+from relay.store.bucket.objects import Objects, patient
 from relay.store.bucket.replica import Place, move, redo
 from relay.store.bucket.sealing import Covered, Ended, Released, Rows, Sealer, Taken
 from relay.store.bucket.shelf import Left
@@ -128,6 +128,7 @@ async def load(
     Raises Unfenced if another journal must be taken first; InUse if that has to be done again; BucketError,
     ObjectDamaged, LogError.
     """
+    objects = patient(objects)
     targets = _targets(directory, keep)
     try:
         covers: list[Covered] = []
@@ -278,7 +279,7 @@ async def receive(
     """
     targets: dict[bytes, _Target] = {}
     try:
-        async for effect in released(objects, sealer, taken):
+        async for effect in released(patient(objects), sealer, taken):
             if isinstance(effect, Rows):
                 if effect.uuid not in targets:
                     path = directory / effect.uuid.hex()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence, Set
 from typing import Final
 
 from iris.crypto.keys import public_id
 from iris.errors import IrisError
-from relay.store.bucket.history import Registration, end_of, registrations
-from relay.store.bucket.objects import Objects
+from relay.store.bucket.history import End, Registration, end_of, registrations
+from relay.store.bucket.objects import Objects, each_of
 from relay.store.bucket.sealing import Registered, Sealer
 from relay.store.bucket.seen import Seen
 
@@ -19,6 +20,9 @@ FAILOVER_S: Final = 5.0
 """How long a store must be gone until its streams are taken over."""
 UNSEEN_S: Final = 60.0
 """The same for a store that this one has never seen: after a power cut of the whole site it may be about to start."""
+EMPTY_MAX_S: Final = 900.0
+"""Longest pause between two looks at a journal of a store that is gone and that has no objects. A bucket has many such
+journals: those that checkpoints cover. The first pause is `UNSEEN_S`."""
 
 
 class Lookout:
@@ -44,7 +48,8 @@ class Lookout:
         self._known: list[Registration] = []
         self._done: set[str] = set()
         """Journals that somebody has taken."""
-        self._empty: set[str] = set()
+        self._empty: dict[str, tuple[float, float]] = {}
+        """Journal without objects -> when it was looked at, and the pause before it is again."""
         self._read = True
         """Whether every journal could be read that `find` looked at last."""
 
@@ -91,12 +96,12 @@ class Lookout:
             self._known += await registrations(self._objects, self._sealer, len(self._known) + 1)
             self._seen.note_registered(self._known[-1:])
             self._looked_s = now_s
-            self._empty.clear()  # a store that was not seen for a while may have gone on
         gone = [
             one
             for one in self._known
-            if one.registered.journal not in self._done | self._empty
+            if one.registered.journal not in self._done
             and self._is_gone(one.registered)
+            and self._may_hold(one.registered)
         ]
         stores = {self._store, *(one.registered.store for one in gone)}
         return await self._held(gone), stores
@@ -122,20 +127,33 @@ class Lookout:
         """Return what these journals hold, by store. One that cannot be read is not in the way of the others."""
         held: dict[bytes, list[str]] = {}
         self._read = True
-        for one in gone:
-            try:
-                end = await end_of(self._objects, self._sealer, one)
-            except (IrisError, OSError) as err:
-                self._warn(err)
+        for one, end in zip(gone, await each_of(gone, self._end_of), strict=True):
+            name = one.registered.journal
+            _, pause_s = self._empty.pop(name, (0.0, UNSEEN_S / 2))
+            if end is None:
                 self._read = False
-                continue
-            if end.fence is not None:
-                self._done.add(one.registered.journal)
+            elif end.fence is not None:
+                self._done.add(name)
             elif not end.number:
-                self._empty.add(one.registered.journal)
+                pause_s = min(2 * pause_s, EMPTY_MAX_S)
+                self._empty[name] = self._now_s, pause_s
             else:
-                held.setdefault(one.registered.store, []).append(one.registered.journal)
+                held.setdefault(one.registered.store, []).append(name)
         return held
+
+    async def _end_of(self, one: Registration) -> End | None:
+        """Return the end of a journal; None if it cannot be read."""
+        try:
+            return await end_of(self._objects, self._sealer, one)
+        except (IrisError, OSError) as err:
+            self._warn(err)
+            return None
+
+    def _may_hold(self, registered: Registered) -> bool:
+        """Return whether a journal may have objects: it had some, or its store may have gone on since."""
+        looked_s, pause_s = self._empty.get(registered.journal, (-math.inf, 0.0))
+        seen_s = self._seen_s.get(public_id(registered.store).hex(), -math.inf)
+        return looked_s <= seen_s or self._now_s >= looked_s + pause_s
 
     def _is_gone(self, registered: Registered) -> bool:
         """Return whether the store of a journal was not seen for long enough."""

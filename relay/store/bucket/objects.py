@@ -9,19 +9,30 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import random
 import re
 import secrets
-from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Sequence,
+)
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 from urllib.parse import unquote, urlsplit
 
+from iris.core.backoff import Backoff
 from iris.errors import ConfigError, IrisError
 from iris.keyfiles import sync_directory
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 TIMEOUT_S: Final = 30.0
@@ -30,6 +41,12 @@ LEAST_RATE: Final = 128 << 10
 """Bytes per second that a service is expected to take or to send at least: a large object gets more time."""
 MOST_S: Final = 3600
 """More than any request may take: obstore's own limit, which does not know how large an object is."""
+AT_ONCE: Final = 32
+"""Things that `each_of` asks about at once."""
+TRIES: Final = 8
+AGAIN_MIN_S: Final = 0.1
+AGAIN_MAX_S: Final = 5.0
+"""`Patient` gives up after about 10 seconds."""
 SCHEMES: Final = ("s3", "gs", "az", "file")
 _TOOK: Final = re.compile(r" in [0-9.]+[nµm]?s\b")
 """The time that a request took, in texts of obstore: an error that is the same should read the same."""
@@ -76,11 +93,57 @@ class Objects(Protocol):
         """Delete an object if it exists. Raises BucketError."""
 
 
+class Patient:
+    """A bucket whose requests are repeated for a while if they fail: for work that needs so many requests that some do,
+    and that would have to begin again. Creates are not repeated, because one that failed may have been carried out.
+    """
+
+    def __init__(self, objects: Objects) -> None:
+        self.url = objects.url
+        self._objects = objects
+
+    async def create(self, key: str, data: bytes) -> bool:
+        return await self._objects.create(key, data)
+
+    async def get(self, key: str) -> bytes | None:
+        return await _often(lambda: self._objects.get(key))
+
+    async def get_range(self, key: str, start: int, end: int) -> bytes | None:
+        return await _often(lambda: self._objects.get_range(key, start, end))
+
+    async def exists(self, key: str) -> bool:
+        return await _often(lambda: self._objects.exists(key))
+
+    async def delete(self, key: str) -> None:
+        await _often(lambda: self._objects.delete(key))
+
+
+def patient(objects: Objects) -> Objects:
+    """Return this bucket, whose requests are repeated."""
+    return objects if isinstance(objects, Patient) else Patient(objects)
+
+
+async def _often(request: Callable[[], Awaitable[T]]) -> T:
+    """Return what a request returns, which is made up to `TRIES` times. Raises BucketError."""
+    backoff = Backoff(AGAIN_MIN_S, AGAIN_MAX_S, random.random)
+    while True:
+        try:
+            return await request()
+        except BucketError:
+            pause_s = backoff.failed()
+            if backoff.failures == TRIES:
+                raise
+        await asyncio.sleep(pause_s)
+
+
 class Directory:
     """A bucket in a directory, which several hosts may share.
 
     A new object is written beside its place, synced, and linked into it; `link` fails if the place
     is taken. NFS and CIFS support this between clients, too.
+
+    A client of NFS remembers for up to a minute that a name was absent, and notices that the directory has changed when
+    it is opened. So what seems to be missing is looked for again after that.
     """
 
     def __init__(self, root: Path) -> None:
@@ -135,8 +198,9 @@ class Directory:
         with self._failing(key):
             if not path.parent.is_dir():
                 self._check_present()
-                path.parent.mkdir(parents=True, exist_ok=True)
+                _make_directory(path.parent)
             descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            made = True
             try:
                 with os.fdopen(descriptor, "wb") as file:
                     file.write(data)
@@ -144,13 +208,14 @@ class Directory:
                     os.fsync(file.fileno())
                 os.link(beside, path)
             except FileExistsError:
-                return False
+                made = path.samefile(beside)  # a file server repeats a link whose answer was lost
             finally:
                 with contextlib.suppress(FileNotFoundError):
                     beside.unlink()
+            # Also of an object that was there: whoever made it may have failed to do this, or was killed before.
             sync_directory(str(path.parent))
         self._used = True
-        return True
+        return made
 
     def _get(self, key: str) -> bytes | None:
         return self._read(key, 0, -1)
@@ -159,33 +224,54 @@ class Directory:
         return self._read(key, start, max(0, end - start))
 
     def _read(self, key: str, start: int, size: int) -> bytes | None:
+        def read() -> bytes:
+            with (self._root / key).open("rb") as file:
+                file.seek(start)
+                return file.read(size)
+
+        return self._at(key, read)
+
+    def _exists(self, key: str) -> bool:
+        return self._at(key, (self._root / key).stat) is not None
+
+    def _delete(self, key: str) -> None:
+        def remove() -> bool:
+            (self._root / key).unlink()
+            return True
+
+        self._at(key, remove)
+
+    def _at(self, key: str, work: Callable[[], T]) -> T | None:
+        """Return what `work` returns, which is done with an object; None if there is none. Raises BucketError."""
         with self._failing(key):
             try:
-                with (self._root / key).open("rb") as file:
-                    file.seek(start)
-                    found = file.read(size)
+                try:
+                    found = work()
+                except FileNotFoundError:
+                    self._look(key)
+                    found = work()
             except FileNotFoundError:
                 self._check_present()
                 return None
         self._used = True
         return found
 
-    def _exists(self, key: str) -> bool:
-        with self._failing(key):
-            try:
-                (self._root / key).stat()
-            except FileNotFoundError:
-                self._check_present()
-                return False
-        self._used = True
-        return True
+    def _look(self, key: str) -> None:
+        """Open the directories that lead to an object. A client of NFS then asks the server whether they have changed.
 
-    def _delete(self, key: str) -> None:
-        with self._failing(key):
-            try:
-                (self._root / key).unlink()
-            except FileNotFoundError:
-                self._check_present()
+        Raises OSError.
+        """
+        depth = len(Path(key).parts)
+        for directory in reversed((self._root / key).parents[:depth]):
+            os.close(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+
+
+def _make_directory(directory: Path) -> None:
+    """Make a directory, and those above it that are missing, so that they survive a crash. Raises OSError."""
+    missing = [each for each in (directory, *directory.parents) if not each.exists()]
+    directory.mkdir(parents=True, exist_ok=True)
+    for each in missing:
+        sync_directory(each.parent)
 
 
 class Cloud:
@@ -356,6 +442,17 @@ async def at_once(requests: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
+
+
+async def each_of(things: Sequence[S], ask: Callable[[S], Coroutine[Any, Any, T]]) -> list[T]:
+    """Return the results of `ask` for many things. Up to `AT_ONCE` are asked about at the same time.
+
+    Errors as in `at_once`.
+    """
+    found: list[T] = []
+    for at in range(0, len(things), AT_ONCE):
+        found += await at_once(ask(each) for each in things[at : at + AT_ONCE])
+    return found
 
 
 async def probe(objects: Objects) -> None:

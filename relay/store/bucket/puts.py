@@ -21,6 +21,9 @@ from relay.store.bucket.writer import Flying, Writer
 
 RETRY_MIN_S: Final = 0.1
 RETRY_MAX_S: Final = 5.0
+AGAIN_MAX_S: Final = 600.0
+"""Longest pause until a store that lost its journal begins another one. Two stores with the same `store.key` take each
+other's journals, and each leaves objects in the bucket."""
 TICK_S: Final = 0.01
 
 

@@ -18,8 +18,15 @@ from typing import Final
 from msgspec import Struct
 
 from iris.errors import ConfigError
-from relay.store.bucket.history import End, Registration, beginning_of, end_of, registrations
-from relay.store.bucket.objects import Objects
+from relay.store.bucket.history import (
+    Beginning,
+    End,
+    Registration,
+    beginning_of,
+    end_of,
+    registrations,
+)
+from relay.store.bucket.objects import AT_ONCE, Objects, each_of
 from relay.store.bucket.sealing import (
     Checkpoint,
     ObjectDamaged,
@@ -163,17 +170,22 @@ class Seen:
 
     async def _is_covered(self, name: str, number: int, later: list[Registration]) -> bool:
         """Return whether a checkpoint of a journal that took it covers object `number`."""
-        for one in later:
-            beginning = await beginning_of(self._objects, self._sealer, one)
-            for count in range(1, beginning.checkpoints + 1):
-                key = checkpoint_key(one.registered.journal, count)
-                sealed = await self._objects.get(key)
-                content = None if sealed is None else self._sealer.open(key, sealed)
-                if isinstance(content, Checkpoint) and any(
-                    each.journal == name and each.end >= number for each in content.covers
-                ):
-                    return True
+        for at in range(0, len(later), AT_ONCE):
+            some = later[at : at + AT_ONCE]
+            beginnings = await each_of(some, self._beginning_of)
+            for one, beginning in zip(some, beginnings, strict=True):
+                for count in range(1, beginning.checkpoints + 1):
+                    key = checkpoint_key(one.registered.journal, count)
+                    sealed = await self._objects.get(key)
+                    content = None if sealed is None else self._sealer.open(key, sealed)
+                    if isinstance(content, Checkpoint) and any(
+                        each.journal == name and each.end >= number for each in content.covers
+                    ):
+                        return True
         return False
+
+    async def _beginning_of(self, journal: Registration) -> Beginning:
+        return await beginning_of(self._objects, self._sealer, journal)
 
     def _rolled_back(self, what: str) -> RolledBack:
         return RolledBack(

@@ -18,6 +18,8 @@ from relay.store.moved import Reader
 
 DIRECTORY: Final = "bucket"
 """Subdirectory of the data directory with the logs of streams that are in a bucket."""
+LEFT_US: Final = 3600_000_000
+"""How long checkpoints wait for objects of deleted streams to be deleted: a bucket may refuse that for ever."""
 
 
 class Leaving(Struct, frozen=True):
@@ -34,6 +36,8 @@ class Left(Struct):
     objects: list[str] = []
     intended: list[str] = []
     """Objects that may not exist: the request to create them failed, or may still arrive."""
+    until_us: int = 0
+    """Until then no checkpoint covers what names them."""
 
     def add(self, objects: list[str], intended: list[str]) -> None:
         """Add objects; the `intended` ones may be among them."""
@@ -52,8 +56,7 @@ class _Ending:
 
     def release(self) -> None:
         del self._shelf.ending[self._uuid]
-        if self._left.objects or self._left.intended:
-            self._shelf.left.append(self._left)
+        self._shelf.leave(self._left)
         self._known()
 
     def withdraw(self, reason: str) -> None:
@@ -204,6 +207,17 @@ class Shelf:
         replica.ended()
         self.ending[replica.uuid] = replica
         replica.hold(_Ending(self, replica.uuid, left, known))
+
+    def leave(self, left: Left) -> None:
+        """A deleted stream has left these objects, as the bucket knows."""
+        if left.objects or left.intended:
+            left.until_us = self._now_us() + LEFT_US
+            self.left.append(left)
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether what names objects of deleted streams must stay: a successor of this store deletes them, too."""
+        return any(self._now_us() < each.until_us for each in self.left)
 
     def make_directory(self) -> None:
         """Make the directory of the logs. Raises OSError."""

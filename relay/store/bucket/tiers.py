@@ -21,6 +21,7 @@ import msgspec
 from iris.core.backoff import Backoff
 from iris.errors import IrisError
 from relay.logs import Quiet
+from relay.store.bucket.checkpointing import NOT_DELETED
 from relay.store.bucket.objects import BucketError, Objects, at_once
 from relay.store.bucket.replica import Replica
 from relay.store.bucket.sealing import Sealer, hash_of, segment_key
@@ -94,6 +95,9 @@ class Tiers:
         """Stream whose records could not be moved -> when to try again."""
         self._left: dict[tuple[Log, str], _Due] = {}
         self._ended = left
+        self._deletes = Backoff(LOOK_S, RETRY_MAX_S, random.random)
+        self._delete_s = 0.0
+        """Nothing is deleted before."""
         self._late_s: dict[int, float] = {}
         """Number of what a deleted stream has left -> when its intended objects are deleted."""
 
@@ -104,7 +108,7 @@ class Tiers:
         while True:
             await asyncio.sleep(pause_s)
             try:
-                await self.delete()
+                await self._delete_if_due()
                 pause_s = PAUSE_S if await self.move() else LOOK_S
                 backoff.succeeded()
             except IrisError as err:
@@ -192,6 +196,18 @@ class Tiers:
         return not replica.writer.ended
 
     # -- deleting --------------------------------------------------------------------------------------------
+
+    async def _delete_if_due(self) -> None:
+        """Delete what can be deleted. A bucket that refuses it is not in the way of moves. Raises LogError."""
+        if self._now_s() < self._delete_s:
+            return
+        try:
+            await self.delete()
+        except BucketError as err:
+            self._warn(self._objects.url, BucketError(f"{NOT_DELETED}: {err}"))
+            self._delete_s = self._now_s() + self._deletes.failed()
+        else:
+            self._deletes.succeeded()
 
     async def delete(self) -> None:
         """Delete objects that no stream has any more. Raises BucketError, LogError."""

@@ -450,7 +450,7 @@ SABOTAGES = (
         "bucket-checkpoint-before-objects",
         "relay/store/bucket/keeper.py",
         "Keeper._open_next",
-        "or self._shelf.left",
+        "or self._shelf.is_leaving",
         "",
         (f"{STORES}::test_a_checkpoint_waits_until_the_objects_of_deleted_streams_are_deleted",),
         "what names the segment objects of a deleted stream is deleted before them",

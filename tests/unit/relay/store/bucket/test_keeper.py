@@ -6,11 +6,23 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import shutil
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 
 import pytest
-from support.bucket_sim import KEY, STREAM, Ack, Owner, Scripted, VirtualLoop, keeper, run, until
+from support.bucket_sim import (
+    KEY,
+    STREAM,
+    Ack,
+    Owner,
+    Scripted,
+    VirtualLoop,
+    keeper,
+    run,
+    take_over,
+    until,
+)
 from support.points import points
 
 from iris.crypto.keys import public_id
@@ -37,7 +49,7 @@ from relay.store.bucket.sealing import (
     journal_key,
     registration_key,
 )
-from relay.store.bucket.shelf import Shelf
+from relay.store.bucket.shelf import LEFT_US, Left, Shelf
 from relay.store.bucket.succession import begin, fence, steps
 from relay.store.bucket.writer import Writer
 from relay.store.database import PUT, Database, Op
@@ -184,6 +196,47 @@ def test_a_chain_of_many_takeovers_is_read() -> None:
     run(main())
 
 
+def test_a_takeover_needs_so_many_requests_that_some_fail(tmp_path: Path) -> None:
+    async def main() -> None:
+        objects, owner = Scripted(), Owner()
+        began, _ = await journal(objects, 500)
+        asked = itertools.count()
+
+        async def fault(what: str, key: str) -> None:
+            await asyncio.sleep(0.001)
+            if what == "get" and began.registered.journal in key and not next(asked) % 20:
+                raise BucketError("bucket memory: 503 Slow Down")
+
+        objects.fault = fault
+        ours, _ = keeper(objects, tmp_path, 2, owner)
+        async with asyncio.timeout(60):
+            await take_over(ours)
+        assert numbers_in(owner.served[STREAM][0]) == list(range(500))
+        owner.close()
+
+    run(main())
+
+
+def test_a_chain_of_many_registrations_is_read_although_some_requests_fail() -> None:
+    async def main() -> None:
+        objects = Scripted()
+        for number in range(1, 1001):
+            register(objects, number)
+        asked = itertools.count(1)
+        began_s = asyncio.get_running_loop().time()
+
+        async def fault(what: str, key: str) -> None:
+            await asyncio.sleep(0.02)
+            if not next(asked) % 20:
+                raise BucketError("bucket memory: 503 Slow Down")
+
+        objects.fault = fault
+        assert len(await registrations(objects, SEALER)) == 1000
+        assert asyncio.get_running_loop().time() - began_s < 10
+
+    run(main())
+
+
 # -- checkpoints ---------------------------------------------------------------------------------------------
 
 
@@ -287,6 +340,130 @@ def test_what_could_not_be_deleted_is_deleted_later(tmp_path: Path) -> None:
             await until(lambda: not any(key.startswith("journal/") for key in objects.objects), 500)
 
     run(main())
+
+
+def test_a_bucket_that_refuses_deletes_gets_checkpoints_nevertheless(tmp_path: Path) -> None:
+    async def main() -> None:
+        objects = Scripted()
+        ours, shelf = keeper(objects, tmp_path, 1, checkpoint_bytes=1000)
+        objects.fault = failing("delete", ["journal/"])  # type: ignore[assignment]
+        async with running(ours):
+            await until(lambda: shelf.writer)
+            writer = shelf.writer
+            assert writer is not None
+            for turn in range(5):
+                writer.add(rows(turn), 2000, 0)
+                await until(lambda: writer.idle)
+                await asyncio.sleep(100)
+            assert sum(key.startswith("checkpoint/") for key in objects.objects) == 5
+            known = {one.registered.journal: one for one in await registrations(objects, SEALER)}
+            covers = (await beginning_of(objects, SEALER, known[writer.journal])).covers
+            assert len(covers) == 1, "it does not grow"
+            objects.fault = failing("", [])  # type: ignore[assignment]
+            await until(lambda: not any(key.startswith("journal/") for key in objects.objects), 500)
+
+    run(main())
+
+
+def test_objects_of_deleted_streams_that_a_bucket_keeps_are_not_in_the_way_for_ever(
+    tmp_path: Path,
+) -> None:
+    async def main() -> None:
+        objects = Scripted()
+        ours, shelf = keeper(objects, tmp_path, 1, checkpoint_bytes=1000)
+        async with running(ours):
+            await until(lambda: shelf.writer)
+            writer = shelf.writer
+            assert writer is not None
+            shelf.leave(Left(["segment/a"]))  # and nobody deletes it
+            writer.add(rows(1), 2000, 0)
+            await asyncio.sleep(LEFT_US / 1e6 - 60)
+            assert not any(key.startswith("checkpoint/") for key in objects.objects)
+            await asyncio.sleep(120)
+            assert any(key.startswith("checkpoint/") for key in objects.objects)
+
+    run(main(), 2 * LEFT_US / 1e6)
+
+
+# -- a store of which there are two --------------------------------------------------------------------------
+
+
+def test_two_stores_with_one_key_take_each_other_s_journals_more_and_more_rarely(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        objects = Scripted()
+        twins = [keeper(objects, tmp_path / name, 1) for name in ("ours", "copy")]
+        (ours, shelf), (copy, _) = twins
+
+        async def write() -> None:
+            for turn in itertools.count():
+                for _, each in twins:
+                    if each.writer is not None and not each.writer.ended:
+                        each.writer.add(rows(turn), 10, 0)
+                await asyncio.sleep(10)
+
+        async with running(ours):
+            await until(lambda: shelf.writer)
+            assert shelf.writer is not None
+            shelf.writer.add(rows(0), 10, 0)
+            await until(lambda: shelf.writer and shelf.writer.idle)
+            shutil.copytree(tmp_path / "ours", tmp_path / "copy")
+            with caplog.at_level(logging.ERROR, "relay.store.bucket.keeper"):
+                async with running(copy):
+                    writing = asyncio.create_task(write())
+                    await asyncio.sleep(2400)
+                    writing.cancel()
+        assert "store.key_used_twice" in [one.message for one in caplog.records]
+        begun = len(await registrations(objects, SEALER))
+        assert begun < 40, f"{begun} journals in 40 minutes"
+
+    run(main(), 3 * 3600)
+
+
+def test_a_store_that_restarts_is_not_its_own_twin(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        objects = Scripted()
+
+        async def start() -> None:
+            ours, shelf = keeper(objects, tmp_path / "ours", 1)
+            async with running(ours):
+                await until(lambda: shelf.writer)
+
+        for _ in range(3):
+            await start()
+        other, _ = keeper(objects, tmp_path / "other", 2)
+        await other.restore()
+        await start()
+
+    with caplog.at_level(logging.ERROR, "relay.store.bucket.keeper"):
+        run(main())
+    assert not [one.message for one in caplog.records]
+
+
+def test_a_takeover_that_fails_again_and_again_says_once_what_it_is_about_to_take(
+    tmp_path: Path,
+) -> None:
+    async def main() -> None:
+        objects = Scripted()
+        theirs, _ = await journal(objects, 20)
+        ours, shelf = keeper(objects, tmp_path, 2, Owner({address(2)}))
+        async with running(ours):
+            await until(lambda: shelf.writer)
+            objects.fault = failing("get", [journal_key(theirs.registered.journal, 2)])  # type: ignore[assignment]
+            await asyncio.sleep(UNSEEN_S + 600)
+        intents = [
+            entry
+            for key, sealed in objects.objects.items()
+            if isinstance(content := SEALER.open(key, sealed), Numbered)
+            for entry in content.entries
+            if isinstance(entry, Intent)
+        ]
+        assert len(intents) == 1
+
+    run(main(), 2 * 3600)
 
 
 # -- a journal that is ours ----------------------------------------------------------------------------------

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from support.bucket_sim import Scripted, run
 
 from iris.crypto.keys import GroupKey
 from iris.errors import ConfigError
 from relay.store.bucket.history import registrations
 from relay.store.bucket.objects import (
+    TRIES,
     BucketError,
     Directory,
     Objects,
     at_once,
     error_line,
     open_bucket,
+    patient,
     probe,
 )
 from relay.store.bucket.sealing import Sealer
@@ -105,6 +111,141 @@ async def test_a_directory_that_is_gone_is_an_error_and_not_an_empty_bucket(
     away.rename(root)
     assert await bucket.get("journal/a/1") == b"1"
     assert await bucket.create("journal/a/2", b"2")
+
+
+async def test_a_link_whose_answer_was_lost_made_the_object(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # NFS repeats a request without an answer, and finds what the first one did.
+    bucket: Objects = Directory(tmp_path)
+    assert await bucket.create("journal/a", b"1")
+    link = os.link
+
+    def unanswered(src: Path, dst: Path) -> None:
+        link(src, dst)
+        raise FileExistsError(17, "File exists", src, None, dst)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "link", unanswered)
+        assert await bucket.create("journal/b", b"2")
+        with pytest.raises(FileExistsError):
+            os.link(tmp_path / "journal/b", tmp_path / "journal/a")
+        await probe(bucket)
+    assert not await bucket.create("journal/b", b"3")
+    assert await bucket.get("journal/b") == b"2"
+
+
+async def test_an_object_is_there_only_when_its_directory_is_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    fails = [True]
+    fsync = os.fsync
+
+    def sync(descriptor: int) -> None:
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        if path == f"{tmp_path}/bucket/journal/a" and fails.pop():
+            raise OSError(5, "Input/output error")
+        synced.append(os.path.relpath(path, tmp_path))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    bucket: Objects = Directory(tmp_path / "bucket")
+    await bucket.create("other", b"")
+    fails.append(True)
+    synced.clear()
+    with pytest.raises(BucketError, match="journal/a/1: Input/output error"):
+        await bucket.create("journal/a/1", b"1")
+    fails[:] = [False, False]
+    assert not await bucket.create("journal/a/1", b"1")
+    assert synced[-1] == "bucket/journal/a", "who finds it there may rely on it"
+    assert {"bucket", "bucket/journal"} <= set(synced), "new directories are there, too"
+
+
+class Remembering:
+    """The client of a file server, which remembers that a name was absent until it opens the directory of the name."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._absent: set[str] = set()
+        for name in ("open", "stat", "unlink"):
+            patch.setattr(Path, name, self._remembering(getattr(Path, name)))
+        self._open = os.open
+        patch.setattr(os, "open", self._opened)
+
+    def _remembering(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def does(path: Path, *args: Any, **more: Any) -> Any:
+            for each in (path, *path.parents):
+                if str(each) in self._absent:
+                    raise FileNotFoundError(2, "No such file or directory", str(path))
+            try:
+                return call(path, *args, **more)
+            except FileNotFoundError:
+                while not os.path.lexists(path.parent):
+                    path = path.parent
+                self._absent.add(str(path))
+                raise
+
+        return does
+
+    def _opened(self, path: Any, flags: int, *more: Any) -> int:
+        if flags & os.O_DIRECTORY:
+            for each in [one for one in self._absent if os.path.dirname(one) == str(path)]:
+                self._absent.discard(each)
+        return self._open(path, flags, *more)
+
+
+def write_on_another_host(path: str, data: bytes) -> None:
+    """Write a file past `Remembering`."""
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with open(path, "wb") as file:
+        file.write(data)
+
+
+async def test_an_object_of_another_host_is_found_by_a_client_of_nfs_that_missed_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket: Objects = Directory(tmp_path)
+    await bucket.create("journal/a/1", b"1")
+    Remembering(monkeypatch)
+    for key in ("journal/a/2", "checkpoint/a/1", "checkpoint/a/2"):
+        assert await bucket.get(key) is None
+        assert not await bucket.exists(key)
+        assert not (tmp_path / key).exists()
+    for key in ("journal/a/2", "checkpoint/a/1", "checkpoint/a/2"):
+        write_on_another_host(f"{tmp_path}/{key}", key.encode())
+    with pytest.raises(FileNotFoundError):
+        (tmp_path / "checkpoint/a/1").stat()
+    assert await bucket.exists("checkpoint/a/1")
+    assert await bucket.get("checkpoint/a/2") == b"checkpoint/a/2"
+    assert await bucket.get("journal/a/2") == b"journal/a/2"
+    await bucket.delete("checkpoint/a/2")
+    assert os.listdir(tmp_path / "checkpoint/a") == ["1"]
+
+
+def test_a_request_is_repeated_for_a_while_and_a_create_is_not() -> None:
+    async def main() -> None:
+        objects = Scripted()
+        asked: Counter[str] = Counter()
+
+        async def fails(what: str, key: str) -> None:
+            asked[what] += 1
+            if key == "never" or asked[what] < TRIES:
+                raise BucketError("bucket memory: 503 Slow Down")
+
+        objects.fault = fails
+        bucket = patient(objects)
+        assert patient(bucket) is bucket, "or tries would multiply"
+        for call in (bucket.get("a"), bucket.exists("a"), bucket.delete("a")):
+            assert not await call
+        assert asked == {"get": TRIES, "exists": TRIES, "delete": TRIES}
+        with pytest.raises(BucketError):
+            await bucket.get_range("never", 0, 1)
+        assert asked["get"] == 2 * TRIES
+        with pytest.raises(BucketError):
+            await bucket.create("never", b"")
+        assert asked["create"] == 1
+
+    run(main())
 
 
 async def test_a_bucket_that_fails_for_several_objects_at_once_raises_one_error(

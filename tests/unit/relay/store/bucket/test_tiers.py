@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
-from support.bucket_sim import KEY, STREAM, Scripted, run
+from support.bucket_sim import KEY, STREAM, Scripted, run, until
 
 from iris.wire import streams
 from iris.wire.codec import END
@@ -262,6 +262,47 @@ def test_retention_deletes_objects_once_the_bucket_knows_of_it(tmp_path: Path) -
         await store.tiers.delete()
         assert segments_of(objects) == []
         assert log.messages == 0
+        store.close()
+
+    virtually(main)
+
+
+def test_a_bucket_that_refuses_deletes_is_not_in_the_way_of_records_that_move(
+    tmp_path: Path,
+) -> None:
+    async def main() -> None:
+        store = filled(tmp_path)
+        await store.settle()
+        log, objects = store.log, store.objects
+        assert log is not None
+        log.enforce(Limits(max_messages=1000), 0)
+        store.land()
+
+        async def refuses(what: str, key: str) -> None:
+            await asyncio.sleep(0.001)
+            if what == "delete":
+                raise BucketError("bucket memory: the object must be kept for a month")
+
+        objects.fault = refuses
+        for first in range(3000, 5000, 50):
+            log.append([entry(number) for number in range(first, first + 50)], 1 + first)
+        assert log.local_bytes > LIMIT
+        running = asyncio.create_task(store.tiers.run())
+
+        async def landing() -> None:
+            while True:
+                store.land()
+                await asyncio.sleep(0.01)
+
+        lands = asyncio.create_task(landing())
+        await until(lambda: log.local_bytes <= LIMIT)
+        before = segments_of(objects)
+        objects.fault = quiet
+        await until(lambda: not log.offloading.left)
+        assert len(segments_of(objects)) < len(before)
+        for task in (running, lands):
+            task.cancel()
+        await asyncio.gather(running, lands, return_exceptions=True)
         store.close()
 
     virtually(main)
