@@ -83,11 +83,11 @@ class Judge:
             for consumer in stream.consumers:
                 why = []
                 if consumer.lag and not consumer.workers:
-                    why.append(f"no workers; {plural(consumer.lag, 'message')} to go")
+                    why.append(f"no workers, and a lag of {plural(consumer.lag, 'message')}")
                 elif consumer.lag and (consumer.lag_rate or 0) >= 0.1:
                     why.append(f"lag of {plural(consumer.lag, 'message')}, growing by {_per_s(consumer.lag_rate)}")  # fmt: skip
                 if consumer.dead:
-                    why.append(f"{plural(consumer.dead, 'dead letter')} that cannot be stored")
+                    why.append(f"{plural(consumer.dead, 'dead letter')} not stored yet")
                 found.append(("consumer", consumer.name, stream.host, stream.name, why))
         rows = [
             Slow(
@@ -132,7 +132,7 @@ def _member(member: Member, median_ms: float) -> Iterator[str]:
 def _program(program: Program) -> Iterator[str]:
     if program.held_for_s >= WAITING_S:
         yield (
-            f"{plural(program.held, 'message')} wait in the relay for {program.held_for_s:.0f} s, because it does not read fast enough"
+            f"{plural(program.held, 'message')} queued in the relay for {program.held_for_s:.0f} s, because it does not read fast enough"
         )
 
 

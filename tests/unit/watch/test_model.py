@@ -259,7 +259,7 @@ def test_programs_that_do_not_read_are_slow() -> None:
         network = seen.look(report(sessions=[session(held=9)], slow=[slow]))
     assert reasons(network, "program")[0].why == [
         "12 messages dropped, the last 3 s ago; topics: a.b",
-        "9 messages wait in the relay for 6 s, because it does not read fast enough",
+        "9 messages queued in the relay for 6 s, because it does not read fast enough",
     ]
 
 
@@ -321,7 +321,7 @@ def test_a_copy_in_a_bucket_that_is_late_is_slow_and_one_that_follows_is_not(
 
 def test_a_consumer_without_workers_is_told() -> None:
     network = Seen().look(report(), streams=[stream("log", 9, 9, [consumer(9, workers=0)])])
-    assert reasons(network, "consumer")[0].why == ["no workers; 9 messages to go"]
+    assert reasons(network, "consumer")[0].why == ["no workers, and a lag of 9 messages"]
 
 
 # -- bounds and names ------------------------------------------------------------------------------------------
