@@ -12,6 +12,7 @@ import typer
 
 from iris import keyfiles
 from iris.causes import print_causes
+from iris.cli.arguments import read_plainly
 from iris.errors import IrisError
 from relay.config import NO_EFFECT
 from relay.settings import as_environment, defaults, load_config
@@ -215,7 +216,9 @@ def _check(environ: Mapping[str, str]) -> None:
 
 def main() -> None:
     """Entry point of `python -m relay`."""
-    typer.run(relay)
+    app = typer.Typer(add_completion=False)
+    app.command()(relay)
+    read_plainly(typer.main.get_command(app))()
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import typer
 
 from iris import keyfiles
 from iris.causes import print_causes
+from iris.cli.arguments import read_plainly
 from iris.crypto.keyring import Keyring
 from iris.errors import ConfigError, IrisError
 from iris.wire.names import plural, printable
@@ -403,7 +404,7 @@ def _load(name: str) -> ModuleType:
 
 def main() -> None:
     """Entry point of `python -m relay.store`."""
-    app()
+    read_plainly(typer.main.get_command(app))()
 
 
 if __name__ == "__main__":

@@ -36,6 +36,8 @@ CALLS = {
     "describe greeter": HEAVY,
     "ping greeter": HEAVY,
     "key show": HEAVY | {"iris.client"},
+    "relay --data data --settings": {"pydantic", "rocksdict", "zeroconf", "rich"},
+    "stream create orders --max-age 7d": {"pydantic", "rocksdict", "zeroconf", "relay"},
 }
 
 PROGRAM = """
@@ -107,7 +109,8 @@ def test_arguments_are_read_as_their_types_say(line: str, read: tuple[object, ..
     [
         ("x --count 1.5", "'1.5' is not a whole number"), ("x --count 0", "0 is too small; the least is 1"),
         ("x --count 10", "10 is too large; the most is 9"), ("x --number inf", "'inf' is not a number"),
-        ("x --color green", "'green' is not accepted; use red or blue"),
+        ("x --color green", "'green' is not accepted; use red or blue"), ("x --file /none", "there is no '/none'"),
+        ("x --file /", "'/' is a directory, not a file"), ("x --folder /dev/../proc/version", "'/dev/../proc/version' is a file, not a directory"),
     ],
 )  # fmt: skip
 def test_a_wrong_argument_is_refused_with_what_is_accepted(line: str, said: str) -> None:
@@ -127,8 +130,12 @@ def run_sample(line: str) -> tuple[int, object]:
         count: Annotated[int | None, typer.Option(min=1, max=9)] = None,
         color: Annotated[Literal["red", "blue"], typer.Option()] = "red",
         flag: Annotated[bool, typer.Option("--flag")] = False,
+        file: Annotated[Path | None, typer.Option(exists=True, dir_okay=False)] = None,
+        folder: Annotated[Path, typer.Option(file_okay=False)] = Path("/new"),
     ) -> None:
         read.append((name, list(more or ()), number, count, color, flag))
+
+        assert (file, folder) == (None, Path("/new"))
 
     app = typer.Typer(add_completion=False)
     app.command()(sample)

@@ -11,6 +11,7 @@ an executed process in the seed of str.__hash__ and in modules that are there ea
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
 import importlib
@@ -200,8 +201,12 @@ def serve(channel: socket.socket, caller: int) -> int:
             os.close(go[1])
             os.read(go[0], 1)  # until the caller is the parent
             channel.detach()
-            _become(json.loads(data), streams, caller)
-            return 0
+            code: object = None
+            try:
+                _become(json.loads(data), streams, caller)
+            except SystemExit as asked:
+                code = asked.code
+            _end(code)
         os.waitpid(between, 0)
         channel.send(os.read(born[0], 64))
         for descriptor in (*born, *go, *streams):
@@ -246,6 +251,22 @@ def _become(request: dict[str, Any], streams: Sequence[int], caller: int) -> Non
             return
         except _Exec as turn:
             command, environ = turn.args
+
+
+def _end(code: object) -> NoReturn:
+    """End this process as the interpreter does, which would take all modules apart as well: that takes longer than a
+    short command."""
+    if code is not None and not isinstance(code, int):
+        sys.exit(code)  # type: ignore[arg-type]  # it is printed
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads
+    atexit._run_exitfuncs()
+    gc.collect()  # what is left open or was never awaited complains
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except (OSError, ValueError):
+        sys.exit(code)  # the interpreter finds the same, and says so
+    os._exit((code or 0) & 0xFF)
 
 
 _execve = os.execve

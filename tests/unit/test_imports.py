@@ -77,6 +77,7 @@ LAYERS = (
     "relay.core",
     "relay",
     "iris.cli",
+    "relay.__main__",
     "relay.store.__main__",
 )
 """From the ground up. A module is of the one that most of its name begins with."""

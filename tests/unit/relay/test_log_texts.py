@@ -27,6 +27,8 @@ COMMON_NAME = 3
 """A method name that more functions have is looked up in the imported modules only."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+LEAVES = (ast.Name, ast.Constant, ast.expr_context, ast.operator, ast.cmpop)
+"""More than half of all nodes, with nothing in them that is looked for."""
 
 
 @dataclass
@@ -68,6 +70,8 @@ class Source:
 
     def _walk(self, module: Module, node: ast.AST, within: Function | None) -> None:
         for child in ast.iter_child_nodes(node):
+            if isinstance(child, LEAVES):
+                continue
             if isinstance(child, ast.ImportFrom):
                 module.imports.add((child.module or "").rpartition(".")[2])
             elif isinstance(child, ast.ClassDef):
@@ -81,7 +85,8 @@ class Source:
                     and each.value.value  # a message of no kind begins no event
                 }
             elif isinstance(child, ast.Call):
-                name = ast.unparse(child.func).rpartition(".")[2]
+                func = child.func
+                name = func.attr if isinstance(func, ast.Attribute) else ast.unparse(func)
                 self.calls[name].append((module, within, child))
             if isinstance(child, Function):
                 self.functions[child.name].append((module, child))

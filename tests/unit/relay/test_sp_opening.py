@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-import socket as unix
 import stat
 import subprocess
 import sys
-import tempfile
-import time
 from pathlib import Path
 
 import pytest
 from interop.sp.kit import make_certificate
+from support.stores import build_shim, compiler
+from support.waiting import PATIENCE_S
 
 import iris
 from relay.bridges.sp.config import SocketConfig
@@ -41,97 +40,36 @@ def test_an_ipc_socket_has_its_mode_before_anybody_can_connect(
     assert not path.exists()
 
 
-WATCH = """
+PROGRAM = """
 import os, socket, sys
-if os.geteuid() == 0:
-    os.setgroups([]), os.setgid(65534), os.setuid(65534)
-path, met = sys.argv[1], 0
-os.set_blocking(0, False)
-print("watching", flush=True)
-tries = 0
-while True:
-    one = socket.socket(socket.AF_UNIX)
-    for _ in range(200):
-        try:
-            one.connect(path)
-        except OSError:
-            continue
-        met += 1
-        break
-    one.close()
-    try:
-        if os.read(0, 1):
-            print(met, flush=True)
-            met = 0
-        else:
-            break
-    except BlockingIOError:
-        pass
-"""
-"""Tries all the time to connect, as a user whom the mode 000 keeps out; says how often it could since it was asked
-last.
+from relay.bridges.sp.config import SocketConfig
+from relay.bridges.sp.opening import new_socket, start
+os.umask(0)
+here, late = sys.argv[1:]
+config = SocketConfig(protocol="rep", cluster="a", listen="ipc://" + here, ipc_mode=0)
+with new_socket(config) as ours:
+    start(ours, config)
+with socket.socket(socket.AF_UNIX) as listener:  # as it must not be
+    listener.bind(late)
+    listener.listen()
+    os.chmod(late, 0)
 """
 
 
-class Watcher:
-    """A process that does so."""
-
-    def __init__(self, path: Path) -> None:
-        command = [sys.executable, "-c", WATCH, str(path)]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
-        )
-        assert self._answer() == "watching"
-
-    def met(self) -> int:
-        assert self._process.stdin is not None
-        self._process.stdin.write("?")
-        self._process.stdin.flush()
-        return int(self._answer())
-
-    def _answer(self) -> str:
-        assert self._process.stdout is not None
-        return self._process.stdout.readline().strip()
-
-    def end(self) -> None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.wait(20)
-        self._process.stdout.close()
-
-
-def listen_first(path: Path) -> None:
-    """As it must not be: the mode comes when it listens already."""
-    with unix.socket(unix.AF_UNIX) as listener:
-        listener.bind(str(path))
-        listener.listen()
-        path.chmod(0)
-    path.unlink()
-
-
-def test_users_that_its_mode_keeps_out_cannot_connect_while_an_ipc_socket_is_opened() -> None:
-    """Whoever tries all the time gets in where a socket listens before it has its mode, and never here."""
-    with tempfile.TemporaryDirectory(prefix="iris-sp-") as name:
-        Path(name).chmod(0o755)
-        path = Path(name) / "socket"
-        config = SocketConfig(protocol="rep", cluster="a", listen=f"ipc://{path}", ipc_mode=0)
-        watcher = Watcher(path)
-        before = os.umask(0)
-        try:
-            rounds, until_s = 0, time.monotonic() + 30
-            while not watcher.met():  # so it does see what it is to see
-                assert time.monotonic() < until_s, "it sees nothing"
-                rounds += 10
-                for _ in range(10):
-                    listen_first(path)
-            for _ in range(max(50, 2 * rounds)):
-                with new_socket(config) as socket:
-                    start(socket, config)
-            assert watcher.met() == 0
-        finally:
-            os.umask(before)
-            watcher.end()
+@pytest.mark.skipif(compiler() is None, reason="no C compiler: install gcc and libc6-dev")
+def test_users_that_its_mode_keeps_out_cannot_connect_while_an_ipc_socket_is_opened(
+    tmp_path: Path,
+) -> None:
+    """Its mode is right from the moment that it is bound. A connect that begins then may be let in when it listens."""
+    shim = build_shim("socket_modes", tmp_path)
+    paths = [str(tmp_path / name) for name in ("here", "late")]
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *paths], env={**os.environ, "LD_PRELOAD": str(shim)}, capture_output=True, text=True,
+        check=True, timeout=PATIENCE_S,
+    )  # fmt: skip
+    told = [(path, what) for path in paths for what in ("bound", "listens")]
+    modes = ("0", "0", "777", "777")
+    assert done.stdout.splitlines() == [f"{path} {what} {mode}" for (path, what), mode in zip(told, modes, strict=True)]  # fmt: skip
 
 
 @pytest.mark.parametrize(("mode", "taken"), [(0o600, True), (0o640, True), (0o644, False), (0o660, False)])  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from support.bucket_lives import live
+from support.bucket_lives import Outcome, live
 from support.bucket_lives.history import (
     GAP,
     Acked,
@@ -27,6 +27,7 @@ SEEDS = (*range(1, 11), 12, 14, 17, 18, *(ORDERS + one for one in (5, 6, 9, 12))
 NEEDED = ("acknowledged", "checkpoints", "fences", "kills", "disks lost", "pauses", "reopened after a kill", "moves settled", "segment objects deleted", "deleted streams", "redriven", "older copies restored", "joins that took place", "moves by force")  # fmt: skip
 
 _counts: Counter[str] = Counter()
+_lived: dict[int, Outcome] = {}
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -34,11 +35,12 @@ def test_a_life_breaks_no_promise(seed: int) -> None:
     outcome = live(seed)
     assert not outcome.broken, f"replay in tests/: python -m support.bucket_lives {seed} -v"
     _counts.update(outcome.counts)
+    _lived[seed] = outcome
 
 
-@pytest.mark.parametrize("seed", [3, ORDERS + 1])
+@pytest.mark.parametrize("seed", [3, ORDERS + 12])
 def test_two_lives_of_one_seed_are_the_same(seed: int) -> None:
-    first, second = live(seed), live(seed)
+    first, second = _lived.get(seed) or live(seed), live(seed)
     assert first == second
     assert all(first.counts[what] for what in ("acknowledged", "read", "delivered"))
 
