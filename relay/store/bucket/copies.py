@@ -28,13 +28,13 @@ from relay.store.errors import LogError
 from relay.store.log import Log
 
 WAITING_BYTES: Final = 16 << 20
-"""What a stream may write while its store has not opened the bucket yet. Beyond that the copy falls behind."""
+"""Bytes that a stream may write before its store has opened the bucket. Beyond that the copy falls behind."""
 LATER: Final = (1 << 64) - 1
 """Number in rows `r` of writes that are in no object yet."""
 
 
 class State(enum.Enum):
-    """How a copy stands to its stream."""
+    """The state of a copy."""
 
     UNKNOWN = "not known"
     """The store has not read the bucket since its start."""
@@ -101,7 +101,7 @@ class Copy:
             self.resume(self._copies.writer, self._copies.ends)
 
     def closed(self) -> None:
-        """The stream is no longer served here."""
+        """Note that the stream is no longer served here."""
         self.state, self.log = State.BEHIND, None
 
     def lag(self) -> Lag:
@@ -158,7 +158,7 @@ class Copy:
     # Catching up
 
     def resume(self, writer: Writer, ends: Mapping[str, int]) -> None:
-        """Go on in this journal, which took earlier ones: journal -> number of its last object."""
+        """Continue in this journal, which took those in `ends`: journal -> number of its last object."""
         place, log = self._place, self.log
         if self.state is not State.UNKNOWN or log is None or place is None:
             return
@@ -199,13 +199,13 @@ class Copy:
         writer.add(Begun(self.uuid), ENDED_BYTES, self._copies.now_us())
 
     def whole(self) -> int:
-        """Everything was added; return the number of the object after which the copy is whole."""
+        """Note that everything was added; return the number of the object after which the copy is whole."""
         assert self._writer is not None
         self.state = State.CLOSING
         return self._writer.add(Whole(self.uuid), ENDED_BYTES, self._copies.now_us())
 
     def follow(self) -> None:
-        """The copy is whole, and follows from now on. Raises LogWriteFailed."""
+        """Note that the copy is whole: it follows from now on. Raises LogWriteFailed."""
         assert self._writer is not None
         assert self.log is not None
         self.log.note_copied(Place(self._writer.journal, self._writer.number).pack())
@@ -218,7 +218,7 @@ class Copy:
             self._fall_behind(0)
 
     def lost(self, writer: Writer) -> None:
-        """This journal has ended."""
+        """Note that this journal has ended."""
         if self._writer is writer:
             self._fall_behind(0)
 
@@ -247,7 +247,7 @@ class Copies:
         """It and the journals that it took -> number of the last object when that was."""
         self.all: dict[bytes, Copy] = {}
         self.ended: dict[bytes, None] = {}
-        """Streams that were deleted, or are not copied any more, as long as the journal does not say so."""
+        """Streams that were deleted, or are no longer copied, until the journal says so."""
         self.on_behind: Callable[[Copy], None] = lambda copy: None
 
     def began(self, writer: Writer, ends: Mapping[str, int]) -> None:
@@ -257,7 +257,7 @@ class Copies:
             copy.resume(writer, ends)
 
     def lost(self, writer: Writer) -> None:
-        """The journal has ended."""
+        """Note that the journal has ended."""
         self.writer = None
         for copy in self.all.values():
             copy.lost(writer)

@@ -16,7 +16,7 @@ At = tuple[int, int]
 
 
 class Run:
-    """The entries of a journal from a place on, among which are those of one stream."""
+    """The entries of one stream in a journal, from a place on."""
 
     __slots__ = ("journal", "start", "written")
 
@@ -24,7 +24,7 @@ class Run:
         self.journal = journal
         self.start: Final = start
         self.written = written
-        """Whether there are any; else the journal only took the stream with another one."""
+        """Whether the journal has such entries. Otherwise it only took the stream with another journal."""
 
 
 class Lineages:
@@ -36,13 +36,13 @@ class Lineages:
         """(journal, stream that left it)."""
 
     def took(self, journal: str, at: At, victim: str) -> None:
-        """A journal says that it is about to take another one, which was read before if that succeeded."""
+        """Note that a journal is about to take another one, which was read before if that succeeded."""
         ours = self._journals.setdefault(journal, {})
         for uuid, runs in self._journals.pop(victim, {}).items():
             ours.setdefault(uuid, [*runs, Run(journal, at, written=False)])
 
     def wrote(self, journal: str, at: At, uuid: bytes) -> bool:
-        """A journal has a write to a stream; return whether it counts. It does not after the stream has left."""
+        """Note a write to a stream; return whether it counts. It does not count after the stream has left."""
         if (journal, uuid) in self._away:
             return False
         runs = self._journals.setdefault(journal, {}).setdefault(uuid, [])
@@ -52,26 +52,26 @@ class Lineages:
         return True
 
     def arrived(self, journal: str, at: At, uuids: Iterable[bytes]) -> None:
-        """Streams have arrived in a journal: what it had of them before is void."""
+        """Note that streams have arrived in a journal: earlier entries of theirs do not count."""
         ours = self._journals.setdefault(journal, {})
         for uuid in uuids:
             self._away.discard((journal, uuid))
             ours[uuid] = [Run(journal, at, written=True)]
 
     def begun(self, journal: str, uuids: Iterable[bytes]) -> None:
-        """A journal has of these streams what is written from now on: what it had of them before is void."""
+        """Note that a journal has these streams from here on: earlier entries of theirs do not count."""
         for uuid in uuids:
             self._away.discard((journal, uuid))
             self.ended(journal, uuid)
 
     def left(self, journal: str, uuids: Iterable[bytes]) -> None:
-        """Streams have left a journal for another one."""
+        """Note that streams have left a journal for another one."""
         for uuid in uuids:
             self._away.add((journal, uuid))
             self.ended(journal, uuid)
 
     def ended(self, journal: str, uuid: bytes) -> None:
-        """A journal has a stream no more."""
+        """Note that a journal no longer has a stream."""
         self._journals.get(journal, {}).pop(uuid, None)
 
     def of(self, journal: str) -> Mapping[bytes, list[Run]]:
@@ -80,23 +80,23 @@ class Lineages:
 
 
 class Order:
-    """In which order the entries of streams were written to their databases."""
+    """The order in which entries of streams were written to their databases."""
 
     def __init__(self) -> None:
         self._journals: dict[bytes, list[str]] = {}
 
     def wrote(self, uuid: bytes, journal: str) -> None:
-        """An entry of this journal was written."""
+        """Note that an entry of this journal was written."""
         order = self._journals.setdefault(uuid, [])
         if not order or order[-1] != journal:
             order.append(journal)
 
     def restart(self, uuid: bytes) -> None:
-        """Everything that was written was forgotten."""
+        """Forget everything that was written to a stream."""
         self._journals.pop(uuid, None)
 
     def is_right(self, uuid: bytes, runs: list[Run]) -> bool:
-        """Return whether just these entries were written, in this order."""
+        """Return whether exactly these entries were written, in this order."""
         return self._journals.get(uuid, []) == [run.journal for run in runs if run.written]
 
 

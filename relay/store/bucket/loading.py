@@ -57,7 +57,7 @@ class _Target:
         self.database: Database | None = None
         self.place: Place | None = None
         self.reached = False
-        """Whether the writes that come now are not in the database yet."""
+        """Whether the next writes are not in the database yet."""
         if path.is_dir():
             try:
                 self.database = Database.open(str(path))

@@ -1,4 +1,4 @@
-"""Logs of `disk` streams that may be lost, and the copies in the bucket that they can be made of."""
+"""Logs of `disk` streams that may be lost, and the copies in the bucket from which they can be restored."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class Lost(Struct, frozen=True):
-    """A log that may be lost, and the copy that it is made of."""
+    """A log that may be lost, and the copy from which it is restored."""
 
     uuid: bytes
     stored: DefinitionFile
@@ -64,7 +64,7 @@ class LostLogs:
 
     @property
     def copies(self) -> Iterable[Outline]:
-        """The copies, also of logs that other logs have taken the place of."""
+        """The copies, also those of logs that were replaced by other logs."""
         return self._copies.values()
 
     async def has_joined(self, uuid: bytes) -> bool:
@@ -110,7 +110,7 @@ class LostLogs:
         return self.of(entry.made)
 
     def of(self, uuid: bytes) -> Lost:
-        """Return a log and the newest copy of it, or of the logs that it took the place of. Raises Refuse."""
+        """Return a log and the newest copy of it, or of the logs that it replaced. Raises Refuse."""
         outline = self._copies.get(uuid)
         if outline is not None:
             return Lost(uuid, outline.stored, outline.store, outline.label, outline)
