@@ -92,6 +92,29 @@ async def append(client: iris.Client, count: int) -> None:
         await asyncio.gather(*(client.streams.append(STREAM, RECORD) for _ in range(BURST)))
 
 
+async def consume(client: iris.Client, count: int) -> None:
+    """Append as `append`, then consume all messages, and acknowledge each of them."""
+    await append(client, count)
+    async with client.streams.consumer(STREAM, "bench") as work:
+        left = count
+        async for message in work:
+            work.ack(message)
+            left -= 1
+            if not left:
+                break
+
+
+async def read(client: iris.Client, count: int) -> None:
+    """Append as `append`, then read as many messages from the first on."""
+    await append(client, count)
+    async with client.streams.read(STREAM, start="first") as messages:
+        left = count
+        async for _ in messages:
+            left -= 1
+            if not left:
+                break
+
+
 Load = Callable[[iris.Client, int], Awaitable[None]]
 LOADS: Final[dict[str, tuple[Load, Callable[[bytes], object], int]]] = {
     "request": (lone, plain, 1_000),
@@ -101,6 +124,8 @@ LOADS: Final[dict[str, tuple[Load, Callable[[bytes], object], int]]] = {
     "push": (pushes, plain, 40 * BURST),
     "publish": (publish, plain, 400 * BURST),
     "append": (append, plain, 100 * BURST),
+    "append and consume": (consume, plain, 100 * BURST),
+    "append and read": (read, plain, 100 * BURST),
 }
 """Name -> the load, the handler of the member, messages."""
 
@@ -115,7 +140,9 @@ async def run(names: list[str]) -> None:
         with tempfile.TemporaryDirectory(prefix="iris-bench-") as root:
             relay = Relay(RelayConfig(socket_path=Path(root) / "relay", dev=True))
             await relay.start()
-            store = await start_store(Path(root), relay) if load is append else None
+            store = (
+                await start_store(Path(root), relay) if load in (append, consume, read) else None
+            )
             keyring = iris.Keyring.single(iris.ClusterKey(bytes(range(32))))
             config = iris.ClientConfig(relay=relay.config.socket_path)
             member, caller = (iris.connect(keyring=keyring, config=config) for _ in range(2))
