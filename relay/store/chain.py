@@ -137,9 +137,11 @@ class Chain:
         except Exception as err:  # rocksdict raises nothing narrower
             raise LogDamaged(self.path, str(err), at) from err
 
-    def draft(self) -> Draft:
+    def draft(self, listed_us: int = 0) -> Draft:
         """Return an empty draft that begins at `next`."""
-        return Draft(self.database, self.next, self.open, self.open_slots, self.segment_bytes)
+        return Draft(
+            self.database, self.next, self.open, self.open_slots, self.segment_bytes, listed_us
+        )
 
     def finish(self, draft: Draft) -> None:
         """Write `draft` to disk with a sync, and add its sums.
@@ -232,7 +234,8 @@ class Draft:
     )  # fmt: skip
 
     def __init__(
-        self, database: Database, at: int, segment: Segment, before: list[Slot] | None, segment_bytes: int
+        self, database: Database, at: int, segment: Segment, before: list[Slot] | None, segment_bytes: int,
+        listed_us: int,
     ) -> None:  # fmt: skip
         """`before` are the entries of `segment`; None if they are not known."""
         self.batch = database.batch()
@@ -246,7 +249,7 @@ class Draft:
         self._segment_bytes = segment_bytes
         self.rows = False
         """Write the batch even if it contains no entry."""
-        self.listed_us = 0
+        self.listed_us = listed_us
         """Due times up to this one were listed to consumers, so no new deferred record may be due before it."""
 
     def add_entry(

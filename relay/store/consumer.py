@@ -24,9 +24,9 @@ from relay.store.cursor import Counts, CursorDamaged, Dead, Settings, State
 from relay.store.cursors import MAX_CURSOR_NAME_BYTES
 from relay.store.dispatch import MAX_BLOCKED, Dispatcher, Taken
 from relay.store.errors import LogDamaged
-from relay.store.log import MAX_OFFSET, Log
+from relay.store.log import Log
 from relay.store.parts import OpenRecord
-from relay.store.records import Reason, Record
+from relay.store.records import MAX_OFFSET, Reason, Record
 from relay.store.unsettled import Unsettled
 
 MAX_FENCED: Final = 1024

@@ -19,9 +19,9 @@ from msgspec import Struct
 from relay.store import cursor
 from relay.store.cursor import Counts, Settings
 from relay.store.errors import LogDamaged, RecordsAway, RecordsUnreachable
-from relay.store.log import MAX_OFFSET, Log
+from relay.store.log import Log
 from relay.store.parts import OpenRecord, Part, lowest
-from relay.store.records import Gap, Hole, Item, Reason, Record
+from relay.store.records import MAX_OFFSET, Gap, Hole, Item, Reason, Record
 from relay.store.unsettled import Unsettled
 
 MAX_BLOCKED: Final = 4096

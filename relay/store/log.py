@@ -17,7 +17,7 @@ of them than records.
 
 The entries are in `chain`, which `retention` and `compaction` shorten. The layout of an entry is in
 `records`, sums over many entries in `segments`, the producers' sequences in `producers`, staged
-entries in `staged_rows`, and RocksDB in `database`.
+entries in `staging`, and RocksDB in `database`.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ from msgspec import Struct
 from rocksdict import Rdict
 
 from iris.keyfiles import sync_directory
-from iris.wire.streams import Planned, PlannedPart
-from relay.store.chain import DUE, Chain, Draft
+from relay.store.chain import DUE, Chain
 from relay.store.clock import Steps
 from relay.store.compaction import Compaction
 from relay.store.cursors import Cursors
@@ -56,6 +55,7 @@ from relay.store.producers import Producers
 from relay.store.records import (
     ID_BYTES,
     KEY,
+    MAX_OFFSET,
     Entry,
     Gap,
     Hole,
@@ -68,9 +68,8 @@ from relay.store.records import (
 )
 from relay.store.retention import Retention
 from relay.store.segments import Limits
-from relay.store.staged_rows import Committed, Last, StagedRows
+from relay.store.staging import Staging
 
-MAX_OFFSET: Final = 1 << 63
 TORN_ROW: Final = b"f"
 COPY_BYTES: Final = 1 << 20
 
@@ -118,8 +117,9 @@ class Log:
         """Moves the oldest records to objects of a bucket."""
         torn = database.get(TORN_ROW)
         self._producers = Producers(database.rows(b"p"), KEY.unpack(torn)[0] if torn else 0)
-        self.staged = StagedRows(database)
         self.cursors = Cursors(self._chain)
+        self.staging = Staging(self._chain, self.cursors)
+        """Entries that are written in advance, and are committed a batch at a time."""
         self.steps = Steps()
         self.ids = Ids(database)
         """The owner sets its `window_us` and `now_us`."""
@@ -311,8 +311,8 @@ class Log:
                 was stored.
         """
         counts = [1 if isinstance(entry, NewGap) else check_entry(entry) for entry in entries]
-        draft = self._draft()
-        draft.rows = self.staged.put(draft.batch)
+        draft = self._chain.draft(self.cursors.listed_us)
+        draft.rows = self.staging.rows.put(draft.batch)
         outcomes: list[Outcome] = []
         try:
             for entry, count in zip(entries, counts, strict=True):
@@ -347,7 +347,7 @@ class Log:
             raise
         self._producers.commit()
         self.ids.commit()
-        self.staged.written()
+        self.staging.rows.written()
         return outcomes
 
     def copy(self, items: Sequence[Item], end: int, now_us: int) -> None:
@@ -360,7 +360,7 @@ class Log:
             ValueError: an item is malformed, or the items are not contiguous up to `end`; nothing was written.
             LogWriteFailed: nothing was acknowledged.
         """
-        draft = self._draft()
+        draft = self._chain.draft(self.cursors.listed_us)
         for item in items:
             draft.add_item(item, now_us)
         if draft.next != end or end >= MAX_OFFSET:
@@ -374,93 +374,12 @@ class Log:
 
         Producers may leave out numbers there. Raises LogWriteFailed.
         """
-        draft = self._draft()
+        draft = self._chain.draft(self.cursors.listed_us)
         torn = draft.next
         draft.add_item(Gap(torn, None, cause, now_us), now_us)
         draft.batch.put(TORN_ROW, KEY.pack(torn))
         self._chain.finish(draft)
         self._producers.torn = torn
-
-    # Staging
-
-    def stage(
-        self, writer: str, batch: int, attempt: bytes, entries: Sequence[tuple[int, Entry]], now_us: int
-    ) -> int:  # fmt: skip
-        """Queue (sequence, entry) pairs of an attempt at a batch. The next `append`, even an empty one,
-        writes them to disk.
-
-        Returns their bytes: 0 if all are staged already, or if the batch is not later than the
-        writer's last one.
-
-        Raises:
-            ValueError: an entry is malformed.
-            StagingRefused: a limit is reached.
-        """
-        for _, entry in entries:
-            check_entry(entry)
-        return self.staged.stage(writer, batch, attempt, entries, now_us)
-
-    def commit(
-        self, writer: str, batch: int, attempts: Sequence[tuple[bytes, int]], now_us: int
-    ) -> Committed:
-        """Append the records of these (attempt, record count) pairs, in order, and drop what else is staged
-        up to this batch.
-
-        This is one write: either all records are there, with the writer's batch number, or nothing
-        has changed. A repeated commit changes nothing.
-
-        Raises:
-            StagingRefused: a record is not staged, or a limit is reached.
-            LogDamaged: a staged entry is not what was written.
-            LogWriteFailed: the batch may turn out to be committed after a reopen.
-        """
-        done = self.staged.replay(writer, batch)
-        if done is not None:
-            return done
-        if self._database.failed is not None:  # staged rows may be deleted already
-            raise LogWriteFailed(self._path, self._database.failed)
-        self.append((), now_us)
-        self.staged.check(writer, batch, attempts, now_us)
-        draft = self._draft()
-        first = draft.next
-        for entry, count in self.staged.read(writer, batch, attempts):
-            if draft.next + count > MAX_OFFSET:
-                raise ValueError(f"end: the offsets of a log end at {MAX_OFFSET}")
-            draft.add_entry(entry, draft.next, count, now_us)
-        last = Last(batch, first, draft.next, now_us, self.staged.commits(writer) + 1)
-        self.staged.put_commit(draft.batch, writer, last)
-        draft.rows = True
-        self._chain.finish(draft)
-        self.staged.committed(writer, last)
-        return Committed(first, last.next, False)
-
-    def plan(self, writer: str, batch: int, parts: list[PlannedPart], now_us: int) -> Planned:
-        """Store what a batch commits in all partitions, with a sync, and return it; or return the writer's plan that is
-        in force.
-
-        Raises StagingRefused or LogWriteFailed.
-        """
-        self.append((), now_us)
-        rows = self._database.batch()
-        made = self.staged.plan(rows, writer, batch, parts, now_us)
-        if made.parts and self.staged.plans.get(writer) is None:
-            self._chain.write(rows, sync=True)
-            self.staged.plans.written(writer, made, now_us)
-        return made
-
-    def discard(self, writer: str, batch: int, attempts: Sequence[bytes], now_us: int) -> int:
-        """Delete the staged records of these attempts (empty: of all attempts at the batch), with a sync;
-        return how many.
-
-        Raises LogWriteFailed.
-        """
-        self.append((), now_us)
-        rows = self._database.batch()
-        planned = not attempts and self.staged.plans.up_to(writer, batch) is not None
-        dropped = self.staged.discard(rows, writer, batch, attempts)
-        if dropped or planned:
-            self._chain.write(rows, sync=True)
-        return dropped
 
     def tend_ids(self) -> None:
         """Delete some of the message ids whose window has passed. Not synced. Raises LogWriteFailed."""
@@ -469,20 +388,6 @@ class Log:
             if self.ids.expire(rows):
                 self._chain.write(rows, sync=False)
             self.ids.commit()
-
-    def tend_staged(self, now_us: int) -> int:
-        """Delete expired attempts and free their disk space; return how many records were deleted.
-
-        Raises LogWriteFailed.
-        """
-        dropped = 0
-        if old := self.staged.expired(now_us):
-            self.append((), now_us)
-            rows = self._database.batch()
-            dropped = sum(self.staged.drop(rows, *place) for place in old)
-            self._chain.write(rows, sync=False)
-        self.staged.free()
-        return dropped
 
     # Reading
 
@@ -629,11 +534,6 @@ class Log:
             raise LogDamaged(
                 self._path, f"its file MARK belongs to log {self._database.uuid.hex()}"
             )
-
-    def _draft(self) -> Draft:
-        draft = self._chain.draft()
-        draft.listed_us = self.cursors.listed_us
-        return draft
 
     def _judge(self, entry: Entry, at: int, now_us: int) -> Outcome | None:
         if entry.stamp is not None:

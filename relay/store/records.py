@@ -26,6 +26,8 @@ from msgspec import Struct
 from iris.wire.codec import END
 
 KEY: Final = struct.Struct(">Q")
+MAX_OFFSET: Final = 1 << 63
+"""Where the offsets of a log end."""
 CRC: Final = struct.Struct("<I")
 _RECORD: Final = struct.Struct("<BBBHqqq16s16s24s")
 _GAP: Final = struct.Struct("<BqQ")

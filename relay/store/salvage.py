@@ -40,8 +40,8 @@ from relay.store.database import check_room_to_open
 from relay.store.ended import Ended
 from relay.store.errors import LogBusy, LogDamaged, LogError
 from relay.store.identity import Identity, make
-from relay.store.log import MAX_OFFSET, Log
-from relay.store.records import KEY, Hole, Reason, Record, check_row
+from relay.store.log import Log
+from relay.store.records import KEY, MAX_OFFSET, Hole, Reason, Record, check_row
 from relay.store.segments import Segment
 
 log = logging.getLogger(__name__)

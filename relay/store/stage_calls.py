@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 from iris.wire import streams
 from iris.wire.streams import Commit, Discard, Plan, Stage
-from relay.store.log import Log
 from relay.store.records import Entry
 from relay.store.session import IncomingCall
+from relay.store.staging import Staging
 
 
 class StageCalls:
@@ -20,8 +20,8 @@ class StageCalls:
     Methods raise StagingRefused, ValueError or LogError; the store refuses the call with it.
     """
 
-    def __init__(self, log: Log) -> None:
-        self._log = log
+    def __init__(self, staging: Staging) -> None:
+        self._staging = staging
         self._unanswered: list[IncomingCall] = []
 
     @property
@@ -38,23 +38,23 @@ class StageCalls:
                 "expect: a staged record has no offset until it is committed; stage it without `expect`"
             )
         numbered = [(new.sequence, entry) for new, entry in zip(call.records, entries, strict=True)]
-        size = self._log.stage(call.writer, call.batch, call.attempt, numbered, now_us)
+        size = self._staging.stage(call.writer, call.batch, call.attempt, numbered, now_us)
         self._unanswered.append(incoming)
         return size
 
     def commit(self, incoming: IncomingCall, call: Commit, now_us: int) -> None:
         """Append the staged records of a Commit call, and answer it."""
         attempts = [(one.attempt, one.records) for one in call.attempts]
-        done = self._log.commit(call.writer, call.batch, attempts, now_us)
+        done = self._staging.commit(call.writer, call.batch, attempts, now_us)
         incoming.answer(streams.Committed(done.first, done.next, done.replayed))
 
     def plan(self, incoming: IncomingCall, call: Plan, now_us: int) -> None:
         """Store what a batch commits in all partitions, and answer with the plan in force."""
-        incoming.answer(self._log.plan(call.writer, call.batch, call.parts, now_us))
+        incoming.answer(self._staging.plan(call.writer, call.batch, call.parts, now_us))
 
-    def discard(self, incoming: IncomingCall, call: Discard, now_us: int) -> None:
+    def discard(self, incoming: IncomingCall, call: Discard) -> None:
         """Delete the staged records that a Discard call names, and answer it."""
-        dropped = self._log.discard(call.writer, call.batch, call.attempts, now_us)
+        dropped = self._staging.discard(call.writer, call.batch, call.attempts)
         incoming.answer(streams.Settled(dropped))
 
     def written(self) -> None:

@@ -176,7 +176,7 @@ class Stream:
             log, lambda consumer, dead: self.write_dead_letters(consumer, dead), self._clock
         )
         self.consumer_calls.rest_on(self.replica)
-        self.stage_calls = StageCalls(log)
+        self.stage_calls = StageCalls(log.staging)
         self._apply()
 
     # -- what it is ------------------------------------------------------------------------------------------
@@ -329,7 +329,7 @@ class Stream:
                 return
             stage_calls.plan(incoming, call, now_us)
         else:
-            stage_calls.discard(incoming, call, now_us)
+            stage_calls.discard(incoming, call)
 
     def _writable(self, incoming: IncomingCall) -> StageCalls | None:
         """Return the stage calls if clients may write to this stream; else refuse the call and return None."""
@@ -546,7 +546,7 @@ class Stream:
         dropped = 0
         if self.consumer_calls is not None and not log.failed:
             self.consumer_calls.tend(self._elapsed_us(now_us))
-            dropped = log.tend_staged(now_us)
+            dropped = log.staging.tend(now_us)
             log.ids.now_us = self._elapsed_us(now_us)
             log.tend_ids()
         elapsed_us = self._elapsed_us(now_us)

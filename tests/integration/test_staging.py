@@ -340,8 +340,8 @@ async def test_staging_goes_on_over_a_restart(setting: Any, what: str) -> None:
     messages = [b"%06d" % n + bytes(2000) for n in range(6000)]
     staging = asyncio.create_task(attempt(client, 1, *messages))
     for _ in range(3):
-        before = only(setting).log.staged.bytes
-        while not staging.done() and only(setting).log.staged.bytes == before:  # noqa: ASYNC110 - it grows by itself
+        before = only(setting).log.staging.rows.bytes
+        while not staging.done() and only(setting).log.staging.rows.bytes == before:  # noqa: ASYNC110 - it grows by itself
             await asyncio.sleep(0)
         if what == "store":
             await cluster.stop_store()

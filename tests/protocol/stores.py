@@ -206,7 +206,7 @@ def state(store: Store) -> Any:
             stream.definition,
             stream.log.next if stream.log else None,
             stream.log.oldest if stream.log else None,
-            stream.log.staged.bytes if stream.log else None,
+            stream.log.staging.rows.bytes if stream.log else None,
             stream.consumer_calls.described("") if stream.consumer_calls else None,
         )
         for stream in store.streams.values()

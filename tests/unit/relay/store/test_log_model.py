@@ -92,7 +92,9 @@ class LogMachine(RuleBasedStateMachine):
         self.batch += 1
         for number, part in enumerate([*parts, loser]):
             entries = list(enumerate(make(drawn, self.now_us) for drawn in part))
-            self.log.stage("etl", self.batch, bytes([number]) * 16, entries[::-1], self.now_us)
+            self.log.staging.stage(
+                "etl", self.batch, bytes([number]) * 16, entries[::-1], self.now_us
+            )
         if again:
             self.reopen_staged()
         first = self.next
@@ -100,9 +102,9 @@ class LogMachine(RuleBasedStateMachine):
             self.expect(part)
         named = [(bytes([number]) * 16, len(part)) for number, part in enumerate(parts)]
         for replayed in (False, True):
-            done = self.log.commit("etl", self.batch, named, self.now_us)
+            done = self.log.staging.commit("etl", self.batch, named, self.now_us)
             assert done == Committed(first, self.next, replayed)
-        assert self.log.staged.bytes == 0
+        assert self.log.staging.rows.bytes == 0
 
     def reopen_staged(self) -> None:
         self.log.append([], self.now_us)

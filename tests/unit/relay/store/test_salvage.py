@@ -65,9 +65,9 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         consumer = Consumer(log, "billing", Settings(group=True), log.oldest, 500, Clock())
         consumer.take(b"w" * 16, 20_000, 100, 500)
         consumer.save()
-        log.stage("etl", 1, b"a" * 16, [(0, entry(rng, 0))], 500)
-        log.commit("etl", 1, [(b"a" * 16, 1)], 500)
-        log.stage("etl", 2, b"b" * 16, [(0, entry(rng, 0))], 500)
+        log.staging.stage("etl", 1, b"a" * 16, [(0, entry(rng, 0))], 500)
+        log.staging.commit("etl", 1, [(b"a" * 16, 1)], 500)
+        log.staging.stage("etl", 2, b"b" * 16, [(0, entry(rng, 0))], 500)
         log.append([], 500)
         keep("wal")
         log._database._records.flush()
@@ -223,8 +223,8 @@ def test_one_damaged_block_costs_what_is_in_it_and_nothing_else(
         (again,) = log.append([body], 900)
         assert isinstance(again, Duplicate)
         assert Consumer.load(log, "billing", 900, Clock()).position > oldest
-        assert log.commit("etl", 1, [(b"a" * 16, 1)], 900).replayed
-        assert log.commit("etl", 2, [(b"b" * 16, 1)], 900).first == end
+        assert log.staging.commit("etl", 1, [(b"a" * 16, 1)], 900).replayed
+        assert log.staging.commit("etl", 2, [(b"b" * 16, 1)], 900).first == end
 
 
 def test_damage_is_reported_to_a_consumer_which_goes_on(

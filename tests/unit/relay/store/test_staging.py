@@ -39,7 +39,7 @@ def stage(
 ) -> None:  # fmt: skip
     """Stage entries of an attempt from record `first` on, and put them on disk."""
     entries = [body if isinstance(body, Entry) else entry(body) for body in bodies]
-    log.stage(writer, batch, attempt, list(enumerate(entries, first)), now_us)
+    log.staging.stage(writer, batch, attempt, list(enumerate(entries, first)), now_us)
     log.append((), now_us)
 
 
@@ -70,9 +70,9 @@ def test_nothing_staged_is_seen_until_it_is_committed_in_the_order_that_is_named
     stage(log, B, b"b0")
     assert bodies(log) == [b"before"]
     assert (log.next, log.messages) == (1, 1)
-    assert log.commit("etl", 1, [(B, 1), (A, 2)], 20) == Committed(1, 6, False)
+    assert log.staging.commit("etl", 1, [(B, 1), (A, 2)], 20) == Committed(1, 6, False)
     assert bodies(log) == [b"before", b"b0", b"a0", b"a1"]
-    assert (log.next, log.messages, log.staged.bytes, rows(log)) == (6, 6, 0, 0)
+    assert (log.next, log.messages, log.staging.rows.bytes, rows(log)) == (6, 6, 0, 0)
     (record,) = log.read(1, 1, now_us=20).items
     assert isinstance(record, Record)
     assert (record.stored_us, record.kind, record.name, record.sender_id) == (
@@ -86,35 +86,35 @@ def test_nothing_staged_is_seen_until_it_is_committed_in_the_order_that_is_named
 
 def test_a_commit_again_changes_nothing_whatever_it_names(log: Log) -> None:
     stage(log, A, b"a0")
-    done = log.commit("etl", 1, [(A, 1)], 20)
-    assert log.commit("etl", 1, [(A, 1)], 21) == Committed(done.first, done.next, True)
+    done = log.staging.commit("etl", 1, [(A, 1)], 20)
+    assert log.staging.commit("etl", 1, [(A, 1)], 21) == Committed(done.first, done.next, True)
     stage(log, B, b"b0")
-    assert log.commit("etl", 1, [(B, 1)], 22) == Committed(0, 1, True)
+    assert log.staging.commit("etl", 1, [(B, 1)], 22) == Committed(0, 1, True)
     assert bodies(log) == [b"a0"]
-    assert log.staged.bytes == 0, "what is staged for it later is not kept"
+    assert log.staging.rows.bytes == 0, "what is staged for it later is not kept"
 
 
 def test_a_batch_below_the_last_is_a_replay_that_nobody_remembers_the_place_of(log: Log) -> None:
     for batch in (3, 7):
         stage(log, A, b"%d" % batch, batch=batch)
-        assert not log.commit("etl", batch, [(A, 1)], 20).replayed
-    assert log.commit("etl", 3, [(A, 1)], 21) == Committed(None, None, True)
-    assert log.commit("etl", 6, [], 21) == Committed(None, None, True)
+        assert not log.staging.commit("etl", batch, [(A, 1)], 20).replayed
+    assert log.staging.commit("etl", 3, [(A, 1)], 21) == Committed(None, None, True)
+    assert log.staging.commit("etl", 6, [], 21) == Committed(None, None, True)
     assert bodies(log) == [b"3", b"7"]
 
 
 def test_a_commit_of_nothing_is_a_batch_without_offsets(log: Log) -> None:
     log.append([entry(b"x")], 10)
-    assert log.commit("etl", 1, [], 20) == Committed(1, 1, False)
-    assert log.commit("etl", 1, [], 20) == Committed(1, 1, True)
-    assert log.commit("etl", 2, [(A, 0), (B, 0)], 20) == Committed(1, 1, False)
+    assert log.staging.commit("etl", 1, [], 20) == Committed(1, 1, False)
+    assert log.staging.commit("etl", 1, [], 20) == Committed(1, 1, True)
+    assert log.staging.commit("etl", 2, [(A, 0), (B, 0)], 20) == Committed(1, 1, False)
 
 
 def test_writers_know_nothing_of_each_other(log: Log) -> None:
     stage(log, A, b"one", writer="one", batch=9)
     stage(log, A, b"two", writer="two", batch=2)
-    assert log.commit("one", 9, [(A, 1)], 20) == Committed(0, 1, False)
-    assert log.commit("two", 2, [(A, 1)], 20) == Committed(1, 2, False)
+    assert log.staging.commit("one", 9, [(A, 1)], 20) == Committed(0, 1, False)
+    assert log.staging.commit("two", 2, [(A, 1)], 20) == Committed(1, 2, False)
     assert bodies(log) == [b"one", b"two"]
 
 
@@ -137,30 +137,30 @@ def test_a_commit_of_what_is_not_staged_names_it_and_changes_nothing(
     stage(log, B, b"b2", first=2)
     before = rows(log)
     with pytest.raises(StagingRefused, match=f"batch 1 of writer 'etl', {missing}") as refused:
-        log.commit("etl", 1, attempts, 20)
+        log.staging.commit("etl", 1, attempts, 20)
     assert refused.value.code == "staged"
     assert (log.next, rows(log)) == (0, before)
     stage(log, B, b"b1", first=1)
-    assert log.commit("etl", 1, [(A, 2), (B, 3)], 21) == Committed(0, 5, False)
+    assert log.staging.commit("etl", 1, [(A, 2), (B, 3)], 21) == Committed(0, 5, False)
 
 
 def test_an_attempt_is_of_one_writer_and_batch_and_is_named_once(log: Log) -> None:
     stage(log, A, b"a0")
     for writer, batch in (("etl", 2), ("other", 1)):
         with pytest.raises(StagingRefused, match="it is not staged"):
-            log.commit(writer, batch, [(A, 1)], 20)
+            log.staging.commit(writer, batch, [(A, 1)], 20)
     with pytest.raises(StagingRefused, match="twice") as refused:
-        log.commit("etl", 1, [(A, 1), (A, 1)], 20)
+        log.staging.commit("etl", 1, [(A, 1), (A, 1)], 20)
     assert refused.value.code == "invalid"
 
 
 def test_a_record_that_is_staged_again_changes_nothing(log: Log) -> None:
     stage(log, A, b"a0", b"a1")
-    size = log.staged.bytes
-    assert log.stage("etl", 1, A, [(1, entry(b"other"))], 20) == 0
+    size = log.staging.rows.bytes
+    assert log.staging.stage("etl", 1, A, [(1, entry(b"other"))], 20) == 0
     stage(log, A, b"other", b"other", b"a2")
-    assert log.staged.bytes > size
-    log.commit("etl", 1, [(A, 3)], 20)
+    assert log.staging.rows.bytes > size
+    log.staging.commit("etl", 1, [(A, 3)], 20)
     assert bodies(log) == [b"a0", b"a1", b"a2"]
 
 
@@ -172,30 +172,30 @@ def test_attempts_that_were_not_committed_are_deleted_with_the_batch_and_with_ea
     stage(log, B, b"never", batch=4)
     stage(log, C, b"next", batch=6)
     stage(log, C, b"other", writer="et", batch=5)
-    log.commit("etl", 5, [(A, 1)], 20)
+    log.staging.commit("etl", 5, [(A, 1)], 20)
     assert rows(log) == 4, "those of the next batch and of the other writer stay"
-    log.commit("etl", 6, [(C, 1)], 20)
-    log.commit("et", 5, [(C, 1)], 20)
+    log.staging.commit("etl", 6, [(C, 1)], 20)
+    log.staging.commit("et", 5, [(C, 1)], 20)
     assert bodies(log) == [b"won", b"next", b"other"]
-    assert log.staged.bytes == 0
+    assert log.staging.rows.bytes == 0
 
 
 def test_staging_and_writers_outlive_a_reopen(path: str, log: Log) -> None:
     stage(log, A, b"a0", b"a1", batch=2)
     stage(log, B, b"b1", batch=2, first=1)
-    log.commit("other", 4, [], 15)
-    size = log.staged.bytes
+    log.staging.commit("other", 4, [], 15)
+    size = log.staging.rows.bytes
     log.close()
     with Log.open(path) as again:
-        assert again.staged.bytes == size
+        assert again.staging.rows.bytes == size
         stage(again, A, b"not this", batch=2)
         stage(again, B, b"b0", batch=2)
-        assert again.commit("other", 4, [], 20) == Committed(0, 0, True)
-        assert again.commit("etl", 2, [(A, 2), (B, 2)], 20) == Committed(0, 4, False)
+        assert again.staging.commit("other", 4, [], 20) == Committed(0, 0, True)
+        assert again.staging.commit("etl", 2, [(A, 2), (B, 2)], 20) == Committed(0, 4, False)
     with Log.open(path) as again:
-        assert again.commit("etl", 2, [(A, 2), (B, 2)], 30) == Committed(0, 4, True)
+        assert again.staging.commit("etl", 2, [(A, 2), (B, 2)], 30) == Committed(0, 4, True)
         assert bodies(again) == [b"a0", b"a1", b"b0", b"b1"]
-        assert (again.staged.bytes, rows(again)) == (0, 0)
+        assert (again.staging.rows.bytes, rows(again)) == (0, 0)
 
 
 def test_discarding_drops_the_attempts_that_are_named_or_all_of_the_batch(
@@ -204,38 +204,38 @@ def test_discarding_drops_the_attempts_that_are_named_or_all_of_the_batch(
     for attempt in (A, B, C):
         stage(log, attempt, b"0", b"1")
     stage(log, A, b"0", batch=2)
-    assert log.discard("etl", 1, [A, b"d" * 16], 20) == 2
+    assert log.staging.discard("etl", 1, [A, b"d" * 16]) == 2
     with pytest.raises(StagingRefused, match="it is not staged"):
-        log.commit("etl", 1, [(A, 2)], 20)
-    assert log.discard("etl", 1, [], 20) == 4
-    assert log.discard("etl", 1, [], 20) == 0
+        log.staging.commit("etl", 1, [(A, 2)], 20)
+    assert log.staging.discard("etl", 1, []) == 4
+    assert log.staging.discard("etl", 1, []) == 0
     log.close()
     with Log.open(path) as again:
         assert rows(again) == 2
-        assert again.commit("etl", 2, [(A, 1)], 20) == Committed(0, 1, False)
+        assert again.staging.commit("etl", 2, [(A, 1)], 20) == Committed(0, 1, False)
 
 
 def test_an_attempt_expires_a_day_after_it_was_staged_to_last(log: Log) -> None:
     stage(log, A, b"a0", now_us=10)
     stage(log, A, b"a1", first=1, now_us=DAY_US)
     stage(log, B, b"b0", b"b1", now_us=11)
-    assert log.tend_staged(DAY_US + 10) == 0
-    assert log.tend_staged(DAY_US + 11) == 0, "it looks once a minute"
-    assert log.tend_staged(DAY_US + 11 + staged_rows.LOOK_US) == 2
+    assert log.staging.tend(DAY_US + 10) == 0
+    assert log.staging.tend(DAY_US + 11) == 0, "it looks once a minute"
+    assert log.staging.tend(DAY_US + 11 + staged_rows.LOOK_US) == 2
     with pytest.raises(StagingRefused, match=B.hex()):
-        log.commit("etl", 1, [(A, 2), (B, 2)], DAY_US + 20)
+        log.staging.commit("etl", 1, [(A, 2), (B, 2)], DAY_US + 20)
     assert rows(log) == 4
-    assert log.tend_staged(3 * DAY_US) == 2
-    assert (rows(log), log.staged.bytes) == (0, 0)
+    assert log.staging.tend(3 * DAY_US) == 2
+    assert (rows(log), log.staging.rows.bytes) == (0, 0)
 
 
 def test_what_expired_while_the_log_was_closed_goes_at_the_first_look(path: str, log: Log) -> None:
     stage(log, A, b"a0", now_us=10)
     log.close()
     with Log.open(path) as again:
-        assert again.tend_staged(2 * DAY_US) == 1
+        assert again.staging.tend(2 * DAY_US) == 1
     with Log.open(path) as again:
-        assert (rows(again), again.staged.bytes) == (0, 0)
+        assert (rows(again), again.staging.rows.bytes) == (0, 0)
 
 
 def test_a_stream_stages_no_more_than_its_bound_and_accepts_more_when_some_is_deleted(
@@ -248,9 +248,9 @@ def test_a_stream_stages_no_more_than_its_bound_and_accepts_more_when_some_is_de
         stage(log, C, bytes(2000))
     assert refused.value.code == "full"
     stage(log, A, bytes(2000))  # is there already
-    log.discard("etl", 1, [B], 20)
+    log.staging.discard("etl", 1, [B])
     stage(log, C, bytes(2000))
-    assert log.commit("etl", 1, [(A, 1), (C, 1)], 20) == Committed(0, 2, False)
+    assert log.staging.commit("etl", 1, [(A, 1), (C, 1)], 20) == Committed(0, 2, False)
 
 
 def test_a_batch_has_no_more_than_its_bound_nor_has_an_attempt(
@@ -263,10 +263,12 @@ def test_a_batch_has_no_more_than_its_bound_nor_has_an_attempt(
     assert refused.value.code == "full"
     stage(log, B, bytes(3000))
     with pytest.raises(StagingRefused, match="6000 bytes") as refused:
-        log.commit("etl", 1, [(A, 1), (B, 1)], 20)
+        log.staging.commit("etl", 1, [(A, 1), (B, 1)], 20)
     assert refused.value.code == "full"
     assert log.next == 0
-    assert log.commit("etl", 1, [(B, 1)], 20) == Committed(0, 1, False), "losers do not count"
+    assert log.staging.commit("etl", 1, [(B, 1)], 20) == Committed(0, 1, False), (
+        "losers do not count"
+    )
 
 
 def test_records_that_wait_for_an_earlier_one_are_bounded(
@@ -283,7 +285,7 @@ def test_records_that_wait_for_an_earlier_one_are_bounded(
 def test_a_writer_has_1_to_255_bytes(writer: str, log: Log) -> None:
     for call in (
         lambda: stage(log, A, b"x", writer=writer),
-        lambda: log.commit(writer, 1, [], 20),
+        lambda: log.staging.commit(writer, 1, [], 20),
     ):
         with pytest.raises(StagingRefused, match="255 bytes") as refused:
             call()
@@ -298,20 +300,20 @@ def test_the_writer_idle_longest_makes_room_if_it_was_idle_for_a_week(
     path: str, log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(staged_rows, "MAX_WRITERS", 2)
-    log.commit("first", 1, [], 10)
-    log.commit("first", 2, [], 10)
-    log.commit("second", 1, [], 20)
-    log.commit("second", 2, [], 20)
+    log.staging.commit("first", 1, [], 10)
+    log.staging.commit("first", 2, [], 10)
+    log.staging.commit("second", 1, [], 20)
+    log.staging.commit("second", 2, [], 20)
     stage(log, A, b"a0", writer="third", now_us=30)
     with pytest.raises(StagingRefused, match="2 writers") as refused:
-        log.commit("third", 1, [(A, 1)], 7 * DAY_US + 10)
+        log.staging.commit("third", 1, [(A, 1)], 7 * DAY_US + 10)
     assert refused.value.code == "full"
-    assert log.commit("second", 3, [], 7 * DAY_US + 10) == Committed(0, 0, False)
-    assert log.commit("third", 1, [(A, 1)], 7 * DAY_US + 11) == Committed(0, 1, False)
+    assert log.staging.commit("second", 3, [], 7 * DAY_US + 10) == Committed(0, 0, False)
+    assert log.staging.commit("third", 1, [(A, 1)], 7 * DAY_US + 11) == Committed(0, 1, False)
     log.close()
     with Log.open(path) as again:
-        assert again.commit("second", 3, [], 7 * DAY_US + 12).replayed
-        assert again.commit("third", 1, [], 7 * DAY_US + 12) == Committed(0, 1, True)
+        assert again.staging.commit("second", 3, [], 7 * DAY_US + 12).replayed
+        assert again.staging.commit("third", 1, [], 7 * DAY_US + 12) == Committed(0, 1, True)
         assert writers(again) == {"second", "third"}
 
 
@@ -319,39 +321,39 @@ def test_a_writer_of_a_single_batch_makes_room_after_an_hour_and_before_all_othe
     path: str, log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(staged_rows, "MAX_WRITERS", 3)
-    log.commit("query", 1, [], 10)
-    log.commit("query", 2, [], 11)
-    log.commit("job z", 1, [], 20)  # the older one, though its name is the later one
-    log.commit("job a", 1, [], 30)
-    log.commit("job a", 1, [], 40)  # a replay does not count as another batch
+    log.staging.commit("query", 1, [], 10)
+    log.staging.commit("query", 2, [], 11)
+    log.staging.commit("job z", 1, [], 20)  # the older one, though its name is the later one
+    log.staging.commit("job a", 1, [], 30)
+    log.staging.commit("job a", 1, [], 40)  # a replay does not count as another batch
     with pytest.raises(StagingRefused, match="3 writers") as refused:
-        log.commit("job b", 1, [], HOUR_US + 20)
+        log.staging.commit("job b", 1, [], HOUR_US + 20)
     assert refused.value.code == "full"
     assert writers(log) == {"query", "job a", "job z"}
     log.close()
     with Log.open(path) as again:
-        assert not again.commit("job b", 1, [], HOUR_US + 21).replayed
+        assert not again.staging.commit("job b", 1, [], HOUR_US + 21).replayed
         assert writers(again) == {"query", "job a", "job b"}
         late = 8 * DAY_US
         for name in ("job c", "job d"):
-            assert not again.commit(name, 1, [], late).replayed
+            assert not again.staging.commit(name, 1, [], late).replayed
         assert writers(again) == {"query", "job c", "job d"}, "it is older than any, but no job"
-        assert not again.commit("job e", 1, [], late).replayed
+        assert not again.staging.commit("job e", 1, [], late).replayed
         assert writers(again) == {"job c", "job d", "job e"}
         with pytest.raises(StagingRefused, match="3 writers"):
-            again.commit("query", 3, [], late)
+            again.staging.commit("query", 3, [], late)
 
 
 def test_one_job_after_the_other_is_never_refused_and_costs_no_query_its_place(
     log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(staged_rows, "MAX_WRITERS", 8)
-    log.commit("query", 1, [], 10)
-    log.commit("query", 2, [], 10)
+    log.staging.commit("query", 1, [], 10)
+    log.staging.commit("query", 2, [], 10)
     for number in range(100):
         now_us = 20 + number * HOUR_US // 6
-        assert not log.commit(f"job {number}", 1, [], now_us).replayed
-    assert log.commit("query", 2, [], now_us).replayed
+        assert not log.staging.commit(f"job {number}", 1, [], now_us).replayed
+    assert log.staging.commit("query", 2, [], now_us).replayed
     assert len(writers(log)) == 8
 
 
@@ -381,12 +383,12 @@ def test_a_damaged_record_refuses_the_commit_and_is_named(how: str, path: str, l
         with pytest.raises(
             LogDamaged, match=f"staged record 1 of attempt {A.hex()}, batch 1 of writer 'etl'"
         ):
-            log.commit("etl", 1, [(B, 1), (A, 3)], 20)
+            log.staging.commit("etl", 1, [(B, 1), (A, 3)], 20)
         assert log.next == 0
         log.close()
         log = Log.open(path)  # what is staged is not read for it
     with log:
-        assert log.commit("etl", 1, [(B, 1)], 20) == Committed(0, 1, False)
+        assert log.staging.commit("etl", 1, [(B, 1)], 20) == Committed(0, 1, False)
         assert bodies(log) == [b"b0"]
 
 
@@ -395,7 +397,7 @@ def test_a_log_whose_rows_of_attempts_or_writers_are_damaged_is_not_opened(
     prefix: bytes, path: str, log: Log
 ) -> None:
     stage(log, A, b"a0", batch=2)
-    log.commit("etl", 1, [], 20)
+    log.staging.commit("etl", 1, [], 20)
     ((row, value),) = log._database.rows(prefix)
     damage(log, prefix + row, value[:-1] + bytes([value[-1] ^ 1]))
     log.close()
@@ -415,19 +417,19 @@ def test_a_commit_whose_write_failed_is_found_done_or_not_done_and_done_once(
     monkeypatch.setattr(log._database, "_write_mark" if written else "_synced", fail)
     for _ in range(2):
         with pytest.raises(LogWriteFailed):
-            log.commit("etl", 1, [(A, 2)], 20)
+            log.staging.commit("etl", 1, [(A, 2)], 20)
         assert (log.next, bodies(log)) == (0, [])
     log.close()
     with Log.open(path) as again:
-        assert again.commit("etl", 1, [(A, 2)], 30) == Committed(0, 2, written)
+        assert again.staging.commit("etl", 1, [(A, 2)], 30) == Committed(0, 2, written)
         assert bodies(again) == [b"a0", b"a1"]
-        assert (again.staged.bytes, rows(again)) == (0, 0)
+        assert (again.staging.rows.bytes, rows(again)) == (0, 0)
 
 
 def test_what_is_staged_waits_on_if_the_append_that_was_to_write_it_fails(
     path: str, log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log.stage("etl", 1, A, [(0, entry(b"a0")), (1, entry(b"a1"))], 10)
+    log.staging.stage("etl", 1, A, [(0, entry(b"a0")), (1, entry(b"a1"))], 10)
     with pytest.raises(ValueError, match="count"):
         log.append([entry(b"x"), NewGap(-1, "no such count")], 10)
     with monkeypatch.context() as patch:
@@ -435,13 +437,13 @@ def test_what_is_staged_waits_on_if_the_append_that_was_to_write_it_fails(
         with pytest.raises(ZeroDivisionError):
             log.append([entry(b"x")], 10)
     assert (rows(log), log.next) == (0, 0)
-    assert log.stage("etl", 1, A, [(0, entry(b"a0"))], 10) == 0, "it is known"
+    assert log.staging.stage("etl", 1, A, [(0, entry(b"a0"))], 10) == 0, "it is known"
     log.append((), 11)
     assert rows(log) == 4
     log.append((), 12)
     log.close()
     with Log.open(path) as again:
-        assert again.commit("etl", 1, [(A, 2)], 20) == Committed(0, 2, False)
+        assert again.staging.commit("etl", 1, [(A, 2)], 20) == Committed(0, 2, False)
         assert bodies(again) == [b"a0", b"a1"]
 
 
@@ -458,7 +460,7 @@ def test_keys_due_times_and_expiry_of_committed_records_count_as_if_appended(log
     assert log.compact(12), "what is staged supersedes nothing"
     assert bodies(log) == [b"old"]
     assert log.due(1000) == []
-    log.commit("etl", 1, [(A, 4)], 20)
+    log.staging.commit("etl", 1, [(A, 4)], 20)
     assert log.due(1000) == [(500, 2)]
     assert log.compact(200)
     shown = [
@@ -475,7 +477,7 @@ def test_retention_segments_and_sums_come_out_as_if_appended(
     entries = [entry(b"%d" % number, count=number % 3 + 1) for number in range(11)]
     stage(log, A, *entries[:6])
     stage(log, B, *entries[6:])
-    log.commit("etl", 1, [(A, 6), (B, 5)], 20)
+    log.staging.commit("etl", 1, [(A, 6), (B, 5)], 20)
     with Log.create(str(tmp_path / "plain"), uuid=UUID, definition=b"", created_us=5) as plain:
         plain.append(entries, 20)
         for limits in (Limits(), Limits(max_messages=9), Limits(max_messages=2)):
@@ -496,12 +498,12 @@ def test_disk_space_of_what_was_dropped_comes_back(
     for number in range(40):
         stage(log, A, bytes(1 << 20), first=number)
     stage(log, B, b"stays", batch=2)
-    log.discard("etl", 1, [], 20)
+    log.staging.discard("etl", 1, [])
 
     assert table_bytes(path) > 20 << 20
-    assert log.tend_staged(30) == 0
+    assert log.staging.tend(30) == 0
     assert shrunk_to(path, 5 << 20)
-    assert log.commit("etl", 2, [(B, 1)], 40) == Committed(0, 1, False)
+    assert log.staging.commit("etl", 2, [(B, 1)], 40) == Committed(0, 1, False)
 
 
 class Ranges:
@@ -533,9 +535,9 @@ def test_small_commits_drop_nothing_by_range(
         if batch % 100 == 0:
             stage(log, B, b"loses", batch=batch)
             stage(log, C, b"is discarded", b"waits for 1", batch=batch + 1, first=2)
-            assert log.discard("etl", batch + 1, [C], 20) == 2
-        assert log.commit("etl", batch, [(A, 1)], 20) == Committed(batch, batch + 1, False)
-    assert (ranges.dropped, rows(log), log.staged.bytes) == (0, 0, 0)
+            assert log.staging.discard("etl", batch + 1, [C]) == 2
+        assert log.staging.commit("etl", batch, [(A, 1)], 20) == Committed(batch, batch + 1, False)
+    assert (ranges.dropped, rows(log), log.staging.rows.bytes) == (0, 0, 0)
     log.close()
     with Log.open(path) as again:
         assert (rows(again), len(bodies(again))) == (0, 2000)
@@ -551,20 +553,20 @@ def test_large_drops_are_by_range_and_go_from_disk_after_some_of_them(
     for batch in range(3):
         stage(log, A, b"0", b"1", batch=batch)
         stage(log, B, b"0", b"1", batch=batch)
-        log.commit("etl", batch, [(A, 2)], 20)
+        log.staging.commit("etl", batch, [(A, 2)], 20)
     assert ranges.dropped == 6
-    log.tend_staged(30)
+    log.staging.tend(30)
     assert ranges.freed == 0
     stage(log, A, b"0", b"1", b"2", batch=3)
     stage(log, B, b"0", batch=3)
     stage(log, A, b"0", batch=4)
-    assert log.discard("etl", 3, [], 20) == 4
+    assert log.staging.discard("etl", 3, []) == 4
     assert (ranges.dropped, rows(log)) == (8, 4), "all of a batch is one range"
-    log.tend_staged(30)
-    log.tend_staged(30)
+    log.staging.tend(30)
+    log.staging.tend(30)
     assert ranges.freed == 2
-    assert log.commit("etl", 4, [(A, 1)], 20) == Committed(6, 7, False)
-    assert log.commit("etl", 100, [(C, 1)], 20) == Committed(7, 8, False)
+    assert log.staging.commit("etl", 4, [(A, 1)], 20) == Committed(6, 7, False)
+    assert log.staging.commit("etl", 100, [(C, 1)], 20) == Committed(7, 8, False)
     assert rows(log) == 0
 
 
@@ -575,7 +577,7 @@ def test_many_old_attempts_are_dropped_some_at_a_time(
     for batch in range(5):
         stage(log, A, b"0", b"1", batch=batch)
     stage(log, A, b"0", batch=9, now_us=DAY_US)
-    assert [log.tend_staged(DAY_US + 10) for _ in range(4)] == [4, 4, 2, 0]
+    assert [log.staging.tend(DAY_US + 10) for _ in range(4)] == [4, 4, 2, 0]
     assert rows(log) == 2
 
 
@@ -593,26 +595,26 @@ def parts(attempt: bytes, *counts: int) -> list[PlannedPart]:
 
 def test_the_first_plan_of_a_batch_is_in_force_until_it_is_committed(log: Log, path: str) -> None:
     stage(log, A, b"a0")
-    assert log.plan("etl", 1, parts(A, 1, 2), 20) == Planned(1, parts(A, 1, 2))
+    assert log.staging.plan("etl", 1, parts(A, 1, 2), 20) == Planned(1, parts(A, 1, 2))
     log.close()
     with Log.open(path) as again:
         stage(again, B, b"b0", b"b1")
         for batch in (0, 1, 2):  # whoever asks completes it first
-            assert again.plan("etl", batch, parts(B, 2), 21) == Planned(1, parts(A, 1, 2))
+            assert again.staging.plan("etl", batch, parts(B, 2), 21) == Planned(1, parts(A, 1, 2))
         for batch, attempts in ((1, [(B, 2)]), (1, []), (2, [(A, 1)])):
             with pytest.raises(StagingRefused, match="batch 1 of writer 'etl' was interrupted"):
-                again.commit("etl", batch, attempts, 22)
-        assert again.plan("other", 5, [], 22) == Planned(5, [])
-        assert again.commit("etl", 1, [(A, 1)], 23) == Committed(0, 1, False)
+                again.staging.commit("etl", batch, attempts, 22)
+        assert again.staging.plan("other", 5, [], 22) == Planned(5, [])
+        assert again.staging.commit("etl", 1, [(A, 1)], 23) == Committed(0, 1, False)
         assert bodies(again) == [b"a0"]
-        assert again.staged.plans.bytes == again.staged.bytes == 0
-        assert again.plan("etl", 1, parts(B, 2), 24) == Planned(1, [])
-        assert again.plan("etl", 2, parts(B, 0, 2), 24) == Planned(2, parts(B, 0, 2))
-        assert again.discard("etl", 2, [], 25) == 0
-        assert again.plan("etl", 3, [], 26) == Planned(3, [])
+        assert again.staging.rows.plans.bytes == again.staging.rows.bytes == 0
+        assert again.staging.plan("etl", 1, parts(B, 2), 24) == Planned(1, [])
+        assert again.staging.plan("etl", 2, parts(B, 0, 2), 24) == Planned(2, parts(B, 0, 2))
+        assert again.staging.discard("etl", 2, []) == 0
+        assert again.staging.plan("etl", 3, [], 26) == Planned(3, [])
         again.verify()
     with Log.open(path) as last:
-        assert last.plan("etl", 2, [], 27) == Planned(2, [])
+        assert last.staging.plan("etl", 2, [], 27) == Planned(2, [])
 
 
 def test_plans_are_bounded_in_number_and_in_bytes(
@@ -620,17 +622,21 @@ def test_plans_are_bounded_in_number_and_in_bytes(
 ) -> None:
     monkeypatch.setattr(plans, "MAX_PLANS", 2)
     for writer in ("w1", "w2"):
-        log.plan(writer, 1, parts(A, 1), 10)
+        log.staging.plan(writer, 1, parts(A, 1), 10)
     with pytest.raises(StagingRefused, match="were interrupted, which is the limit"):
-        log.plan("w3", 1, parts(A, 1), 7 * DAY_US)
+        log.staging.plan("w3", 1, parts(A, 1), 7 * DAY_US)
     late_us = 10 + 7 * DAY_US + 1
-    log.plan("w3", 1, parts(A, 1), late_us)
-    assert [log.plan(writer, 9, [], late_us).batch for writer in ("w1", "w2", "w3")] == [9, 1, 1]
-    log.discard("w2", 1, [], late_us)
-    monkeypatch.setattr(staged_rows, "STAGED_BYTES", log.staged.plans.bytes + 300)
+    log.staging.plan("w3", 1, parts(A, 1), late_us)
+    assert [log.staging.plan(writer, 9, [], late_us).batch for writer in ("w1", "w2", "w3")] == [
+        9,
+        1,
+        1,
+    ]
+    log.staging.discard("w2", 1, [])
+    monkeypatch.setattr(staged_rows, "STAGED_BYTES", log.staging.rows.plans.bytes + 300)
     with pytest.raises(StagingRefused, match="stages at most"):
-        log.plan("w4", 1, parts(A, 1), late_us)
+        log.staging.plan("w4", 1, parts(A, 1), late_us)
     with pytest.raises(StagingRefused, match="stages at most"):
         stage(log, A, b"a" * 100)
     with pytest.raises(StagingRefused, match="a partition twice"):
-        log.plan("w4", 1, [*parts(A, 1), *parts(B, 1)], late_us)
+        log.staging.plan("w4", 1, [*parts(A, 1), *parts(B, 1)], late_us)
