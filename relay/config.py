@@ -8,32 +8,30 @@ from __future__ import annotations
 import ipaddress
 import math
 import os
-import urllib.parse
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from iris.crypto.keys import parse_fingerprint
-from iris.errors import ConfigError, InvalidName, KeyringError
-from iris.wire.names import check_filter, check_site
+from iris.errors import ConfigError
+from relay.address_settings import (
+    WEB_SCHEMES,
+    check_origin,
+    parse_gateway,
+    parse_listen,
+    parse_metrics,
+    parse_web_listen,
+)
 from relay.core.issuers import Issuer
 from relay.discovery.seeds import MAX_JOINS, parse_join
 from relay.net.socketfile import MAX_PATH_BYTES
 from relay.rate_settings import parse_address_rates, parse_rate
+from relay.site_settings import check_site_name, parse_pattern, peer_sites, site_costs
 
 if TYPE_CHECKING:
     from iris.crypto.keys import NetworkKey
 
 MAX_LISTEN = 16
 MAX_ORIGINS = 64
-WEB_SCHEMES = ("ws:", "wss:")
-"""How entries of `listen` for sessions over WebSocket begin."""
-MAX_SITES = 64
-MAX_PINS = 8
-"""Most keys that are pinned for one site. Two are needed while a site changes its key."""
-MAX_GATEWAYS = 16
-"""Most gateway addresses of one site."""
-MAX_COST_MS = 3_600_000
 MAX_PATTERNS = 1024
 ENVIRONMENT_PREFIX = "IRIS_RELAY_"
 """`IRIS_RELAY_MAX_SESSIONS=100` sets `max_sessions`. `IRIS_RELAY` itself is the socket's path."""
@@ -391,19 +389,19 @@ class RelayConfig:
                 f"origins: {len(self.origins)} entries are over the limit of {MAX_ORIGINS}"
             )
         for origin in self.origins:
-            _check_origin(origin)
+            check_origin(origin)
 
     def _check_federation(self) -> None:
         if self.site:
-            _site("site", self.site)
+            check_site_name("site", self.site)
         if len(self.gateway) > MAX_LISTEN:
             raise ConfigError(
                 f"gateway: {len(self.gateway)} entries are over the limit of {MAX_LISTEN}"
             )
         for text in self.gateway:
             parse_gateway(text)
-        peers = peer_sites(self)
-        costs = site_costs(self)
+        peers = peer_sites(self.peer_site)
+        costs = site_costs(self.site_cost)
         for name in ("export", "import"):
             patterns: tuple[str, ...] = getattr(self, FIELDS.get(name, name))
             if len(patterns) > MAX_PATTERNS:
@@ -452,188 +450,6 @@ class RelayConfig:
         if not low <= value <= high:  # written so that NaN fails
             bounds = f"at least {low}" if high == math.inf else f"from {low} to {high}"
             raise ConfigError(f"{name}: {value} is not {bounds}")
-
-
-@dataclass(frozen=True, slots=True)
-class PeerSite:
-    """Another site, parsed from `peer_site`."""
-
-    site: str
-    addresses: tuple[tuple[str, int], ...]
-    """Host (a name, or numeric without brackets) and port of each of its gateways to dial."""
-    pins: tuple[bytes, ...]
-    """Its pinned public keys, 32 bytes each."""
-
-
-def parse_listen(text: str) -> tuple[str, int]:
-    """Return host and port of `tls://host:port`; raises ConfigError, in particular for a listener without TLS."""
-    if not text.startswith("tls:"):
-        raise ConfigError(
-            f"listen: {text!r} is not tls://HOST:PORT (or wss://HOST:PORT, or ws://127.0.0.1:PORT). Relays accept programs of other hosts only over TLS; "
-            "programs on this host use the socket"
-        )
-    return _tls_address("listen", text)
-
-
-def parse_web_listen(text: str) -> tuple[str, str, int]:
-    """Return scheme, IP address and port of `wss://address:port` or `ws://address:port`; raises ConfigError."""
-    scheme = text.partition(":")[0]
-    try:
-        host, port = _tls_address("listen", "tls" + text.removeprefix(scheme))
-        address = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
-    except (ConfigError, ValueError) as err:
-        raise ConfigError(
-            f"listen: {text!r} is not {scheme}://ADDRESS:PORT with an IP address of this host"
-        ) from err
-    if scheme == "ws" and not address.is_loopback:
-        raise ConfigError(
-            f"listen: {text!r} is not on loopback, and tickets must not cross a network in clear; use wss://, or ws://127.0.0.1:PORT behind a proxy"
-        )
-    return scheme, str(address), port
-
-
-def _check_origin(origin: str) -> None:
-    """Raise ConfigError unless `origin` is written as browsers send it: "null", or scheme, host and port alone."""
-    try:
-        parts = urllib.parse.urlsplit(origin)
-        whole_origin = f"{parts.scheme}://{parts.netloc}" == origin and parts.username is None
-    except ValueError:
-        whole_origin = False
-    plain = origin.isascii() and origin == origin.lower() and "*" not in origin
-    if origin != "null" and not (whole_origin and plain and parts.scheme and parts.hostname):
-        raise ConfigError(
-            f"origins: {origin!r} is not an origin; write scheme, host and port as in a browser's address bar, such as https://app.example"
-        )
-
-
-def parse_gateway(text: str) -> tuple[str, int]:
-    """Return host and port of `tls://host:port`; raises ConfigError."""
-    return _tls_address("gateway", text)
-
-
-def parse_peer_site(text: str) -> PeerSite:
-    """Return one entry SITE=[tls://HOST:PORT[,tls://HOST:PORT...]]#FINGERPRINT; raises ConfigError."""
-    site, equals, rest = text.partition("=")
-    listed, sharp, pin = rest.partition("#")
-    if not equals or not sharp:
-        raise ConfigError(f"peer_site: {text!r} is not SITE=tls://HOST:PORT#FINGERPRINT")
-    _site("peer_site", site)
-    addresses: list[tuple[str, int]] = []
-    for address in listed.split(",") if listed.strip() else ():
-        host, port = _tls_address("peer_site", address.strip())
-        try:
-            parse_join(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
-        except ConfigError as err:
-            raise ConfigError(
-                f"peer_site: {address!r} lacks a host or a port from 1 to 65535; write tls://HOST:PORT"
-            ) from err
-        addresses.append((host, port))
-    try:
-        return PeerSite(site, tuple(addresses), (parse_fingerprint(pin.strip()),))
-    except KeyringError as err:
-        raise ConfigError(f"peer_site: {site}: {err}") from err
-
-
-def peer_sites(config: RelayConfig) -> dict[str, PeerSite]:
-    """Return the other sites by name, with the entries of one site combined.
-
-    Raises:
-        ConfigError: an entry is malformed, a limit is exceeded, or two sites have the same key.
-    """
-    found: dict[str, PeerSite] = {}
-    for text in config.peer_site:
-        more = parse_peer_site(text)
-        known = found.get(more.site, PeerSite(more.site, (), ()))
-        found[more.site] = PeerSite(
-            more.site,
-            tuple(dict.fromkeys(known.addresses + more.addresses)),
-            tuple(dict.fromkeys(known.pins + more.pins)),
-        )
-    if len(found) > MAX_SITES:
-        raise ConfigError(f"peer_site: {len(found)} sites are over the limit of {MAX_SITES}")
-    owners: dict[bytes, str] = {}
-    for peer in found.values():
-        if len(peer.addresses) > MAX_GATEWAYS or len(peer.pins) > MAX_PINS:
-            raise ConfigError(
-                f"peer_site: {peer.site} has {len(peer.addresses)} addresses and {len(peer.pins)} fingerprints; the limits are {MAX_GATEWAYS} and {MAX_PINS}"
-            )
-        for pin in peer.pins:
-            owner = owners.setdefault(pin, peer.site)
-            if owner != peer.site:
-                raise ConfigError(
-                    f"peer_site: {owner} and {peer.site} have the same fingerprint; each site needs a key of its own"
-                )
-    return found
-
-
-def site_costs(config: RelayConfig) -> dict[str, int]:
-    """Return the costs given for other sites: site -> ms; raises ConfigError."""
-    costs: dict[str, int] = {}
-    for text in config.site_cost:
-        site, _, cost = text.partition("=")
-        _site("site_cost", site.strip())
-        cost_ms = whole(cost.strip())
-        if cost_ms is None or not 0 <= cost_ms <= MAX_COST_MS:
-            raise ConfigError(
-                f"site_cost: {text!r} is not SITE=MS, a whole number of ms from 0 to {MAX_COST_MS}"
-            )
-        if site.strip() in costs:
-            raise ConfigError(f"site_cost: {site.strip()} is given twice; keep one")
-        costs[site.strip()] = cost_ms
-    return costs
-
-
-def parse_pattern(setting: str, text: str) -> tuple[bool, str]:
-    """Return (denies, name or filter) of a pattern of `export` or `import`; raises ConfigError."""
-    denies = text.startswith("!")
-    try:
-        return denies, check_filter(text.removeprefix("!"))
-    except InvalidName as err:
-        raise ConfigError(f"{setting}: {err}") from err
-
-
-def _site(setting: str, name: str) -> str:
-    try:
-        return check_site(name)
-    except InvalidName as err:
-        raise ConfigError(f"{setting}: {err}") from err
-
-
-def parse_metrics(text: str) -> tuple[str, int]:
-    """Return the IP address and the port of the setting `metrics`. Raises ConfigError."""
-    host, colon, digits = text.rpartition(":")
-    bare = host.removeprefix("[").removesuffix("]")
-    port = whole(digits)
-    bare = "127.0.0.1" if bare == "localhost" else bare
-    try:
-        ipaddress.ip_address(bare)
-    except ValueError:
-        port = None
-    if not colon or port is None or port > 65_535:
-        raise ConfigError(
-            f"metrics: {text!r} is not HOST:PORT with an IP address; write for example 127.0.0.1:9464"
-        )
-    return bare, port
-
-
-def whole(value: object) -> int | None:
-    """Return the value as a whole number; None if it is not one."""
-    if isinstance(value, str):
-        # a signed 64-bit number has at most 19 digits
-        return int(value) if value.isascii() and value.isdigit() and len(value) < 20 else None
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-def _tls_address(setting: str, text: str) -> tuple[str, int]:
-    try:
-        parts = urllib.parse.urlsplit(text)
-        host, port = parts.hostname, parts.port
-    except ValueError as err:
-        raise ConfigError(f"{setting}: {text!r} is not tls://HOST:PORT") from err
-    beside = parts.path.strip("/") or parts.query or parts.fragment or parts.username
-    if parts.scheme != "tls" or not host or port is None or beside:
-        raise ConfigError(f"{setting}: {text!r} is not tls://HOST:PORT")
-    return host, port
 
 
 def lan(socket_path: Path) -> RelayConfig:

@@ -14,7 +14,8 @@ from typing import Any
 from iris import paths
 from iris.errors import ConfigError
 from iris.wire.names import did_you_mean
-from relay.config import ENVIRONMENT_PREFIX, FIELDS, SETTINGS, RelayConfig, dev, lan, whole
+from relay.address_settings import whole
+from relay.config import ENVIRONMENT_PREFIX, FIELDS, SETTINGS, RelayConfig, dev, lan
 from relay.issuer_settings import parse_issuers
 
 

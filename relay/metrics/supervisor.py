@@ -14,8 +14,9 @@ import sys
 from typing import Final
 
 from iris.errors import ConfigError
+from relay.address_settings import parse_metrics
 from relay.child import Child
-from relay.config import RelayConfig, parse_metrics
+from relay.config import RelayConfig
 from relay.net.addresses import listen_at, show
 
 log = logging.getLogger(__name__)

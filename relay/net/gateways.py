@@ -31,7 +31,8 @@ from iris.crypto.keys import dump_fingerprint, public_id
 from iris.errors import ConfigError, PeerProtocolError
 from iris.wire import frames
 from iris.wire.names import printable
-from relay.config import RelayConfig, parse_gateway, peer_sites, site_costs
+from relay.address_settings import parse_gateway
+from relay.config import RelayConfig
 from relay.core.neighbor import Neighbor
 from relay.core.site_routes import Wan
 from relay.discovery.seeds import resolve
@@ -49,6 +50,7 @@ from relay.net.tls import (
     peer_gateway,
     peer_site_key,
 )
+from relay.site_settings import peer_sites, site_costs
 
 log = logging.getLogger(__name__)
 
@@ -176,14 +178,14 @@ class GatewayHub(Hub):
                 "site_key: a gateway needs the key of its site; make one with `iris federation key FILE` and add --site-key FILE"
             )
         site_key = keyfiles.load_site_key(config.site_key)
-        self.peers = peer_sites(config)
+        self.peers = peer_sites(config.peer_site)
         for peer in self.peers.values():
             if site_key.public_key in peer.pins:
                 raise ConfigError(
                     f"peer_site: {peer.site} has the fingerprint of this site's own key; give the one that `iris federation key` printed at {peer.site}"
                 )
         self.fingerprint = site_key.fingerprint
-        self.costs = site_costs(config)
+        self.costs = site_costs(config.site_cost)
         self.pins = {
             public_id(pin): dump_fingerprint(pin)
             for peer in self.peers.values()

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, Final
 
 from iris.errors import ConfigError, PeerProtocolError
-from relay.config import parse_listen
+from relay.address_settings import parse_listen
 from relay.logs import Quiet
 from relay.net.accepting import Acceptor
 from relay.net.addresses import listen_at

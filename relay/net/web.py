@@ -18,7 +18,8 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from iris.errors import ConfigError
-from relay.config import RelayConfig, parse_web_listen
+from relay.address_settings import parse_web_listen
+from relay.config import RelayConfig
 from relay.core.session import Session
 from relay.core.tickets import Admission
 from relay.issuer_settings import load_revoked

@@ -24,7 +24,7 @@ from iris.errors import ConfigError, RelayUnavailable
 from iris.remote import create_access
 from iris.wire import frames
 from iris.wire.codec import encode_control
-from relay import config as relay_config
+from relay.address_settings import parse_listen
 from relay.config import RelayConfig
 from relay.daemon import Relay
 
@@ -198,7 +198,7 @@ async def test_a_remote_session_that_falls_silent_is_ended(relay: Relay, access:
 )
 def test_a_listener_without_tls_or_port_is_refused(text: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="listen"):
-        relay_config.parse_listen(text)
+        parse_listen(text)
     with pytest.raises(ConfigError, match="listen"):
         RelayConfig(socket_path=tmp_path / "s", listen=(text,))
 

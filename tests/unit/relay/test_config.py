@@ -11,7 +11,7 @@ import pytest
 from iris.crypto.keys import dump_fingerprint, dump_public_key
 from iris.errors import ConfigError
 from relay import config
-from relay.config import PeerSite, RelayConfig, dev, lan, parse_pattern, peer_sites, site_costs
+from relay.config import RelayConfig, dev, lan
 from relay.issuer_settings import parse_issuers
 from relay.settings import as_environment, load_config
 
@@ -358,29 +358,6 @@ def test_a_relay_of_a_site_need_not_be_a_gateway_and_a_gateway_need_not_listen_o
     assert replace(lan(SOCKET), **{**GATEWAY, "gateway": ()}).is_gateway
     assert replace(lan(SOCKET), **{**GATEWAY, "peer_site": ()}).is_gateway
     assert replace(lan(SOCKET), **{**GATEWAY, "peer_site": (f"us=#{PIN}",)}).is_gateway
-
-
-def test_entries_of_one_site_add_addresses_and_pins() -> None:
-    entries = (
-        f"us=tls://gw1.us.example:7440, tls://[2001:db8::7]:7440#{PIN}",
-        f"ap=#{pin(3)}",
-        f"us=tls://gw1.us.example:7440,tls://10.0.0.7:7440#{OTHER_PIN}=",
-    )
-    found = peer_sites(replace(lan(SOCKET), **{**GATEWAY, "peer_site": entries}))
-    addresses = (("gw1.us.example", 7440), ("2001:db8::7", 7440), ("10.0.0.7", 7440))
-    assert found == {
-        "us": PeerSite("us", addresses, (b"\1" * 32, b"\2" * 32)),
-        "ap": PeerSite("ap", (), (b"\3" * 32,)),
-    }
-    costs = replace(lan(SOCKET), **{**GATEWAY, "site_cost": ("us = 10",)})
-    assert site_costs(costs) == {"us": 10}
-
-
-def test_patterns_are_names_and_filters_and_what_begins_with_an_exclamation_mark_denies() -> None:
-    assert parse_pattern("export", "orders") == (False, "orders")
-    assert parse_pattern("export", "orders.*.eu.>") == (False, "orders.*.eu.>")
-    assert parse_pattern("import", "!>") == (True, ">")
-    assert parse_pattern("import", "a!b") == (False, "a!b")
 
 
 @pytest.mark.parametrize("text", ["", "!", "orders.>.x", "! orders", "or ders", "a..b", "a" * 256])
