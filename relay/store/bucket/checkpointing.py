@@ -110,7 +110,10 @@ class Checkpoints:
         )
 
     async def _write(self, logs: dict[bytes, Log]) -> None:
-        """Write the journal's streams once more. Raises BucketError, LogError, ObjectDamaged."""
+        """Write the journal's streams once more, and delete what that covers.
+
+        Raises BucketError, LogError, ObjectDamaged.
+        """
         writer, written = self._writer, self._writer.written
         # Nothing is awaited before: a stream that was created meanwhile would be in no part and before `first`.
         parts = {uuid: each.copied() for uuid, each in logs.items()}
@@ -140,6 +143,7 @@ class Checkpoints:
         for uuid, each in self._logs().items():
             if uuid in logs:
                 each.note_copied(Place(writer.journal, writer.number).pack())
+        await self._delete()
         fields = {"journal": writer.journal, "object": first, "bytes": self._size}
         log.info("store.checkpoint", extra={"fields": fields})
 
