@@ -12,6 +12,7 @@ import os
 import random
 import re
 import secrets
+import threading
 from collections.abc import (
     AsyncIterator,
     Awaitable,
@@ -21,8 +22,9 @@ from collections.abc import (
     Iterator,
     Sequence,
 )
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from iris.core.backoff import Backoff
@@ -37,6 +39,8 @@ T = TypeVar("T")
 
 TIMEOUT_S: Final = 30.0
 """How long a service may take to answer, and no time at all to send."""
+LARGE: Final = 64 << 20
+"""About the largest object."""
 LEAST_RATE: Final = 128 << 10
 """Bytes per second that a service is expected to take or to send at least: a large object gets more time."""
 MOST_S: Final = 3600
@@ -47,6 +51,9 @@ TRIES: Final = 8
 AGAIN_MIN_S: Final = 0.1
 AGAIN_MAX_S: Final = 5.0
 """`Patient` gives up after about 10 seconds."""
+THREADS: Final = 16
+MOST_WAITING: Final = 256
+"""Requests to a directory that may wait for its file system: one that hangs keeps its threads until it goes on."""
 SCHEMES: Final = ("s3", "gs", "az", "file")
 _TOOK: Final = re.compile(r" in [0-9.]+[nµm]?s\b")
 """The time that a request took, in texts of obstore: an error that is the same should read the same."""
@@ -152,21 +159,41 @@ class Directory:
         self._used = False
         """Whether an object was found or created. From then on, a directory that is missing or empty is an error: its
         file system is not mounted any more, or somebody has removed it."""
+        self._threads = ThreadPoolExecutor(THREADS, "iris-bucket")
+        self._slots = threading.BoundedSemaphore(MOST_WAITING)
 
     async def create(self, key: str, data: bytes) -> bool:
-        return await asyncio.to_thread(self._create, key, data)
+        return await self._do(key, len(data), lambda: self._create(key, data))
 
     async def get(self, key: str) -> bytes | None:
-        return await asyncio.to_thread(self._get, key)
+        return await self._do(key, LARGE, lambda: self._get(key))
 
     async def get_range(self, key: str, start: int, end: int) -> bytes | None:
-        return await asyncio.to_thread(self._get_range, key, start, end)
+        return await self._do(key, end - start, lambda: self._get_range(key, start, end))
 
     async def exists(self, key: str) -> bool:
-        return await asyncio.to_thread(self._exists, key)
+        return await self._do(key, 0, lambda: self._exists(key))
 
     async def delete(self, key: str) -> None:
-        await asyncio.to_thread(self._delete, key)
+        await self._do(key, 0, lambda: self._delete(key))
+
+    async def _do(self, key: str, size: int, work: Callable[[], T]) -> T:
+        """Return what work of about `size` bytes returns, which is done in a thread. Raises BucketError.
+
+        If the file system hangs, as NFS does while its server is away, the thread waits for it and the caller does not.
+        """
+        if not self._slots.acquire(blocking=False):
+            raise BucketError(
+                f"bucket {self.url}: {key}: {MOST_WAITING} requests wait for its file system, which does not answer"
+            )
+        run = _Run(work, self._slots)
+        try:
+            async with _time_for(size):
+                return await asyncio.get_running_loop().run_in_executor(self._threads, run)
+        except TimeoutError as err:
+            raise BucketError(f"bucket {self.url}: {key}: {err}") from err
+        finally:
+            run.give_up()
 
     @contextlib.contextmanager
     def _failing(self, key: str) -> Iterator[None]:
@@ -264,6 +291,35 @@ class Directory:
         depth = len(Path(key).parts)
         for directory in reversed((self._root / key).parents[:depth]):
             os.close(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+
+
+class _Run(Generic[T]):
+    """Work of a thread, which holds a slot from before its begin to its end."""
+
+    def __init__(self, work: Callable[[], T], slots: threading.BoundedSemaphore) -> None:
+        self._work = work
+        self._slots = slots
+        self._lock = threading.Lock()
+        self._taken = False
+        """Whether a thread has begun, or nobody wants it any more."""
+
+    def __call__(self) -> T:
+        if not self._take():
+            raise TimeoutError("given up")  # which nobody receives
+        try:
+            return self._work()
+        finally:
+            self._slots.release()
+
+    def give_up(self) -> None:
+        """Do not begin any more."""
+        if self._take():
+            self._slots.release()
+
+    def _take(self) -> bool:
+        with self._lock:
+            taken, self._taken = self._taken, True
+        return not taken
 
 
 def _make_directory(directory: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +15,10 @@ from support.bucket_sim import Scripted, run
 
 from iris.crypto.keys import GroupKey
 from iris.errors import ConfigError
+from relay.store.bucket import objects
 from relay.store.bucket.history import registrations
 from relay.store.bucket.objects import (
+    THREADS,
     TRIES,
     BucketError,
     Directory,
@@ -246,6 +249,42 @@ def test_a_request_is_repeated_for_a_while_and_a_create_is_not() -> None:
         assert asked["create"] == 1
 
     run(main())
+
+
+async def test_a_file_system_that_hangs_is_an_error_and_holds_a_bounded_number_of_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(objects, "MOST_WAITING", 20)
+    bucket = Directory(tmp_path)
+    assert await bucket.create("journal/a", b"1")
+    monkeypatch.setattr(objects, "TIMEOUT_S", 0.05)
+    goes_on = threading.Event()
+    exists = bucket._exists
+
+    def hangs(key: str) -> bool:
+        goes_on.wait()
+        return exists(key)
+
+    monkeypatch.setattr(bucket, "_exists", hangs)
+    try:
+        for _ in range(THREADS):
+            with pytest.raises(BucketError, match=f"{tmp_path}: journal/a: no answer within 0 s"):
+                await bucket.exists("journal/a")
+        for _ in range(100):  # they have not begun, and are forgotten
+            with pytest.raises(BucketError, match="no answer within 0 s"):
+                async with asyncio.timeout(5):
+                    await bucket.exists("journal/a")
+        monkeypatch.setattr(objects, "TIMEOUT_S", 30.0)
+        waiting = [asyncio.create_task(bucket.exists("journal/a")) for _ in range(20 - THREADS)]
+        await asyncio.sleep(0)
+        with pytest.raises(BucketError, match="20 requests wait for its file system"):
+            await bucket.exists("journal/a")
+        assert await asyncio.to_thread(lambda: 1), "other work goes on"
+    finally:
+        goes_on.set()
+    assert await asyncio.gather(*waiting) == [True] * len(waiting)
+    for _ in range(100):
+        assert await bucket.exists("journal/a")
 
 
 async def test_a_bucket_that_fails_for_several_objects_at_once_raises_one_error(
