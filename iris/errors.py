@@ -249,7 +249,7 @@ class NoStream(StreamError):
 
 
 class StreamExists(StreamError):
-    """A stream of this name exists with another definition."""
+    """A stream of this name exists with another definition, or on a disk instead of in a bucket."""
 
 
 class AmbiguousStream(StreamError):

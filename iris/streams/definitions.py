@@ -238,12 +238,22 @@ def keys_of(stores: Stores, definition: Definition) -> list[ClusterKey]:
     return list({key.key_id: key for key in keys}.values())
 
 
-def check_same(found: VerifiedStream, definition: Definition, partitions: int = 1) -> StreamInfo:
-    """Return the stream's info. Raises StreamExists if its definition or its number of partitions differs."""
+def check_same(
+    found: VerifiedStream, definition: Definition, partitions: int = 1, *, bucket: bool = False
+) -> StreamInfo:
+    """Return the stream's info.
+
+    Raises StreamExists if its definition or its number of partitions differs, or if it must be in a `bucket` and is on
+    a disk.
+    """
     existing = structs.replace(found.order.definition, partitions=())
     has = len(found.order.definition.partitions) + 1
     plain = structs.replace(existing, paused=False, consuming_paused=False)
+    held = f"it exists in the store on {found.described.label} as log {found.order.uuid.hex()}"
     if plain == definition and has == partitions:
+        if joins(found, "bucket" if bucket else ""):
+            advice = f"bring it into the bucket with `iris stream change {definition.name} --durability bucket`"
+            raise StreamExists(definition.name, f"{held}, with durability 'disk'; {advice}")
         return stream_info(found)
     differ = [
         field
@@ -252,7 +262,6 @@ def check_same(found: VerifiedStream, definition: Definition, partitions: int = 
     ]
     if has != partitions:
         differ.append("partitions")
-    held = f"it exists in the store on {found.described.label} as log {found.order.uuid.hex()}"
     named = listed([field.removesuffix("_us") for field in differ])
     if has != partitions:
         named += f" ({has}, not {partitions})"

@@ -73,8 +73,7 @@ class Management:
         compact: bool = False, dedup_window: float = 0.0, durability: str = "disk", copy: bool = True, partitions: int = 1,
         timeout: float = 10.0,
     ) -> StreamInfo:  # fmt: skip
-        """Create a stream, a durable log. A stream that exists with the same definition is returned as it is, whatever
-        its durability.
+        """Create a stream, a durable log. A stream that exists with the same definition is returned as it is.
 
         With `topic` it records what is published to that filter. With `cluster` it records all the cluster's
         broadcasts and a share of its pushes. With neither it holds only what is appended. The oldest messages are
@@ -92,7 +91,8 @@ class Management:
 
         Raises:
             ConfigError: a setting is out of range, or `durability` is another word.
-            StreamExists: a stream of this name exists with a different definition.
+            StreamExists: a stream of this name exists with a different definition, or it is on a disk and `durability`
+                is "bucket".
             StreamUnavailable: no store is running, or it did not answer.
         """
         check_local_name(name)
@@ -110,21 +110,21 @@ class Management:
             copy=copy,
         )
         check_partitioned(definition, partitions)
-        until_s = deadline(timeout)
+        bucket, until_s = durability == "bucket", deadline(timeout)
         try:
             found = await self._stores.describe(name, "", timeout=timeout)
         except NoStream:
             check_unreserved(name)
         else:
-            return check_same(found, definition, partitions)
-        bucket, left_s = durability == "bucket", seconds_left(until_s)
+            return check_same(found, definition, partitions, bucket=bucket)
+        left_s = seconds_left(until_s)
         if partitions > 1:
             made = await make_partitioned(
                 self._stores, definition, partitions, left_s, bucket=bucket, asked=timeout
             )
         else:
             made = await make_stream(self._stores, definition, left_s, bucket=bucket, asked=timeout)
-        return check_same(made, definition, partitions)
+        return check_same(made, definition, partitions, bucket=bucket)
 
     async def partitions(self, name: str, *, uuid: str = "", timeout: float = 5.0) -> _Infos:
         """Return the state of each partition of a stream, in order.

@@ -12,7 +12,7 @@ from support.buckets import Group, check, whole
 from support.stores import PATIENCE_S
 
 import iris
-from iris.errors import ConfigError, StreamError, StreamUnavailable
+from iris.errors import ConfigError, StreamError, StreamExists, StreamUnavailable
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -161,11 +161,14 @@ async def test_an_order_that_cannot_be_carried_out_is_an_error_that_says_what_to
                 await client.streams.change("eu:orders", durability="bucket")
             await client.streams.create("orders")
             assert (await client.streams.change("orders", durability="disk")).durability == "disk"
-            there = await client.streams.create("orders", durability="bucket")
-            assert there.durability == "disk", "an existing stream is returned as it is"
+            with pytest.raises(StreamExists, match="with durability 'disk'; bring it into the bucket with `iris stream change orders"):  # fmt: skip
+                await client.streams.create("orders", durability="bucket")
             assert (
                 await client.streams.change("orders", durability="bucket")
             ).durability == "bucket"
+            for durability in ("disk", "bucket"):
+                there = await client.streams.create("orders", durability=durability)
+                assert there.durability == "bucket"
             assert (
                 await client.streams.change("orders", durability="bucket")
             ).durability == "bucket"

@@ -74,8 +74,8 @@ def create(
 ) -> None:  # fmt: skip
     """Make a stream and print its uuid. When it reaches a limit, its oldest messages are deleted.
 
-    A stream that exists with the same definition is a success, whatever its
-    durability; with another definition the exit code is 1.
+    A stream that exists with the same definition is a success; with another
+    definition the exit code is 1.
 
     \b
     Examples:
