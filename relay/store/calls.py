@@ -22,7 +22,6 @@ from relay.store.bucket.state import bucket_state
 from relay.store.catalogue import Catalogue, encode_definition_file
 from relay.store.channels import UNSEALED, UPGRADE, Channels
 from relay.store.consumer_calls import ConsumerCalls, ConsumerRefused
-from relay.store.database import write_beside
 from relay.store.errors import (
     ChannelRefused,
     ChannelUnknown,
@@ -32,6 +31,7 @@ from relay.store.errors import (
     RecordsUnreachable,
     Refuse,
 )
+from relay.store.files import write_beside
 from relay.store.forcing import Forced
 from relay.store.registration import Done
 from relay.store.salvage import ORDERS

@@ -32,9 +32,9 @@ from relay.store.bucket.sealing import Forced
 from relay.store.bucket.shelf import Left, Shelf
 from relay.store.clock import Clock
 from relay.store.cursor import Dead
-from relay.store.database import write_beside
 from relay.store.ended import SUFFIX, Ended
 from relay.store.errors import LogError, LogWriteFailed, Refuse
+from relay.store.files import write_beside
 from relay.store.join_notes import Note
 from relay.store.log import Log
 from relay.store.registration import Done, Registration, log_refusal

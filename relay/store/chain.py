@@ -13,7 +13,8 @@ from copy import copy
 from itertools import islice, zip_longest
 from typing import Final
 
-from relay.store.database import Batch, Database
+from relay.store.batches import Batch
+from relay.store.database import Database
 from relay.store.errors import LogDamaged
 from relay.store.moved import MovedRecords
 from relay.store.records import (

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Set
 from typing import Final
 
+from relay.store.batches import Batch
 from relay.store.chain import Chain
-from relay.store.database import Batch
 from relay.store.records import KEY, Gap, Hole, Reason, Record, encode_hole
 from relay.store.segments import Segment, Slot
 

@@ -15,7 +15,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from relay.store.database import write_beside
+from relay.store.files import write_beside
 from relay.store.stream import Stream
 from relay.supervisor import COMPLETE_FILE_BYTES, remove_complete_file
 

@@ -17,29 +17,28 @@ from __future__ import annotations
 import contextlib
 import os
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, ClassVar, Final, Protocol
+from typing import Final
 from zlib import crc32
 
-from msgspec import Meta, Struct
+from msgspec import Struct
 from rocksdict import (
     AccessType,
     BlockBasedOptions,
     Cache,
-    ColumnFamily,
     DBCompressionType,
     DBRecoveryMode,
     Options,
     Rdict,
     RdictIter,
     ReadOptions,
-    WriteBatch,
     WriteOptions,
 )
 
 from iris.errors import Closed
 from iris.keyfiles import sync_directory
+from relay.store.batches import PUT, PUT_RECORD, Batch, CopiedBatch, Copier, Op
 from relay.store.errors import LogBusy, LogDamaged, LogMissing, LogWriteFailed
 from relay.store.journal import recycled_record
 
@@ -48,28 +47,6 @@ CONFIG_NAME: Final = "rocksdict-config.json"
 RECORDS: Final = "records"
 _MARK: Final = struct.Struct("<16sQQ")
 """uuid, RocksDB sequence number, next offset; followed by a CRC-32."""
-
-PUT: Final = 1
-DELETE: Final = 2
-DELETE_RANGE: Final = 3
-PUT_RECORD: Final = 4
-DELETE_RECORD: Final = 5
-PLACE_ROW: Final = b"j"
-REDO_ROWS: Final = b"r"
-OWN_ROWS: Final = (PLACE_ROW, REDO_ROWS)
-"""Rows of a database that its copies do not have."""
-OP_BYTES: Final = 8
-"""What a write counts besides its key and value."""
-
-
-class Op(Struct, frozen=True, array_like=True, gc=False):
-    """One write of a batch: PUT and so on; for DELETE_RANGE, `value` is the end of the range."""
-
-    what: Annotated[int, Meta(ge=PUT, le=DELETE_RECORD)]
-    key: bytes
-    value: bytes = b""
-
-
 WRITE_BUFFER_BYTES: Final = 32 << 20
 BLOCK_BYTES: Final = 32 << 10
 CACHE_BYTES: Final = 8 << 20
@@ -148,93 +125,6 @@ def _rocksdb(path: str, recovery: DBRecoveryMode, access: AccessType) -> Rdict:
     meta = rocksdb_options(WRITE_BUFFER_BYTES // 8, recovery, cache)
     records = rocksdb_options(WRITE_BUFFER_BYTES, recovery, cache)
     return Rdict(path, meta, {"default": meta, RECORDS: records}, access)
-
-
-class Batch:
-    """A batch of writes: all of them reach the disk, or none."""
-
-    __slots__ = ("_records", "raw")
-
-    def __init__(self, records: ColumnFamily) -> None:
-        self.raw = WriteBatch(raw_mode=True)
-        self._records = records
-
-    def put(self, key: bytes, value: bytes) -> None:
-        self.raw.put(key, value)
-
-    def delete(self, key: bytes) -> None:
-        self.raw.delete(key)
-
-    def delete_range(self, begin: bytes, end: bytes) -> None:
-        self.raw.delete_range(begin, end)
-
-    def put_record(self, key: bytes, value: bytes) -> None:
-        self.raw.put(key, value, self._records)
-
-    def delete_record(self, key: bytes) -> None:
-        self.raw.delete(key, self._records)
-
-    def apply(self, ops: Iterable[Op]) -> None:
-        """Add writes that were made to another copy of the database."""
-        for op in ops:
-            self._APPLY[op.what](self, op)
-
-    _APPLY: ClassVar[dict[int, Callable[[Batch, Op], None]]] = {
-        PUT: lambda batch, op: batch.put(op.key, op.value),
-        DELETE: lambda batch, op: batch.delete(op.key),
-        DELETE_RANGE: lambda batch, op: batch.delete_range(op.key, op.value),
-        PUT_RECORD: lambda batch, op: batch.put_record(op.key, op.value),
-        DELETE_RECORD: lambda batch, op: batch.delete_record(op.key),
-    }
-
-
-class CopiedBatch(Batch):
-    """A batch that also lists its writes, for another copy of the database."""
-
-    __slots__ = ("ops", "size")
-
-    def __init__(self, records: ColumnFamily) -> None:
-        super().__init__(records)
-        self.ops: list[Op] = []
-        self.size = 0
-
-    def put(self, key: bytes, value: bytes) -> None:
-        super().put(key, value)
-        self._list(PUT, key, value)
-
-    def delete(self, key: bytes) -> None:
-        super().delete(key)
-        self._list(DELETE, key)
-
-    def delete_range(self, begin: bytes, end: bytes) -> None:
-        super().delete_range(begin, end)
-        self._list(DELETE_RANGE, begin, end)
-
-    def put_record(self, key: bytes, value: bytes) -> None:
-        super().put_record(key, value)
-        self._list(PUT_RECORD, key, value)
-
-    def delete_record(self, key: bytes) -> None:
-        super().delete_record(key)
-        self._list(DELETE_RECORD, key)
-
-    def _list(self, what: int, key: bytes, value: bytes = b"") -> None:
-        self.ops.append(Op(what, key, value))
-        self.size += len(key) + len(value) + OP_BYTES
-
-
-class Copier(Protocol):
-    """Takes what is written to a database, for its copies elsewhere."""
-
-    @property
-    def durable(self) -> bool:
-        """Whether what it took is durable elsewhere, so writes here need no sync."""
-
-    def writing(self, batch: CopiedBatch) -> None:
-        """Called before a batch is written here; may add rows of its own to `batch.raw`."""
-
-    def wrote(self, batch: CopiedBatch, next_offset: int) -> None:
-        """Called after a batch was written here. `next_offset` is as for `Database.write`."""
 
 
 class Database:
@@ -546,19 +436,3 @@ def _recovered(path: str, sequence: int) -> Rdict:
     if found < sequence:
         raise LogDamaged(path, str(refusal)) from refusal
     return _rocksdb(path, mode, AccessType.read_write())
-
-
-def write_beside(path: str, data: bytes) -> None:
-    """Write a small file atomically, through a temporary file beside it. Raises LogWriteFailed."""
-    try:
-        descriptor = os.open(
-            path + ".new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600
-        )
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(path + ".new", path)
-        sync_directory(os.path.dirname(path))
-    except OSError as err:
-        raise LogWriteFailed(path, str(err)) from err

@@ -14,7 +14,7 @@ from iris.crypto.keys import SECRET_BYTES, StoreKey
 from iris.errors import ConfigError, KeyringError
 from iris.keyfiles import sync_directory
 from relay.store.catalogue import is_stream
-from relay.store.database import write_beside
+from relay.store.files import write_beside
 from relay.supervisor import STREAMS
 
 KEY_FILE: Final = "store.key"

@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from iris.crypto.keys import public_id
 from relay.store.bucket.sealing import Forced
-from relay.store.database import write_beside
+from relay.store.files import write_beside
 
 SUFFIX: Final = ".forced"
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Final
 
 from iris.wire.orders import ORDER_FRESH_US
-from relay.store.database import write_beside
 from relay.store.errors import LogWriteFailed, Refuse
+from relay.store.files import write_beside
 
 MAX_ENDED: Final = 16_384
 NEEDED_US: Final = 2 * ORDER_FRESH_US

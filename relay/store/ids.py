@@ -11,7 +11,8 @@ from __future__ import annotations
 import struct
 from typing import Final
 
-from relay.store.database import Batch, Database
+from relay.store.batches import Batch
+from relay.store.database import Database
 from relay.store.outcomes import Duplicate
 
 MAX_IDS: Final = 1 << 20

@@ -19,8 +19,8 @@ from msgspec import Struct
 from iris.errors import ConfigError
 from iris.keyfiles import sync_directory
 from iris.wire.streams import dead_uuid
-from relay.store.database import write_beside
 from relay.store.errors import LogWriteFailed
+from relay.store.files import write_beside
 from relay.store.salvage import ORDERS
 
 SUFFIX: Final = ".join"

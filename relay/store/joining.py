@@ -15,8 +15,8 @@ from relay.store.authority import Charter
 from relay.store.bucket.replica import Place, Replica, forget
 from relay.store.bucket.shelf import Shelf
 from relay.store.catalogue import Catalogue, encode_definition_file
-from relay.store.database import write_beside
 from relay.store.errors import LogError, LogWriteFailed, Refuse
+from relay.store.files import write_beside
 from relay.store.join_notes import Note
 from relay.store.log import Log
 from relay.store.registration import Done

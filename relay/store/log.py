@@ -32,11 +32,12 @@ from msgspec import Struct
 from rocksdict import Rdict
 
 from iris.keyfiles import sync_directory
+from relay.store.batches import OWN_ROWS, PLACE_ROW, Batch, Copier, Op
 from relay.store.chain import DUE, Chain
 from relay.store.clock import Steps
 from relay.store.compaction import Compaction
 from relay.store.cursors import Cursors
-from relay.store.database import OWN_ROWS, PLACE_ROW, Batch, Copier, Database, Op
+from relay.store.database import Database
 from relay.store.errors import (
     LogBusy,
     LogDamaged,

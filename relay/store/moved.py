@@ -19,7 +19,8 @@ from typing import Final, Protocol
 import msgspec
 from msgspec import Struct
 
-from relay.store.database import Batch, Database
+from relay.store.batches import Batch
+from relay.store.database import Database
 from relay.store.errors import LogDamaged, ObjectLost
 from relay.store.records import KEY, Item, check_row, decode, encode_row
 

@@ -14,8 +14,8 @@ from typing import Final
 
 from msgspec import structs
 
+from relay.store.batches import Op
 from relay.store.chain import Chain
-from relay.store.database import Op
 from relay.store.errors import LogDamaged
 from relay.store.moved import Moved, Reader, Rows
 from relay.store.records import KEY, Record, decode

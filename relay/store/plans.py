@@ -16,7 +16,8 @@ import msgspec
 from msgspec import Struct
 
 from iris.wire.streams import Planned
-from relay.store.database import Batch, Database
+from relay.store.batches import Batch
+from relay.store.database import Database
 from relay.store.records import check_row, encode_row
 
 MAX_PLANS: Final = 4096

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from typing import Final
 
+from relay.store.batches import Batch
 from relay.store.chain import Chain
-from relay.store.database import Batch
 from relay.store.records import KEY
 from relay.store.segments import Limits, Segment, Slot
 

@@ -23,7 +23,8 @@ from msgspec import Struct
 
 from iris.errors import IrisError
 from iris.wire.streams import COMMIT_BYTES, Planned, PlannedPart
-from relay.store.database import Batch, Database
+from relay.store.batches import Batch
+from relay.store.database import Database
 from relay.store.errors import LogDamaged
 from relay.store.plans import MAX_PLANS, Plans
 from relay.store.records import (

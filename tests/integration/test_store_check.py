@@ -13,9 +13,10 @@ from support import warm
 from support.buckets import Group, check, numbered
 
 from iris.crypto.keys import GroupKey
+from relay.store.batches import PLACE_ROW
 from relay.store.bucket.replica import Place
 from relay.store.bucket.shelf import DIRECTORY
-from relay.store.database import PLACE_ROW, Database
+from relay.store.database import Database
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -11,10 +11,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from iris.crypto.keys import public_id
+from relay.store.batches import Op
 from relay.store.bucket.replica import Replica
 from relay.store.bucket.shelf import Leaving
 from relay.store.bucket.writer import Writer
-from relay.store.database import Database, Op
+from relay.store.database import Database
 from relay.store.errors import Refuse
 from relay.store.log import OWN_ROWS
 from support.bucket_sim import STREAM, Owner, Scripted, keeper

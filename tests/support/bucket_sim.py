@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from iris.crypto.keys import GroupKey
+from relay.store.batches import PUT, Op
 from relay.store.bucket.keeper import Keeper
 from relay.store.bucket.objects import BucketError, Objects
 from relay.store.bucket.replica import Replica
 from relay.store.bucket.sealing import Rows
 from relay.store.bucket.shelf import Shelf
 from relay.store.bucket.writer import Writer
-from relay.store.database import PUT, Database, Op
+from relay.store.database import Database
 from relay.store.errors import Refuse
 from relay.store.log import Log
 

@@ -17,6 +17,7 @@ from typing import Final
 from msgspec import Struct
 
 from iris.crypto.keys import public_id
+from relay.store.batches import OWN_ROWS, Op
 from relay.store.bucket.history import (
     AHEAD,
     Beginning,
@@ -44,7 +45,7 @@ from relay.store.bucket.sealing import (
     registration_key,
 )
 from relay.store.bucket.seen import RolledBack, Seen
-from relay.store.database import OWN_ROWS, Database, Op
+from relay.store.database import Database
 from relay.store.errors import LogError
 from relay.store.moved import Moved, MovedRecords
 from relay.store.records import KEY

@@ -16,6 +16,7 @@ from typing import Final
 
 from iris.core.backoff import Backoff
 from iris.errors import IrisError
+from relay.store.batches import OP_BYTES, Op
 from relay.store.bucket.objects import BucketError, Objects, at_once, each_of, patient
 from relay.store.bucket.replica import Place
 from relay.store.bucket.sealing import (
@@ -27,7 +28,6 @@ from relay.store.bucket.sealing import (
     journal_key,
 )
 from relay.store.bucket.writer import Writer
-from relay.store.database import OP_BYTES, Op
 from relay.store.log import Log
 
 log = logging.getLogger(__name__)

@@ -20,10 +20,10 @@ from typing import Final
 from msgspec import Struct
 
 from iris.errors import Closed
+from relay.store.batches import PLACE_ROW, REDO_ROWS, Batch, CopiedBatch
 from relay.store.bucket.replica import ENDED_BYTES, REDO_END, Place, forget, pack_redo, redo
 from relay.store.bucket.sealing import Begun, Ended, Rows, Whole
 from relay.store.bucket.writer import Writer
-from relay.store.database import PLACE_ROW, REDO_ROWS, Batch, CopiedBatch
 from relay.store.errors import LogError
 from relay.store.log import Log
 

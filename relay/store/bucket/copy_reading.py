@@ -14,11 +14,12 @@ from msgspec import Struct
 
 from iris.crypto.keys import GroupKey, public_id
 from relay.store.authority import DefinitionFile
+from relay.store.batches import PUT, Op
 from relay.store.bucket.history import Registration, end_of, registrations
 from relay.store.bucket.objects import Objects, each_of, patient
 from relay.store.bucket.sealing import COPIES, Begun, Ended, ObjectDamaged, Rows, Sealer, Whole
 from relay.store.bucket.succession import steps
-from relay.store.database import PUT, Database, Op
+from relay.store.database import Database
 from relay.store.identity import Identity
 from relay.store.records import KEY
 

@@ -24,6 +24,7 @@ from msgspec import Struct
 from iris.core.backoff import Backoff
 from iris.crypto.keys import GroupKey
 from iris.errors import ConfigError, IrisError
+from relay.store.batches import OP_BYTES
 from relay.store.bucket.checkpointing import BACKLOG_BYTES, Checkpoints, remaining
 from relay.store.bucket.copies import Copies, Copy, State
 from relay.store.bucket.copy_reading import copied_in
@@ -40,8 +41,8 @@ from relay.store.bucket.sealing import (
 )
 from relay.store.bucket.succession import begin, fence
 from relay.store.bucket.writer import Writer
-from relay.store.database import OP_BYTES, write_beside
 from relay.store.errors import LogError
+from relay.store.files import write_beside
 from relay.store.log import Log
 
 log = logging.getLogger(__name__)

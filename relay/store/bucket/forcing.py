@@ -36,8 +36,8 @@ from relay.store.bucket.lost import Lost, LostLogs
 from relay.store.bucket.objects import BucketError, Objects
 from relay.store.bucket.remaking import make_dead, remake, remake_dead
 from relay.store.bucket.sealing import Forced, ObjectDamaged, Sealer
-from relay.store.database import write_beside
 from relay.store.errors import LogDamaged, LogError, Refuse
+from relay.store.files import write_beside
 from relay.store.salvage import ORDERS
 
 log = logging.getLogger(__name__)

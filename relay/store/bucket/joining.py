@@ -23,6 +23,7 @@ from iris.core.backoff import Backoff
 from iris.crypto.keys import public_id
 from iris.errors import Closed
 from iris.wire.streams import dead_uuid
+from relay.store.batches import OP_BYTES, CopiedBatch
 from relay.store.bucket.checkpointing import BACKLOG_BYTES, PAUSE_S
 from relay.store.bucket.errands import ASK_MAX_S, ASK_MIN_S, Errands
 from relay.store.bucket.joined import FORCED, last_try
@@ -32,7 +33,6 @@ from relay.store.bucket.replica import Replica
 from relay.store.bucket.sealing import Joining, Rows, Sealer
 from relay.store.bucket.shelf import Candidate, Shelf
 from relay.store.bucket.writer import Writer
-from relay.store.database import OP_BYTES, CopiedBatch
 from relay.store.errors import LogError, Refuse
 from relay.store.log import Log
 

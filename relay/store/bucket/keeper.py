@@ -41,7 +41,8 @@ from relay.store.bucket.seen import RolledBack, Seen
 from relay.store.bucket.shelf import Left, Shelf
 from relay.store.bucket.succession import Unfenced, begin, fence
 from relay.store.bucket.writer import Flying, Writer
-from relay.store.database import Database, write_beside
+from relay.store.database import Database
+from relay.store.files import write_beside
 from relay.store.log import Log
 
 log = logging.getLogger(__name__)

@@ -10,6 +10,7 @@ from typing import Final
 
 from iris.errors import IrisError
 from iris.wire.streams import dead_uuid
+from relay.store.batches import Op
 from relay.store.bucket.history import Registration
 from relay.store.bucket.lineage import Order, Run, among
 from relay.store.bucket.moved import Chain, Void, released
@@ -18,7 +19,7 @@ from relay.store.bucket.replica import Place, move, redo
 from relay.store.bucket.sealing import Covered, Ended, Released, Rows, Sealer, Taken
 from relay.store.bucket.shelf import Left
 from relay.store.bucket.succession import Unfenced, steps
-from relay.store.database import Database, Op
+from relay.store.database import Database
 from relay.store.errors import LogError
 from relay.store.moved import MovedRecords
 

@@ -21,10 +21,11 @@ import msgspec
 from msgspec import Struct
 
 from iris.wire.streams import dead_uuid
+from relay.store.batches import PLACE_ROW, PUT_RECORD, REDO_ROWS, Batch, CopiedBatch, Op
 from relay.store.bucket.sealing import Ended, Rows
 from relay.store.bucket.tail import Tail
 from relay.store.bucket.writer import Output, Writer
-from relay.store.database import PLACE_ROW, PUT_RECORD, REDO_ROWS, Batch, CopiedBatch, Database, Op
+from relay.store.database import Database
 from relay.store.errors import LogDamaged
 from relay.store.moved import Reader
 

@@ -22,7 +22,7 @@ from msgspec import Meta, Struct
 from iris.crypto.keys import GroupKey
 from iris.errors import IrisError
 from iris.wire.orders import SignedOrder
-from relay.store.database import Op
+from relay.store.batches import Op
 
 VERSION: Final = 1
 NONCE_BYTES: Final = 12

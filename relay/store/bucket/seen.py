@@ -37,8 +37,8 @@ from relay.store.bucket.sealing import (
     registration_key,
 )
 from relay.store.bucket.writer import Flying, Writer
-from relay.store.database import write_beside
 from relay.store.errors import LogError
+from relay.store.files import write_beside
 
 log = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from relay.store.batches import DELETE_RECORD, PUT_RECORD, Op
 from relay.store.bucket.writer import Writer
-from relay.store.database import DELETE_RECORD, PUT_RECORD, Op
 
 OLDEST_ROW: Final = b"o"
 

@@ -10,7 +10,7 @@ from support.disk import shrunk_to, table_bytes
 
 from iris.wire.codec import END
 from iris.wire.streams import Attempt, Planned, PlannedPart
-from relay.store import database, plans, segments, staged_rows
+from relay.store import batches, plans, segments, staged_rows
 from relay.store.errors import LogDamaged, LogWriteFailed
 from relay.store.log import Log
 from relay.store.records import KEY, Entry, Hole, NewGap, Reason, Record
@@ -512,9 +512,9 @@ class Ranges:
     def __init__(self, log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
         self.dropped = 0
         self.freed = 0
-        delete_range, compact_rows = database.Batch.delete_range, log._database.compact_rows
+        delete_range, compact_rows = batches.Batch.delete_range, log._database.compact_rows
 
-        def dropping(batch: database.Batch, begin: bytes, end: bytes) -> None:
+        def dropping(batch: batches.Batch, begin: bytes, end: bytes) -> None:
             self.dropped += 1
             delete_range(batch, begin, end)
 
@@ -522,7 +522,7 @@ class Ranges:
             self.freed += 1
             compact_rows(begin, end)
 
-        monkeypatch.setattr(database.Batch, "delete_range", dropping)
+        monkeypatch.setattr(batches.Batch, "delete_range", dropping)
         monkeypatch.setattr(log._database, "compact_rows", freeing)
 
 

@@ -7,13 +7,13 @@ import itertools
 import pytest
 from support.bucket_sim import KEY, Scripted, run
 
+from relay.store.batches import PUT, Op
 from relay.store.bucket.checking import Check, Report
 from relay.store.bucket.checkpointing import note, write_all
 from relay.store.bucket.history import Registration
 from relay.store.bucket.sealing import Covered, Ended, Entry, Intent, Rows, Sealer, registration_key
 from relay.store.bucket.succession import begin, fence
 from relay.store.bucket.writer import Writer
-from relay.store.database import PUT, Op
 
 _NONCE = itertools.count()
 SEALER = Sealer(KEY, lambda size: next(_NONCE).to_bytes(size, "big"))

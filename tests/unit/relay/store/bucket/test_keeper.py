@@ -26,6 +26,7 @@ from support.bucket_sim import (
 from support.points import points
 
 from iris.crypto.keys import public_id
+from relay.store.batches import PUT, Op
 from relay.store.bucket.checkpointing import delete, note, write_all
 from relay.store.bucket.history import (
     Reader,
@@ -52,7 +53,7 @@ from relay.store.bucket.sealing import (
 from relay.store.bucket.shelf import LEFT_US, Left, Shelf
 from relay.store.bucket.succession import begin, fence, steps
 from relay.store.bucket.writer import Writer
-from relay.store.database import PUT, Database, Op
+from relay.store.database import Database
 from relay.store.errors import LogWriteFailed
 
 _NONCE = itertools.count()

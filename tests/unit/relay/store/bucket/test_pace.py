@@ -7,10 +7,10 @@ from pathlib import Path
 
 from support.bucket_sim import STREAM, Scripted, keeper, run
 
+from relay.store.batches import PUT, Op
 from relay.store.bucket.sealing import Rows
 from relay.store.bucket.shelf import Shelf
 from relay.store.bucket.writer import FLUSH_US, GATHER_US
-from relay.store.database import PUT, Op
 
 PUT_S = 0.001
 """What a request to the scripted bucket takes."""

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from iris.crypto.keys import GroupKey
+from relay.store.batches import OWN_ROWS, REDO_ROWS, Op
 from relay.store.bucket.replica import Replica, redo
 from relay.store.bucket.sealing import NO_HASH, Rows, Sealer
 from relay.store.bucket.writer import Writer
-from relay.store.database import OWN_ROWS, REDO_ROWS, Database, Op
+from relay.store.database import Database
 
 STREAM = bytes(range(16))
 SEALER = Sealer(GroupKey(bytes(32)), lambda size: bytes(size))

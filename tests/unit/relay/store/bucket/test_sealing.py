@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from iris.crypto.keys import GroupKey, StoreKey
+from relay.store.batches import DELETE, DELETE_RANGE, PUT_RECORD, Op
 from relay.store.bucket.sealing import (
     NO_HASH,
     Content,
@@ -19,7 +20,6 @@ from relay.store.bucket.sealing import (
     Rows,
     Sealer,
 )
-from relay.store.database import DELETE, DELETE_RANGE, PUT_RECORD, Op
 
 SECRET = bytes(range(32))
 JOURNAL = "0f" * 16

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from support.bucket_sim import KEY, Owner, Scripted, keeper, run
 
+from relay.store.batches import PUT, Op
 from relay.store.bucket.checkpointing import delete, note, write_all
 from relay.store.bucket.history import Registration, registrations
 from relay.store.bucket.sealing import Covered, Intent, Rows, Sealer, journal_key
 from relay.store.bucket.seen import MAX_JOURNALS, SEEN_FILE, RolledBack, Seen
 from relay.store.bucket.succession import begin, fence
 from relay.store.bucket.writer import Writer
-from relay.store.database import PUT, Op
 
 _NONCE = itertools.count()
 SEALER = Sealer(KEY, lambda size: next(_NONCE).to_bytes(size, "big"))
