@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import cache
 from importlib import import_module
 from typing import Annotated, Any, Final
 
@@ -179,6 +180,7 @@ class Verbs(TyperGroup):
         return TyperCommand(cmd_name, help=SUMMARIES[cmd_name])
 
 
+@cache
 def load(verb: str) -> Any:
     """Import a verb's module, and return its command."""
     module = import_module(VERBS[verb])

@@ -5,8 +5,9 @@
 `Popen` is subprocess.Popen. In a run of pytest it asks a server for each command that runs a module of Iris or a
 script. The server has imported modules and done nothing else, so no loop, thread or key is shared. What it forks is a
 child of the caller with the command's own arguments, directory, environment and streams, also in /proc. It differs from
-an executed process in the seed of str.__hash__ and in modules that are there early. So tests of a start itself
-(imports, memory, descriptors) use subprocess, as `make proof` does. IRIS_TEST_EXEC=1 switches all of this off.
+an executed process in the seed of str.__hash__ and in modules and arguments of verbs that are there early. So tests of
+a start itself (imports, memory, descriptors) use subprocess, as `make proof` does. IRIS_TEST_EXEC=1 switches all of
+this off.
 """
 
 from __future__ import annotations
@@ -186,6 +187,9 @@ def serve(channel: socket.socket, caller: int) -> int:
     """Fork a process for each request until the channel ends. Returns an exit code, in the server and in each fork."""
     for name in IMPORTED:
         importlib.import_module(name)
+    cli = importlib.import_module("iris.cli")
+    for verb in ("key", "run", "status", "stream"):
+        cli.load(verb)
     gc.collect()
     gc.freeze()
     while True:
