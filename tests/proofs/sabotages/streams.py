@@ -299,8 +299,8 @@ SABOTAGES = (
     ),
     Sabotage(
         "consumer-again",
-        "iris/streams/consuming.py",
-        "Consumer._fetch_batch",
+        "iris/streams/worker.py",
+        "Worker._fetch_batch",
         "if message.offset not in self._held",
         "if True",
         ("tests/unit/core/test_stream_worker.py",),

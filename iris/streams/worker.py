@@ -1,0 +1,433 @@
+"""A worker of a consumer at one log: it receives messages, and reports to the store what became of each."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import time
+from collections.abc import Callable, Collection, Iterable
+from typing import Final
+
+from msgspec import Struct, structs
+
+from iris.errors import Closed, IrisError, RequestError, StreamError, StreamUnavailable
+from iris.streams.reading import Start, offset_in, resolve_dead, start_of
+from iris.streams.records import RecordOpener, StreamGap, StreamMessage, to_gap
+from iris.streams.stores import Stores
+from iris.streams.verified import VerifiedStream
+from iris.wire.streams import Consume, Delivered, Handed, Range, Record, Settle, Settled
+
+BATCH_BYTES: Final = 1 << 20
+WAIT_MS: Final = 20_000
+"""Time that the store holds a call while there are no messages."""
+MAX_RANGES: Final = 4000
+"""Ranges of offsets of each kind in one Settle call."""
+SETTLE_S: Final = 10.0
+"""Seconds for which `close` waits to send what was settled."""
+CONFIRM_S: Final = 1.0
+"""Seconds after a delivery in which a worker that has not settled anything confirms that it received the messages."""
+
+
+class Settings(Struct, frozen=True):
+    """The settings of a consumer, and how its workers here call for messages."""
+
+    name: str
+    group: bool
+    durable: bool
+    ack_timeout_us: int
+    max_deliver: int
+    max_messages: int
+    patience: float
+    """Seconds for which a relay or a store may be away."""
+
+
+class Worker:
+    """Receives the messages of one log for a consumer, and settles them."""
+
+    def __init__(
+        self, stores: Stores, settings: Settings, stream: str, uuid: str, start: Start, report: Callable[[StreamGap], object],
+        number: int = 0,
+    ) -> None:  # fmt: skip
+        """`number` is that of the partition which is the log `stream`."""
+        self.stream = stream
+        self.lag = 0
+        """Messages not settled yet, as of the last delivery."""
+        self.waiting: Collection[StreamMessage] = ()
+        """Messages that the loop has not begun with. Their ack timeout is restarted while it goes on with others."""
+        self._stores = stores
+        self._settings = settings
+        self._uuid = uuid
+        self._start = start
+        self._number = number
+        self._report_gap = report
+        self._lease_us = settings.ack_timeout_us
+        """The ack timeout in force, which may have been changed since the consumer was created."""
+        self._id = os.urandom(16)
+        self._opener = RecordOpener(stores.runtime.find_key)
+        stores.openers.add(self._opener)
+        self._held: set[int] = set()
+        """Offsets of messages delivered here and not settled yet."""
+        self._offset = -1
+        """Where a new consumer starts; -1 until that is found."""
+        self._batch_task: asyncio.Task[list[StreamMessage]] | None = None
+        self._lost_answer = False
+        """The last delivery may have been lost: ask the store to repeat it."""
+        self._away_since_s = 0.0
+        """Monotonic time since which the store is away; 0 while it answers."""
+        self._closed = False
+        self._acked: list[int] = []
+        self._nacked: dict[tuple[int, str], list[int]] = {}
+        """Failed messages: (delay in µs, reason) -> offsets."""
+        self._touched: list[int] = []
+        self._acked_through = -1
+        self._settle_task: asyncio.Task[None] | None = None
+        self._error: IrisError | None = None
+        self._stopping = False
+        self._renewed_s = 0.0
+        """Monotonic time at which the ack timeout of the messages in `waiting` was last restarted."""
+        self._progress = False
+        """The loop has settled messages of other partitions since messages here were last renewed."""
+        self._unconfirmed: list[int] = []
+        """Offsets of the last delivery, until the store knows that it arrived."""
+        self._confirm_timer: asyncio.TimerHandle | None = None
+
+    # -- receiving -------------------------------------------------------------------------------------------
+
+    async def find_start(self, stream: VerifiedStream | None = None) -> None:
+        """Find where a new consumer starts. `stream` is the log's description, if it is known."""
+        patience = self._settings.patience
+        if stream is None:
+            stream = await self._stores.describe(
+                self.stream, self._uuid, timeout=patience, patience=patience
+            )
+        self._offset = await offset_in(
+            self._stores, self.stream, stream, start_of(self._start, self._number), patience=patience
+        )  # fmt: skip
+        self._opener.stream = stream
+        self._uuid = self._uuid or stream.described.uuid.hex()
+
+    def check(self) -> None:
+        """Return if it may receive messages.
+
+        Raises Closed, StreamError for what could not be settled, and StopAsyncIteration after `stop`.
+        """
+        if self._closed:
+            raise Closed(
+                f"consumer {self._settings.name!r} of {self.stream!r} was closed; open another"
+            )
+        self._raise_error()
+        if self._stopping:
+            raise StopAsyncIteration
+
+    async def wait(self) -> list[StreamMessage]:
+        """Receive the next messages and keep them in `waiting`."""
+        self.waiting = messages = await self.batch()
+        return messages
+
+    async def batch(self) -> list[StreamMessage]:
+        """Wait for the next messages and return them, at least one. Raises as `check`, and StreamError."""
+        while True:
+            self.check()
+            if self._offset < 0:
+                await self.find_start()
+                continue
+            task = self._batch_task
+            if task is None:
+                task = self._batch_task = asyncio.create_task(
+                    self._fetch_batch(), name="iris-consume"
+                )
+                task.add_done_callback(_retrieve_error)
+            try:
+                # If the caller is cancelled, the next caller waits for this task: its messages are not lost.
+                messages = await asyncio.shield(task)
+            except asyncio.CancelledError:
+                if task.cancelled():
+                    self._batch_task = None
+                    this = asyncio.current_task()
+                    if self._stopping and not (this and this.cancelling()):
+                        raise StopAsyncIteration from None
+                raise
+            except BaseException:
+                self._batch_task = None
+                raise
+            self._batch_task = None
+            if messages:
+                if not self.waiting:
+                    self._renewed_s = time.monotonic()
+                return messages
+
+    def stop(self) -> None:
+        """Receive no further messages: `batch` raises StopAsyncIteration."""
+        self._stopping = True
+        if self._batch_task is not None:
+            self._batch_task.cancel()
+
+    def keep(self, now_s: float) -> None:
+        """Restart the ack timeout of what is waiting, because the loop settles messages of other partitions."""
+        if self.waiting and now_s - self._renewed_s >= self._lease_us / 4e6:
+            self._progress = True
+            self._schedule()
+
+    async def _fetch_batch(self) -> list[StreamMessage]:
+        settings = self._settings
+        self._cancel_confirm()  # the call below confirms the last delivery
+        await self._wait_settled()
+        call = Consume(
+            settings.name, self._id, BATCH_BYTES, settings.max_messages, WAIT_MS, self._offset, settings.group, settings.durable,
+            settings.ack_timeout_us, settings.max_deliver, self._lost_answer,
+        )  # fmt: skip
+        # Until the answer has arrived and is opened, assume that it was lost.
+        again, self._lost_answer = self._lost_answer, True
+        try:
+            location = await self._stores.find(
+                self.stream, self._uuid, timeout=self._settings.patience
+            )
+            delivered = await self._stores.ask(
+                location.address, location.key, call, Delivered, timeout=self._settings.patience + WAIT_MS / 1000, shown=self.stream
+            )  # fmt: skip
+        except (RequestError, StreamError) as err:
+            await self._pause_or_raise(err)
+            return []
+        self._away_since_s = 0.0
+        self.lag = delivered.lag
+        self._lease_us = delivered.ack_timeout_us or settings.ack_timeout_us
+        if delivered.fenced:
+            raise StreamError(
+                self.stream,
+                f"another worker of consumer {settings.name!r} has taken over; set group to share its messages",
+            )
+        messages: list[StreamMessage] = []
+        for delivery in delivered.items:
+            messages += await self._open_item(delivery)
+        if again:
+            # A repeated delivery may contain messages that we already hold.
+            messages = [message for message in messages if message.offset not in self._held]
+        self._held.update(message.offset for message in messages)
+        self._lost_answer = False
+        if messages and not self._closed:
+            # A worker that is busy with the first message still holds the others.
+            self._unconfirmed = [message.offset for message in messages]
+            delay_s = min(CONFIRM_S, self._lease_us / 4e6)
+            self._confirm_timer = asyncio.get_running_loop().call_later(delay_s, self._confirm)
+        return messages
+
+    def _confirm(self) -> None:
+        self._confirm_timer = None
+        if self._unconfirmed and not self._closed:
+            self._schedule()
+
+    def _cancel_confirm(self) -> None:
+        self._unconfirmed = []
+        if self._confirm_timer is not None:
+            self._confirm_timer.cancel()
+            self._confirm_timer = None
+
+    async def _pause_or_raise(self, err: IrisError) -> None:
+        """Pause before the next try; raise `err` if retrying cannot help or `patience` has run out."""
+        now_s = time.monotonic()
+        self._stores.forget(self.stream, self._uuid)
+        self._away_since_s = self._away_since_s or now_s
+        if (
+            isinstance(err, StreamError)
+            and not err.passing
+            and not isinstance(err, StreamUnavailable)
+        ):
+            raise err
+        if now_s - self._away_since_s > self._settings.patience:
+            self._away_since_s = 0.0
+            if isinstance(err, StreamError):
+                raise err
+            raise StreamUnavailable(self.stream, str(err), may_have_run=True) from err
+        await asyncio.sleep(random.uniform(0.05, 0.2))
+
+    async def _open_item(self, delivery: Handed) -> list[StreamMessage]:
+        item = delivery.item
+        if not isinstance(item, Record):
+            self._report(to_gap(item))
+            return []
+        opened = self._opener.open(item, delivery.deliveries)
+        if isinstance(opened, StreamGap):
+            self._report(opened)
+            return []
+        wanted = int.from_bytes(delivery.wanted, "little")
+        messages = [message for index, message in enumerate(opened) if wanted >> index & 1]
+        for message in messages:
+            message.partition = self._number
+            if message.dead is not None:
+                await resolve_dead(
+                    self._stores, self._opener, self.stream, message, message.dead, patience=self._settings.patience
+                )  # fmt: skip
+        return messages
+
+    def _report(self, gap: StreamGap) -> None:
+        if self._number:
+            gap = structs.replace(gap, partition=self._number)
+        self._report_gap(gap)
+
+    # -- settling --------------------------------------------------------------------------------------------
+
+    def ack(self, messages: Iterable[StreamMessage]) -> None:
+        """See `Consumer.ack`."""
+        for message in messages:
+            self._held.discard(message.offset)
+            self._acked.append(message.offset)
+        if self._settle_task is None or self._closed:
+            self._schedule()
+
+    def ack_through(self, message: StreamMessage) -> None:
+        """See `Consumer.ack_through`."""
+        self._acked_through = max(self._acked_through, message.offset)
+        self._held = {offset for offset in self._held if offset > message.offset}
+        self._schedule()
+
+    def nack(self, messages: Iterable[StreamMessage], delay_us: int, reason: str) -> None:
+        """See `Consumer.nack`."""
+        for message in messages:
+            self._held.discard(message.offset)
+            self._nacked.setdefault((delay_us, reason), []).append(message.offset)
+        self._schedule()
+
+    def touch(self, messages: Iterable[StreamMessage]) -> None:
+        """See `Consumer.touch`."""
+        self._touched += [message.offset for message in messages]
+        self._schedule()
+
+    async def flush(self) -> None:
+        """Wait until the store has everything that was settled. Raises StreamError if it could not be reached."""
+        if self._acked or self._nacked or self._touched or self._acked_through >= 0:
+            self._schedule()
+        await self._wait_settled()
+        self._raise_error()
+
+    def _schedule(self) -> None:
+        if self._closed:
+            raise Closed(
+                f"consumer {self._settings.name!r} of {self.stream!r} was closed; open another"
+            )
+        if self._settle_task is None:
+            self._settle_task = asyncio.get_running_loop().create_task(
+                self._settle(), name="iris-settle"
+            )
+
+    async def _wait_settled(self) -> None:
+        while self._settle_task is not None:
+            await asyncio.shield(self._settle_task)
+
+    async def _settle(self) -> None:
+        try:
+            while call := self._next_call():
+                await self._stores.ask_stream(
+                    self.stream,
+                    self._uuid,
+                    call,
+                    Settled,
+                    timeout=self._settings.patience,
+                    writes=True,
+                )
+        except IrisError as err:
+            self._error = err
+        finally:
+            self._settle_task = None
+
+    def _next_call(self, *, leaving: bool = False) -> Settle | None:
+        """Return the next call with what is to be settled, as much as one call holds; None if there is nothing."""
+        had: list[Range] = []
+        if self._confirm_timer is None:
+            had, self._unconfirmed = _ranges(self._unconfirmed)
+        done, self._acked = _ranges(self._acked)
+        held, self._touched = _ranges(self._touched)
+        failed: list[Range] = []
+        delay_us, reason = 0, ""
+        if self._nacked:
+            (delay_us, reason), offsets = self._nacked.popitem()
+            failed, rest = _ranges(offsets)
+            if rest:
+                self._nacked[delay_us, reason] = rest
+        through, self._acked_through = self._acked_through, -1
+        unseen: list[Range] = []
+        progress, self._progress = self._progress, False
+        waits = [message.offset for message in self.waiting]
+        if leaving:
+            unseen, _ = _ranges(waits)
+        elif waits and (done or failed or through >= 0 or progress):
+            # The loop makes progress: what waits for it must not time out meanwhile.
+            now_s = time.monotonic()
+            if now_s - self._renewed_s >= self._lease_us / 4e6:
+                self._renewed_s = now_s
+                waiting, _ = _ranges(waits)
+                held = [*held, *waiting][:MAX_RANGES]
+        if not (done or held or failed or leaving or had or through >= 0):
+            return None
+        last = None if through < 0 else through
+        return Settle(
+            self._settings.name,
+            self._id,
+            done,
+            failed,
+            held,
+            last,
+            delay_us,
+            reason,
+            leaving,
+            had,
+            unseen,
+        )
+
+    def _raise_error(self) -> None:
+        error, self._error = self._error, None
+        if isinstance(error, StreamError):
+            raise error
+        if error is not None:
+            raise StreamUnavailable(self.stream, str(error), may_have_run=True) from error
+
+    async def close(self) -> None:
+        """Send the store what was settled, and release the rest to other workers. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._cancel_confirm()
+        task, self._batch_task = self._batch_task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.wait((task,))
+        with contextlib.suppress(TimeoutError, IrisError):
+            async with asyncio.timeout(SETTLE_S):
+                await self._wait_settled()
+                if self._offset >= 0 and (call := self._next_call(leaving=True)) is not None:
+                    await self._stores.ask_stream(
+                        self.stream,
+                        self._uuid,
+                        call,
+                        Settled,
+                        timeout=SETTLE_S,
+                        patience=1.0,
+                        writes=True,
+                    )
+        if self._settle_task is not None:
+            self._settle_task.cancel()
+            self._settle_task = None
+
+
+def _retrieve_error(task: asyncio.Task[list[StreamMessage]]) -> None:
+    if not task.cancelled():
+        task.exception()
+
+
+def _ranges(offsets: Iterable[int]) -> tuple[list[Range], list[int]]:
+    """Return offsets as ranges, as many as one call holds, and the offsets that are left over."""
+    ranges: list[Range] = []
+    ordered = sorted(set(offsets))
+    first = end = -1
+    for index, offset in enumerate(ordered):
+        if offset != end:
+            if end >= 0:
+                ranges.append(Range(first, end))
+                if len(ranges) >= MAX_RANGES:
+                    return ranges, ordered[index:]
+            first = offset
+        end = offset + 1
+    if end >= 0:
+        ranges.append(Range(first, end))
+    return ranges, []
