@@ -22,7 +22,7 @@ from iris import keyfiles
 from iris.crypto.keys import NetworkKey
 from iris.errors import ConfigError, IrisError
 from iris.memory import give_back_when_idle, keep_freed_memory
-from iris.wire.frames import MAX_ADDRESSES
+from iris.wire.link_frames import MAX_ADDRESSES
 from relay import notify, watchdog
 from relay.config import RelayConfig
 from relay.core.limits import Limits

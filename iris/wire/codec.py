@@ -26,8 +26,9 @@ from typing import Final
 import msgspec
 
 from iris.errors import LocalProtocolError, PeerProtocolError
-from iris.wire.frames import CONTROLS, Control
+from iris.wire.frames import Control
 from iris.wire.kinds import PROTOCOL_VERSION, Kind
+from iris.wire.link_frames import CONTROLS
 
 PREFIX: Final = struct.Struct("<IBB")
 END: Final = struct.Struct("<qIIQ")

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Final
 
-from iris.wire.frames import MemberEntry, TopicEntry
 from iris.wire.kinds import METHODS_MINOR, NEVER_US
+from iris.wire.link_frames import MemberEntry, TopicEntry
 from relay.core.interest import Interest
 from relay.core.link import Link
 from relay.core.neighbor import Topic

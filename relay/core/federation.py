@@ -15,7 +15,7 @@ from itertools import takewhile
 from typing import Final
 
 from iris.errors import PeerProtocolError
-from iris.wire import frames
+from iris.wire import frames, link_frames
 from iris.wire.kinds import NEVER_US, Kind
 from relay.core.advertiser import Advertiser
 from relay.core.casts import Casts
@@ -106,7 +106,7 @@ class Federation:
         self._reach.remove(wan.site_route, now_us, final=wan.bye)
         self._advertise_site(wan.site, now_us)
 
-    def on_interest(self, wan: Wan, change: frames.Interest, now_us: int) -> None:
+    def on_interest(self, wan: Wan, change: link_frames.Interest, now_us: int) -> None:
         """Apply an INTEREST frame of a remote site."""
         if change.joined or change.left or change.topics or change.sites:
             raise PeerProtocolError(

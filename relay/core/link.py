@@ -14,9 +14,9 @@ from msgspec import UNSET
 
 from iris.core.heartbeat import Heartbeat
 from iris.errors import InvalidName, PeerProtocolError
-from iris.wire import frames
-from iris.wire.frames import MemberEntry
+from iris.wire import frames, link_frames
 from iris.wire.kinds import MEMBER_MINOR, SERVED_KINDS, HopClass, Kind
+from iris.wire.link_frames import MemberEntry
 from relay.core.neighbor import Address, Demand, Load, Neighbor
 from relay.core.ports import Port
 from relay.core.replica import Replica
@@ -137,7 +137,7 @@ class Link(Neighbor):
     hop_class = HopClass.MESH
 
     def __init__(
-        self, port: Port, number: int, hello: frames.LinkHello, copy: Copy, own_id: bytes, now_us: int
+        self, port: Port, number: int, hello: link_frames.LinkHello, copy: Copy, own_id: bytes, now_us: int
     ) -> None:  # fmt: skip
         super().__init__(port, number, hello.aliases)
         self.greeted = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from iris.wire import frames
+from iris.wire import link_frames
 from iris.wire.kinds import NEVER_US
 from relay.core.interest import Interest
 from relay.core.link import Link
@@ -39,7 +39,7 @@ class LoadReports:
             self.report_us = now_us + LOADS_US
             self._due(self.report_us)
 
-    def on_loads(self, link: Link, report: frames.Loads) -> None:
+    def on_loads(self, link: Link, report: link_frames.Loads) -> None:
         """Apply a load report of another relay."""
         for entry in report.loads:
             load = link.loads.get((entry.kind, entry.name, entry.key_id))
@@ -53,7 +53,7 @@ class LoadReports:
         """
         self.report_us = NEVER_US
         for link in self._links.values():
-            entries: list[frames.Load] = []
+            entries: list[link_frames.Load] = []
             for key, demand in list(link.demands.items()):
                 kind, name, key_id = key
                 others = 0
@@ -65,6 +65,6 @@ class LoadReports:
                     del link.demands[key]
                 if others != demand.reported:
                     demand.reported = others
-                    entries.append(frames.Load(kind, name, key_id, others))
+                    entries.append(link_frames.Load(kind, name, key_id, others))
             for at in range(0, len(entries), _LOAD_ENTRIES):
-                link.control(frames.Loads(entries[at : at + _LOAD_ENTRIES]))
+                link.control(link_frames.Loads(entries[at : at + _LOAD_ENTRIES]))

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from itertools import chain, islice
 from typing import Any, Final
 
-from iris.wire import frames
+from iris.wire import frames, link_frames
 from iris.wire.kinds import NEVER_US, PROTOCOL_MINOR, PROTOCOL_VERSION, Kind
 from iris.wire.names import printable
 from relay.core.advertiser import Advertiser
@@ -68,7 +68,7 @@ class Mesh:
 
     # -- links -----------------------------------------------------------------------------------------------
 
-    def link_up(self, port: Port, number: int, hello: frames.LinkHello, now_us: int) -> Link:
+    def link_up(self, port: Port, number: int, hello: link_frames.LinkHello, now_us: int) -> Link:
         """Add a link after both relays have greeted, and send our interest."""
         relay_id = hello.relay_id
         copy = self.copies.get(relay_id)
@@ -82,7 +82,7 @@ class Mesh:
         self.advertiser.send_snapshot(link)
         if not self._peers_us or len(self.links) < 4:
             self._peers_us = now_us + PEERS_US
-            link.control(frames.AskPeers())
+            link.control(link_frames.AskPeers())
         self._due(now_us)
         return link
 
@@ -105,11 +105,11 @@ class Mesh:
     def controls(self) -> dict[type, Callable[[Link, Any], None]]:
         """Return the handler of each control frame type."""
         return {
-            frames.Interest: self.peer_interest.on_interest,
-            frames.Resync: self.advertiser.on_resync,
-            frames.Loads: self.loads.on_loads,
-            frames.AskPeers: self._on_ask_peers,
-            frames.Peers: self._on_peers,
+            link_frames.Interest: self.peer_interest.on_interest,
+            link_frames.Resync: self.advertiser.on_resync,
+            link_frames.Loads: self.loads.on_loads,
+            link_frames.AskPeers: self._on_ask_peers,
+            link_frames.Peers: self._on_peers,
         }
 
     # -- who is there ----------------------------------------------------------------------------------------
@@ -190,19 +190,19 @@ class Mesh:
 
     def _on_ask_peers(self, link: Link, _: object) -> None:
         peers = [
-            frames.PeerEntry(other.relay_id, other.hello.addresses)
+            link_frames.PeerEntry(other.relay_id, other.hello.addresses)
             for other in self.links.values()
             if other is not link and other.hello.addresses
         ]
         while peers:
-            part: list[frames.PeerEntry] = []
+            part: list[link_frames.PeerEntry] = []
             size = 0
             while peers and size < _FRAME_BYTES and len(part) < _FRAME_ENTRIES:
                 part.append(peers.pop())
                 size += 32 + sum(8 + 4 * len(address) for address in part[-1].addresses)
-            link.control(frames.Peers(part))
+            link.control(link_frames.Peers(part))
 
-    def _on_peers(self, link: Link, introduced: frames.Peers) -> None:
+    def _on_peers(self, link: Link, introduced: link_frames.Peers) -> None:
         for peer in introduced.peers:
             if peer.relay_id != self._relay_id and peer.relay_id not in self.links:
                 self.introduced(peer.relay_id, peer.addresses)
@@ -211,10 +211,10 @@ class Mesh:
 
     def hello(
         self, dial_us: int, now_us: int, limits: tuple[int, int], site: str, label: str
-    ) -> frames.LinkHello:
+    ) -> link_frames.LinkHello:
         """Return our greeting."""
         message_limit, aliases = limits
-        return frames.LinkHello(
+        return link_frames.LinkHello(
             PROTOCOL_VERSION, PROTOCOL_MINOR, self._relay_id, dial_us, now_us, message_limit, aliases, site, label,
             self.addresses,
         )  # fmt: skip
@@ -237,7 +237,7 @@ class Mesh:
             self._peers_us = now_us + PEERS_US
             self._asked_peer += 1
             links = list(self.links.values())
-            links[self._asked_peer % len(links)].control(frames.AskPeers())
+            links[self._asked_peer % len(links)].control(link_frames.AskPeers())
         if self.links:
             soonest = min(soonest, self._peers_us)
         self.deadline_us = soonest

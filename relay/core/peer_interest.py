@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from typing import Final
 
 from iris.errors import PeerProtocolError
-from iris.wire import frames
-from iris.wire.frames import MemberEntry, TopicEntry
+from iris.wire import frames, link_frames
 from iris.wire.kinds import SERVED_KINDS
+from iris.wire.link_frames import MemberEntry, TopicEntry
 from iris.wire.names import check_cluster, check_filter, check_group, printable
 from relay.core.advertiser import MAX_GROUPS_HERE
 from relay.core.casts import Casts
@@ -46,7 +46,7 @@ class PeerInterest:
         self._kinds: dict[tuple[tuple[int, int], ...], dict[int, int]] = {}
         """Kinds and handlers -> the shared table of them."""
 
-    def on_interest(self, link: Link, change: frames.Interest) -> None:
+    def on_interest(self, link: Link, change: link_frames.Interest) -> None:
         """Apply a change, a snapshot or part of one."""
         if (change.starting, change.store_failed) != (link.copy.starting, link.copy.store_failed):
             link.copy.starting, link.copy.store_failed = change.starting, change.store_failed
@@ -64,7 +64,7 @@ class PeerInterest:
         elif verdict is Verdict.MISSING:
             self._request_resync(link)
 
-    def _apply_part(self, link: Link, waiting: Copy, change: frames.Interest) -> None:
+    def _apply_part(self, link: Link, waiting: Copy, change: link_frames.Interest) -> None:
         """Apply part of a snapshot; with the last part, the new copy replaces the old one."""
         for entry in map(self._shared, change.joined):
             if waiting.join(entry):
@@ -98,7 +98,7 @@ class PeerInterest:
         if new:
             self._casts.link_restored(link)
 
-    def _apply(self, link: Link, change: frames.Interest) -> None:
+    def _apply(self, link: Link, change: link_frames.Interest) -> None:
         copy = link.copy
         for entry in map(self._shared, change.joined):
             if not copy.join(entry):

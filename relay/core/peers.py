@@ -8,7 +8,7 @@ from typing import Any, Final
 import msgspec
 
 from iris.errors import PeerProtocolError
-from iris.wire import frames
+from iris.wire import frames, link_frames
 from iris.wire.codec import decode_control
 from iris.wire.kinds import HopClass, Kind
 from iris.wire.names import check_topic, printable
@@ -110,10 +110,10 @@ class WanControl:
         self._calls = calls
         self._casts = casts
         self._handlers: dict[type, Callable[[Wan, Any], None]] = {
-            frames.Interest: lambda wan, interest: self._router.federation.on_interest(
+            link_frames.Interest: lambda wan, interest: self._router.federation.on_interest(
                 wan, interest, self._router.now_us
             ),
-            frames.Resync: lambda wan, _: self._router.federation.on_resync(
+            link_frames.Resync: lambda wan, _: self._router.federation.on_resync(
                 wan, self._router.now_us
             ),
             frames.Declare: self._on_declare,

@@ -15,9 +15,9 @@ from typing import Final
 import msgspec
 
 from iris.errors import PeerProtocolError
-from iris.wire import frames
-from iris.wire.frames import SiteCluster, SiteEntry, SiteTopic
+from iris.wire import link_frames
 from iris.wire.kinds import NEVER_US
+from iris.wire.link_frames import SiteCluster, SiteEntry, SiteTopic
 from iris.wire.names import check_site
 from relay.core.casts import Casts
 from relay.core.interest import Interest
@@ -155,7 +155,7 @@ class Reach:
             topics += whole[1]
         return list(self.entries.values()), clusters, topics
 
-    def advertised_by(self, link: Link, change: frames.Interest, now_us: int) -> None:
+    def advertised_by(self, link: Link, change: link_frames.Interest, now_us: int) -> None:
         """Apply what a gateway of our site advertises of remote sites. A snapshot is applied once it is complete."""
         snapshot = link.replica.stage is Stage.SNAPSHOT
         if snapshot:
@@ -175,7 +175,7 @@ class Reach:
             self._casts.site_restored(site, connected=False)
 
     def _apply_snapshot(
-        self, link: Link, behind: dict[str, SiteRoute], coming: frames.Interest, now_us: int
+        self, link: Link, behind: dict[str, SiteRoute], coming: link_frames.Interest, now_us: int
     ) -> None:
         """Apply what a gateway's snapshot says of the sites that it reaches."""
         by_site: dict[str, tuple[list[SiteCluster], list[SiteTopic]]] = {}

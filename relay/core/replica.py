@@ -17,7 +17,7 @@ from typing import Any, Final
 from msgspec.structs import astuple, replace
 
 from iris.wire.codec import decode_control, encode_control
-from iris.wire.frames import (
+from iris.wire.link_frames import (
     Interest,
     MemberEntry,
     Resync,

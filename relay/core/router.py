@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from iris.wire import frames
+from iris.wire import frames, link_frames
 from iris.wire.codec import KIND_AT
 from iris.wire.kinds import NEVER_US, TUNNEL_KINDS, WALL_MINOR, Kind
 from iris.wire.names import (
@@ -106,12 +106,12 @@ class Router(Parts):
         self.sessions[number] = self.neighbors[number] = session
         return session
 
-    def hello(self, dial_us: int) -> frames.LinkHello:
+    def hello(self, dial_us: int) -> link_frames.LinkHello:
         """Return the greeting of a new link; `dial_us` is our clock when we dialled, 0 if we accepted."""
         limits = (self.message_limit, self.limits.aliases)
         return self.mesh.hello(dial_us, self.now_us, limits, self.site, self.label)
 
-    def link_up(self, port: Port, hello: frames.LinkHello) -> Link:
+    def link_up(self, port: Port, hello: link_frames.LinkHello) -> Link:
         """Add a link after both relays have greeted. An older link to that relay must be down.
 
         The certificate named the relay of `hello`.
@@ -125,7 +125,7 @@ class Router(Parts):
         self.watch_pulse(link)
         return link
 
-    def wan_up(self, port: Port, hello: frames.LinkHello, site: str, cost_ms: int) -> Wan:
+    def wan_up(self, port: Port, hello: link_frames.LinkHello, site: str, cost_ms: int) -> Wan:
         """Add a WAN connection after both gateways have greeted. An older one to that gateway must be down.
 
         The certificate named the relay of `hello` and its `site`.

@@ -16,9 +16,9 @@ from typing import Final
 
 from iris.core.heartbeat import Heartbeat
 from iris.errors import PeerProtocolError
-from iris.wire import frames
-from iris.wire.frames import SiteCluster, SiteTopic
+from iris.wire import link_frames
 from iris.wire.kinds import SERVED_KINDS, HopClass, Kind
+from iris.wire.link_frames import SiteCluster, SiteTopic
 from iris.wire.names import check_cluster, check_filter, check_group
 from relay.core.interest import Interest
 from relay.core.link import LINK_HOP, SUSPENDED_US, check_named
@@ -197,7 +197,7 @@ class Wan(Neighbor):
     hop_class = HopClass.TO_WAN
 
     def __init__(
-        self, port: Port, number: int, hello: frames.LinkHello, site: str, own_id: bytes, now_us: int
+        self, port: Port, number: int, hello: link_frames.LinkHello, site: str, own_id: bytes, now_us: int
     ) -> None:  # fmt: skip
         super().__init__(port, number, hello.aliases)
         self.greeted = True

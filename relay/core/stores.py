@@ -18,8 +18,8 @@ from __future__ import annotations
 from typing import Final
 
 from iris.wire import frames
-from iris.wire.frames import MAX_FAILED
 from iris.wire.kinds import NEVER_US
+from iris.wire.link_frames import MAX_FAILED
 from relay.core.advertiser import Advertiser
 from relay.core.draining import PING_MINOR
 from relay.core.quotas import RELAYS_STORE

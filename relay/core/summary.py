@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import islice
 
-from iris.wire.frames import SiteCluster, SiteTopic
+from iris.wire.link_frames import SiteCluster, SiteTopic
 from relay.core.neighbor import Address, Topic
 from relay.core.quotas import Table
 from relay.core.site_routes import NOBODY, Groups, Served, join_group, leave_group

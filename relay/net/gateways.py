@@ -29,7 +29,7 @@ import msgspec
 from iris import keyfiles
 from iris.crypto.keys import dump_fingerprint, public_id
 from iris.errors import ConfigError, PeerProtocolError
-from iris.wire import frames
+from iris.wire import link_frames
 from iris.wire.names import printable
 from relay.address_settings import parse_gateway
 from relay.config import RelayConfig
@@ -123,11 +123,11 @@ class GatewayPort(LinkPort):
             return f"{FOREIGN} under the key pinned as {site}"
         return reason
 
-    def _hello(self) -> frames.LinkHello:
+    def _hello(self) -> link_frames.LinkHello:
         # Other sites need not know the addresses for links of this site.
         return msgspec.structs.replace(super()._hello(), addresses=[])
 
-    def _checked_hello(self, hello: frames.LinkHello) -> frames.LinkHello:
+    def _checked_hello(self, hello: link_frames.LinkHello) -> link_frames.LinkHello:
         if hello.site != self.site:
             raise Refused(
                 "another site's name",
@@ -285,7 +285,7 @@ class GatewayHub(Hub):
     def _neighbor(self, relay_id: bytes) -> Wan | None:
         return self.router.wans.get(relay_id)
 
-    def _check_hello(self, port: LinkPort, hello: frames.LinkHello) -> None:
+    def _check_hello(self, port: LinkPort, hello: link_frames.LinkHello) -> None:
         site, relay_id = cast(GatewayPort, port).site, hello.relay_id
         known = self.router.wans.get(relay_id)
         if (known is not None and known.site != site) or relay_id in self.router.mesh.copies:
@@ -299,7 +299,7 @@ class GatewayHub(Hub):
                 f"{site} has {connected} connections here; the limit is {MAX_CONNECTIONS}",
             )
 
-    def _up(self, port: LinkPort, hello: frames.LinkHello) -> Wan:
+    def _up(self, port: LinkPort, hello: link_frames.LinkHello) -> Wan:
         site = cast(GatewayPort, port).site
         return self.router.wan_up(port, hello, site, self.costs.get(site, 0))
 

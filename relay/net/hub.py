@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Final
 
-from iris.wire import frames
+from iris.wire import link_frames
 from relay.config import RelayConfig
 from relay.core.neighbor import Neighbor
 from relay.logs import Quiet
@@ -87,7 +87,7 @@ class Hub:
         """Return the router's object of this relay if it is connected."""
         raise NotImplementedError
 
-    def _up(self, port: LinkPort, hello: frames.LinkHello) -> Neighbor:
+    def _up(self, port: LinkPort, hello: link_frames.LinkHello) -> Neighbor:
         """Notify the router of a connection that is up, to a relay that has no other. Raises Refused."""
         raise NotImplementedError
 
@@ -95,7 +95,7 @@ class Hub:
         """Notify the router that a connection is down. Idempotent."""
         raise NotImplementedError
 
-    def _check_hello(self, port: LinkPort, hello: frames.LinkHello) -> None:
+    def _check_hello(self, port: LinkPort, hello: link_frames.LinkHello) -> None:
         """Raise Refused if a relay with this valid HELLO must not be connected."""
 
     def _half_open_to_drop(self) -> LinkPort:
@@ -186,7 +186,7 @@ class Hub:
             return None
         return neighbor.port
 
-    def greeted(self, port: LinkPort, hello: frames.LinkHello) -> Neighbor:
+    def greeted(self, port: LinkPort, hello: link_frames.LinkHello) -> Neighbor:
         """Bring a connection up after both HELLOs, and return the router's object.
 
         Raises Refused if an older connection to the same relay stays. If the same side dialled both connections,

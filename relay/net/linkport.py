@@ -13,7 +13,7 @@ from typing import ClassVar, Final, Protocol
 import msgspec
 
 from iris.errors import PeerProtocolError
-from iris.wire import frames
+from iris.wire import frames, link_frames
 from iris.wire.codec import (
     FLAGS_AT,
     FRAME_OVERHEAD,
@@ -22,8 +22,8 @@ from iris.wire.codec import (
     decode_control,
     encode_control,
 )
-from iris.wire.frames import MAX_ADDRESSES
 from iris.wire.kinds import FLAG_MORE, PROTOCOL_VERSION
+from iris.wire.link_frames import MAX_ADDRESSES
 from iris.wire.names import printable
 from relay.config import RelayConfig
 from relay.core.neighbor import Neighbor
@@ -85,7 +85,7 @@ class Owner(Protocol):
     def no_longer_half_open(self, port: LinkPort) -> None: ...
     def linked(self, relay_id: bytes) -> bool: ...
     def refused(self, address: str, reason: str, detail: str) -> None: ...
-    def greeted(self, port: LinkPort, hello: frames.LinkHello) -> Neighbor: ...
+    def greeted(self, port: LinkPort, hello: link_frames.LinkHello) -> Neighbor: ...
     def lost(self, port: LinkPort, neighbor: Neighbor, relay_id: bytes, lived_s: float) -> None: ...
 
 
@@ -269,7 +269,7 @@ class LinkPort(LongFramePort):
         """Return the refusal reason for OpenSSL's name of a TLS error."""
         return TLS_REASONS.get(error, "TLS failure")
 
-    def _hello(self) -> frames.LinkHello:
+    def _hello(self) -> link_frames.LinkHello:
         """Return the HELLO to send."""
         return self._router.hello(self.dial_us)
 
@@ -280,7 +280,7 @@ class LinkPort(LongFramePort):
             if body.detail == LINKED:
                 raise Refused(LINKED)
             raise Refused("refused by the other relay", printable(body.detail))
-        if not isinstance(body, frames.LinkHello):
+        if not isinstance(body, link_frames.LinkHello):
             raise PeerProtocolError(
                 f"{type(body).__name__} before HELLO; the first frame must be HELLO or ERROR"
             )
@@ -308,7 +308,7 @@ class LinkPort(LongFramePort):
         self._reader.on_frame = self._frame
         self._settle_dial(Outcome(UP, self.relay_id))
 
-    def _checked_hello(self, hello: frames.LinkHello) -> frames.LinkHello:
+    def _checked_hello(self, hello: link_frames.LinkHello) -> link_frames.LinkHello:
         """Return a valid HELLO as the router gets it. Raises Refused.
 
         The address at which the peer is seen is put before the addresses that it names: it is the one known to work.

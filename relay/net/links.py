@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import ClassVar, Final, cast
 
 from iris.crypto.keys import NetworkKey
-from iris.wire import frames
-from iris.wire.frames import MAX_ADDRESSES
+from iris.wire import link_frames
+from iris.wire.link_frames import MAX_ADDRESSES
 from relay.config import RelayConfig
 from relay.core.link import Link
 from relay.core.neighbor import Neighbor
@@ -55,7 +55,7 @@ class LinkHub(Hub):
     def _neighbor(self, relay_id: bytes) -> Link | None:
         return self.router.links.get(relay_id)
 
-    def _up(self, port: LinkPort, hello: frames.LinkHello) -> Link:
+    def _up(self, port: LinkPort, hello: link_frames.LinkHello) -> Link:
         link = self.router.link_up(port, hello)
         if hello.site and link.copy.site != self.router.site:
             fields = {"peer": link.copy.relay, "its_site": link.copy.site, "ours": self.router.site}

@@ -32,7 +32,7 @@ from support.links import hub as links
 from support.waiting import eventually
 
 from iris.crypto.keys import SiteKey
-from iris.wire import frames
+from iris.wire import frames, link_frames
 from iris.wire.codec import encode_control
 from iris.wire.frames import Control
 from relay.daemon import Relay
@@ -70,7 +70,7 @@ async def test_who_shows_no_certificate_or_speaks_another_protocol_is_refused(
     [
         b"GET / HTTP/1.1\r\nHost: gateway\r\n\r\n",
         encode_control(frames.Hello(1, 0)),
-        encode_control(frames.LinkHello(1, 0, RELAY, 5, 5, 1 << 20, site="us")),
+        encode_control(link_frames.LinkHello(1, 0, RELAY, 5, 5, 1 << 20, site="us")),
         bytes(1000),
         b"\xff" * 1000,
     ],
@@ -258,9 +258,9 @@ async def test_a_gateway_that_is_dialled_and_says_another_sites_name_is_refused(
     eu = await world.start("eu", world.peer("us"))
     hello = GatewayPort._hello
 
-    def lie(self: GatewayPort) -> frames.LinkHello:
+    def lie(self: GatewayPort) -> link_frames.LinkHello:
         said = hello(self)
-        return frames.LinkHello(**{name: getattr(said, name) for name in said.__struct_fields__} | {"site": "ap"}) if said.site == "eu" else said  # fmt: skip
+        return link_frames.LinkHello(**{name: getattr(said, name) for name in said.__struct_fields__} | {"site": "ap"}) if said.site == "eu" else said  # fmt: skip
 
     monkeypatch.setattr(GatewayPort, "_hello", lie)
     us = await world.start("us", world.peer("eu", eu))
@@ -305,7 +305,7 @@ async def test_one_site_has_so_many_connections_and_no_more(
         again = Impostor(world, eu, relay_id=one.relay_id)
         async with again:
             await again.say(again.hello(dial_us=6))  # replaces its older connection
-            await again.receive(frames.LinkHello)
+            await again.receive(link_frames.LinkHello)
             await one.gone()
             await eventually(lambda: len(hub(eu).up) == 2)
         async with Impostor(world, eu, "ap") as other:

@@ -21,7 +21,7 @@ from support.relays import KEY
 from support.waiting import PATIENCE_S, eventually
 
 import iris
-from iris.wire import frames
+from iris.wire import frames, link_frames
 from iris.wire.codec import encode_control, tunnel_frame
 from iris.wire.kinds import FLAG_MORE, UNKNOWN_COUNT, Cause, HopClass, Kind
 from relay.core.link import LINK_HOP
@@ -91,7 +91,7 @@ class Hostile:
         self.relays = relays
         self.connect = connect
         self.own = str(hello.get("site", ""))
-        self._hello = frames.LinkHello(1, 1, RELAY, 5, 5, 1 << 20, **hello)
+        self._hello = link_frames.LinkHello(1, 1, RELAY, 5, 5, 1 << 20, **hello)
         self.version = 1000
         self.cut = 0
         """Number of its violations that make a relay end its connection."""
@@ -101,8 +101,8 @@ class Hostile:
         """Return an established connection of its own to a relay."""
         async with self.connect(relay) as wire:
             await wire.say(self._hello)
-            await wire.receive(frames.Interest)
-            await wire.say(frames.Interest(0, 1, reset=True))
+            await wire.receive(link_frames.Interest)
+            await wire.say(link_frames.Interest(0, 1, reset=True))
             yield wire
         await eventually(lambda: self.neighbor(relay) is None)
 
@@ -119,13 +119,13 @@ class Hostile:
     def wanting(self, topic: str) -> dict[str, Any]:
         """Return the INTEREST for a subscription of the adversary."""
         if self.own:
-            return {"site_topics": [frames.SiteTopic(self.own, topic, KEY.key_id, "", 1)]}
-        return {"topics": [frames.TopicEntry(topic, KEY.key_id, "", 1)]}
+            return {"site_topics": [link_frames.SiteTopic(self.own, topic, KEY.key_id, "", 1)]}
+        return {"topics": [link_frames.TopicEntry(topic, KEY.key_id, "", 1)]}
 
     async def received(self, relay: Relay, wire: Connection) -> None:
         """Return when a relay has handled all frames: send a snapshot with a new version as the last one."""
         self.version += 1
-        await wire.say(frames.Interest(0, self.version, reset=True, **self.wanting("calm.>")))
+        await wire.say(link_frames.Interest(0, self.version, reset=True, **self.wanting("calm.>")))
         await eventually(lambda: self.version_at(relay) == self.version)
 
     def version_at(self, relay: Relay) -> int:
@@ -244,17 +244,19 @@ async def interest(hostile: Hostile, honest: Honest) -> None:
             kinds = {int(Kind.REQUEST): 1}
             if hostile.own:
                 more: dict[str, Any] = {
-                    "clusters": [frames.SiteCluster(hostile.own, f"c{n}", EVIL_KEY, kinds, 1) for n in range(count)],
-                    "site_topics": [frames.SiteTopic(hostile.own, f"t{n}", EVIL_KEY, "", 1) for n in range(count)],
+                    "clusters": [link_frames.SiteCluster(hostile.own, f"c{n}", EVIL_KEY, kinds, 1) for n in range(count)],
+                    "site_topics": [link_frames.SiteTopic(hostile.own, f"t{n}", EVIL_KEY, "", 1) for n in range(count)],
                 }  # fmt: skip
             else:
                 more = {
-                    "joined": [frames.MemberEntry(n, f"c{n}", [EVIL_KEY], kinds) for n in range(count)],
-                    "topics": [frames.TopicEntry(f"t{n}", EVIL_KEY, "", 1) for n in range(count)],
+                    "joined": [link_frames.MemberEntry(n, f"c{n}", [EVIL_KEY], kinds) for n in range(count)],
+                    "topics": [link_frames.TopicEntry(f"t{n}", EVIL_KEY, "", 1) for n in range(count)],
                 }  # fmt: skip
             for version in (2, 9):
                 reset = version == 9
-                await wire.say(frames.Interest(0 if reset else 1, version, reset=reset, **more))
+                await wire.say(
+                    link_frames.Interest(0 if reset else 1, version, reset=reset, **more)
+                )
                 await eventually(lambda: hostile.version_at(relay) == version)  # noqa: B023
                 assert _taken(hostile, relay) == (BOUND, BOUND)
                 await honest.check()

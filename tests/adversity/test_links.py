@@ -20,7 +20,7 @@ from support.waiting import PATIENCE_S, eventually
 from iris.crypto.certificates import network_authority, relay_leaf
 from iris.crypto.keys import NetworkKey
 from iris.remote import mutual_context
-from iris.wire import frames
+from iris.wire import frames, link_frames
 from iris.wire.codec import END, encode_control
 from iris.wire.frames import Control
 from iris.wire.kinds import FLAG_MORE, HopClass, Kind
@@ -62,15 +62,15 @@ class Impostor(Stranger):
         super().__init__(relay, Credentials(NETWORK, relay_id).dialling)
         self.relay_id = relay_id
 
-    def hello(self, **changes: object) -> frames.LinkHello:
+    def hello(self, **changes: object) -> link_frames.LinkHello:
         said: dict[str, object] = {
             "version": 1, "minor": 0, "relay_id": self.relay_id, "dial_us": 5, "mono_us": 5, "message_limit": 1 << 20,
         }  # fmt: skip
-        return frames.LinkHello(**{**said, **changes})  # type: ignore[arg-type]  # as given
+        return link_frames.LinkHello(**{**said, **changes})  # type: ignore[arg-type]  # as given
 
     async def link(self) -> Self:
         await self.say(self.hello())
-        await self.receive(frames.Interest)
+        await self.receive(link_frames.Interest)
         return self
 
 
@@ -145,7 +145,7 @@ async def test_tls_1_2_is_refused(relay: Relay, tmp_path: Path) -> None:
     [
         b"GET / HTTP/1.1\r\nHost: relay\r\n\r\n",
         encode_control(frames.Hello(1, 0)),
-        encode_control(frames.LinkHello(1, 0, b"x" * 16, 5, 5, 1 << 20)),
+        encode_control(link_frames.LinkHello(1, 0, b"x" * 16, 5, 5, 1 << 20)),
         bytes(1000),
         b"\xff" * 1000,
     ],
@@ -299,19 +299,19 @@ async def test_of_two_dials_of_one_relay_the_newer_counts_and_the_older_is_not_r
     async with Impostor(relay) as older, Impostor(relay) as newer:
         await older.link()
         await newer.say(newer.hello(dial_us=6))
-        await newer.receive(frames.Interest)
+        await newer.receive(link_frames.Interest)
         await older.say(b"\xff" * 100)  # an offence, if it were read
         await older.gone()
         assert len(relay.router.links) == 1
         assert hub(relay).protocol_errors == 0
-        await newer.say(frames.AskPeers())
+        await newer.say(link_frames.AskPeers())
         await newer.receive(frames.Beat)
 
 
 async def test_an_older_dial_that_comes_late_does_not_replace_a_newer_one(relay: Relay) -> None:
     async with Impostor(relay) as newer, Impostor(relay) as older:
         await newer.say(newer.hello(dial_us=6))
-        await newer.receive(frames.Interest)
+        await newer.receive(link_frames.Interest)
         await older.say(older.hello(dial_us=5))
         # Without BYE, because a peer that already has the link would take it for a drain.
         assert (await older.receive(frames.Error)).detail == "linked already"
@@ -381,11 +381,11 @@ async def test_a_relay_that_falls_silent_is_given_up(relay: Relay) -> None:
 async def test_what_a_peer_reports_of_others_is_used_as_addresses_only(relay: Relay) -> None:
     async with Impostor(relay) as impostor:
         await impostor.link()
-        entry = frames.PeerEntry(
+        entry = link_frames.PeerEntry(
             b"\x44" * 16,
             ["relay.example:7430", "127.0.0.1:99999", "nobody", "[::1]:", "127.0.0.1:1"],
         )
-        await impostor.say(frames.Peers([entry]))
+        await impostor.say(link_frames.Peers([entry]))
         await eventually(lambda: hub(relay).status()["dialling"]["targets"])  # type: ignore[index]  # JSON
         (target,) = hub(relay).status()["dialling"]["unlinked"]  # type: ignore[index]  # JSON
         assert target["addresses"] == ["127.0.0.1:1"]
@@ -396,8 +396,8 @@ async def test_an_address_that_no_host_can_have_costs_a_dial_and_no_more(
 ) -> None:
     async with Impostor(relay) as impostor:
         await impostor.link()
-        entry = frames.PeerEntry(b"\x44" * 16, [f"[fe80::1%{'a' * 100}]:7430"])
-        await impostor.say(frames.Peers([entry]))
+        entry = link_frames.PeerEntry(b"\x44" * 16, [f"[fe80::1%{'a' * 100}]:7430"])
+        await impostor.say(link_frames.Peers([entry]))
 
         def failures() -> list[int]:
             unlinked = hub(relay).status()["dialling"]["unlinked"]  # type: ignore[index]  # JSON
@@ -412,10 +412,10 @@ async def test_a_body_that_a_newer_link_interrupts_is_finished_by_nothing(relay:
     declared = frames.Declare(1, Kind.PUBLISH, "t", bytes(16), bytes(16), hop_class=HopClass.MESH)
     async with Impostor(relay) as older, Impostor(relay) as newer:
         await older.link()
-        await older.say(declared, pieces(1, 3), frames.AskPeers())
+        await older.say(declared, pieces(1, 3), link_frames.AskPeers())
         await older.receive(frames.Beat)
         await newer.say(newer.hello(dial_us=6))
-        await newer.receive(frames.Interest)
+        await newer.receive(link_frames.Interest)
         await older.gone()
         before = relay.router.accounts.in_
         await newer.say(declared, data_frame(Kind.PUBLISH, b"body of its own", alias=1, end=END.pack(0, 0, 1, 0)))  # fmt: skip

@@ -41,7 +41,7 @@ from iris.errors import (
     RemoteError,
     SealError,
 )
-from iris.wire import frames, streams
+from iris.wire import frames, link_frames, streams
 from iris.wire.codec import (
     HOP,
     FrameReader,
@@ -322,11 +322,11 @@ def link(data: bytes) -> None:
     take(session, encode_control(frames.Subscribe(2, "*", ids, "g")))
     take(session, encode_control(frames.Members(3, "far", ids, watch=True)))
     fuzzed = relay.link_up(
-        _Port(full), frames.LinkHello(1, 0, b"\1" * 16, 1, NOW_US, 1 << 20, addresses=["a:1"])
+        _Port(full), link_frames.LinkHello(1, 0, b"\1" * 16, 1, NOW_US, 1 << 20, addresses=["a:1"])
     )
-    far = frames.MemberEntry(1, "far", ids, {int(kind): 2 for kind in SERVED})
-    wanted = frames.TopicEntry(CLUSTER, KEY.key_id, "", 1)
-    take(fuzzed, encode_control(frames.Interest(0, 1, [far], [], [wanted], True)))
+    far = link_frames.MemberEntry(1, "far", ids, {int(kind): 2 for kind in SERVED})
+    wanted = link_frames.TopicEntry(CLUSTER, KEY.key_id, "", 1)
+    take(fuzzed, encode_control(link_frames.Interest(0, 1, [far], [], [wanted], True)))
     for alias, kind in enumerate(DECLARED):
         sender = bytes([alias] * 16)
         mesh = {"hop_class": 1}

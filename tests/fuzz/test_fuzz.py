@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from iris.wire import streams
 from iris.wire.codec import HOP, RELAY_HOP
-from iris.wire.frames import CONTROLS
 from iris.wire.kinds import FLAG_REFUSED, SERVED_KINDS, Kind
+from iris.wire.link_frames import CONTROLS
 
 CORPUS = Path(__file__).parent / "corpus"
 pytestmark = pytest.mark.timeout(120)

@@ -35,7 +35,7 @@ from iris.crypto.certificates import gateway_leaf, network_authority, relay_leaf
 from iris.crypto.keys import ClusterKey
 from iris.errors import ConfigError, KeyringError
 from iris.remote import mutual_context
-from iris.wire import frames
+from iris.wire import frames, link_frames
 from iris.wire.frames import Serving
 from iris.wire.kinds import Kind
 from relay.net.addresses import show
@@ -336,7 +336,7 @@ async def test_a_relay_of_the_network_is_not_accepted_as_a_gateway_nor_a_gateway
     stranger.port = links(eu).port
     with pytest.raises((ssl.SSLError, OSError, EOFError)):
         async with stranger:
-            await stranger.receive(frames.LinkHello)
+            await stranger.receive(link_frames.LinkHello)
     await eventually(lambda: links(eu).refusals == {"foreign certificate": 1})
     assert not eu.router.links
 
@@ -379,8 +379,8 @@ async def test_a_gateway_that_offers_compression_is_joined_and_nothing_is_compre
         await client.flush()
         async with Impostor(world, eu) as older:
             await older.say(older.hello(compression=True))
-            assert not (await older.receive(frames.LinkHello)).compression
-            assert len((await older.receive(frames.Interest)).site_topics) == 200
+            assert not (await older.receive(link_frames.LinkHello)).compression
+            assert len((await older.receive(link_frames.Interest)).site_topics) == 200
             assert hub(eu).protocol_errors == 0
 
 

@@ -25,7 +25,7 @@ from support.connection import Connection
 
 import iris
 from iris.keyfiles import NETWORK_FILE, create_site_key, load_network_keys, load_site_key
-from iris.wire import frames
+from iris.wire import frames, link_frames
 from iris.wire.codec import END, HOP, encode_control
 from iris.wire.kinds import PROTOCOL_MINOR, PROTOCOL_VERSION, HopClass, Kind
 from proofs.common import TIMEOUT_S, Cues, Proof, Run, cue_and_wait, start
@@ -186,7 +186,7 @@ class FrameSource:
         version = PROTOCOL_VERSION, PROTOCOL_MINOR
         now_us = time.monotonic_ns() // 1000
         return encode_control(
-            frames.LinkHello(*version, EVIL_ID, now_us, now_us, 1 << 20, site=self.own)
+            link_frames.LinkHello(*version, EVIL_ID, now_us, now_us, 1 << 20, site=self.own)
         )
 
     def entries(self, first: int, count: int, *, there: bool = True) -> dict[str, Any]:
@@ -195,28 +195,30 @@ class FrameSource:
         kinds = {int(Kind.REQUEST): 8, int(Kind.BROADCAST): 1}
         if self.own:
             clusters = [
-                frames.SiteCluster(self.own, f"evil.c{n}", self.key_id, kinds if there else {}, int(there))
+                link_frames.SiteCluster(self.own, f"evil.c{n}", self.key_id, kinds if there else {}, int(there))
                 for n in numbers
             ]  # fmt: skip
-            topics = [frames.SiteTopic(self.own, f"evil.t{n}.>", self.key_id, "", int(there)) for n in numbers]  # fmt: skip
+            topics = [link_frames.SiteTopic(self.own, f"evil.t{n}.>", self.key_id, "", int(there)) for n in numbers]  # fmt: skip
             return {"clusters": clusters, "site_topics": topics}
-        wanted = [frames.TopicEntry(f"evil.t{n}.>", self.key_id, "", int(there)) for n in numbers]
+        wanted = [
+            link_frames.TopicEntry(f"evil.t{n}.>", self.key_id, "", int(there)) for n in numbers
+        ]
         if not there:
             return {"left": list(numbers), "topics": wanted}
-        joined = [frames.MemberEntry(n, f"evil.c{n}", [self.key_id], kinds) for n in numbers]
+        joined = [link_frames.MemberEntry(n, f"evil.c{n}", [self.key_id], kinds) for n in numbers]
         return {"joined": joined, "topics": wanted}
 
     def snapshot(self, count: int) -> list[bytes]:
         """Return a complete snapshot of its interest."""
         self.version += 1
         more = self.entries(0, count)
-        return [encode_control(frames.Interest(0, self.version, reset=True, **more))]
+        return [encode_control(link_frames.Interest(0, self.version, reset=True, **more))]
 
     def change(self, there: bool) -> bytes:
         """Return one change of its interest."""
         self.version += 1
         more = self.entries(SNAPSHOT_ENTRIES, ENTRIES, there=there)
-        return encode_control(frames.Interest(self.version - 1, self.version, **more))
+        return encode_control(link_frames.Interest(self.version - 1, self.version, **more))
 
     def beat(self) -> bytes:
         """Return a beat."""

@@ -20,8 +20,9 @@ from typing import Any
 
 from iris.wire import frames
 from iris.wire.codec import KIND_AT, decode_control, encode_control
-from iris.wire.frames import LinkHello, Serving
+from iris.wire.frames import Serving
 from iris.wire.kinds import PROTOCOL_VERSION, SERVED_KINDS, Kind
+from iris.wire.link_frames import LinkHello
 from proofs.common import Proof
 from relay.core.ports import Held
 from relay.core.router import Router

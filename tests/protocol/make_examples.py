@@ -45,7 +45,7 @@ from iris.crypto.tickets import sign_ticket
 from iris.remote import certificate_hash
 from iris.streams.records import RecordOpener
 from iris.streams.verified import VerifiedStream
-from iris.wire import frames, streams
+from iris.wire import frames, link_frames, streams
 from iris.wire.codec import (
     END,
     HOP,
@@ -215,33 +215,33 @@ CONTROLS: Final[dict[str, Control]] = {
     "fail": frames.Fail(1, Cause.NO_MEMBERS, "nobody serves it", False),
     "roster": frames.Roster(5, [MEMBER_ID]),
     "done": frames.Done(5, []),
-    "link-hello": frames.LinkHello(
+    "link-hello": link_frames.LinkHello(
         1, 1, RELAY_ID, 1_000_000, 1_004_000, 1 << 20, 65_536, "", "db-1", ["10.0.0.7:7430"]
     ),
     "beat": frames.Beat(2_004_000, 5_000_000, 998_000, 4),
     "beat-wall": frames.Beat(2_004_000, 5_000_000, 998_000, 4, 1_760_000_000_000_000),
-    "interest-snapshot": frames.Interest(
+    "interest-snapshot": link_frames.Interest(
         0, 4,
-        [frames.MemberEntry(7, CLUSTER, [KEY.key_id], {int(Kind.REQUEST): 8}, "billing", "", 3)],
+        [link_frames.MemberEntry(7, CLUSTER, [KEY.key_id], {int(Kind.REQUEST): 8}, "billing", "", 3)],
         [],
-        [frames.TopicEntry("flights.JFK.>", KEY.key_id, "archive", 2)],
+        [link_frames.TopicEntry("flights.JFK.>", KEY.key_id, "archive", 2)],
         True,
     ),
-    "interest": frames.Interest(4, 5, [], [7], [frames.TopicEntry("flights.JFK.>", KEY.key_id, "archive", 0)]),
-    "interest-site": frames.Interest(
+    "interest": link_frames.Interest(4, 5, [], [7], [link_frames.TopicEntry("flights.JFK.>", KEY.key_id, "archive", 0)]),
+    "interest-site": link_frames.Interest(
         2, 3,
-        clusters=[frames.SiteCluster("eu", CLUSTER, KEY.key_id, {int(Kind.REQUEST): 32, int(Kind.SURVEY): 32}, 4)],
-        site_topics=[frames.SiteTopic("eu", "flights.JFK.>", KEY.key_id, "archive", 2)],
+        clusters=[link_frames.SiteCluster("eu", CLUSTER, KEY.key_id, {int(Kind.REQUEST): 32, int(Kind.SURVEY): 32}, 4)],
+        site_topics=[link_frames.SiteTopic("eu", "flights.JFK.>", KEY.key_id, "archive", 2)],
     ),
-    "interest-gateway": frames.Interest(
+    "interest-gateway": link_frames.Interest(
         7, 8,
-        sites=[frames.SiteEntry("eu", True, 10, 41_300)],
-        clusters=[frames.SiteCluster("eu", CLUSTER, KEY.key_id, {}, 0)],
+        sites=[link_frames.SiteEntry("eu", True, 10, 41_300)],
+        clusters=[link_frames.SiteCluster("eu", CLUSTER, KEY.key_id, {}, 0)],
     ),
-    "resync": frames.Resync(3),
-    "loads": frames.Loads([frames.Load(Kind.REQUEST, CLUSTER, KEY.key_id, 5)]),
-    "ask-peers": frames.AskPeers(),
-    "peers": frames.Peers([frames.PeerEntry(OTHER_RELAY_ID, ["10.0.0.8:7430", "[fd00::8]:7430"])]),
+    "resync": link_frames.Resync(3),
+    "loads": link_frames.Loads([link_frames.Load(Kind.REQUEST, CLUSTER, KEY.key_id, 5)]),
+    "ask-peers": link_frames.AskPeers(),
+    "peers": link_frames.Peers([link_frames.PeerEntry(OTHER_RELAY_ID, ["10.0.0.8:7430", "[fd00::8]:7430"])]),
 }  # fmt: skip
 
 

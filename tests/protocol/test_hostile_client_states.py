@@ -23,9 +23,9 @@ from iris.core.guard import Guard, Shares
 from iris.core.inbound import Inbound
 from iris.core.session import Session
 from iris.errors import IrisError, PeerProtocolError, RelayUnavailable, RequestTimeout
-from iris.wire import frames
+from iris.wire import frames, link_frames
 from iris.wire.codec import END, HOP, RELAY_HOP, encode_control
-from iris.wire.frames import CONTROLS, Control, Serving
+from iris.wire.frames import Control, Serving
 from iris.wire.kinds import (
     DECLARED_KINDS,
     FLAG_MORE,
@@ -37,6 +37,7 @@ from iris.wire.kinds import (
     Kind,
     Refusal,
 )
+from iris.wire.link_frames import CONTROLS
 
 SENDER = b"\x55" * 16
 DATA = [kind for kind in Kind if kind >= 0x40]
@@ -108,17 +109,17 @@ def bodies() -> dict[type, list[Control]]:
         frames.Settle: [frames.Settle(1)],
         frames.Topic: [frames.Topic(1, "t", bytes(16))],
         frames.Audience: [frames.Audience(n, 1, 1, []) for n in range(9)],
-        frames.LinkHello: [frames.LinkHello(1, 1, b"R" * 16, 0, 1, 1 << 20)],
+        link_frames.LinkHello: [link_frames.LinkHello(1, 1, b"R" * 16, 0, 1, 1 << 20)],
         frames.Beat: [frames.Beat(1, 2, 3)],
-        frames.Interest: [frames.Interest(0, 1)],
-        frames.Resync: [frames.Resync(1)],
-        frames.Loads: [frames.Loads([])],
+        link_frames.Interest: [link_frames.Interest(0, 1)],
+        link_frames.Resync: [link_frames.Resync(1)],
+        link_frames.Loads: [link_frames.Loads([])],
         frames.Direct: [frames.Direct(hop) for hop in HOPS],
         frames.Pair: [frames.Pair(hop, bytes(16)) for hop in HOPS],
         frames.Fetch: [frames.Fetch(bytes(16))],
         frames.Carried: [frames.Carried(1, 2, 3, 4)],
-        frames.AskPeers: [frames.AskPeers()],
-        frames.Peers: [frames.Peers([])],
+        link_frames.AskPeers: [link_frames.AskPeers()],
+        link_frames.Peers: [link_frames.Peers([])],
     }
     return made
 

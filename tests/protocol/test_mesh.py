@@ -8,7 +8,7 @@ import pytest
 from protocol.kit import KEY, OTHER_KEY, Network, Port, Result, kind_of
 
 from iris.errors import ConnectionLost, NoMembers, Overloaded, RequestTimeout
-from iris.wire import frames
+from iris.wire import frames, link_frames
 from iris.wire.codec import encode_control
 from iris.wire.kinds import NEVER_US, WALL_MINOR, Kind, Refusal
 from relay.core import advertiser, control
@@ -567,8 +567,8 @@ def test_an_alias_of_another_hop_class_ends_the_link(hop_class: int) -> None:
 def test_a_member_of_an_unknown_kind_ends_the_link() -> None:
     net = Network(relays=2)
     here, there = net.link(0, 1)
-    member = frames.MemberEntry(1, "db", [KEY.key_id], {int(Kind.REPLY): 1})
-    here.control(encode_control(frames.Interest(0, 9, joined=[member], reset=True)))
+    member = link_frames.MemberEntry(1, "db", [KEY.key_id], {int(Kind.REPLY): 1})
+    here.control(encode_control(link_frames.Interest(0, 9, joined=[member], reset=True)))
     net.run()
     assert there.link.closed
     assert "unknown kind" in there.why
@@ -590,7 +590,7 @@ def test_a_session_cannot_pose_as_a_link() -> None:
 def test_interest_frames_from_a_session_are_refused() -> None:
     net = Network()
     alice = net.host("alice")
-    alice.say(encode_control(frames.Interest(0, 1)))
+    alice.say(encode_control(link_frames.Interest(0, 1)))
     assert alice.peer.closed
 
 
@@ -682,13 +682,13 @@ def test_long_introductions_come_in_frames_that_fit() -> None:
     received: list[bytes] = []
     net.router.mesh.introduced = lambda relay_id, addresses: received.append(relay_id)
     for number in range(150):
-        hello = frames.LinkHello(
+        hello = link_frames.LinkHello(
             1, 0, number.to_bytes(16, "big"), 1, 1, 1 << 20, addresses=["x" * 300] * 16
         )
         mesh.links[hello.relay_id] = Link(
             Port(), 1000 + number, hello, Copy("", "", ""), bytes(16), 1
         )
-    here.link.control(frames.AskPeers())
+    here.link.control(link_frames.AskPeers())
     while here.speak() or here.other.speak():
         pass
     assert len(set(received)) == 150

@@ -42,7 +42,7 @@ from iris.crypto.sframe import Opener, Sealer
 from iris.crypto.tickets import MAX_TICKET_CHARACTERS, read_ticket
 from iris.errors import OpenError
 from iris.streams.partitions import Layout
-from iris.wire import codec, frames, names, streams
+from iris.wire import codec, frames, link_frames, names, streams
 from iris.wire.codec import decode_control, encode_control
 from iris.wire.kinds import TUNNEL_KINDS, Cause, Kind, Refusal
 from iris.wire.orders import MOVE, ORDER_FRESH_US, SignedOrder, check_definition, decode_order
@@ -65,7 +65,7 @@ FRAMES: Final = {name: data for name, data in HEX.items() if not name.startswith
 CONTROLS: Final = [name for name, data in FRAMES.items() if data[4] < Kind.REQUEST]
 SEALED: Final = [name for name, said in JSON.items() if "counter" in said]
 DATA: Final = [name for name in FRAMES if name not in CONTROLS]
-NAMES: Final = {cls.FRAME: cls for cls in frames.CONTROLS}
+NAMES: Final = {cls.FRAME: cls for cls in link_frames.CONTROLS}
 
 
 def test_every_kind_of_frame_has_an_example() -> None:

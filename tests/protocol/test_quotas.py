@@ -12,10 +12,11 @@ from protocol.test_sites import Sites, reply
 from iris.crypto.keys import ClusterKey
 from iris.errors import LocalProtocolError, Overloaded
 from iris.membership import Watcher
-from iris.wire import frames
+from iris.wire import frames, link_frames
 from iris.wire.codec import END, HOP, decode_control, encode_control
-from iris.wire.frames import MemberEntry, Serving, TopicEntry
+from iris.wire.frames import Serving
 from iris.wire.kinds import Cause, Kind
+from iris.wire.link_frames import MemberEntry, TopicEntry
 from relay.core import advertiser
 from relay.core import calls as calls_module
 from relay.core import control as control_module
@@ -105,21 +106,21 @@ def test_members_beyond_the_bound_end_no_link_when_they_join_or_leave(
     link = end.link
     base = link.replica.version
     entries = [MemberEntry(n, "db", [KEY_ID], {Kind.REQUEST: 1}) for n in range(6)]
-    assert not receive(end, frames.Interest(base, 9, entries))
+    assert not receive(end, link_frames.Interest(base, 9, entries))
     assert (sorted(link.copy.members), link.dropped_entries, link.replica.version) == (
         [0, 1, 2, 3],
         2,
         9,
     )
-    assert not receive(end, frames.Interest(9, 10, left=[5, 0, 4]))
+    assert not receive(end, link_frames.Interest(9, 10, left=[5, 0, 4]))
     assert sorted(link.copy.members) == [1, 2, 3]
-    assert not receive(end, frames.Interest(0, 11, entries, reset=True))
+    assert not receive(end, link_frames.Interest(0, 11, entries, reset=True))
     assert (len(link.copy.members), link.dropped_entries) == (4, 4)
-    assert not receive(end, frames.Interest(11, 12, left=[4, 5]))
+    assert not receive(end, link_frames.Interest(11, 12, left=[4, 5]))
     (entry,) = net.router.mesh.status(0, None)["links"]  # type: ignore[misc]
     assert entry["untaken"] == 4
     # At most as many unknown members may leave as were dropped.
-    assert "had not joined" in receive(end, frames.Interest(12, 13, left=[4]))
+    assert "had not joined" in receive(end, link_frames.Interest(12, 13, left=[4]))
 
 
 def test_topics_and_groups_beyond_the_bound_end_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,14 +132,14 @@ def test_topics_and_groups_beyond_the_bound_end_no_link(monkeypatch: pytest.Monk
     base = link.replica.version
     grouped = [TopicEntry("jobs", KEY_ID, f"g{n}", 1) for n in range(3)]
     plain = [TopicEntry(f"t{n}", KEY_ID, "", 1) for n in range(3)]
-    assert not receive(end, frames.Interest(base, 9, topics=[*grouped, *plain]))
+    assert not receive(end, link_frames.Interest(base, 9, topics=[*grouped, *plain]))
     assert ([entry[2] or entry[0] for entry in link.topics], link.dropped_entries) == (["g0", "g1", "t0", "t1"], 2)  # fmt: skip
     ended = [TopicEntry(entry.filter, KEY_ID, entry.group, 0) for entry in (*grouped, *plain)]
-    assert not receive(end, frames.Interest(9, 10, topics=ended))
+    assert not receive(end, link_frames.Interest(9, 10, topics=ended))
     assert not (link.topics)
     assert not (link.weights)
     assert not (link.groups)
-    assert not receive(end, frames.Interest(10, 11, topics=grouped[::-1]))
+    assert not receive(end, link_frames.Interest(10, 11, topics=grouped[::-1]))
     assert [entry[2] for entry in link.topics] == ["g2", "g1"]
 
 

@@ -12,10 +12,10 @@ import pytest
 from protocol.kit import KEY, LIMIT, OTHER_KEY, LinkEnd, Network, control_of, feed, kind_of
 
 from iris.errors import NoMembers, PeerProtocolError
-from iris.wire import frames
+from iris.wire import frames, link_frames
 from iris.wire.codec import END, HOP, encode_control, tunnel_frame
-from iris.wire.frames import MemberEntry, SiteCluster, SiteEntry, SiteTopic, TopicEntry
 from iris.wire.kinds import FLAG_REFUSED, UNKNOWN_COUNT, Cause, HopClass, Kind, Refusal
+from iris.wire.link_frames import MemberEntry, SiteCluster, SiteEntry, SiteTopic, TopicEntry
 from relay.core import federation as federation_module
 from relay.core import policy as policy_module
 from relay.core import site_routes as sites_module
@@ -209,7 +209,7 @@ def test_what_a_site_does_not_import_or_export_is_refused_at_both_gateways_and_c
     topics = [SiteTopic("ber", name, KEY_ID, "", 1) for name in ("news.*", "other")]
     version = ours.link.replica.version
     assert not ours.receive(
-        frames.Interest(version, version + 1, clusters=entries, site_topics=topics)
+        link_frames.Interest(version, version + 1, clusters=entries, site_topics=topics)
     )
     (way,) = net.router.sites.site_routes["ber"].values()
     assert [name for name, _ in way.clusters] == ["db"]
@@ -237,9 +237,9 @@ def declare(alias: int = 0, kind: int = Kind.REQUEST, **fields: Any) -> frames.D
     return frames.Declare(alias, kind, **fields)
 
 
-def interest(**fields: Any) -> frames.Interest:
+def interest(**fields: Any) -> link_frames.Interest:
     """Return a snapshot."""
-    return frames.Interest(0, 9, reset=True, **fields)
+    return link_frames.Interest(0, 9, reset=True, **fields)
 
 
 def cluster(site: str = "ber", name: str = "db", **fields: Any) -> SiteCluster:
@@ -284,16 +284,16 @@ BREACHES: dict[str, tuple[frames.Control, str]] = {
     "a loss of a third site": (gap(site="cph"), "GAP for site 'cph' arrived at site 'ams'"),
     "a loss of requests": (gap(Kind.REQUEST), "GAP for frames of kind 0x40"),
     "HELLO": (frames.Hello(1, 0), "unexpected Hello frame"),
-    "LINK_HELLO": (frames.LinkHello(1, 0, SENDER, 0, 0, LIMIT), "unexpected LinkHello frame"),
+    "LINK_HELLO": (link_frames.LinkHello(1, 0, SENDER, 0, 0, LIMIT), "unexpected LinkHello frame"),
     "PROVE": (frames.Prove(1, bytes(32), bytes(64)), "unexpected Prove frame"),
     "JOIN": (frames.Join(1, "db", [KEY_ID], {Kind.REQUEST: frames.Serving(1, 1)}), "unexpected Join frame"),
     "SUBSCRIBE": (frames.Subscribe(1, "news", [KEY_ID]), "unexpected Subscribe frame"),
     "MEMBERS": (frames.Members(1, "db", [KEY_ID]), "unexpected Members frame"),
     "STATUS": (frames.Status(1), "unexpected Status frame"),
     "DRAIN": (frames.Drain(1), "unexpected Drain frame"),
-    "LOADS": (frames.Loads([]), "unexpected Loads frame"),
-    "ASK_PEERS": (frames.AskPeers(), "unexpected AskPeers frame"),
-    "PEERS": (frames.Peers([]), "unexpected Peers frame"),
+    "LOADS": (link_frames.Loads([]), "unexpected Loads frame"),
+    "ASK_PEERS": (link_frames.AskPeers(), "unexpected AskPeers frame"),
+    "PEERS": (link_frames.Peers([]), "unexpected Peers frame"),
 }  # fmt: skip
 
 
@@ -447,20 +447,20 @@ def test_what_a_site_wants_is_bounded(net: Sites, monkeypatch: pytest.MonkeyPatc
         way = end.link.site_route
         assert not end.receive(interest(**entries))
         assert (len(way.clusters) + len(way.topics), way.dropped_entries) == (4, 1)
-        assert not end.receive(frames.Interest(0, 9, reset=True, more=True, **entries))
-        assert not end.receive(frames.Interest(0, 9, **entries))
+        assert not end.receive(link_frames.Interest(0, 9, reset=True, more=True, **entries))
+        assert not end.receive(link_frames.Interest(0, 9, **entries))
         assert (len(way.clusters) + len(way.topics), way.dropped_entries) == (4, 7)
         # A change has the same bound as a snapshot.
         ((kind, (first, *_)),) = entries.items()
         named = "name" if kind == "clusters" else "filter"
         late = msgspec.structs.replace(first, **{named: "late"})
-        assert not end.receive(frames.Interest(9, 10, **{kind: [late]}))
+        assert not end.receive(link_frames.Interest(9, 10, **{kind: [late]}))
         assert (len(way.clusters) + len(way.topics), way.dropped_entries) == (4, 8)
         (status,) = net.router.federation.status(0, None)["sites"]
         assert status["untaken"] == 8
         # The end of a dropped entry breaks no rule, and does not free room twice.
         ended = [msgspec.structs.replace(e, **NOTHING[type(e)]) for e in entries[kind]]
-        assert not end.receive(frames.Interest(10, 11, **{kind: ended}))
+        assert not end.receive(link_frames.Interest(10, 11, **{kind: ended}))
         assert (len(way.clusters) + len(way.topics), way.dropped_entries) == (0, 8)
         net.router.wan_down(end.link)
     Victim(net).works()
@@ -556,8 +556,8 @@ def test_sites_behind_one_gateway_are_bounded(net: Sites, monkeypatch: pytest.Mo
     entries = [SiteEntry(f"s{number}") for number in range(4)]
     feed(end.reader, encode_control(interest(sites=entries)))
     clusters = [SiteCluster(f"s{number}", "db", KEY_ID, {64: 1}, 1) for number in range(4)]
-    feed(end.reader, encode_control(frames.Interest(9, 10, clusters=clusters)))
-    feed(end.reader, encode_control(frames.Interest(10, 11, sites=[SiteEntry("s3", False)])))
+    feed(end.reader, encode_control(link_frames.Interest(9, 10, clusters=clusters)))
+    feed(end.reader, encode_control(link_frames.Interest(10, 11, sites=[SiteEntry("s3", False)])))
     assert not end.why
     assert list(net.router.sites.site_routes) == ["s0", "s1", "s2"]
     assert end.link.dropped_entries == 2
@@ -606,9 +606,9 @@ def test_a_snapshot_takes_the_place_of_what_was_known_and_leaves_alone_what_stay
     load = way.load(Kind.REQUEST, "b", KEY_ID)
     # The snapshot comes in parts; the first one alone changes nothing.
     parts = {"clusters": [cluster(name="b")]}, {"clusters": [cluster(name="c")]}
-    end.receive(frames.Interest(0, 20, reset=True, more=True, **parts[0]))
+    end.receive(link_frames.Interest(0, 20, reset=True, more=True, **parts[0]))
     assert sorted(name for name, _ in way.clusters) == ["a", "b"]
-    end.receive(frames.Interest(0, 20, **parts[1]))
+    end.receive(link_frames.Interest(0, 20, **parts[1]))
     assert sorted(name for name, _ in way.clusters) == ["b", "c"]
     assert not way.topics
     assert way.load(Kind.REQUEST, "b", KEY_ID) is load
@@ -618,10 +618,10 @@ def test_a_snapshot_takes_the_place_of_what_was_known_and_leaves_alone_what_stay
 def test_a_change_that_does_not_follow_is_asked_for_again(net: Sites) -> None:
     end, other = net.connect(0, 2)
     version = end.link.replica.version
-    end.receive(frames.Interest(version + 1, version + 2, clusters=[cluster()]))
-    assert [resync.version for resync in end.said(frames.Resync)] == [version]
-    end.receive(frames.Interest(version + 2, version + 3, clusters=[cluster(name="late")]))
-    assert len(end.said(frames.Resync)) == 1  # the snapshot will contain it
+    end.receive(link_frames.Interest(version + 1, version + 2, clusters=[cluster()]))
+    assert [resync.version for resync in end.said(link_frames.Resync)] == [version]
+    end.receive(link_frames.Interest(version + 2, version + 3, clusters=[cluster(name="late")]))
+    assert len(end.said(link_frames.Resync)) == 1  # the snapshot will contain it
     net.settle()
     assert not end.why
     assert not other.why

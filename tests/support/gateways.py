@@ -15,7 +15,7 @@ from iris import keyfiles
 from iris.crypto.certificates import gateway_leaf, site_authority
 from iris.crypto.keys import NetworkKey, SiteKey, public_id
 from iris.remote import mutual_context
-from iris.wire import frames
+from iris.wire import link_frames
 from iris.wire.frames import Control
 from relay.config import RelayConfig
 from relay.daemon import Relay
@@ -156,11 +156,11 @@ class Impostor(Stranger):
         self.site = site
         self.relay_id = relay_id
 
-    def hello(self, **changes: object) -> frames.LinkHello:
+    def hello(self, **changes: object) -> link_frames.LinkHello:
         said: dict[str, object] = {
             "version": 1, "minor": 0, "relay_id": self.relay_id, "dial_us": 5, "mono_us": 5, "message_limit": 1 << 20, "site": self.site,
         }  # fmt: skip
-        return frames.LinkHello(**{**said, **changes})  # type: ignore[arg-type]  # as given
+        return link_frames.LinkHello(**{**said, **changes})  # type: ignore[arg-type]  # as given
 
     async def meet(self) -> Self:
         await self.say(self.hello())

@@ -27,7 +27,7 @@ from iris.core.conversation import State
 from iris.core.interfaces import Delivery
 from iris.core.tunnel import TunnelEnd
 from iris.errors import IrisError, PeerProtocolError
-from iris.wire import frames
+from iris.wire import frames, link_frames
 from iris.wire.codec import HOP, KIND_AT, decode_control, encode_control, tunnel_frame
 from iris.wire.kinds import (
     DECLARED_KINDS,
@@ -119,7 +119,7 @@ class Adversary:
         """Greet the honest relay again."""
         rng = self.scene.rng
         self.port = RawPort()
-        hello = frames.LinkHello(
+        hello = link_frames.LinkHello(
             PROTOCOL_VERSION, rng.choice((0, PROTOCOL_MINOR, 7)), self.relay_id, 0, rng.choice((*HUGE, self.router.now_us)),
             LIMIT, rng.choice((1, 64, 65_536)), "ams" if self.kind == "relay" else "evil", "liar\x1b[2J",
             ["192.0.2.1:1"],
@@ -129,7 +129,7 @@ class Adversary:
         else:
             self.neighbor = self.router.wan_up(self.port, hello, "evil", 0)
         self.serials = []
-        self.say(frames.Interest(0, 1, reset=True))
+        self.say(link_frames.Interest(0, 1, reset=True))
         self.version = 1
 
     def disconnect(self) -> None:
@@ -230,7 +230,7 @@ class Adversary:
                     )
                 )
                 joined.append(
-                    frames.MemberEntry(
+                    link_frames.MemberEntry(
                         serial, name[:255], keys, self.kinds(), rng.choice(("", "\x1b", "é" * 64))
                     )
                 )
@@ -240,13 +240,13 @@ class Adversary:
             more["left"] = [self.serials.pop(rng.randrange(len(self.serials)))]
         if relay and rng.random() < 0.5:
             more["topics"] = [
-                frames.TopicEntry(self.name(TOPICS)[:255] or ">", self.key_id(), rng.choice(("", "g", "h")), min(self.count(), (1 << 32) - 1))
+                link_frames.TopicEntry(self.name(TOPICS)[:255] or ">", self.key_id(), rng.choice(("", "g", "h")), min(self.count(), (1 << 32) - 1))
                 for _ in range(rng.randrange(size))
             ]  # fmt: skip
         own = "evil" if self.kind == "site" and rng.random() < 0.98 else ""
         if relay and rng.random() < 0.3:
             more["sites"] = [
-                frames.SiteEntry(rng.choice(SITES if rng.random() < 0.02 else SITES[1:4]), rng.random() < 0.8, rng.choice((0, 5, (1 << 32) - 1)), rng.choice((0, 99, (1 << 63) - 1)))
+                link_frames.SiteEntry(rng.choice(SITES if rng.random() < 0.02 else SITES[1:4]), rng.random() < 0.8, rng.choice((0, 5, (1 << 32) - 1)), rng.choice((0, 99, (1 << 63) - 1)))
             ]  # fmt: skip
         if rng.random() < (0.7 if own else 0.05):
             clusters = []
@@ -255,7 +255,7 @@ class Adversary:
                 kinds = self.kinds() if rng.random() < 0.8 else {}
                 if name:
                     clusters.append(
-                        frames.SiteCluster(
+                        link_frames.SiteCluster(
                             own or self.reached(),
                             name[:255],
                             key_id,
@@ -266,7 +266,7 @@ class Adversary:
             more["clusters"] = clusters
         if rng.random() < (0.5 if own else 0.05):
             more["site_topics"] = [
-                frames.SiteTopic(own or self.reached(), self.name(TOPICS)[:255] or ">", self.key_id(), rng.choice(("", "g")), min(self.count(), (1 << 32) - 1))
+                link_frames.SiteTopic(own or self.reached(), self.name(TOPICS)[:255] or ">", self.key_id(), rng.choice(("", "g")), min(self.count(), (1 << 32) - 1))
                 for _ in range(rng.randrange(size))
             ]  # fmt: skip
         way = rng.random()
@@ -282,7 +282,7 @@ class Adversary:
             version = self.version
         version = min(version, (1 << 63) - 1)
         self.version = version
-        self.say(frames.Interest(base, version, more=rng.random() < 0.1, **more))
+        self.say(link_frames.Interest(base, version, more=rng.random() < 0.1, **more))
 
     def declare(self) -> None:
         """Send a DECLARE, usually a valid one."""
@@ -410,9 +410,9 @@ class Adversary:
         self.version += 1
         self.serials = [1] if self.kind == "relay" else []
         self.say(
-            frames.Interest(0, self.version, reset=True, joined=[frames.MemberEntry(1, lure, [KEY.key_id], kinds)])
+            link_frames.Interest(0, self.version, reset=True, joined=[link_frames.MemberEntry(1, lure, [KEY.key_id], kinds)])
             if self.kind == "relay"
-            else frames.Interest(0, self.version, reset=True, clusters=[frames.SiteCluster("evil", lure, KEY.key_id, kinds, 1)])
+            else link_frames.Interest(0, self.version, reset=True, clusters=[link_frames.SiteCluster("evil", lure, KEY.key_id, kinds, 1)])
         )  # fmt: skip
         before = set(self.neighbor.in_flight)
         call = self.scene.sessions[self.at].request(lure, b"?", timeout_ms=5000)
@@ -446,16 +446,16 @@ class Adversary:
         self.version += 1
         key_id, kinds, numbers = OTHER_KEY.key_id, {int(Kind.PUSH): 1}, range(40)
         more: dict[str, Any] = {
-            "joined": [frames.MemberEntry(n, f"fill.{n}", [key_id], kinds) for n in numbers],
-            "topics": [frames.TopicEntry(f"fill.{n}", key_id, "", 1) for n in numbers],
+            "joined": [link_frames.MemberEntry(n, f"fill.{n}", [key_id], kinds) for n in numbers],
+            "topics": [link_frames.TopicEntry(f"fill.{n}", key_id, "", 1) for n in numbers],
         }
         self.serials = [*numbers]
         if self.kind == "site":
             more = {
-                "clusters": [frames.SiteCluster("evil", f"fill.{n}", key_id, kinds, 1) for n in numbers],
-                "site_topics": [frames.SiteTopic("evil", f"fill.{n}", key_id, "", 1) for n in numbers],
+                "clusters": [link_frames.SiteCluster("evil", f"fill.{n}", key_id, kinds, 1) for n in numbers],
+                "site_topics": [link_frames.SiteTopic("evil", f"fill.{n}", key_id, "", 1) for n in numbers],
             }  # fmt: skip
-        self.say(frames.Interest(0, self.version, reset=True, **more))
+        self.say(link_frames.Interest(0, self.version, reset=True, **more))
 
     def tunnel(self) -> None:
         rng = self.scene.rng
@@ -542,7 +542,7 @@ class Adversary:
         """Send RESYNC, LOADS, PEERS, and frames that only sessions may send."""
         rng = self.scene.rng
         loads = [
-            frames.Load(
+            link_frames.Load(
                 rng.choice((0x40, 0, -1)),
                 self.name(CLUSTERS)[:255] or "a",
                 self.key_id(),
@@ -551,8 +551,8 @@ class Adversary:
             for _ in range(3)
         ]
         bodies: list[frames.Control] = [
-            frames.Resync(self.count()), frames.Resync(0), frames.AskPeers(), frames.Loads(loads),
-            frames.Peers([frames.PeerEntry(rng.randbytes(16), ["192.0.2.7:9", "localhost:1"])] * rng.randrange(4)),
+            link_frames.Resync(self.count()), link_frames.Resync(0), link_frames.AskPeers(), link_frames.Loads(loads),
+            link_frames.Peers([link_frames.PeerEntry(rng.randbytes(16), ["192.0.2.7:9", "localhost:1"])] * rng.randrange(4)),
         ]  # fmt: skip
         if rng.random() < 0.05:
             bodies = [

@@ -12,8 +12,8 @@ from typing import Any, Final
 
 from iris.core.credit import FIRST_WINDOW
 from iris.wire.codec import KIND_AT, decode_control
-from iris.wire.frames import Interest
 from iris.wire.kinds import CANCEL_MINOR, HERE, RUN_MINOR, WAIT_MINOR, Cause, Kind, Refusal
+from iris.wire.link_frames import Interest
 from support.sim.members import ALL_KINDS, FOREVER_US, KEY, OTHER_KEY, SimMember, SimSession
 from support.sim.network import SimNetwork, SimRelay, Violation
 from support.sim.waiting import SimSink, left_out

@@ -25,8 +25,9 @@ from typing import Any, Final, NoReturn
 
 from iris.errors import PeerProtocolError
 from iris.wire.codec import KIND_AT, decode_control, encode_control
-from iris.wire.frames import Bye, Declare, LinkHello
+from iris.wire.frames import Bye, Declare
 from iris.wire.kinds import FIRST_DATA_KIND, Kind
+from iris.wire.link_frames import LinkHello
 from relay.core.budget import QUEUE_BYTES, Budget
 from relay.core.limits import Limits
 from relay.core.policy import Policy

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from iris.errors import LocalProtocolError, PeerProtocolError
-from iris.wire import frames
+from iris.wire import frames, link_frames
 from iris.wire.codec import (
     ALIAS,
     ALIAS_AT,
@@ -29,8 +29,9 @@ from iris.wire.codec import (
     metadata_prefix,
     tunnel_frame,
 )
-from iris.wire.frames import CONTROLS, Control
+from iris.wire.frames import Control
 from iris.wire.kinds import FIRST_DATA_KIND, Kind
+from iris.wire.link_frames import CONTROLS
 
 LAYOUT = struct.Struct("<IBBIQqqIIQ")
 """A data frame up to its body, as the protocol has it, in one piece."""
@@ -83,17 +84,17 @@ EXAMPLES: list[Control] = [
     frames.Unrouted(int(Kind.PUBLISH), "a.b", bytes(16), 3, "other keys", {"01020304": 3}),
     frames.Audience(12, 0, others={"01020304": 3}),
     frames.Audience(11, 3, 40, [frames.SlowEntry("label", 40, 9, 8, "host", 1, "10.0.0.1:7", True)]),
-    frames.LinkHello(1, 0, KEY_ID, 5, 6, 1 << 20, 9, "site", "host", ["10.0.0.1:7430"]),
+    link_frames.LinkHello(1, 0, KEY_ID, 5, 6, 1 << 20, 9, "site", "host", ["10.0.0.1:7430"]),
     frames.Beat(7, 6, 1, 2),
     frames.Beat(7, 6, 1, 2, 1 << 50),
-    frames.Interest(
-        1, 2, [frames.MemberEntry(1, "db", [KEY_ID], {0x40: 4}, "label", "", 3)], [3],
-        [frames.TopicEntry("a.>", KEY_ID, "g", 2)], True, True,
+    link_frames.Interest(
+        1, 2, [link_frames.MemberEntry(1, "db", [KEY_ID], {0x40: 4}, "label", "", 3)], [3],
+        [link_frames.TopicEntry("a.>", KEY_ID, "g", 2)], True, True,
     ),
-    frames.Resync(4),
-    frames.Loads([frames.Load(0x40, "db", KEY_ID, 5)]),
-    frames.AskPeers(),
-    frames.Peers([frames.PeerEntry(KEY_ID, ["10.0.0.1:7430"])]),
+    link_frames.Resync(4),
+    link_frames.Loads([link_frames.Load(0x40, "db", KEY_ID, 5)]),
+    link_frames.AskPeers(),
+    link_frames.Peers([link_frames.PeerEntry(KEY_ID, ["10.0.0.1:7430"])]),
 ]  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from support.waiting import until
 
 from iris.crypto.keys import NetworkKey
 from iris.errors import PeerProtocolError
-from iris.wire import frames
+from iris.wire import frames, link_frames
 from iris.wire.codec import ALIAS, ALIAS_AT, END, HOP, KIND_AT, encode_control
 from iris.wire.kinds import Kind
 from relay.config import RelayConfig
@@ -224,7 +224,7 @@ async def test_a_fault_when_something_is_due_does_not_stop_the_clock(
 async def test_a_link_is_alive_when_any_part_of_a_frame_comes(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hello = frames.LinkHello(1, 0, b"\x42" * 16, 5, 5, MIB)
+    hello = link_frames.LinkHello(1, 0, b"\x42" * 16, 5, 5, MIB)
     rig.port.link = link = rig.router.link_up(rig.port, hello)
     assert link.pulse is not None
     link.pulse.last_us = 0
@@ -285,7 +285,7 @@ class Receiver:
         self.numbers: list[int] = []
         self.then: dict[int, Callable[[], None]] = {}
         """What happens once a frame was heard."""
-        port.link = rig.router.link_up(port, frames.LinkHello(1, 0, b"\x42" * 16, 5, 5, MIB))
+        port.link = rig.router.link_up(port, link_frames.LinkHello(1, 0, b"\x42" * 16, 5, 5, MIB))
         port.made = True
         port._handshaking = False
         monkeypatch.setattr(rig.router, "_link_table", [self._take] * 256)
