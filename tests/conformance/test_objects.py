@@ -137,6 +137,21 @@ async def test_a_service_that_refuses_a_range_is_an_error_that_names_the_object(
             await bucket.get_range("segment/a", 0, 10)
 
 
+async def test_objects_are_deleted_one_by_one_at_services_that_do_not_know_another_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Google Cloud Storage and Alibaba Cloud OSS, under S3's protocol, refuse POST ?delete.
+    with Service() as service:
+        bucket = opened(service.url, service.environ, monkeypatch)
+        await bucket.create("segment/a", DATA)
+        service.faults = lambda method, path: "denied" if method == "POST" else ""
+        await bucket.delete("segment/a")
+        assert not await bucket.exists("segment/a")
+        service.faults = lambda method, path: "denied" if method == "DELETE" else ""
+        with pytest.raises(BucketError, match=r"segment/a: .*check the credentials"):
+            await bucket.delete("segment/a")
+
+
 async def test_a_create_that_met_another_request_is_an_error_and_not_an_object_that_exists(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -468,6 +468,7 @@ def open_bucket(url: str) -> Objects:
     if not parts.netloc:
         raise ConfigError(f"bucket: {url!r} names no bucket; write {parts.scheme}://NAME/PATH")
     try:
+        from obstore.exceptions import UnknownConfigurationKeyError
         from obstore.store import from_url
     except ModuleNotFoundError as err:
         if err.name != "obstore":
@@ -476,9 +477,19 @@ def open_bucket(url: str) -> Objects:
             "bucket: object storage requires obstore; install it with: pip install 'iris-messaging[bucket]'"
         ) from err
     try:
-        options = {"timeout": f"{MOST_S}s", "allow_http": True}
-        # Retries are ours: obstore would repeat a create whose answer was lost, and call it refused.
-        store = from_url(url, client_options=options, retry_config={"max_retries": 0})  # type: ignore[call-overload]  # for each service alike
+        settings: dict[str, Any] = {
+            "client_options": {"timeout": f"{MOST_S}s", "allow_http": True},
+            # Retries are ours: obstore would repeat a create whose answer was lost, and call it refused.
+            "retry_config": {"max_retries": 0},
+        }
+        # Not every service with S3's protocol knows the request that deletes many objects, which obstore uses for one.
+        single: dict[str, Any] = (
+            {"config": {"disable_bulk_delete": "true"}} if parts.scheme == "s3" else {}
+        )
+        try:
+            store = from_url(url, **settings, **single)
+        except UnknownConfigurationKeyError:  # older versions of obstore
+            store = from_url(url, **settings)
     except Exception as err:
         raise ConfigError(
             f"bucket: {url}: {error_line(err)}; set it in the environment, for example AZURE_STORAGE_ACCOUNT_NAME"
