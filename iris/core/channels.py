@@ -26,7 +26,8 @@ from iris.errors import (
 )
 from iris.wire.names import split_site
 from iris.wire.orders import DEAD, KEEP, ORDER_VERSION, Order, SignedOrder, decode_order
-from iris.wire.streams import NO_LOG, Door, Knock, Open, Opened, Refused, dead_uuid, encode
+from iris.wire.stream_items import dead_uuid
+from iris.wire.streams import NO_LOG, Door, Knock, Open, Opened, Refused, encode
 
 MAX_CHANNELS: Final = 4096
 """Most channels of one session. Beyond it the oldest is forgotten, and opened again if it is used."""

@@ -19,7 +19,7 @@ from iris.spark.options import SourceOptions
 from iris.streams import StreamGap, StreamPage, StreamRecord
 from iris.wire.names import plural
 from iris.wire.orders import partition_name
-from iris.wire.streams import DEAD_KIND
+from iris.wire.stream_items import DEAD_KIND
 
 if TYPE_CHECKING:
     from concurrent.futures import Future

@@ -45,9 +45,10 @@ from iris.streams.redriving import RedriveInfo
 from iris.streams.spreading import Offset, Spread, offset_in, offsets_of, partition_of
 from iris.streams.staging import Staging
 from iris.streams.targets import Targets
+from iris.wire.consumers import ConsumerInfo
 from iris.wire.names import check_address, check_cluster, split_site
 from iris.wire.orders import DEAD, Definition, check_definition
-from iris.wire.streams import ConsumerInfo, Fetch, Fetched, Settled
+from iris.wire.streams import Fetch, Fetched, Settled
 
 MAX_OPENERS: Final = 256
 """Logs for which `fetch` caches a `RecordOpener`. When it is full the cache is cleared and logs are described again."""

@@ -16,7 +16,8 @@ from iris.streams.partitions import Layout, find_layout, numbered
 from iris.streams.records import StreamMessage
 from iris.streams.redriving import Letters, RedriveInfo
 from iris.streams.stores import Stores
-from iris.wire.streams import ChangeConsumer, ConsumerInfo, Consumers, DeleteConsumer, Settled
+from iris.wire.consumers import ChangeConsumer, ConsumerInfo, Consumers, DeleteConsumer
+from iris.wire.streams import Settled
 
 T = TypeVar("T")
 _SUMMED = (

@@ -14,15 +14,9 @@ from iris.deadlines import seconds_left
 from iris.errors import NoStream, RequestError, StreamError, StreamUnavailable
 from iris.streams.stores import Stores
 from iris.streams.verified import VerifiedStream
+from iris.wire.consumers import ConsumerInfo, Consumers, DescribeConsumers
 from iris.wire.orders import DEAD
-from iris.wire.streams import (
-    ConsumerInfo,
-    Consumers,
-    DescribeConsumers,
-    Described,
-    Listed,
-    ListStreams,
-)
+from iris.wire.streams import Described, Listed, ListStreams
 
 MAX_FOUND: Final = 16_384
 """Streams or consumers accepted from one store, three times what a store keeps. More cannot be genuine."""

@@ -47,9 +47,9 @@ from iris.streams.partitions import (
 from iris.streams.records import StreamMessage
 from iris.streams.redriving import RedriveInfo
 from iris.streams.stores import Stores
+from iris.wire.consumers import ChangeConsumer, ConsumerInfo
 from iris.wire.names import check_address, check_cluster, split_site
 from iris.wire.orders import Definition, split_partition
-from iris.wire.streams import ChangeConsumer, ConsumerInfo
 
 PATIENCE_S: Final = 30.0
 """Default seconds for which a reader or consumer waits for a relay or store that is away."""

@@ -33,17 +33,8 @@ from iris.streams.stores import PAUSE_MAX_S, PAUSE_MIN_S, Stores
 from iris.streams.verified import VerifiedStream
 from iris.wire.codec import END
 from iris.wire.orders import DEAD, Definition, Origin, check_definition, partition_name
-from iris.wire.streams import (
-    HOLES,
-    MAX_COPY_ITEMS,
-    Copied,
-    Copy,
-    Fetch,
-    Fetched,
-    Hole,
-    Item,
-    Record,
-)
+from iris.wire.stream_items import HOLES, Hole, Item, Record
+from iris.wire.streams import MAX_COPY_ITEMS, Copied, Copy, Fetch, Fetched
 
 FETCH_BYTES: Final = 1 << 20
 WAIT_MS: Final = 10_000

@@ -19,7 +19,8 @@ from iris.streams.verified import VerifiedStream
 from iris.wire.codec import END
 from iris.wire.names import plural
 from iris.wire.orders import DEAD, partition_name
-from iris.wire.streams import DeadLetter, Fetch, Fetched, Find, Found, Record
+from iris.wire.stream_items import DeadLetter, Record
+from iris.wire.streams import Fetch, Fetched, Find, Found
 
 Start = str | int | datetime | Mapping[int, str | int | datetime]
 FETCH_BYTES: Final = 1 << 20

@@ -17,17 +17,17 @@ from iris.wire.codec import END, metadata_prefix
 from iris.wire.kinds import Kind
 from iris.wire.names import matches
 from iris.wire.orders import Definition, Origin
-from iris.wire.streams import (
+from iris.wire.stream_items import (
     DEAD_KIND,
     HOLES,
     DeadLetter,
-    Fetched,
     Gap,
     Hole,
     Item,
     Record,
     decode_dead,
 )
+from iris.wire.streams import Fetched
 
 MAX_OPENERS: Final = 16_384
 _OpenerKey = tuple[int, str, bytes, bytes]

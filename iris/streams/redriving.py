@@ -13,21 +13,10 @@ from iris.errors import DecodeError, NoStream, StreamError
 from iris.streams.reading import FETCH_BYTES, resolve_dead
 from iris.streams.records import RecordOpener, StreamMessage
 from iris.streams.stores import Stores
+from iris.wire.consumers import MAX_REDRIVEN, RedriveLetters, Redriven
 from iris.wire.orders import DEAD
-from iris.wire.streams import (
-    DEAD_KIND,
-    MAX_REDRIVEN,
-    DeadLetter,
-    Describe,
-    Described,
-    Fetch,
-    Fetched,
-    Record,
-    RedriveLetters,
-    Redriven,
-    dead_uuid,
-    decode_dead,
-)
+from iris.wire.stream_items import DEAD_KIND, DeadLetter, Record, dead_uuid, decode_dead
+from iris.wire.streams import Describe, Described, Fetch, Fetched
 
 PATIENCE_S: Final = 5.0
 """Seconds for which the store may be away while the message of a dead letter is fetched."""

@@ -36,15 +36,8 @@ from iris.streams.verified import VerifiedStream
 from iris.wire.kinds import STORES
 from iris.wire.names import check_address, split_site
 from iris.wire.orders import DEAD, in_force, split_partition
-from iris.wire.streams import (
-    Call,
-    Describe,
-    Described,
-    FindStore,
-    StoreInfo,
-    dead_uuid,
-    encode,
-)
+from iris.wire.stream_items import dead_uuid
+from iris.wire.streams import Call, Describe, Described, FindStore, StoreInfo, encode
 
 MAX_LOCATIONS: Final = 4096
 """Entries in each cache of stream locations; a full cache is cleared."""

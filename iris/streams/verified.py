@@ -8,7 +8,8 @@ import msgspec
 
 from iris.errors import DecodeError
 from iris.wire.orders import Order, decode_order
-from iris.wire.streams import Described, dead_uuid
+from iris.wire.stream_items import dead_uuid
+from iris.wire.streams import Described
 
 
 class VerifiedStream(msgspec.Struct, frozen=True):

@@ -17,7 +17,9 @@ from iris.streams.reading import Start, offset_in, resolve_dead, start_of
 from iris.streams.records import RecordOpener, StreamGap, StreamMessage, to_gap
 from iris.streams.stores import Stores
 from iris.streams.verified import VerifiedStream
-from iris.wire.streams import Consume, Delivered, Handed, Range, Record, Settle, Settled
+from iris.wire.consumers import Consume, Delivered, Handed, Range, Settle
+from iris.wire.stream_items import Record
+from iris.wire.streams import Settled
 
 BATCH_BYTES: Final = 1 << 20
 WAIT_MS: Final = 20_000

@@ -16,7 +16,7 @@ from iris.errors import Closed, DecodeError, IrisError, KeyringError, RemoteErro
 from iris.membership import Members
 from iris.streams.listing import StreamInfo
 from iris.watch.sample import ClusterAnswer, MemberAnswer, RelayAnswer, Sample, StreamAnswer
-from iris.wire.streams import ConsumerInfo
+from iris.wire.consumers import ConsumerInfo
 
 ANSWER_S: Final = 2.0
 """How long one answer is waited for."""

@@ -8,8 +8,8 @@ from iris.streams.listing import StreamInfo
 from iris.watch.history import History
 from iris.watch.network import MAX_CONSUMERS, Consumer, Stream
 from iris.watch.sample import StreamAnswer, number, sentence, text, whole
+from iris.wire.consumers import ConsumerInfo
 from iris.wire.orders import DEAD
-from iris.wire.streams import ConsumerInfo
 
 
 class StreamReader:

@@ -10,9 +10,9 @@ from typing import Any
 from iris.describing import Description
 from iris.streams.listing import StreamInfo
 from iris.watch.network import MAX_SENTENCE, MAX_TEXT
+from iris.wire.consumers import ConsumerInfo
 from iris.wire.frames import MemberInfo
 from iris.wire.names import printable
-from iris.wire.streams import ConsumerInfo
 
 
 @dataclass(slots=True)

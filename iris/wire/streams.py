@@ -1,19 +1,29 @@
 """Calls of clients to stores and the answers: the bodies of STREAM and STREAM_REPLY frames.
 
 A body is one MessagePack map (`Call` or `Answer`, distinguished by "op"). It is in clear, because the store acts on its
-fields. Records in it stay sealed as they were published. Offsets number the messages of a stream. Times are in µs since
-1970, 0 = none.
+fields. Records in it stay sealed as they were published (`iris.wire.stream_items`). Offsets number the messages of a
+stream. Times are in µs since 1970, 0 = none. The calls about consumers are in `iris.wire.consumers`.
 """
 
 from __future__ import annotations
 
-import hashlib
 from typing import Annotated, Final
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from iris.errors import DecodeError
+from iris.wire.consumers import (
+    ChangeConsumer,
+    Consume,
+    Consumers,
+    DeleteConsumer,
+    Delivered,
+    DescribeConsumers,
+    RedriveLetters,
+    Redriven,
+    Settle,
+)
 from iris.wire.frames import Id16, Name, Text
 from iris.wire.orders import (
     MAX_ORDERS,
@@ -30,11 +40,10 @@ from iris.wire.orders import (
     SignedOrder,
     Time,
 )
+from iris.wire.stream_items import Item
 
 MAX_LISTED: Final = 64
 """Most streams in one answer to "list"."""
-DEAD_KIND: Final = 0
-"""Kind of a record that holds a `DeadLetter` instead of a sealed bundle."""
 NO_PRODUCER: Final = bytes(16)
 NO_LOG: Final = bytes(16)
 """Value for a log's uuid that means the store itself."""
@@ -45,64 +54,9 @@ COMMIT_BYTES: Final = 256 << 20
 """Limit of the bodies in a commit, and in an attempt. During a commit, which is one write, the store waits."""
 MAX_COPY_ITEMS: Final = 4096
 MAX_TICKET_BYTES: Final = 1024
-MAX_REDRIVEN: Final = 1024
-"""Most dead letters in one "redrive"."""
-# -- records -----------------------------------------------------------------------------------------------------
 
 
-class Record(Struct, frozen=True, array_like=True, tag=1, gc=False):
-    """A sealed bundle as it was published or appended. Its messages have the offsets from `offset` on.
-
-    `end` holds the 24 bytes of end fields that were authenticated with it (see `iris.wire.codec`).
-    """
-
-    offset: Offset
-    kind: Annotated[int, Meta(ge=0, le=255)]
-    name: ShortText
-    key_id: Id16
-    sender_id: Id16
-    end: End
-    body: bytes
-    stored_us: Time
-    key_hash: Hash = b""
-    tombstone: bool = False
-    expires_us: Time = 0
-    due_us: Time = 0
-
-
-class Gap(Struct, frozen=True, array_like=True, tag=2):
-    """One offset that represents `count` messages (None if unknown) that the store could not record, and the cause."""
-
-    offset: Offset
-    count: Offset | None
-    cause: Text
-    stored_us: Time
-
-
-class Hole(Struct, frozen=True, array_like=True, tag=3):
-    """Offsets from `offset` up to, but not including, `next`, whose messages were removed.
-
-    `reason` is a key of `HOLES`.
-    """
-
-    offset: Offset
-    next: Offset
-    reason: Annotated[int, Meta(ge=0, le=255)]
-
-
-Item = Record | Gap | Hole
-HOLES: Final = {1: "retention", 2: "compacted", 3: "expired", 4: "deferred", 5: "damaged"}
-
-
-class DeadLetter(Struct, frozen=True):
-    """The body of a record of kind `DEAD_KIND`: a message that a consumer could not deliver."""
-
-    uuid: Id16
-    """Uuid of the log that holds the message."""
-    offset: Offset
-    consumer: ShortText
-    deliveries: U32
-    reason: Text
+# -- new records -------------------------------------------------------------------------------------------------
 
 
 class NewRecord(Struct, frozen=True, array_like=True, gc=False):
@@ -341,91 +295,6 @@ class Find(Struct, frozen=True, tag_field="op", tag="find"):
     time_us: Time
 
 
-class Consume(Struct, frozen=True, tag_field="op", tag="consume"):
-    """Request for the next items for a worker of a consumer. Answered with Delivered.
-
-    A new consumer is created with these settings; later calls must have equal settings.
-    """
-
-    consumer: Name
-    worker: Id16
-    max_bytes: Annotated[int, Meta(ge=1, le=64 << 20)]
-    max_messages: Annotated[int, Meta(ge=1, le=1 << 20)]
-    wait_ms: Annotated[int, Meta(ge=0, le=60_000)] = 0
-    start: Offset = 0
-    group: bool = False
-    durable: bool = True
-    ack_timeout_us: Annotated[int, Meta(ge=1000, le=86_400_000_000)] = 30_000_000
-    max_deliver: Annotated[int, Meta(ge=0, le=65_535)] = 0
-    again: bool = False
-    """Whether the last answer was lost, so that everything this worker holds must be delivered again."""
-
-
-class Range(Struct, frozen=True, array_like=True):
-    """Messages from offset `first` up to, but not including, `next`."""
-
-    first: Offset
-    next: Offset
-
-
-class Settle(Struct, frozen=True, tag_field="op", tag="settle"):
-    """A worker's report on messages delivered to it. Answered with Settled.
-
-    `done` messages are finished, and so are all delivered up to the offset `through`. `failed` messages are delivered
-    again, after `delay_us`, for `reason`. `held` messages get the acknowledgement timeout again. `gone` means that the
-    worker ends, so its other messages go to other workers.
-    """
-
-    consumer: Name
-    worker: Id16
-    done: Annotated[list[Range], Meta(max_length=4096)] = []
-    failed: Annotated[list[Range], Meta(max_length=4096)] = []
-    held: Annotated[list[Range], Meta(max_length=4096)] = []
-    through: Offset | None = None
-    delay_us: Time = 0
-    reason: Text = ""
-    gone: bool = False
-    had: Annotated[list[Range], Meta(max_length=4096)] = []
-    """Messages that arrived and are still unfinished. A worker that requests more lists all that it holds here."""
-    unseen: Annotated[list[Range], Meta(max_length=4096)] = []
-    """Messages that the worker returns without having begun with them; this does not count as a delivery."""
-
-
-class DescribeConsumers(Struct, frozen=True, tag_field="op", tag="consumers"):
-    """Request for the consumers after the name `after`. Answered with Consumers."""
-
-    after: Annotated[str, Meta(max_length=255)] = ""
-
-
-class DeleteConsumer(Struct, frozen=True, tag_field="op", tag="delete-consumer"):
-    """Request to delete a consumer and its position. Answered with Settled."""
-
-    consumer: Name
-
-
-class ChangeConsumer(Struct, frozen=True, tag_field="op", tag="change-consumer"):
-    """Request to change a consumer's settings, or to pause or resume it; None leaves a field as it is.
-
-    Its position and what its workers hold stay. Answered with Consumers, which lists this one.
-    """
-
-    consumer: Name
-    ack_timeout_us: Annotated[int, Meta(ge=1000, le=86_400_000_000)] | None = None
-    max_deliver: Annotated[int, Meta(ge=0, le=65_535)] | None = None
-    paused: bool | None = None
-
-
-class RedriveLetters(Struct, frozen=True, tag_field="op", tag="redrive"):
-    """Request to deliver the messages of these dead letters to their consumer again, and to delete the letters.
-
-    `letters` are offsets in the stream of dead letters, ascending. Answered with Redriven. A repeated request
-    changes nothing.
-    """
-
-    consumer: Name
-    letters: Annotated[list[Offset], Meta(min_length=1, max_length=MAX_REDRIVEN)]
-
-
 # -- answers -----------------------------------------------------------------------------------------------------
 
 
@@ -625,81 +494,10 @@ class Found(Struct, frozen=True, tag_field="op", tag="found"):
     offset: Offset
 
 
-class Handed(Struct, frozen=True, array_like=True):
-    """An item for a worker, delivered for the `deliveries`-th time.
-
-    `wanted` selects messages of a record: one bit each, in little-endian bytes.
-    """
-
-    item: Item
-    wanted: bytes = b""
-    deliveries: U32 = 1
-
-
-class Delivered(Struct, frozen=True, tag_field="op", tag="delivered"):
-    """Items delivered to a worker; none if nothing came in time."""
-
-    items: list[Handed]
-    uuid: Id16
-    lag: Offset = 0
-    fenced: bool = False
-    """Whether another worker has taken over, so that this one gets no more items."""
-    ack_timeout_us: Offset = 0
-    """The ack timeout in force, if it is not the one in the call; else 0."""
-
-
 class Settled(Struct, frozen=True, tag_field="op", tag="settled"):
     """The call was carried out. `count` is the number of messages or records that it settled or discarded."""
 
     count: Offset = 0
-
-
-class ConsumerInfo(Struct, frozen=True):
-    """State of a consumer. All numbers are messages, except `workers` and the offsets `floor` and `position`.
-
-    `workers` hold messages or wait for some. `lag` counts messages that are not settled, and `pending` those that
-    workers hold. `redelivering` wait to be delivered again. `dead` are dead letters that are not stored in the stream
-    of dead letters yet, so it is 0 as soon as they are. `missed` and `late` count since the consumer was created:
-    messages that were removed or damaged before they were settled, and acks of messages that were settled already.
-    """
-
-    name: Name
-    group: bool
-    durable: bool
-    floor: Offset
-    position: Offset
-    lag: Offset
-    pending: Offset
-    redelivering: Offset
-    workers: U32
-    dead: Offset = 0
-    missed: Offset = 0
-    late: Offset = 0
-    paused: bool = False
-    """Nothing is delivered until it is resumed."""
-    ack_timeout_us: Offset = 0
-    """0 from a store that does not say."""
-    max_deliver: U32 = 0
-    redriven: Offset = 0
-    """Dead letters that were delivered again on request, since the consumer was created."""
-
-
-class Consumers(Struct, frozen=True, tag_field="op", tag="consumers"):
-    """Consumers of one stream. With `more`, request again after the last."""
-
-    consumers: list[ConsumerInfo]
-    more: bool = False
-
-
-class Redriven(Struct, frozen=True, tag_field="op", tag="redriven"):
-    """The first `count` letters were dealt with: their messages will be delivered, except for the offsets `gone`.
-
-    Those were removed from the stream, and their letters stay. If `count` is lower than the number of letters, there
-    is no room for the others until workers settle some messages.
-    """
-
-    count: Offset
-    gone: Annotated[list[Offset], Meta(max_length=MAX_REDRIVEN)] = []
 
 
 class Refused(Struct, frozen=True, tag_field="op", tag="refused"):
@@ -717,66 +515,20 @@ REFUSALS: Final = frozenset(
 )  # fmt: skip
 
 Call = (
-    FindStore
-    | Knock
-    | Open
-    | Create
-    | ListStreams
-    | Describe
-    | Change
-    | Delete
-    | Append
-    | Stage
-    | Commit
-    | Plan
-    | Discard
-    | Copy
-    | Fetch
-    | Find
-    | Consume
-    | Settle
-    | DescribeConsumers
-    | DeleteConsumer
-    | ChangeConsumer
-    | RedriveLetters
-    | Move
-    | Take
-    | FindLost
-    | Force
-)
+    FindStore | Knock | Open | Create | ListStreams | Describe | Change | Delete | Append | Stage | Commit | Plan
+    | Discard | Copy | Fetch | Find | Consume | Settle | DescribeConsumers | DeleteConsumer | ChangeConsumer
+    | RedriveLetters | Move | Take | FindLost | Force
+)  # fmt: skip
 Answer = (
-    StoreInfo
-    | Door
-    | Opened
-    | Described
-    | Listed
-    | Appended
-    | Staged
-    | Committed
-    | Planned
-    | Copied
-    | Fetched
-    | Found
-    | Delivered
-    | Settled
-    | Consumers
-    | Redriven
-    | Moving
-    | LostStreams
-    | Refused
-)
+    StoreInfo | Door | Opened | Described | Listed | Appended | Staged | Committed | Planned | Copied | Fetched
+    | Found | Delivered | Settled | Consumers | Redriven | Moving | LostStreams | Refused
+)  # fmt: skip
 
 encode: Final = msgspec.msgpack.Encoder().encode
 """Return the bytes of a call, answer or order."""
 _decode_call: Final = msgspec.msgpack.Decoder(Call).decode
 _decode_answer: Final = msgspec.msgpack.Decoder(Answer).decode
-_decode_dead: Final = msgspec.msgpack.Decoder(DeadLetter).decode
 _BAD: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-
-
-def dead_uuid(uuid: bytes) -> bytes:
-    """Return the uuid of the dead-letter log of the stream `uuid`."""
-    return hashlib.sha256(b"iris-dead-letters-1" + uuid).digest()[:16]
 
 
 def decode_call(body: bytes | memoryview) -> Call:
@@ -793,11 +545,3 @@ def decode_answer(body: bytes | memoryview) -> Answer:
         return _decode_answer(body)  # type: ignore[no-any-return]  # a decoder of a union
     except _BAD as err:
         raise DecodeError(f"a store's answer cannot be decoded: {err}") from err
-
-
-def decode_dead(body: bytes) -> DeadLetter:
-    """Decode the reference in a record of kind `DEAD_KIND`. Raises DecodeError."""
-    try:
-        return _decode_dead(body)
-    except _BAD as err:
-        raise DecodeError(f"a dead letter cannot be decoded: {err}") from err

@@ -15,7 +15,7 @@ from iris.errors import DecodeError, OpenError
 from iris.wire import frames
 from iris.wire.kinds import NO_KEY, Kind
 from iris.wire.orders import DEAD, KEEP, decode_order
-from iris.wire.streams import dead_uuid
+from iris.wire.stream_items import dead_uuid
 from relay.core.session import Session
 
 MAX_GRANTED: Final = 65_536

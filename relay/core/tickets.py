@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Final, Protocol
 
 from iris.errors import DecodeError, PeerProtocolError
-from iris.wire import streams
+from iris.wire import consumers, streams
 from iris.wire.codec import BODY_AT, CAST, HOP
 from iris.wire.frames import Fail, Unrouted
 from iris.wire.kinds import NO_KEY, Cause, Kind
@@ -47,9 +47,9 @@ _OF_STREAMS: Final[dict[type, Sequence[str]]] = {
     streams.Describe: STREAM_VERBS,
     streams.Fetch: ("read",),
     streams.Find: ("read",),
-    streams.Consume: ("consume",),
-    streams.Settle: ("consume",),
-    streams.DescribeConsumers: ("consume",),
+    consumers.Consume: ("consume",),
+    consumers.Settle: ("consume",),
+    consumers.DescribeConsumers: ("consume",),
     streams.Append: ("append",),
     streams.FindStore: (
         "create",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from iris.errors import IrisError
-from iris.wire import streams
+from iris.wire import stream_items, streams
 from iris.wire.codec import END
 from relay.store.log import Chunk
 from relay.store.outcomes import Conflict, Duplicate, Fenced, Outcome, OutOfOrder, Stored
@@ -17,26 +17,26 @@ GAP_BYTES: Final = 1200
 """Upper bound of a gap in an answer."""
 
 
-def item_to_wire(item: Item) -> streams.Item:
+def item_to_wire(item: Item) -> stream_items.Item:
     """Return the wire form of an item of a log."""
     if isinstance(item, Record):
-        return streams.Record(
+        return stream_items.Record(
             item.first, item.kind, item.name, item.key_id, item.sender_id, item.end, item.body, item.stored_us,
             item.key_hash or b"", item.tombstone, item.expires_us, item.due_us,
         )  # fmt: skip
     if isinstance(item, Gap):
-        return streams.Gap(item.first, item.count, item.cause[:1024], item.stored_us)
-    return streams.Hole(item.first, item.next, int(item.reason))
+        return stream_items.Gap(item.first, item.count, item.cause[:1024], item.stored_us)
+    return stream_items.Hole(item.first, item.next, int(item.reason))
 
 
-def item_from_wire(item: streams.Item) -> Item:
+def item_from_wire(item: stream_items.Item) -> Item:
     """Return the log's form of a received item of another log. Raises ValueError."""
-    if isinstance(item, streams.Record):
+    if isinstance(item, stream_items.Record):
         return Record(
             item.offset, END.unpack(item.end)[2], item.kind, item.name, item.key_id, item.sender_id, item.end, item.body,
             item.stored_us, item.key_hash or None, item.tombstone, item.expires_us, item.due_us, False,
         )  # fmt: skip
-    if isinstance(item, streams.Gap):
+    if isinstance(item, stream_items.Gap):
         return Gap(item.offset, item.count, item.cause, item.stored_us)
     reason = Reason(item.reason)
     if reason == Reason.DEFERRED:
@@ -46,11 +46,11 @@ def item_from_wire(item: streams.Item) -> Item:
     return Hole(item.offset, item.next, reason)
 
 
-def items_to_wire(chunk: Chunk, limit: int, start: int) -> tuple[list[streams.Item], int]:
+def items_to_wire(chunk: Chunk, limit: int, start: int) -> tuple[list[stream_items.Item], int]:
     """Return the first items of a chunk that fit into an answer of `limit` bytes, at least one, and
     the offset after them.
     """
-    items: list[streams.Item] = []
+    items: list[stream_items.Item] = []
     used = 0
     end = start
     for item in chunk.items:

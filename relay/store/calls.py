@@ -12,9 +12,18 @@ from typing import Any, Final
 from iris.crypto.keys import StoreKey, public_id
 from iris.errors import DecodeError
 from iris.wire import streams
+from iris.wire.consumers import (
+    ChangeConsumer,
+    Consume,
+    Consumers,
+    DeleteConsumer,
+    DescribeConsumers,
+    RedriveLetters,
+    Settle,
+)
 from iris.wire.kinds import NO_KEY
 from iris.wire.orders import END, ORDER_VERSION, SignedOrder, decode_order
-from iris.wire.streams import dead_uuid
+from iris.wire.stream_items import dead_uuid
 from relay.logs import Quiet
 from relay.store import joining, moving
 from relay.store.authority import Charter, is_promotion, one_definition
@@ -92,12 +101,12 @@ class Calls:
             streams.Copy: self._on_copy,
             streams.Fetch: self._on_fetch,
             streams.Find: self._on_find,
-            streams.Consume: self._on_consume,
-            streams.Settle: self._on_settle,
-            streams.DescribeConsumers: self._on_consumers,
-            streams.DeleteConsumer: self._on_delete_consumer,
-            streams.ChangeConsumer: self._on_change_consumer,
-            streams.RedriveLetters: self._on_redrive,
+            Consume: self._on_consume,
+            Settle: self._on_settle,
+            DescribeConsumers: self._on_consumers,
+            DeleteConsumer: self._on_delete_consumer,
+            ChangeConsumer: self._on_change_consumer,
+            RedriveLetters: self._on_redrive,
         }
 
     def unseal(self, incoming: IncomingCall, end: memoryview, body: memoryview) -> memoryview:
@@ -461,28 +470,28 @@ class Calls:
             raise Refuse("disk", stream.log.failed)
         return stream.consumer_calls
 
-    def _on_consume(self, incoming: IncomingCall, call: streams.Consume) -> None:
+    def _on_consume(self, incoming: IncomingCall, call: Consume) -> None:
         consumers = self._consumer_calls(incoming)
         if self._registration.leaving and call.wait_ms:
             raise Refuse("leaving", "the relay is stopping")
         consumers.take(incoming, call, self._clock.elapsed_us, wait=self._registration.blocked)
 
-    def _on_settle(self, incoming: IncomingCall, call: streams.Settle) -> None:
+    def _on_settle(self, incoming: IncomingCall, call: Settle) -> None:
         self._consumer_calls(incoming).settle(incoming, call, self._clock.elapsed_us)
 
-    def _on_consumers(self, incoming: IncomingCall, call: streams.DescribeConsumers) -> None:
-        incoming.answer(streams.Consumers(*self._consumer_calls(incoming).described(call.after)))
+    def _on_consumers(self, incoming: IncomingCall, call: DescribeConsumers) -> None:
+        incoming.answer(Consumers(*self._consumer_calls(incoming).described(call.after)))
 
-    def _on_delete_consumer(self, incoming: IncomingCall, call: streams.DeleteConsumer) -> None:
+    def _on_delete_consumer(self, incoming: IncomingCall, call: DeleteConsumer) -> None:
         if not self._consumer_calls(incoming).delete(call.consumer):
             raise Refuse("consumer", f"the stream has no consumer {call.consumer!r}")
         incoming.answer(streams.Settled(1))
 
-    def _on_change_consumer(self, incoming: IncomingCall, call: streams.ChangeConsumer) -> None:
+    def _on_change_consumer(self, incoming: IncomingCall, call: ChangeConsumer) -> None:
         consumers = self._consumer_calls(incoming)
-        incoming.answer(streams.Consumers([consumers.change(call, self._clock.elapsed_us)]))
+        incoming.answer(Consumers([consumers.change(call, self._clock.elapsed_us)]))
 
-    def _on_redrive(self, incoming: IncomingCall, call: streams.RedriveLetters) -> None:
+    def _on_redrive(self, incoming: IncomingCall, call: RedriveLetters) -> None:
         consumers, stream = self._consumer_calls(incoming), self._stream(incoming)
         dead = self._catalogue.streams.get(dead_uuid(stream.uuid))
         if dead is None or dead.log is None:

@@ -24,7 +24,7 @@ from iris.wire.frames import MAX_KEY_IDS
 from iris.wire.kinds import Kind
 from iris.wire.names import plural
 from iris.wire.orders import DEAD, Definition
-from iris.wire.streams import dead_uuid
+from iris.wire.stream_items import dead_uuid
 from relay.store import displacing, join_notes
 from relay.store.authority import NO_CHARTER, Authority, Charter, DefinitionFile
 from relay.store.bucket.replica import Replica, forget

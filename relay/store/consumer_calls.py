@@ -16,8 +16,7 @@ from typing import Final
 from iris.core.conversation import UP
 from iris.errors import IrisError
 from iris.wire import streams
-from iris.wire.streams import (
-    DEAD_KIND,
+from iris.wire.consumers import (
     ChangeConsumer,
     Consume,
     ConsumerInfo,
@@ -27,8 +26,8 @@ from iris.wire.streams import (
     RedriveLetters,
     Redriven,
     Settle,
-    decode_dead,
 )
+from iris.wire.stream_items import DEAD_KIND, decode_dead
 from relay.store.answers import item_to_wire
 from relay.store.bucket.replica import Replica
 from relay.store.clock import Clock

@@ -16,7 +16,7 @@ from typing import Final, TypeVar
 import msgspec
 from msgspec import Struct
 
-from iris.wire.streams import dead_uuid
+from iris.wire.stream_items import dead_uuid
 from relay.store.bucket.state import backlog
 from relay.store.errors import LogError
 from relay.store.store import Store

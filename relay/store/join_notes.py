@@ -18,7 +18,7 @@ from msgspec import Struct
 
 from iris.errors import ConfigError
 from iris.keyfiles import sync_directory
-from iris.wire.streams import dead_uuid
+from iris.wire.stream_items import dead_uuid
 from relay.store.errors import LogWriteFailed
 from relay.store.files import write_beside
 from relay.store.salvage import ORDERS

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from iris.wire.orders import SignedOrder
-from iris.wire.streams import dead_uuid
+from iris.wire.stream_items import dead_uuid
 from relay.store import join_notes
 from relay.store.authority import Charter
 from relay.store.bucket.replica import Place, Replica, forget

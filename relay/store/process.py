@@ -32,7 +32,7 @@ from iris.wire.codec import MAX_MESSAGE_LIMIT, ReceiveBuffer
 from iris.wire.frames import Bye, Ping
 from iris.wire.names import plural
 from iris.wire.orders import Definition
-from iris.wire.streams import dead_uuid
+from iris.wire.stream_items import dead_uuid
 from relay.store.bucket.copying import Copying
 from relay.store.bucket.forcing import Forcing, Left
 from relay.store.bucket.keeper import CHECKPOINT_BYTES, STATE_FILE, Keeper

@@ -31,7 +31,7 @@ from msgspec import Struct
 from iris.errors import ConfigError, IrisError
 from iris.keyfiles import sync_directory
 from iris.wire.orders import DEAD, decode_order, in_force
-from iris.wire.streams import dead_uuid
+from iris.wire.stream_items import dead_uuid
 from relay.store import cursor
 from relay.store.authority import DefinitionFile
 from relay.store.chain import DUE, Chain, Draft

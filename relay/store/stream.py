@@ -25,13 +25,12 @@ from iris.wire.codec import END
 from iris.wire.kinds import Kind
 from iris.wire.names import matches
 from iris.wire.orders import Definition, Order, SignedOrder
+from iris.wire.stream_items import DEAD_KIND, DeadLetter
 from iris.wire.streams import (
-    DEAD_KIND,
     Append,
     Commit,
     Copied,
     Copy,
-    DeadLetter,
     Described,
     Discard,
     NewRecord,

@@ -16,7 +16,8 @@ from support.waiting import eventually
 
 import iris
 from iris.errors import StreamError
-from iris.wire.streams import Append, Change, ConsumerInfo, Delete, Knock, Refused, encode
+from iris.wire.consumers import ConsumerInfo
+from iris.wire.streams import Append, Change, Delete, Knock, Refused, encode
 from relay.store.channels import Channels
 from relay.store.consumer_calls import ConsumerCalls
 from relay.store.session import StoreSession

@@ -13,7 +13,8 @@ import pytest
 from iris.errors import StreamError
 from iris.streams import Consumer, StreamMessage
 from iris.testing import LocalCluster
-from iris.wire.streams import Range, Settle, Settled
+from iris.wire.consumers import Range, Settle
+from iris.wire.streams import Settled
 from relay.store import consumer_calls
 
 

@@ -23,7 +23,8 @@ from iris.crypto.keys import ClusterKey
 from iris.errors import ConfigError, NoStream, StreamError, StreamExists
 from iris.streams import StreamGap
 from iris.testing import LocalCluster
-from iris.wire.streams import Copied, Copy, Hole
+from iris.wire.stream_items import Hole
+from iris.wire.streams import Copied, Copy
 
 # -- what a copy has -----------------------------------------------------------------------------------------
 

@@ -29,7 +29,8 @@ from support.waiting import until as turns_until
 import iris
 from iris.errors import NoStream, StreamError, StreamUnavailable
 from iris.streams import mirroring
-from iris.wire.streams import Copied, Copy, Hole
+from iris.wire.stream_items import Hole
+from iris.wire.streams import Copied, Copy
 
 
 async def test_a_mirror_follows_its_source_and_reports_its_lag(setting: Any) -> None:

@@ -18,6 +18,7 @@ from support.waiting import eventually
 import iris
 from iris.crypto.channel import Offer
 from iris.wire import streams
+from iris.wire.consumers import Consume, DeleteConsumer, DescribeConsumers, Settle
 from iris.wire.orders import END, KEEP, Definition, Order, SignedOrder
 from iris.wire.streams import Refused, encode
 from relay.daemon import Relay
@@ -106,10 +107,10 @@ async def test_a_site_without_the_key_can_do_nothing_to_a_stream_and_learns_noth
             streams.Commit("etl", 1, [streams.Attempt(b"a" * 16, 0)]),
             streams.Discard("etl", 1),
             streams.Copy(bytes.fromhex(made.uuid), 51, 51, []),
-            streams.Consume("billing", worker, 1 << 20, 100),
-            streams.Settle("billing", worker, through=50, gone=True),
-            streams.DescribeConsumers(),
-            streams.DeleteConsumer("billing"),
+            Consume("billing", worker, 1 << 20, 100),
+            Settle("billing", worker, through=50, gone=True),
+            DescribeConsumers(),
+            DeleteConsumer("billing"),
             streams.Fetch(0, 1 << 20),
             streams.Find(0),
             streams.Describe(),

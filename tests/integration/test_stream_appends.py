@@ -18,7 +18,8 @@ from iris.crypto.keys import ClusterKey
 from iris.errors import NoStream, OffsetConflict, StreamDamaged, StreamError, StreamUnavailable
 from iris.testing import LocalCluster
 from iris.wire.orders import Definition, Order, SignedOrder, decode_order
-from iris.wire.streams import Append, Create, NewRecord, Refused, dead_uuid, encode
+from iris.wire.stream_items import dead_uuid
+from iris.wire.streams import Append, Create, NewRecord, Refused, encode
 from relay.store.errors import LogWriteFailed
 from relay.store.records import Entry
 from relay.store.stream import Stream

@@ -45,7 +45,7 @@ from iris.crypto.tickets import sign_ticket
 from iris.remote import certificate_hash
 from iris.streams.records import RecordOpener
 from iris.streams.verified import VerifiedStream
-from iris.wire import frames, link_frames, streams
+from iris.wire import frames, link_frames, stream_items, streams
 from iris.wire.codec import (
     END,
     HOP,
@@ -472,7 +472,7 @@ def derived() -> dict[str, dict[str, Any]]:
         "stream": {
             "store_secret": bytes(range(0x20, 0x40)).hex(), "store_public_key": STORE_KEY.public_key.hex(),
             "store_id": public_id(STORE_KEY.public_key).hex(), "uuid": STREAM_UUID.hex(),
-            "dead_uuid": streams.dead_uuid(STREAM_UUID).hex(), "key": RECORD_KEY.decode(), "key_hash": _key_hash().hex(),
+            "dead_uuid": stream_items.dead_uuid(STREAM_UUID).hex(), "key": RECORD_KEY.decode(), "key_hash": _key_hash().hex(),
         },
         "stream-partitions": partitioned(),
         "stream-channel": Opening(STREAM_UUID).keys(),
@@ -583,7 +583,7 @@ def stream() -> dict[str, tuple[bytes, dict[str, Any]]]:
     body = Sealer(KEY, APPENDER).seal(encode_bundle([b"paid"], None, False), prefix + end)
     new = streams.NewRecord(0, end, body, _key_hash(), expires_us=SENT_US + 86_400_000_000)
     append = streams.Append(APPENDER, [new], PRODUCER, 0)
-    record = streams.Record(
+    record = stream_items.Record(
         7,
         Kind.STREAM,
         STREAM,
@@ -596,8 +596,8 @@ def stream() -> dict[str, tuple[bytes, dict[str, Any]]]:
         False,
         new.expires_us,
     )
-    hole = streams.Hole(5, 6, 2)
-    gap = streams.Gap(6, 3, "slow receiver", SENT_US + 1000)
+    hole = stream_items.Hole(5, 6, 2)
+    gap = stream_items.Gap(6, 3, "slow receiver", SENT_US + 1000)
     fetched = streams.Fetched([hole, gap, record], 8, 0, 8, STREAM_UUID)
     opener = RecordOpener(lambda key_id: KEY if key_id == KEY.key_id else None)
     unasked: Any = None

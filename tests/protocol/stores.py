@@ -12,7 +12,7 @@ from typing import Any
 from iris.core.guard import Guard
 from iris.core.session import Session
 from iris.crypto.keys import ClusterKey, StoreKey
-from iris.wire import frames, streams
+from iris.wire import consumers, frames, streams
 from iris.wire.codec import BODY_AT, HOP, KIND_AT, decode_control, encode_control
 from iris.wire.kinds import Kind
 from iris.wire.orders import END, KEEP, MOVE, Definition, Order, SignedOrder
@@ -220,12 +220,12 @@ ATTACKS: dict[str, Any] = {
     "plan": streams.Plan("etl", 1, [streams.PlannedPart(1, [streams.Attempt(b"a" * 16, 1)])]),
     "discard": streams.Discard("etl", 1),
     "copy": streams.Copy(UUID, 3, 3, []),
-    "consume": streams.Consume("billing", b"w" * 16, 1 << 20, 1),
-    "settle": streams.Settle("billing", b"w" * 16, through=0),
-    "consumers": streams.DescribeConsumers(),
-    "delete-consumer": streams.DeleteConsumer("billing"),
-    "change-consumer": streams.ChangeConsumer("billing", paused=True),
-    "redrive": streams.RedriveLetters("billing", [0]),
+    "consume": consumers.Consume("billing", b"w" * 16, 1 << 20, 1),
+    "settle": consumers.Settle("billing", b"w" * 16, through=0),
+    "consumers": consumers.DescribeConsumers(),
+    "delete-consumer": consumers.DeleteConsumer("billing"),
+    "change-consumer": consumers.ChangeConsumer("billing", paused=True),
+    "redrive": consumers.RedriveLetters("billing", [0]),
     "fetch": streams.Fetch(0, 1 << 20),
     "find": streams.Find(0),
     "describe": streams.Describe(),
@@ -263,5 +263,5 @@ def relay_of(store: Store) -> Relay:
     for number in range(3):
         assert isinstance(relay.ask(owner, append(number)), streams.Appended)
     assert isinstance(relay.ask(owner, ATTACKS["stage"]), streams.Staged)
-    assert isinstance(relay.ask(owner, ATTACKS["consume"]), streams.Delivered)
+    assert isinstance(relay.ask(owner, ATTACKS["consume"]), consumers.Delivered)
     return relay

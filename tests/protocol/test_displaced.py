@@ -21,7 +21,7 @@ from protocol.stores import (
 )
 
 from iris.crypto.keys import StoreKey
-from iris.wire import streams
+from iris.wire import consumers, streams
 from iris.wire.orders import END, KEEP, MOVE, Definition, Order, SignedOrder
 from relay.store.bucket.sealing import Forced
 
@@ -49,7 +49,7 @@ def test_a_displaced_log_is_read_once_and_not_written_or_followed(relay: Relay) 
         waiting.got,
         refused(relay, append(3)),
         refused(relay, streams.Fetch(0, 1 << 20, 1)),
-        refused(relay, streams.Consume("billing", b"w" * 16, 1 << 20, 1)),
+        refused(relay, consumers.Consume("billing", b"w" * 16, 1 << 20, 1)),
         refused(relay, streams.Change([order()])),
     ):
         assert answer.code == "leaving"

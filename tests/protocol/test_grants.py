@@ -15,7 +15,7 @@ from iris.wire.codec import decode_control, encode_control
 from iris.wire.frames import Serving
 from iris.wire.kinds import DECLARED_KINDS, NO_KEY, PROTOCOL_VERSION, STORES, Kind
 from iris.wire.orders import DEAD, KEEP, Definition, Order
-from iris.wire.streams import dead_uuid
+from iris.wire.stream_items import dead_uuid
 from relay.core.router import Router
 
 KEY, OTHER = ClusterKey(b"k" * 32), ClusterKey(b"o" * 32)

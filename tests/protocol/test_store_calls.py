@@ -30,7 +30,7 @@ from protocol.stores import (
 from iris.crypto.channel import LONG_BYTES, MARK, SEALED_BYTES, Offer, accept_offer
 from iris.crypto.keys import StoreKey
 from iris.errors import ConnectionLost, IrisError, OpenError, PeerProtocolError
-from iris.wire import frames, streams
+from iris.wire import consumers, frames, stream_items, streams
 from iris.wire.codec import BODY_AT, END_AT, HOP
 from iris.wire.kinds import NO_KEY, Kind
 from iris.wire.orders import END, KEEP, Definition, Order, SignedOrder
@@ -201,7 +201,7 @@ def test_a_replayed_call_is_done_once_and_its_answer_cannot_replace_the_first(re
 
     relay.answers = keep
     caller = Caller(KEY)
-    settle = streams.Settle("billing", b"w" * 16, failed=[streams.Range(0, 1)])
+    settle = consumers.Settle("billing", b"w" * 16, failed=[consumers.Range(0, 1)])
     assert relay.ask(caller, settle, writes=True) == streams.Settled(1)
     # The second is refused without a code, because a refusal with one would fit the first call.
     refusals = [decode_answer(body) for body in answers if body[0] != MARK]
@@ -357,11 +357,11 @@ def test_a_recorded_conversation_does_nothing_again_here_or_on_another_connectio
 ) -> None:
     caller = Caller(KEY)
     del relay.recorded[:]
-    settle = streams.Settle("billing", b"w" * 16, failed=[streams.Range(0, 1)])
-    for call in (append(3, streams.NO_PRODUCER), settle, streams.DeleteConsumer("billing")):
+    settle = consumers.Settle("billing", b"w" * 16, failed=[consumers.Range(0, 1)])
+    for call in (append(3, streams.NO_PRODUCER), settle, consumers.DeleteConsumer("billing")):
         assert not isinstance(relay.ask(caller, call, writes=True), Refused | IrisError)
     recorded = relay.recorded
-    assert isinstance(relay.ask(Caller(KEY), ATTACKS["consume"]), streams.Delivered)
+    assert isinstance(relay.ask(Caller(KEY), ATTACKS["consume"]), consumers.Delivered)
     before, opened = state(relay.store), len(relay.store.calls.channels)
     for again in (relay, Relay(relay.store)):  # the store attaches to the second one
         for declared, frame in list(recorded[:5]):
@@ -481,16 +481,16 @@ def test_calls_that_wait_when_their_session_ends_are_reported_as_not_run(
 
 def test_dead_letters_are_read_by_a_channel_under_the_order_of_their_stream(relay: Relay) -> None:
     caller = Caller(KEY)
-    last = streams.Consume("strict", b"w" * 16, 1 << 20, 1, max_deliver=1)
-    assert isinstance(relay.ask(caller, last), streams.Delivered)
+    last = consumers.Consume("strict", b"w" * 16, 1 << 20, 1, max_deliver=1)
+    assert isinstance(relay.ask(caller, last), consumers.Delivered)
     assert isinstance(
-        relay.ask(caller, streams.Settle("strict", b"w" * 16, failed=[streams.Range(0, 1)])),
+        relay.ask(caller, consumers.Settle("strict", b"w" * 16, failed=[consumers.Range(0, 1)])),
         streams.Settled,
     )
     relay.ask(caller, last)
     found = relay.ask(caller, streams.Describe(), name=f"{NAME}.dead")
     assert isinstance(found, streams.Described)
-    assert found.uuid == streams.dead_uuid(UUID)
+    assert found.uuid == stream_items.dead_uuid(UUID)
 
 
 def test_garbage_behind_the_mark_is_refused(relay: Relay) -> None:

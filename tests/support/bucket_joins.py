@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from iris.crypto.keys import ClusterKey, StoreKey
-from iris.wire import streams
+from iris.wire import stream_items, streams
 from iris.wire.orders import KEEP, Definition
 from iris.wire.streams import Answer, Call, decode_answer
 from relay.store.bucket.copies import Lag
@@ -267,7 +267,7 @@ class World:
             if not answered.done():
                 answered.set_result(answer)
 
-        ours = (NAME, UUID.hex(), streams.dead_uuid(UUID).hex())
+        ours = (NAME, UUID.hex(), stream_items.dead_uuid(UUID).hex())
         key_id = OWNER.key_id if name in ours else bytes(16)
         deadline_us = now_us() + int(seconds * 1e6)
         host.receive(Request(name, key_id, call, settle, deadline_us))
@@ -347,7 +347,7 @@ class World:
                 await asyncio.sleep(0.1)
                 continue
             for item in answer.items:
-                assert isinstance(item, streams.Record), item
+                assert isinstance(item, stream_items.Record), item
                 found.append((item.offset, item.body))
             at = answer.next
             if at == answer.high_water:

@@ -8,7 +8,8 @@ import pytest
 
 from iris.errors import StreamError, StreamUnavailable
 from iris.streams.mirroring import Mirror
-from iris.wire.streams import Copied, Copy, Gap, Hole
+from iris.wire.stream_items import Gap, Hole
+from iris.wire.streams import Copied, Copy
 
 
 class Stub(Mirror):

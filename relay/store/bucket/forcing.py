@@ -27,7 +27,8 @@ from iris.crypto.keys import GroupKey, public_id
 from iris.errors import IrisError
 from iris.keyfiles import sync_directory
 from iris.wire.orders import KEEP, Definition, Order, SignedOrder
-from iris.wire.streams import LostStream, dead_uuid
+from iris.wire.stream_items import dead_uuid
+from iris.wire.streams import LostStream
 from relay.store.authority import Authority, DefinitionFile, one_definition
 from relay.store.bucket.copy_reading import Outline, read_copies
 from relay.store.bucket.forced import ForcedList

@@ -22,7 +22,7 @@ from typing import Final
 from iris.core.backoff import Backoff
 from iris.crypto.keys import public_id
 from iris.errors import Closed
-from iris.wire.streams import dead_uuid
+from iris.wire.stream_items import dead_uuid
 from relay.store.batches import OP_BYTES, CopiedBatch
 from relay.store.bucket.checkpointing import BACKLOG_BYTES, PAUSE_S
 from relay.store.bucket.errands import ASK_MAX_S, ASK_MIN_S, Errands

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from iris.errors import IrisError
-from iris.wire.streams import dead_uuid
+from iris.wire.stream_items import dead_uuid
 from relay.store.batches import Op
 from relay.store.bucket.history import Registration
 from relay.store.bucket.lineage import Order, Run, among

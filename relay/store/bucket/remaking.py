@@ -9,7 +9,8 @@ from typing import Final, NamedTuple
 from msgspec import structs
 
 from iris.errors import DecodeError
-from iris.wire.streams import DEAD_KIND, DeadLetter, decode_dead, encode
+from iris.wire.stream_items import DEAD_KIND, DeadLetter, decode_dead
+from iris.wire.streams import encode
 from relay.store.database import Database
 from relay.store.errors import LogDamaged
 from relay.store.identity import Identity

@@ -20,7 +20,7 @@ from typing import Final
 import msgspec
 from msgspec import Struct
 
-from iris.wire.streams import dead_uuid
+from iris.wire.stream_items import dead_uuid
 from relay.store.batches import PLACE_ROW, PUT_RECORD, REDO_ROWS, Batch, CopiedBatch, Op
 from relay.store.bucket.sealing import Ended, Rows
 from relay.store.bucket.tail import Tail

@@ -10,9 +10,10 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Final
 
-from iris.wire import streams
+from iris.wire import consumers, stream_items, streams
 from iris.wire.codec import END
-from iris.wire.streams import Answer, Call, decode_dead
+from iris.wire.stream_items import decode_dead
+from iris.wire.streams import Answer, Call
 from support.bucket_lives.history import GAP, Acked, Chunk, History, Interval, Place, Seen
 from support.bucket_lives.plan import StreamPlan
 from support.bucket_lives.store import EPOCH_US
@@ -22,17 +23,17 @@ TRY_AGAIN_S: Final = 0.5
 CONSUMER: Final = "workers"
 
 RETENTION: Final = 1
-"""Reason of a hole (`iris.wire.streams.HOLES`)."""
+"""Reason of a hole (`iris.wire.stream_items.HOLES`)."""
 
 Ask = Callable[[str, Call], Awaitable[Answer | None]]
 """Sends a call to whoever serves a stream, by its uuid; returns the answer, or None if none came in time."""
 
 
-def body_of(item: streams.Item) -> bytes:
+def body_of(item: stream_items.Item) -> bytes:
     """Return the body of a message, or what stands for a gap or hole."""
-    if isinstance(item, streams.Record):
+    if isinstance(item, stream_items.Record):
         return item.body
-    if isinstance(item, streams.Gap) and item.count is None:
+    if isinstance(item, stream_items.Gap) and item.count is None:
         return GAP + item.cause.encode()
     return repr(item).encode()
 
@@ -246,7 +247,7 @@ class Reader(Client):
             when = Interval(begun, self._history.tick())
             found, removed = [], []
             for item in answer.items:
-                if isinstance(item, streams.Hole) and item.reason == RETENTION:
+                if isinstance(item, stream_items.Hole) and item.reason == RETENTION:
                     removed.append((item.offset, item.next))
                     continue
                 body = body_of(item)
@@ -276,26 +277,26 @@ class Worker(Client):
         again = False
         while True:
             begun = self._history.tick()
-            call = streams.Consume(
+            call = consumers.Consume(
                 CONSUMER, self._id, 4096, 8, 500, ack_timeout_us=self.ack_timeout_us, again=again,
                 max_deliver=self.plan.max_deliver,
             )  # fmt: skip
             answer = await self._call(call)
-            again = not isinstance(answer, streams.Delivered)
-            if isinstance(answer, streams.Delivered):
+            again = not isinstance(answer, consumers.Delivered)
+            if isinstance(answer, consumers.Delivered):
                 await self._work(answer, begun)
             if self._rng.random() < 0.2:
                 await self._confirm()
             await self._pause(TRY_AGAIN_S)
 
-    async def _work(self, answer: streams.Delivered, begun: int) -> None:
+    async def _work(self, answer: consumers.Delivered, begun: int) -> None:
         when = Interval(begun, self._history.tick())
         done, failed = [], []
         for handed in answer.items:
             item = handed.item
-            if isinstance(item, streams.Gap):
+            if isinstance(item, stream_items.Gap):
                 continue  # it is reported once, and is finished then
-            if isinstance(item, streams.Hole) and item.reason == RETENTION:
+            if isinstance(item, stream_items.Hole) and item.reason == RETENTION:
                 continue
             body = body_of(item)
             self._history.seen.append(Seen(self.stream, CONSUMER, item.offset, body, when))
@@ -303,22 +304,22 @@ class Worker(Client):
             self._counts["delivered again"] += handed.deliveries > 1
             dice = 0.0 if self.calm else self._rng.random()
             if dice < (0.9 if not self.plan.max_deliver else 0.75):
-                done.append(streams.Range(item.offset, item.offset + 1))
+                done.append(consumers.Range(item.offset, item.offset + 1))
                 self._history.done[self.stream, CONSUMER].add(item.offset)
             elif dice < 0.95:
-                failed.append(streams.Range(item.offset, item.offset + 1))
+                failed.append(consumers.Range(item.offset, item.offset + 1))
         done.sort(key=lambda one: one.first)
         failed.sort(key=lambda one: one.first)
         if done or failed:
-            await self._call(streams.Settle(CONSUMER, self._id, done, failed))
+            await self._call(consumers.Settle(CONSUMER, self._id, done, failed))
 
     async def _confirm(self) -> None:
         """Have the position confirmed by a change, which is in the bucket when it is answered."""
         changed_us = self.ack_timeout_us + 1  # a change that changes nothing is not written
         while True:
             begun = self._history.tick()
-            answer = await self._call(streams.ChangeConsumer(CONSUMER, changed_us))
-            if isinstance(answer, streams.Consumers):
+            answer = await self._call(consumers.ChangeConsumer(CONSUMER, changed_us))
+            if isinstance(answer, consumers.Consumers):
                 break
             if isinstance(answer, streams.Refused) and answer.code == "consumer":
                 return  # this store does not know the consumer yet
@@ -344,14 +345,14 @@ class Redriver(Client):
                 continue
             some = sorted(self._rng.sample(sorted(letters), min(3, len(letters))))
             self._history.redriven.add((self.stream, CONSUMER))
-            answer = await self._call(streams.RedriveLetters(CONSUMER, some))
-            if isinstance(answer, streams.Redriven):
+            answer = await self._call(consumers.RedriveLetters(CONSUMER, some))
+            if isinstance(answer, consumers.Redriven):
                 self._counts["redriven"] += answer.count
 
     async def letters(self) -> dict[int, int]:
         """Return the dead letters that there are: offset of the letter -> that of its message."""
         found: dict[int, int] = {}
-        address = streams.dead_uuid(self.plan.uuid).hex()
+        address = stream_items.dead_uuid(self.plan.uuid).hex()
         at = 0
         while True:
             answer = await self._ask(address, streams.Fetch(at, 1 << 19))
@@ -360,7 +361,7 @@ class Redriver(Client):
             for item in answer.items:
                 if body_of(item).startswith(GAP):
                     self._history.lost_letters.add(self.stream)
-                elif isinstance(item, streams.Record):
+                elif isinstance(item, stream_items.Record):
                     letter = decode_dead(item.body)
                     if letter.uuid == self.plan.uuid:  # others are of messages that are lost
                         found[item.offset] = letter.offset

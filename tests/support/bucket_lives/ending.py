@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from iris.wire import streams
-from iris.wire.streams import Answer, Call, dead_uuid
+from iris.wire import consumers, stream_items, streams
+from iris.wire.stream_items import dead_uuid
+from iris.wire.streams import Answer, Call
 from relay.store.bucket.copy_reading import read_copies
 from relay.store.bucket.objects import BucketError
 from relay.store.log import Log
@@ -132,7 +133,7 @@ class Ending:
         while True:
             answer = await self._at_end(plan, streams.Fetch(at, 1 << 19), streams.Fetched)
             for item in answer.items:
-                if isinstance(item, streams.Hole) and item.reason == RETENTION:
+                if isinstance(item, stream_items.Hole) and item.reason == RETENTION:
                     if not found:
                         oldest = item.next
                         continue
@@ -156,7 +157,7 @@ class Ending:
     async def _note_consumer(self, plan: StreamPlan) -> None:
         """Note the position of a stream's consumer, and its dead letters."""
         life = self._life
-        found = await self._at_end(plan, streams.DescribeConsumers(), streams.Consumers)
+        found = await self._at_end(plan, consumers.DescribeConsumers(), consumers.Consumers)
         life.history.final_places[plan.label, CONSUMER] = found.consumers[0].floor
         redriver = next((one for one in life.redrivers if one.plan is plan), None)
         holder = next(one for one in life.processes.values() if one.holds(plan.uuid))

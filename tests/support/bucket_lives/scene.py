@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from iris.wire import streams
+from iris.wire import stream_items, streams
 from iris.wire.kinds import NO_KEY
 from iris.wire.orders import END, MOVE, Definition
 from iris.wire.streams import Answer, NewRecord
@@ -83,7 +83,7 @@ class Scene(Life):
         while True:
             answer = await self.ask(plan.address, streams.Fetch(at, 1 << 19))
             assert isinstance(answer, streams.Fetched), answer
-            found += [int.from_bytes(one.body, "big") for one in answer.items if isinstance(one, streams.Record)]  # fmt: skip
+            found += [int.from_bytes(one.body, "big") for one in answer.items if isinstance(one, stream_items.Record)]  # fmt: skip
             at = answer.next
             if at == answer.high_water:
                 return found

@@ -12,7 +12,8 @@ from iris.errors import StreamDamaged
 from iris.streams.reading import Reader
 from iris.streams.verified import VerifiedStream
 from iris.wire.orders import KEEP, Definition, Order
-from iris.wire.streams import Described, Fetch, Fetched, Find, Gap, Hole, Item
+from iris.wire.stream_items import Gap, Hole, Item
+from iris.wire.streams import Described, Fetch, Fetched, Find
 
 LOG = bytes(16)
 STREAM = Definition("orders")

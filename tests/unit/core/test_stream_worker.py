@@ -14,9 +14,11 @@ from iris.streams.consuming import Consumer
 from iris.streams.stores import KeyUser
 from iris.streams.verified import VerifiedStream
 from iris.wire.codec import END, metadata_prefix
+from iris.wire.consumers import Consume, Delivered, Handed
 from iris.wire.kinds import Kind
 from iris.wire.orders import KEEP, Definition, Order
-from iris.wire.streams import Consume, Delivered, Described, Handed, Record
+from iris.wire.stream_items import Record
+from iris.wire.streams import Described
 
 KEY = ClusterKey(bytes(range(32)))
 LOG, SENDER = bytes(16), b"s" * 16

@@ -20,7 +20,7 @@ from iris.spark.offsets import (
     spread,
 )
 from iris.spark.reading import EXPECTED_HOLES
-from iris.wire.streams import HOLES
+from iris.wire.stream_items import HOLES
 from relay.store.records import Reason
 
 

@@ -15,9 +15,9 @@ from iris.watch import network as limits
 from iris.watch.model import Model
 from iris.watch.network import Network, Slow, as_json
 from iris.watch.sample import ClusterAnswer, MemberAnswer, RelayAnswer, Sample, StreamAnswer
+from iris.wire.consumers import ConsumerInfo
 from iris.wire.frames import MemberInfo
 from iris.wire.kinds import Kind
-from iris.wire.streams import ConsumerInfo
 
 OURS, THEIRS = "a" * 32, "b" * 32
 HOSTILE = "\x1b[31mred\x07\n<script>alert(1)</script>"

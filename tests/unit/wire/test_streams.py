@@ -13,7 +13,8 @@ from msgspec import Struct, structs
 from iris.errors import ConfigError, DecodeError, InvalidName
 from iris.wire import streams
 from iris.wire.orders import Definition, Order, Origin, check_definition, decode_order
-from iris.wire.streams import Copied, Copy, Gap, Hole, Record
+from iris.wire.stream_items import Gap, Hole, Record
+from iris.wire.streams import Copied, Copy
 
 UUID = bytes(range(16))
 ORIGIN = Origin(UUID, "orders", topic="orders.>")

@@ -26,7 +26,8 @@ from support.keeper import (
 
 from iris.crypto.keys import ClusterKey, StoreKey
 from iris.wire.orders import END, ORDER_FRESH_US, Definition, Origin, SignedOrder, decode_order
-from iris.wire.streams import Change, Describe, Described, Refused, Settled, dead_uuid
+from iris.wire.stream_items import dead_uuid
+from iris.wire.streams import Change, Describe, Described, Refused, Settled
 from relay.store.authority import DefinitionFile
 from relay.store.errors import Refuse
 from relay.store.log import Log

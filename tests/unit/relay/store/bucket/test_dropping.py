@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from iris.errors import ConfigError
 from iris.wire.codec import END
-from iris.wire.streams import dead_uuid
+from iris.wire.stream_items import dead_uuid
 from relay.store.__main__ import app
 from relay.store.bucket.copy_reading import read_copies
 from relay.store.bucket.dropping import NOT_MOVED, Dropping

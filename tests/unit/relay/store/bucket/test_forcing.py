@@ -25,7 +25,8 @@ from support.points import points
 from iris.crypto.keys import ClusterKey, StoreKey
 from iris.wire.codec import END
 from iris.wire.orders import Definition
-from iris.wire.streams import DEAD_KIND, DeadLetter, dead_uuid, decode_dead, encode
+from iris.wire.stream_items import DEAD_KIND, DeadLetter, dead_uuid, decode_dead
+from iris.wire.streams import encode
 from relay.store.authority import DefinitionFile
 from relay.store.bucket.forced import ForcedList
 from relay.store.bucket.forcing import CAUSE

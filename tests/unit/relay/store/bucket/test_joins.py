@@ -22,7 +22,7 @@ from support.lost_streams import Maker
 from support.points import points
 
 from iris.crypto.keys import ClusterKey
-from iris.wire import streams
+from iris.wire import consumers, stream_items, streams
 from iris.wire.orders import END, MOVE
 from relay.store.bucket.copies import Lag
 from relay.store.bucket.copy_reading import read_copies
@@ -66,7 +66,7 @@ async def world_with(directory: Path, *keys: ClusterKey, **settings: Any) -> Asy
 
 def decides_join(key: str) -> bool:
     """Return whether an object decides a join, and not who may bring a log to the bucket."""
-    logs = [decision_key(uuid.hex()) for uuid in (UUID, streams.dead_uuid(UUID))]
+    logs = [decision_key(uuid.hex()) for uuid in (UUID, stream_items.dead_uuid(UUID))]
     return key.startswith("decision/") and key not in logs
 
 
@@ -227,9 +227,9 @@ def test_a_stream_that_was_decided_to_stay_is_on_the_disk_and_joins_by_another_t
 def test_the_first_dead_letter_joins_along(tmp_path: Path, when: str) -> None:
     async def main() -> None:
         async with world_with(tmp_path) as world:
-            first, dead = world.first, streams.dead_uuid(UUID)
-            handed = await world.ask("orders", streams.Consume("c", b"w" * 16, 4096, 1, 0, max_deliver=1))  # fmt: skip
-            assert isinstance(handed, streams.Delivered)
+            first, dead = world.first, stream_items.dead_uuid(UUID)
+            handed = await world.ask("orders", consumers.Consume("c", b"w" * 16, 4096, 1, 0, max_deliver=1))  # fmt: skip
+            assert isinstance(handed, consumers.Delivered)
             assert len(handed.items) == 1
             writer = first.shelf.writer
             assert writer is not None
@@ -240,7 +240,7 @@ def test_the_first_dead_letter_joins_along(tmp_path: Path, when: str) -> None:
             )  # fmt: skip
             joining = asyncio.create_task(world.join(60))
             await (until(note.exists) if late else asyncio.sleep(1))
-            failed = streams.Settle("c", b"w" * 16, [], [streams.Range(0, 1)])
+            failed = consumers.Settle("c", b"w" * 16, [], [consumers.Range(0, 1)])
             settling = asyncio.create_task(world.ask("orders", failed))
             await until(lambda: dead in first.store.streams)
             assert first.store.streams[dead].joining is late

@@ -15,7 +15,7 @@ from support.bucket_lives.scene import Scene
 from support.bucket_lives.store import EPOCH_US, GROUP, Process, records
 from support.keeper import OWNER, order
 
-from iris.wire import streams
+from iris.wire import consumers, stream_items, streams
 from iris.wire.kinds import NO_KEY
 from iris.wire.orders import Definition
 from relay.store.bucket.copy_reading import read_copies
@@ -309,31 +309,31 @@ def test_a_dead_letter_is_there_after_a_kill_before_the_bucket_knew_of_it(
     async def main(scene: Scene) -> None:
         process = await scene.opened(1)
         plan = await scene.stream(process, 2)
-        consume = streams.Consume("workers", b"w" * 16, 4096, 1, 0, max_deliver=1)
+        consume = consumers.Consume("workers", b"w" * 16, 4096, 1, 0, max_deliver=1)
 
         async def fail(offset: int) -> None:
             got = await scene.ask(plan.address, consume)
-            assert isinstance(got, streams.Delivered)
+            assert isinstance(got, consumers.Delivered)
             assert [one.item.offset for one in got.items] == [offset]
-            ours = [streams.Range(offset, offset + 1)]
-            settle = streams.Settle("workers", b"w" * 16, [], ours)
+            ours = [consumers.Range(offset, offset + 1)]
+            settle = consumers.Settle("workers", b"w" * 16, [], ours)
             assert isinstance(await scene.ask(plan.address, settle), streams.Settled)
 
         if had_letters:
             await fail(0)
         await asyncio.sleep(1)
         got = await scene.ask(plan.address, consume)
-        assert isinstance(got, streams.Delivered)
+        assert isinstance(got, consumers.Delivered)
         last = got.items[0].item.offset
         await asyncio.sleep(1)
         scene.bucket.away = True
-        settle = streams.Settle("workers", b"w" * 16, [], [streams.Range(last, last + 1)])
+        settle = consumers.Settle("workers", b"w" * 16, [], [consumers.Range(last, last + 1)])
         assert isinstance(await scene.ask(plan.address, settle), streams.Settled)
         await asyncio.sleep(2)
         scene.kill(1, disk=True)
         scene.bucket.away = False
         process = await scene.opened(1)
-        letters = process.store.streams[streams.dead_uuid(plan.uuid)].log
+        letters = process.store.streams[stream_items.dead_uuid(plan.uuid)].log
         assert letters is not None
         assert letters.messages == last + 1
 

@@ -15,7 +15,9 @@ from support.consumers import entry
 
 from iris.core.conversation import UP
 from iris.crypto.keys import GroupKey
-from iris.wire.streams import Call, Consume, Delivered, Fetch, Fetched, Hole, Item, decode_answer
+from iris.wire.consumers import Consume, Delivered
+from iris.wire.stream_items import Hole, Item
+from iris.wire.streams import Call, Fetch, Fetched, decode_answer
 from relay.store.answers import items_to_wire
 from relay.store.bucket.replica import Replica
 from relay.store.bucket.sealing import NO_HASH, Numbered, Rows, Sealer

@@ -12,7 +12,7 @@ from typing import TypeVar
 import pytest
 from support.bucket_sim import KEY, STREAM, Scripted, run, until
 
-from iris.wire import streams
+from iris.wire import consumers, stream_items, streams
 from iris.wire.codec import END
 from relay.store.bucket.objects import BucketError, Directory
 from relay.store.bucket.reading import AGAIN_S, PATIENCE_S, SegmentReader
@@ -568,14 +568,14 @@ def test_dead_letters_of_old_messages_are_redriven_all_at_once_when_all_are_here
         consumer.save()
         dead = Log.create(str(tmp_path / "dead"), uuid=bytes(16), definition=b"", created_us=1)
         for offset in buried:
-            letter = streams.encode(streams.DeadLetter(STREAM, offset, "c", 1, "no"))
-            dead.append([Entry(streams.DEAD_KIND, "", bytes(16), bytes(16), END.pack(0, 0, 1, 0), letter)], 1)  # fmt: skip
+            letter = streams.encode(stream_items.DeadLetter(STREAM, offset, "c", 1, "no"))
+            dead.append([Entry(stream_items.DEAD_KIND, "", bytes(16), bytes(16), END.pack(0, 0, 1, 0), letter)], 1)  # fmt: skip
         await store.settle()
         assert log.offloading.objects
         small = SegmentReader(store.objects, sealer(), cache_bytes=1, now_s=now_s)  # one chunk
         log.offloading.read_by(small)
         calls = ConsumerCalls(log, lambda consumer, dead: None, Clock())
-        call = streams.RedriveLetters("c", [0, 1, 2, 3])
+        call = consumers.RedriveLetters("c", [0, 1, 2, 3])
         redriven = None
         while redriven is None:
             here = asyncio.Event()
@@ -586,7 +586,7 @@ def test_dead_letters_of_old_messages_are_redriven_all_at_once_when_all_are_here
                 away.when(here, here.set)
                 await here.wait()
                 await asyncio.sleep(0.1)  # what was fetched ahead takes its place
-        assert redriven == streams.Redriven(4, [])
+        assert redriven == consumers.Redriven(4, [])
         assert calls.described("")[0][0].redriven == 4
         await small.close()
         dead.close()
