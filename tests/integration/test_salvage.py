@@ -9,8 +9,10 @@ import random
 import signal
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
+from support import warm
 from support.commands import command
 from support.relays import Daemon, client
 from support.waiting import PATIENCE_S, eventually
@@ -23,9 +25,9 @@ pytestmark = pytest.mark.timeout(60)
 RECORDS = 300
 
 
-def salvage(data: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def salvage(data: Path, *words: str) -> subprocess.CompletedProcess[Any]:
     salvaging = command("store", "salvage", str(data), *words)
-    return subprocess.run(salvaging, capture_output=True, text=True, timeout=PATIENCE_S)
+    return warm.run(salvaging, text=True, timeout=PATIENCE_S)
 
 
 def damage(path: Path, pattern: str) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import warm
 from support.buckets import Group
 from support.stores import PATIENCE_S
 
@@ -27,9 +27,7 @@ async def judged(group: Group, wanted: Callable[[dict[str, Any]], bool]) -> dict
     ]  # fmt: skip
     until_s = time.monotonic() + PATIENCE_S
     while True:
-        done = await asyncio.to_thread(
-            subprocess.run, command, capture_output=True, text=True, env=group.rig.environ
-        )
+        done = await asyncio.to_thread(warm.run, command, text=True, env=group.rig.environ)
         found: list[dict[str, Any]] = json.loads(done.stdout)["checks"]
         (stores,) = [each for each in found if each["check"] == "stores"]
         if wanted(stores):
@@ -90,9 +88,8 @@ async def test_a_store_that_lost_its_streams_to_another_one_is_reported(tmp_path
         (new / "group.key").touch(mode=0o600)
         (new / "group.key").write_text(group.key.reveal())
         command = [sys.executable, "-m", "relay.store", "restore", str(new), "--bucket", group.url]
-        done = await asyncio.to_thread(
-            subprocess.run, command, capture_output=True, env={**os.environ, **group.rig.environ}
-        )
+        environ = {**os.environ, **group.rig.environ}
+        done = await asyncio.to_thread(warm.run, command, env=environ)
         assert done.returncode == 0, done.stderr
         bad = await judged(group, lambda stores: stores["state"] == "warning")
         assert (

@@ -24,6 +24,7 @@ import socket
 import subprocess
 import sys
 import threading
+from asyncio import unix_events
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -95,9 +96,12 @@ _lock = threading.Lock()
 
 
 def switch_on() -> None:
-    """Let `Popen` fork from now on, until `switch_off`."""
+    """Let `Popen` fork from now on, until `switch_off`; also for asyncio, so that a relay in this process has its store
+    so."""
     global _switched_on
     _switched_on = sys.platform == "linux" and "IRIS_TEST_EXEC" not in os.environ
+    if _switched_on:
+        unix_events.subprocess = _Subprocess()  # type: ignore[assignment]  # it needs no more of the module
 
 
 def switched_on() -> bool:
@@ -108,6 +112,7 @@ def switch_off() -> None:
     """End the servers. Processes that they forked go on."""
     global _switched_on
     _switched_on = False
+    unix_events.subprocess = subprocess
     while _servers:
         _servers.popitem()[1].end()
 
@@ -128,7 +133,7 @@ class Popen(subprocess.Popen[Any]):
     """As subprocess.Popen."""
 
     def __init__(self, command: Sequence[str | os.PathLike[str]], **options: Any) -> None:
-        given = {name for name, value in options.items() if value is not None}
+        given = {name for name, value in options.items() if value not in (None, False, 0, ())}
         self._can_fork = given <= {"env", "cwd", "stdin", "stdout", "stderr", "text"}
         super().__init__([os.fspath(word) for word in command], **options)
 
@@ -155,6 +160,15 @@ class Popen(subprocess.Popen[Any]):
             self.pid = server.fork(request, streams)
         self._child_created = True
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+
+
+class _Subprocess:
+    """The module subprocess, with this `Popen`."""
+
+    Popen = Popen
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(subprocess, name)
 
 
 def run(
