@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support import commands
+from support import commands, warm
 from support.commands import Shell, dev_relay, end
 from support.docs import fits, printed, sessions
 from support.waiting import wait_until
@@ -53,8 +52,7 @@ def test_the_commands_of_the_page_print_what_it_says(environ: dict[str, str]) ->
 
 def test_every_verb_and_flag_of_the_page_exists() -> None:
     for verb, flag in re.findall(r"`iris ([a-z]+)[^`]*?(--[a-z-]+)[^`]*`", PAGE):
-        done = subprocess.run(
-            commands.command(verb, "--help"), env={**os.environ, "COLUMNS": "200"}, capture_output=True, text=True,
-            check=True,
-        )  # fmt: skip
+        environ = {**os.environ, "COLUMNS": "200"}
+        done = warm.run(commands.command(verb, "--help"), env=environ, text=True)
+        assert done.returncode == 0, (verb, done.stderr)
         assert flag in done.stdout, (verb, flag)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import warm
 from support.waiting import PATIENCE_S
 
 from iris.testing import LocalCluster
@@ -123,9 +124,8 @@ def test_every_command_of_the_page_has_the_flags_that_the_page_gives_it(command:
     verbs = [word for word in shlex.split(command)[1:] if re.fullmatch(r"[a-z][a-z0-9]*", word)]
     help_ = None
     while verbs:  # the last words may be arguments
-        asked = subprocess.run(
-            [IRIS, *verbs, "--help"], env={**os.environ, "COLUMNS": "200"}, capture_output=True, text=True
-        )  # fmt: skip
+        environ = {**os.environ, "COLUMNS": "200"}
+        asked = warm.run([sys.executable, "-m", "iris.cli", *verbs, "--help"], env=environ, text=True)  # fmt: skip
         if asked.returncode == 0:
             help_ = asked.stdout
             break

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from support import commands
+from support import commands, warm
 from support.commands import Shell, dev_relay
 from support.waiting import PATIENCE_S, wait_until
 
@@ -114,10 +114,8 @@ def rabbitmq(directory: Path, port: int) -> list[tuple[list[str], dict[str, str]
 
 
 def printed(shell: Shell, name: str, *arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, PROGRAMS / f"{name}.py", *arguments], env=shell.environ, stdin=subprocess.DEVNULL,
-        capture_output=True, text=True, timeout=PATIENCE_S, check=False,
-    )  # fmt: skip
+    command = [sys.executable, PROGRAMS / f"{name}.py", *arguments]
+    done = warm.run(command, env=shell.environ, text=True, timeout=PATIENCE_S)
     assert (done.returncode, done.stderr) == (0, ""), (name, done)
     return done.stdout
 
