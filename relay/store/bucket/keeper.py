@@ -51,6 +51,8 @@ STATE_FILE: Final = "journals.json"
 """File beside the logs that names the journals of this store."""
 LOOK_S: Final = 0.5
 """Pause between two checks whether other stores are gone."""
+TAKE_MAX_S: Final = 60.0
+"""Longest pause between two tries to take over from a store: each reads all that it had."""
 CHECKPOINT_BYTES: Final = 64 << 20
 """A checkpoint is written when a journal has more than this, and more than three times what its streams have."""
 CHECK_US: Final = 5_000_000
@@ -122,6 +124,8 @@ class Keeper:
         self._taking: dict[bytes, tuple[list[str], Set[bytes]]] = {}
         """Store -> its journals that we are about to take, and the stores that may hold them meanwhile, until that has
         succeeded: after a failure some of them may have our fence already, and nobody else takes them from us."""
+        self._tries: dict[bytes, _Tries] = {}
+        """Store in `_taking` -> when to try again to take over from it."""
         self._checkpoints: dict[str, Checkpoints] = {}
         """Journal of ours -> its checkpoints, which keep it small."""
         self._checkpoint_bytes = checkpoint_bytes
@@ -267,12 +271,18 @@ class Keeper:
     async def _take_all(self, group: asyncio.TaskGroup) -> bool:
         """Take what is noted in `_taking`, store by store; return whether that succeeded."""
         for store, (held, stores) in list(self._taking.items()):
+            tries = self._tries.setdefault(store, _Tries())
+            if self._now_us() < tries.next_us:
+                self._left = self._left or tries.why
+                continue
             try:
                 writer, count = await self._open(held, stores)
             except (IrisError, OSError) as err:
                 self._cannot_take(err)
+                tries.failed(err, self._now_us())
                 continue
             del self._taking[store]
+            del self._tries[store]
             fields = {"journals": held, "streams": count, "bucket": self.url}
             log.warning("store.took_over", extra={"fields": fields})
             group.create_task(self._write_taken(writer), name="iris-bucket-taken")
@@ -540,6 +550,23 @@ class Keeper:
             return False
         self._warned_s = now_s
         return True
+
+
+class _Tries:
+    """When to take over from a store, after tries that failed."""
+
+    def __init__(self) -> None:
+        self.next_us = 0
+        self.why = ""
+        """Why this store cannot take over, although the bucket answers."""
+        self._backoff = Backoff(LOOK_S, TAKE_MAX_S, random.random)
+
+    def failed(self, err: Exception, now_us: int) -> None:
+        """Note that a try has failed. A bucket that was away is tried again soon."""
+        away = isinstance(err, BucketError)
+        self.why = "" if away else str(err)
+        pause_s = self._backoff.failed()
+        self.next_us = now_us + int(1e6 * (min(pause_s, RETRY_MAX_S) if away else pause_s))
 
 
 def _log_damage(err: Exception) -> bool:

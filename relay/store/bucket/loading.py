@@ -104,6 +104,12 @@ class _Target:
             return
         left.add(moved.keys(), moved.intended)
 
+    def give_up(self) -> None:
+        """Remove a database that was begun, and would be begun again: its disk may be full."""
+        self.close()
+        if self.place is None:
+            shutil.rmtree(self.path, ignore_errors=True)
+
     def close(self) -> None:
         if self.database is not None:
             self.database.close()
@@ -156,6 +162,10 @@ async def load(
             target.close()
             loaded.append(Loaded(uuid, target.path, unsent[uuid]))
         return loaded, covers
+    except BaseException:
+        for target in targets.values():
+            target.give_up()
+        raise
     finally:
         for target in targets.values():
             target.close()

@@ -9,6 +9,7 @@ import logging
 import shutil
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.bucket_sim import (
@@ -387,6 +388,43 @@ def test_objects_of_deleted_streams_that_a_bucket_keeps_are_not_in_the_way_for_e
 
 
 # -- a store of which there are two --------------------------------------------------------------------------
+
+
+def test_a_takeover_for_which_the_disk_has_no_room_leaves_it_as_it_was_and_is_tried_rarely(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        objects, owner = Scripted(), Owner({address(2)})
+        theirs, _ = await journal(objects, 20)
+        ours, shelf = keeper(objects, tmp_path, 2, owner)
+        reads = []
+
+        async def count(what: str, key: str) -> None:
+            await asyncio.sleep(0.001)
+            if (what, key) == ("get", journal_key(theirs.registered.journal, 2)):
+                reads.append(asyncio.get_running_loop().time())
+
+        objects.fault = count
+        write, writes = Database.write, itertools.count()
+
+        def full(database: Database, *args: Any, **more: Any) -> None:
+            if next(writes) % 10 == 9:
+                raise LogWriteFailed(database.path, "No space left on device")
+            write(database, *args, **more)
+
+        async with running(ours):
+            await until(lambda: shelf.writer)
+            with monkeypatch.context() as patch:
+                patch.setattr(Database, "write", full)
+                await asyncio.sleep(UNSEEN_S + 600)
+                assert not (tmp_path / STREAM.hex()).exists()
+                assert "No space left" in shelf.not_taken
+                assert 5 < len(reads) < 30
+            await until(lambda: STREAM in owner.served)
+            assert numbers_in(owner.served[STREAM][0]) == list(range(20))
+        owner.close()
+
+    run(main(), 2 * 3600)
 
 
 def test_two_stores_with_one_key_take_each_other_s_journals_more_and_more_rarely(
