@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 
 from hypothesis import settings
 from support import warm
@@ -16,6 +17,8 @@ settings.load_profile("ci")
 
 def pytest_configure() -> None:
     warm.switch_on()
+    # For the runs that tests start: it is slow to import, and none of them uses it.
+    os.environ.setdefault("PYTEST_ADDOPTS", "-p no:schemathesis")
 
 
 def pytest_collection_finish() -> None:

@@ -132,7 +132,10 @@ def run_tests(directory: Path, test: str, hangs_s: float) -> list[Any]:
     tree = directory / "tree"
     tree.mkdir()
     (tree / ".venv").symlink_to(sys.prefix)
-    (tree / "pyproject.toml").write_text("[tool.pytest.ini_options]\n")
+    # Plugins that are slow to import and have nothing to do here are left out.
+    (tree / "pyproject.toml").write_text(
+        "[tool.pytest.ini_options]\naddopts = '-p no:schemathesis -p no:hypothesispytest -p no:pytest_iris'\n"
+    )
     (tree / "test_it.py").write_text(test)
     command = [sys.executable, "-c", RUNS, str(TESTS), str(tree), str(hangs_s)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=50)
