@@ -56,6 +56,8 @@ class Worker:
         self.stream = stream
         self.lag = 0
         """Messages not settled yet, as of the last delivery."""
+        self.lease_us = settings.ack_timeout_us
+        """The ack timeout in force, which may have been changed since the consumer was created."""
         self.waiting: Collection[StreamMessage] = ()
         """Messages that the loop has not begun with. Their ack timeout is restarted while it goes on with others."""
         self._stores = stores
@@ -64,8 +66,6 @@ class Worker:
         self._start = start
         self._number = number
         self._report_gap = report
-        self._lease_us = settings.ack_timeout_us
-        """The ack timeout in force, which may have been changed since the consumer was created."""
         self._id = os.urandom(16)
         self._opener = RecordOpener(stores.runtime.find_key)
         stores.openers.add(self._opener)
@@ -168,7 +168,7 @@ class Worker:
 
     def keep(self, now_s: float) -> None:
         """Restart the ack timeout of what is waiting, because the loop settles messages of other partitions."""
-        if self.waiting and now_s - self._renewed_s >= self._lease_us / 4e6:
+        if self.waiting and now_s - self._renewed_s >= self.lease_us / 4e6:
             self._progress = True
             self._schedule()
 
@@ -194,7 +194,7 @@ class Worker:
             return []
         self._away_since_s = 0.0
         self.lag = delivered.lag
-        self._lease_us = delivered.ack_timeout_us or settings.ack_timeout_us
+        self.lease_us = delivered.ack_timeout_us or settings.ack_timeout_us
         if delivered.fenced:
             raise StreamError(
                 self.stream,
@@ -211,7 +211,7 @@ class Worker:
         if messages and not self._closed:
             # A worker that is busy with the first message still holds the others.
             self._unconfirmed = [message.offset for message in messages]
-            delay_s = min(CONFIRM_S, self._lease_us / 4e6)
+            delay_s = min(CONFIRM_S, self.lease_us / 4e6)
             self._confirm_timer = asyncio.get_running_loop().call_later(delay_s, self._confirm)
         return messages
 
@@ -356,7 +356,7 @@ class Worker:
         elif waits and (done or failed or through >= 0 or progress):
             # The loop makes progress: what waits for it must not time out meanwhile.
             now_s = time.monotonic()
-            if now_s - self._renewed_s >= self._lease_us / 4e6:
+            if now_s - self._renewed_s >= self.lease_us / 4e6:
                 self._renewed_s = now_s
                 waiting, _ = _ranges(waits)
                 held = [*held, *waiting][:MAX_RANGES]

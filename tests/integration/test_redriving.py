@@ -316,7 +316,8 @@ async def test_a_changed_ack_timeout_holds_for_what_is_held_and_for_the_worker(
         await take(first, 1)
         await client.streams.change_consumer("orders", "invoices", ack_timeout=0.05)
         (message,) = await take(second, 1)  # long before 30 s are over
-        assert second._lease_us == 50_000
+        assert second._worker is not None
+        assert second._worker.lease_us == 50_000
         second.ack(message)
         await second.flush()
 
