@@ -21,7 +21,7 @@ import harness
 import uvloop
 from roles import encoded
 
-from relay.store.bucket.objects import Directory
+from relay.store.bucket.directory import Directory
 
 KINDS: Final = 8
 """Number of different contents, made before the clock runs."""

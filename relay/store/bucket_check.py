@@ -11,9 +11,10 @@ from iris.errors import ConfigError
 from relay.store.bucket.checking import Check, Report
 from relay.store.bucket.dropping import CopiesOf, Dropping
 from relay.store.bucket.history import registrations
-from relay.store.bucket.objects import Objects, open_bucket
+from relay.store.bucket.objects import Objects
 from relay.store.bucket.sealing import COPIES, JOURNALS, Sealer
 from relay.store.bucket.shelf import DIRECTORY
+from relay.store.bucket.url import open_bucket
 from relay.store.directory import DirectoryBusy, locked
 from relay.store.process import GROUP_FILE
 

@@ -37,12 +37,13 @@ from relay.store.bucket.copying import Copying
 from relay.store.bucket.forcing import Forcing, Left
 from relay.store.bucket.keeper import CHECKPOINT_BYTES, STATE_FILE, Keeper
 from relay.store.bucket.lookout import FAILOVER_S
-from relay.store.bucket.objects import Objects, open_bucket
+from relay.store.bucket.objects import Objects
 from relay.store.bucket.reading import SegmentReader
 from relay.store.bucket.replica import Replica
 from relay.store.bucket.sealing import Forced, Sealer
 from relay.store.bucket.shelf import DIRECTORY, Shelf
 from relay.store.bucket.tiers import Tiers
+from relay.store.bucket.url import open_bucket
 from relay.store.bucket.writer import Writer
 from relay.store.directory import KEY_FILE, LOCK_FILE, load_key, lock, make_directory
 from relay.store.errors import LogError

@@ -15,7 +15,8 @@ from support.gcs import CloudStorage
 from support.lossy_s3 import LATE_S, Service, never
 
 from relay.store.bucket import objects
-from relay.store.bucket.objects import BucketError, Objects, open_bucket, probe
+from relay.store.bucket.objects import BucketError, Objects, probe
+from relay.store.bucket.url import open_bucket
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -11,7 +11,7 @@ from support.buckets import Group, append_all, followed, numbered, whole
 from support.stores import PATIENCE_S
 
 from relay.store.bucket.copy_reading import read_copies
-from relay.store.bucket.objects import Directory
+from relay.store.bucket.directory import Directory
 from relay.store.log import Log
 from relay.store.records import Record
 

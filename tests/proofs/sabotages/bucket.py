@@ -19,7 +19,7 @@ OBJECTS = "tests/conformance/test_objects.py"
 SABOTAGES = (
     Sabotage(
         "bucket-create-that-met-another",
-        "relay/store/bucket/objects.py",
+        "relay/store/bucket/cloud.py",
         "Cloud.create",
         "await self.exists(key)",
         "True",
@@ -30,7 +30,7 @@ SABOTAGES = (
     ),
     Sabotage(
         "bucket-missing-looks-empty",
-        "relay/store/bucket/objects.py",
+        "relay/store/bucket/cloud.py",
         "Cloud._check_bucket",
         "_NO_BUCKET.search(str(err))",
         "False",

@@ -16,8 +16,8 @@ from iris.wire.codec import END
 from iris.wire.stream_items import dead_uuid
 from relay.store.__main__ import app
 from relay.store.bucket.copy_reading import read_copies
+from relay.store.bucket.directory import Directory
 from relay.store.bucket.dropping import NOT_MOVED, Dropping
-from relay.store.bucket.objects import Directory
 from relay.store.bucket.sealing import Sealer
 from relay.store.log import Log
 from relay.store.records import Entry, Record

@@ -28,9 +28,10 @@ from iris.wire.orders import Definition
 from iris.wire.stream_items import DEAD_KIND, DeadLetter, dead_uuid, decode_dead
 from iris.wire.streams import encode
 from relay.store.authority import DefinitionFile
+from relay.store.bucket.directory import Directory
 from relay.store.bucket.forced import ForcedList
 from relay.store.bucket.forcing import CAUSE
-from relay.store.bucket.objects import BucketError, Directory
+from relay.store.bucket.objects import BucketError
 from relay.store.bucket.sealing import Forced, Sealer, forced_key
 from relay.store.bucket.seen import RolledBack
 from relay.store.errors import Refuse

@@ -9,9 +9,9 @@ from pathlib import Path
 from support.bucket_sim import Scripted, run
 
 from iris.crypto.keys import GroupKey, StoreKey, public_id
+from relay.store.bucket.directory import Directory
 from relay.store.bucket.history import Registration
 from relay.store.bucket.lookout import EMPTY_MAX_S, FAILOVER_S, UNSEEN_S, Lookout
-from relay.store.bucket.objects import Directory
 from relay.store.bucket.sealing import Ended, Sealer
 from relay.store.bucket.seen import Seen
 from relay.store.bucket.succession import begin, fence

@@ -15,21 +15,13 @@ from support.bucket_sim import Scripted, run
 
 from iris.crypto.keys import GroupKey
 from iris.errors import ConfigError
-from relay.store.bucket import objects
+from relay.store.bucket import directory, objects
+from relay.store.bucket.cloud import error_line
+from relay.store.bucket.directory import THREADS, Directory
 from relay.store.bucket.history import registrations
-from relay.store.bucket.objects import (
-    THREADS,
-    TRIES,
-    BucketError,
-    Directory,
-    Objects,
-    at_once,
-    error_line,
-    open_bucket,
-    patient,
-    probe,
-)
+from relay.store.bucket.objects import TRIES, BucketError, Objects, at_once, patient, probe
 from relay.store.bucket.sealing import Sealer
+from relay.store.bucket.url import open_bucket
 
 
 class Overwriting(Directory):
@@ -254,7 +246,7 @@ def test_a_request_is_repeated_for_a_while_and_a_create_is_not() -> None:
 async def test_a_file_system_that_hangs_is_an_error_and_holds_a_bounded_number_of_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(objects, "MOST_WAITING", 20)
+    monkeypatch.setattr(directory, "MOST_WAITING", 20)
     bucket = Directory(tmp_path)
     assert await bucket.create("journal/a", b"1")
     monkeypatch.setattr(objects, "TIMEOUT_S", 0.05)

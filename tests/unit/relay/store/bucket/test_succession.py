@@ -10,8 +10,8 @@ import pytest
 
 from iris.crypto.keys import GroupKey
 from relay.store.bucket.checkpointing import delete, note
+from relay.store.bucket.directory import Directory
 from relay.store.bucket.history import Reader, Registration, beginning_of, end_of
-from relay.store.bucket.objects import Directory
 from relay.store.bucket.sealing import (
     WINDOW,
     Covered,

@@ -14,7 +14,8 @@ from support.bucket_sim import KEY, STREAM, Scripted, run, until
 
 from iris.wire import consumers, stream_items, streams
 from iris.wire.codec import END
-from relay.store.bucket.objects import BucketError, Directory
+from relay.store.bucket.directory import Directory
+from relay.store.bucket.objects import BucketError
 from relay.store.bucket.reading import AGAIN_S, PATIENCE_S, SegmentReader
 from relay.store.bucket.replica import Replica
 from relay.store.bucket.sealing import NO_HASH, Numbered, Rows, Sealer
