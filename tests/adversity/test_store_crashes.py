@@ -11,10 +11,10 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
 
 import pytest
 from proofs.scenarios import batches, consuming, disks, streams
+from support.required import cannot
 from support.stores import POWER_LOST, Outcome, Rig, build_lossy_disk, build_shim, compiler
 
 pytestmark = pytest.mark.timeout(240)  # a busy machine is slow; all of it takes under a minute
@@ -38,7 +38,10 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if sys.platform != "linux":
         pytest.skip("LD_PRELOAD is Linux's")
     if compiler() is None:
-        cannot("there is no C compiler (gcc and libc6-dev) to build the disk that loses power with")
+        cannot(
+            "HOSTS",
+            "there is no C compiler (gcc and libc6-dev) to build the disk that loses power with",
+        )
     return build_lossy_disk(tmp_path_factory.mktemp("shim"))
 
 
@@ -47,15 +50,11 @@ def clock_shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if sys.platform != "linux":
         pytest.skip("LD_PRELOAD is Linux's")
     if compiler() is None:
-        cannot("there is no C compiler (gcc and libc6-dev) to build the clock that is set with")
+        cannot(
+            "HOSTS",
+            "there is no C compiler (gcc and libc6-dev) to build the clock that is set with",
+        )
     return build_shim("set_clock", tmp_path_factory.mktemp("clock"))
-
-
-def cannot(reason: str) -> NoReturn:
-    """Skip a test, or fail it where every test must run (.ci/run)."""
-    if os.environ.get("IRIS_TEST_HOSTS") == "required":
-        pytest.fail(reason)
-    pytest.skip(reason)
 
 
 def held(outcome: Outcome) -> None:
@@ -104,7 +103,7 @@ async def test_damaged_files_are_noticed_or_harmless_and_cost_no_other_stream(ri
 
 async def test_a_full_disk_refuses_appends_and_nothing_else(directory: Path) -> None:
     if os.geteuid():
-        cannot("only root may mount a small disk")
+        cannot("HOSTS", "only root may mount a small disk")
     try:
         held(await disks.full_disk(directory, 5))
     except PermissionError as err:

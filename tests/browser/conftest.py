@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -11,9 +10,8 @@ import pytest_asyncio
 from browser.kit import CHROMIUM, Pages
 from interop.js.conftest import built as built
 from interop.js.conftest import run_node as run_node
+from support.required import cannot
 
-REQUIRED = "IRIS_TEST_BROWSER"
-"""Environment variable: if it is "required", these tests fail instead of being skipped."""
 TIMEOUT_S = 120
 HERE = Path(__file__).parent
 
@@ -34,9 +32,7 @@ def _browser_installed() -> None:
     except ImportError as err:
         reason = str(err)
     if reason:
-        if os.environ.get(REQUIRED) == "required":
-            pytest.fail(f"no tests in a browser: {reason}", pytrace=False)
-        pytest.skip(f"no tests in a browser: {reason}")
+        cannot("BROWSER", f"no tests in a browser: {reason}")
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

@@ -23,6 +23,7 @@ import kubernetes_validate
 import pytest
 import yaml
 from support.namespaces import ETC, Host, Lan, why_not
+from support.required import cannot
 from support.waiting import PATIENCE_S, wait_until
 
 from iris import keyfiles
@@ -45,9 +46,7 @@ on_hosts = pytest.mark.usefixtures("_hosts_can_be_built")
 @pytest.fixture(scope="session")
 def _hosts_can_be_built() -> None:
     if reason := why_not():
-        if os.environ.get("IRIS_TEST_HOSTS") == "required":
-            pytest.fail(f"no tests on real hosts: {reason}", pytrace=False)
-        pytest.skip(f"no tests on real hosts: {reason}")
+        cannot("HOSTS", f"no tests on real hosts: {reason}")
 
 
 @pytest.fixture

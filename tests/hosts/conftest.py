@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from hosts.kit import Network
 from support.namespaces import Lan, why_not
+from support.required import cannot
 
-REQUIRED = "IRIS_TEST_HOSTS"
-"""Environment variable: if it is "required", these tests fail instead of being skipped."""
 LOG_BYTES = 6000
 
 networks = pytest.StashKey[list[Network]]()
@@ -20,9 +18,7 @@ networks = pytest.StashKey[list[Network]]()
 @pytest.fixture(scope="session", autouse=True)
 def _hosts_can_be_built() -> None:
     if reason := why_not():
-        if os.environ.get(REQUIRED) == "required":
-            pytest.fail(f"no tests on real hosts: {reason}", pytrace=False)
-        pytest.skip(f"no tests on real hosts: {reason}")
+        cannot("HOSTS", f"no tests on real hosts: {reason}")
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import shutil
 import sys
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ import pytest
 from support import warm
 from support.buckets import Group, numbered, whole
 from support.lossy_s3 import Service, never
+from support.required import cannot
 from support.stores import small_disk
 
 import iris
@@ -52,9 +52,7 @@ def mounted(directory: Path, size_mb: int) -> Iterator[Path]:
         try:
             disk = stack.enter_context(small_disk(directory, size_mb))
         except PermissionError as err:
-            if os.environ.get("IRIS_TEST_HOSTS") == "required":
-                raise
-            pytest.skip(str(err))
+            cannot("HOSTS", str(err))
         yield disk
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from support import commands, warm
 from support.commands import Shell, dev_relay
+from support.required import cannot
 from support.waiting import PATIENCE_S, wait_until
 
 pytestmark = pytest.mark.timeout(120)
@@ -37,10 +38,7 @@ def found(name: str) -> str:
     beside = Path(sys.executable).with_name(name)
     path = str(beside) if beside.exists() else shutil.which(name)
     if path is None:
-        message = f"{name} is not installed"
-        if os.environ.get("IRIS_TEST_PEERS") == "required":
-            pytest.fail(message)
-        pytest.skip(message)
+        cannot("PEERS", f"{name} is not installed")
     return path
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from support.required import cannot
 
 from spark.kit import FLIGHTS, JVM, QUICK, Example, Relay
 
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
 
     import iris.blocking
 
-REQUIRED = "IRIS_TEST_SPARK"
-"""Environment variable: if it is "required", these tests fail instead of being skipped."""
 HERE = Path(__file__).parent
 LOG_BYTES = 6000
 TIMEOUT_S = 300
@@ -47,24 +46,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def java() -> str:
     """The home of a Java for Spark. Without it, or without pyspark, the test is skipped."""
     if importlib.util.find_spec("pyspark") is None:
-        _do_without("pyspark is not installed: pip install 'iris-messaging[spark]'")
+        cannot(
+            "SPARK",
+            "no tests of Spark: pyspark is not installed: pip install 'iris-messaging[spark]'",
+        )
     found = subprocess.run(
         [HERE / "java", "find"], capture_output=True, text=True, timeout=30, check=False
     )
     if found.returncode:
-        _do_without("no Java 17 or newer: apt-get install openjdk-17-jre-headless")
+        cannot(
+            "SPARK",
+            "no tests of Spark: no Java 17 or newer: apt-get install openjdk-17-jre-headless",
+        )
     return found.stdout.strip()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _spark_can_run(java: str) -> None:
     """Check that Spark can run, for all tests of this folder."""
-
-
-def _do_without(reason: str) -> None:
-    if os.environ.get(REQUIRED) == "required":
-        pytest.fail(f"no tests of Spark: {reason}", pytrace=False)
-    pytest.skip(f"no tests of Spark: {reason}")
 
 
 @pytest.fixture(scope="session")

@@ -6,15 +6,12 @@ import os
 import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from typing import Final
 
 import pytest
 from interop.js.kit import CLIENT, Node, Page, Relays
+from support.required import cannot
 
 import iris
-
-REQUIRED: Final = "IRIS_TEST_JS"
-"""Environment variable: if it is "required", these tests fail instead of being skipped."""
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -23,10 +20,9 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 def run_node() -> Run:
     """Run Node in clients/js with arguments, and return what it wrote."""
     if not (CLIENT / "node_modules" / "esbuild").is_dir():
-        reason = "the packages of clients/js are not installed; run `make js`"
-        if os.environ.get(REQUIRED) == "required":
-            pytest.fail(f"no tests of the JavaScript client: {reason}", pytrace=False)
-        pytest.skip(f"no tests of the JavaScript client: {reason}")
+        cannot(
+            "JS", "no tests of the JavaScript client: its packages are not installed; run `make js`"
+        )
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from interop.sp.kit import NNGCAT, Bridge, World, a_world, make_ws_bridge
+from support.required import cannot
 
-REQUIRED = "IRIS_TEST_NNG"
-"""Environment variable: if it is "required", these tests fail instead of being skipped."""
 TIMEOUT_S = 60
 HERE = Path(__file__).parent
 
@@ -29,9 +27,7 @@ def _foreign_programs() -> None:
     except ImportError as err:
         reason = str(err)
     if reason:
-        if os.environ.get(REQUIRED) == "required":
-            pytest.fail(f"no tests of the SP bridge: {reason}", pytrace=False)
-        pytest.skip(f"no tests of the SP bridge: {reason}")
+        cannot("NNG", f"no tests of the SP bridge: {reason}")
 
 
 @pytest.fixture(scope="session")
