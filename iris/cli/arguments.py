@@ -125,20 +125,20 @@ class Reader:
             raise ValueError(f"{value!r} is not a {what}")
         least, most = self.info.min, self.info.max
         if least is not None and number < least:
-            raise ValueError(f"{value} is too small; the least is {least:g}")
+            raise ValueError(f"{value} is too small; the minimum is {least:g}")
         if most is not None and number > most:
-            raise ValueError(f"{value} is too large; the most is {most:g}")
+            raise ValueError(f"{value} is too large; the maximum is {most:g}")
         return number
 
     def _read_path(self, text: str) -> Path:
         info = self.info
         if not os.path.exists(text):
             if info.exists:
-                raise ValueError(f"there is no {text!r}")
+                raise ValueError(f"{text!r} does not exist")
         elif not info.dir_okay and os.path.isdir(text):
             raise ValueError(f"{text!r} is a directory, not a file")
         elif not info.file_okay and os.path.isfile(text):
             raise ValueError(f"{text!r} is a file, not a directory")
         elif info.readable and not os.access(text, os.R_OK):
-            raise ValueError(f"{text!r} is not readable for this user")
+            raise ValueError(f"this user cannot read {text!r}")
         return Path(text)

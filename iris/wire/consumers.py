@@ -168,8 +168,8 @@ class Consumers(Struct, frozen=True, tag_field="op", tag="consumers"):
 class Redriven(Struct, frozen=True, tag_field="op", tag="redriven"):
     """The first `count` letters were dealt with: their messages will be delivered, except for the offsets `gone`.
 
-    Those were removed from the stream, and their letters stay. If `count` is lower than the number of letters, there
-    is no room for the others until workers settle some messages.
+    Those were removed from the stream, and their letters stay. If `count` is lower than the number of letters, the
+    others must wait until workers settle some messages.
     """
 
     count: Offset

@@ -261,7 +261,7 @@ USAGE = {
     "zzz": "there is no command 'zzz'; `iris --help` shows the usage",
     "stream lst": "No such command 'lst'. Did you mean 'list'?",
     "request a --timeout abc": "Invalid value for '--timeout' / '-t': 'abc' is not a number; `iris request --help` shows the usage",
-    "request a --timeout 0": "Invalid value for '--timeout' / '-t': 0 is too small; the least is 0.001; `iris request --help` shows the usage",
+    "request a --timeout 0": "Invalid value for '--timeout' / '-t': 0 is too small; the minimum is 0.001; `iris request --help` shows the usage",
     "request a --timeout nan": "Invalid value for '--timeout' / '-t': 'nan' is not a number; `iris request --help` shows the usage",
     "subscribe t -n 1.5": "Invalid value for '--count' / '-n': '1.5' is not a whole number; `iris subscribe --help` shows the usage",
     "run x --log-format xml": "Invalid value for '--log-format': 'xml' is not accepted; use json or text; `iris run --help` shows the usage",

@@ -107,9 +107,9 @@ def test_arguments_are_read_as_their_types_say(line: str, read: tuple[object, ..
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("x --count 1.5", "'1.5' is not a whole number"), ("x --count 0", "0 is too small; the least is 1"),
-        ("x --count 10", "10 is too large; the most is 9"), ("x --number inf", "'inf' is not a number"),
-        ("x --color green", "'green' is not accepted; use red or blue"), ("x --file /none", "there is no '/none'"),
+        ("x --count 1.5", "'1.5' is not a whole number"), ("x --count 0", "0 is too small; the minimum is 1"),
+        ("x --count 10", "10 is too large; the maximum is 9"), ("x --number inf", "'inf' is not a number"),
+        ("x --color green", "'green' is not accepted; use red or blue"), ("x --file /none", "'/none' does not exist"),
         ("x --file /", "'/' is a directory, not a file"), ("x --folder /dev/../proc/version", "'/dev/../proc/version' is a file, not a directory"),
     ],
 )  # fmt: skip

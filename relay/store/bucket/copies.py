@@ -101,7 +101,7 @@ class Copy:
             self.resume(self._copies.writer, self._copies.ends)
 
     def closed(self) -> None:
-        """Note that the stream is no longer served here."""
+        """Stop copying: this store no longer serves the stream."""
         self.state, self.log = State.BEHIND, None
 
     def lag(self) -> Lag:

@@ -387,7 +387,7 @@ def test_objects_of_deleted_streams_that_a_bucket_keeps_are_not_in_the_way_for_e
     run(main(), 2 * LEFT_US / 1e6)
 
 
-# -- a store of which there are two --------------------------------------------------------------------------
+# -- takeovers that fail, and two stores with one key --------------------------------------------------------
 
 
 def test_a_takeover_for_which_the_disk_has_no_room_leaves_it_as_it_was_and_is_tried_rarely(
