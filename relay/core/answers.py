@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from iris.errors import PeerProtocolError
-from iris.wire.codec import ALIAS, ALIAS_AT, ANSWER, BODY_AT, HOP, REWRITE
+from iris.wire.codec import ALIAS, ALIAS_AT, BODY_AT, HOP, REWRITE
 from iris.wire.frames import Credit, Fail
 from iris.wire.kinds import ANSWER_RUN_KINDS, RUN_MINOR, Cause, Kind
 from iris.wire.runs import hop_ids, read_answers, single_answers
-from relay.core.flags import clear_flags, route_of
+from relay.core.heads import answer_head, clear_flags
 from relay.core.interest import Interest
 from relay.core.neighbor import Dispatched, DispatchedRun, Load, Neighbor, Route
 from relay.core.ports import Accounts
@@ -46,17 +46,7 @@ class Answers:
 
     def answered(self, neighbor: Neighbor, buf: memoryview, start: int, end: int) -> None:
         """Forward a reply, fault or answer from a member or link to the caller. It also frees the member's slot."""
-        if end - start < BODY_AT:
-            raise PeerProtocolError(
-                f"data frame of {end - start} bytes is shorter than its {BODY_AT}-byte header"
-            )
-        kind, alias, hop = ANSWER.unpack_from(buf, start)
-        try:
-            route = neighbor.routes[alias]
-        except IndexError:
-            route = None
-        if route is None or route.kind != kind:
-            route = route_of(neighbor, route, alias, buf, start)
+        route, hop = answer_head(neighbor, buf, start, end)
         accounts = self._accounts
         dispatched = neighbor.in_flight.get(hop)
         if dispatched is None:

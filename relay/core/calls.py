@@ -14,11 +14,9 @@ from typing import Final
 from iris.errors import PeerProtocolError
 from iris.wire.codec import (
     ALIAS_AT,
-    BODY_AT,
     DEADLINE,
     DEADLINE_AT,
     FLAGS_AT,
-    HOP,
     KIND_AT,
     REWRITE,
 )
@@ -41,7 +39,7 @@ from iris.wire.kinds import (
 from relay.core.answers import Answers
 from relay.core.balance import pick
 from relay.core.direct import DirectTunnels
-from relay.core.flags import clear_flags, refusal_of
+from relay.core.heads import call_head
 from relay.core.interest import Interest
 from relay.core.leaving import Leaving
 from relay.core.limits import Limits
@@ -113,27 +111,12 @@ class Calls:
         """Route a request, push, survey, tunnel opening or store call, or one that its receiver refused and
         returned.
         """
-        if end - start < BODY_AT:
-            raise PeerProtocolError(
-                f"data frame of {end - start} bytes is shorter than its {BODY_AT}-byte header"
-            )
-        _, kind, flags, alias, hop, deadline_us = HOP.unpack_from(buf, start)
+        route, hop, deadline_us, reason = call_head(neighbor, buf, start, end)
         self._now_us = now_us
-        if flags:
-            if flags & FLAG_REFUSED:
-                reason = refusal_of(neighbor, flags)
-                self._refused(neighbor, buf, start, end, reason, hop)
-                return
-            clear_flags(neighbor, buf, start)
-        try:
-            route = neighbor.routes[alias]
-        except IndexError:
-            route = None
-        if route is None or route.kind != kind:
-            raise PeerProtocolError(f"alias {alias} was not declared for this kind of frame")
-        if hop & neighbor.own_hop_mask == neighbor.own_hop:
-            raise PeerProtocolError(f"hop id {hop} is in the range reserved for this relay")
-        if kind == TUNNEL_OPEN and (
+        if route is None:
+            self._refused(neighbor, buf, start, end, reason, hop)
+            return
+        if route.kind == TUNNEL_OPEN and (
             hop in neighbor.tunnels or self.parking.holds_opening(neighbor, hop)
         ):
             raise PeerProtocolError(f"hop id {hop} is already in use by an open tunnel")

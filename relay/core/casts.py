@@ -13,8 +13,7 @@ from typing import Final
 import msgspec
 
 from iris.core.aliases import Alias
-from iris.errors import PeerProtocolError
-from iris.wire.codec import ALIAS, ALIAS_AT, BODY_AT, CAST, FIRST, FIRST_AT
+from iris.wire.codec import ALIAS, ALIAS_AT, FIRST, FIRST_AT
 from iris.wire.frames import Gap, Share, Unrouted
 from iris.wire.kinds import (
     MAX_PARTS,
@@ -27,7 +26,7 @@ from iris.wire.kinds import (
 )
 from relay.core.connection import Delivery
 from relay.core.credit import Credits, Flow
-from relay.core.flags import route_of
+from relay.core.heads import cast_head
 from relay.core.interest import Interest
 from relay.core.link import Link
 from relay.core.missed_casts import MissedCasts
@@ -74,22 +73,10 @@ class Casts:
 
     def cast(self, neighbor: Neighbor, buf: memoryview, start: int, end: int) -> None:
         """Send a publication or broadcast to every target."""
-        if end - start < BODY_AT:
-            raise PeerProtocolError(
-                f"data frame of {end - start} bytes is shorter than its {BODY_AT}-byte header"
-            )
-        kind, alias, count = CAST.unpack_from(buf, start)
-        try:
-            route = neighbor.routes[alias]
-        except IndexError:
-            route = None
-        if route is None or route.kind != kind:
-            route = route_of(neighbor, route, alias, buf, start)
+        route, count = cast_head(neighbor, buf, start, end)
         interest = self._interest
         if route.version != interest.version:
             self._resolve(route)
-        if not 0 < 4 * count < end - start:  # each message has an offset of 4 bytes
-            raise PeerProtocolError(f"frame of {end - start} bytes cannot hold {count} messages")
         accounts = self._accounts
         accounts.in_ += count
         interest.tick = tick = interest.tick + 1

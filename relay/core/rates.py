@@ -12,18 +12,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from iris.wire.codec import BODY_AT, CAST, FLAGS_AT, HOP, KIND_AT
+from iris.wire.codec import KIND_AT
 from iris.wire.frames import Fail, Unrouted
-from iris.wire.kinds import FLAG_REFUSED, RUN_KINDS, UNROUTED_MINOR, Cause, Kind
+from iris.wire.kinds import UNROUTED_MINOR, Cause, Kind
 from iris.wire.names import matches
-from iris.wire.runs import read_calls
 from relay.core.buckets import Bucket, Rate
+from relay.core.heads import CASTS, made
 from relay.core.neighbor import Route
 from relay.core.ports import Accounts
 from relay.core.quotas import RELAYS_STORE
 from relay.core.session import Session
 
-CASTS: Final = (Kind.PUBLISH, Kind.BROADCAST)
 COUNTED: Final = (*CASTS, Kind.REQUEST, Kind.PUSH, Kind.SURVEY, Kind.TUNNEL_OPEN, Kind.CALLS)
 MAX_CACHED: Final = 4096
 """Addresses whose quotas are cached; over it, the cache is cleared."""
@@ -68,17 +67,20 @@ class Rates:
 
     def _counting(self, handle: Entry, clock: Callable[[], int]) -> Entry:
         def frame(session: Session, buf: memoryview, start: int, end: int) -> None:
-            route = route_of(session, buf, start, end)
-            if route is None or session.user == RELAYS_STORE:
+            head = made(session, buf, start, end)
+            if head is None or session.user == RELAYS_STORE:
                 handle(session, buf, start, end)
                 return
-            count = CAST.unpack_from(buf, start)[2]
+            route, count, hop = head
             mine = session.rate
             buckets = self._of(route.name) if mine is None else [mine, *self._of(route.name)]
             now_us = clock()
             empty = [bucket for bucket in buckets if bucket.is_empty(now_us)]
             if empty:
-                self._refuse(session, route, buf, start, end, empty[0])
+                refuse(
+                    self._accounts, session, buf[start + KIND_AT], route, count, hop,
+                    "over quota", Cause.OVERLOADED, empty[0].refuse(count),
+                )  # fmt: skip
                 if empty[0] is mine:
                     self._sessions_refused += count
                 return
@@ -97,26 +99,6 @@ class Rates:
             self._cache[name] = found
         return found
 
-    def _refuse(
-        self, session: Session, route: Route, buf: memoryview, start: int, end: int, bucket: Bucket
-    ) -> None:
-        """Refuse the calls of a frame, or drop its casts, and notify the sender."""
-        kind = buf[start + KIND_AT]
-        count = CAST.unpack_from(buf, start)[2]
-        if kind == Kind.CALLS:
-            read_calls(buf, start, end)  # raises PeerProtocolError if the frame is malformed
-        why = bucket.refuse(count)
-        self._accounts.in_ += count
-        if kind in CASTS:
-            self._accounts.drop("over quota", count)
-            if session.minor >= UNROUTED_MINOR:
-                session.control(Unrouted(kind, route.name, route.key_id, count, why))
-            return
-        self._accounts.refused += count
-        hop = HOP.unpack_from(buf, start)[4]
-        for number in range(hop, hop + count):
-            session.control(Fail(number, Cause.OVERLOADED, why))
-
     def status(self) -> dict[str, object]:
         """Return the quotas and what each has refused, in messages; ready for JSON."""
         shown: dict[str, object] = {}
@@ -127,18 +109,16 @@ class Rates:
         return shown
 
 
-def route_of(session: Session, buf: memoryview, start: int, end: int) -> Route | None:
-    """Return the route of a well-formed frame that the session made.
-
-    None for a call that it returns as refused, and for a frame that breaks a rule, which its handler names.
-    """
-    if end - start < BODY_AT or buf[start + FLAGS_AT] & FLAG_REFUSED:
-        return None
-    kind, alias, count = CAST.unpack_from(buf, start)
-    kind &= 0xFF  # the flags are in the upper byte
-    route = session.routes[alias] if alias < len(session.routes) else None
-    if route is None or not (route.kind in RUN_KINDS if kind == Kind.CALLS else route.kind == kind):
-        return None
+def refuse(
+    accounts: Accounts, session: Session, kind: int, route: Route, count: int, hop: int, drop: str, cause: Cause, why: str
+) -> None:  # fmt: skip
+    """Refuse the calls of a frame, from hop id `hop` on, or drop its casts as `drop`, and notify the sender."""
+    accounts.in_ += count
     if kind in CASTS:
-        return route if 0 < 4 * count < end - start else None
-    return route if kind == Kind.CALLS or count == 1 else None
+        accounts.drop(drop, count)
+        if session.minor >= UNROUTED_MINOR:
+            session.control(Unrouted(kind, route.name, route.key_id, count, why))
+        return
+    accounts.refused += count
+    for number in range(hop, hop + count):
+        session.control(Fail(number, cause, why))

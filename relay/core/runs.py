@@ -10,13 +10,12 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Final
 
-from iris.errors import PeerProtocolError
 from iris.wire.codec import BODY_AT, DATA_LENGTH, DEADLINE, DEADLINE_AT, END_AT, FLAGS_AT, HOP
-from iris.wire.kinds import FLAG_REFUSED, NEVER_US, RUN_KINDS, RUN_MINOR, Kind, Refusal
+from iris.wire.kinds import NEVER_US, RUN_MINOR, Kind, Refusal
 from iris.wire.runs import counted, lengths, read_calls, single_calls
 from relay.core.balance import pick
 from relay.core.calls import COUNTED, MAX_ATTEMPTS, Calls
-from relay.core.flags import clear_flags, refusal_of
+from relay.core.heads import run_head
 from relay.core.link import Link
 from relay.core.neighbor import Dispatched, DispatchedRun, Load, Neighbor, Route
 
@@ -36,23 +35,11 @@ class Runs:
         self, neighbor: Neighbor, buf: memoryview, start: int, end: int, now_us: int
     ) -> None:
         """Route a run of requests or pushes, or one that its receiver refused and returned."""
-        at, sizes = read_calls(buf, start, end)
-        _, _, flags, alias, hop, deadline_us = HOP.unpack_from(buf, start)
-        if flags:
-            if flags & FLAG_REFUSED:
-                self._refused(neighbor, buf, start, end, refusal_of(neighbor, flags), now_us)
-                return
-            clear_flags(neighbor, buf, start)
-        try:
-            route = neighbor.routes[alias]
-        except IndexError:
-            route = None
-        if route is None or route.kind not in RUN_KINDS:
-            raise PeerProtocolError(f"alias {alias} was not declared for this kind of frame")
+        route, hop, deadline_us, reason, at, sizes = run_head(neighbor, buf, start, end)
+        if route is None:
+            self._refused(neighbor, buf, start, end, reason, now_us)
+            return
         count = len(sizes)
-        mask, own = neighbor.own_hop_mask, neighbor.own_hop
-        if hop & mask == own or hop + count - 1 & mask == own:
-            raise PeerProtocolError(f"hop id {hop} is in the range reserved for this relay")
         calls = self._calls
         if deadline_us and neighbor.clock_us:
             deadline_us = max(1, min(deadline_us + neighbor.clock_us, NEVER_US))

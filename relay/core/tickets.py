@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from iris.errors import DecodeError, PeerProtocolError
 from iris.wire import consumers, streams
-from iris.wire.codec import BODY_AT, CAST, HOP
-from iris.wire.frames import Fail, Unrouted
+from iris.wire.codec import BODY_AT, KIND_AT
+from iris.wire.frames import Fail
 from iris.wire.kinds import NO_KEY, Cause, Kind
 from relay.core.admitted import Admitted
+from relay.core.heads import made
 from relay.core.issuers import Issuer, issuers_by_key
 from relay.core.ports import Accounts
-from relay.core.rates import CASTS, COUNTED, Entry, route_of
+from relay.core.rates import COUNTED, Entry, refuse
 from relay.core.session import Session
 
 if TYPE_CHECKING:
@@ -289,30 +290,26 @@ class Admission:
 
     def _checking(self, handle: Entry) -> Entry:
         def frame(session: Session, buf: memoryview, start: int, end: int) -> None:
-            route = route_of(session, buf, start, end)
-            if route is None or not route.denied:
+            head = made(session, buf, start, end)
+            if head is None or not head[0].denied:
                 handle(session, buf, start, end)
                 return
-            kind, _, count = CAST.unpack_from(buf, start)
+            route, count, hop = head
             self._count(session, VERB_OF[Kind(route.kind)], route.denied, count)
-            self._accounts.in_ += count
-            if kind in CASTS:
-                self._accounts.drop("not allowed by ticket", count)
-                session.control(Unrouted(kind, route.name, route.key_id, count, route.denied))
-                return
-            self._accounts.refused += count
-            hop = HOP.unpack_from(buf, start)[4]
-            for number in range(hop, hop + count):
-                session.control(Fail(number, Cause.REFUSED, route.denied))
+            refuse(
+                self._accounts, session, buf[start + KIND_AT], route, count, hop,
+                "not allowed by ticket", Cause.REFUSED, route.denied,
+            )  # fmt: skip
 
         return frame
 
     def _checking_store(self, handle: Entry) -> Entry:
         def frame(session: Session, buf: memoryview, start: int, end: int) -> None:
-            route = route_of(session, buf, start, end)
-            if route is None or session.ticket is None:
+            head = made(session, buf, start, end)
+            if head is None or session.ticket is None:
                 handle(session, buf, start, end)
                 return
+            route, _, hop = head
             at = start + BODY_AT
             if at < end and buf[at] == _MARK:
                 at += _CODE_BYTES
@@ -331,7 +328,7 @@ class Admission:
             self._accounts.refused += 1
             # A stream that the ticket has nothing to do with is one that does not exist.
             cause = Cause.NO_MEMBERS if verbs == STREAM_VERBS else Cause.REFUSED
-            session.control(Fail(HOP.unpack_from(buf, start)[4], cause, why))
+            session.control(Fail(hop, cause, why))
 
         return frame
 

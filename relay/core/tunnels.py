@@ -13,7 +13,7 @@ from iris.errors import PeerProtocolError
 from iris.wire.codec import ALIAS_AT, HOP, REWRITE, TUNNEL_BODY_AT, tunnel_frame
 from iris.wire.kinds import Cause, Kind
 from relay.core.direct import DirectTunnels
-from relay.core.flags import clear_flags
+from relay.core.heads import clear_flags
 from relay.core.neighbor import Dispatched, Neighbor, Tunnel
 from relay.core.ports import Accounts
 

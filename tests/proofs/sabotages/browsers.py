@@ -117,7 +117,7 @@ SABOTAGES = (
         "ticket-frames",
         "relay/core/tickets.py",
         "Admission._checking",
-        "route is None or not route.denied",
+        "head is None or not head[0].denied",
         "True",
         TICKETS,
         "what DECLARE denied is routed",

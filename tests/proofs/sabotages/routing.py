@@ -24,6 +24,7 @@ GUARDING = (
 LINKS = ("tests/adversity/test_links.py",)
 SESSION_PORT = ("tests/unit/relay/net/test_session_port.py",)
 FLAGS = ("tests/protocol/test_flags.py",)
+COUNTS = ("tests/protocol/test_counts.py",)
 ANSWERS = ("tests/protocol/test_strange_keys.py", *RULES)
 QUOTAS = ("tests/protocol/test_quotas.py",)
 RUNS = ("tests/protocol/test_runs.py",)
@@ -171,8 +172,8 @@ SABOTAGES = (
     ),
     Sabotage(
         "alias-kind",
-        "relay/core/casts.py",
-        "Casts.cast",
+        "relay/core/heads.py",
+        "cast_head",
         "route is None or route.kind != kind",
         "route is None",
         ("tests/protocol/test_fairness.py",),
@@ -180,8 +181,8 @@ SABOTAGES = (
     ),
     Sabotage(
         "cast-count",
-        "relay/core/casts.py",
-        "Casts.cast",
+        "relay/core/heads.py",
+        "cast_head",
         "not 0 < 4 * count < end - start",
         "False",
         RULES,
@@ -261,8 +262,8 @@ SABOTAGES = (
     ),
     Sabotage(
         "call-own-hop",
-        "relay/core/calls.py",
-        "Calls.called",
+        "relay/core/heads.py",
+        "call_head",
         "hop & neighbor.own_hop_mask == neighbor.own_hop",
         "False",
         RULES,
@@ -432,7 +433,7 @@ SABOTAGES = (
     ),
     Sabotage(
         "flags-session",
-        "relay/core/flags.py",
+        "relay/core/heads.py",
         "clear_flags",
         "not neighbor.hop_class or neighbor.minor",
         "False",
@@ -441,8 +442,8 @@ SABOTAGES = (
     ),
     Sabotage(
         "flags-refusal",
-        "relay/core/flags.py",
-        "refusal_of",
+        "relay/core/heads.py",
+        "_reason",
         "flags == FLAG_REFUSED | reason << 4 and reason in _REASONS",
         "True",
         FLAGS,
@@ -450,8 +451,8 @@ SABOTAGES = (
     ),
     Sabotage(
         "flags-cast",
-        "relay/core/flags.py",
-        "route_of",
+        "relay/core/heads.py",
+        "_unflagged",
         "clear_flags(neighbor, buf, start)",
         "pass",
         FLAGS,
@@ -459,8 +460,8 @@ SABOTAGES = (
     ),
     Sabotage(
         "flags-call",
-        "relay/core/calls.py",
-        "Calls.called",
+        "relay/core/heads.py",
+        "call_head",
         "clear_flags(neighbor, buf, start)",
         "pass",
         FLAGS,
@@ -474,6 +475,15 @@ SABOTAGES = (
         "pass",
         FLAGS,
         "a tunnel's record with flags is forwarded unchanged",
+    ),
+    Sabotage(
+        "count-call",
+        "relay/core/heads.py",
+        "call_head",
+        "count != 1",
+        "False",
+        COUNTS,
+        "a call that claims to be several escapes quotas and tickets, or makes the relay answer each",
     ),
     Sabotage(
         "answer-name",

@@ -1,0 +1,163 @@
+"""The head of a data frame: flags, alias, count and hop ids, validated here before anything branches on them.
+
+    cast_head, call_head, run_head, answer_head    of one kind of frames, for the part of the router that routes them
+    made                                           of any frame that a session makes, for what may refuse it first
+
+The receiver of a forwarded frame blames this relay for a breach in it, so a head is checked whatever becomes of the
+frame. A session sends flags of 0, or `refused` with a reason in a call that it returns. Between relays there is also
+`more`, which `relay.net.fragments` removes. A relay of minor version 0 forwards its sessions' flags unchecked: they
+are cleared, and its connection stays open.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Final
+
+from iris.errors import PeerProtocolError
+from iris.wire.codec import ANSWER, BODY_AT, CAST, FLAGS_AT, HOP, KIND_AT
+from iris.wire.kinds import FLAG_REFUSED, RUN_KINDS, Kind, Refusal
+from iris.wire.runs import read_calls
+from relay.core.neighbor import Neighbor, Route
+
+CASTS: Final = (Kind.PUBLISH, Kind.BROADCAST)
+_CALL: Final = struct.Struct("<4xBBIQq12xI")
+"""Fields of a call that a relay reads: kind, flags, alias, hop id, deadline, count."""
+_REASONS: Final = {int(reason) for reason in Refusal}
+
+
+def cast_head(neighbor: Neighbor, buf: memoryview, start: int, end: int) -> tuple[Route, int]:
+    """Return (route, number of messages) of a publication or broadcast. Raises PeerProtocolError."""
+    if end - start < BODY_AT:
+        raise _too_short(start, end)
+    kind, alias, count = CAST.unpack_from(buf, start)
+    try:
+        route = neighbor.routes[alias]
+    except IndexError:
+        route = None
+    if route is None or route.kind != kind:
+        route = _unflagged(neighbor, route, alias, buf, start)
+    if not 0 < 4 * count < end - start:  # each message has an offset of 4 bytes
+        raise PeerProtocolError(f"frame of {end - start} bytes cannot hold {count} messages")
+    return route, count
+
+
+def call_head(
+    neighbor: Neighbor, buf: memoryview, start: int, end: int
+) -> tuple[Route | None, int, int, int]:
+    """Return (route, hop id, deadline in µs of the sender's clock, reason) of a call. Raises PeerProtocolError.
+
+    `reason` is 0, or why its receiver returns it; a call that was returned has no route.
+    """
+    if end - start < BODY_AT:
+        raise _too_short(start, end)
+    kind, flags, alias, hop, deadline_us, count = _CALL.unpack_from(buf, start)
+    if count != 1:
+        raise PeerProtocolError(f"a {Kind(kind).name} frame holds 1 message, not {count}")
+    if flags:
+        if flags & FLAG_REFUSED:
+            return None, hop, deadline_us, _reason(neighbor, flags)
+        clear_flags(neighbor, buf, start)
+    try:
+        route = neighbor.routes[alias]
+    except IndexError:
+        route = None
+    if route is None or route.kind != kind:
+        raise PeerProtocolError(f"alias {alias} was not declared for this kind of frame")
+    if hop & neighbor.own_hop_mask == neighbor.own_hop:
+        raise PeerProtocolError(f"hop id {hop} is in the range reserved for this relay")
+    return route, hop, deadline_us, 0
+
+
+def run_head(
+    neighbor: Neighbor, buf: memoryview, start: int, end: int
+) -> tuple[Route | None, int, int, int, int, Sequence[int]]:
+    """Return the same as `call_head` for a run, then the position of the first body and the length of each."""
+    at, sizes = read_calls(buf, start, end)
+    _, _, flags, alias, hop, deadline_us = HOP.unpack_from(buf, start)
+    if flags:
+        if flags & FLAG_REFUSED:
+            return None, hop, deadline_us, _reason(neighbor, flags), at, sizes
+        clear_flags(neighbor, buf, start)
+    try:
+        route = neighbor.routes[alias]
+    except IndexError:
+        route = None
+    if route is None or route.kind not in RUN_KINDS:
+        raise PeerProtocolError(f"alias {alias} was not declared for this kind of frame")
+    mask, own = neighbor.own_hop_mask, neighbor.own_hop
+    if hop & mask == own or hop + len(sizes) - 1 & mask == own:
+        raise PeerProtocolError(f"hop id {hop} is in the range reserved for this relay")
+    return route, hop, deadline_us, 0, at, sizes
+
+
+def answer_head(neighbor: Neighbor, buf: memoryview, start: int, end: int) -> tuple[Route, int]:
+    """Return (route, hop id) of a reply, fault or answer. Raises PeerProtocolError."""
+    if end - start < BODY_AT:
+        raise _too_short(start, end)
+    kind, alias, hop = ANSWER.unpack_from(buf, start)
+    try:
+        route = neighbor.routes[alias]
+    except IndexError:
+        route = None
+    if route is None or route.kind != kind:
+        route = _unflagged(neighbor, route, alias, buf, start)
+    return route, hop
+
+
+def made(
+    neighbor: Neighbor, buf: memoryview, start: int, end: int
+) -> tuple[Route, int, int] | None:
+    """Return (route, number of messages, first hop id) of a cast, a call or a run of calls.
+
+    None: it is a call that the neighbor returns. Raises PeerProtocolError.
+    """
+    kind = buf[start + KIND_AT]
+    if kind in CASTS:
+        return (*cast_head(neighbor, buf, start, end), 0)
+    if kind == Kind.CALLS:
+        route, hop, _, _, _, sizes = run_head(neighbor, buf, start, end)
+        return None if route is None else (route, len(sizes), hop)
+    route, hop, _, _ = call_head(neighbor, buf, start, end)
+    return None if route is None else (route, 1, hop)
+
+
+def clear_flags(neighbor: Neighbor, buf: memoryview, start: int) -> None:
+    """Clear the flags of a frame that may have none.
+
+    Raises PeerProtocolError, except for a relay of minor version 0.
+    """
+    if not neighbor.hop_class or neighbor.minor:
+        kind, flags = buf[start + KIND_AT], buf[start + FLAGS_AT]
+        raise PeerProtocolError(f"flags 0x{flags:02x} are not allowed in a {Kind(kind).name} frame")
+    buf[start + FLAGS_AT] = 0
+
+
+def _reason(neighbor: Neighbor, flags: int) -> int:
+    """Return the reason in a refused frame. Raises PeerProtocolError under the same conditions as `clear_flags`."""
+    reason = flags >> 4
+    if flags == FLAG_REFUSED | reason << 4 and reason in _REASONS:
+        return reason
+    if not neighbor.hop_class or neighbor.minor:
+        raise PeerProtocolError(f"flags 0x{flags:02x} are not allowed in a refused frame")
+    return reason if reason in _REASONS else Refusal.UNREADABLE
+
+
+def _unflagged(
+    neighbor: Neighbor, route: Route | None, alias: int, buf: memoryview, start: int
+) -> Route:
+    """Return the route of a frame whose alias does not match its kind and flags at once.
+
+    Raises PeerProtocolError if none does.
+    """
+    if route is None or route.kind != buf[start + KIND_AT]:
+        raise PeerProtocolError(f"alias {alias} was not declared for this kind of frame")
+    clear_flags(neighbor, buf, start)
+    return route
+
+
+def _too_short(start: int, end: int) -> PeerProtocolError:
+    return PeerProtocolError(
+        f"data frame of {end - start} bytes is shorter than its {BODY_AT}-byte header"
+    )
