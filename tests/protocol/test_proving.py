@@ -11,7 +11,7 @@ from protocol.kit import KEY, OTHER_KEY, Host, Network, Result, control_of
 
 from iris.errors import LocalProtocolError
 from iris.wire import frames
-from iris.wire.codec import HOP, encode_control
+from iris.wire.codec import END, HOP, encode_control
 from iris.wire.kinds import Kind
 
 
@@ -118,7 +118,7 @@ def test_before_hello_nothing_is_accepted(net: Network, data: bytes) -> None:
 )
 def test_a_frame_of_an_undeclared_alias_is_the_senders_error(net: Network, kind: Kind) -> None:
     host = net.host()
-    host.say(HOP.pack(46, kind, 0, 77, 1, 0) + bytes(24))
+    host.say(HOP.pack(46, kind, 0, 77, 1, 0) + END.pack(0, 0, 1, 0))
     assert "alias 77 was not declared" in host.ended_because
 
 
