@@ -81,6 +81,10 @@ MAX_CONTROL_BYTES: Final = 64 << 10
 MAX_REPORT_BYTES: Final = 16 << 20
 """Largest Membership, Roster, Done and Report, which are lists made by the relay."""
 RECEIVE_BYTES: Final = 256 << 10
+PORTION_BYTES: Final = 1 << 10
+"""Bytes of frames after which a reader that shares its turn asks whether it may go on."""
+NEVER: Final = 1 << 62
+"""A position that no buffer has."""
 
 _ENCODE: Final = msgspec.msgpack.Encoder().encode
 _DECODERS: Final = {int(cls.FRAME): msgspec.msgpack.Decoder(cls) for cls in CONTROLS}
@@ -157,24 +161,36 @@ class FrameReader:
     `on_frame(buf, start, end)` gets a writable view, which it may change but must not keep: the buffer is
     reused when the call returns. A frame has 2 to `limit` bytes after its length field; otherwise `received`
     raises PeerProtocolError.
+
+    With `may_go_on`, a reader stops where that returns False, and keeps the bytes behind as `waiting` until `go_on`.
+    It is asked after each `PORTION_BYTES` of frames, and after each frame for which somebody sets `ask_at` to 0.
     """
 
-    __slots__ = ("_big", "_filled", "_shared", "_tail", "limit", "on_frame")
+    __slots__ = (
+        "_big", "_filled", "_portion", "_rest", "_shared", "_tail", "ask_at", "limit", "may_go_on", "on_frame", "waiting",
+    )  # fmt: skip
 
     def __init__(
-        self, on_frame: Callable[[memoryview, int, int], None], shared: ReceiveBuffer, limit: int
+        self, on_frame: Callable[[memoryview, int, int], None], shared: ReceiveBuffer, limit: int, may_go_on: Callable[[], bool] | None = None,
     ) -> None:  # fmt: skip
         self.on_frame = on_frame
         """It may replace itself during a call; the next frame then goes to the new one."""
         self.limit = limit
+        self.may_go_on = may_go_on
+        self.ask_at = self._portion = NEVER if may_go_on is None else PORTION_BYTES
+        """Position in the bytes at hand from which on `may_go_on` is asked."""
+        self.waiting = False
+        """Whether it has stopped. Nothing may be received meanwhile."""
         self._shared = shared.view
         self._tail = b""
         self._big: memoryview | None = None
         self._filled = 0
+        self._rest: memoryview | None = None
+        """What waits, in memory of its own; None: nothing."""
 
     @property
     def held_bytes(self) -> int:
-        """Bytes held of an unfinished frame."""
+        """Bytes held of a frame whose end was not received. Frames that wait do not count."""
         return self._filled if self._big is not None else len(self._tail)
 
     def get_buffer(self) -> memoryview:
@@ -188,17 +204,30 @@ class FrameReader:
         return self._shared
 
     def received(self, nbytes: int) -> None:
-        """Pass on every whole frame, after `nbytes` were written to the view from `get_buffer`."""
+        """Pass on whole frames, after `nbytes` were written to the view from `get_buffer`."""
         if self._big is not None:
             self._filled += nbytes
             if self._filled == len(self._big):
                 whole, self._big = self._big, None
+                self.ask_at = self._portion
                 self.on_frame(whole, 0, len(whole))
+                if self.may_go_on is not None:
+                    self.waiting = not self.may_go_on()
             return
-        buf = self._shared
         end = len(self._tail) + nbytes
         self._tail = b""
+        self._split(self._shared, end)
+
+    def go_on(self) -> None:
+        """Pass on frames that waited, until `may_go_on` returns False again."""
+        self.waiting = False
+        rest, self._rest = self._rest, None
+        if rest is not None:
+            self._split(rest, len(rest))
+
+    def _split(self, buf: memoryview, end: int) -> None:
         pos = 0
+        self.ask_at = self._portion
         unpack = LENGTH.unpack_from
         while end - pos >= 4:
             (length,) = unpack(buf, pos)
@@ -209,7 +238,7 @@ class FrameReader:
                 )
             if stop > end:
                 if (
-                    4 + length > len(buf) - 4096
+                    4 + length > len(self._shared) - 4096
                 ):  # too large for the shared buffer: allocate one for it
                     self._big = memoryview(bytearray(4 + length))
                     self._filled = end - pos
@@ -218,5 +247,14 @@ class FrameReader:
                 break
             self.on_frame(buf, pos, stop)
             pos = stop
+            if pos >= self.ask_at:
+                assert self.may_go_on is not None
+                if not self.may_go_on():
+                    self.waiting = True
+                    if pos < end:
+                        rest = buf[pos:end]
+                        self._rest = memoryview(bytearray(rest)) if buf is self._shared else rest
+                    return
+                self.ask_at = pos + self._portion
         if pos < end:
             self._tail = bytes(buf[pos:end])

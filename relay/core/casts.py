@@ -7,7 +7,7 @@ own site.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
 
 import msgspec
@@ -44,6 +44,8 @@ MAX_GAPS_REPORTED: Final = 4096
 """Limit of entries in `Wan.reported_us`; over it, the table is cleared."""
 PARTS_EACH: Final = 2
 """Bundles per turn for each member of a queue group. Two, so that a member skipped as slow still gets a part."""
+PART: Final = 32
+"""A frame goes to this many receivers at a stretch; to more of them in parts, between which others get their turn."""
 SENT_WHILE_DOWN: Final = "sent while a link on the way was down"
 
 
@@ -108,7 +110,7 @@ class Casts:
         self, route: Route, buf: memoryview, start: int, end: int, count: int, tick: int
     ) -> None:
         """Send a frame to several targets, one per queue group, or drop it if there are none."""
-        accounts, flow = self._accounts, route.flow
+        accounts = self._accounts
         targets = self._choose(route) if route.groups else route.many
         if not targets:
             accounts.drop("not allowed" if route.barred else "unwanted", count)
@@ -116,22 +118,44 @@ class Casts:
             return
         accounts.copied += count * (len(targets) - 1)
         frame = bytearray(buf[start:end])
+        if len(targets) <= PART:
+            self._send_to(targets, route, frame, count, tick)
+        else:
+            route.neighbor.port.weighty()
+            route.neighbor.unfinished = self._in_parts(targets, route, frame, count)
+
+    def _in_parts(
+        self, targets: Sequence[Target], route: Route, frame: bytearray, count: int
+    ) -> Iterator[None]:
+        """Send a frame to so many targets that others get their turn meanwhile."""
+        for at in range(0, len(targets), PART):
+            part = [target for target in targets[at : at + PART] if not target.neighbor.closed]
+            lost = min(PART, len(targets) - at) - len(part)
+            if lost:
+                self._accounts.drop("session lost", lost * count)
+            self._send_to(part, route, frame, count, self._interest.next_tick())
+            yield
+
+    def _send_to(
+        self, targets: Sequence[Target], route: Route, frame: bytearray, count: int, tick: int
+    ) -> None:
+        accounts, flow, buf = self._accounts, route.flow, memoryview(frame)
         for target in targets:
             if not target.port.has_room(len(frame)):
-                self._too_slow(target, buf, start, count)
+                self._too_slow(target, buf, 0, count)
                 continue
             known = target.alias
             if known.number < 0:
                 known = self._declare(target, tick)
             if flow is not None and not self.credits.sending(flow, target, len(frame)):
-                self._too_slow(target, buf, start, count)
+                self._too_slow(target, buf, 0, count)
                 continue
             known.used = tick
             ALIAS.pack_into(frame, ALIAS_AT, known.number)
             if target.port.send(bytes(frame), count):
                 accounts.out += count
             else:
-                self._too_slow(target, buf, start, count)
+                self._too_slow(target, buf, 0, count)
 
     def _nobody(self, route: Route, count: int) -> None:
         """Report to a session that a broadcast has no members, or that only holders of other keys subscribe."""

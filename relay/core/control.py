@@ -94,6 +94,7 @@ class SessionControl:
 
     def frame(self, session: Session, buf: memoryview, start: int, end: int) -> None:
         """Handle one control frame; raises PeerProtocolError."""
+        session.port.weighty()
         body = decode_control(buf, start, end)
         if not session.greeted:
             if not isinstance(body, frames.Hello):

@@ -6,7 +6,7 @@ a neighbor.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Final, Protocol
 
 from iris.core.aliases import Alias, AliasTable
@@ -459,6 +459,7 @@ class Neighbor(Connection):
         "shares",
         "swept_us",
         "tunnels",
+        "unfinished",
         "user",
         "users",
     )
@@ -489,11 +490,21 @@ class Neighbor(Connection):
         """User -> share of this connection."""
         self.over_share = 0
         """Calls that were not dispatched to it because their sender's share was used up."""
+        self.unfinished: Iterator[None] | None = None
+        """The rest of handling its latest frame, if that is done in parts. Its next frame is handled after that."""
         self.dropped_entries = 0
         """Entries of its advertised interest that were dropped over a limit."""
 
+    def complete(self) -> None:
+        """Do the rest of handling its latest frame."""
+        work, self.unfinished = self.unfinished, None
+        if work is not None:
+            for _ in work:
+                pass
+
     def forget(self) -> None:
         """Drop its tables after it disconnected: objects that still refer to it keep little."""
+        self.complete()
         self.closed = True
         for route in self.routes:
             if route is not None:

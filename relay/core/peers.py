@@ -52,6 +52,7 @@ class LinkControl:
 
     def frame(self, link: Link, buf: memoryview, start: int, end: int) -> None:
         """Handle one control frame; raises PeerProtocolError."""
+        link.port.weighty()
         body = decode_control(buf, start, end)
         handler = self._handlers.get(type(body))
         if handler is None:
@@ -132,6 +133,7 @@ class WanControl:
 
     def frame(self, wan: Wan, buf: memoryview, start: int, end: int) -> None:
         """Handle one control frame; raises PeerProtocolError."""
+        wan.port.weighty()
         body = decode_control(buf, start, end)
         handler = self._handlers.get(type(body))
         if handler is None:

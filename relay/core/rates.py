@@ -113,6 +113,7 @@ def refuse(
     accounts: Accounts, session: Session, kind: int, route: Route, count: int, hop: int, drop: str, cause: Cause, why: str
 ) -> None:  # fmt: skip
     """Refuse the calls of a frame, from hop id `hop` on, or drop its casts as `drop`, and notify the sender."""
+    session.port.weighty()
     accounts.in_ += count
     if kind in CASTS:
         accounts.drop(drop, count)

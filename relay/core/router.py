@@ -38,13 +38,6 @@ from relay.core.site_routes import Wan
 from relay.core.stores import HUNG_LOOKS
 from relay.core.tickets import Admission
 
-WEIGHTY_KINDS: Final = frozenset(
-    (Kind.DECLARE, Kind.GAP, Kind.BEAT, Kind.INTEREST, Kind.RESYNC, Kind.LOADS)
-)
-"""Frames about interest and addresses, which come in bursts and cost more than their length.
-
-Messages and answers do not.
-"""
 BEAT_STEP_US: Final = 100_000
 """Beats due within this time are sent together, so that many links cost one round a second."""
 
@@ -146,13 +139,12 @@ class Router(Parts):
             PeerProtocolError: the session or relay broke the protocol; the caller sends it the error and closes it.
         """
         self.entry(neighbor)(buf, start, end)
+        neighbor.complete()
 
-    def entry(
-        self, neighbor: Neighbor, count_bytes: Callable[[int], None] | None = None
-    ) -> Callable[[memoryview, int, int], None]:
+    def entry(self, neighbor: Neighbor) -> Callable[[memoryview, int, int], None]:
         """Return `frame_in` of one neighbor, one call shorter.
 
-        `count_bytes` is called with the size of each `WEIGHTY_KINDS` frame.
+        The caller completes what is left `unfinished` of a frame before it passes on the next one.
         """
         table = self._session_table
         if isinstance(neighbor, Link):
@@ -161,11 +153,6 @@ class Router(Parts):
             table = self._wan_table
         elif isinstance(neighbor, Session) and neighbor.ticket is not None:
             table = self._guarded_table
-        if count_bytes is not None:
-            table = [
-                _weighed(take, count_bytes) if kind in WEIGHTY_KINDS else take
-                for kind, take in enumerate(table)
-            ]
         pulse = neighbor.pulse
         if pulse is not None:
 
@@ -254,6 +241,8 @@ class Router(Parts):
             pulse = neighbor.pulse
             if pulse is None:
                 continue
+            if pulse.dead(self.now_us) and neighbor.port.unread:
+                pulse.last_us = self.now_us  # it is this relay that was too busy to read
             if pulse.dead(self.now_us):
                 silent_s = (self.now_us - pulse.last_us) / 1e6
                 neighbor.port.abort(f"the other side was silent for {silent_s:.1f} s")
@@ -331,13 +320,3 @@ class Router(Parts):
         table[Kind.CALLS] = self._call_run
         table[Kind.ANSWERS] = answers.answered_run
         return table
-
-
-def _weighed(take: Callable[..., None], count_bytes: Callable[[int], None]) -> Callable[..., None]:
-    """Return a handler that reports the length of a frame after handling it."""
-
-    def weighed(neighbor: Neighbor, buf: memoryview, start: int, end: int) -> None:
-        take(neighbor, buf, start, end)
-        count_bytes(end - start)
-
-    return weighed

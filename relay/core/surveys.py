@@ -16,6 +16,8 @@ from relay.core.interest import Interest
 from relay.core.neighbor import Dispatched, Load, Neighbor, Route, Survey, Target
 from relay.core.ports import Accounts
 
+PART: Final = 32
+"""A survey goes to this many members at a stretch; to more of them in parts, between which others get their turn."""
 MAX_ROSTER: Final = 1 << 18
 """Limit of members in the rosters of one relay or site; their ids take about 30 MB."""
 _LONGEST_NAME: Final = 64 * 4 + 3
@@ -44,38 +46,49 @@ class Surveys:
     ) -> None:  # fmt: skip
         """Dispatch a survey to every member that serves surveys and has room: a copy each, under a hop id each."""
         survey = Survey(origin, hop, deadline_us, until_us)
-        roster = []
-        size = end - start
-        self._accounts.copied += len(route.loads) + len(route.peers) + len(route.sites) - 1
-        for load in route.loads:
-            full = (
-                load.messages >= load.concurrency
-                and load.bytes + size > load.limit_bytes
-                and load.messages > 0
-            )
-            member_id = f"{self._relay}.{load.serial}"
-            if full:
-                self._accounts.refused += 1
-                survey.lose((member_id,))
-            elif self._send(survey, route, load, buf, start, end):
-                roster.append(member_id)
-            else:
-                survey.lose((member_id,))
-        for load in (*route.peers, *route.sites):
-            if not self._send(survey, route, load, buf, start, end):
-                survey.lose(_behind(load, route))
-        origin.control(Roster(hop, roster))
-        if survey.open:
-            origin.pending += 1
+        loads = [*route.loads, *route.peers, *route.sites]
+        self._accounts.copied += len(loads) - 1
+        origin.pending += 1
+        survey.open = 1  # until all have been sent it
+        frame = bytearray(buf[start:end])
+        work = self._in_parts(survey, route, loads, frame)
+        if len(loads) > PART:
+            origin.port.weighty()
+            origin.unfinished = work
         else:
-            origin.control(Done(hop, survey.lost))
+            for _ in work:
+                pass
 
-    def _send(
-        self, survey: Survey, route: Route, load: Load, buf: memoryview, start: int, end: int
-    ) -> bool:
-        neighbor = load.neighbor
-        size = end - start
-        if not neighbor.port.has_room(size):
+    def _in_parts(
+        self, survey: Survey, route: Route, loads: Sequence[Load], frame: bytearray
+    ) -> Iterator[None]:
+        """Send a survey to all; of the members here, name those of each part before any of them can answer."""
+        for at in range(0, len(loads), PART):
+            part = loads[at : at + PART]
+            sent = [load for load in part if self._send(survey, route, load, frame)]
+            for load in part:
+                if load not in sent:
+                    survey.lose(self._members_at(load, route))
+            roster = [f"{self._relay}.{load.serial}" for load in sent if load.member is not None]
+            if roster or not at:
+                survey.origin.control(Roster(survey.hop, roster))
+            yield
+        self._part_ended(survey)
+
+    def _members_at(self, load: Load, route: Route) -> list[str]:
+        return [f"{self._relay}.{load.serial}"] if load.member is not None else _behind(load, route)
+
+    def _send(self, survey: Survey, route: Route, load: Load, frame: bytearray) -> bool:
+        neighbor, member = load.neighbor, load.member
+        size = len(frame)
+        full = (
+            member is not None
+            and load.messages >= load.concurrency
+            and load.bytes + size > load.limit_bytes
+            and load.messages > 0
+        )
+        gone = neighbor.closed or (member is not None and member.left)
+        if full or gone or not neighbor.port.has_room(size):
             self._accounts.refused += 1
             return False
         target = route.target(load.site_route or neighbor, load.serial)
@@ -85,7 +98,6 @@ class Surveys:
             return False
         hop = self._next_hop(neighbor)
         number = target.number(self._interest.next_tick())
-        frame = bytearray(buf[start:end])
         REWRITE.pack_into(frame, ALIAS_AT, number, hop)
         if not neighbor.port.send(bytes(frame), 1):
             self._accounts.refused += 1
@@ -129,6 +141,9 @@ class Surveys:
         assert survey is not None
         self._ended(dispatched, 1)
         survey.lose(lost)
+        self._part_ended(survey)
+
+    def _part_ended(self, survey: Survey) -> None:
         survey.open -= 1
         if survey.open == 0:
             survey.give_up()

@@ -302,7 +302,9 @@ class Hub:
     @property
     def idle(self) -> bool:
         """Whether nothing waits to be written and no call or tunnel over a connection is unfinished."""
-        return not any(port.unwritten_bytes or _busy(port.link) for port in self.ports)
+        return not any(
+            port.unwritten_bytes or port.waits or _busy(port.link) for port in self.ports
+        )
 
     @property
     def up(self) -> Sequence[LinkPort]:

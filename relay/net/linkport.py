@@ -6,7 +6,6 @@ import asyncio
 import logging
 import ssl
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import ClassVar, Final, Protocol
 
@@ -34,6 +33,7 @@ from relay.net.fragments import WHOLE_BYTES, Assembly
 from relay.net.longframes import LongFramePort
 from relay.net.ports import Driver, Secured
 from relay.net.tls import LINK_ALPN, TLS_REASONS, check_alpn, peer_relay_id
+from relay.net.turns import LARGE_READ_BYTES, TURN
 
 log = logging.getLogger(__name__)
 
@@ -41,14 +41,6 @@ FINISH_S: Final = 2.0
 """Time limit for writing what a link that ends has queued; the rest is dropped."""
 FIRST_LIMIT_BYTES: Final = 64 << 10
 HIGH_WATER_BYTES: Final = 256 << 10
-PORTION_BYTES: Final = 1024
-"""Size of a portion: bytes of frames of `WEIGHTY_KINDS` that are handled at once for one connection. Frames behind a
-portion wait for `PORTION_S`, so that a burst does not hold up other connections. Each further portion is larger, so
-that a long burst takes only a little longer."""
-PORTION_S: Final = 0.001
-PORTION_FRAME_BYTES: Final = 64
-"""Bytes that such a frame counts for in addition to its length."""
-
 _LOOPBACK: Final = ("127.", "[::1]")
 
 
@@ -139,17 +131,11 @@ class LinkPort(LongFramePort):
         self._handshaking = True
         self._broken = False
         """Whether TLS has failed, so that nothing can be written any more."""
-        self._reader = FrameReader(self._greeting, hub.driver.buffer, FIRST_LIMIT_BYTES)
+        self._reader = FrameReader(
+            self._greeting, hub.driver.buffer, FIRST_LIMIT_BYTES, self._may_go_on
+        )
         self._entry: Callable[[memoryview, int, int], None]
         self._parts = Assembly(hub.router.message_limit + FRAME_OVERHEAD)
-        self._portion_used = 0
-        """Bytes of the present portion that were handled."""
-        self._portion_bytes = PORTION_BYTES
-        self._deferred: deque[memoryview] = deque()
-        """Frames behind the present portion: at most one receive buffer, because nothing is read meanwhile."""
-        self._deferred_handler: Callable[[memoryview, int, int], None] | None = None
-        """The handler of deferred frames while frames are deferred, else None."""
-        self._portion_timer: asyncio.TimerHandle | None = None
         self._up_s = 0.0
         self._finish_timer: asyncio.TimerHandle | None = None
 
@@ -189,15 +175,17 @@ class LinkPort(LongFramePort):
     def buffer_updated(self, nbytes: int) -> None:
         if self._closed or self._finishing:
             return
-        self._router.now_us = time.monotonic_ns() // 1000
+        now_ns = time.monotonic_ns()
+        self._router.now_us = now_ns // 1000
+        self.turn.begin(now_ns)
         self.in_bytes += nbytes
         if self.link is not None and self.link.pulse is not None:
             # Part of a frame shows, too, that the peer is alive.
             self.link.pulse.last_us = self._router.now_us
-        self._portion_used = 0
         try:
-            self._secured.received(self._driver.buffer.view[:nbytes])
-            if self._portion_timer is not None and nbytes:
+            if nbytes:
+                self._secured.received(self._driver.buffer.view[:nbytes])
+            if self.turn.paused and nbytes:
                 return
             if not self._handshaking or self._continue_handshake():
                 self._read()
@@ -213,6 +201,8 @@ class LinkPort(LongFramePort):
             self.abort("internal error")
         finally:
             self._driver.settle()
+        if nbytes >= LARGE_READ_BYTES:
+            self.turn.hold()
 
     def eof_received(self) -> bool:
         self.reason = self.reason or "the peer closed the connection"
@@ -301,7 +291,7 @@ class LinkPort(LongFramePort):
         self.link = link = self._hub.greeted(self, self._checked_hello(body))
         self._hub.no_longer_half_open(self)
         self._up_s = time.monotonic()
-        self._entry = self._router.entry(link, self._count_portion)
+        self._entry = self._router.entry(link)
         self._longest_bytes = 4 + FRAME_OVERHEAD + body.message_limit
         self._whole_bytes = min(WHOLE_BYTES, self._longest_bytes)
         self._reader.limit = MAX_REPORT_BYTES
@@ -356,28 +346,30 @@ class LinkPort(LongFramePort):
     # -- frames in -------------------------------------------------------------------------------------------
 
     def _read(self) -> None:
-        if self._deferred_handler is not None and not self._read_deferred():
-            return
         reader = self._reader
-        while True:
+        if reader.waiting and self._may_go_on():
+            reader.go_on()
+        while not reader.waiting:
             buffer = reader.get_buffer()
             got = self._secured.read_into(buffer)
             if got > 0:
                 reader.received(got)
-            if self._deferred_handler is not None and not self.ended:
-                if self._deferred:
-                    self._transport.pause_reading()
-                    self._pause_portions()
-                    return
-                reader.on_frame, self._deferred_handler = (
-                    self._deferred_handler,
-                    None,
-                )  # nothing is behind the portion
             if got < len(buffer) or self._closed or self._finishing:
+                if got < 0 and not self._closed:
+                    self.abort("the peer closed the connection")
                 break
             self._driver.settle()  # forwarded frames are in the buffer that is filled next
-        if got < 0 and not self._closed:
-            self.abort("the peer closed the connection")
+        if reader.waiting and not (self.turn.paused or self._closed or self._finishing):
+            self.turn.wait()
+
+    def go_on(self) -> bool:
+        self.turn.release()
+        self.buffer_updated(0)
+        if self._closed or self._finishing:
+            return False
+        if not self._reader.waiting:
+            self.turn.resume(TURN)
+        return self._reader.waiting
 
     def _frame(self, buf: memoryview, start: int, end: int) -> None:
         self.in_frames += 1
@@ -389,54 +381,9 @@ class LinkPort(LongFramePort):
                 buf, start, end = whole, 0, len(whole)
         self._entry(buf, start, end)
 
-    def _count_portion(self, size: int) -> None:
-        """Count a frame about interest or addresses; at the end of the portion, defer the frames behind it."""
-        self._portion_used += size + PORTION_FRAME_BYTES
-        if (
-            self._portion_used >= self._portion_bytes
-            and self._deferred_handler is None
-            and not self.ended
-        ):
-            self._deferred_handler, self._reader.on_frame = self._reader.on_frame, self._defer
-
-    def _defer(self, buf: memoryview, start: int, end: int) -> None:
-        """Defer a frame that is behind the end of a portion."""
-        self._deferred.append(memoryview(bytearray(buf[start:end])))
-
-    def _pause_portions(self) -> None:
-        """Let other connections be handled before the next portion."""
-        self._portion_timer = asyncio.get_running_loop().call_later(
-            PORTION_S, self.buffer_updated, 0
-        )
-
-    def _read_deferred(self) -> bool:
-        """Handle deferred frames, up to the end of a portion. Return whether none are left."""
-        handler, deferred = self._deferred_handler, self._deferred
-        assert handler is not None
-        while deferred:
-            if self._portion_used >= self._portion_bytes:
-                self._portion_bytes += self._portion_bytes >> 3
-                self._pause_portions()
-                return False
-            frame = deferred.popleft()
-            handler(frame, 0, len(frame))
-            if self._closed or self._finishing:
-                return False
-        self._portion_bytes = PORTION_BYTES
-        self._reader.on_frame = handler
-        self._resume_reading()
-        return True
-
-    def _resume_reading(self) -> None:
-        self._deferred_handler = self._portion_timer = None
-        self._transport.resume_reading()
-
     def _stop_reading(self) -> None:
         self._reader.on_frame = self._ignore
-        self._deferred.clear()
-        if self._portion_timer is not None:
-            self._portion_timer.cancel()
-            self._resume_reading()  # closing with unread bytes would discard what was written last
+        self.turn.resume(TURN)  # closing with unread bytes would discard what was written last
 
     def _ignore(self, buf: memoryview, start: int, end: int) -> None:
         """Ignore a frame: the connection ends."""

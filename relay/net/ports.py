@@ -1,28 +1,32 @@
 """The base of sessions and links: the driver that calls the router, TLS without waiting, and the port of a connection.
 
 All ports of a relay belong to one `Driver` and share its receive buffer. Frames are handled in batches, one batch for
-each read of a connection. At the end of a batch everything it put into other ports is written; consecutive frames to
+each read of a connection, or several if they take longer than its share of a turn. At the end of a batch everything it put into other ports is written; consecutive frames to
 one port are written as one slice of the receive buffer, without copying.
 """
 
 from __future__ import annotations
 
+import array
 import asyncio
+import fcntl
 import logging
 import ssl
+import termios
 import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Final, cast
 
 from iris.transport import Writer
-from iris.wire.codec import ReceiveBuffer
+from iris.wire.codec import FrameReader, ReceiveBuffer
 from iris.wire.kinds import NEVER_US
 from relay.config import RelayConfig
 from relay.core.budget import QUEUE_BYTES, Budget, Entry, cut
 from relay.core.neighbor import Neighbor
 from relay.core.ports import Held
 from relay.core.router import Router
+from relay.net.turns import Turn, Turns
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +43,17 @@ _RECORD_BYTES: Final = 16 << 10
 class Driver:
     """Drives one router: holds the receive buffer, the ports with something to write, and the timer."""
 
-    __slots__ = ("_loop", "_pause_us", "_timer", "_timer_us", "budget", "buffer", "dirty", "router")
+    __slots__ = (
+        "_loop",
+        "_pause_us",
+        "_timer",
+        "_timer_us",
+        "budget",
+        "buffer",
+        "dirty",
+        "router",
+        "turns",
+    )
 
     def __init__(self, router: Router, queue_bytes: int = QUEUE_BYTES) -> None:
         """`queue_bytes` is the most that may wait at all ports together."""
@@ -47,6 +61,7 @@ class Driver:
         self.budget = Budget(queue_bytes)
         self.buffer = ReceiveBuffer()
         self.dirty: list[ConnectionPort] = []
+        self.turns = Turns()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._timer_us = NEVER_US
@@ -205,6 +220,8 @@ class ConnectionPort(asyncio.BufferedProtocol):
         self._paused = False
         self._finishing = False
         self._closed = False
+        self._reader: FrameReader
+        self.turn = Turn(driver.turns, self)
         self._queue: deque[Entry] = deque()
         self._queued_bytes = 0
         self._tunnel_bytes = 0
@@ -234,12 +251,57 @@ class ConnectionPort(asyncio.BufferedProtocol):
     def _control_waits(self) -> None:
         """Handle a growing queue of control frames for a peer that does not read. A subclass may pause reading."""
 
+    # -- turns -----------------------------------------------------------------------------------------------
+
+    @property
+    def turn_user(self) -> str:
+        """The user in whose place this connection waits for its turn."""
+        neighbor = self._neighbor()
+        return "" if neighbor is None else neighbor.user
+
+    def _may_go_on(self) -> bool:
+        """Continue a frame that is handled in parts; return whether the next frame may be handled in this turn."""
+        neighbor, turn = self._neighbor(), self.turn
+        work = None if neighbor is None else neighbor.unfinished
+        if neighbor is not None and work is not None:
+            for _ in work:
+                if not turn.has_time():
+                    return False
+            neighbor.unfinished = None
+        return turn.has_time()
+
+    def go_on(self) -> bool:
+        """Handle more of what was received; see `relay.net.turns.Waiting`."""
+        raise NotImplementedError
+
+    def weighty(self) -> None:
+        self._reader.ask_at = 0
+
+    @property
+    def waits(self) -> bool:
+        """Whether something that was received waits for its turn."""
+        return self._reader.waiting
+
+    @property
+    def unread(self) -> bool:
+        if self.turn.paused:
+            return not self.turn.peer_is_behind
+        waiting = array.array("i", (0,))
+        try:
+            fcntl.ioctl(
+                self._transport.get_extra_info("socket").fileno(), termios.FIONREAD, waiting
+            )
+        except OSError:  # the socket is closed already
+            return False
+        return waiting[0] > 0
+
     # -- asyncio ---------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(
             asyncio.Transport, transport
         )  # uvloop's transports have no common base class
+        self.turn.transport = self._transport
         high = self.high_water_bytes
         self._transport.set_write_buffer_limits(high=high, low=high // 4)
 

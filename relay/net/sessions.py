@@ -32,6 +32,7 @@ from relay.net.accepting import Acceptor
 from relay.net.addresses import show
 from relay.net.pairs import Pairs, hand_over
 from relay.net.ports import ConnectionPort, Driver
+from relay.net.turns import LARGE_READ_BYTES, PEER, TURN
 
 log = logging.getLogger(__name__)
 
@@ -184,6 +185,7 @@ class SessionHub:
             port.session.in_flight
             or port.session.pending
             or port.session.tunnels
+            or port.waits
             or port.unwritten_bytes
             for port in self.ports
         )
@@ -247,12 +249,15 @@ class SessionPort(ConnectionPort):
         """TLS context with which a session of another host was admitted."""
         self._local = accepted
         """Whether this is a Unix socket, over which descriptors can be passed."""
-        self._reader = FrameReader(self._first, hub.driver.buffer, FIRST_LIMIT_BYTES)
+        self._reader = FrameReader(
+            self._first, hub.driver.buffer, FIRST_LIMIT_BYTES, self._may_go_on
+        )
         self.session: Session
         self.attaching = accepted
         """Whether the hub counts this connection in `attaching`."""
         self._left_bytes = -1
-        self._reading_paused = False
+        self._gone = False
+        """Whether the connection was lost while frames waited for their turn: they are handled before the session ends."""
         self._busy_since_s = time.monotonic()
 
     # -- asyncio ---------------------------------------------------------------------------------------------
@@ -301,15 +306,20 @@ class SessionPort(ConnectionPort):
         return self._reader.get_buffer()
 
     def buffer_updated(self, nbytes: int) -> None:
-        if self._closed or self._finishing:
+        if (self._closed and not self._gone) or self._finishing:
             return
         now_ns = time.monotonic_ns()
         self._router.now_us = now_ns // 1000
+        self.turn.begin(now_ns)
         pulse = self.session.pulse
         if pulse is not None:  # part of a frame shows, too, that the peer is alive
             pulse.last_us = now_ns // 1000
+        reader = self._reader
         try:
-            self._reader.received(nbytes)
+            if not reader.waiting:
+                reader.received(nbytes)
+            elif self._may_go_on():
+                reader.go_on()
         except PeerProtocolError as err:
             self._driver.settle()
             self._protocol_error(err)
@@ -318,13 +328,37 @@ class SessionPort(ConnectionPort):
             self.abort(INTERNAL)
         finally:
             self._driver.settle()
-        if self.session.greeted:
-            held_bytes = self._reader.held_bytes
+        if reader.waiting:
+            self._busy_since_s = 0.0  # it is not the peer's fault
+            if nbytes:
+                self._wait()
+        elif self.session.greeted:
+            held_bytes = reader.held_bytes
             if not held_bytes:
                 self._busy_since_s = 0.0
             elif held_bytes <= nbytes or not self._busy_since_s:
                 # The unfinished frame began in this read; a busy session seldom pauses between two.
                 self._busy_since_s = now_ns / 1e9
+
+        if nbytes >= LARGE_READ_BYTES:
+            self.turn.hold()
+
+    def _wait(self) -> None:
+        """Wait for the next turn with frames that were received."""
+        self.turn.wait()
+
+    def go_on(self) -> bool:
+        self.turn.release()
+        self.buffer_updated(0)
+        if self._finishing or (self._closed and not self._gone):
+            return False
+        if self._reader.waiting:
+            return not self.turn.peer_is_behind
+        if self._gone:
+            self._end()
+        else:
+            self.turn.resume(TURN)
+        return False
 
     def _first(self, buf: memoryview, start: int, end: int) -> None:
         """Handle the first frame: HELLO begins a session, FETCH fetches the end of a socket pair with a token."""
@@ -361,7 +395,15 @@ class SessionPort(ConnectionPort):
         """Ignore a frame after BYE or after a protocol error."""
 
     def connection_lost(self, exc: Exception | None) -> None:
+        if self._reader.waiting and not (self._closed or self._finishing):
+            self._closed = self._gone = True
+            self.turn.resume(PEER)
+            return
         self._closed = True
+        self._end()
+
+    def _end(self) -> None:
+        self._gone = False
         self._hub.ports.discard(self)
         if self.user:
             self._hub.users.give(self.user)
@@ -376,6 +418,7 @@ class SessionPort(ConnectionPort):
     def finish(self) -> None:
         self._reader.on_frame = self._ignore
         super().finish()
+        self.turn.resume(TURN)  # closing with unread bytes would discard what was written last
 
     def abort(self, reason: str) -> None:
         if not self._closed:
@@ -386,6 +429,8 @@ class SessionPort(ConnectionPort):
             self._closed = True
             self._reader.on_frame = self._ignore
             self._transport.abort()
+        elif self._gone:
+            self._end()
 
     def _neighbor(self) -> Neighbor | None:
         return self.session
@@ -394,20 +439,13 @@ class SessionPort(ConnectionPort):
         self._router.writable(self.session)
 
     def _control_waits(self) -> None:
-        if self._control_bytes > CONTROL_PAUSE_BYTES and not self._reading_paused:
-            self._reading_paused = True
-            self._transport.pause_reading()
+        if self._control_bytes > CONTROL_PAUSE_BYTES:
+            self.turn.pause(PEER)
 
     def _write_queue(self) -> None:
         super()._write_queue()
-        if (
-            self._reading_paused
-            and self._control_bytes < CONTROL_PAUSE_BYTES // 2
-            and not self._closed
-            and not self._transport.is_closing()
-        ):
-            self._reading_paused = False
-            self._transport.resume_reading()
+        if self._control_bytes < CONTROL_PAUSE_BYTES // 2 and not self._closed:
+            self.turn.resume(PEER)
 
     # -- faults ----------------------------------------------------------------------------------------------
 
@@ -425,7 +463,7 @@ class SessionPort(ConnectionPort):
             return
         greeted = self.session.greeted
         limit_s = config.frame_timeout_s if greeted else config.hello_timeout_s
-        if now_s - self._busy_since_s > limit_s and not self._reading_paused:
+        if now_s - self._busy_since_s > limit_s and not self.turn.paused:
             what = "the rest of a frame" if greeted else "HELLO"
             self._protocol_error(PeerProtocolError(f"{what} was not received within {limit_s:g} s"))
             self._driver.settle()

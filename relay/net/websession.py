@@ -3,6 +3,9 @@
     socket ── bytes ──► WebConnection ── payloads ──► WebSession (a SessionPort) ──► router
            ◄── bytes ──               ◄── frames ──   through MessageTransport
 
+What is received is parsed in pieces, so that a connection keeps to its share of a turn (`relay.net.turns`) whatever
+it sends.
+
 The library `websockets` parses and frames; nothing here knows the layout of a WebSocket frame. A connection belongs to
 a stranger until its session has greeted.
 """
@@ -13,10 +16,11 @@ import asyncio
 import http
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, cast
 
-from websockets.frames import BINARY, CLOSE, CONT, PONG, TEXT, Frame
+from websockets.frames import BINARY, CLOSE, CONT, PING, PONG, TEXT, Frame
 from websockets.http11 import Request
 from websockets.protocol import OPEN
 from websockets.server import ServerProtocol
@@ -26,8 +30,10 @@ from iris.errors import PeerProtocolError
 from iris.wire import frames
 from iris.wire.codec import FRAME_OVERHEAD, LENGTH_BYTES, encode_control
 from iris.wire.kinds import CLOCK_PING, WEB_MINOR
+from relay.core.buckets import Bucket, Rate
 from relay.core.tickets import Admission, TicketRefused
 from relay.net.sessions import FIRST_LIMIT_BYTES, INTERNAL, WEB_USER, Peer, SessionHub, SessionPort
+from relay.net.turns import LARGE_READ_BYTES, TURN, Turn
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +44,11 @@ SUBPROTOCOL: Final = Subprotocol("iris.1")
 PING_S: Final = 20.0
 DEAD_S: Final = 60.0
 """Seconds after the last pong at which a session ends. Browsers answer pings by themselves, in hidden tabs, too."""
+PIECE_BYTES: Final = 2 << 10
+"""Bytes that are parsed at a stretch."""
+IDLE_FRAMES: Final = 32
+"""Pings, pongs and empty fragments that a peer may send a second."""
+IDLE_FRAMES_BEFORE_HELLO: Final = 8
 CLOSE_S: Final = 2.0
 """Seconds that the peer has to close the connection after a close frame."""
 WRITE_BYTES: Final = 64 << 10
@@ -89,7 +100,19 @@ class WebConnection(asyncio.Protocol):
         )  # fmt: skip
         self._transport: asyncio.Transport | None = None
         self._unparsed_bytes = 0
-        """Bytes received since the last event."""
+        """Bytes parsed since the last event."""
+        self.turn = Turn(hub.driver.turns, self)
+        self._received = memoryview(b"")
+        """What was received and is not parsed yet."""
+        self._frames: deque[Frame | Request] = deque()
+        """What was parsed and is not handled yet."""
+        self._payload = memoryview(b"")
+        """What is left of a frame that is handled."""
+        self._last = False
+        """Whether that frame ends its message."""
+        self._idle_frames = Bucket("", Rate(IDLE_FRAMES), 0)
+        """How many frames without content it may send now."""
+        self._idle_frames_before = IDLE_FRAMES_BEFORE_HELLO
         self.message_since_s = 0.0
         """When the fragmented message began that has not ended; 0: there is none."""
         self._paused = False
@@ -103,28 +126,92 @@ class WebConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's have no common base class
+        self.turn.transport = self._transport
         timeout_s = self._hub.config.hello_timeout_s
         self._timer = asyncio.get_running_loop().call_later(timeout_s, self._too_late)
 
     def data_received(self, data: bytes) -> None:
+        self._received = memoryview(b"".join((self._received, data)))
+        if self.turn.paused:
+            return  # TLS passes on what it had read before
+        self.turn.begin(time.monotonic_ns())
+        self._handle()
+        if len(data) >= LARGE_READ_BYTES:
+            self.turn.hold()
+        if self._has_more:
+            self.turn.wait()
+
+    def go_on(self) -> bool:
+        self.turn.release()
+        self.turn.begin(time.monotonic_ns())
+        self._handle()
+        if self._has_more:
+            return not self.turn.peer_is_behind
+        self.turn.resume(TURN)
+        return False
+
+    @property
+    def turn_user(self) -> str:
+        """The user in whose place this connection waits for its turn; a stranger's is its address."""
+        return self.host if self.port is None else self.port.session.user
+
+    @property
+    def _has_more(self) -> bool:
+        """Whether something that was received is not handled yet. At the end, only a close frame still counts."""
+        if self._over:
+            return bool(self._received)
+        return self._unhandled or bool(self._received)
+
+    @property
+    def _unhandled(self) -> bool:
+        """Whether something that was parsed is not handled yet."""
+        waits = self.port is not None and self.port.waits
+        return waits or bool(self._payload or self._frames)
+
+    def _handle(self) -> None:
+        """Handle what was received, until the turn ends."""
+        while self._has_more:
+            self._step()
+            if not self.turn.has_time():
+                break
+        self._write_out()
+
+    def _step(self) -> None:
+        """Handle the next part of what was received."""
+        if self._over:
+            self._parse()
+            self._frames.clear()
+            return
+        port = self.port
+        if port is not None and port.waits:
+            port.buffer_updated(0)
+        elif self._payload:
+            self._pass_on()
+        elif self._frames:
+            frame = self._frames.popleft()
+            if isinstance(frame, Frame):
+                self._frame(frame)
+            else:
+                self._upgrade(frame)
+        else:
+            self._parse()
+        if not self._unhandled and not self._over:
+            if self._last:
+                self._message_ended()
+            if not self._over:
+                self._check()
+
+    def _parse(self) -> None:
+        """Parse the next piece of what was received."""
+        piece, self._received = self._received[:PIECE_BYTES], self._received[PIECE_BYTES:]
         protocol = self._protocol
-        self._unparsed_bytes += len(data)
-        protocol.receive_data(data)
+        self._unparsed_bytes += len(piece)
+        protocol.receive_data(bytes(piece))
         if self._paused and protocol.state is OPEN:
             protocol.data_to_send()  # pongs for a peer that sends pings and does not read
-        events = protocol.events_received()
-        if events:
+        self._frames.extend(cast("list[Frame | Request]", protocol.events_received()))
+        if self._frames:
             self._unparsed_bytes = 0
-        for event in events:
-            if self._over:
-                break
-            if isinstance(event, Frame):
-                self._frame(event)
-            elif isinstance(event, Request):
-                self._upgrade(event)
-        if not self._over:
-            self._check()
-        self._write_out()
 
     def eof_received(self) -> bool:
         return False
@@ -142,6 +229,7 @@ class WebConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         self._over = True
+        self._received = memoryview(b"")
         self._ended(self)
         self._lose_port(exc)
 
@@ -169,21 +257,39 @@ class WebConnection(asyncio.Protocol):
         assert self._transport is not None
         self.port = self._open_port = WebSession(self._hub, self)
         self.port.connection_made(MessageTransport(self, self._transport))
+        self.turn.transport = self._transport
         self.port.session.origin = self.origin
 
     def _frame(self, frame: Frame) -> None:
-        if frame.opcode is BINARY or frame.opcode is CONT:
-            self._part(frame)
+        if frame.opcode is CLOSE:
+            self._leave()  # the library has answered
         elif frame.opcode is TEXT:
             self._refused(self, "text frame")
             self.end(TEXT_FRAME, "messages must be binary")
+        elif self._is_idle(frame) and not self._may_be_idle():
+            self._refused(self, "too many empty frames")
+            self.end(BROKE_A_RULE, "too many pings, pongs or empty frames")
+        elif frame.opcode is BINARY or frame.opcode is CONT:
+            self._part(frame)
         elif frame.opcode is PONG:
             self.pong_s = time.monotonic()
-        elif frame.opcode is CLOSE:
-            self._leave()  # the library has answered
+
+    def _is_idle(self, frame: Frame) -> bool:
+        """Whether a frame has no content for the session, so that only its number can be limited."""
+        return frame.opcode in (PING, PONG) or not (frame.data or frame.fin)
+
+    def _may_be_idle(self) -> bool:
+        """Count a frame without content; return whether the peer may send it."""
+        if self.port is None or not self.port.session.greeted:
+            self._idle_frames_before -= 1
+            return self._idle_frames_before >= 0
+        if self._idle_frames.is_empty(time.monotonic_ns() // 1000):
+            return False
+        self._idle_frames.take(1, 0)
+        return True
 
     def _part(self, frame: Frame) -> None:
-        """Pass on the payload of a message, or of a fragment of one."""
+        """Begin to pass on a message, or a fragment of one."""
         port = self.port
         assert port is not None
         if not port.session.greeted and len(frame.data) > FIRST_LIMIT_BYTES + LENGTH_BYTES:
@@ -191,16 +297,26 @@ class WebConnection(asyncio.Protocol):
             return
         if not frame.fin and not self.message_since_s:
             self.message_since_s = time.monotonic()
-        view = memoryview(frame.data)
-        while view and not self._over:
-            room = port.get_buffer(len(view))
-            size = min(len(view), len(room))
-            room[:size] = view[:size]
-            port.buffer_updated(size)
-            view = view[size:]
-        if frame.fin:
-            self.message_since_s = 0.0
-            port.message_ended()
+        self._payload = memoryview(frame.data)
+        self._last = frame.fin
+
+    def _pass_on(self) -> None:
+        """Pass on the next part of a payload."""
+        port, view = self.port, self._payload
+        assert port is not None
+        room = port.get_buffer(len(view))
+        size = min(len(view), len(room))
+        room[:size] = view[:size]
+        self._payload = view[size:]
+        port.buffer_updated(size)
+
+    def _message_ended(self) -> None:
+        """Note the end of a message, all of which the session has handled."""
+        self._last = False
+        port = self.port
+        assert port is not None
+        self.message_since_s = 0.0
+        port.message_ended()
         if self._greeted is not None and port.session.greeted:
             port.admitted()
             greeted, self._greeted = self._greeted, None
@@ -376,8 +492,16 @@ class WebSession(SessionPort):
     def __init__(self, hub: SessionHub, connection: WebConnection) -> None:
         super().__init__(hub, Peer(None), web=True)
         self._connection = connection
+        self.turn = connection.turn
         self._ping_s = time.monotonic() + PING_S
         """When the next ping is due."""
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._closed = True
+        super().connection_lost(exc)
+
+    def _wait(self) -> None:
+        """Wait for the next turn: the connection does, for all that it has received."""
 
     def message_ended(self) -> None:
         """Check that the message held whole frames."""
@@ -441,7 +565,7 @@ class WebSession(SessionPort):
             super().abort("it did not answer pings")
             return
         since_s, limit_s = connection.message_since_s, self._hub.config.frame_timeout_s
-        if since_s and now_s - since_s > limit_s and not self._reading_paused:
+        if since_s and now_s - since_s > limit_s and not self.turn.paused:
             self._protocol_error(
                 PeerProtocolError(f"the rest of a message was not received within {limit_s:g} s")
             )

@@ -12,7 +12,6 @@ from support.relays import client
 from support.waiting import PATIENCE_S, eventually
 
 import iris
-from relay.net.linkport import PORTION_BYTES, LinkPort
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -76,16 +75,8 @@ async def test_the_first_words_on_very_many_topics_arrive_in_their_order(site: S
     two = await site.start(one)
     await eventually(lambda: linked(one, two))
     numbers: list[int] = []
-    waits: list[LinkPort] = []
     port = link(two, one)
     assert port is not None
-    wait = port._pause_portions
-
-    def counted() -> None:
-        waits.append(port)
-        wait()
-
-    port._pause_portions = counted  # type: ignore[method-assign]
 
     async def receive(message: iris.Message) -> None:
         numbers.append(int(message.payload))
@@ -100,9 +91,8 @@ async def test_the_first_words_on_very_many_topics_arrive_in_their_order(site: S
             await here.publish(f"news.{number}", str(number).encode())
         await eventually(lambda: len(numbers) == 1000)
         assert numbers == list(range(1000))
-        assert waits
-        assert port._portion_timer is None
-        assert port._portion_bytes == PORTION_BYTES
+        assert two.driver.turns.pauses
+        assert not port.waits
     for relay in (one, two):
         assert relay.router.accounts.balance() == 0
 
@@ -134,15 +124,14 @@ async def test_a_link_that_is_cut_while_a_burst_is_handled_comes_back(
 
         publishing = asyncio.create_task(publish())
         async with asyncio.timeout(PATIENCE_S):
-            while not hearing._deferred:  # noqa: ASYNC110 - it lasts for milliseconds
+            while not hearing.waits:  # noqa: ASYNC110 - it lasts for milliseconds
                 await asyncio.sleep(0)
         cut = link(*((one, two), (two, one))[side])
         assert cut is not None
         cut.abort("cut by the test")
         await publishing
         await eventually(lambda: hearing not in hub(two).ports and linked(one, two))
-        assert not hearing._deferred
-        assert hearing._portion_timer is None
+        await eventually(lambda: not len(two.driver.turns))
 
         async def again() -> bool:
             await here.publish("news.0", b"1000")

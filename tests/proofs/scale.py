@@ -70,6 +70,11 @@ class MemoryPort:
         self.bytes = 0
         self.frames = 0
 
+    unread = False
+
+    def weighty(self) -> None:
+        """Nobody else waits for a turn."""
+
     def has_room(self, size: int) -> bool:
         return True
 

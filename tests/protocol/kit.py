@@ -199,6 +199,11 @@ class Port:
         self.out.append(frame)
         return True
 
+    unread = False
+
+    def weighty(self) -> None:
+        """Nobody else waits for a turn."""
+
     def has_room(self, size: int) -> bool:
         return self.takes
 

@@ -36,6 +36,11 @@ class Wire:
     def control(self, frame: bytes) -> None:
         self.received.append(decode_control(memoryview(bytearray(frame)), 0, len(frame)))
 
+    unread = False
+
+    def weighty(self) -> None:
+        """Nobody else waits for a turn."""
+
     def has_room(self, size: int) -> bool:
         return True
 

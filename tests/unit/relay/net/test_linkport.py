@@ -5,8 +5,8 @@ ends.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +16,17 @@ from support.waiting import until
 from iris.crypto.keys import NetworkKey
 from iris.errors import PeerProtocolError
 from iris.wire import frames, link_frames
-from iris.wire.codec import ALIAS, ALIAS_AT, END, HOP, KIND_AT, encode_control
+from iris.wire.codec import ALIAS, ALIAS_AT, END, HOP, KIND_AT, PORTION_BYTES, encode_control
 from iris.wire.kinds import Kind
 from relay.config import RelayConfig
 from relay.core.ports import Held
 from relay.daemon import make_router
 from relay.net.dialling import LINKED
-from relay.net.linkport import PORTION_BYTES, PORTION_FRAME_BYTES, PORTION_S, LinkPort, Refused
+from relay.net.linkport import LinkPort, Refused
 from relay.net.links import LinkHub
 from relay.net.longframes import BULK_TURN_BYTES
 from relay.net.ports import Driver
+from relay.net.turns import SHARE_NS
 
 MIB = 1 << 20
 
@@ -38,6 +39,9 @@ class Connection(asyncio.Transport):
         self.writes: list[bytes] = []
         self.closed = self.aborted = False
         self.reading = True
+
+    def is_closing(self) -> bool:
+        return self.closed or self.aborted
 
     def pause_reading(self) -> None:
         assert self.reading
@@ -80,7 +84,7 @@ class Rig:
         self.hub = LinkHub(self.driver, config)
         self.port = LinkPort(self.hub, "peer:1", self.hub._context)
         self.connection = Connection()
-        self.port._transport = self.connection
+        self.port._transport = self.port.turn.transport = self.connection
         self.port._writer = self.connection  # type: ignore[assignment]  # takes chunks, too
         self.port._longest_bytes = 2 * MIB
 
@@ -258,7 +262,8 @@ async def test_a_connection_that_is_given_up_before_it_is_made_is_closed_when_it
     assert port not in rig.hub.ports
 
 
-GAP_COST_BYTES = len(frame(0, 54, Kind.GAP)) + PORTION_FRAME_BYTES
+FRAME_NS = SHARE_NS // 10
+"""How long each frame takes, by the clock of the test."""
 
 
 class Clear:
@@ -285,11 +290,13 @@ class Receiver:
         self.numbers: list[int] = []
         self.then: dict[int, Callable[[], None]] = {}
         """What happens once a frame was heard."""
+        self.now_ns = time.monotonic_ns()
+        monkeypatch.setattr(time, "monotonic_ns", lambda: self.now_ns)
         port.link = rig.router.link_up(port, link_frames.LinkHello(1, 0, b"\x42" * 16, 5, 5, MIB))
         port.made = True
         port._handshaking = False
         monkeypatch.setattr(rig.router, "_link_table", [self._take] * 256)
-        port._entry = rig.router.entry(port.link, port._count_portion)
+        port._entry = rig.router.entry(port.link)
         port._reader.on_frame = port._frame
         port._reader.limit = MIB
         monkeypatch.setattr(port, "_secured", Clear(), raising=False)
@@ -297,6 +304,9 @@ class Receiver:
     def _take(self, link: object, buf: memoryview, start: int, end: int) -> None:
         number: int = ALIAS.unpack_from(buf, start + ALIAS_AT)[0]
         self.numbers.append(number)
+        self.now_ns += FRAME_NS
+        if buf[start + KIND_AT] == Kind.GAP:
+            self.port.weighty()
         self.then.pop(number, int)()
 
     def come(self, *numbers: int, kind: int = Kind.GAP) -> None:
@@ -315,61 +325,36 @@ async def receiver(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[R
     rig.driver.close()
 
 
-async def test_a_burst_is_handled_in_portions_and_in_order(receiver: Receiver) -> None:
+async def test_a_burst_takes_several_turns_and_keeps_its_order(receiver: Receiver) -> None:
     receiver.come(*range(100))
-    first = len(receiver.numbers)
-    assert 0 < first * GAP_COST_BYTES < PORTION_BYTES + GAP_COST_BYTES
+    assert receiver.numbers == list(range(10))
     assert not receiver.rig.connection.reading  # so that no more than this can wait
-    await until(lambda: len(receiver.numbers) > first)
-    assert len(receiver.numbers) <= 3 * first
+    await until(lambda: len(receiver.numbers) > 10)
+    assert receiver.numbers == list(range(20))
     await until(lambda: receiver.rig.connection.reading)
     assert receiver.numbers == list(range(100))
     receiver.come(*range(100, 102))
     assert receiver.numbers == list(range(102))
 
 
-async def test_a_long_burst_is_handled_in_ever_larger_portions(receiver: Receiver) -> None:
-    portions = [0]
-    receive = receiver.port.buffer_updated
-
-    def counted(nbytes: int) -> None:
-        receive(nbytes)
-        portions.append(len(receiver.numbers))
-
-    receiver.port.buffer_updated = counted  # type: ignore[method-assign]
-    receiver.come(*range(1500))
-    await until(lambda: receiver.rig.connection.reading)
-    sizes = [after - before for before, after in pairwise(portions)]
-    assert sizes[:-1] == sorted(sizes[:-1])
-    assert len(sizes) < 40
-    receiver.come(*range(30))  # and the next burst begins with a small one again
-    assert portions[-1] - portions[-2] == sizes[0]
-    await until(lambda: receiver.rig.connection.reading)
-    assert receiver.numbers == [*range(1500), *range(30)]
-
-
-@pytest.mark.parametrize(
-    "kind", [Kind.REQUEST, Kind.FAIL, Kind.CREDIT], ids=["messages", "failures", "credits"]
-)
-async def test_messages_and_answers_never_wait_for_each_other(
-    receiver: Receiver, kind: Kind
-) -> None:
-    receiver.come(*range(100), kind=kind)
-    assert receiver.numbers == list(range(100))
-    assert receiver.rig.connection.reading
-
-
-async def test_a_portion_with_nothing_behind_it_makes_nobody_wait(receiver: Receiver) -> None:
-    receiver.come(*range(100))
+async def test_messages_are_looked_at_by_their_bytes(receiver: Receiver) -> None:
+    receiver.come(*range(100), kind=Kind.REQUEST)
     first = len(receiver.numbers)
+    size = len(frame(0, 54, Kind.REQUEST))
+    assert (first - 1) * size < PORTION_BYTES <= first * size
     await until(lambda: receiver.rig.connection.reading)
-    receiver.come(*range(first))
+    assert receiver.numbers == list(range(100))
+
+
+async def test_a_share_with_nothing_behind_it_makes_nobody_wait(receiver: Receiver) -> None:
+    receiver.come(*range(9))
     assert receiver.rig.connection.reading
-    receiver.come(-1 & 0xFFFF)
-    assert receiver.numbers == [*range(100), *range(first), 0xFFFF]
+    receiver.come(*range(9))
+    assert receiver.rig.connection.reading
+    assert receiver.numbers == [*range(9), *range(9)]
 
 
-async def test_a_message_behind_a_portion_keeps_its_place(receiver: Receiver) -> None:
+async def test_a_message_behind_a_share_keeps_its_place(receiver: Receiver) -> None:
     data = [frame(number, 54, Kind.GAP) for number in range(30)]
     data[20:20] = [frame(number, 54, Kind.PUBLISH) for number in (100, 101)]
     receiver.bytes_come(b"".join(data))
@@ -397,16 +382,16 @@ async def test_what_comes_although_reading_pauses_is_handled_after_what_waits(
     assert receiver.numbers == list(range(60))
 
 
-@pytest.mark.parametrize("at", [0, 20], ids=["in the first portion", "in a later one"])
+@pytest.mark.parametrize("at", [0, 20], ids=["in the first turn", "in a later one"])
 async def test_frames_that_wait_when_a_connection_ends_are_not_handled(
     receiver: Receiver, at: int
 ) -> None:
     receiver.then[at] = lambda: receiver.port.abort("cut")
     receiver.come(*range(30))
     await until(lambda: receiver.port.ended)
-    await asyncio.sleep(4 * PORTION_S)
+    for _ in range(8):
+        await asyncio.sleep(0)
     assert receiver.numbers == list(range(at + 1))
-    assert not receiver.port._deferred
     receiver.port.connection_lost(None)
 
 
@@ -416,9 +401,9 @@ async def test_frames_that_wait_when_the_other_side_cuts_a_connection_are_not_ha
     receiver.come(*range(30))
     first = list(receiver.numbers)
     receiver.port.connection_lost(ConnectionResetError())
-    await asyncio.sleep(4 * PORTION_S)
+    for _ in range(8):
+        await asyncio.sleep(0)
     assert receiver.numbers == first != list(range(30))
-    assert not receiver.port._deferred
 
 
 async def test_a_broken_rule_among_frames_that_waited_ends_the_link_and_is_reported(
@@ -441,15 +426,14 @@ async def test_a_relay_that_stops_while_frames_wait_closes_the_connection(
 ) -> None:
     receiver.come(*range(30))
     first = list(receiver.numbers)
-    assert receiver.port._portion_timer is not None
-    waiting = receiver.port._portion_timer
+    assert receiver.port.waits
     receiver.port.leave("stopping")
     receiver.rig.driver.settle()
-    await asyncio.sleep(4 * PORTION_S)
+    for _ in range(8):
+        await asyncio.sleep(0)
     assert receiver.rig.kinds[-1] == Kind.BYE
     assert receiver.rig.connection.closed
     assert receiver.rig.connection.reading
-    assert waiting.cancelled()
     assert receiver.numbers == first
 
 
