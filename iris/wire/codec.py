@@ -83,8 +83,6 @@ MAX_REPORT_BYTES: Final = 16 << 20
 RECEIVE_BYTES: Final = 256 << 10
 PORTION_BYTES: Final = 1 << 10
 """Bytes of frames after which a reader that shares its turn asks whether it may go on."""
-NEVER: Final = 1 << 62
-"""A position that no buffer has."""
 
 _ENCODE: Final = msgspec.msgpack.Encoder().encode
 _DECODERS: Final = {int(cls.FRAME): msgspec.msgpack.Decoder(cls) for cls in CONTROLS}
@@ -143,6 +141,10 @@ def answer_suffix(sender_id: bytes, counter: int) -> bytes:
     return sender_id + counter.to_bytes(8, "little")
 
 
+OnFrame = Callable[[memoryview, int, int], object]
+"""Handler of a frame at `buf[start:end]`."""
+
+
 class ReceiveBuffer:
     """The one receive buffer of an event loop, used by whichever connection reads next.
 
@@ -163,24 +165,24 @@ class FrameReader:
     raises PeerProtocolError.
 
     With `may_go_on`, a reader stops where that returns False, and keeps the bytes behind as `waiting` until `go_on`.
-    It is asked after each `PORTION_BYTES` of frames, and after each frame for which somebody sets `ask_at` to 0.
+    It is passed the number of bytes at hand, and asked after each `PORTION_BYTES` of frames, and after each frame for which `on_frame` returns True because it
+    cost more than its length tells.
     """
 
     __slots__ = (
-        "_big", "_filled", "_portion", "_rest", "_shared", "_tail", "ask_at", "limit", "may_go_on", "on_frame", "waiting",
+        "_big", "_filled", "_may_go_on", "_rest", "_shared", "_tail", "limit", "on_frame", "waiting",
     )  # fmt: skip
 
     def __init__(
-        self, on_frame: Callable[[memoryview, int, int], None], shared: ReceiveBuffer, limit: int, may_go_on: Callable[[], bool] | None = None,
+        self, on_frame: OnFrame, shared: ReceiveBuffer, limit: int,
+        may_go_on: Callable[[int], bool] | None = None,
     ) -> None:  # fmt: skip
         self.on_frame = on_frame
         """It may replace itself during a call; the next frame then goes to the new one."""
         self.limit = limit
-        self.may_go_on = may_go_on
-        self.ask_at = self._portion = NEVER if may_go_on is None else PORTION_BYTES
-        """Position in the bytes at hand from which on `may_go_on` is asked."""
         self.waiting = False
         """Whether it has stopped. Nothing may be received meanwhile."""
+        self._may_go_on = may_go_on
         self._shared = shared.view
         self._tail = b""
         self._big: memoryview | None = None
@@ -206,55 +208,73 @@ class FrameReader:
     def received(self, nbytes: int) -> None:
         """Pass on whole frames, after `nbytes` were written to the view from `get_buffer`."""
         if self._big is not None:
-            self._filled += nbytes
-            if self._filled == len(self._big):
-                whole, self._big = self._big, None
-                self.ask_at = self._portion
-                self.on_frame(whole, 0, len(whole))
-                if self.may_go_on is not None:
-                    self.waiting = not self.may_go_on()
+            self._continue_big(self._big, nbytes)
             return
+        buf = self._shared
         end = len(self._tail) + nbytes
         self._tail = b""
-        self._split(self._shared, end)
-
-    def go_on(self) -> None:
-        """Pass on frames that waited, until `may_go_on` returns False again."""
-        self.waiting = False
-        rest, self._rest = self._rest, None
-        if rest is not None:
-            self._split(rest, len(rest))
-
-    def _split(self, buf: memoryview, end: int) -> None:
         pos = 0
-        self.ask_at = self._portion
+        ask_at = PORTION_BYTES
         unpack = LENGTH.unpack_from
         while end - pos >= 4:
             (length,) = unpack(buf, pos)
             stop = pos + 4 + length
             if length < 2 or length > self.limit:
-                raise PeerProtocolError(
-                    f"a frame declares {length} bytes; 2 to {self.limit} are allowed here"
-                )
+                raise self._bad_length(length)
             if stop > end:
-                if (
-                    4 + length > len(self._shared) - 4096
-                ):  # too large for the shared buffer: allocate one for it
-                    self._big = memoryview(bytearray(4 + length))
-                    self._filled = end - pos
-                    self._big[: self._filled] = buf[pos:end]
+                if 4 + length > len(buf) - 4096:  # too large for the shared buffer
+                    self._begin_big(buf[pos:end], 4 + length)
                     return
                 break
-            self.on_frame(buf, pos, stop)
-            pos = stop
-            if pos >= self.ask_at:
-                assert self.may_go_on is not None
-                if not self.may_go_on():
-                    self.waiting = True
-                    if pos < end:
-                        rest = buf[pos:end]
-                        self._rest = memoryview(bytearray(rest)) if buf is self._shared else rest
+            if self.on_frame(buf, pos, stop) or stop >= ask_at:
+                ask_at = stop + PORTION_BYTES
+                if self._stops(buf, stop, end):
                     return
-                self.ask_at = pos + self._portion
+            pos = stop
         if pos < end:
             self._tail = bytes(buf[pos:end])
+
+    # What is rare has methods of its own: a longer loop would be slower.
+
+    def _bad_length(self, length: int) -> PeerProtocolError:
+        return PeerProtocolError(
+            f"a frame declares {length} bytes; 2 to {self.limit} are allowed here"
+        )
+
+    def _begin_big(self, part: memoryview, size: int) -> None:
+        """Allocate memory for a frame of which `part` was received."""
+        self._big = memoryview(bytearray(size))
+        self._filled = len(part)
+        self._big[: self._filled] = part
+
+    def _continue_big(self, big: memoryview, nbytes: int) -> None:
+        self._filled += nbytes
+        if self._filled == len(big):
+            self._big = None
+            self.on_frame(big, 0, len(big))
+            self._stops(big, len(big), len(big))
+
+    def _stops(self, buf: memoryview, pos: int, end: int) -> bool:
+        """Return whether to stop now; what is in `buf` from `pos` on waits then."""
+        if self._may_go_on is None or self._may_go_on(end):
+            return False
+        self.waiting = True
+        self._rest = memoryview(bytearray(buf[pos:end])) if pos < end else None
+        return True
+
+    @property
+    def rest_bytes(self) -> int:
+        """Bytes of frames that wait."""
+        return 0 if self._rest is None else len(self._rest)
+
+    def go_on(self) -> None:
+        """Pass on frames that waited, until `may_go_on` returns False again."""
+        self.waiting = False
+        rest, self._rest = self._rest, None
+        if rest is None:
+            return
+        shared, self._shared = self._shared, rest
+        try:
+            self.received(len(rest))
+        finally:
+            self._shared = shared

@@ -73,8 +73,8 @@ class Casts:
         self.other_keys = OtherKeys(interest, clock, settling)
         """Publishers whose topics have subscribers only under other keys."""
 
-    def cast(self, neighbor: Neighbor, buf: memoryview, start: int, end: int) -> None:
-        """Send a publication or broadcast to every target."""
+    def cast(self, neighbor: Neighbor, buf: memoryview, start: int, end: int) -> bool:
+        """Send a publication or broadcast to every target. Return whether there are several, or none."""
         route, count = cast_head(neighbor, buf, start, end)
         interest = self._interest
         if route.version != interest.version:
@@ -105,6 +105,7 @@ class Casts:
                     self._too_slow(target, buf, start, count)
         if flow is not None and flow.received >= flow.review_at:
             self.credits.review(flow)
+        return target is None
 
     def _fan_out(
         self, route: Route, buf: memoryview, start: int, end: int, count: int, tick: int
@@ -121,7 +122,6 @@ class Casts:
         if len(targets) <= PART:
             self._send_to(targets, route, frame, count, tick)
         else:
-            route.neighbor.port.weighty()
             route.neighbor.unfinished = self._in_parts(targets, route, frame, count)
 
     def _in_parts(

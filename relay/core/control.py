@@ -92,15 +92,14 @@ class SessionControl:
             frames.Bye: self._on_bye,
         }
 
-    def frame(self, session: Session, buf: memoryview, start: int, end: int) -> None:
-        """Handle one control frame; raises PeerProtocolError."""
-        session.port.weighty()
+    def frame(self, session: Session, buf: memoryview, start: int, end: int) -> bool:
+        """Handle one control frame, which may cost more than its length tells; raises PeerProtocolError."""
         body = decode_control(buf, start, end)
         if not session.greeted:
             if not isinstance(body, frames.Hello):
                 raise PeerProtocolError(f"{type(body).__name__} before HELLO")
             self._on_hello(session, body)
-            return
+            return True
         handler = self._handlers.get(type(body))
         if handler is None:
             raise PeerProtocolError(f"unexpected {type(body).__name__} frame from a session")
@@ -108,6 +107,7 @@ class SessionControl:
             handler(session, body)
         except LocalProtocolError as err:
             raise PeerProtocolError(f"the answer does not fit in a control frame: {err}") from err
+        return True
 
     def _on_hello(self, session: Session, hello: frames.Hello) -> None:
         if hello.version != PROTOCOL_VERSION:

@@ -50,14 +50,14 @@ class LinkControl:
             frames.Error: self._on_error,
         }
 
-    def frame(self, link: Link, buf: memoryview, start: int, end: int) -> None:
-        """Handle one control frame; raises PeerProtocolError."""
-        link.port.weighty()
+    def frame(self, link: Link, buf: memoryview, start: int, end: int) -> bool:
+        """Handle one control frame, which may cost more than its length tells; raises PeerProtocolError."""
         body = decode_control(buf, start, end)
         handler = self._handlers.get(type(body))
         if handler is None:
             raise PeerProtocolError(f"unexpected {type(body).__name__} frame from a relay")
         handler(link, body)
+        return True
 
     def _on_declare(self, link: Link, declared: frames.Declare) -> None:
         far = declared.hop_class == HopClass.TO_WAN
@@ -131,14 +131,14 @@ class WanControl:
             frames.Error: self._on_error,
         }
 
-    def frame(self, wan: Wan, buf: memoryview, start: int, end: int) -> None:
-        """Handle one control frame; raises PeerProtocolError."""
-        wan.port.weighty()
+    def frame(self, wan: Wan, buf: memoryview, start: int, end: int) -> bool:
+        """Handle one control frame, which may cost more than its length tells; raises PeerProtocolError."""
         body = decode_control(buf, start, end)
         handler = self._handlers.get(type(body))
         if handler is None:
             raise PeerProtocolError(f"unexpected {type(body).__name__} frame from a gateway")
         handler(wan, body)
+        return True
 
     def _on_declare(self, wan: Wan, declared: frames.Declare) -> None:
         # What comes from another site stays in this one.

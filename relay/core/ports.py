@@ -41,9 +41,6 @@ class Port(Protocol):
     def control(self, frame: bytes) -> None:
         """Accept a control frame, always. A session that does not read its answers is not read from."""
 
-    def weighty(self) -> None:
-        """Note that the frame at hand costs more than its length tells, so that others may get their turn after it."""
-
     @property
     def unread(self) -> bool:
         """Whether the peer has sent something that this side has not read yet, for reasons of its own."""

@@ -27,8 +27,8 @@ COUNTED: Final = (*CASTS, Kind.REQUEST, Kind.PUSH, Kind.SURVEY, Kind.TUNNEL_OPEN
 MAX_CACHED: Final = 4096
 """Addresses whose quotas are cached; over it, the cache is cleared."""
 
-Entry = Callable[[Any, memoryview, int, int], None]
-"""Handler of one kind of frames of a session."""
+Entry = Callable[[Any, memoryview, int, int], object]
+"""Handler of one kind of frames of a session. It returns True after a frame that cost more than its length tells."""
 
 
 class Rates:
@@ -66,11 +66,10 @@ class Rates:
         return limited
 
     def _counting(self, handle: Entry, clock: Callable[[], int]) -> Entry:
-        def frame(session: Session, buf: memoryview, start: int, end: int) -> None:
+        def frame(session: Session, buf: memoryview, start: int, end: int) -> object:
             head = made(session, buf, start, end)
             if head is None or session.user == RELAYS_STORE:
-                handle(session, buf, start, end)
-                return
+                return handle(session, buf, start, end)
             route, count, hop = head
             mine = session.rate
             buckets = self._of(route.name) if mine is None else [mine, *self._of(route.name)]
@@ -83,10 +82,10 @@ class Rates:
                 )  # fmt: skip
                 if empty[0] is mine:
                     self._sessions_refused += count
-                return
+                return True
             for bucket in buckets:
                 bucket.take(count, end - start)
-            handle(session, buf, start, end)
+            return handle(session, buf, start, end)
 
         return frame
 
@@ -113,7 +112,6 @@ def refuse(
     accounts: Accounts, session: Session, kind: int, route: Route, count: int, hop: int, drop: str, cause: Cause, why: str
 ) -> None:  # fmt: skip
     """Refuse the calls of a frame, from hop id `hop` on, or drop its casts as `drop`, and notify the sender."""
-    session.port.weighty()
     accounts.in_ += count
     if kind in CASTS:
         accounts.drop(drop, count)

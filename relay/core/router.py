@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Final
 
 from iris.wire import frames, link_frames
-from iris.wire.codec import KIND_AT
+from iris.wire.codec import KIND_AT, OnFrame
 from iris.wire.kinds import NEVER_US, TUNNEL_KINDS, WALL_MINOR, Kind
 from iris.wire.names import (
     printable,
@@ -32,6 +32,7 @@ from relay.core.parts import Parts
 from relay.core.peers import LinkControl, WanControl
 from relay.core.policy import Policy
 from relay.core.ports import Port
+from relay.core.rates import Entry
 from relay.core.runs import Runs
 from relay.core.session import Session
 from relay.core.site_routes import Wan
@@ -141,10 +142,10 @@ class Router(Parts):
         self.entry(neighbor)(buf, start, end)
         neighbor.complete()
 
-    def entry(self, neighbor: Neighbor) -> Callable[[memoryview, int, int], None]:
-        """Return `frame_in` of one neighbor, one call shorter.
+    def entry(self, neighbor: Neighbor) -> OnFrame:
+        """Return `frame_in` of one neighbor, one call shorter. It returns True after a frame that cost much.
 
-        The caller completes what is left `unfinished` of a frame before it passes on the next one.
+        The caller completes what is left `unfinished` of such a frame before it passes on the next one.
         """
         table = self._session_table
         if isinstance(neighbor, Link):
@@ -156,14 +157,14 @@ class Router(Parts):
         pulse = neighbor.pulse
         if pulse is not None:
 
-            def far_frame_in(buf: memoryview, start: int, end: int) -> None:
+            def far_frame_in(buf: memoryview, start: int, end: int) -> object:
                 pulse.last_us = self.now_us
-                table[buf[start + KIND_AT]](neighbor, buf, start, end)
+                return table[buf[start + KIND_AT]](neighbor, buf, start, end)
 
             return far_frame_in
 
-        def frame_in(buf: memoryview, start: int, end: int) -> None:
-            table[buf[start + KIND_AT]](neighbor, buf, start, end)
+        def frame_in(buf: memoryview, start: int, end: int) -> object:
+            return table[buf[start + KIND_AT]](neighbor, buf, start, end)
 
         return frame_in
 
@@ -302,21 +303,27 @@ class Router(Parts):
     def _call(self, neighbor: Neighbor, buf: memoryview, start: int, end: int) -> None:
         self._calls.called(neighbor, buf, start, end, self.now_us)
 
-    def _call_run(self, neighbor: Neighbor, buf: memoryview, start: int, end: int) -> None:
-        self._runs.called(neighbor, buf, start, end, self.now_us)
+    def _survey(self, neighbor: Neighbor, buf: memoryview, start: int, end: int) -> bool:
+        self._calls.called(neighbor, buf, start, end, self.now_us)
+        return True
 
-    def _table(self, control: Callable[..., None]) -> list[Callable[..., None]]:
+    def _call_run(self, neighbor: Neighbor, buf: memoryview, start: int, end: int) -> bool:
+        self._runs.called(neighbor, buf, start, end, self.now_us)
+        return True
+
+    def _table(self, control: Entry) -> list[Entry]:
         """Return the handler of each frame kind."""
         calls, answers = self._calls, self._calls.answers
-        table = [control] * 256
+        table: list[Entry] = [control] * 256
         for kind in (Kind.PUBLISH, Kind.BROADCAST):
             table[kind] = self._casts.cast
-        for kind in (Kind.REQUEST, Kind.PUSH, Kind.SURVEY, Kind.TUNNEL_OPEN, Kind.STREAM):
+        for kind in (Kind.REQUEST, Kind.PUSH, Kind.TUNNEL_OPEN, Kind.STREAM):
             table[kind] = self._call
         for kind in (Kind.REPLY, Kind.FAULT, Kind.ANSWER, Kind.STREAM_REPLY):
             table[kind] = answers.answered
         for kind in TUNNEL_KINDS:
             table[kind] = calls.tunnels.frame
+        table[Kind.SURVEY] = self._survey
         table[Kind.CALLS] = self._call_run
         table[Kind.ANSWERS] = answers.answered_run
         return table

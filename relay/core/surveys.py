@@ -53,7 +53,6 @@ class Surveys:
         frame = bytearray(buf[start:end])
         work = self._in_parts(survey, route, loads, frame)
         if len(loads) > PART:
-            origin.port.weighty()
             origin.unfinished = work
         else:
             for _ in work:

@@ -289,26 +289,25 @@ class Admission:
                 route.denied = self.denial(session, route.kind, route.name, route.key_id)
 
     def _checking(self, handle: Entry) -> Entry:
-        def frame(session: Session, buf: memoryview, start: int, end: int) -> None:
+        def frame(session: Session, buf: memoryview, start: int, end: int) -> object:
             head = made(session, buf, start, end)
             if head is None or not head[0].denied:
-                handle(session, buf, start, end)
-                return
+                return handle(session, buf, start, end)
             route, count, hop = head
             self._count(session, VERB_OF[Kind(route.kind)], route.denied, count)
             refuse(
                 self._accounts, session, buf[start + KIND_AT], route, count, hop,
                 "not allowed by ticket", Cause.REFUSED, route.denied,
             )  # fmt: skip
+            return True
 
         return frame
 
     def _checking_store(self, handle: Entry) -> Entry:
-        def frame(session: Session, buf: memoryview, start: int, end: int) -> None:
+        def frame(session: Session, buf: memoryview, start: int, end: int) -> object:
             head = made(session, buf, start, end)
             if head is None or session.ticket is None:
-                handle(session, buf, start, end)
-                return
+                return handle(session, buf, start, end)
             route, _, hop = head
             at = start + BODY_AT
             if at < end and buf[at] == _MARK:
@@ -321,14 +320,14 @@ class Admission:
             name = self._stream(session.ticket, route.name, route.key_id)
             why = session.ticket.refusal(verbs, name, (route.key_id,), session.proven)
             if not why:
-                handle(session, buf, start, end)
-                return
+                return handle(session, buf, start, end)
             self._count(session, "stream" if verbs == STREAM_VERBS else verbs[0], why)
             self._accounts.in_ += 1
             self._accounts.refused += 1
             # A stream that the ticket has nothing to do with is one that does not exist.
             cause = Cause.NO_MEMBERS if verbs == STREAM_VERBS else Cause.REFUSED
             session.control(Fail(hop, cause, why))
+            return True
 
         return frame
 

@@ -18,6 +18,7 @@ from iris.wire.codec import (
     FRAME_OVERHEAD,
     MAX_REPORT_BYTES,
     FrameReader,
+    OnFrame,
     decode_control,
     encode_control,
 )
@@ -33,7 +34,7 @@ from relay.net.fragments import WHOLE_BYTES, Assembly
 from relay.net.longframes import LongFramePort
 from relay.net.ports import Driver, Secured
 from relay.net.tls import LINK_ALPN, TLS_REASONS, check_alpn, peer_relay_id
-from relay.net.turns import LARGE_READ_BYTES, TURN
+from relay.net.turns import TURN
 
 log = logging.getLogger(__name__)
 
@@ -134,7 +135,7 @@ class LinkPort(LongFramePort):
         self._reader = FrameReader(
             self._greeting, hub.driver.buffer, FIRST_LIMIT_BYTES, self._may_go_on
         )
-        self._entry: Callable[[memoryview, int, int], None]
+        self._entry: OnFrame
         self._parts = Assembly(hub.router.message_limit + FRAME_OVERHEAD)
         self._up_s = 0.0
         self._finish_timer: asyncio.TimerHandle | None = None
@@ -175,9 +176,7 @@ class LinkPort(LongFramePort):
     def buffer_updated(self, nbytes: int) -> None:
         if self._closed or self._finishing:
             return
-        now_ns = time.monotonic_ns()
-        self._router.now_us = now_ns // 1000
-        self.turn.begin(now_ns)
+        self._router.now_us = time.monotonic_ns() // 1000
         self.in_bytes += nbytes
         if self.link is not None and self.link.pulse is not None:
             # Part of a frame shows, too, that the peer is alive.
@@ -201,8 +200,6 @@ class LinkPort(LongFramePort):
             self.abort("internal error")
         finally:
             self._driver.settle()
-        if nbytes >= LARGE_READ_BYTES:
-            self.turn.hold()
 
     def eof_received(self) -> bool:
         self.reason = self.reason or "the peer closed the connection"
@@ -347,7 +344,7 @@ class LinkPort(LongFramePort):
 
     def _read(self) -> None:
         reader = self._reader
-        if reader.waiting and self._may_go_on():
+        if reader.waiting and self._may_go_on(0):
             reader.go_on()
         while not reader.waiting:
             buffer = reader.get_buffer()
@@ -371,15 +368,15 @@ class LinkPort(LongFramePort):
             self.turn.resume(TURN)
         return self._reader.waiting
 
-    def _frame(self, buf: memoryview, start: int, end: int) -> None:
+    def _frame(self, buf: memoryview, start: int, end: int) -> object:
         self.in_frames += 1
         if end - start > WHOLE_BYTES or self._parts or buf[start + FLAGS_AT] & FLAG_MORE:
             whole = self._parts.add(buf, start, end)
             if whole is None:
-                return
+                return False
             if whole is not buf:
                 buf, start, end = whole, 0, len(whole)
-        self._entry(buf, start, end)
+        return self._entry(buf, start, end)
 
     def _stop_reading(self) -> None:
         self._reader.on_frame = self._ignore

@@ -26,7 +26,7 @@ from relay.core.budget import QUEUE_BYTES, Budget, Entry, cut
 from relay.core.neighbor import Neighbor
 from relay.core.ports import Held
 from relay.core.router import Router
-from relay.net.turns import Turn, Turns
+from relay.net.turns import LARGE_READ_BYTES, Turn, Turns
 
 log = logging.getLogger(__name__)
 
@@ -259,23 +259,29 @@ class ConnectionPort(asyncio.BufferedProtocol):
         neighbor = self._neighbor()
         return "" if neighbor is None else neighbor.user
 
-    def _may_go_on(self) -> bool:
+    def _may_go_on(self, at_hand: int) -> bool:
         """Continue a frame that is handled in parts; return whether the next frame may be handled in this turn."""
-        neighbor, turn = self._neighbor(), self.turn
-        work = None if neighbor is None else neighbor.unfinished
-        if neighbor is not None and work is not None:
-            for _ in work:
-                if not turn.has_time():
+        neighbor, turn, now_us = self._neighbor(), self.turn, self._router.now_us
+        if at_hand >= LARGE_READ_BYTES:
+            turn.hold(now_us)
+        if neighbor is not None and neighbor.unfinished is not None:
+            for _ in neighbor.unfinished:
+                if not turn.has_time(now_us):
                     return False
             neighbor.unfinished = None
-        return turn.has_time()
+        return turn.has_time(now_us)
+
+    def _is_done(self) -> bool:
+        """Return whether the reader stopped behind the last frame that was received, so that nothing has to wait."""
+        neighbor, reader = self._neighbor(), self._reader
+        if reader.rest_bytes or (neighbor is not None and neighbor.unfinished is not None):
+            return False
+        reader.go_on()
+        return True
 
     def go_on(self) -> bool:
         """Handle more of what was received; see `relay.net.turns.Waiting`."""
         raise NotImplementedError
-
-    def weighty(self) -> None:
-        self._reader.ask_at = 0
 
     @property
     def waits(self) -> bool:

@@ -32,7 +32,7 @@ from relay.net.accepting import Acceptor
 from relay.net.addresses import show
 from relay.net.pairs import Pairs, hand_over
 from relay.net.ports import ConnectionPort, Driver
-from relay.net.turns import LARGE_READ_BYTES, PEER, TURN
+from relay.net.turns import PEER, TURN
 
 log = logging.getLogger(__name__)
 
@@ -306,19 +306,18 @@ class SessionPort(ConnectionPort):
         return self._reader.get_buffer()
 
     def buffer_updated(self, nbytes: int) -> None:
-        if (self._closed and not self._gone) or self._finishing:
+        if (self._closed or self._finishing) and not self._gone:
             return
         now_ns = time.monotonic_ns()
         self._router.now_us = now_ns // 1000
-        self.turn.begin(now_ns)
         pulse = self.session.pulse
         if pulse is not None:  # part of a frame shows, too, that the peer is alive
             pulse.last_us = now_ns // 1000
         reader = self._reader
         try:
-            if not reader.waiting:
+            if nbytes:
                 reader.received(nbytes)
-            elif self._may_go_on():
+            elif self._may_go_on(0):
                 reader.go_on()
         except PeerProtocolError as err:
             self._driver.settle()
@@ -328,7 +327,7 @@ class SessionPort(ConnectionPort):
             self.abort(INTERNAL)
         finally:
             self._driver.settle()
-        if reader.waiting:
+        if reader.waiting and not self._is_done():
             self._busy_since_s = 0.0  # it is not the peer's fault
             if nbytes:
                 self._wait()
@@ -340,9 +339,6 @@ class SessionPort(ConnectionPort):
                 # The unfinished frame began in this read; a busy session seldom pauses between two.
                 self._busy_since_s = now_ns / 1e9
 
-        if nbytes >= LARGE_READ_BYTES:
-            self.turn.hold()
-
     def _wait(self) -> None:
         """Wait for the next turn with frames that were received."""
         self.turn.wait()
@@ -350,7 +346,7 @@ class SessionPort(ConnectionPort):
     def go_on(self) -> bool:
         self.turn.release()
         self.buffer_updated(0)
-        if self._finishing or (self._closed and not self._gone):
+        if (self._closed or self._finishing) and not self._gone:
             return False
         if self._reader.waiting:
             return not self.turn.peer_is_behind

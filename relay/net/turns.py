@@ -87,37 +87,32 @@ class Turns:
 class Turn:
     """The share of one connection, and why it is not read at present."""
 
-    __slots__ = ("_owner", "_pauses", "_turns", "held", "transport", "until_ns")
+    __slots__ = ("_owner", "_pauses", "_since_us", "_turns", "transport")
 
     def __init__(self, turns: Turns, owner: Waiting) -> None:
         self._turns = turns
         self._owner = owner
         self.transport: asyncio.Transport
         """Set when the connection is made."""
-        self.until_ns = 0
-        """When its share of this turn ends."""
-        self.held = False
-        """Whether `until_ns` stands for whatever is read next, because that is part of the same turn."""
+        self._since_us = 0
+        """When its share of this turn began, if more may be read in the same turn; else 0."""
         self._pauses = 0
 
-    def begin(self, now_ns: int) -> None:
-        """Begin to handle what was received."""
-        if not self.held:
-            self.until_ns = now_ns + SHARE_NS
+    def has_time(self, begun_us: int) -> bool:
+        """Whether more may be handled in this turn of what was read at `begun_us`."""
+        if self._since_us:
+            begun_us = self._since_us
+        return time.monotonic_ns() < 1000 * begun_us + SHARE_NS and not self._pauses & PEER
 
-    def has_time(self) -> bool:
-        """Whether more may be handled in this turn."""
-        return time.monotonic_ns() < self.until_ns and not self._pauses & PEER
-
-    def hold(self) -> None:
-        """Count whatever is read until the event loop has made a turn in the share that has begun."""
-        if not self.held:
-            self.held = True
+    def hold(self, begun_us: int) -> None:
+        """Until the event loop has made a turn, count what is read in the share that began at `begun_us`."""
+        if not self._since_us:
+            self._since_us = begun_us
             asyncio.get_running_loop().call_soon(self.release)
 
     def release(self) -> None:
         """Let the next read begin a share."""
-        self.held = False
+        self._since_us = 0
 
     def wait(self) -> None:
         """Read no more, and let the owner go on in the next turn, or once the peer reads again."""

@@ -33,7 +33,7 @@ from iris.wire.kinds import CLOCK_PING, WEB_MINOR
 from relay.core.buckets import Bucket, Rate
 from relay.core.tickets import Admission, TicketRefused
 from relay.net.sessions import FIRST_LIMIT_BYTES, INTERNAL, WEB_USER, Peer, SessionHub, SessionPort
-from relay.net.turns import LARGE_READ_BYTES, TURN, Turn
+from relay.net.turns import TURN, Turn
 
 log = logging.getLogger(__name__)
 
@@ -134,16 +134,12 @@ class WebConnection(asyncio.Protocol):
         self._received = memoryview(b"".join((self._received, data)))
         if self.turn.paused:
             return  # TLS passes on what it had read before
-        self.turn.begin(time.monotonic_ns())
         self._handle()
-        if len(data) >= LARGE_READ_BYTES:
-            self.turn.hold()
         if self._has_more:
             self.turn.wait()
 
     def go_on(self) -> bool:
         self.turn.release()
-        self.turn.begin(time.monotonic_ns())
         self._handle()
         if self._has_more:
             return not self.turn.peer_is_behind
@@ -170,9 +166,11 @@ class WebConnection(asyncio.Protocol):
 
     def _handle(self) -> None:
         """Handle what was received, until the turn ends."""
+        begun_us = time.monotonic_ns() // 1000
+        self.turn.hold(begun_us)  # for all messages of the turn
         while self._has_more:
             self._step()
-            if not self.turn.has_time():
+            if not self.turn.has_time(begun_us):
                 break
         self._write_out()
 

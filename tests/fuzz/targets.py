@@ -209,9 +209,6 @@ class _Port:
 
     unread = False
 
-    def weighty(self) -> None:
-        """Nobody else waits for a turn."""
-
     def has_room(self, size: int) -> bool:
         return True
 

@@ -72,9 +72,6 @@ class MemoryPort:
 
     unread = False
 
-    def weighty(self) -> None:
-        """Nobody else waits for a turn."""
-
     def has_room(self, size: int) -> bool:
         return True
 

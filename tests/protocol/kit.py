@@ -201,9 +201,6 @@ class Port:
 
     unread = False
 
-    def weighty(self) -> None:
-        """Nobody else waits for a turn."""
-
     def has_room(self, size: int) -> bool:
         return self.takes
 

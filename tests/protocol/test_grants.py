@@ -38,9 +38,6 @@ class Wire:
 
     unread = False
 
-    def weighty(self) -> None:
-        """Nobody else waits for a turn."""
-
     def has_room(self, size: int) -> bool:
         return True
 

@@ -183,9 +183,6 @@ class SimPort:
 
     unread = False
 
-    def weighty(self) -> None:
-        """Nobody else waits for a turn."""
-
     def has_room(self, size: int) -> bool:
         budget = self.budget
         if not self.closed and self.queued_bytes + size <= self.limit_bytes:

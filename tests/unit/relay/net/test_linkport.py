@@ -40,9 +40,6 @@ class Connection(asyncio.Transport):
         self.closed = self.aborted = False
         self.reading = True
 
-    def is_closing(self) -> bool:
-        return self.closed or self.aborted
-
     def pause_reading(self) -> None:
         assert self.reading
         self.reading = False
@@ -301,13 +298,12 @@ class Receiver:
         port._reader.limit = MIB
         monkeypatch.setattr(port, "_secured", Clear(), raising=False)
 
-    def _take(self, link: object, buf: memoryview, start: int, end: int) -> None:
+    def _take(self, link: object, buf: memoryview, start: int, end: int) -> bool:
         number: int = ALIAS.unpack_from(buf, start + ALIAS_AT)[0]
         self.numbers.append(number)
         self.now_ns += FRAME_NS
-        if buf[start + KIND_AT] == Kind.GAP:
-            self.port.weighty()
         self.then.pop(number, int)()
+        return buf[start + KIND_AT] == Kind.GAP
 
     def come(self, *numbers: int, kind: int = Kind.GAP) -> None:
         """Frames come at once."""
