@@ -170,7 +170,15 @@ class FrameReader:
     """
 
     __slots__ = (
-        "_big", "_filled", "_may_go_on", "_rest", "_shared", "_tail", "limit", "on_frame", "waiting",
+        "_filled",
+        "_may_go_on",
+        "_rest",
+        "_shared",
+        "big",
+        "limit",
+        "on_frame",
+        "tail",
+        "waiting",
     )  # fmt: skip
 
     def __init__(
@@ -184,8 +192,10 @@ class FrameReader:
         """Whether it has stopped. Nothing may be received meanwhile."""
         self._may_go_on = may_go_on
         self._shared = shared.view
-        self._tail = b""
-        self._big: memoryview | None = None
+        self.tail = b""
+        """The beginning of an unfinished frame."""
+        self.big: memoryview | None = None
+        """Memory for an unfinished frame that is too large for the shared buffer."""
         self._filled = 0
         self._rest: memoryview | None = None
         """What waits, in memory of its own; None: nothing."""
@@ -193,13 +203,13 @@ class FrameReader:
     @property
     def held_bytes(self) -> int:
         """Bytes held of a frame whose end was not received. Frames that wait do not count."""
-        return self._filled if self._big is not None else len(self._tail)
+        return self._filled if self.big is not None else len(self.tail)
 
     def get_buffer(self) -> memoryview:
         """Return the view for the next bytes. Nothing else may use the shared buffer until `received` is called."""
-        if self._big is not None:
-            return self._big[self._filled :]
-        tail = self._tail
+        if self.big is not None:
+            return self.big[self._filled :]
+        tail = self.tail
         if tail:
             self._shared[: len(tail)] = tail
             return self._shared[len(tail) :]
@@ -207,12 +217,12 @@ class FrameReader:
 
     def received(self, nbytes: int) -> None:
         """Pass on whole frames, after `nbytes` were written to the view from `get_buffer`."""
-        if self._big is not None:
-            self._continue_big(self._big, nbytes)
+        if self.big is not None:
+            self._continue_big(self.big, nbytes)
             return
         buf = self._shared
-        end = len(self._tail) + nbytes
-        self._tail = b""
+        end = len(self.tail) + nbytes
+        self.tail = b""
         pos = 0
         ask_at = PORTION_BYTES
         unpack = LENGTH.unpack_from
@@ -226,13 +236,13 @@ class FrameReader:
                     self._begin_big(buf[pos:end], 4 + length)
                     return
                 break
-            if self.on_frame(buf, pos, stop) or stop >= ask_at:
+            if self.on_frame(buf, pos, stop) or (stop >= ask_at and stop < end):
                 ask_at = stop + PORTION_BYTES
                 if self._stops(buf, stop, end):
                     return
             pos = stop
         if pos < end:
-            self._tail = bytes(buf[pos:end])
+            self.tail = bytes(buf[pos:end])
 
     # What is rare has methods of its own: a longer loop would be slower.
 
@@ -243,14 +253,14 @@ class FrameReader:
 
     def _begin_big(self, part: memoryview, size: int) -> None:
         """Allocate memory for a frame of which `part` was received."""
-        self._big = memoryview(bytearray(size))
+        self.big = memoryview(bytearray(size))
         self._filled = len(part)
-        self._big[: self._filled] = part
+        self.big[: self._filled] = part
 
     def _continue_big(self, big: memoryview, nbytes: int) -> None:
         self._filled += nbytes
         if self._filled == len(big):
-            self._big = None
+            self.big = None
             self.on_frame(big, 0, len(big))
             self._stops(big, len(big), len(big))
 

@@ -17,6 +17,7 @@ from iris.wire.codec import (
     FLAGS_AT,
     FRAME_OVERHEAD,
     MAX_REPORT_BYTES,
+    RECEIVE_BYTES,
     FrameReader,
     OnFrame,
     decode_control,
@@ -184,6 +185,8 @@ class LinkPort(LongFramePort):
         try:
             if nbytes:
                 self._secured.received(self._driver.buffer.view[:nbytes])
+            if nbytes == RECEIVE_BYTES:  # the event loop may read more in this turn
+                self.turn.hold(self._router.now_us)
             if self.turn.paused and nbytes:
                 return
             if not self._handshaking or self._continue_handshake():

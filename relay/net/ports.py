@@ -19,14 +19,14 @@ from collections.abc import Sequence
 from typing import Final, cast
 
 from iris.transport import Writer
-from iris.wire.codec import FrameReader, ReceiveBuffer
+from iris.wire.codec import RECEIVE_BYTES, FrameReader, ReceiveBuffer
 from iris.wire.kinds import NEVER_US
 from relay.config import RelayConfig
 from relay.core.budget import QUEUE_BYTES, Budget, Entry, cut
 from relay.core.neighbor import Neighbor
 from relay.core.ports import Held
 from relay.core.router import Router
-from relay.net.turns import LARGE_READ_BYTES, Turn, Turns
+from relay.net.turns import Turn, Turns
 
 log = logging.getLogger(__name__)
 
@@ -262,7 +262,7 @@ class ConnectionPort(asyncio.BufferedProtocol):
     def _may_go_on(self, at_hand: int) -> bool:
         """Continue a frame that is handled in parts; return whether the next frame may be handled in this turn."""
         neighbor, turn, now_us = self._neighbor(), self.turn, self._router.now_us
-        if at_hand >= LARGE_READ_BYTES:
+        if at_hand >= RECEIVE_BYTES:  # the event loop may read more in this turn
             turn.hold(now_us)
         if neighbor is not None and neighbor.unfinished is not None:
             for _ in neighbor.unfinished:

@@ -332,10 +332,9 @@ class SessionPort(ConnectionPort):
             if nbytes:
                 self._wait()
         elif self.session.greeted:
-            held_bytes = reader.held_bytes
-            if not held_bytes:
+            if not reader.tail and reader.big is None:
                 self._busy_since_s = 0.0
-            elif held_bytes <= nbytes or not self._busy_since_s:
+            elif reader.held_bytes <= nbytes or not self._busy_since_s:
                 # The unfinished frame began in this read; a busy session seldom pauses between two.
                 self._busy_since_s = now_ns / 1e9
 

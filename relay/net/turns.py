@@ -20,8 +20,6 @@ SHARE_NS: Final = 1_000_000
 ROUND_NS: Final = 4_000_000
 """How long connections that wait for their turn are handled in one turn, all together."""
 
-LARGE_READ_BYTES: Final = 64 << 10
-"""After a read of this size the event loop may read more from the same connection in the same turn."""
 PEER: Final = 1
 TURN: Final = 2
 """Why a connection is not read: its peer does not read what it is sent, or it waits for its next turn."""
