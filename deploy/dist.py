@@ -54,7 +54,7 @@ def plain(name: str) -> str:
 
 def build(into: Path) -> None:
     """Write wheel and sdist into `into`. The same files give the same bytes: hatchling writes no times of its own."""
-    run([sys.executable, "-m", "hatchling", "build", "-d", str(into), "-t", "wheel", "-t", "sdist"], "hatchling")  # fmt: skip
+    run([sys.executable, "-P", "-m", "hatchling", "build", "-d", str(into), "-t", "wheel", "-t", "sdist"], "hatchling")  # fmt: skip
 
 
 def run(command: list[str], name: str) -> str:

@@ -44,7 +44,7 @@ with tempfile.TemporaryDirectory() as directory:
     os.environ["XDG_RUNTIME_DIR"] = (
         directory  # the relay puts its socket and its temporary keys there
     )
-    command = [sys.executable, "-m", "relay", "--dev", "--data", f"{directory}/data"]
+    command = [sys.executable, "-P", "-m", "relay", "--dev", "--data", f"{directory}/data"]
     with subprocess.Popen(command, stderr=subprocess.PIPE) as relay:
         while relay.stderr and b"relay.started" not in relay.stderr.readline():
             pass

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import iris.blocking
 
-IRIS = [sys.executable, "-m", "iris.cli"]
+IRIS = [sys.executable, "-P", "-m", "iris.cli"]
 ALLOW = ["--allow", "request=greeter", "--allow", "publish=news.*", "--allow", "subscribe=news.>"]
 service = iris.Service("greeter")
 

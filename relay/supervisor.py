@@ -89,7 +89,7 @@ class StoreSupervisor(Child):
         self._data = data
         super().__init__(
             (
-                sys.executable, "-m", "relay.store", "--data", str(data), "--relay", str(socket_path), "--log-level", log_level,
+                sys.executable, "-P", "-m", "relay.store", "--data", str(data), "--relay", str(socket_path), "--log-level", log_level,
                 "--log-format", log_format, "--supervised", *(("--bucket", bucket) if bucket else ()),
                 *(("--bucket-key", str(bucket_key.absolute())) if bucket_key else ()),
                 *(("--disk-limit", str(disk_limit)) if disk_limit else ()),

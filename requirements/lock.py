@@ -76,7 +76,7 @@ def main() -> None:
     """Rewrite every lock file."""
     with tempfile.TemporaryDirectory() as made:
         environment = Path(made)
-        subprocess.run([sys.executable, "-m", "venv", environment], check=True)
+        subprocess.run([sys.executable, "-P", "-m", "venv", environment], check=True)
         subprocess.run([environment / "bin" / "pip", "install", "--quiet", UV], check=True)
         layers: dict[str, dict[str, str]] = {}
         for name, (arguments, before) in LAYERS.items():

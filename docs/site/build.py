@@ -66,6 +66,7 @@ def build(work: Path) -> list[str]:
     (work / "mkdocs.yml").write_text(yaml.dump(config, sort_keys=False), "utf-8")
     command = [
         sys.executable,
+        "-P",
         "-m",
         "zensical",
         "build",

@@ -55,7 +55,7 @@ class Site:
             self.address = f"tls://127.0.0.1:{probe.getsockname()[1]}"
 
     def iris(self, *arguments: str) -> str:
-        command = [sys.executable, "-m", "iris.cli", *arguments]
+        command = [sys.executable, "-P", "-m", "iris.cli", *arguments]
         quiet = subprocess.DEVNULL
         return subprocess.check_output(command, env=self.environ, stderr=quiet).decode()
 
@@ -73,7 +73,7 @@ class Site:
         self._start("run", "delays:delays")
 
     def _start(self, *arguments: str) -> None:
-        command = [sys.executable, "-B", "-m", "iris.cli", *arguments]
+        command = [sys.executable, "-B", "-P", "-m", "iris.cli", *arguments]
         with (self.directory / f"{arguments[0]}.log").open("ab") as log:
             self.running[arguments[0]] = subprocess.Popen(
                 command, cwd=Path(__file__).parent, env=self.environ, stdin=subprocess.DEVNULL, stderr=log

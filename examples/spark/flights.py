@@ -136,7 +136,7 @@ def own_relay(directory: Path) -> Iterator[None]:
     os.environ["XDG_RUNTIME_DIR"] = os.environ["XDG_CONFIG_HOME"] = str(directory)
     with (directory / "relay.log").open("wb") as log:
         relay = subprocess.Popen(
-            [sys.executable, "-m", "relay", "--dev", "--data", str(directory / "data")],
+            [sys.executable, "-P", "-m", "relay", "--dev", "--data", str(directory / "data")],
             stdin=subprocess.DEVNULL, stderr=log,
         )  # fmt: skip
     try:

@@ -207,7 +207,7 @@ def _executable() -> str:
     command = os.path.join(os.path.dirname(sys.executable), "iris")
     if os.access(command, os.X_OK):
         return _unit_word(command)
-    return f"{_unit_word(sys.executable)} -m iris.cli"
+    return f"{_unit_word(sys.executable)} -P -m iris.cli"
 
 
 def _unit_word(path: str) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import signal
 import sys
 import sysconfig
 import traceback
+from importlib.machinery import PathFinder
 from types import ModuleType
 from typing import Annotated
 
@@ -40,11 +42,11 @@ def run(
 ) -> None:  # fmt: skip
     """Serve one or more services, imported from the current directory or the Python environment.
 
-    If no relay runs, it waits for one. SIGTERM or Ctrl-C stops accepting
-    messages, finishes those accepted and exits with code 0; a second one exits
-    at once, with code 130. Services leave in the order in which they are named,
-    each when the handlers of the one before have ended, so name callers before
-    what they call. SIGHUP reloads the keyring without losing a message.
+    The current directory is searched last. If no relay runs, it waits for one.
+    SIGTERM or Ctrl-C stops accepting messages, finishes those accepted and
+    exits with code 0; a second one exits at once, with code 130. Services
+    leave in the order in which they are named, each when the handlers of the
+    one before have ended, so name callers before what they call. SIGHUP reloads the keyring without losing a message.
     Logs go to stderr; see --log-format. systemd is notified when the services
     are ready (Type=notify-reload).
 
@@ -93,11 +95,11 @@ def run(
 
 def find_service(path: str) -> iris.Service:
     """Return the service at "module:name", or at "module:service" for "module". The current directory is searched
-    first.
+    last.
 
     Raises:
-        ConfigError: the module or the name does not exist, importing failed, the object is not an `iris.Service`,
-            or the service has no handlers. A SystemExit of the module is passed on.
+        ConfigError: the module or the name does not exist, another module hides it, importing failed, the object is
+            not an `iris.Service`, or the service has no handlers. A SystemExit of the module is passed on.
     """
     module_name, _, attribute = path.partition(":")
     attribute = attribute or "service"
@@ -124,11 +126,13 @@ def find_service(path: str) -> iris.Service:
 def _import(name: str) -> ModuleType:
     directory = os.getcwd()
     if directory not in sys.path:
-        sys.path.insert(0, directory)
+        # Last, because the process goes on importing. First, a json.py that somebody else puts there would be executed.
+        sys.path.append(directory)
     if "/" in name or name.startswith(".") or not name:
         raise ConfigError(
             f"{name!r} is not a module name; write it as in an import statement, such as package.module"
         )
+    _check_not_hidden(name.partition(".")[0], directory)
     try:
         return importlib.import_module(name)
     except Exception as error:
@@ -148,6 +152,21 @@ def _import(name: str) -> ModuleType:
         said = error.msg if isinstance(error, SyntaxError) else error
         text = " ".join(f"{type(error).__name__}: {said}".split())
         raise ConfigError(f"cannot import {name}: {_place(error)}: {text}; {hint}") from error
+
+
+def _check_not_hidden(name: str, directory: str) -> None:
+    """Raise ConfigError if the directory has this top-level module, and an import would give another one."""
+    own = PathFinder.find_spec(name, [directory])
+    if own is None or own.origin is None:
+        return
+    loaded = sys.modules.get(name)
+    found = loaded.__spec__ if loaded is not None else importlib.util.find_spec(name)
+    place = (found.origin if found is not None else None) or "the command itself"
+    if os.path.realpath(place) != os.path.realpath(own.origin):
+        raise ConfigError(
+            f"{own.origin} is hidden by {place}: the current directory is searched last; rename the module, "
+            "or set PYTHONPATH=. to search this directory first"
+        )
 
 
 def _place(error: BaseException) -> str:

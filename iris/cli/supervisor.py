@@ -234,4 +234,4 @@ def python_changes(directory: str) -> Changes:
 
 def worker_command(arguments: Sequence[str]) -> list[str]:
     """Return the command line of a worker: `iris run` with these arguments, in a new interpreter."""
-    return [sys.executable, "-m", "iris.cli", "run", *arguments]
+    return [sys.executable, "-P", "-m", "iris.cli", "run", *arguments]

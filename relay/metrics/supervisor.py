@@ -33,7 +33,7 @@ class MetricsSupervisor(Child):
         self.listener = listen(config.metrics)
         super().__init__(
             (
-                sys.executable, "-m", "relay.metrics", "--listener", str(self.listener.fileno()), "--relay", str(config.socket_path),
+                sys.executable, "-P", "-m", "relay.metrics", "--listener", str(self.listener.fileno()), "--relay", str(config.socket_path),
                 "--relay-user", config.relay_user, "--log-format", config.log_format,
             ),
             pass_fds=(self.listener.fileno(),),

@@ -50,10 +50,16 @@ MS_BIND, MS_REC, MS_SLAVE, MNT_DETACH = 4096, 16384, 1 << 19, 2
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
+def _module(command: Sequence[str]) -> str:
+    """Return the module of `python [-P] -m MODULE …`; "" for any other command."""
+    rest = command[2:] if command[1:2] == ["-P"] else command[1:]
+    return rest[1] if command[0] == sys.executable and rest[:1] == ["-m"] else ""
+
+
 def _known(command: Sequence[str]) -> bool:
-    """Return whether a command is `python -m MODULE …` or `python SCRIPT.py …`."""
-    if command[:2] == [sys.executable, "-m"]:
-        return command[2] in MODULES
+    """Return whether a command is `python [-P] -m MODULE …` or `python SCRIPT.py …`."""
+    if module := _module(command):
+        return module in MODULES
     return len(command) > 1 and command[0] == sys.executable and command[1].endswith(".py")
 
 
@@ -254,17 +260,20 @@ def _become(request: dict[str, Any], streams: Sequence[int], caller: int) -> Non
     coerced = {
         name: value for name, value in os.environ.items() if name == "LC_CTYPE"
     }  # by the interpreter: PEP 538
+    path = sys.path[1:]
     while True:
         _show(command, environ)
         os.environ.clear()
         os.environ.update(coerced | environ)
         sys.orig_argv = command
         try:
-            if command[1] == "-m":
-                sys.argv, sys.path[0] = command[2:], os.getcwd()
-                runpy.run_module(command[2], run_name="__main__", alter_sys=True)
+            if module := _module(command):
+                safe = command[1] == "-P"
+                sys.argv, sys.path[:] = command[2 + safe :], path if safe else [os.getcwd(), *path]
+                runpy.run_module(module, run_name="__main__", alter_sys=True)
             else:
-                sys.argv, sys.path[0] = command[1:], os.path.dirname(os.path.realpath(command[1]))
+                sys.argv = command[1:]
+                sys.path[:] = [os.path.dirname(os.path.realpath(command[1])), *path]
                 runpy.run_path(command[1], run_name="__main__")
             return
         except _Exec as turn:

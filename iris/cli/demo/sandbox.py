@@ -73,11 +73,12 @@ class Sandbox:
         """Start `python -m` with these arguments and return the process id."""
         with open(self._log, "ab") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", *arguments],
+                [sys.executable, "-P", "-m", *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 env=self._environ,
+                cwd=self._directory.name,
                 start_new_session=True,  # so that Ctrl-C reaches only the demo, which stops them in order
             )
         self.processes[process.pid] = process

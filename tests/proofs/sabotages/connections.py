@@ -23,6 +23,7 @@ BOUND = ("tests/integration/test_remote.py", "tests/integration/test_middleman.p
 DIALS = ("tests/unit/relay/net/test_dialling.py",)
 STORE_FILES = ("tests/unit/relay/store/test_store_files.py",)
 DIRECT = ("tests/protocol/test_direct.py",)
+DIRECTORY = ("tests/integration/test_hostile_directory.py",)
 FRAMES = ("tests/unit/wire/test_codec.py", "tests/unit/wire/test_frame_reader.py")
 
 SABOTAGES = (
@@ -538,5 +539,50 @@ SABOTAGES = (
         "else:\n            distance = 2",
         ("tests/unit/relay/test_discovery.py",),
         "an advert makes us dial any host on the internet",
+    ),
+    Sabotage(
+        "directory-relay",
+        "relay/__main__.py",
+        "relay",
+        'sys.executable, "-P", "-m", "relay.start"',
+        'sys.executable, "-m", "relay.start"',
+        DIRECTORY,
+        "a relay executes modules of the directory in which it is started",
+    ),
+    Sabotage(
+        "directory-store",
+        "relay/supervisor.py",
+        "StoreSupervisor.__init__",
+        'sys.executable, "-P", "-m", "relay.store"',
+        'sys.executable, "-m", "relay.store"',
+        DIRECTORY,
+        "a store executes modules of the directory in which its relay is started",
+    ),
+    Sabotage(
+        "directory-metrics",
+        "relay/metrics/supervisor.py",
+        "MetricsSupervisor.__init__",
+        'sys.executable, "-P", "-m", "relay.metrics"',
+        'sys.executable, "-m", "relay.metrics"',
+        DIRECTORY,
+        "the process of metrics executes modules of the directory in which its relay is started",
+    ),
+    Sabotage(
+        "directory-worker",
+        "iris/cli/supervisor.py",
+        "worker_command",
+        '"-P", "-m"',
+        '"-m"',
+        DIRECTORY,
+        "a worker executes modules of its directory before it is asked to serve them",
+    ),
+    Sabotage(
+        "directory-services",
+        "iris/cli/run.py",
+        "_import",
+        "sys.path.append(directory)",
+        "sys.path.insert(0, directory)",
+        DIRECTORY,
+        "modules of the directory take the place of the standard library's",
     ),
 )
