@@ -11,6 +11,7 @@ from typing import Annotated, Any, Final
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from iris import core_dumps
 from iris.causes import VARIABLE, print_causes
 from iris.cli.arguments import WrongUsage, read_plainly
 from iris.wire.names import did_you_mean, printable
@@ -274,4 +275,5 @@ def _usage_text(error: Any) -> str:
 
 def main() -> None:
     """Entry point of `iris`."""
+    core_dumps.forbid()
     app(prog_name="iris")

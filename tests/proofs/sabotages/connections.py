@@ -23,6 +23,7 @@ BOUND = ("tests/integration/test_remote.py", "tests/integration/test_middleman.p
 DIALS = ("tests/unit/relay/net/test_dialling.py",)
 STORE_FILES = ("tests/unit/relay/store/test_store_files.py",)
 DIRECT = ("tests/protocol/test_direct.py",)
+DUMPS = ("tests/integration/test_core_dumps.py",)
 DIRECTORY = ("tests/integration/test_hostile_directory.py",)
 FRAMES = ("tests/unit/wire/test_codec.py", "tests/unit/wire/test_frame_reader.py")
 
@@ -584,5 +585,41 @@ SABOTAGES = (
         "sys.path.insert(0, directory)",
         DIRECTORY,
         "modules of the directory take the place of the standard library's",
+    ),
+    Sabotage(
+        "core-dumps-commands",
+        "iris/cli/__init__.py",
+        "main",
+        "core_dumps.forbid()",
+        "pass",
+        DUMPS,
+        "a command that crashes writes its keys to a file",
+    ),
+    Sabotage(
+        "core-dumps-store",
+        "relay/store/__main__.py",
+        "main",
+        "core_dumps.forbid()",
+        "pass",
+        DUMPS,
+        "a store that crashes writes its keys to a file",
+    ),
+    Sabotage(
+        "core-dumps-handler",
+        "iris/core_dumps.py",
+        "forbid",
+        "(_NOWHERE, hard or _NOWHERE)",
+        "(0, hard)",
+        DUMPS,
+        "a crash handler that core_pattern names gets the keys",
+    ),
+    Sabotage(
+        "core-dumps-no-room",
+        "iris/core_dumps.py",
+        "forbid",
+        "libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)",
+        "False",
+        DUMPS,
+        "a crash handler gets the keys of a process whose hard limit is 0",
     ),
 )
