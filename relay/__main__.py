@@ -182,8 +182,8 @@ def relay(
         sys.stderr.write(f"iris relay: {err}\n")
         print_causes(err)
         raise typer.Exit(2) from err
-    # The argument parser takes 10 MB of memory, which the relay would keep for as long as it runs. -P, here and in every
-    # other start: without it, -m executes modules of the working directory.
+    # The argument parser takes 10 MB of memory, which the relay would keep for as long as it runs.
+    # Without -P, here and in every other start, -m executes modules of the working directory.
     os.execve(sys.executable, [sys.executable, "-P", "-m", "relay.start", *sys.argv[1:]], environ)
 
 

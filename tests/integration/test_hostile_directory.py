@@ -1,4 +1,4 @@
-"""A command that starts in a directory that others can write to executes nothing of it but what it was asked to serve."""
+"""A command that is started in a directory of others executes nothing of it but what it was asked to serve."""
 
 from __future__ import annotations
 
