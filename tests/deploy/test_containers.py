@@ -116,6 +116,29 @@ def test_the_image_is_built_as_hadolint_wants_it() -> None:
     assert (done.returncode, done.stdout) == (0, "")
 
 
+def test_every_image_is_built_on_one_whose_digest_is_given() -> None:
+    places = [ROOT / name for name in ("bench", "clients", "deploy", "docs", "examples", "tests")]
+    found = [path for place in places for path in place.rglob("*") if re.match(r"(Container|Docker)file(?!.*ignore)", path.name)]  # fmt: skip
+    assert DOCKER / "Containerfile" in found
+    for path in found:
+        text = path.read_text()
+        arguments = re.findall(r"^ARG (\w+)(.*)$", text.partition("\nFROM ")[0], re.MULTILINE)
+        assert [name for name, default in arguments if default] == [], path
+        bases = [line.split()[1] for line in text.splitlines() if line.upper().startswith("FROM")]
+        stages = re.findall(r"^FROM \S+ AS (\S+)$", text, re.MULTILINE)
+        wanted = "|".join(["sha256:[0-9a-f]{64}", *(rf"\$\{{{name}\}}" for name, _ in arguments)])
+        tagged = [base for base in bases if base not in stages and not re.fullmatch(rf"[\w./-]+@(?:{wanted})", base)]  # fmt: skip
+        assert bases, path
+        assert tagged == [], path
+
+
+def test_the_compose_file_asks_for_the_digest_and_passes_it_on() -> None:
+    built = [one["build"] for one in yaml.safe_load((DOCKER / "compose.yaml").read_text())["services"].values()]  # fmt: skip
+    digests = {one["args"]["PYTHON_DIGEST"] for one in built}
+    assert len(digests) == 1
+    assert digests.pop().startswith("${PYTHON_DIGEST:?")
+
+
 def test_the_version_of_the_image_is_that_of_the_package() -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     compose = yaml.safe_load((DOCKER / "compose.yaml").read_text())
