@@ -6,6 +6,8 @@ import os
 import sys
 from typing import Final
 
+from iris.wire.names import printable, visible
+
 VARIABLE: Final = "IRIS_VERBOSE"
 """Environment variable that `iris --verbose` sets, so that the processes it starts (relay, store) print causes, too."""
 
@@ -27,5 +29,15 @@ def print_causes(error: BaseException) -> None:
     while link is not None:
         link.__suppress_context__ = False
         link = link.__cause__ or link.__context__
-    sys.stderr.write("".join(found.format()))
+    sys.stderr.write(visible("".join(found.format())))
     sys.stderr.flush()
+
+
+def print_error(command: str, error: BaseException) -> None:
+    """Write an error as one line on stderr, after the name of the command, and its causes if the user asked for them.
+
+    Files and other processes choose a part of its text, so control characters are replaced.
+    """
+    line = printable(" ".join(str(error).split("\n")))
+    sys.stderr.write(f"{command}: {line}\n")
+    print_causes(error)

@@ -11,7 +11,7 @@ from typing import Annotated, Final
 import typer
 
 from iris import core_dumps, keyfiles
-from iris.causes import print_causes
+from iris.causes import print_error
 from iris.cli.arguments import read_plainly
 from iris.errors import IrisError
 from relay.config import NO_EFFECT
@@ -179,8 +179,7 @@ def relay(
             _check(environ)
             return
     except IrisError as err:
-        sys.stderr.write(f"iris relay: {err}\n")
-        print_causes(err)
+        print_error("iris relay", err)
         raise typer.Exit(2) from err
     # The argument parser takes 10 MB of memory, which the relay would keep for as long as it runs.
     # Without -P, here and in every other start, -m executes modules of the working directory.

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from iris import core_dumps, keyfiles, paths
-from iris.causes import print_causes
+from iris.causes import print_error
 from iris.crypto.keys import NetworkKey
 from iris.errors import ConfigError, IrisError
 from relay.daemon import run
@@ -30,8 +30,7 @@ def main(environ: Mapping[str, str]) -> int:
         keys = _dev_keys(environ) if config.dev else network_keys(environ)
         run(replace(config, network_keys=keys), environ)
     except IrisError as err:
-        sys.stderr.write(f"iris relay: {err}\n")
-        print_causes(err)
+        print_error("iris relay", err)
         return 2
     return 0
 

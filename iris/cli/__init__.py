@@ -92,8 +92,9 @@ OTHER_WORDS: Final = {
 HELP = """Send messages to clusters by name, and run relays and services.
 
     A payload is an argument or standard input. Results go to standard output:
-    as raw bytes, or with --json as one JSON object per line. An error is one
-    line on stderr; `iris --verbose VERB ...` also prints what caused it.
+    as raw bytes, or with --json as one JSON object per line. On a terminal,
+    control characters are shown escaped. An error is one line on stderr;
+    `iris --verbose VERB ...` also prints what caused it.
 
     \b
     Start here:
@@ -259,7 +260,7 @@ def _print_usage_error(error: Any) -> None:
     text = " ".join(_usage_text(error).split()).removesuffix(".")
     where = error.ctx.command_path if getattr(error, "ctx", None) else "iris"
     hint = "" if text.endswith("?") else f"; `{where} --help` shows the usage"
-    typer.echo(f"iris: {text}{hint}", err=True)
+    typer.echo(f"iris: {printable(text)}{hint}", err=True)
     if error.__cause__ or error.__context__:
         print_causes(error)
 

@@ -80,15 +80,15 @@ def exit_code(error: IrisError) -> Exit:
 
 
 def complain(text: object) -> None:
-    """Write one line on stderr."""
-    typer.echo(f"iris: {text}", err=True)
+    """Write one line on stderr, without control characters: others choose a part of some."""
+    line = printable(" ".join(str(text).split("\n")))
+    typer.echo(f"iris: {line}", err=True)
 
 
 def report_error(error: IrisError) -> Exit:
     """Write an error as one line on stderr, with its causes below if `iris --verbose` was given; return its exit
     code."""
-    # A member chooses the text of its error.
-    complain(printable(" ".join(explained(error).split("\n"))))
+    complain(explained(error))
     print_causes(error)
     return exit_code(error)
 

@@ -91,7 +91,7 @@ def list_(
             for site in sites:
                 output.write_json(site)
             return Exit.OK
-        _print_table(report, sites)
+        _print_table(output.cleaned(report), output.cleaned(sites))
         return Exit.OK
 
     run(work)

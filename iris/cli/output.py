@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from iris.core.message import Message
 from iris.documents import as_bytes, as_document, text_of
-from iris.wire.names import printable
+from iris.wire.names import printable, visible
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -17,7 +17,13 @@ if TYPE_CHECKING:
 
 
 def write(data: bytes) -> None:
-    """Write bytes to standard output and flush, so that the reader of a pipe gets them at once."""
+    """Write bytes to standard output and flush, so that the reader of a pipe gets them at once.
+
+    A pipe or a file gets the bytes as they are. On a terminal they are shown with control characters escaped, because
+    others chose them.
+    """
+    if sys.stdout.isatty():
+        data = visible(data.decode(errors="backslashreplace")).encode()
     sys.stdout.buffer.write(data)
     sys.stdout.buffer.flush()
 
@@ -32,6 +38,18 @@ def cell(value: object) -> Text:
     from rich.text import Text
 
     return Text(printable(str(value)))
+
+
+def cleaned(document: Any) -> Any:
+    """Return a document from elsewhere without the control characters of its texts."""
+    match document:
+        case str():
+            return printable(document)
+        case list() | tuple():
+            return [cleaned(each) for each in document]
+        case dict():
+            return {cleaned(key): cleaned(value) for key, value in document.items()}
+    return document
 
 
 def write_json(document: object) -> None:

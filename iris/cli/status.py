@@ -59,7 +59,7 @@ def status(
         if json:
             output.write_json(report)
         else:
-            _print_tables(report, before)
+            _print_tables(output.cleaned(report), output.cleaned(before))
         return Exit.OK
 
     run(work)
@@ -67,13 +67,14 @@ def status(
 
 def _print_tables(report: dict[str, Any], before: dict[str, Any]) -> None:
     from rich.table import Table
+    from rich.text import Text
 
     console = output.console()
     process = [f"process {report['pid']}"] if "pid" in report else []
     # A relay of an earlier version does not tell everybody how long it is up.
     up = [f"up {_duration(report['uptime_s'])}"] if "uptime_s" in report else []
     state = ", ".join([*process, *up, *["draining"] * report["draining"]])
-    console.print(f"[bold]relay[/] {report['relay']}  {state}".rstrip())
+    console.print(Text.assemble(("relay", "bold"), f" {report['relay']}  {state}".rstrip()))
     if "socket" in report:
         console.print(f"socket {report['socket']}", markup=False)
     if "limited" in report:
@@ -94,14 +95,14 @@ def _print_tables(report: dict[str, Any], before: dict[str, Any]) -> None:
     for session in report["sessions"]:
         keys = " ".join(session.get("keys", ()))
         sessions.add_row(
-            output.cell(session["label"]), *(str(session[name]) for name in columns), keys
+            *map(output.cell, (session["label"], *(session[name] for name in columns), keys))
         )
     clusters = Table(box=None, pad_edge=False, title="clusters", title_justify="left")
     for name in ("NAME", "KEY", "MEMBERS"):
         clusters.add_column(name, no_wrap=True)
     for name, by_key in report.get("clusters", {}).items():
         for key, count in by_key.items():
-            clusters.add_row(output.cell(name), key + "…", str(count))
+            clusters.add_row(*map(output.cell, (name, f"{key}…", count)))
     accounts = report["accounts"]
     dropped = ", ".join(f"{count} {cause}" for cause, count in accounts["dropped"].items())
     for table in (sessions, clusters, _links(report, before), _sites(report)):

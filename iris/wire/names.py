@@ -30,6 +30,9 @@ _NAME: Final = re.compile(rf"{_TOKEN}(?:\.{_TOKEN})*")
 _MEMBER: Final = re.compile(r"[0-9a-f]{32}\.[1-9][0-9]{0,18}")
 _SITE: Final = re.compile(r"[a-z][a-z0-9-]{0,31}")
 _METHOD: Final = re.compile(rf"[A-Za-z][A-Za-z0-9_.-]{{0,{MAX_METHOD_BYTES - 1}}}")
+_CONTROLS: Final = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 _FILTER: Final = re.compile(rf"(?:>|(?:{_TOKEN}|\*)(?:\.(?:{_TOKEN}|\*))*(?:\.>)?)")
 
 
@@ -198,6 +201,12 @@ def printable(text: str) -> str:
     """Return text of another process with unprintable characters replaced by "?", so that it cannot
     control the terminal."""
     return text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)
+
+
+def visible(text: str) -> str:
+    """Return a text of several lines with the characters that control a terminal, or the direction of writing, as JSON
+    escapes them. So JSON stays JSON. Newlines and tabs stay as they are."""
+    return _CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def plural(count: int, word: str) -> str:

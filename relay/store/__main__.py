@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from iris import core_dumps, keyfiles
-from iris.causes import print_causes
+from iris.causes import print_error
 from iris.cli.arguments import read_plainly
 from iris.crypto.keyring import Keyring
 from iris.errors import ConfigError, IrisError
@@ -138,8 +138,7 @@ def store(
             else None,
         )
     except IrisError as err:
-        sys.stderr.write(f"iris store: {err}\n")
-        print_causes(err)
+        print_error("iris store", err)
         if supervised:
             sys.stdout.write(json.dumps({"cannot": str(err), "final": True}) + "\n")
         raise typer.Exit(2) from err
@@ -182,8 +181,7 @@ def salvage(
         with warnings_of("iris store salvage"), directory.locked(data.absolute()) as streams:
             reports = work.salvage(streams, stream, print_report)
     except (IrisError, OSError) as err:
-        sys.stderr.write(f"iris store salvage: {err}\n")
-        print_causes(err)
+        print_error("iris store salvage", err)
         raise typer.Exit(2) from err
     if not reports and not as_json:
         typer.echo(f"{data}: no streams")
@@ -228,8 +226,7 @@ def restore(
         with warnings_of("iris store restore"):
             found = asyncio.run(process.restore(data.absolute(), settings, keyring))
     except (IrisError, OSError) as err:
-        sys.stderr.write(f"iris store restore: {err}\n")
-        print_causes(err)
+        print_error("iris store restore", err)
         raise typer.Exit(2) from err
     copies = f", and {plural(len(found.copies), 'stream')} from copies" if found.copies else ""
     typer.echo(f"{data}: {plural(found.streams, 'stream')} from {bucket}{copies}")
@@ -274,8 +271,7 @@ def check(
         key_file = bucket_key and bucket_key.absolute()
         found: Found = asyncio.run(work.check_bucket(data.absolute(), bucket, key_file))
     except (IrisError, OSError) as err:
-        sys.stderr.write(f"iris store check: {err}\n")
-        print_causes(err)
+        print_error("iris store check", err)
         raise typer.Exit(2) from err
     if as_json:
         write_json(found)
@@ -318,8 +314,7 @@ def drop_copies(
             work.drop_copies(data.absolute(), bucket, key_file, journal, needed=yes)
         )
     except (IrisError, OSError) as err:
-        sys.stderr.write(f"iris store drop-copies: {err}\n")
-        print_causes(err)
+        print_error("iris store drop-copies", err)
         raise typer.Exit(2) from err
     typer.echo("\n".join(_copies_lines(found)) if found else f"{bucket}: no copies")
     if dropped:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+import typer
 
-from iris.cli.status import _print_tables
+from iris.cli.status import _print_tables, status
 
 ACCOUNTS: dict[str, Any] = {
     "in": 0, "copied": 0, "out": 0, "refused": 0, "expired": 0, "held": 0, "dropped": {},
@@ -43,3 +46,47 @@ def test_an_address_that_cannot_be_reached_is_named_once(
     }
     said = text(capsys, dialling={"unlinked": [target]})
     assert "not linked: join 127.0.0.1:17999: Connection refused (1 attempt)" in said
+
+
+EVIL = "pwned\x1b]0;\x07\x9b2J\u202e[bold red]"
+
+
+def hostile(document: Any) -> Any:
+    """Return the document with control characters in every text, as a relay of somebody else may send it."""
+    match document:
+        case str():
+            return document + EVIL
+        case list():
+            return [hostile(each) for each in document]
+        case dict():
+            return {key: hostile(value) for key, value in document.items()}
+    return document
+
+
+def test_no_text_of_a_relay_controls_the_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = dict.fromkeys(("members", "subscriptions", "running", "waiting", "tunnels", "held"), 1)
+    report = hostile({
+        "relay": "ab", "draining": False, "pid": 7, "uptime_s": 60.0, "socket": "s", "limited": "l", "counts": {"sessions": 1},
+        "store": {"data": "d", "cannot_serve": "why"}, "sessions": [{"label": "p", "pid": 1, "keys": ["k"], **counts}],
+        "dialling": {"unlinked": [{"source": "join x", "error": "no", "failures": 1}]}, "discovery": {"nothing_found": {"tried": ["t"], "try": "j"}},
+        "gateways": {"peers": [{"site": "us"}], "refused": {}}, "site": "eu", "suspended": [],
+    }) | {"accounts": {**ACCOUNTS, "dropped": {EVIL: 1}}, "clusters": {EVIL: {EVIL: 1}}, "links_refused": {EVIL: 1}}  # fmt: skip
+
+    class Client:
+        async def status(self, timeout: float) -> dict[str, Any]:
+            return report
+
+    @contextlib.asynccontextmanager
+    async def connect(relay: str | None) -> AsyncIterator[Client]:
+        yield Client()
+
+    monkeypatch.setattr("iris.cli.status.connect", connect)
+    with pytest.raises(typer.Exit):
+        status(timeout=1.0, json=False, relay=None)
+    said = capsys.readouterr().out
+    assert said.count("pwned") > 10
+    assert [c for c in said if not c.isprintable() and c != "\n"] == []
+    assert "relay ab" in said
+    assert "[bold red]" in said.splitlines()[0]  # as it was written

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from iris.cli.top.screen import Line
+from iris.wire.names import printable
 
 ENTER: Final = "\x1b[?1049h\x1b[?25l\x1b[?7l\x1b[2J"
 """Another screen, no cursor, no wrapping, and empty."""
@@ -108,6 +109,7 @@ class Terminal:
 
     def _styled(self, text: str, style: str) -> str:
         code = self._styles.get(style)
+        text = printable(text)
         return f"\x1b[{code}m{text}\x1b[0m" if code else text
 
     def _take(self) -> None:

@@ -23,6 +23,8 @@ BOUND = ("tests/integration/test_remote.py", "tests/integration/test_middleman.p
 DIALS = ("tests/unit/relay/net/test_dialling.py",)
 STORE_FILES = ("tests/unit/relay/store/test_store_files.py",)
 DIRECT = ("tests/protocol/test_direct.py",)
+TERMINAL = ("tests/integration/test_terminal_output.py",)
+STATUS = ("tests/unit/test_status_text.py",)
 DUMPS = ("tests/integration/test_core_dumps.py",)
 DIRECTORY = ("tests/integration/test_hostile_directory.py",)
 FRAMES = ("tests/unit/wire/test_codec.py", "tests/unit/wire/test_frame_reader.py")
@@ -621,5 +623,41 @@ SABOTAGES = (
         "False",
         DUMPS,
         "a crash handler gets the keys of a process whose hard limit is 0",
+    ),
+    Sabotage(
+        "terminal-payload",
+        "iris/cli/output.py",
+        "write",
+        "sys.stdout.isatty()",
+        "False",
+        TERMINAL,
+        "a publisher controls the terminal of a subscriber",
+    ),
+    Sabotage(
+        "terminal-error",
+        "iris/cli/exits.py",
+        "complain",
+        "printable(",
+        "str(",
+        TERMINAL,
+        "a member controls the terminal of a caller by the text of its error",
+    ),
+    Sabotage(
+        "terminal-causes",
+        "iris/causes.py",
+        "print_causes",
+        'visible("".join(found.format()))',
+        '"".join(found.format())',
+        TERMINAL,
+        "a member controls the terminal of a caller that asks for causes",
+    ),
+    Sabotage(
+        "terminal-status",
+        "iris/cli/status.py",
+        "status",
+        "output.cleaned(report)",
+        "report",
+        STATUS,
+        "a relay controls the terminal of somebody who asks for its status",
     ),
 )
