@@ -1,7 +1,7 @@
 """Serves an application over HTTP/1.1: its socket, the limits of its connections, start and stop.
 
 uvicorn does the work. It bounds neither the time that a connection takes to send a request nor the number of
-connections, so `Connection` does.
+connections, so `Connection` does; and connections are accepted by `iris.accepting`, which counts TLS handshakes, too.
 """
 
 from __future__ import annotations
@@ -9,18 +9,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import functools
 import importlib.util
 import ipaddress
 import socket
+from collections import Counter
 from typing import TYPE_CHECKING, Any, Final
 
+from iris.accepting import Accepted, Acceptor, connections_that_fit, handshake_failure
 from iris.errors import ConfigError
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
 BACKLOG: Final = 2048
+ACCEPTS: Final = 16
+"""Connections accepted in one turn of the event loop."""
 
 
 def check_installed(what: str) -> None:
@@ -86,29 +89,30 @@ def address_of(listener: socket.socket) -> str:
 
 async def serve(
     app: ASGIApp, listener: socket.socket, stop: asyncio.Event, *, max_connections: int = 1024, grace_s: int = 5,
-    certificate: str = "", key: str = "",
+    body_s: float = 30.0, certificate: str = "", key: str = "", refused: Counter[str] | None = None,
 ) -> None:  # fmt: skip
     """Serve `app` at a socket, which is closed at the end, until `stop` is set; then finish for at most `grace_s`.
 
-    An application that sends without end must end when `stop` is set, or it is cancelled after `grace_s`. With
-    `certificate` and `key`, both PEM files, connections use TLS.
+    An application that sends without end must end when `stop` is set, or it is cancelled after `grace_s`. One that
+    reads a body must give it up after `body_s`, and answer; a little later the connection is cut. With `certificate`
+    and `key`, both PEM files, connections use TLS. Handshakes count in `max_connections`, of which there are no more
+    than fit the descriptors of this process. `refused` counts connections that were cut or refused, by reason.
 
     Raises:
         ConfigError: the certificate or its key cannot be used.
     """
     import uvicorn
 
-    from iris.web.connection import MAX_HEAD_BYTES, Connection, Door
+    from iris.web.connection import MAX_HEAD_BYTES, TOO_MANY_NOW, Connection, Door
 
     class Server(uvicorn.Server):
         @contextlib.contextmanager
         def capture_signals(self) -> Any:
             yield  # signals are the caller's
 
-    door = Door(max_connections)
     config = uvicorn.Config(
-        app, http=functools.partial(Connection, door), ws="none", lifespan="off", interface="asgi3", log_config=None,  # type: ignore[arg-type]  # it is called like the class
-        log_level="critical", access_log=False, proxy_headers=False, server_header=False, timeout_keep_alive=15,
+        app, http=Connection, ws="none", lifespan="off", interface="asgi3", log_config=None, log_level="critical",
+        access_log=False, proxy_headers=False, server_header=False, timeout_keep_alive=15,
         timeout_graceful_shutdown=grace_s, h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         ssl_certfile=certificate or None, ssl_keyfile=key or None,
     )  # fmt: skip
@@ -118,21 +122,50 @@ async def serve(
         listener.close()
         raise ConfigError(f"the certificate {certificate} or its key {key} cannot be used: {error.strerror or error}") from error  # fmt: skip
     server = Server(config)
-    running = asyncio.ensure_future(server.serve(sockets=[listener]))
+    door = Door(
+        connections_that_fit(max_connections), body_s, Counter() if refused is None else refused
+    )
+
+    def accepted(connection: Accepted, address: Any) -> None:
+        acceptor.attach(
+            connection, lambda: Connection(door, connection, config=config, server_state=server.server_state, app_state={}),
+            lambda error: door.refuse(connection.host, handshake_failure(error)), ssl=config.ssl,
+        )  # fmt: skip
+
+    def turned_away(connection: Accepted) -> None:
+        if config.ssl is None:
+            connection.send(TOO_MANY_NOW)
+            connection.recv(MAX_HEAD_BYTES)  # else the answer might not arrive
+
+    acceptor = Acceptor(
+        accepted, lambda error: door.refuse("", f"not accepted: {error.strerror}"), per_turn=ACCEPTS, places=door.places,
+        turned_away=turned_away,
+    )  # fmt: skip
+    # It serves no socket of its own: connections are accepted here, so that their handshakes are counted.
+    running = asyncio.ensure_future(server.serve(sockets=[]))
     stopping = asyncio.ensure_future(stop.wait())
     try:
+        acceptor.listen((listener,))
         await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
+        _stop_accepting(acceptor, listener)
         server.should_exit = True
         await running
     finally:
         running.cancel()
         stopping.cancel()
-        for each in getattr(server, "servers", ()):
-            each.close()
-        listener.close()
+        _stop_accepting(acceptor, listener)
         tasks = set(server.server_state.tasks)
         for task in tasks:
             task.cancel()
-        for connection in list(server.server_state.connections):
-            connection.transport.abort()
+        for connection in list(door.places.open):
+            connection.abort()
         await asyncio.gather(running, stopping, *tasks, return_exceptions=True)
+        await acceptor.closed()
+        door.end()
+
+
+def _stop_accepting(acceptor: Acceptor, listener: socket.socket) -> None:
+    """Accept no more, and end handshakes. Idempotent."""
+    acceptor.stop()
+    acceptor.cancel()
+    listener.close()

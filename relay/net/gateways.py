@@ -21,12 +21,14 @@ import ssl
 import struct
 import time
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import ClassVar, Final, cast
 
 import msgspec
 
 from iris import keyfiles
+from iris.accepting import Accepted
 from iris.crypto.keys import dump_fingerprint, public_id
 from iris.errors import ConfigError, PeerProtocolError
 from iris.wire import link_frames
@@ -261,7 +263,7 @@ class GatewayHub(Hub):
             "peers": peers,
             "connections": connections,
             "refused": dict(self.refusals),
-            "half_open": len(self._half_open),
+            "half_open": len(self._places.loose),
             "replaced": self.replaced,
             "protocol_errors": self.protocol_errors,
         }
@@ -306,10 +308,10 @@ class GatewayHub(Hub):
     def _down(self, neighbor: Neighbor) -> None:
         self.router.wan_down(cast(Wan, neighbor))
 
-    def _half_open_to_drop(self) -> LinkPort:
-        counts = Counter(_host(port.address) for port in self._half_open)
+    def _to_drop(self, strangers: Collection[Accepted]) -> Accepted:
+        counts = Counter(_network(each.host) for each in strangers)
         most = counts.most_common(1)[0][0]
-        return next(port for port in self._half_open if _host(port.address) == most)
+        return next(each for each in strangers if _network(each.host) == most)
 
     async def _dial(self, target: Target, address: Address) -> Outcome:
         """Dial the addresses that a host resolves to, one after the other, until a gateway answers."""
@@ -357,10 +359,9 @@ def _is_numeric(host: str) -> bool:
     return True
 
 
-def _host(address: str) -> str:
+def _network(host: str) -> str:
     """Return what counts as one host: an IPv4 address, or the first 64 bits of an IPv6 address."""
-    host = address.rpartition(":")[0]
-    if not host.startswith("["):
+    if ":" not in host:
         return host
-    bits = int(ipaddress.IPv6Address(host[1:-1].partition("%")[0]))
+    bits = int(ipaddress.IPv6Address(host.partition("%")[0]))
     return hex(bits >> 64)

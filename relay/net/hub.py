@@ -2,9 +2,9 @@
 
     accept or dial ── TLS ── HELLO both ways ── router notified: up ── frames ── router notified: down
 
-A connection is a stranger's until its certificate and its HELLO are valid. A stranger can make this relay hold 64 KiB
-and do one handshake, within `HELLO_S`, and there are at most `MAX_HALF_OPEN` of them. Refused connections are counted
-by reason and logged.
+A connection is a stranger's until its certificate and its HELLO are valid, and again when it is being closed. A
+stranger can make this relay hold 64 KiB and do one handshake, within `HELLO_S`, and there are at most `MAX_HALF_OPEN`
+of them, and no more than `strangers_that_fit`. Refused connections are counted by reason and logged.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import logging
 import socket
 import ssl
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, ClassVar, Final
 
+from iris.accepting import HALF_OPEN, STRANGERS_PART, Accepted, Acceptor, Places, strangers_that_fit
 from iris.wire import link_frames
 from relay.config import RelayConfig
 from relay.core.neighbor import Neighbor
 from relay.logs import Quiet
-from relay.net.accepting import Acceptor
 from relay.net.addresses import connect, prepare, show
 from relay.net.dialling import LINKED, Address, Dialler, Outcome, Target
 from relay.net.linkport import FINISH_S, LinkPort, Refused
@@ -66,9 +66,13 @@ class Hub:
         self._half_open: dict[LinkPort, float] = {}
         """Accepted connections that are not up yet, the oldest first: port -> when its time is over (loop time)."""
         self._listeners: list[socket.socket] = []
+        fitting = strangers_that_fit(MAX_HALF_OPEN, STRANGERS_PART)
+        self._places = Places(
+            self._over_limit, reason=HALF_OPEN, loose=lambda: min(fitting, MAX_HALF_OPEN), choose=self._to_drop
+        )  # fmt: skip
         self._acceptor = Acceptor(
-            self._accepted, self._starved, per_turn=ACCEPTS, pause_s=ACCEPT_PAUSE_S
-        )
+            self._accepted, self._starved, per_turn=ACCEPTS, pause_s=ACCEPT_PAUSE_S, places=self._places
+        )  # fmt: skip
         self._timer: asyncio.TimerHandle | None = None
         self._loop: asyncio.AbstractEventLoop
         self._stopping = False
@@ -98,9 +102,9 @@ class Hub:
     def _check_hello(self, port: LinkPort, hello: link_frames.LinkHello) -> None:
         """Raise Refused if a relay with this valid HELLO must not be connected."""
 
-    def _half_open_to_drop(self) -> LinkPort:
-        """Return the half-open connection to close for the next one: the oldest."""
-        return next(iter(self._half_open))
+    def _to_drop(self, strangers: Collection[Accepted]) -> Accepted:
+        """Return the stranger to drop for the next one: the first, which is the oldest."""
+        return next(iter(strangers))
 
     # -- listening -------------------------------------------------------------------------------------------
 
@@ -121,12 +125,7 @@ class Hub:
             listener.close()
         self._listeners.clear()
 
-    def _accepted(self, connection: socket.socket, address: Any) -> None:
-        if (
-            len(self._half_open) + len(self._acceptor.attaching) >= MAX_HALF_OPEN
-            and self._half_open
-        ):
-            self._half_open_to_drop().refuse(Refused("too many half-open"))
+    def _accepted(self, connection: Accepted, address: Any) -> None:
         try:
             prepare(connection, far=self.far)
         except OSError as err:
@@ -134,7 +133,12 @@ class Hub:
             self._not_attached(err)
             return
         port = self._accepting_port(show(*address[:2]))
+        port.accepted = connection
+        connection.cut = lambda: port.abort(HALF_OPEN)
         self._acceptor.attach(connection, lambda: port, self._not_attached)
+
+    def _over_limit(self, connection: Accepted, reason: str) -> None:
+        self.refused(show(*connection.address[:2]), reason, reason)
 
     def _starved(self, err: OSError) -> None:
         event = f"{self.kind}s.no_descriptors"
@@ -153,8 +157,10 @@ class Hub:
             self._timer = self._loop.call_later(HELLO_S, self._sweep)
 
     def no_longer_half_open(self, port: LinkPort) -> None:
-        """Note that a connection is up or has ended."""
+        """Note that a connection is up, or ends and is a stranger's until it is closed."""
         self._half_open.pop(port, None)
+        if port.accepted is not None and port.ended:
+            self._places.release(port.accepted)
 
     def _sweep(self) -> None:
         self._timer = None
@@ -211,6 +217,8 @@ class Hub:
         if before is not None:
             self._down(before)
         neighbor = self._up(port, hello)
+        if port.accepted is not None:
+            self._places.hold(port.accepted)
         neighbor.address = port.address
         self._dialler.up(hello.relay_id)
         shown = {"peer": hello.relay_id.hex(), "label": neighbor.label, **port.log_fields()}

@@ -11,6 +11,7 @@ from typing import ClassVar, Final, Protocol
 
 import msgspec
 
+from iris.accepting import Accepted
 from iris.errors import PeerProtocolError
 from iris.wire import frames, link_frames
 from iris.wire.codec import (
@@ -122,6 +123,8 @@ class LinkPort(LongFramePort):
         self.reason = ""
         """Why the connection ended; empty until then."""
         self.made = False
+        self.accepted: Accepted | None = None
+        """The connection if this side accepted it."""
         self.outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         """The result, if this side dialled."""
         self.in_frames = self.in_bytes = 0

@@ -147,7 +147,7 @@ class LinkHub(Hub):
             "links": links,
             "links_listening": [show(*address) for address in self.addresses],
             "links_refused": dict(self.refusals),
-            "links_half_open": len(self._half_open),
+            "links_half_open": len(self._places.loose),
             "links_replaced": self.replaced,
             "link_protocol_errors": self.protocol_errors,
             "dialling": self._dialler.status(),

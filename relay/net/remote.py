@@ -1,7 +1,7 @@
 """Accepts sessions of processes on hosts without a relay, over TCP and TLS 1.3 with a certificate of an access file.
 
-A connection is a stranger's until its handshake is done. There are at most `MAX_HALF_OPEN` such connections, each
-for at most `HANDSHAKE_S`; when one more arrives, the oldest is closed.
+A connection is a stranger's until its handshake is done. There are at most `MAX_HALF_OPEN` such connections, and no
+more than `strangers_that_fit`, each for at most `HANDSHAKE_S`; when one more arrives, the oldest is aborted.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, Final
 
+from iris.accepting import HALF_OPEN, STRANGERS_PART, Accepted, Acceptor, Places, strangers_that_fit
 from iris.errors import ConfigError, PeerProtocolError
 from relay.address_settings import parse_listen
 from relay.logs import Quiet
-from relay.net.accepting import Acceptor
 from relay.net.addresses import listen_at
 from relay.net.sessions import SessionHub
 from relay.net.tls import Credentials, refusal, session_server_context
 
 log = logging.getLogger(__name__)
 
-HANDSHAKE_S: Final = 5.0
 MAX_HALF_OPEN: Final = 128
+SHUTDOWN_S: Final = 5.0
+"""Time for the peer to answer the end of TLS. Until then its session counts."""
 ACCEPTS: Final = 1
 ACCEPT_PAUSE_S: Final = 0.001
 
@@ -43,11 +44,14 @@ class RemoteListener:
         self._credentials = credentials
         self._context = session_server_context(credentials)
         self._listeners: list[socket.socket] = []
+        fitting = strangers_that_fit(MAX_HALF_OPEN, STRANGERS_PART)
+        self._places = Places(
+            lambda connection, reason: self._refused(connection.host, reason), reason=HALF_OPEN,
+            loose=lambda: min(fitting, MAX_HALF_OPEN),
+        )  # fmt: skip
         self._acceptor = Acceptor(
-            self._accepted, self._starved, per_turn=ACCEPTS, pause_s=ACCEPT_PAUSE_S
-        )
-        self._half_open: dict[asyncio.Task[None], str] = {}
-        """Connections in the handshake, the oldest first: task -> host."""
+            self._accepted, self._starved, per_turn=ACCEPTS, pause_s=ACCEPT_PAUSE_S, places=self._places
+        )  # fmt: skip
         self._quiet = Quiet()
         self._loop: asyncio.AbstractEventLoop
 
@@ -73,8 +77,7 @@ class RemoteListener:
         for listener in self._listeners:
             listener.close()
         self._listeners.clear()
-        for task in list(self._half_open):
-            task.cancel()
+        self._acceptor.cancel()
 
     def keys_changed(self) -> None:
         """Close the sessions of networks that are not served any more."""
@@ -90,25 +93,19 @@ class RemoteListener:
             "sessions_refused": dict(self.refusals),
         }
 
-    def _accepted(self, connection: socket.socket, address: Any) -> None:
+    def _accepted(self, connection: Accepted, address: Any) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if not self._hub.has_room():
             connection.close()
             return
-        if len(self._half_open) >= MAX_HALF_OPEN:
-            oldest = next(iter(self._half_open))
-            self._refused(self._half_open.pop(oldest), "too many half-open")
-            oldest.cancel()
-        host = address[0]
         task = self._acceptor.attach(
             connection,
             partial(self._hub.remote_port, self._channel_of),
-            lambda err: self._refused(host, refusal(err)),
+            lambda err: self._refused(connection.host, refusal(err)),
             ssl=self._context,
-            ssl_handshake_timeout=HANDSHAKE_S,
+            ssl_shutdown_timeout=SHUTDOWN_S,
         )
-        self._half_open[task] = host
-        task.add_done_callback(lambda task: self._half_open.pop(task, None))
+        task.add_done_callback(lambda task: self._places.hold(connection))
 
     def _starved(self, err: OSError) -> None:
         self._refused("", f"not accepted: {err.strerror}")

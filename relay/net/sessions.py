@@ -16,6 +16,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from iris.accepting import Accepted, Acceptor, connections_that_fit
 from iris.errors import PeerProtocolError
 from iris.remote import SESSION_ALPN, check_alpn, peer_access_id
 from iris.transport import Writer
@@ -28,7 +29,6 @@ from relay.core.quotas import RELAYS_STORE, Table
 from relay.core.session import Session
 from relay.core.slow import Slow
 from relay.logs import Quiet
-from relay.net.accepting import Acceptor
 from relay.net.addresses import show
 from relay.net.pairs import Pairs, hand_over
 from relay.net.ports import ConnectionPort, Driver
@@ -65,11 +65,12 @@ class SessionHub:
         self.refused = 0
         self.attaching = 0
         """Accepted connections that are not attached to their ports yet."""
-        self.held: list[tuple[socket.socket, SessionPort]] | None = None
+        self.held: list[tuple[Accepted, SessionPort]] | None = None
         """Sessions accepted but not read yet, while store and links are expected back; None: sessions are not held."""
         self.over = False
         """Whether the drain is over, so that no session may greet any more."""
-        self.users = Table(config.max_sessions)
+        self.max_sessions = connections_that_fit(config.max_sessions)
+        self.users = Table(self.max_sessions)
         """Sessions per user. A connection over TLS is counted when its user is known."""
         self.store_pid: Callable[[], int | None] = lambda: None
         """Process id of the store that this relay runs."""
@@ -87,7 +88,7 @@ class SessionHub:
         """Stop accepting. Idempotent."""
         self._acceptor.stop()
 
-    def _accepted(self, connection: socket.socket, address: object) -> None:
+    def _accepted(self, connection: Accepted, address: object) -> None:
         peer = Peer(connection)
         if peer.pid == self.store_pid():
             peer.user = RELAYS_STORE
@@ -108,7 +109,7 @@ class SessionHub:
         for connection, port in held:
             self._begin(connection, port)
 
-    def _begin(self, connection: socket.socket, port: SessionPort) -> None:
+    def _begin(self, connection: Accepted, port: SessionPort) -> None:
         task = self._acceptor.attach(connection, lambda: port, self._not_attached)
         task.add_done_callback(lambda task: self._release_slot(port))
 
@@ -142,7 +143,7 @@ class SessionHub:
 
         A refusal is counted and logged.
         """
-        limit = self.config.max_sessions
+        limit = self.max_sessions
         if len(self.ports) + self.attaching < limit and (not user or self.users.has_room(user)):
             return True
         self.refused += 1

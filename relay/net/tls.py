@@ -31,6 +31,7 @@ from typing import Final, cast
 
 from cryptography.hazmat.primitives.serialization import Encoding
 
+from iris.accepting import handshake_failure
 from iris.crypto.certificates import (
     GATEWAY_URI,
     access_authority,
@@ -284,14 +285,9 @@ def refusal(error: BaseException) -> str:
 
     `error` was raised by `connect_accepted_socket`, `create_connection` or an SSLObject's `do_handshake`.
     """
-    if isinstance(error, ssl.SSLError):
-        return TLS_REASONS.get(error.reason or "", "TLS failure")
-    if isinstance(error, TimeoutError):
-        return "TLS handshake took too long"
-    # asyncio reports a handshake over its time limit as a ConnectionAbortedError, too.
-    if isinstance(error, ConnectionAbortedError) and "longer than" in str(error):
-        return "TLS handshake took too long"
-    return "connection ended in the TLS handshake"
+    if isinstance(error, ssl.SSLError) and error.reason in TLS_REASONS:
+        return TLS_REASONS[error.reason]
+    return handshake_failure(error)
 
 
 @contextlib.contextmanager

@@ -1,8 +1,9 @@
 """Accepts sessions over WebSocket: ws:// on loopback, for a proxy that has TLS, and wss:// with a web certificate.
 
-A connection is a stranger's until its session has greeted. At most `MAX_HALF_OPEN` connections are, and at most a
-quarter of `max_sessions`, each for at most `hello_timeout_s` before and after the upgrade; when one more arrives, the
-oldest is closed.
+A connection is a stranger's until its session has greeted, and again when it is being closed. At most `MAX_HALF_OPEN`
+connections are, at most a quarter of `max_sessions`, and no more than `strangers_that_fit`; each for at most
+`HANDSHAKE_S` in TLS, and for `hello_timeout_s` before and after the upgrade. When one more arrives, the oldest is
+aborted.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from iris.accepting import HALF_OPEN, Accepted, Acceptor, Places, strangers_that_fit
 from iris.errors import ConfigError
 from relay.address_settings import parse_web_listen
 from relay.config import RelayConfig
@@ -24,7 +26,6 @@ from relay.core.session import Session
 from relay.core.tickets import Admission
 from relay.issuer_settings import load_revoked
 from relay.logs import Quiet
-from relay.net.accepting import Acceptor
 from relay.net.addresses import listen_at, show
 from relay.net.sessions import SessionHub
 from relay.net.tls import refusal
@@ -34,8 +35,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-HANDSHAKE_S: Final = 5.0
 MAX_HALF_OPEN: Final = 1024
+STRANGERS_PART: Final = 2
+"""These strangers may have half of the descriptors in the reserve: see `strangers_that_fit`."""
+SHUTDOWN_S: Final = 2.0
+"""Time for a browser to answer the end of TLS."""
 ACCEPTS: Final = 1
 ACCEPT_PAUSE_S: Final = 0.001
 UNSENT_BYTES: Final = 256 << 10
@@ -74,16 +78,19 @@ class WebListener:
         self._listeners: dict[socket.socket, str] = {}
         """Listener -> scheme."""
         self._acceptors: list[Acceptor] = []
-        self._half_open: dict[WebConnection, asyncio.Task[None]] = {}
-        """Connections whose session has not greeted, the oldest first -> the task that attaches them."""
+        self._fitting = strangers_that_fit(MAX_HALF_OPEN, STRANGERS_PART)
+        self._places = Places(
+            lambda connection, reason: self._refused(connection.host, reason), reason=HALF_OPEN,
+            loose=lambda: self.half_open_limit,
+        )  # fmt: skip
         self._connections: set[WebConnection] = set()
         self._quiet = Quiet()
         self._networks: Callable[[], Collection[str]] = tuple
 
     @property
     def half_open_limit(self) -> int:
-        """Most connections whose session has not greeted."""
-        return max(1, min(MAX_HALF_OPEN, self._hub.config.max_sessions // 4))
+        """Most connections whose session has not greeted, or that are being closed."""
+        return max(1, min(MAX_HALF_OPEN, self._fitting, self._hub.max_sessions // 4))
 
     def check_tickets(self, networks: Callable[[], Collection[str]]) -> None:
         """Check the tickets of sessions, which must be for one of `networks` (fingerprints in hex).
@@ -138,7 +145,7 @@ class WebListener:
         for scheme in sorted(set(self._listeners.values())):
             acceptor = Acceptor(
                 self._accepted_tls if scheme == "wss" else self._accepted, self._starved,
-                per_turn=ACCEPTS, pause_s=ACCEPT_PAUSE_S,
+                per_turn=ACCEPTS, pause_s=ACCEPT_PAUSE_S, places=self._places,
             )  # fmt: skip
             acceptor.listen([each for each, used in self._listeners.items() if used == scheme])
             self._acceptors.append(acceptor)
@@ -150,8 +157,11 @@ class WebListener:
         for listener in self._listeners:
             listener.close()
         self._listeners.clear()
-        for connection in list(self._half_open):
-            self._drop(connection, stopping=True)
+        for acceptor in self._acceptors:
+            acceptor.cancel()
+        for connection in list(self._connections):
+            if connection.attached and not connection.greeted:
+                connection.go_away()
 
     async def close(self) -> None:
         """Close every connection, after a moment for the answers to close frames. Idempotent."""
@@ -196,59 +206,36 @@ class WebListener:
         return {
             "listening": list(self.addresses),
             "connections": len(self._connections),
-            "half_open": len(self._half_open),
+            "half_open": len(self._places.loose),
             "refused": dict(self.refusals),
             "tickets": None if admission is None else admission.status(),
         }
 
-    def _accepted(self, connection: socket.socket, address: Any) -> None:
-        self._attach(connection, address[0], {})
+    def _accepted(self, connection: Accepted, address: Any) -> None:
+        self._attach(connection, {})
 
-    def _accepted_tls(self, connection: socket.socket, address: Any) -> None:
-        self._attach(
-            connection, address[0], {"ssl": self._tls, "ssl_handshake_timeout": HANDSHAKE_S}
-        )
+    def _accepted_tls(self, connection: Accepted, address: Any) -> None:
+        self._attach(connection, {"ssl": self._tls, "ssl_shutdown_timeout": SHUTDOWN_S})
 
-    def _attach(self, accepted: socket.socket, host: str, tls: dict[str, Any]) -> None:
+    def _attach(self, accepted: Accepted, tls: dict[str, Any]) -> None:
         accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         accepted.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNSENT_BYTES)
-        if len(self._half_open) >= self.half_open_limit:
-            oldest = next(iter(self._half_open))
-            self._refused(oldest.host, "too many half-open")
-            self._drop(oldest)
         connection = self._connection(
             self._hub, lambda: self._origins,
             refused=lambda connection, reason: self._refused(connection.host, reason),
-            greeted=self._greeted, ended=self._ended,
+            greeted=lambda connection: self._places.hold(accepted),
+            leaving=lambda connection: self._places.release(accepted), ended=self._connections.discard,
         )  # fmt: skip
-        connection.host = host
+        connection.host = accepted.host
         self._connections.add(connection)
-        acceptor = self._acceptors[0]
-        task = acceptor.attach(
-            accepted, lambda: connection, lambda err: self._not_attached(connection, err), **tls
-        )
-        self._half_open[connection] = task
+        task = self._acceptors[0].attach(
+            accepted, lambda: connection, lambda err: self._refused(accepted.host, refusal(err)), **tls
+        )  # fmt: skip
+        task.add_done_callback(lambda task: self._attached(connection))
 
-    def _drop(self, connection: WebConnection, *, stopping: bool = False) -> None:
-        """Close a connection whose session has not greeted."""
-        task = self._half_open.pop(connection)
-        if connection.attached:
-            connection.drop(stopping=stopping)
-        else:
-            task.cancel()
+    def _attached(self, connection: WebConnection) -> None:
+        if not connection.attached:  # its handshake failed, or was ended
             self._connections.discard(connection)
-
-    def _not_attached(self, connection: WebConnection, err: OSError) -> None:
-        self._half_open.pop(connection, None)
-        self._connections.discard(connection)
-        self._refused(connection.host, refusal(err))
-
-    def _greeted(self, connection: WebConnection) -> None:
-        self._half_open.pop(connection, None)
-
-    def _ended(self, connection: WebConnection) -> None:
-        self._half_open.pop(connection, None)
-        self._connections.discard(connection)
 
     def _starved(self, err: OSError) -> None:
         self._refused("", f"not accepted: {err.strerror}")

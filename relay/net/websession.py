@@ -62,7 +62,6 @@ GOING_AWAY: Final = 1001
 TEXT_FRAME: Final = 1003
 TOO_LONG: Final = 1009
 INTERNAL_ERROR: Final = 1011
-TRY_LATER: Final = 1013
 BROKE_A_RULE: Final = 4000
 SILENT: Final = 4001
 DOES_NOT_READ: Final = 4002
@@ -74,13 +73,13 @@ class WebConnection(asyncio.Protocol):
     """One TCP or TLS connection of a browser, from its first byte to its end.
 
     `refused` is called with a reason of few different texts, for counting. `greeted` is called when the session has
-    greeted, `ended` when the connection has ended; each at most once.
+    greeted, `leaving` when this side closes the connection, `ended` when it has ended; each at most once.
     """
 
     def __init__(
         self, hub: SessionHub, origins: Callable[[], Sequence[str]], *,
         refused: Callable[[WebConnection, str], None], greeted: Callable[[WebConnection], None],
-        ended: Callable[[WebConnection], None],
+        leaving: Callable[[WebConnection], None], ended: Callable[[WebConnection], None],
     ) -> None:  # fmt: skip
         self.host = ""
         """Address of the peer, for logs."""
@@ -92,6 +91,7 @@ class WebConnection(asyncio.Protocol):
         self._hub = hub
         self._refused = refused
         self._greeted: Callable[[WebConnection], None] | None = greeted
+        self._leaving = leaving
         self._ended = ended
         limit = hub.router.message_limit + FRAME_OVERHEAD + LENGTH_BYTES
         allowed: list[Origin | None] = [None, *map(Origin, origins())]
@@ -384,15 +384,19 @@ class WebConnection(asyncio.Protocol):
         """Whether it has a transport, so that its TLS handshake is done."""
         return self._transport is not None
 
-    def drop(self, *, stopping: bool = False) -> None:
-        """Close the connection, because others need its place, or the relay stops."""
-        if stopping:
-            self.end(GOING_AWAY, "the relay is stopping")
-        else:
-            self.end(TRY_LATER, "too many connections wait here; try again later")
+    @property
+    def greeted(self) -> bool:
+        """Whether its session has greeted."""
+        return self._greeted is None
+
+    def go_away(self) -> None:
+        """Close the connection, because the relay stops."""
+        self.end(GOING_AWAY, "the relay is stopping")
 
     def _leave(self) -> None:
         """End the session now, and wait a little for the peer to close the connection, so that it can read why."""
+        if not self._over:
+            self._leaving(self)
         self._over = True
         self._stop_timer()
         loop = asyncio.get_running_loop()

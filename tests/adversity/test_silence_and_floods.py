@@ -258,11 +258,10 @@ async def test_sessions_over_the_bound_are_turned_away_and_places_come_back(tmp_
 async def test_without_descriptors_the_relay_serves_those_it_has_and_accepts_again(
     tmp_path: Path,
 ) -> None:
-    def few() -> None:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (32, 32))
-
-    with Daemon(tmp_path, before=few) as daemon:
+    with Daemon(tmp_path) as daemon:
         async with neighbours(daemon.socket) as others, contextlib.AsyncExitStack() as stack:
+            few = descriptors(daemon.process.pid) + 16
+            resource.prlimit(daemon.process.pid, resource.RLIMIT_NOFILE, (few, few))
             crowd = [await stack.enter_async_context(Wire(daemon.socket)) for _ in range(40)]
             for wire in crowd:
                 await wire.send(frames.Hello(1, 0))
@@ -284,3 +283,18 @@ async def test_without_descriptors_the_relay_serves_those_it_has_and_accepts_aga
         async with client(daemon.socket) as fresh:
             assert iris.Client is type(fresh)
             assert unaccounted(await fresh.status()) == 0
+
+
+async def test_a_relay_with_few_descriptors_admits_as_many_sessions_as_fit(tmp_path: Path) -> None:
+    def few() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+
+    with Daemon(tmp_path, before=few) as daemon:
+        async with neighbours(daemon.socket) as others, contextlib.AsyncExitStack() as stack:
+            for _ in range(64):
+                await stack.enter_async_context(Wire(daemon.socket))
+            await eventually(lambda: daemon.said("sessions.full"))
+            await others.check()
+            assert descriptors(daemon.process.pid) <= 48  # a quarter is for other things
+            assert (await others.status())["turned_away"] > 0
+        assert not daemon.said("sessions.no_descriptors")

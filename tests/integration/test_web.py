@@ -8,18 +8,14 @@ import ssl
 import sys
 import time
 from collections.abc import AsyncIterator
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from support.browsers import Page, browser
 from support.waiting import eventually, until
+from support.web import certificate
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.frames import Frame, Opcode
 
@@ -264,7 +260,7 @@ async def test_strangers_make_room_for_the_next_and_sessions_stay(
     async with Page(url(relay)) as page:
         await page.greet()
         async with Page(url(relay)) as first, Page(url(relay)), Page(url(relay)) as third:
-            assert (await first.closed())[0] == 1013
+            assert (await first.closed())[0] == 1006  # without a close frame
             await third.greet()
             await page.say(frames.Ping(9))
             assert (await page.receive(frames.Pong)).id == 9
@@ -336,22 +332,6 @@ async def test_a_browser_reconnects_and_its_subscriptions_come_back(relay: Relay
         await until(lambda: any(p.session.subscriptions for p in relay.hub.ports))
         await here.publish("news", b"back")
         await until(lambda: got == [b"back"])
-
-
-def certificate(directory: Path, name: str = "localhost") -> tuple[Path, Path, bytes]:
-    """Write a web certificate and its key; return their paths, and the certificate as DER."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
-    names = x509.SubjectAlternativeName([x509.DNSName("localhost")])
-    start = datetime(2020, 1, 1, tzinfo=UTC)
-    builder = x509.CertificateBuilder(subject, subject, key.public_key(), x509.random_serial_number(), start, start.replace(year=2099))  # fmt: skip
-    made = builder.add_extension(names, critical=False).sign(key, hashes.SHA256())
-    cert, private = directory / "web.crt", directory / "web.key"
-    cert.write_bytes(made.public_bytes(Encoding.PEM))
-    private.write_bytes(
-        key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()),
-    )
-    return cert, private, made.public_bytes(Encoding.DER)
 
 
 async def test_sessions_over_wss_and_a_renewed_certificate(tmp_path: Path) -> None:

@@ -7,9 +7,15 @@ import contextlib
 import json
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import h11
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 
 @dataclass
@@ -104,3 +110,19 @@ async def ask(
     async with http(address) as connection:
         connection.send(method, target, {**bearer, **(headers or {})}, body)
         return await connection.answer()
+
+
+def certificate(directory: Path, name: str = "localhost") -> tuple[Path, Path, bytes]:
+    """Write a web certificate and its key; return their paths, and the certificate as DER."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
+    names = x509.SubjectAlternativeName([x509.DNSName("localhost")])
+    start = datetime(2020, 1, 1, tzinfo=UTC)
+    builder = x509.CertificateBuilder(subject, subject, key.public_key(), x509.random_serial_number(), start, start.replace(year=2099))  # fmt: skip
+    made = builder.add_extension(names, critical=False).sign(key, hashes.SHA256())
+    cert, private = directory / "web.crt", directory / "web.key"
+    cert.write_bytes(made.public_bytes(Encoding.PEM))
+    private.write_bytes(
+        key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()),
+    )
+    return cert, private, made.public_bytes(Encoding.DER)

@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import pytest
 from support.waiting import PATIENCE_S, until
-from support.web import ask, http
+from support.web import Http, ask, certificate, http
 
+from iris import accepting
 from iris.errors import ConfigError
 from iris.web import connection, server
 
@@ -246,3 +250,108 @@ def test_ipv6_is_written_in_brackets() -> None:
     with contextlib.closing(listener):
         assert server.address_of(listener).startswith("[::1]:")
         assert listener.family == socket.AF_INET6
+
+
+# -- limits that begin before TLS --------------------------------------------------------------------------------
+
+
+def trusting() -> ssl.SSLContext:
+    tls = ssl.create_default_context()
+    tls.check_hostname, tls.verify_mode = False, ssl.CERT_NONE
+    return tls
+
+
+class Lingering:
+    """A client over TLS that got an answer, and does not answer the server's end of TLS."""
+
+    def __init__(self, plain: Http) -> None:
+        self._plain = plain
+        self._in, self._out = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = trusting().wrap_bio(self._in, self._out)
+
+    @classmethod
+    async def ask(cls, plain: Http) -> Self:
+        """Ask for the path /a, and read the answer."""
+        one = cls(plain)
+        await one._do(one._tls.do_handshake)
+        one._tls.write(b"GET /a HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+        got = b""
+        while not got.endswith(b"/a"):
+            got += await one._do(one._tls.read)
+        return one
+
+    async def gone(self) -> None:
+        """Return when the server has closed the connection."""
+        with contextlib.suppress(ConnectionError):
+            while await self._plain.reader.read(65_536):
+                pass
+
+    async def _do(self, step: Callable[[], Any]) -> Any:
+        while True:
+            try:
+                done = step()
+            except ssl.SSLWantReadError:
+                self._plain.writer.write(self._out.read())
+                self._in.write(await self._plain.reader.read(65_536))
+            else:
+                self._plain.writer.write(self._out.read())
+                return done
+
+
+async def ask_tls(address: str, path: str) -> bytes:
+    """Ask over TLS; return all that is answered."""
+    host, _, port = address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port), ssl=trusting())
+    try:
+        writer.write(
+            f"GET {path} HTTP/1.1\r\nhost: {address}\r\nconnection: close\r\n\r\n".encode()
+        )
+        return await reader.read()
+    finally:
+        writer.transport.abort()
+
+
+async def test_silent_handshakes_count_as_connections_and_the_oldest_makes_room(
+    tmp_path: Path,
+) -> None:
+    cert, key, _ = certificate(tmp_path)
+    refused: Counter[str] = Counter()
+    async with (
+        served(App(), max_connections=3, certificate=str(cert), key=str(key), refused=refused) as (address, _),
+        http(address) as first, http(address), http(address) as third,
+    ):  # fmt: skip
+        async with asyncio.timeout(PATIENCE_S):
+            assert (await ask_tls(address, "/a")).endswith(b"/a")
+            assert await first.ended()
+        assert refused == {connection.TOO_MANY: 1}
+        assert not third.reader.at_eof()
+
+
+async def test_a_handshake_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accepting, "HANDSHAKE_S", 0.05)
+    cert, key, _ = certificate(tmp_path)
+    refused: Counter[str] = Counter()
+    async with (
+        served(App(), certificate=str(cert), key=str(key), refused=refused) as (address, _),
+        http(address) as silent,
+    ):
+        async with asyncio.timeout(PATIENCE_S):
+            assert await silent.ended()
+        await until(lambda: refused == {accepting.TOO_LONG: 1})
+
+
+async def test_a_connection_that_does_not_end_tls_counts_until_it_is_gone(tmp_path: Path) -> None:
+    cert, key, _ = certificate(tmp_path)
+    refused: Counter[str] = Counter()
+    async with (
+        served(App(), max_connections=2, certificate=str(cert), key=str(key), refused=refused) as (address, _),
+        contextlib.AsyncExitStack() as stack,
+    ):  # fmt: skip
+        lingering = [
+            await Lingering.ask(await stack.enter_async_context(http(address))) for _ in range(6)
+        ]
+        async with asyncio.timeout(PATIENCE_S):
+            assert (await ask_tls(address, "/a")).endswith(b"/a")
+            for each in lingering[:5]:
+                await each.gone()
+        assert refused == {connection.TOO_MANY: 5}
