@@ -7,18 +7,23 @@ not sent their request is cut; if all have, the new one is.
 from __future__ import annotations
 
 import contextlib
+import io
 import ipaddress
 import socket
 import sys
 import time
 from http import HTTPStatus
+from http.client import LineTooLong
 from http.server import BaseHTTPRequestHandler
 from socketserver import BaseServer, ThreadingMixIn
 from typing import Any, Final, Protocol
 
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
+from iris.web import heads
+
 MAX_CONNECTIONS: Final = 32
+MAX_HEAD_BYTES: Final = 32 << 10
 ASKED_S: Final = 5.0
 """Time for a connection to send its request."""
 ANSWERED_S: Final = 15.0
@@ -41,12 +46,14 @@ class Source(Protocol):
 
 
 class _Connection:
-    __slots__ = ("asked", "began_s")
+    __slots__ = ("asked", "began_s", "cut")
 
     def __init__(self, began_s: float) -> None:
         self.began_s = began_s
         self.asked = False
         """Whether its request has arrived."""
+        self.cut = False
+        """Whether it was cut, and waits for its thread to close it."""
 
 
 class Server(ThreadingMixIn, BaseServer):
@@ -73,9 +80,9 @@ class Server(ThreadingMixIn, BaseServer):
         if len(self._connections) >= MAX_CONNECTIONS:
             self.source.cut_connections += 1
             connections = list(self._connections.items())  # the threads of others change the table
-            waiting = (each for each, known in connections if not known.asked)
+            waiting = (each for each, known in connections if not (known.asked or known.cut))
             oldest = next(waiting, None)
-            if oldest is None:
+            if oldest is None or len(connections) >= 2 * MAX_CONNECTIONS:
                 return False
             self._cut(oldest)
         request.settimeout(ANSWERED_S)
@@ -98,7 +105,7 @@ class Server(ThreadingMixIn, BaseServer):
         """Cut connections that are too old. Called after every request, and every `LOOK_S`."""
         now_s = time.monotonic()
         for connection, known in list(self._connections.items()):
-            if now_s - known.began_s > (ANSWERED_S if known.asked else ASKED_S):
+            if not known.cut and now_s - known.began_s > (ANSWERED_S if known.asked else ASKED_S):
                 self.source.cut_connections += 1
                 self._cut(connection)
 
@@ -113,16 +120,47 @@ class Server(ThreadingMixIn, BaseServer):
             super().handle_error(request, client_address)
 
     def _cut(self, connection: socket.socket) -> None:
-        """End a connection. Its thread, which may be reading or writing, fails and closes it."""
-        self._connections.pop(connection, None)
+        """End a connection. Its thread, which may be reading or writing, fails and closes it; it counts until then."""
+        known = self._connections.get(connection)
+        if known is not None:
+            known.cut = True
         with contextlib.suppress(OSError):
             connection.shutdown(socket.SHUT_RDWR)
+
+
+class _Head(io.BufferedReader):
+    """What is read of a connection. It keeps the head as it was received, and reads no more than its limit."""
+
+    def __init__(self, raw: io.RawIOBase) -> None:
+        super().__init__(raw)
+        self.received = b""
+
+    def readline(self, size: int | None = -1) -> bytes:
+        if len(self.received) > MAX_HEAD_BYTES:
+            raise LineTooLong("head")  # which is answered with 431
+        line = super().readline(size)
+        self.received += line
+        return line
 
 
 class _Handler(BaseHTTPRequestHandler):
     server: Server  # type: ignore[mutable-override]  # only a Server makes handlers
     server_version = "iris"
     sys_version = ""
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile = self._head = _Head(self.rfile.detach())
+
+    def parse_request(self) -> bool:
+        """Refuse a head that a proxy may read in another way, too."""
+        if not super().parse_request():
+            return False
+        if fault := heads.fault(self._head.received):
+            self.server.source.cut_connections += 1
+            self._answer(HTTPStatus.BAD_REQUEST, fault + "\n")
+            return False
+        return True
 
     def do_GET(self) -> None:
         self.server.asked(self.connection)

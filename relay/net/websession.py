@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, cast
 
+from websockets.exceptions import InvalidMessage
 from websockets.frames import BINARY, CLOSE, CONT, PING, PONG, TEXT, Frame
 from websockets.http11 import Request
 from websockets.protocol import OPEN
@@ -53,6 +54,10 @@ CLOSE_S: Final = 2.0
 """Seconds that the peer has to close the connection after a close frame."""
 WRITE_BYTES: Final = 64 << 10
 """Bytes that may wait in the connection of one browser before its frames are queued, counted and dropped for."""
+NOT_HTTP: Final = (
+    b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\ncontent-type: text/plain\r\ncontent-length: 32\r\n\r\n"
+    b"the upgrade is not valid HTTP/1\n"
+)
 MAX_REASON_BYTES: Final = 123
 _HEADER_BYTES: Final = 14
 """Longest header of a WebSocket frame (RFC 6455, section 5.2)."""
@@ -331,6 +336,12 @@ class WebConnection(asyncio.Protocol):
             self._leave()
         elif protocol.handshake_exc is not None and self.port is None:
             self._refused(self, "bad upgrade")
+            if isinstance(
+                protocol.handshake_exc, InvalidMessage
+            ):  # which the library does not answer
+                protocol.data_to_send()
+                assert self._transport is not None
+                self._transport.write(NOT_HTTP)
             self._leave()
         elif self._unparsed_bytes > FIRST_LIMIT_BYTES + LENGTH_BYTES + _HEADER_BYTES and (
             self.port is None or not self.port.session.greeted

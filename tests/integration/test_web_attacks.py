@@ -31,6 +31,7 @@ from integration.web_kit import (
 )
 from support.browsers import Page
 from support.waiting import PATIENCE_S, eventually, until
+from support.web import AMBIGUOUS
 from websockets.exceptions import WebSocketException
 
 from iris.crypto.keys import public_id
@@ -60,6 +61,18 @@ async def relay(tmp_path: Path) -> AsyncIterator[Relay]:
     await made.start()
     yield made
     await made.stop(drain_s=0)
+
+
+@pytest.mark.parametrize("sent", AMBIGUOUS.values(), ids=AMBIGUOUS)
+async def test_what_a_proxy_may_read_in_another_way_is_refused(relay: Relay, sent: bytes) -> None:
+    sent = sent.replace(b"POST /body", b"GET /").replace(
+        b"host: localhost", UPGRADE.partition(b"\r\n")[2].removesuffix(b"\r\n")
+    )
+    async with Raw(relay) as stranger:
+        stranger.writer.write(sent)
+        assert (await stranger.rest()).startswith(b"HTTP/1.1 400 ")
+    assert relay.web is not None
+    assert relay.web.status()["refused"] == {"bad upgrade": 1}
 
 
 class Raw:

@@ -29,6 +29,21 @@ class Answer:
         return json.loads(self.body)
 
 
+AMBIGUOUS = {
+    "both framings": b"POST /body HTTP/1.1\r\nhost: localhost\r\ncontent-length: 4\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+    "both framings, the other way": b"POST /body HTTP/1.1\r\nhost: localhost\r\nTransfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n0\r\n\r\n",
+    "a coding in HTTP/1.0": b"POST /body HTTP/1.0\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+    "LF after the first line": b"GET / HTTP/1.1\nhost: localhost\r\n\r\n",
+    "LF after a header": b"GET / HTTP/1.1\r\nhost: localhost\nx: y\r\n\r\n",
+    "LF at the end": b"GET / HTTP/1.1\r\nhost: localhost\r\n\n",
+    "LF alone": b"GET / HTTP/1.1\nhost: localhost\n\n",
+    "CR in a header": b"GET / HTTP/1.1\r\nhost: localhost\r\nx: y\rz: w\r\n\r\n",
+    "a folded header": b"GET / HTTP/1.1\r\nhost: localhost\r\nx: y\r\n z\r\n\r\n",
+    "a folded coding": b"POST /body HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding:\r\n\tchunked\r\n\r\n0\r\n\r\n",
+}  # fmt: skip
+"""Requests that a proxy may read in another way than the server behind it."""
+
+
 class Http:
     """One connection. `send` and `answer` can be used apart."""
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import re
+import resource
 import socket
-import ssl
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import pytest
+from support.strangers import Lingering, trusting
 from support.waiting import PATIENCE_S, until
-from support.web import Http, ask, certificate, http
+from support.web import AMBIGUOUS, ask, certificate, http
 
 from iris import accepting
 from iris.errors import ConfigError
@@ -255,49 +258,6 @@ def test_ipv6_is_written_in_brackets() -> None:
 # -- limits that begin before TLS --------------------------------------------------------------------------------
 
 
-def trusting() -> ssl.SSLContext:
-    tls = ssl.create_default_context()
-    tls.check_hostname, tls.verify_mode = False, ssl.CERT_NONE
-    return tls
-
-
-class Lingering:
-    """A client over TLS that got an answer, and does not answer the server's end of TLS."""
-
-    def __init__(self, plain: Http) -> None:
-        self._plain = plain
-        self._in, self._out = ssl.MemoryBIO(), ssl.MemoryBIO()
-        self._tls = trusting().wrap_bio(self._in, self._out)
-
-    @classmethod
-    async def ask(cls, plain: Http) -> Self:
-        """Ask for the path /a, and read the answer."""
-        one = cls(plain)
-        await one._do(one._tls.do_handshake)
-        one._tls.write(b"GET /a HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
-        got = b""
-        while not got.endswith(b"/a"):
-            got += await one._do(one._tls.read)
-        return one
-
-    async def gone(self) -> None:
-        """Return when the server has closed the connection."""
-        with contextlib.suppress(ConnectionError):
-            while await self._plain.reader.read(65_536):
-                pass
-
-    async def _do(self, step: Callable[[], Any]) -> Any:
-        while True:
-            try:
-                done = step()
-            except ssl.SSLWantReadError:
-                self._plain.writer.write(self._out.read())
-                self._in.write(await self._plain.reader.read(65_536))
-            else:
-                self._plain.writer.write(self._out.read())
-                return done
-
-
 async def ask_tls(address: str, path: str) -> bytes:
     """Ask over TLS; return all that is answered."""
     host, _, port = address.rpartition(":")
@@ -347,11 +307,112 @@ async def test_a_connection_that_does_not_end_tls_counts_until_it_is_gone(tmp_pa
         served(App(), max_connections=2, certificate=str(cert), key=str(key), refused=refused) as (address, _),
         contextlib.AsyncExitStack() as stack,
     ):  # fmt: skip
-        lingering = [
-            await Lingering.ask(await stack.enter_async_context(http(address))) for _ in range(6)
-        ]
+        lingering = []
+        for _ in range(6):
+            lingering.append(Lingering(await stack.enter_async_context(http(address))))
+            await lingering[-1].say(
+                b"GET /a HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n", until=b"/a"
+            )
         async with asyncio.timeout(PATIENCE_S):
             assert (await ask_tls(address, "/a")).endswith(b"/a")
             for each in lingering[:5]:
                 await each.gone()
         assert refused == {connection.TOO_MANY: 5}
+
+
+async def test_there_are_no_more_connections_than_fit_the_descriptors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(accepting, "descriptor_limit", lambda: (used + 20, 8))
+    cert, key, _ = certificate(tmp_path)
+    refused: Counter[str] = Counter()
+    async with (
+        served(App(), max_connections=10_000, certificate=str(cert), key=str(key), refused=refused) as (address, _),
+        contextlib.AsyncExitStack() as stack,
+    ):  # fmt: skip
+        silent = [await stack.enter_async_context(http(address)) for _ in range(40)]
+        async with asyncio.timeout(PATIENCE_S):
+            assert (await ask_tls(address, "/a")).endswith(b"/a")
+            assert all([await each.ended() for each in silent[:30]])
+        assert refused[connection.TOO_MANY] >= 29
+
+
+def test_what_fits_the_descriptors_leaves_a_quarter_and_at_least_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    used = len(os.listdir("/proc/self/fd")) + 1  # the listing itself
+    for limit, reserved in ((1024, 256), (1 << 20, accepting.RESERVED)):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, limit=limit: (limit, limit))
+        assert accepting.descriptor_limit() == (limit, reserved)
+        assert abs(accepting.connections_that_fit(1 << 30) - (limit - reserved - used)) <= 1
+        assert accepting.connections_that_fit(10) == 10
+        assert accepting.strangers_that_fit(1 << 30, 8) == reserved // 8
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (8, 8))
+    assert accepting.connections_that_fit(100) == accepting.strangers_that_fit(100, 8) == 1
+
+
+# -- heads that a proxy may read in another way ------------------------------------------------------------------
+
+TRAILERS = b"POST /body HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n0\r\n"
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [*AMBIGUOUS.values(), TRAILERS + b"x: y\n\r\n", TRAILERS + b"x: y\r\n z\r\n\r\n"],
+    ids=[*AMBIGUOUS, "LF after a trailer", "a folded trailer"],
+)
+async def test_what_a_proxy_may_read_in_another_way_is_refused_and_ends_the_connection(
+    sent: bytes,
+) -> None:
+    refused: Counter[str] = Counter()
+    async with served(App(), refused=refused) as (address, _), http(address) as client:
+        client.writer.write(sent + b"GET /smuggled HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        async with asyncio.timeout(PATIENCE_S):
+            answers = await client.reader.read()
+        assert answers.startswith(b"HTTP/1.1 400 ")
+        assert b"connection: close" in answers.lower()
+        assert answers.count(b"HTTP/1.1 ") == 1
+        assert refused == {connection.INVALID: 1}
+
+
+async def test_such_a_request_behind_another_one_is_refused_too() -> None:
+    async with served(App()) as (address, _), http(address) as client:
+        client.writer.write(
+            b"POST /body HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1\r\n\r\nx"
+            + AMBIGUOUS["LF after a header"]
+        )
+        async with asyncio.timeout(PATIENCE_S):
+            answers = await client.reader.read()
+        assert re.findall(rb"HTTP/1.1 (\d+) ", answers) == [b"200", b"400"]
+
+
+async def test_the_refusal_says_what_was_wrong() -> None:
+    async with served(App()) as (address, _), http(address) as client:
+        client.writer.write(AMBIGUOUS["both framings"])
+        async with asyncio.timeout(PATIENCE_S):
+            assert b"both Content-Length and Transfer-Encoding" in await client.reader.read()
+
+
+async def test_a_head_is_read_whatever_the_pieces_in_which_it_arrives() -> None:
+    async with served(App()) as (address, _), http(address) as client:
+        for byte in b"POST /body HTTP/1.1\r\nhost: localhost\r\ncontent-length: 2\r\n\r\nab":
+            client.writer.write(bytes((byte,)))
+            await client.writer.drain()
+            await asyncio.sleep(0)
+        assert (await client.answer()).body == b"/body"
+
+
+async def test_an_invalid_body_after_its_answer_ends_the_connection_quietly(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The answer was sent already, so there is no other one."""
+    async with served(App()) as (address, _), http(address) as client:
+        client.writer.write(
+            b"POST / HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
+        )
+        assert (await client.start()).status == 200
+        client.writer.write(b"zz\r\n")
+        with contextlib.suppress(ConnectionError):
+            await client.reader.read()
+    assert not [each for each in caplog.records if each.name == "asyncio"]
