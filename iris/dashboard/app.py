@@ -21,6 +21,7 @@ from starlette.routing import Route, Router
 
 from iris.dashboard.actions import Actions, Order
 from iris.dashboard.feed import Feed
+from iris.web.bodies import read_body
 from iris.web.guard import Guard, caller_of
 from iris.web.problems import Problem
 from iris.web.sending import EVENTS, Gone, Stalled, send_parts
@@ -107,11 +108,7 @@ class Dashboard:
             raise Problem(
                 415, "send the action as JSON, with the header Content-Type: application/json"
             )
-        body = bytearray()
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > MAX_BODY_BYTES:
-                raise Problem(413, f"the action is over {MAX_BODY_BYTES} bytes")
+        body = await read_body(request.scope, request.receive, limit_bytes=MAX_BODY_BYTES)
         try:
             order = msgspec.json.decode(body, type=Order)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:

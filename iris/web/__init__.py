@@ -7,6 +7,8 @@ each request is checked before an application sees it.
     guard.py     Host, Origin and token of each request; the headers of each answer
     tokens.py    who may do what: bearer tokens and their allow-lists
     attempts.py  how often an address may present a wrong token
+    heads.py     which heads of requests are refused
+    bodies.py    bodies of requests, within limits
     problems.py  errors as RFC 9457 problem details
     sending.py   answers, whole or in parts, and server-sent events
 

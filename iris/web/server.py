@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from iris.accepting import Accepted, Acceptor, connections_that_fit, handshake_failure
 from iris.errors import ConfigError
+from iris.web.bodies import BODY_S
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -89,7 +90,7 @@ def address_of(listener: socket.socket) -> str:
 
 async def serve(
     app: ASGIApp, listener: socket.socket, stop: asyncio.Event, *, max_connections: int = 1024, grace_s: int = 5,
-    body_s: float = 30.0, certificate: str = "", key: str = "", refused: Counter[str] | None = None,
+    body_s: float = BODY_S, certificate: str = "", key: str = "", refused: Counter[str] | None = None,
 ) -> None:  # fmt: skip
     """Serve `app` at a socket, which is closed at the end, until `stop` is set; then finish for at most `grace_s`.
 

@@ -39,6 +39,17 @@ allow.subscribe = ["shop.>"]
 """
 
 
+OTHER = "a-token-of-somebody-else-0123456789-0123456789"
+TWO = f"""
+{TOKENS}
+[[token]]
+name = "other"
+token = "{OTHER}"
+{"".join(f'allow.{verb} = [">"]' + chr(10) for verb in VERBS)}
+"""
+"""As `TOKENS`, with one of somebody else, for everything."""
+
+
 class Bridge:
     """A bridge that serves, and a client of it with the token for everything."""
 

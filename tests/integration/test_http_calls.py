@@ -207,7 +207,7 @@ async def test_a_client_that_disconnects_ends_its_call(tmp_path: Path) -> None:
             )
             await asyncio.wait_for(shop.started.wait(), 20)
         await until(lambda: shop.cancelled == 1)
-        await until(lambda: bridge.application.room.calls == 0)
+        await until(lambda: bridge.application.room.calls.total == 0)
         assert bridge.application.failed["caller left"] == 1
 
 
@@ -369,7 +369,7 @@ async def test_a_body_that_does_not_come_is_given_up(tmp_path: Path) -> None:
             f"POST /clusters/shop/request HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {ALL}\r\ncontent-length: 100\r\n\r\nx".encode()
         )
         assert b" 408 " in await client.reader.readline()
-        assert bridge.application.room.calls == 0
+        assert bridge.application.room.calls.total == 0
 
 
 async def test_a_full_bridge_says_so_and_recovers(tmp_path: Path) -> None:
@@ -460,7 +460,7 @@ async def test_clients_that_leave_at_any_moment_leave_nothing_behind(tmp_path: P
         application = bridge.application
         await until(
             lambda: (
-                not (application.room.calls or application.room.bytes or application.topics.readers)
+                not (application.room.calls.total or application.room.bytes or application.topics.readers)
             )
         )
         await until(lambda: bridge.bridge.client.stats().subscriptions == ())

@@ -13,6 +13,7 @@ import harness
 from harness import IrisRelay, Result
 
 import iris
+from iris.accepting import RESERVED
 from iris.web import server
 from iris.web.tokens import hash_token
 from proofs.common import (
@@ -51,12 +52,11 @@ def slow_of(count: int) -> int:
 
 async def bridge(options: dict[str, Any]) -> Result:
     """Serve; write the address to a file."""
-    allow_descriptors(options["readers"] + 256)
+    room = options["readers"] * 4 // 3 + 64  # its one token may have three quarters
+    allow_descriptors(room + RESERVED + 256)
     cues = Cues()
     tokens = _write_tokens(options["directory"])
-    config = HttpConfig(
-        max_readers=options["readers"], max_connections=options["readers"] + 16, heartbeat_s=5.0
-    )
+    config = HttpConfig(max_readers=room, max_connections=room, heartbeat_s=5.0)
     async with iris.connect() as client:
         made = HttpBridge(Front(tokens=tokens), config, client)
         listener = server.listen("listen", "127.0.0.1:0")

@@ -37,10 +37,11 @@ _CALLS: Final[dict[str, Callable[[iris.Client, str, Asked, Send], Awaitable[None
 class Application:
     """What `iris.web.guard.Guard` stands before."""
 
-    def __init__(self, client: iris.Client, config: HttpConfig) -> None:
+    def __init__(self, client: iris.Client, config: HttpConfig, connections: int) -> None:
+        """`connections` is the largest number of connections, which `config.max_connections` may be over."""
         self.client = client
         self.config = config
-        self.room = Room(config)
+        self.room = Room(config, connections)
         self.topics = Topics(client, config)
         self.streams = streams.StreamReaders(client, config)
         self.asked: Counter[str] = Counter()
@@ -57,7 +58,8 @@ class Application:
         """Handle a request that the guard admitted."""
         asked = Asked(scope, receive, self.config, self.room)
         try:
-            await self._route(asked, send)
+            with self.room.connections.place(asked.user):
+                await self._route(asked, send)
         except Gone:
             self.failed["caller left"] += 1
         except Stalled:
@@ -96,7 +98,7 @@ class Application:
                 await send_whole(send, 200, "text/plain; charset=utf-8", b"ok\n")
             case ["ready"]:
                 _only(method, "GET")
-                with self.room.call():
+                with self.room.calls.place(asked.user):
                     await self.client.flush(timeout=READY_S)
                 await send_whole(send, 200, "text/plain; charset=utf-8", b"ok\n")
             case _:
@@ -108,7 +110,7 @@ class Application:
         if not caller_of(asked.scope).may(verb, name):
             raise _forbidden(verb, name)
         self.asked[verb] += 1
-        with self.room.call():
+        with self.room.calls.place(asked.user):
             await call(self.client, name, asked, send)
 
     async def _append(self, client: iris.Client, name: str, asked: Asked, send: Send) -> None:
@@ -119,7 +121,7 @@ class Application:
         if not caller_of(asked.scope).may_filter("subscribe", pattern):
             raise _forbidden("subscribe", pattern)
         self.asked["subscribe"] += 1
-        async with self.topics.reading(pattern) as reader:
+        async with self.topics.reading(pattern, asked.user) as reader:
             parts = self._parts(reader.next)
             await self._stream(asked, send, parts)
 
@@ -139,7 +141,7 @@ class Application:
             raise bad(f"follow: {follow[:40]!r} is not true or false")
         begin = streams.start_of(asked)
         self.asked["read"] += 1
-        parts = self.streams.events_of(name, begin, follow=follow == "true")
+        parts = self.streams.events_of(name, begin, asked.user, follow=follow == "true")
         await self._stream(asked, send, parts)
 
     async def _stream(self, asked: Asked, send: Send, parts: AsyncGenerator[bytes, None]) -> None:

@@ -22,6 +22,7 @@ def source(bridge: HttpBridge) -> BridgeSource:
             ("http", application.failed),
             ("http", application.room.refused),
             ("http", bridge.guard.denied),
+            ("http", bridge.refused),
             ("subscribe", application.topics.lost),
             ("read", application.streams.lost),
         ):

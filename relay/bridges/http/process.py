@@ -8,12 +8,14 @@ import logging
 import os
 import signal
 import socket
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
 import iris
+from iris.accepting import connections_that_fit
 from iris.web import server
 from iris.web.guard import Guard
 from iris.web.tokens import Tokens
@@ -43,7 +45,9 @@ class HttpBridge:
     def __init__(self, front: Front, config: HttpConfig, client: iris.Client) -> None:
         self.front = front
         self.client = client
-        self.application = Application(client, config)
+        self.application = Application(client, config, connections_that_fit(config.max_connections))
+        self.refused: Counter[str] = Counter()
+        """Connections that were cut or refused, by reason."""
         self.guard = Guard(
             self.application, Tokens.load(front.tokens, VERBS), hosts=front.hosts, origins=front.origins, open_paths=OPEN_PATHS
         )  # fmt: skip
@@ -61,7 +65,8 @@ class HttpBridge:
         notify.ready(os.environ)
         try:
             await server.serve(
-                self.guard, listener, stop, max_connections=self._config.max_connections, grace_s=self._config.drain_s,
+                self.guard, listener, stop, max_connections=self.application.room.connections.limit,
+                grace_s=self._config.drain_s, body_s=self._config.body_s, refused=self.refused,
                 certificate=self.front.certificate, key=self.front.key,
             )  # fmt: skip
         finally:

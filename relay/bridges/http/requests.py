@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import parse_qsl, unquote_to_bytes
 
@@ -15,9 +12,12 @@ import msgpack  # type: ignore[import-untyped]  # it ships no types
 import msgspec
 
 from iris.core.bundle import MAX_HEADERS_BYTES
+from iris.web.bodies import read_body
+from iris.web.guard import caller_of
 from iris.web.problems import Problem
 from relay.bridges.http.config import HttpConfig
 from relay.bridges.http.replies import JSON, MSGPACK
+from relay.bridges.http.shares import Share
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope
@@ -31,34 +31,31 @@ _NUMBER: Final = re.compile(r"[0-9]{1,10}(?:\.[0-9]{1,30})?(?:[eE][+-]?[0-9]{1,3
 
 
 class Room:
-    """How many calls are under way, and how many bytes of bodies are held for them."""
+    """What the tokens of a bridge share: connections in use, calls under way, and bytes of bodies that are held.
 
-    def __init__(self, config: HttpConfig) -> None:
-        self._config = config
-        self.calls = 0
-        self.bytes = 0
+    One token may have all but the last quarter of each.
+    """
+
+    def __init__(self, config: HttpConfig, connections: int) -> None:
         self.refused: Counter[str] = Counter()
+        self.connections = Share(connections, "connections in use", self.refused)
+        self.calls = Share(config.max_calls, "calls under way", self.refused)
+        self._bytes = Share(config.calls_bytes, "bytes of bodies", self.refused)
 
-    @contextmanager
-    def call(self) -> Iterator[None]:
-        """Count a call while the block runs. Raises Problem 503 if there are too many."""
-        if self.calls >= self._config.max_calls:
-            raise self._full(f"{self.calls} calls are under way, the limit of this bridge")
-        self.calls += 1
-        try:
-            yield
-        finally:
-            self.calls -= 1
+    @property
+    def bytes(self) -> int:
+        """Bytes of bodies that are held."""
+        return self._bytes.total
 
-    def take(self, size: int) -> None:
+    def take(self, user: str, size: int) -> None:
         """Count bytes of a body. Raises Problem 503 if too many are held."""
-        if self.bytes + size > self._config.calls_bytes:
-            raise self._full("the bridge holds as many bytes of bodies as it may")
-        self.bytes += size
+        self._bytes.check(user, size)
+        self._bytes.take(user, size)
 
-    def _full(self, detail: str) -> Problem:
-        self.refused["full"] += 1
-        return full(detail)
+    def give(self, user: str, size: int) -> None:
+        """Count bytes no more."""
+        if size:
+            self._bytes.give(user, size)
 
 
 class Asked:
@@ -68,6 +65,8 @@ class Asked:
         self.scope = scope
         self.receive = receive
         self.config = config
+        self.user = caller_of(scope).name
+        """Name of the token; empty for a request without one."""
         self._room = room
         self._held_bytes = 0
         self.headers: dict[str, str] = {}
@@ -129,7 +128,9 @@ class Asked:
 
         Raises Problem: too large, too slow, or not what its Content-Type says.
         """
-        body = await self._body()
+        body = await read_body(
+            self.scope, self.receive, limit_bytes=self.config.max_body_bytes, within_s=self.config.body_s, take=self._take
+        )  # fmt: skip
         kind = self.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind == JSON or (kind.startswith("application/") and kind.endswith("+json")):  # fmt: skip
             try:
@@ -146,41 +147,17 @@ class Asked:
 
     def release(self) -> None:
         """Give back the room of the body."""
-        self._room.bytes -= self._held_bytes
+        self._room.give(self.user, self._held_bytes)
         self._held_bytes = 0
 
-    async def _body(self) -> bytes:
-        limit = self.config.max_body_bytes
-        announced = self.headers.get("content-length", "0")
-        if announced.isdigit() and int(announced) > limit:
-            raise _too_large(limit)
-        parts: list[bytes] = []
-        try:
-            async with asyncio.timeout(self.config.body_s):
-                while True:
-                    event = await self.receive()
-                    if event["type"] == "http.disconnect":
-                        raise Problem(400, "the body ended early", kind="body", may_have_run=False)
-                    part = event.get("body", b"")
-                    self._room.take(len(part))
-                    self._held_bytes += len(part)
-                    if self._held_bytes > limit:
-                        raise _too_large(limit)
-                    parts.append(part)
-                    if not event.get("more_body", False):
-                        return b"".join(parts)
-        except TimeoutError:
-            raise Problem(408, f"the body did not arrive within {self.config.body_s:g} s", kind="body", headers={"connection": "close"}, may_have_run=False) from None  # fmt: skip
+    def _take(self, size: int) -> None:
+        self._room.take(self.user, size)
+        self._held_bytes += size
 
 
 def bad(detail: str) -> Problem:
     """Return the problem of a request that cannot be understood."""
     return Problem(400, detail, kind="invalid", may_have_run=False)
-
-
-def full(detail: str) -> Problem:
-    """Return the problem of a request for which the bridge has no room now."""
-    return Problem(503, detail, kind="full", headers={"retry-after": "1"}, may_have_run=False)
 
 
 def path_parts(raw_path: bytes) -> list[str]:
@@ -196,7 +173,3 @@ def _utf8(name: str, value: str) -> str:
         return value.encode("latin-1").decode()
     except UnicodeDecodeError:
         raise bad(f"{name}: the value is not UTF-8") from None
-
-
-def _too_large(limit: int) -> Problem:
-    return Problem(413, f"the body is over the limit of {limit} bytes", kind="too-large", may_have_run=False)  # fmt: skip

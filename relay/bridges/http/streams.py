@@ -15,7 +15,8 @@ from iris.streams import Offset
 from iris.web.sending import event
 from relay.bridges.http.config import HttpConfig
 from relay.bridges.http.replies import BEGIN, HEARTBEAT, problem_of
-from relay.bridges.http.requests import Asked, bad, full
+from relay.bridges.http.requests import Asked, bad
+from relay.bridges.http.shares import Share
 
 BATCH_BYTES: Final = 128 << 10
 """Bytes that a reader asks the store for at once. It has up to three such batches in memory."""
@@ -62,35 +63,34 @@ class StreamReaders:
     """All event streams of durable streams."""
 
     def __init__(self, client: iris.Client, config: HttpConfig) -> None:
-        self.readers = 0
         self.events = 0
         self.lost: Counter[str] = Counter()
+        self._places = Share(config.max_stream_readers, "readers of streams", self.lost)
         self._client = client
         self._config = config
         self._stop = asyncio.Event()
+
+    @property
+    def readers(self) -> int:
+        """Number of event streams."""
+        return self._places.total
 
     def end(self) -> None:
         """End all event streams that are open now."""
         self._stop.set()
         self._stop = asyncio.Event()
 
-    async def events_of(self, name: str, start: str | int | datetime, *, follow: bool) -> AsyncGenerator[bytes, None]:  # fmt: skip
+    async def events_of(self, name: str, start: str | int | datetime, user: str, *, follow: bool) -> AsyncGenerator[bytes, None]:  # fmt: skip
         """Iterate over parts of an event stream. The first says nothing but that the stream was found.
 
         Raises:
-            Problem: too many readers.
+            Problem: too many readers, or too many of this user.
             IrisError: before the first part, as `Streams.read`. Later errors are events.
         """
-        if self.readers >= self._config.max_stream_readers:
-            self.lost["full"] += 1
-            raise full(f"{self.readers} readers of streams are open, the limit of this bridge")
-        self.readers += 1
-        try:
+        with self._places.place(user):
             async with contextlib.aclosing(self._read(name, start, follow=follow)) as parts:
                 async for part in parts:
                     yield part
-        finally:
-            self.readers -= 1
 
     async def _read(self, name: str, start: str | int | datetime, *, follow: bool) -> AsyncGenerator[bytes, None]:  # fmt: skip
         gaps: list[bytes] = []

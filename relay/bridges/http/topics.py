@@ -15,11 +15,10 @@ from typing import Final
 
 import iris
 from iris.documents import as_document
-from iris.web.problems import Problem
 from iris.web.sending import event
 from relay.bridges.http.config import HttpConfig
 from relay.bridges.http.replies import HEARTBEAT
-from relay.bridges.http.requests import full
+from relay.bridges.http.shares import Share
 
 CHUNK_BYTES: Final = 64 << 10
 """Events are sent together up to this size."""
@@ -116,8 +115,12 @@ class Reader:
 class Feed:
     """One filter that is read: its subscription, and its readers."""
 
-    def __init__(self, topics: Topics, pattern: str, config: HttpConfig) -> None:
+    def __init__(self, topics: Topics, pattern: str, config: HttpConfig, user: str) -> None:
         self.pattern = pattern
+        self.user = user
+        """The token in whose share of filters it counts: of a reader."""
+        self.users: Counter[str] = Counter()
+        """Readers of each token."""
         self.readers: dict[Reader, None] = {}
         self._topics = topics
         self._limit_bytes = config.filter_bytes
@@ -206,37 +209,52 @@ class Topics:
         """Events lost in the bridge: cause -> count."""
         self._config = config
         self._feeds: dict[str, Feed] = {}
+        self._places = Share(config.max_readers, "event streams", self.lost)
+        self._filters = Share(config.max_filters, "filters", self.lost)
         self._closing: set[asyncio.Task[None]] = set()
 
     @property
     def readers(self) -> int:
         """Number of event streams."""
-        return sum(len(feed.readers) for feed in self._feeds.values())
+        return self._places.total
 
     @contextlib.asynccontextmanager
-    async def reading(self, pattern: str) -> AsyncIterator[Reader]:
-        """Read a filter: the block is entered when the relays know its subscription.
+    async def reading(self, pattern: str, user: str) -> AsyncIterator[Reader]:
+        """Read a filter for a user: the block is entered when the relays know its subscription.
 
         Raises:
-            Problem: too many readers or filters.
+            Problem: too many readers or filters, or too many of this user.
             IrisError: as `Client.subscribe`.
         """
-        if self.readers >= self._config.max_readers:
-            raise self._full(f"{self.readers} event streams are open, the limit of this bridge")
+        with self._places.place(user):
+            async with self._reading(pattern, user) as reader:
+                yield reader
+
+    @contextlib.asynccontextmanager
+    async def _reading(self, pattern: str, user: str) -> AsyncIterator[Reader]:
         feed = self._feeds.get(pattern)
         if feed is None:
-            if len(self._feeds) >= self._config.max_filters:
-                raise self._full(f"{len(self._feeds)} filters are read, the limit of this bridge")
-            feed = self._feeds[pattern] = Feed(self, pattern, self._config)
+            self._filters.check(user)
+            feed = self._feeds[pattern] = Feed(self, pattern, self._config, user)
+            self._filters.take(user)
         reader = Reader(self._config.reader_bytes)
         feed.readers[reader] = None
+        feed.users[user] += 1
         try:
             await feed.subscription.ready()
             yield reader
         finally:
             del feed.readers[reader]
+            feed.users[user] -= 1
+            if not feed.users[user]:
+                del feed.users[user]
+                if user == feed.user and feed.users:  # another one has it from now on
+                    self._filters.give(user)
+                    feed.user = next(iter(feed.users))
+                    self._filters.take(feed.user)
             if not feed.readers and self._feeds.get(pattern) is feed:
                 del self._feeds[pattern]
+                self._filters.give(feed.user)
                 closing = asyncio.get_running_loop().create_task(feed.close(), name="http-close")
                 self._closing.add(closing)
                 closing.add_done_callback(self._closing.discard)
@@ -250,7 +268,3 @@ class Topics:
     async def closed(self) -> None:
         """Wait until subscriptions without readers have ended."""
         await asyncio.gather(*self._closing, return_exceptions=True)
-
-    def _full(self, detail: str) -> Problem:
-        self.lost["full"] += 1
-        return full(detail)
