@@ -21,7 +21,7 @@ from starlette.routing import Route, Router
 
 from iris.dashboard.actions import Actions, Order
 from iris.dashboard.feed import Feed
-from iris.web.bodies import read_body
+from iris.web.bodies import BODY_S, read_body
 from iris.web.guard import Guard, caller_of
 from iris.web.problems import Problem
 from iris.web.sending import EVENTS, Gone, Stalled, send_parts
@@ -108,7 +108,9 @@ class Dashboard:
             raise Problem(
                 415, "send the action as JSON, with the header Content-Type: application/json"
             )
-        body = await read_body(request.scope, request.receive, limit_bytes=MAX_BODY_BYTES)
+        body = await read_body(
+            request.scope, request.receive, limit_bytes=MAX_BODY_BYTES, within_s=BODY_S
+        )
         try:
             order = msgspec.json.decode(body, type=Order)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
