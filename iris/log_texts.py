@@ -56,6 +56,10 @@ SENTENCES: Final[dict[str, str | tuple[str, ...]]] = {
         f"A request of {{path}} failed with an internal error and was answered with 500: {{error}}. {{held_back}} more like it were not logged. {_BUG}",
         f"A request of {{path}} failed with an internal error and was answered with 500: {{error}}. {_BUG}",
     ),
+    "http.refused": (
+        "A connection from {address} was cut or refused: {reason}. {held_back} more like it were not logged.",
+        "A connection from {address} was cut or refused: {reason}.",
+    ),
     "dashboard.changed": "The dashboard carried out {action} of the consumer {consumer} of stream {stream} for the token {user}.",
     "web.wrong_token": (
         "A request from {address} had an unknown token and was refused; {held_back} more from there were not logged.",

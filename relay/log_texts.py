@@ -54,7 +54,7 @@ SENTENCES: Final[dict[str, str | tuple[str, ...]]] = {
     "web.revoked_unreadable": "The file of revoked tickets could not be read again, so the list that was read before stays in force: {error}. Correct the file and send SIGHUP.",
     "web.certificate_unreadable": "The web certificate {path} could not be read again, so new connections get the old one: {error}. Correct the file and send SIGHUP.",
     "sessions.no_descriptors": "A session was not accepted: {error}. Raise the limit of open files (LimitNOFILE= of systemd, or ulimit -n).",
-    "sessions.full": "A session was refused because the relay or the user has too many: max_sessions is {max_sessions}, and user {user} has {of_this_user} sessions. End sessions or raise max_sessions.",
+    "sessions.full": "A session was refused because the relay or the user has too many: there is room for {max_sessions} (max_sessions, or what fits the limit of open files), and user {user} has {of_this_user} sessions. End sessions or raise the limit.",
     "session.not_attached": "A session was accepted but could not be set up: {error}.",
     "session.refused": "A session over TLS from {address} was refused: {reason}. Check its access file (iris key access).",
     "session.admitted": "Session {session} was admitted over TLS with access file {access}.",

@@ -67,7 +67,7 @@ def dashboard(
     from iris.web.tokens import Tokens, new_token
     from relay import notify
     from relay.logs import configure
-    from relay.process import stop_on_signals
+    from relay.process import raise_descriptor_limit, stop_on_signals
 
     options.check_log_level(log_level)
 
@@ -78,6 +78,7 @@ def dashboard(
         from iris.watch import Watch
 
         configure(log_level, log_format)
+        raise_descriptor_limit()
         token = "" if tokens else new_token()
         known = Tokens.load(tokens, VERBS) if tokens else Tokens.single(token, "page", EVERYTHING)
         if not len(known):

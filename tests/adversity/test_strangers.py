@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.browsers import Page
 from support.strangers import Lingering
 from support.waiting import PATIENCE_S, eventually, until
 from support.web import certificate, http
@@ -27,7 +28,7 @@ async def relay(tmp_path: Path) -> AsyncIterator[Relay]:
     directory.mkdir(0o700)
     made = Relay(
         replace(
-            dev(directory / "relay.sock"), listen=("wss://127.0.0.1:0",), wss_cert=cert, wss_key=key, hello_timeout_s=60.0,
+            dev(directory / "relay.sock"), listen=("wss://127.0.0.1:0", "ws://127.0.0.1:0"), wss_cert=cert, wss_key=key, hello_timeout_s=60.0,
         )
     )  # fmt: skip
     await made.start()
@@ -59,6 +60,26 @@ async def test_what_the_relay_closes_counts_among_strangers_until_it_is_gone(
         await until(lambda: web(relay, "connections") <= 4)
         assert relay.web is not None
         assert relay.web.refusals["too many half-open"] == 8
+
+
+async def test_a_session_that_the_relay_closes_is_a_stranger_again(
+    relay: Relay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has greeted, breaks a rule, and does not answer the close frame."""
+    monkeypatch.setattr("relay.net.web.MAX_HALF_OPEN", 2)
+    monkeypatch.setattr("relay.net.websession.CLOSE_S", 60.0)
+    assert relay.web is not None
+    async with contextlib.AsyncExitStack() as stack:
+        for _ in range(6):
+            page = await stack.enter_async_context(Page(relay.web.addresses[1]))
+            await page.greet()
+            page.socket.transport.pause_reading()
+            await page.socket.send("text")
+        await until(lambda: relay.web is not None and relay.web.refusals.get("text frame") == 6)
+        await until(lambda: web(relay, "connections") <= 3)
+        assert relay.web.refusals["too many half-open"] >= 3
+        async with Page(relay.web.addresses[1]) as page:
+            await page.greet()
 
 
 async def test_what_the_relay_closes_is_gone_soon(

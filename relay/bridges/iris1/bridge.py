@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Final
 
 import iris
+from iris.accepting import connections_that_fit, strangers_that_fit
 from relay.bridges.iris1.barrier import SubscriptionBarrier
 from relay.bridges.iris1.config import Iris1Config
 from relay.bridges.iris1.connection import ClientConnection
@@ -25,6 +26,8 @@ log = logging.getLogger(__name__)
 BACKLOG: Final = 1024
 MAX_WAITING: Final = 1024
 """Connections that have not sent INIT. For one more, the oldest is closed."""
+STRANGERS_PART: Final = 2
+"""They may have half of the descriptors in the reserve: see `strangers_that_fit`."""
 _ABSENT: Final = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 """Errors of bind for an address that this host lacks, or for IPv6 where it has none."""
 _KEEP_ALIVE: Final = (
@@ -43,6 +46,8 @@ class Bridge:
 
     def __init__(self, config: Iris1Config, connect: Connect) -> None:
         self.config = config
+        self.max_clients = connections_that_fit(config.max_clients, each=2)  # one is its session's
+        self._waiting_fit = strangers_that_fit(MAX_WAITING, STRANGERS_PART)
         self.connect = connect
         self.counters: Counter[str] = Counter()
         """Errors and losses: cause -> count. Logged as `bridge.counters`."""
@@ -158,7 +163,7 @@ class Bridge:
         self._waiting[connection] = None
         if self._stopping:  # accepted in the turn in which the listeners were closed
             connection.stop()
-        if len(self._waiting) > MAX_WAITING:
+        if len(self._waiting) > min(MAX_WAITING, self._waiting_fit):
             self.counters["handshakes over the bound"] += 1
             oldest = next(iter(self._waiting))
             del self._waiting[oldest]
@@ -166,7 +171,7 @@ class Bridge:
 
     def admit(self, connection: ClientConnection) -> bool:
         """Admit a client that sent INIT; return False if there are `max_clients` already."""
-        if len(self._admitted) >= self.config.max_clients:
+        if len(self._admitted) >= self.max_clients:
             return False
         self._waiting.pop(connection, None)
         self._admitted.add(connection)

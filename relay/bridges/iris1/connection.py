@@ -484,7 +484,7 @@ class ClientConnection(asyncio.Protocol):
             if not admitted:
                 bridge.counters["clients over the bound"] += 1
                 raise iris.ConfigError(
-                    f"the bridge is full: it has {bridge.config.max_clients} clients (--max-clients)"
+                    f"the bridge is full: it has {bridge.max_clients} clients (--max-clients)"
                 )
             client = bridge.connect(f"iris1 {self.peer}"[:64])
             client._runtime.local_senders = bridge.local.local_senders

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from proofs.sabotages.sabotage import Sabotage
 
+STRANGERS = ("tests/adversity/test_strangers.py",)
+GATEWAYS = ("tests/adversity/test_gateways.py",)
+FLOODS = ("tests/adversity/test_silence_and_floods.py",)
 SOCKET = ("tests/unit/relay/net/test_socketfile.py",)
 TLS = ("tests/unit/relay/net/test_tls.py",)
 GATEWAY_TLS = ("tests/unit/relay/net/test_gateway_tls.py",)
@@ -659,5 +662,50 @@ SABOTAGES = (
         "report",
         STATUS,
         "a relay controls the terminal of somebody who asks for its status",
+    ),
+    Sabotage(
+        "strangers-limit",
+        "iris/accepting.py",
+        "Places.enter",
+        "len(self.loose) + len(self._ending) >= self._loose_limit()",
+        "False",
+        STRANGERS,
+        "strangers without a limit take the relay's descriptors",
+    ),
+    Sabotage(
+        "strangers-closing",
+        "relay/net/websession.py",
+        "WebConnection._leave",
+        "self._leaving(self)",
+        "pass",
+        STRANGERS,
+        "connections that are being closed do not count",
+    ),
+    Sabotage(
+        "strangers-shutdown",
+        "relay/net/web.py",
+        "WebListener._accepted_tls",
+        '{"ssl": self._tls, "ssl_shutdown_timeout": SHUTDOWN_S}',
+        '{"ssl": self._tls}',
+        STRANGERS,
+        "who does not answer the end of TLS holds a connection for half a minute",
+    ),
+    Sabotage(
+        "strangers-busiest",
+        "relay/net/gateways.py",
+        "GatewayHub._to_drop",
+        "_network(each.host) == most",
+        "True",
+        GATEWAYS,
+        "a flooding host displaces gateways of other hosts",
+    ),
+    Sabotage(
+        "sessions-descriptors",
+        "relay/net/sessions.py",
+        "SessionHub.__init__",
+        "connections_that_fit(config.max_sessions)",
+        "config.max_sessions",
+        FLOODS,
+        "sessions take the descriptors that links and files need",
     ),
 )
