@@ -460,7 +460,11 @@ async def test_clients_that_leave_at_any_moment_leave_nothing_behind(tmp_path: P
         application = bridge.application
         await until(
             lambda: (
-                not (application.room.calls.total or application.room.bytes or application.topics.readers)
+                not (
+                    application.room.calls.total
+                    or application.room.bytes
+                    or application.topics.readers
+                )
             )
         )
         await until(lambda: bridge.bridge.client.stats().subscriptions == ())

@@ -63,6 +63,7 @@ class BridgePort(Protocol):
     """The parts of the bridge that a connection uses; implemented by `relay.bridges.iris1.bridge.Bridge`."""
 
     config: Iris1Config
+    max_clients: int
     counters: Counter[str]
     barrier: SubscriptionBarrier
     local: LocalClients

@@ -5,6 +5,7 @@ else, bounded and counted.
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from dataclasses import replace
 
@@ -71,6 +72,21 @@ async def test_a_client_too_many_is_denied() -> None:
         await until(lambda: len(side.bridge.connections) == 1)
         third = await side.connect()
         await asyncio.gather(second.close(), third.close())
+
+
+async def test_there_are_no_more_clients_than_fit_the_descriptors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each takes one for its connection, and one for its session at the relay."""
+    used = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr("iris.accepting.descriptor_limit", lambda: (used + 64, 16))
+    async with bridged(max_clients=1000) as side:
+        fit = side.bridge.max_clients
+        assert 1 <= fit <= 24
+        clients = [await side.connect() for _ in range(fit)]
+        with pytest.raises(binding.Denied, match=f"it has {fit} clients"):
+            await binding.Binding().open(side.port)
+        await asyncio.gather(*(client.close() for client in clients))
 
 
 async def test_those_who_are_denied_take_no_place_and_give_way(

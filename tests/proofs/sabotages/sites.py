@@ -196,7 +196,7 @@ SABOTAGES = (
         "bridge-clients",
         "relay/bridges/iris1/bridge.py",
         "Bridge.admit",
-        "len(self._admitted) >= self.config.max_clients",
+        "len(self._admitted) >= self.max_clients",
         "False",
         IRIS1,
         "a bridge has any number of clients",
