@@ -137,7 +137,8 @@ class Places:
     ) -> None:  # fmt: skip
         """`loose` and `total` return the limits.
 
-        `refused` is called with a connection that is aborted, for `reason`, or closed as it arrives, for `FULL`. `choose` chooses the loose connection that makes room, by default the oldest.
+        `refused` is called with a connection that is aborted, for `reason`, or closed as it arrives, for `FULL`.
+        `choose` chooses the loose connection that makes room, by default the oldest.
         """
         self._refused = refused
         self._reason = reason
@@ -186,9 +187,10 @@ class Places:
 class Acceptor:
     """Passes every connection, non-blocking, with the peer's address to `accepted`, which then owns it.
 
-    One that finds no room in `places` is passed to `turned_away`, if given, and closed. It accepts up to `per_turn` connections of one listener and then pauses that listener for `pause_s`, so that
-    strangers do not slow members down. While no descriptor is free it calls `starved`, and new connections wait in
-    the kernel's backlog; those that are served already continue.
+    One that finds no room in `places` is passed to `turned_away`, if given, and closed. The acceptor accepts up to
+    `per_turn` connections of one listener and then pauses that listener for `pause_s`, so that strangers do not slow
+    members down. While no descriptor is free it calls `starved`, and new connections wait in the kernel's backlog;
+    those that are served already continue.
     """
 
     def __init__(

@@ -21,7 +21,7 @@ async def read_body(
     """Return the body of a request. `take` is called with the size of each part, and may raise.
 
     Raises:
-        Problem: it is over `limit_bytes`, or announced to be (413), was not here `within_s` (408), or ended early (400).
+        Problem: it is over `limit_bytes` (413), was not here `within_s` (408), or ended early (400).
     """
     announced = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
     if announced.isdigit() and int(announced) > limit_bytes:
