@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable
 from typing import Any, Final
@@ -16,7 +15,12 @@ from iris.deadlines import seconds_left
 from iris.errors import ConfigError, NoStream, StreamError, StreamExists, StreamUnavailable
 from iris.streams.answers import RevisionTaken
 from iris.streams.listing import StreamInfo, stream_info
-from iris.streams.signed_orders import orders_to_change, orders_to_create, orders_to_end
+from iris.streams.signed_orders import (
+    Founding,
+    orders_to_change,
+    orders_to_create,
+    orders_to_end,
+)
 from iris.streams.stores import Stores
 from iris.streams.verified import VerifiedStream
 from iris.wire.names import check_cluster, listed, split_site
@@ -79,7 +83,7 @@ async def make_stream(
     for last in (False, True):
         try:
             await make_log(
-                stores, definition, os.urandom(16), store, seconds_left(until_s), bucket=bucket, asked=asked
+                stores, definition, Founding(keys_of(stores, definition)), store, seconds_left(until_s), bucket=bucket, asked=asked
             )  # fmt: skip
             break
         except StreamExists:
@@ -96,16 +100,16 @@ async def make_stream(
 
 
 async def make_log(
-    stores: Stores, definition: Definition, uuid: bytes, store: StoreInfo, timeout: float, *, bucket: bool, asked: float
+    stores: Stores, definition: Definition, founding: Founding, store: StoreInfo, timeout: float, *, bucket: bool, asked: float
 ) -> None:  # fmt: skip
-    """Create the log `uuid` at a store. Raises StreamExists if the store has another stream of this name."""
+    """Create a log at a store. Raises StreamExists if the store has another stream of this name."""
     name, address = definition.name, public_id(store.key).hex()
     owner = store.group if bucket else store.key
-    orders = orders_to_create(definition, keys_of(stores, definition), uuid, owner)
+    call = Create(orders_to_create(definition, founding, owner), founding.salt)
 
     async def once(left_s: float) -> Described:
         return await stores.ask(
-            address, None, Create(orders), Described, timeout=left_s, shown=name, writes=True
+            address, None, call, Described, timeout=left_s, shown=name, writes=True
         )
 
     await stores.retry(name, "", once, timeout=timeout, asked=asked)

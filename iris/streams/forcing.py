@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Sequence
 
@@ -13,7 +12,12 @@ from iris.deadlines import seconds_left
 from iris.errors import AmbiguousStream, ConfigError, NoStream, StreamError
 from iris.streams.listing import StreamInfo, stream_info
 from iris.streams.moving import LOOK_S, chosen, with_buckets
-from iris.streams.signed_orders import orders_to_create, orders_to_find_lost, orders_to_force
+from iris.streams.signed_orders import (
+    Founding,
+    orders_to_create,
+    orders_to_find_lost,
+    orders_to_force,
+)
 from iris.streams.stores import Stores
 from iris.wire.names import split_site
 from iris.wire.orders import DEAD, Order, in_force
@@ -58,12 +62,13 @@ async def force_stream(stores: Stores, name: str, to: str, uuid: str, timeout: f
             name, f"the store on {lost.label} has it and can be reached, so it is not moved by force; if its disk is lost, stop that store first"
         )  # fmt: skip
     definition = order.definition.made_again(lost.uuid)
-    made = os.urandom(16)
+    founding = Founding(_keys(stores, lost))
 
     async def force(left_s: float) -> Described:
         call = Force(
             orders_to_force(lost, order, stores.runtime.keyring, target.key),
-            orders_to_create(definition, _keys(stores, lost), made, target.key),
+            orders_to_create(definition, founding, target.key),
+            founding.salt,
         )
         return await stores.ask(
             address, None, call, Described, timeout=left_s, shown=name, writes=True

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -41,7 +40,7 @@ from iris.streams.definitions import (
     redefine,
 )
 from iris.streams.listing import StreamInfo, stream_info
-from iris.streams.signed_orders import orders_to_change
+from iris.streams.signed_orders import Founding, orders_to_change
 from iris.streams.stores import Stores
 from iris.streams.verified import VerifiedStream
 from iris.wire.names import listed, split_site
@@ -171,15 +170,20 @@ async def make_partitioned(
     check_count(count)
     name, until_s = definition.name, time.monotonic() + timeout
     there = await site_stores(stores, name, until_s, bucket=bucket)
-    uuid = os.urandom(16)
+    founding = Founding(keys_of(stores, definition))
     placed = place(name, range(count), there)
     made = await _make_logs(
-        stores, definition, uuid, {n: there[placed[n]] for n in range(1, count)}, until_s, bucket
+        stores,
+        definition,
+        founding.uuid,
+        {n: there[placed[n]] for n in range(1, count)},
+        until_s,
+        bucket,
     )
     whole = structs.replace(definition, partitions=tuple(made.values()))
     try:
         await make_log(
-            stores, whole, uuid, there[placed[0]], seconds_left(until_s), bucket=bucket, asked=asked
+            stores, whole, founding, there[placed[0]], seconds_left(until_s), bucket=bucket, asked=asked
         )  # fmt: skip
     except (StreamError, RequestError) as err:
         if isinstance(err, StreamError) and not err.may_have_run:
@@ -308,18 +312,18 @@ async def _make_logs(
     made: dict[int, bytes] = {}
 
     async def make(number: int, store: StoreInfo) -> None:
-        uuid = os.urandom(16)
         name = partition_name(definition.name, number)
         own = structs.replace(definition, name=name, parent=parent, partition=number)
+        founding = Founding(keys_of(stores, own))
         left_s = seconds_left(until_s)
         try:
-            await make_log(stores, own, uuid, store, left_s, bucket=bucket, asked=left_s)
+            await make_log(stores, own, founding, store, left_s, bucket=bucket, asked=left_s)
         except StreamError as err:
             if err.may_have_run:
-                made[number] = uuid
+                made[number] = founding.uuid
             raise
-        made[number] = uuid
-        stores.expect(name, uuid.hex())
+        made[number] = founding.uuid
+        stores.expect(name, founding.uuid.hex())
 
     results = await asyncio.gather(
         *(make(number, store) for number, store in where.items()), return_exceptions=True

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Final
 
 from msgspec import structs
 
@@ -19,19 +21,30 @@ from iris.wire.orders import (
     Order,
     SignedOrder,
     decode_order,
+    log_uuid,
 )
 from iris.wire.streams import NO_LOG, LostStream, encode
 
 
-def orders_to_create(
-    definition: Definition, keys: Iterable[ClusterKey], uuid: bytes, store: bytes
-) -> list[SignedOrder]:
+class Founding:
+    """A new stream: its keys, of which the first founds it, and its uuid, which is made of that key."""
+
+    def __init__(self, keys: Sequence[ClusterKey]) -> None:
+        self.keys: Final = keys
+        self.salt: Final = os.urandom(16)
+        self.uuid: Final = log_uuid(keys[0].key_id, self.salt)
+
+
+def orders_to_create(definition: Definition, founding: Founding, store: bytes) -> list[SignedOrder]:
     """Return the orders that create a stream, one for each key; `store` is the store's public key."""
-    now_us = time.time_ns() // 1000
-    version = definition.order_version
+    now_us, version, founder = time.time_ns() // 1000, definition.order_version, founding.keys[0]
     return [
-        _signed(key, Order(KEEP, uuid, key.key_id, store, now_us, definition, version))
-        for key in keys
+        _signed(
+            key,
+            Order(KEEP, founding.uuid, key.key_id, store, now_us, definition, version),
+            None if key is founder else founder,
+        )
+        for key in founding.keys
     ]
 
 

@@ -5,6 +5,7 @@ Times are in µs since 1970, 0 = none.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterable
 from typing import Annotated, Final
@@ -204,6 +205,7 @@ class Order(Struct, frozen=True):
 
     action: Annotated[str, Meta(max_length=16)]
     uuid: Id16
+    """Which log; see `log_uuid`."""
     key_id: Id16
     store: Key32
     """The store's public key; for "move", that of the store that is to hold the stream."""
@@ -222,9 +224,17 @@ class SignedOrder(Struct, frozen=True, array_like=True):
     public_key: Key32
     signature: Signature
     by: Annotated[bytes, Meta(max_length=32)] = b""
-    """If the order's key is new to the stream: the public key of a key that the stream already has."""
+    """If the order's key is new to the stream: the public key of a key that the stream already has. In "create": that
+    of the first order."""
     countersignature: Annotated[bytes, Meta(max_length=64)] = b""
     """Signature of the key `by` over the same bytes."""
+
+
+def log_uuid(founder: bytes, salt: bytes) -> bytes:
+    """Return the uuid of the log that a holder of the key `founder`, an id, creates. It names that key for good: nobody
+    finds another key with which a `salt` makes the same uuid.
+    """
+    return hashlib.sha256(b"iris-stream-uuid-1" + founder + salt).digest()[:16]
 
 
 def in_force(orders: Iterable[Order]) -> Order | None:

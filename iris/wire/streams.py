@@ -125,9 +125,14 @@ class Open(Struct, frozen=True, tag_field="op", tag="open"):
 
 
 class Create(Struct, frozen=True, tag_field="op", tag="create"):
-    """Request to one store to keep a stream. Answered with Described once the stream can be written to."""
+    """Request to one store to keep a stream. Answered with Described once the stream can be written to.
+
+    The key of the first order founds the stream: `log_uuid` of it and `salt` is the uuid of all orders, and it
+    countersigns the others.
+    """
 
     orders: Orders
+    salt: Id16
 
 
 class ListStreams(Struct, frozen=True, tag_field="op", tag="list"):
@@ -179,12 +184,13 @@ class Force(Struct, frozen=True, tag_field="op", tag="force"):
     """Request to a store to make a stream of a copy in its bucket, because the store that had the stream is gone.
     Answered with Described once the new stream is served, or if it was made before.
 
-    `orders` move the lost stream to the store, as in Move. `made` create the stream that takes its place, as in Create:
-    with the same definition, except that the lost log is an origin if it had none.
+    `orders` move the lost stream to the store, as in Move. `made` and `salt` create the stream that takes its place, as
+    in Create: with the same definition, except that the lost log is an origin if it had none.
     """
 
     orders: Orders
     made: Orders
+    salt: Id16
 
 
 class Append(Struct, frozen=True, tag_field="op", tag="append"):

@@ -1,11 +1,15 @@
 """The rules for orders: who may create, change and end a stream. This module only decides; `calls`
 writes and serves.
 
-    create    every order is signed by the key that it names, has revision 0, and is fresh
+    create    every order is signed by the key that it names, has revision 0, and is fresh; the uuid is made of the key
+              of the first one, which countersigns the others
     change    every order has the next revision, is fresh, and is signed by a key of the stream, or countersigned by one
     join      as change, and every key of the stream signs; the orders name the bucket's stores instead of this one
     end       every order has the next revision, is fresh, and is signed by a key of the stream
-    start     the signatures, and how each key joined the stream; not the time, so that stored orders stay valid
+    start     the signatures, and how each key joined the stream, from the one that its uuid is made of; not the time, so
+              that stored orders stay valid
+
+So a uuid belongs to the key that the stream was created under, at every store, and a later key changes nothing of that.
 
 A revision grows by one. So every order can be replaced by a later one, and of two concurrent
 changes one is refused.
@@ -13,7 +17,7 @@ changes one is refused.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Final
 
 from msgspec import Struct, structs
@@ -31,6 +35,7 @@ from iris.wire.orders import (
     check_definition,
     decode_order,
     in_force,
+    log_uuid,
 )
 from relay.store.errors import Refuse
 
@@ -45,9 +50,11 @@ class DefinitionFile(Struct, frozen=True):
     parent: bytes = b""
     """For a log of dead letters: the uuid of their stream. Otherwise empty."""
     roots: list[bytes] = []
-    """Ids of the keys that the stream was created with. Empty in files from before there were revisions."""
+    """Ids of the keys that need no countersignature; the first is the one that the stream was created under."""
     admitted: list[SignedOrder] = []
     """The countersigned orders of the stream's other keys."""
+    salt: bytes = b""
+    """What the uuid was made of, with the first of `roots`; see `log_uuid`. Empty for a log of dead letters."""
 
 
 class Charter(Struct, frozen=True):
@@ -57,6 +64,7 @@ class Charter(Struct, frozen=True):
     """Key id -> order."""
     roots: tuple[bytes, ...] = ()
     admitted: dict[bytes, SignedOrder] = {}
+    salt: bytes = b""
 
     @property
     def order(self) -> Order | None:
@@ -85,7 +93,9 @@ class Charter(Struct, frozen=True):
     def definition_file(self) -> DefinitionFile:
         """The contents of the definition file."""
         signed = [one for _, one in self.orders.values()]
-        return DefinitionFile(signed, b"", list(self.roots), list(self.admitted.values()))
+        return DefinitionFile(
+            signed, b"", list(self.roots), list(self.admitted.values()), self.salt
+        )
 
 
 NO_CHARTER = Charter()
@@ -102,16 +112,21 @@ class Authority:
         self._stores = {store, group} - {b""}
         self._group = group
 
-    def create(self, orders: _Signed, now_us: int) -> Charter:
+    def create(self, orders: _Signed, salt: bytes, now_us: int) -> Charter:
         """Return the charter of a new stream, from orders that `read` and `one_definition` have accepted."""
+        founder = next(iter(orders))
+        others = {key_id: one for key_id, (_, one) in orders.items() if key_id != founder}
         for order, _ in orders.values():
+            _check_uuid(order.uuid, founder, salt)
             if order.revision:
                 raise Refuse(
                     "order",
                     f"the order that creates a stream must have revision 0, not {order.revision}",
                 )
             _check_fresh(order, now_us)
-        return Charter(orders, tuple(orders))
+        for key_id, one in others.items():
+            _check_countersigned(key_id, one, (founder,))
+        return Charter(orders, (founder,), others, salt)
 
     def change(
         self, charter: Charter, signed: Sequence[SignedOrder], uuid: bytes, now_us: int
@@ -134,7 +149,7 @@ class Authority:
             _check_step(charter, order)
             _check_fresh(order, now_us)
         _check_fixed_fields(charter, definition)
-        return Charter({**charter.orders, **orders}, charter.roots, admitted)
+        return Charter({**charter.orders, **orders}, charter.roots, admitted, charter.salt)
 
     def is_join(self, charter: Charter, signed: Sequence[SignedOrder], uuid: bytes) -> bool:
         """Return whether the orders bring a stream of this store's disk into its bucket."""
@@ -160,7 +175,7 @@ class Authority:
                 f"a stream can join a bucket only if all its keys sign the order, and {', '.join(missing)} did not; use a "
                 "keyring that has all keys of the stream",
             )
-        return Charter(orders, tuple(orders))
+        return Charter(orders, tuple(dict.fromkeys([charter.roots[0], *orders])), {}, charter.salt)
 
     def end(
         self, charter: Charter, signed: Sequence[SignedOrder], uuid: bytes, now_us: int
@@ -197,8 +212,7 @@ class Authority:
     def load(self, stored: DefinitionFile, uuid: bytes) -> Charter:
         """Check the stored orders, and return their charter."""
         orders = self.read(stored.orders, uuid)
-        if not stored.roots:
-            return Charter(orders, tuple(orders))
+        _check_uuid(uuid, next(iter(stored.roots), b""), stored.salt)
         found = self.read(stored.admitted, uuid)
         admitted: dict[bytes, SignedOrder] = {}
         keys = dict.fromkeys(stored.roots)
@@ -212,7 +226,7 @@ class Authority:
             if key_id not in keys:
                 detail = f"key {key_id.hex()[:8]} is not countersigned by a key of the stream"
                 raise Refuse("order", detail)
-        return Charter(orders, tuple(stored.roots), admitted)
+        return Charter(orders, tuple(stored.roots), admitted, stored.salt)
 
     def read(self, signed: Sequence[SignedOrder], uuid: bytes, *, action: str = KEEP) -> _Signed:
         """Return key id -> order. Each order must be signed, and be for this store, log and action.
@@ -257,6 +271,16 @@ def _is_in_force(charter: Charter, key_id: bytes, one: SignedOrder) -> bool:
     return there is not None and there[1].order == one.order
 
 
+def _check_uuid(uuid: bytes, founder: bytes, salt: bytes) -> None:
+    """Raise Refuse unless a holder of the key `founder` made this uuid."""
+    if uuid != log_uuid(founder, salt):
+        raise Refuse(
+            "order",
+            f"the uuid {uuid.hex()} was not made of key {founder.hex()[:8]}, under which the stream is said to be created; "
+            "create the stream with a new uuid",
+        )
+
+
 def _check_revised(order: Order) -> None:
     if not order.revision:
         raise Refuse("order", "the order has no revision; upgrade the client")
@@ -284,9 +308,7 @@ def _check_fresh(order: Order, now_us: int) -> None:
         )
 
 
-def _check_countersigned(
-    key_id: bytes, one: SignedOrder, keys: dict[bytes, object] | _Signed
-) -> None:
+def _check_countersigned(key_id: bytes, one: SignedOrder, keys: Container[bytes]) -> None:
     """Raise Refuse unless one of `keys` countersigned the order."""
     if not one.by:
         detail = (

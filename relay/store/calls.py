@@ -255,14 +255,11 @@ class Calls:
             raise Refuse(
                 "order", "the log with this uuid was deleted; create the stream with a new uuid"
             )
-        if dead_uuid(uuid) in self._catalogue.streams or any(
-            uuid == dead_uuid(u) for u in self._catalogue.streams
-        ):
+        if uuid in self._catalogue.left:
             raise Refuse(
-                "order",
-                "the dead letters of another stream have this uuid; create the stream with a new uuid",
-            )
-        charter = self._authority.create(orders, self._clock.wall_us)
+                "order", "the log with this uuid left the disk of this store; create the stream with a new uuid"
+            )  # fmt: skip
+        charter = self._authority.create(orders, call.salt, self._clock.wall_us)
         self._catalogue.check_keys(definition, set(orders))
         self._catalogue.check_room(1)
         shelf = self._catalogue.shelf

@@ -32,7 +32,7 @@ from relay.store.bucket.sealing import Forced
 from relay.store.bucket.shelf import Left, Shelf
 from relay.store.clock import Clock
 from relay.store.cursor import Dead
-from relay.store.ended import SUFFIX, Ended
+from relay.store.ended import LEFT, MAX_ENDED, SUFFIX, Ended
 from relay.store.errors import LogError, LogWriteFailed, Refuse
 from relay.store.files import write_beside
 from relay.store.join_notes import Note
@@ -76,6 +76,7 @@ class Catalogue:
         self.grown: Callable[[Stream], None] = lambda stream: None
         """Called when readers of a stream in a bucket may be shown more."""
         self.ended = Ended(directory)
+        self.left = Ended(directory, MAX_ENDED, LEFT)
         self.streams: dict[bytes, Stream] = {}
         self.by_address: dict[tuple[str, bytes], Stream] = {}
         """(name or uuid, key id) -> stream."""
@@ -94,6 +95,7 @@ class Catalogue:
     def load(self) -> None:
         """Open every stream of the directory. One that cannot be opened is quarantined and logged."""
         self.ended.load()
+        self.left.load()
         finish(self.directory)
         for ended in self.ended.uuids:
             for uuid in (ended, dead_uuid(ended)):
@@ -506,4 +508,4 @@ class Catalogue:
 
 def is_stream(name: str) -> bool:
     """Return whether an entry of the directory of streams is a stream or a remnant of one."""
-    return bool(_UUID.fullmatch(name.partition(".")[0])) and not name.endswith(SUFFIX)
+    return bool(_UUID.fullmatch(name.partition(".")[0])) and not name.endswith((SUFFIX, LEFT))

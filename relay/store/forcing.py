@@ -70,7 +70,7 @@ class Forced:
             else:
                 incoming.answer(self._described(stream))
 
-        forcer.force(Wish(lost, made, call.orders, call.made), done)
+        forcer.force(Wish(lost, made, call.orders, call.made, call.salt), done)
 
     def _of(self, incoming: IncomingCall) -> Forcer:
         if incoming.name != self._address:

@@ -52,6 +52,10 @@ def join(
     if stream.log is None or stream.log.failed:
         raise Refuse("disk", stream.failed or "an earlier write failed")
     catalogue.check_keys(charter.definition, set(charter.orders))
+    if (
+        stream.uuid not in catalogue.left
+    ):  # its first order names this store, and is void from here on
+        catalogue.left.add(stream.uuid, catalogue.clock.wall_us)
     one = Join(catalogue, shelf, stream, charter, put_in_force, describe)
     one.wait(incoming, charter)
     shelf.joiner.join(one)

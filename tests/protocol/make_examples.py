@@ -65,7 +65,7 @@ from iris.wire.kinds import (
     Kind,
     Refusal,
 )
-from iris.wire.orders import KEEP, MOVE, Definition, Order, SignedOrder, decode_order
+from iris.wire.orders import KEEP, MOVE, Definition, Order, SignedOrder, decode_order, log_uuid
 
 DOCUMENT: Final = Path(__file__).parents[2] / "docs" / "protocol.md"
 BLOCK: Final = re.compile(r"^```(hex|json) name=([a-z-]+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -92,7 +92,8 @@ TLS_CHANNEL: Final = certificate_hash(CERTIFICATE.public_bytes(Encoding.DER))
 STORE_KEY: Final = StoreKey(bytes(range(0x20, 0x40)))
 STORE_SENDER: Final = bytes(range(0x30, 0x40))
 STREAM: Final = "orders"
-STREAM_UUID: Final = bytes(range(0x80, 0x90))
+SALT: Final = bytes(range(0x80, 0x90))
+STREAM_UUID: Final = log_uuid(KEY.key_id, SALT)
 COPY_UUID: Final = bytes(range(0xC0, 0xD0))
 PRODUCER: Final = bytes(range(0x90, 0xA0))
 WRITER: Final = "etl"
@@ -471,7 +472,7 @@ def derived() -> dict[str, dict[str, Any]]:
         "lost": {"order": readable(msgspec.msgpack.decode(FIND_LOST)), "call": streams.encode(_find_lost()).hex()},
         "stream": {
             "store_secret": bytes(range(0x20, 0x40)).hex(), "store_public_key": STORE_KEY.public_key.hex(),
-            "store_id": public_id(STORE_KEY.public_key).hex(), "uuid": STREAM_UUID.hex(),
+            "store_id": public_id(STORE_KEY.public_key).hex(), "salt": SALT.hex(), "uuid": STREAM_UUID.hex(),
             "dead_uuid": stream_items.dead_uuid(STREAM_UUID).hex(), "key": RECORD_KEY.decode(), "key_hash": _key_hash().hex(),
         },
         "stream-partitions": partitioned(),

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from support.founded import creation, founded
+
 from iris.core.guard import Guard
 from iris.core.session import Session
 from iris.crypto.keys import ClusterKey, StoreKey
@@ -23,7 +25,8 @@ from relay.store.store import Store
 KEY = ClusterKey(bytes(range(32)))
 OTHER = ClusterKey(bytes(range(1, 33)))
 STORE_KEY = StoreKey(bytes(range(2, 34)))
-UUID = bytes(range(16))
+UUID = founded(KEY, bytes(range(16)))
+OTHERS_UUID = founded(OTHER, b"o" * 16)
 NAME = "orders"
 NOW_US = 1_700_000_000_000_000
 UNASKED = object()
@@ -258,7 +261,7 @@ def relay_of(store: Store) -> Relay:
     """Return a relay of a store with one stream: three messages, a consumer with one in flight, and an attempt."""
     relay = Relay(store)
     owner = Caller(KEY)
-    made = relay.ask(owner, streams.Create([order()]), key=None, name=store.address)
+    made = relay.ask(owner, creation(order()), key=None, name=store.address)
     assert isinstance(made, streams.Described)
     for number in range(3):
         assert isinstance(relay.ask(owner, append(number)), streams.Appended)

@@ -19,14 +19,15 @@ from protocol.stores import (
     open_store,
     order,
 )
+from support.founded import creation, founded
 
 from iris.crypto.keys import StoreKey
 from iris.wire import consumers, streams
 from iris.wire.orders import END, KEEP, MOVE, Definition, Order, SignedOrder
 from relay.store.bucket.sealing import Forced
 
-MADE, OTHER_UUID = b"m" * 16, b"o" * 16
-ENTRY = Forced(UUID, MADE, StoreKey(b"s" * 32).public_key, "db-2", NOW_US, [])
+MADE, OTHER_UUID = b"m" * 16, founded(KEY, b"o" * 16)
+ENTRY = Forced(UUID, MADE, StoreKey(b"s" * 32).public_key, "db-2", NOW_US, [], bytes(16))
 
 
 def refused(relay: Relay, call: Any, name: str = UUID.hex()) -> streams.Refused:
@@ -76,7 +77,7 @@ def test_it_stays_displaced_when_its_store_starts_again_until_an_order_deletes_i
         assert fetch(relay).next == 3
         # The name is free, also here.
         made = order(uuid=OTHER_UUID)
-        described = relay.ask(Caller(KEY), streams.Create([made]), key=None, name=store.address)
+        described = relay.ask(Caller(KEY), creation(made), key=None, name=store.address)
         assert isinstance(described, streams.Described), described
         assert relay.ask(Caller(KEY), streams.Describe()).uuid == OTHER_UUID
         definition = Definition(NAME)
@@ -119,7 +120,7 @@ def test_a_store_without_a_bucket_says_so_and_is_asked_itself(
     relay: Relay, one: SignedOrder, own: bool, text: str
 ) -> None:
     name = relay.store.address if own else NAME
-    for call in (streams.FindLost([one]), streams.Force([one], [one])):
+    for call in (streams.FindLost([one]), streams.Force([one], [one], bytes(16))):
         answer = relay.ask(Caller(KEY), call, key=None if own else KEY, name=name)
         assert isinstance(answer, streams.Refused)
         assert text in answer.detail

@@ -151,7 +151,11 @@ def test_a_store_accepts_the_countersigned_order_after_the_first() -> None:
     key = ClusterKey(said.pop("key_secret"))
     order = decode_order(created.order)
     authority = Authority(order.store)
-    charter = authority.create(authority.read([created], order.uuid), order.issued_us)
+    charter = authority.create(
+        authority.read([created], order.uuid),
+        bytes.fromhex(JSON["stream"]["salt"]),
+        order.issued_us,
+    )
     changed = authority.change(charter, [SignedOrder(**said)], order.uuid, order.issued_us)
     assert set(changed.orders) == {KEY.key_id, key.key_id}
     assert f"at most {ORDER_FRESH_US // 1_000_000} s before or after" in TEXT

@@ -14,6 +14,7 @@ from protocol.stores import (
     NAME,
     NOW_US,
     OTHER,
+    OTHERS_UUID,
     STORE_KEY,
     UUID,
     Caller,
@@ -25,6 +26,7 @@ from protocol.stores import (
     relay_of,
     state,
 )
+from support.founded import countersigned, creation, founded
 
 from iris.crypto.channel import MARK
 from iris.crypto.keys import ClusterKey, verify_order
@@ -152,7 +154,7 @@ def test_a_call_of_any_numbers_is_answered_and_the_store_serves_the_others(
         relay_of(store)
         Relay(store).ask(
             Caller(OTHER),
-            streams.Create([order(OTHER, uuid=b"o" * 16, name="other")]),
+            creation(order(OTHER, uuid=OTHERS_UUID, name="other")),
             key=None,
             name=store.address,
         )
@@ -325,7 +327,9 @@ def test_who_made_up_many_keys_ends_no_channels_of_another_stream(relay: Relay) 
     for caller in honest:
         assert isinstance(relay.ask(caller, streams.Describe()), streams.Described)
     made_up = [ClusterKey(os.urandom(32)) for _ in range(12)]
-    theirs = streams.Create([order(key, uuid=b"o" * 16, name="other") for key in made_up])
+    founder, uuid = made_up[0], founded(made_up[0], bytes(16))
+    first, *rest = (order(key, uuid=uuid, name="other") for key in made_up)
+    theirs = creation(first, *(countersigned(founder, one) for one in rest))
     assert isinstance(
         relay.ask(Caller(), theirs, key=None, name=relay.store.address), streams.Described
     )
@@ -348,13 +352,13 @@ def test_a_call_of_another_time_or_stream_is_nothing_through_a_channel_of_today(
     old = Caller(KEY)
     assert isinstance(relay.ask(old, append(3), writes=True), streams.Appended)
     recorded = [(declared, frame) for declared, frame in relay.recorded if frame[BODY_AT] == MARK]
-    again = order(OTHER, uuid=b"s" * 16, name=NAME)
-    made = relay.ask(Caller(OTHER), streams.Create([again]), key=None, name=relay.store.address)
+    again = order(OTHER, uuid=founded(OTHER, b"s" * 16), name=NAME)
+    made = relay.ask(Caller(OTHER), creation(again), key=None, name=relay.store.address)
     assert isinstance(made, streams.Described)
     other = Caller(OTHER)
     assert isinstance(relay.ask(other, streams.Describe(), key=OTHER), streams.Described)
     addresses = [frames.Declare(0, Kind.STREAM, name, key.key_id, bytes(16))
-              for name in (NAME, UUID.hex(), (b"s" * 16).hex(), relay.store.address) for key in (KEY, OTHER)]  # fmt: skip
+              for name in (NAME, UUID.hex(), founded(OTHER, b"s" * 16).hex(), relay.store.address) for key in (KEY, OTHER)]  # fmt: skip
     relay.store.detached()  # our session with the relay ends, and another begins
     after = Relay(relay.store)
     before = state(relay.store)

@@ -15,6 +15,7 @@ from protocol.stores import (
     NAME,
     NOW_US,
     OTHER,
+    OTHERS_UUID,
     STORE_KEY,
     UUID,
     Caller,
@@ -26,6 +27,7 @@ from protocol.stores import (
     raw,
     state,
 )
+from support.founded import creation, founded
 
 from iris.crypto.channel import LONG_BYTES, MARK, SEALED_BYTES, Offer, accept_offer
 from iris.crypto.keys import StoreKey
@@ -63,8 +65,8 @@ def test_a_party_without_the_key_learns_no_name_of_a_stream(relay: Relay) -> Non
     assert isinstance(answer, Refused)
     assert answer.code == "no-stream"
     # The holder of a key sees the streams of that key.
-    theirs = b"o" * 16
-    relay.ask(Caller(), streams.Create([order(OTHER, uuid=theirs, name="other")]), key=None, name=store)  # fmt: skip
+    theirs = OTHERS_UUID
+    relay.ask(Caller(), creation(order(OTHER, uuid=theirs, name="other")), key=None, name=store)  # fmt: skip
     for key, uuid in ((KEY, UUID), (OTHER, theirs)):
         listed = relay.ask(Caller(key), streams.ListStreams(), key=key, name=store, own=True)
         assert [found.uuid for found in listed.streams] == [uuid]
@@ -72,8 +74,8 @@ def test_a_party_without_the_key_learns_no_name_of_a_stream(relay: Relay) -> Non
 
 def test_a_stream_is_there_under_its_own_keys_alone_and_listed_under_them(relay: Relay) -> None:
     store = relay.store
-    theirs = order(OTHER, uuid=bytes(range(1, 17)), name="bills")
-    made = relay.ask(Caller(OTHER), streams.Create([theirs]), key=None, name=store.address)
+    theirs = order(OTHER, uuid=founded(OTHER, bytes(range(1, 17))), name="bills")
+    made = relay.ask(Caller(OTHER), creation(theirs), key=None, name=store.address)
     assert isinstance(made, streams.Described)
     both = Caller(KEY, OTHER)
     for key, name in ((KEY, "bills"), (OTHER, NAME)):
@@ -443,7 +445,7 @@ def test_channels_of_one_key_never_end_those_of_another(relay: Relay) -> None:
     table = relay.store.calls.channels = channels.Channels(
         STORE_KEY, os.urandom, most=4, most_of_log=3
     )
-    relay.ask(Caller(KEY), streams.Create([order(OTHER, uuid=b"o" * 16, name="other")]), key=None, name=relay.store.address)  # fmt: skip
+    relay.ask(Caller(KEY), creation(order(OTHER, uuid=OTHERS_UUID, name="other")), key=None, name=relay.store.address)  # fmt: skip
     quiet = Caller(OTHER)
     assert isinstance(relay.ask(quiet, streams.Describe(), key=OTHER, name="other"), streams.Described)  # fmt: skip
     for _ in range(10):
@@ -509,7 +511,7 @@ def test_an_unknown_call_through_a_channel_is_refused_with_a_code(relay: Relay) 
 
 
 def test_a_channel_to_one_log_is_refused_at_another_log_of_the_same_key(relay: Relay) -> None:
-    relay.ask(Caller(KEY), streams.Create([order(uuid=b"o" * 16, name="other")]), key=None, name=relay.store.address)  # fmt: skip
+    relay.ask(Caller(KEY), creation(order(uuid=founded(KEY, b"o" * 16), name="other")), key=None, name=relay.store.address)  # fmt: skip
     caller = Caller(KEY)
     relay.ask(caller, streams.Describe())
     before = state(relay.store)

@@ -33,10 +33,11 @@ from support.bucket_lives.plan import StreamPlan
 from support.bucket_lives.store import EPOCH_US, GROUP, Request, Session, records
 from support.bucket_moves import View
 from support.bucket_sim import Scripted
+from support.founded import countersigned, creation, founded
 from support.keeper import OWNER, order
 
 NAME: Final = "orders"
-UUID: Final = bytes(range(16))
+UUID: Final = founded(OWNER, bytes(range(16)))
 DEFINITION: Final = Definition(NAME, dedup_window_us=int(3600e6))
 CALL_S: Final = 2.0
 TICK_S: Final = 0.25
@@ -202,7 +203,7 @@ class World:
             host.start()
         await until(lambda: all(host.shelf.writer for host in self.hosts))
         signed = self.orders(*keys, revision=0, definition=definition, store=self.first.key)
-        answer = await self.call(self.first, self.first.store.address, streams.Create(signed))
+        answer = await self.call(self.first, self.first.store.address, creation(*signed))
         assert isinstance(answer, streams.Described), answer
 
         plan = StreamPlan(NAME, UUID, definition, 0)
@@ -228,7 +229,7 @@ class World:
         action: str = KEEP,
     ) -> list[Any]:  # fmt: skip
         """Return orders that change the stream; by default it joins the bucket."""
-        return [
+        first, *rest = (
             order(
                 key,
                 definition,
@@ -239,7 +240,8 @@ class World:
                 revision=revision,
             )
             for key in keys or (OWNER,)
-        ]
+        )
+        return [first, *(rest if revision else (countersigned(keys[0], one) for one in rest))]
 
     async def join(self, seconds: float = CALL_S) -> Answer | None:
         """Let the stream join as a client does that gives up after so many seconds."""

@@ -10,14 +10,15 @@ from iris.crypto.keys import ClusterKey, StoreKey
 from iris.errors import DecodeError
 from iris.wire import frames
 from iris.wire.orders import KEEP, Definition, Order, SignedOrder
-from iris.wire.streams import Call, Change, Create, Delete, Refused, encode
+from iris.wire.streams import Call, Change, Delete, Refused, encode
 from relay.store.errors import Refuse
 from relay.store.store import Store
+from support.founded import creation, founded
 
 NOW_US = 1_800_000_000_000_000
 STORE = StoreKey(b"s" * 32)
 OWNER, SECOND, STRANGER = (ClusterKey(letter * 32) for letter in (b"a", b"b", b"z"))
-UUID = bytes(range(16))
+UUID = founded(OWNER, bytes(range(16)))
 DEFINITION = Definition("orders", "orders.>", max_messages=1000)
 SMALL = Definition("orders", "orders.>", max_messages=1)
 
@@ -97,7 +98,7 @@ class Keeper:
         return asked.said
 
     def create(self, *orders: SignedOrder) -> Any:
-        return self.ask(Create(list(orders)), name=self.store.address)
+        return self.ask(creation(*orders), name=self.store.address)
 
     def change(self, *orders: SignedOrder, key: ClusterKey = OWNER) -> Any:
         return self.ask(Change(list(orders)), key=key)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
 from iris.crypto.keys import ClusterKey, GroupKey, StoreKey
-from iris.streams.signed_orders import orders_to_create
+from iris.streams.signed_orders import Founding, orders_to_create
 from iris.wire.orders import MOVE, Definition, Order, SignedOrder, decode_order
 from iris.wire.streams import LostStream, encode
 from relay.store.authority import DefinitionFile
@@ -23,6 +23,7 @@ from relay.store.bucket.sealing import Forced
 from relay.store.bucket.seen import RolledBack
 from relay.store.errors import Refuse
 from relay.store.log import Log
+from support.founded import SALTS
 
 T = TypeVar("T")
 GROUP = GroupKey(b"g" * 32)
@@ -41,9 +42,16 @@ def stored_for(
     uuid: bytes, store: bytes, definition: Definition = ORDERS, *keys: ClusterKey
 ) -> bytes:
     """Return the definition file of a stream of a store."""
-    orders = orders_to_create(definition, keys or (KEY,), uuid, store)
+    orders = orders_to_create(definition, Founded(uuid, keys or (KEY,)), store)
     roots = [decode_order(one.order).key_id for one in orders]
-    return msgspec.msgpack.encode(DefinitionFile(orders, b"", roots))
+    return msgspec.msgpack.encode(DefinitionFile(orders, b"", roots, [], SALTS[uuid]))
+
+
+class Founded(Founding):
+    """A stream with the uuid that a test has chosen."""
+
+    def __init__(self, uuid: bytes, keys: Sequence[ClusterKey]) -> None:
+        self.keys, self.salt, self.uuid = keys, SALTS[uuid], uuid  # type: ignore[misc]  # final elsewhere
 
 
 def new_log(
@@ -144,7 +152,13 @@ class Maker:
             )
         )
         moving = SignedOrder(said, key.public_key, key.sign_order(said))
-        return Wish(lost.uuid, made, [moving], orders_to_create(definition, [key], made, target))
+        return Wish(
+            lost.uuid,
+            made,
+            [moving],
+            orders_to_create(definition, Founded(made, [key]), target),
+            SALTS[made],
+        )
 
     async def force(self, wish: Wish) -> bytes:
         """Carry an order out; return the uuid of the new log. Raises Refuse."""

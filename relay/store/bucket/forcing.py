@@ -26,7 +26,7 @@ from iris.crypto.keyring import Keyring
 from iris.crypto.keys import GroupKey, public_id
 from iris.errors import IrisError
 from iris.keyfiles import sync_directory
-from iris.wire.orders import KEEP, Definition, Order, SignedOrder
+from iris.wire.orders import KEEP, Definition, Order, SignedOrder, log_uuid
 from iris.wire.stream_items import dead_uuid
 from iris.wire.streams import LostStream
 from relay.store.authority import Authority, DefinitionFile, one_definition
@@ -96,6 +96,8 @@ class Wish(Struct, frozen=True):
     """Orders that move the lost stream to this store."""
     making: Sequence[SignedOrder]
     """Orders that create the new stream."""
+    salt: bytes
+    """What the uuid of the new stream was made of."""
 
 
 class Left(Struct, frozen=True):
@@ -292,19 +294,20 @@ class Forcing:
 
     def _created(self, lost: Lost, keyring: Keyring) -> tuple[bytes, DefinitionFile]:
         """Return the uuid and the definition file of a new stream in the place of a lost one. Raises Refuse."""
-        charter, uuid, now_us = lost.charter, self._entropy(16), self._wall_us()
+        charter, salt, now_us = lost.charter, self._entropy(16), self._wall_us()
+        keys = [key for key_id in charter.orders if (key := keyring.by_id(key_id)) is not None]
+        if not keys:
+            raise Refuse("order", "the keyring has no key of this stream")
+        uuid = log_uuid(keys[0].key_id, salt)
         definition = charter.definition.made_again(lost.uuid)
         orders = {}
-        for key_id in charter.orders:
-            if (key := keyring.by_id(key_id)) is not None:
-                order = Order(
-                    KEEP, uuid, key_id, self._store, now_us, definition, definition.order_version
-                )
-                said = _encode(order)
-                orders[key_id] = SignedOrder(said, key.public_key, key.sign_order(said))
-        if not orders:
-            raise Refuse("order", "the keyring has no key of this stream")
-        return uuid, DefinitionFile(list(orders.values()), b"", list(orders))
+        for key in keys:
+            order = Order(
+                KEEP, uuid, key.key_id, self._store, now_us, definition, definition.order_version
+            )
+            said = _encode(order)
+            orders[key.key_id] = SignedOrder(said, key.public_key, key.sign_order(said))
+        return uuid, DefinitionFile(list(orders.values()), b"", list(orders), [], salt)
 
     # -- making ----------------------------------------------------------------------------------------------
 
@@ -348,7 +351,9 @@ class Forcing:
         if entry is None:
             if not await prevent(self._objects, self._sealer, lost.uuid):
                 raise Refuse("exists", JOINED)
-            wanted = Forced(lost.uuid, uuid, self._store, self._label, self._wall_us(), made.orders)
+            wanted = Forced(
+                lost.uuid, uuid, self._store, self._label, self._wall_us(), made.orders, made.salt
+            )
             decided, _ = self._ours(await self._list.decide(wanted))
             if decided != uuid:
                 raise Refuse(
@@ -375,7 +380,7 @@ class Forcing:
                 f"log {entry.made.hex()}; if that store does not serve it, repeat the order with the id of that store",
             )
         roots = [public_id(signed.public_key) for signed in entry.orders]
-        return entry.made, DefinitionFile(entry.orders, b"", roots)
+        return entry.made, DefinitionFile(entry.orders, b"", roots, [], entry.salt)
 
     def _checked(self, wish: Wish, lost: Lost) -> DefinitionFile:
         """Return the definition file of the new stream. Raises Refuse if the orders do not allow it."""
@@ -390,7 +395,7 @@ class Forcing:
         for key_id in orders:
             if key_id not in charter.orders:
                 raise Refuse("order", f"key {key_id.hex()[:8]} is not a key of the lost stream; leave it out, and add it with `iris stream keys` afterwards")  # fmt: skip
-        return ours.create(orders, now_us).definition_file
+        return ours.create(orders, wish.salt, now_us).definition_file
 
     async def _check_gone(self, lost: Lost) -> None:
         """Return if the store of a log is gone. Raises Refuse."""

@@ -118,7 +118,7 @@ class LostLogs:
         while entry is not None and made is not None:
             if (outline := self._copies.get(entry.lost)) is not None:
                 roots = [public_id(signed.public_key) for signed in made.orders]
-                stored = DefinitionFile(made.orders, b"", roots)
+                stored = DefinitionFile(made.orders, b"", roots, [], made.salt)
                 return Lost(uuid, stored, made.store, made.label, outline)
             entry = self._forced.made(entry.lost)
         raise Refuse("no-stream", f"the bucket has no copy of log {uuid.hex()}")

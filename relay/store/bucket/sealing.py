@@ -198,6 +198,8 @@ class Forced(Struct, frozen=True, tag_field="t", tag="forced"):
     at_us: int
     orders: list[SignedOrder]
     """Orders of key holders to that store to keep the new log."""
+    salt: bytes
+    """What the uuid of the new log was made of."""
 
 
 Content = Forced | Registered | Numbered | Fence | Checkpoint | Decision | Settled | Ticket

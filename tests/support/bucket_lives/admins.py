@@ -17,6 +17,7 @@ from support.bucket_lives.clients import END_FIELDS
 from support.bucket_lives.history import Interval
 from support.bucket_lives.plan import StreamPlan
 from support.bucket_lives.store import EPOCH_US, GROUP, Process
+from support.founded import creation, founded
 from support.keeper import OWNER, order
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 TRIES: Final = 8
 QUIET_S: Final = 150.0
 """After this time without faults every stream is served."""
-COPIED: Final = StreamPlan("disk", bytes(15) + b"\xdd", Definition("disk"), 0)
+COPIED: Final = StreamPlan("disk", founded(OWNER, bytes(15) + b"\xdd"), Definition("disk"), 0)
 COPIED_AT: Final = 1
 """Store with the stream that is copied."""
 
@@ -96,7 +97,7 @@ class Mover:
         if process is None:
             return
         life.counts["creates repeated"] += 1
-        call = streams.Create([signed(life, plan, KEEP, GROUP, revision=0)])
+        call = creation(signed(life, plan, KEEP, GROUP, revision=0))
         answer = await life.ask_process(process, process.address, NO_KEY, call)
         if isinstance(answer, streams.Refused) and answer.code == "exists":
             life.counts["creates refused because of the uuid"] += 1
@@ -196,7 +197,7 @@ class Copied:
         process = life.processes[COPIED_AT]
         first = _order_of_creation(COPIED, process)
         while True:
-            answer = await life.ask_process(process, process.address, NO_KEY, streams.Create([first]))  # fmt: skip
+            answer = await life.ask_process(process, process.address, NO_KEY, creation(first))  # fmt: skip
             if isinstance(answer, streams.Described):
                 return
 

@@ -39,6 +39,7 @@ from support.bucket_lives.loops import Loops, Stuck, Time
 from support.bucket_lives.owners import Owner
 from support.bucket_lives.plan import ORDERS, Plan, StreamPlan
 from support.bucket_lives.store import EPOCH_US, GROUP, TICK_S, Process, Request, World, records
+from support.founded import creation
 from support.keeper import OWNER, order
 
 CALL_S: Final = 2.0
@@ -305,8 +306,8 @@ class Life(World):
         one = plan.definition
         self.history.limits[plan.label] = Limits(one.max_messages, one.max_bytes, one.max_age_us / 1e6)  # fmt: skip
         issued_us = EPOCH_US + self.now_us
-        call = streams.Create(
-            [order(OWNER, plan.definition, issued_us=issued_us, uuid=plan.uuid, store=store)]
+        call = creation(
+            order(OWNER, plan.definition, issued_us=issued_us, uuid=plan.uuid, store=store)
         )
         while self.processes.get(process.number) is process:
             answer = await self.ask_process(process, process.address, NO_KEY, call)

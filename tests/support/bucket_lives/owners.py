@@ -17,6 +17,7 @@ from support.bucket_lives.clients import Committer, Once, Producer, body_of
 from support.bucket_lives.history import GAP, Interval, Replaced
 from support.bucket_lives.plan import StreamPlan
 from support.bucket_lives.store import EPOCH_US, GROUP, Process
+from support.founded import SALTS, founded
 from support.keeper import OWNER, order
 
 if TYPE_CHECKING:
@@ -166,13 +167,13 @@ class Owner:
         before = decode_order(lost.orders[0].order)
         revision = max(decode_order(one.order).revision for one in lost.orders) + 1
         issued_us = EPOCH_US + life.now_us
-        made = self._rng.randbytes(16)
+        made = founded(OWNER, self._rng.randbytes(16))
         moving = order(
             OWNER, before.definition, action=MOVE, issued_us=issued_us, uuid=lost.uuid, store=key, revision=revision
         )  # fmt: skip
         definition = before.definition.made_again(lost.uuid)
         making = order(OWNER, definition, action=KEEP, issued_us=issued_us, uuid=made, store=key)
-        call = streams.Force([moving], [making])
+        call = streams.Force([moving], [making], SALTS[made])
         answer = await life.ask_process(process, process.address, NO_KEY, call, 20)
         if isinstance(answer, streams.Refused):
             life.counts[f"moves by force refused: {answer.code}"] += 1

@@ -8,6 +8,8 @@ import random
 from typing import Final
 
 from iris.wire.orders import Definition
+from support.founded import founded
+from support.keeper import OWNER
 
 DAY_US: Final = int(86_400e6)
 ORDERS: Final = 1_000_000
@@ -83,7 +85,7 @@ class Plan:
         number = len(self.made) + 1
         plan = StreamPlan(
             f"{definition.name}.{number}",
-            uuid or number.to_bytes(16, "big"),
+            uuid or founded(OWNER, number.to_bytes(16, "big")),
             definition,
             max_deliver,
         )
@@ -105,6 +107,8 @@ class Plan:
                 limits["max_age_us"] = int(rng.uniform(4, 30) * 1e6)
         letters = rng.choice((0, 2, 3)) if not limits else 0
         definition = Definition(name, dedup_window_us=DAY_US, **limits)
-        plan = StreamPlan(f"{name}.{number}", number.to_bytes(16, "big"), definition, letters)
+        plan = StreamPlan(
+            f"{name}.{number}", founded(OWNER, number.to_bytes(16, "big")), definition, letters
+        )
         self.made.append(plan)
         return plan

@@ -15,6 +15,7 @@ from support.bucket_lives.clients import END_FIELDS
 from support.bucket_lives.life import Life, Log, logged, seeded
 from support.bucket_lives.plan import StreamPlan
 from support.bucket_lives.store import GROUP, Process
+from support.founded import creation, founded
 from support.keeper import OWNER
 
 
@@ -42,9 +43,11 @@ class Scene(Life):
     async def stream(self, process: Process, count: int = 0, *, store: Any = GROUP) -> StreamPlan:
         """Create a stream in the bucket, with `count` messages; on a store's disk, if `store` is its key."""
         number = len(self.streams) + 1
-        plan = StreamPlan(f"s{number}", number.to_bytes(16, "big"), Definition(f"s{number}"), 0)
+        plan = StreamPlan(
+            f"s{number}", founded(OWNER, number.to_bytes(16, "big")), Definition(f"s{number}"), 0
+        )
         order = signed(self, plan, "keep", store, revision=0)
-        answer = await self.ask_process(process, process.address, NO_KEY, streams.Create([order]))
+        answer = await self.ask_process(process, process.address, NO_KEY, creation(order))
         assert isinstance(answer, streams.Described), answer
         self.streams.append(plan)
         for number in range(count):

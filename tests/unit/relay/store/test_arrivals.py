@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support.founded import founded
 from support.keeper import OWNER, SECOND, UUID, Keeper, order
 
 from iris.wire.orders import Definition
@@ -37,9 +38,13 @@ def test_a_store_takes_no_more_streams_than_it_may_have(
     with pytest.raises(Refuse, match="this store has 1 stream, and 2 is the limit") as caught:
         check("others", [OWNER.key_id], 2)
     assert caught.value.code == "full"
-    second = order(uuid=bytes(16), definition=Definition("others", "", max_messages=1))
+    second = order(
+        uuid=founded(OWNER, bytes(16)), definition=Definition("others", "", max_messages=1)
+    )
     assert isinstance(keeper.create(second), Described)
-    third = order(uuid=b"3" * 16, definition=Definition("third", "", max_messages=1))
+    third = order(
+        uuid=founded(OWNER, b"3" * 16), definition=Definition("third", "", max_messages=1)
+    )
     refused = keeper.create(third)
     assert isinstance(refused, Refused)
     assert refused.code == "full"

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from msgspec import structs
+from support.founded import SALTS, founded
 from support.keeper import (
     DEFINITION,
     NOW_US,
     OWNER,
     SECOND,
     SMALL,
-    STORE,
     STRANGER,
     UUID,
     Asked,
@@ -32,7 +31,9 @@ from relay.store.authority import DefinitionFile
 from relay.store.errors import Refuse
 from relay.store.log import Log
 
-OTHER_UUID = bytes(range(16, 32))
+OTHER_UUID = founded(OWNER, bytes(range(16, 32)))
+STRANGERS_UUID = founded(STRANGER, bytes(16))
+SALT = SALTS[UUID]
 FAR_US = 1 << 62
 LATER_US = NOW_US + 10 * ORDER_FRESH_US
 
@@ -133,7 +134,7 @@ def test_a_forged_signature_changes_and_ends_nothing(keeper: Keeper) -> None:
 
 def test_a_stream_with_two_keys_is_created_under_orders_of_both(tmp_path: Path) -> None:
     keeper = Keeper(tmp_path)
-    assert isinstance(keeper.create(order(), order(SECOND)), Described)
+    assert isinstance(keeper.create(order(), countersigned(revision=0)), Described)
     assert key_ids(keeper) == {OWNER.key_id, SECOND.key_id}
     keeper.restart()
     assert key_ids(keeper) == {OWNER.key_id, SECOND.key_id}
@@ -171,7 +172,7 @@ def test_nobody_creates_a_stream_at_a_revision(tmp_path: Path, revision: int) ->
 def test_late_and_early_orders_are_refused_with_the_difference_of_the_clocks(
     keeper: Keeper, issued_us: int, text: str
 ) -> None:
-    refused(keeper.create(order(STRANGER, uuid=OTHER_UUID, issued_us=issued_us)), "order", text)
+    refused(keeper.create(order(STRANGER, uuid=STRANGERS_UUID, issued_us=issued_us)), "order", text)
     refused(keeper.change(order(definition=SMALL, revision=1, issued_us=issued_us)), "order", text)
     refused(keeper.delete(order(action=END, revision=1, issued_us=issued_us)), "order", text)
     assert (list(keeper.store.streams), keeper.max_messages) == ([UUID], 1000)
@@ -210,7 +211,7 @@ def test_nobody_creates_a_stream_in_the_place_of_another(keeper: Keeper) -> None
     beside = Path(f"{stream.path}.orders")
     there = beside.read_bytes()
     refused(keeper.create(order(STRANGER, SMALL)), "order", "another stream")
-    refused(keeper.create(order(STRANGER, uuid=dead_uuid(UUID))), "order", "dead letters")
+    refused(keeper.create(order(STRANGER, uuid=dead_uuid(UUID))), "order", "was not made of key")
     assert keeper.store.streams == {UUID: stream}
     assert beside.read_bytes() == there
 
@@ -456,7 +457,6 @@ def test_dead_letters_are_changed_and_ended_with_their_stream_alone(keeper: Keep
 
 # -- on disk -----------------------------------------------------------------------------------------------------
 
-OLD = json.loads((Path(__file__).parent / "orders-revision-0.json").read_text())
 encode = msgspec.msgpack.encode
 
 
@@ -467,51 +467,6 @@ def written(directory: Path, definition: bytes, beside: bytes | None = None) -> 
     Path(f"{path}.orders").write_bytes(definition if beside is None else beside)
     Log.create(str(path), uuid=UUID, definition=definition, created_us=1).close()
     return Keeper(directory)
-
-
-def test_a_stream_from_before_there_were_revisions_goes_on(tmp_path: Path) -> None:
-    keeper = written(tmp_path, bytes.fromhex(OLD["kept"]))
-    stream = keeper.store.streams[UUID]
-    assert (stream.failed, key_ids(keeper)) == ("", {OWNER.key_id, SECOND.key_id})
-    assert keeper.max_messages == 5  # the later of its orders
-    assert len(keeper.session.shown) == 2
-    refused(keeper.change(order(STRANGER, SMALL, revision=1)), "order", "must countersign")
-    assert isinstance(keeper.change(order(definition=SMALL, revision=1)), Described)
-    keeper.restart()
-    assert keeper.max_messages == 1
-    third = countersigned(SECOND, STRANGER, SMALL, revision=2)
-    assert isinstance(keeper.change(third), Described)
-    keeper.restart()
-    assert len(key_ids(keeper)) == 3
-    assert isinstance(keeper.delete(order(action=END, revision=3)), Settled)
-    keeper.store.close()
-
-
-def test_dead_letters_from_before_there_were_revisions_go_on(tmp_path: Path) -> None:
-    keeper = written(tmp_path, bytes.fromhex(OLD["kept"]))
-    keeper.store.close()
-    dead = bytes.fromhex(OLD["kept_dead_letters"])
-    path = tmp_path / "streams" / dead_uuid(UUID).hex()
-    Log.create(str(path), uuid=dead_uuid(UUID), definition=dead, created_us=1).close()
-    keeper.start()
-    grave = keeper.store.streams[dead_uuid(UUID)]
-    assert (grave.dead, set(grave.orders), grave.name) == (True, key_ids(keeper), "orders.dead")
-    keeper.store.close()
-
-
-def test_the_old_orders_of_a_damaged_log_name_its_owner(tmp_path: Path) -> None:
-    keeper = written(tmp_path, bytes.fromhex(OLD["kept"]))
-    keeper.store.close()
-    for file in (tmp_path / "streams" / UUID.hex()).glob("*"):
-        file.write_bytes(b"damaged")
-    keeper.start()
-    stream = keeper.store.streams[UUID]
-    assert (stream.log, stream.name, len(stream.orders)) == (None, "orders", 2)
-    refused(
-        keeper.delete(order(STRANGER, action=END, revision=1)), "order", "not a key of the stream"
-    )
-    assert isinstance(keeper.delete(order(action=END, revision=1)), Settled)
-    keeper.store.close()
 
 
 def test_the_orders_in_force_of_a_damaged_log_name_its_owner(keeper: Keeper) -> None:
@@ -525,62 +480,43 @@ def test_the_orders_in_force_of_a_damaged_log_name_its_owner(keeper: Keeper) -> 
     assert isinstance(keeper.delete(order(action=END, revision=2)), Settled)
 
 
-def test_a_stream_that_was_taken_over_before_there_were_revisions_can_be_recovered(
-    tmp_path: Path,
-) -> None:
-    taken = DefinitionFile([order(issued_us=1), order(STRANGER, SMALL, issued_us=FAR_US)])
-    keeper = written(tmp_path, encode(taken))
-    assert keeper.max_messages == 1
-    assert isinstance(keeper.change(order(revision=1)), Described)
-    assert keeper.max_messages == 1000
-    keeper.restart()
-    assert keeper.max_messages == 1000
-    keeper.store.close()
-
-
-def test_a_revision_that_an_older_store_wrote_is_accepted(tmp_path: Path) -> None:
-    keeper = written(
-        tmp_path, encode(DefinitionFile([order(issued_us=1), order(SECOND, SMALL, revision=4)]))
-    )
-    assert (keeper.max_messages, len(key_ids(keeper))) == (1, 2)
-    assert isinstance(keeper.change(order(revision=5)), Described)
-    keeper.store.close()
-
-
 def planted() -> dict[str, DefinitionFile]:
     """Return files that somebody might write to disk to make the stream accept a key."""
-    roots = [OWNER.key_id]
     forged = structs.replace(order(), signature=bytes(64))
+
+    def file(
+        *orders: SignedOrder, admitted: Sequence[SignedOrder] = (), **more: Any
+    ) -> DefinitionFile:
+        kept = DefinitionFile(list(orders), b"", [OWNER.key_id], list(admitted), SALT)
+        return structs.replace(kept, **more)
+
     return {
-        "an order beside": DefinitionFile([order(), order(STRANGER, SMALL, revision=1)], b"", roots),
-        "an order alone": DefinitionFile([order(STRANGER, SMALL, revision=1)], b"", roots),
-        "of revision 0": DefinitionFile([order(), order(STRANGER, SMALL)], b"", roots),
-        "not countersigned": DefinitionFile(
-            [order(), order(STRANGER)], b"", roots, [order(STRANGER, revision=1)]
+        "an order beside": file(order(), order(STRANGER, SMALL, revision=1)),
+        "an order alone": file(order(STRANGER, SMALL, revision=1)),
+        "of revision 0": file(order(), order(STRANGER, SMALL)),
+        "not countersigned": file(
+            order(), order(STRANGER), admitted=[order(STRANGER, revision=1)]
         ),
-        "countersigned by itself": DefinitionFile(
-            [order(), order(STRANGER)], b"", roots, [countersigned(STRANGER, STRANGER)]
+        "countersigned by itself": file(
+            order(), order(STRANGER), admitted=[countersigned(STRANGER, STRANGER)]
         ),
-        "countersigned in a circle": DefinitionFile(
-            [order(), order(STRANGER)],
-            b"",
-            roots,
-            [countersigned(SECOND, STRANGER), countersigned(STRANGER, SECOND)],
+        "countersigned in a circle": file(
+            order(), order(STRANGER), admitted=[countersigned(SECOND, STRANGER), countersigned(STRANGER, SECOND)],
         ),
-        "a forged countersignature": DefinitionFile(
-            [order(), order(STRANGER)],
-            b"",
-            roots,
-            [structs.replace(order(STRANGER, revision=1), by=OWNER.public_key, countersignature=bytes(64))],
+        "a forged countersignature": file(
+            order(), order(STRANGER),
+            admitted=[structs.replace(order(STRANGER, revision=1), by=OWNER.public_key, countersignature=bytes(64))],
         ),
-        "a forged signature": DefinitionFile([forged], b"", roots),
-        "for another store": DefinitionFile([order(store=StoreKey(b"x" * 32))], b"", roots),
-        "for another log": DefinitionFile([order(uuid=OTHER_UUID)], b"", roots),
-        "an end": DefinitionFile([order(action=END)], b"", roots),
-        "a forged admission": DefinitionFile(
-            [order(), order(STRANGER)], b"", roots,
-            [structs.replace(countersigned(OWNER, STRANGER), signature=bytes(64))],
+        "a forged signature": file(forged),
+        "for another store": file(order(store=StoreKey(b"x" * 32))),
+        "for another log": file(order(uuid=OTHER_UUID)),
+        "an end": file(order(action=END)),
+        "a forged admission": file(
+            order(), order(STRANGER), admitted=[structs.replace(countersigned(OWNER, STRANGER), signature=bytes(64))],
         ),
+        "founded by another key": file(order(STRANGER), roots=[STRANGER.key_id]),
+        "founded by nobody": file(order(STRANGER), roots=[], salt=b""),
+        "of another salt": file(order(), salt=bytes(16)),
     }  # fmt: skip
 
 
@@ -596,7 +532,11 @@ def test_a_stream_whose_orders_do_not_hold_is_not_served(tmp_path: Path, what: s
 
 @pytest.mark.parametrize("what", planted())
 def test_a_damaged_log_is_not_taken_over_by_the_orders_beside_it(tmp_path: Path, what: str) -> None:
-    keeper = written(tmp_path, encode(DefinitionFile([order()])), encode(planted()[what]))
+    keeper = written(
+        tmp_path,
+        encode(DefinitionFile([order()], b"", [OWNER.key_id], [], SALT)),
+        encode(planted()[what]),
+    )
     keeper.store.close()
     for file in (tmp_path / "streams" / UUID.hex()).glob("*"):
         file.write_bytes(b"damaged")
@@ -627,28 +567,3 @@ def test_a_log_that_opens_again_uses_its_own_definition(
     refused(keeper.change(order(revision=1)), "revision", "the next revision is 2")
     assert isinstance(keeper.change(order(revision=2)), Described)
     assert isinstance(keeper.change(order(SECOND, revision=3), key=SECOND), Described)
-
-
-class OldSigned(msgspec.Struct, array_like=True):
-    """A signed order from before there were revisions."""
-
-    order: bytes
-    public_key: bytes
-    signature: bytes
-
-
-class OldKept(msgspec.Struct):
-    """A definition file from that time."""
-
-    orders: list[OldSigned] = []
-    parent: bytes = b""
-
-
-def test_what_a_store_writes_is_read_by_one_from_before_revisions(keeper: Keeper) -> None:
-    keeper.change(order(revision=1), countersigned())
-
-    log = keeper.store.streams[UUID].log
-    assert log is not None
-    old = msgspec.msgpack.decode(log.definition, type=OldKept)
-    assert {one.public_key for one in old.orders} == {OWNER.public_key, SECOND.public_key}
-    assert STORE.public_key in old.orders[0].order

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from msgspec import structs
+from support.founded import creation, founded
 from support.keeper import (
     DEFINITION,
     NOW_US,
@@ -23,7 +24,7 @@ from support.keeper import (
 from iris.crypto.keys import ClusterKey
 from iris.wire import frames
 from iris.wire.orders import END, Definition, SignedOrder
-from iris.wire.streams import Change, Create, Delete, Described, Refused, Settled
+from iris.wire.streams import Change, Delete, Described, Refused, Settled
 from relay.store.errors import Refuse
 
 THIRD = ClusterKey(b"c" * 32)
@@ -74,7 +75,7 @@ class Slow(Keeper):
 def slow(tmp_path: Path) -> Iterator[Slow]:
     keeper = Slow(tmp_path)
     keeper.store.now_us = NOW_US
-    made = keeper.put(Create([order()]), name=keeper.store.address)
+    made = keeper.put(creation(order()), name=keeper.store.address)
     keeper.settle()
     assert isinstance(made.said, Described)
     yield keeper
@@ -112,7 +113,7 @@ def test_a_stream_that_is_deleted_or_paused_before_its_relay_answers_leaves_no_m
 ) -> None:
     slow = Slow(tmp_path)
     slow.store.now_us = NOW_US
-    slow.put(Create([order(definition=kept)]), name=slow.store.address)
+    slow.put(creation(order(definition=kept)), name=slow.store.address)
     slow.put(Change([order(definition=structs.replace(kept, paused=True), revision=1)]))
     slow.settle()
     assert len(slow.there) == 2, "by name and by uuid"
@@ -164,13 +165,13 @@ def test_changes_one_after_the_other_are_in_force_in_their_order_when_the_relay_
 def test_a_create_that_the_relay_refuses_while_it_is_deleted_leaves_nothing(tmp_path: Path) -> None:
     slow = Slow(tmp_path)
     slow.store.now_us = NOW_US
-    create = slow.put(Create([order()]), name=slow.store.address)
+    create = slow.put(creation(order()), name=slow.store.address)
     delete = slow.put(Delete([order(action=END, revision=1)]))
     assert isinstance(delete.said, Settled)
     while slow.waiting:
         slow.acknowledge("not that one")
     assert isinstance(create.said, Refused)
-    again = slow.put(Create([order()]), name=slow.store.address)
+    again = slow.put(creation(order()), name=slow.store.address)
     assert isinstance(again.said, Refused)
     assert "deleted" in again.said.detail
     assert not slow.store.streams
@@ -180,13 +181,13 @@ def test_a_create_that_the_relay_refuses_while_it_is_deleted_leaves_nothing(tmp_
 def test_a_relay_that_goes_away_while_a_stream_is_made_costs_no_stream(tmp_path: Path) -> None:
     slow = Slow(tmp_path)
     slow.store.now_us = NOW_US
-    create = slow.put(Create([order()]), name=slow.store.address)
+    create = slow.put(creation(order()), name=slow.store.address)
     slow.waiting.clear()
     slow.store.detached()
     slow.restart()
     slow.settle()
     assert UUID in slow.store.streams or isinstance(create.said, Refused)
-    again = slow.put(Create([order()]), name=slow.store.address)
+    again = slow.put(creation(order()), name=slow.store.address)
     slow.settle()
     assert isinstance(again.said, Described)
     slow.store.close()
@@ -194,8 +195,8 @@ def test_a_relay_that_goes_away_while_a_stream_is_made_costs_no_stream(tmp_path:
 
 def test_a_key_under_which_another_stream_has_the_name_hides_neither(slow: Slow) -> None:
     """Two streams of one name, under a key each; the first gets the key of the second too, and is then deleted."""
-    theirs = bytes(range(50, 66))
-    made = slow.put(Create([order(SECOND, uuid=theirs)]), name=slow.store.address)
+    theirs = founded(SECOND, bytes(16))
+    made = slow.put(creation(order(SECOND, uuid=theirs)), name=slow.store.address)
     slow.settle()
     assert isinstance(made.said, Described)
     change = slow.put(Change([order(revision=1), countersigned(OWNER, SECOND, revision=1)]))

@@ -99,15 +99,10 @@ def test_without_the_order_that_let_a_key_in_the_stream_is_not_served(keeper: Ke
     refused(keeper.change(order(THIRD, SMALL, revision=3), key=THIRD), "no-stream")
 
 
-def test_a_definition_without_its_first_keys_counts_all_of_its_keys_as_such(keeper: Keeper) -> None:
-    """As one of before there were revisions. Who writes the disk can do it (SECURITY.md); nobody else can, and no
-    key is lost by it.
-    """
-    rewrite(keeper, roots=[], admitted=[])
-    stream = keeper.store.streams[UUID]
-    assert set(stream.charter.roots) == {OWNER.key_id, SECOND.key_id, THIRD.key_id}
-    refused(keeper.change(order(STRANGER, SMALL, revision=3), key=OWNER), "order")
-    assert isinstance(keeper.change(order(THIRD, SMALL, revision=3), key=THIRD), Described)
-    keeper.restart()
-    assert keeper.max_messages == 1
-    assert keeper.store.streams[UUID].charter.roots
+def test_a_definition_that_names_another_first_key_is_not_that_of_the_stream(
+    keeper: Keeper,
+) -> None:
+    for roots in ([], [SECOND.key_id], [SECOND.key_id, OWNER.key_id]):
+        rewrite(keeper, roots=roots)
+        assert "was not made of key" in keeper.store.streams[UUID].failed
+    refused(keeper.change(order(THIRD, SMALL, revision=3), key=THIRD), "no-stream")

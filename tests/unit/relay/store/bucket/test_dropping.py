@@ -7,6 +7,7 @@ import contextlib
 from pathlib import Path
 
 import pytest
+from support.founded import founded
 from support.lost_streams import GROUP, KEY, Maker, copy_to, new_log
 from support.points import points
 from typer.testing import CliRunner
@@ -22,7 +23,7 @@ from relay.store.bucket.sealing import Sealer
 from relay.store.log import Log
 from relay.store.records import Entry, Record
 
-UUID, MADE = b"u" * 16, b"m" * 16
+UUID, MADE = (founded(KEY, letter * 16) for letter in (b"u", b"m"))
 
 
 def entry(number: int) -> Entry:

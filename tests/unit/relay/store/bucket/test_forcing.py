@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from msgspec import structs
+from support.founded import founded
 from support.lost_streams import (
     GROUP,
     KEY,
@@ -39,7 +40,7 @@ from relay.store.log import Log
 from relay.store.outcomes import Duplicate, OutOfOrder, Stored
 from relay.store.records import Entry, Gap, Record, Stamp
 
-UUID, MADE, OTHER = b"u" * 16, b"m" * 16, b"v" * 16
+UUID, MADE, OTHER = (founded(KEY, letter * 16) for letter in (b"u", b"m", b"v"))
 PRODUCER = b"p" * 16
 
 
@@ -458,6 +459,6 @@ async def test_a_stream_with_partitions_and_an_order_for_a_full_list_are_refused
     with pytest.raises(Refuse, match="has several partitions"):
         await maker.force(maker.wish(found, MADE))
     monkeypatch.setattr("relay.store.bucket.forced.MAX_FORCED", 0)
-    one = Forced(UUID, MADE, maker.key.public_key, "db-2", 1, [])
+    one = Forced(UUID, MADE, maker.key.public_key, "db-2", 1, [], bytes(16))
     with pytest.raises(Refuse, match="the limit; use another bucket"):
         await ForcedList(objects, Sealer(GROUP, bytes)).decide(one)

@@ -13,6 +13,7 @@ from support.bucket_lives.bucket import Port
 from support.bucket_lives.plan import StreamPlan
 from support.bucket_lives.scene import Scene
 from support.bucket_lives.store import EPOCH_US, GROUP, Process, records
+from support.founded import creation, founded
 from support.keeper import OWNER, order
 
 from iris.wire import consumers, stream_items, streams
@@ -359,7 +360,7 @@ def test_a_stream_that_is_created_again_at_another_store_has_one_holder(tmp_path
 def test_a_stream_that_is_created_at_two_stores_at_once_has_one_holder(tmp_path: Path) -> None:
     async def main(scene: Scene) -> None:
         both = [await scene.opened(number) for number in (1, 2)]
-        plan = StreamPlan("s1", bytes(16), Definition("s1"), 0)
+        plan = StreamPlan("s1", founded(OWNER, bytes(16)), Definition("s1"), 0)
         made = await asyncio.gather(*(scene.create(plan, one) for one in both))
         assert sorted(made) == [False, True]
         assert [one.holds(plan.uuid) for one in both] == made
@@ -377,7 +378,7 @@ def test_a_store_that_was_killed_while_it_created_a_stream_does_not_create_it_la
 ) -> None:
     async def main(scene: Scene) -> None:
         process = await scene.opened(1)
-        plan = StreamPlan("s1", bytes(16), Definition("s1"), 0)
+        plan = StreamPlan("s1", founded(OWNER, bytes(16)), Definition("s1"), 0)
         scene.bucket.refuses = "create", "journal/"
         creating = asyncio.ensure_future(scene.create(plan, process))
         await scene.until(lambda: decision_key(plan.uuid.hex()) in scene.bucket.objects)
@@ -387,7 +388,9 @@ def test_a_store_that_was_killed_while_it_created_a_stream_does_not_create_it_la
         process = await scene.opened(1)
         assert not process.serves(plan.address), "its first write is not in the bucket"
         assert not await scene.create(plan, process)
-        assert await scene.create(StreamPlan("s1", b"2" * 16, Definition("s1"), 0), process)
+        assert await scene.create(
+            StreamPlan("s1", founded(OWNER, b"2" * 16), Definition("s1"), 0), process
+        )
 
     Scene(tmp_path).play(main)
 
@@ -396,9 +399,9 @@ def test_a_create_is_refused_while_the_bucket_is_away_and_succeeds_later(tmp_pat
     async def main(scene: Scene) -> None:
         process = await scene.opened(1)
         scene.bucket.away = True
-        plan = StreamPlan("s1", bytes(16), Definition("s1"), 0)
+        plan = StreamPlan("s1", founded(OWNER, bytes(16)), Definition("s1"), 0)
         signed = order(OWNER, plan.definition, issued_us=EPOCH_US, uuid=plan.uuid, store=GROUP)  # type: ignore[arg-type]  # the key of the group
-        call = streams.Create([signed])
+        call = creation(signed)
         both = [scene.ask_process(process, process.address, NO_KEY, call, 60) for _ in "ab"]
         for answer in await asyncio.gather(*both):
             assert isinstance(answer, streams.Refused)
@@ -413,7 +416,7 @@ def test_a_create_is_refused_while_the_bucket_is_away_and_succeeds_later(tmp_pat
 def test_of_two_streams_on_disks_with_one_uuid_one_joins_the_bucket(tmp_path: Path) -> None:
     async def main(scene: Scene) -> None:
         both = [await scene.opened(number) for number in (1, 2)]
-        plan = StreamPlan("s1", bytes(16), Definition("s1"), 0)
+        plan = StreamPlan("s1", founded(OWNER, bytes(16)), Definition("s1"), 0)
         for process in both:
             assert await scene.create(plan, process, store=process.store.key)
         answers = []
