@@ -28,7 +28,7 @@ from relay.store.bucket.checkpointing import BACKLOG_BYTES, PAUSE_S
 from relay.store.bucket.errands import ASK_MAX_S, ASK_MIN_S, Errands
 from relay.store.bucket.joined import FORCED, last_try
 from relay.store.bucket.moved import NO, decide
-from relay.store.bucket.objects import Objects, at_once
+from relay.store.bucket.objects import Objects
 from relay.store.bucket.replica import Replica
 from relay.store.bucket.sealing import Joining, Rows, Sealer
 from relay.store.bucket.shelf import Candidate, Shelf
@@ -181,11 +181,9 @@ class Joins:
 
     async def _claim(self, uuid: bytes, by: str) -> bool:
         """Return whether `by`, one log on a disk or one attempt to create one, alone may bring a log with this uuid to
-        the bucket, and one of its dead letters. Raises BucketError, ObjectDamaged.
+        the bucket. Raises BucketError, ObjectDamaged.
         """
-        both = (uuid, dead_uuid(uuid))
-        decided = await at_once(decide(self._objects, self._sealer, one.hex(), by) for one in both)
-        return all(one == by for one in decided)
+        return await decide(self._objects, self._sealer, uuid.hex(), by) == by
 
     # -- one stream ------------------------------------------------------------------------------------------
 

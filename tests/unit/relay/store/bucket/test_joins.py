@@ -17,6 +17,7 @@ from support.bucket_joins import DEFINITION, UUID, World, until
 from support.bucket_lives.store import GROUP, records
 from support.bucket_moves import View
 from support.bucket_sim import run
+from support.founded import founded
 from support.keeper import OWNER, SECOND, STRANGER, order
 from support.lost_streams import Maker
 from support.points import points
@@ -66,8 +67,7 @@ async def world_with(directory: Path, *keys: ClusterKey, **settings: Any) -> Asy
 
 def decides_join(key: str) -> bool:
     """Return whether an object decides a join, and not who may bring a log to the bucket."""
-    logs = [decision_key(uuid.hex()) for uuid in (UUID, stream_items.dead_uuid(UUID))]
-    return key.startswith("decision/") and key not in logs
+    return key.startswith("decision/") and key != decision_key(UUID.hex())
 
 
 def hold_back(world: World, holds: Callable[[str], bool]) -> asyncio.Event:
@@ -376,7 +376,8 @@ def test_a_stream_that_joined_moves_and_is_deleted_like_any_other(tmp_path: Path
             await until(lambda: first.shelf.writer)
             await asyncio.sleep(5)
             assert second.serves
-            assert not list(first.directory.rglob(f"{UUID.hex()}*"))
+            left = [path.name for path in first.directory.rglob(f"{UUID.hex()}*")]
+            assert left == [f"{UUID.hex()}.left"], "its first order is void"
             deleting = streams.Delete(world.orders(revision=2, action=END))
             assert isinstance(await world.ask("orders", deleting), streams.Settled)
             await second.kill()
@@ -423,7 +424,7 @@ async def force(world: World, directory: Path) -> bytes | Refuse | None:
     if not found:
         return None
     try:
-        made = await maker.force(maker.wish(found[0], bytes(16), key=OWNER))
+        made = await maker.force(maker.wish(found[0], founded(OWNER, bytes(16)), key=OWNER))
     except Refuse as err:
         return err
     with maker.open(made) as log:
