@@ -6,10 +6,10 @@ writes and serves.
     change    every order has the next revision, is fresh, and is signed by a key of the stream, or countersigned by one
     join      as change, and every key of the stream signs; the orders name the bucket's stores instead of this one
     end       every order has the next revision, is fresh, and is signed by a key of the stream
-    start     the signatures, and how each key joined the stream, from the one that its uuid is made of; not the time, so
-              that stored orders stay valid
+    start     the signatures, and how each key joined the stream, from the one that its uuid is made of; not the time,
+              so that stored orders stay valid
 
-So a uuid belongs to the key that the stream was created under, at every store, and a later key changes nothing of that.
+So a uuid belongs to the key that the stream was created under, at every store, and later keys change nothing of that.
 
 A revision grows by one. So every order can be replaced by a later one, and of two concurrent
 changes one is refused.

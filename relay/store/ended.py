@@ -1,7 +1,8 @@
 """Marks of logs that are not on the disk any more: an empty file for each, so that nobody can recreate
 such a log, empty, by replaying its first order. An order that creates a log of a disk is valid once.
 
-A log of a bucket needs none: the bucket has an object for each that was created. A mark is needed while that order is fresh. Marks are kept longer, up to a limit.
+A log of a bucket needs none: the bucket has an object for each that was created. A mark is needed
+while the first order is fresh. Marks are kept longer, up to a limit.
 """
 
 from __future__ import annotations

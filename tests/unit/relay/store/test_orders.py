@@ -210,7 +210,9 @@ def test_nobody_creates_a_stream_in_the_place_of_another(keeper: Keeper) -> None
     stream = keeper.store.streams[UUID]
     beside = Path(f"{stream.path}.orders")
     there = beside.read_bytes()
-    refused(keeper.create(order(STRANGER, SMALL)), "order", "another stream")
+    others = Definition("others")
+    for key in (OWNER, STRANGER):
+        refused(keeper.create(order(key, others)), "order", "another stream")
     refused(keeper.create(order(STRANGER, uuid=dead_uuid(UUID))), "order", "was not made of key")
     assert keeper.store.streams == {UUID: stream}
     assert beside.read_bytes() == there

@@ -160,8 +160,11 @@ async def test_two_orders_at_once_make_one_stream(objects: Directory, tmp_path: 
     makers = [Maker(objects, tmp_path, number) for number in (1, 2)]
     (found,) = await makers[0].find()
     done = await asyncio.gather(
-        *(each.force(each.wish(found, bytes([n]) * 16)) for n, each in enumerate(makers, 1)),
-        *(makers[0].force(makers[0].wish(found, bytes([n]) * 16)) for n in (3, 4)),
+        *(
+            each.force(each.wish(found, founded(KEY, bytes([n]) * 16)))
+            for n, each in enumerate(makers, 1)
+        ),
+        *(makers[0].force(makers[0].wish(found, founded(KEY, bytes([n]) * 16))) for n in (3, 4)),
         return_exceptions=True,
     )
     refused = [each for each in done if isinstance(each, Refuse)]
@@ -311,7 +314,7 @@ async def test_an_entry_that_would_close_a_circle_or_comes_second_does_not_count
     pairs = [(UUID, MADE), (UUID, OTHER), (MADE, UUID), (OTHER, OTHER), (MADE, OTHER)]
     for number, (old, new) in enumerate(pairs, 1):
         key = forced_key(number)
-        one = Forced(old, new, LOST_STORE.public_key, "db-1", number, [])
+        one = Forced(old, new, LOST_STORE.public_key, "db-1", number, [], bytes(16))
         await objects.create(key, sealer.seal(key, one))
     found = ForcedList(objects, sealer)
     await found.read()
