@@ -14,7 +14,7 @@ from msgspec import Meta, Struct, structs
 
 from iris.crypto.keys import ClusterKey
 from iris.errors import MessageTooLarge, OffsetConflict, StreamError
-from iris.streams.signed_orders import orders_to_create
+from iris.streams.signed_orders import Founding, orders_to_create
 from iris.testing import LocalCluster
 from iris.wire.orders import Definition, decode_order
 from relay.store import ids as ids_module
@@ -199,7 +199,7 @@ def test_only_definitions_that_older_stores_would_not_keep_to_have_a_version_tha
         (structs.replace(plain, consuming_paused=True), 2),
         (structs.replace(plain, dedup_window_us=1), 2),
     ):
-        (signed,) = orders_to_create(definition, [KEY], bytes(16), bytes(32))
+        (signed,) = orders_to_create(definition, Founding([KEY]), bytes(32))
         assert decode_order(signed.order).version == version
         if version == 1:
             assert older.decode(signed.order).version == 1

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from integration.stores import whole
 from msgspec import structs
+from support.founded import countersigned, creation, founded
 
 import iris
 from iris.crypto.keys import ClusterKey
@@ -175,7 +176,7 @@ async def test_a_call_that_no_store_understands_is_refused_and_costs_nobody_anyt
         assert (await waiter).code == ("channel" if body[:1] == b"\xc1" else "invalid")
     key = ClusterKey(bytes(32))
     broken = SignedOrder(b"not an order", key.public_key, key.sign_order(b"not an order"))
-    for call in (Create([broken]), Append(bytes(16), [NewRecord(0, bytes(24), b"x")])):
+    for call in (Create([broken], bytes(16)), Append(bytes(16), [NewRecord(0, bytes(24), b"x")])):
         waiter = asyncio.get_running_loop().create_future()
         session.store_calls.send(store.address, None, encode(call), timeout_ms=5000, waiter=waiter)
         other._runtime.touch()
@@ -188,12 +189,12 @@ async def test_the_first_order_of_a_deleted_stream_makes_no_new_one(setting: Any
     await client.streams.create("orders")
     store = cluster.store.store
     (stream,) = store.streams.values()
-    kept = [signed for _, signed in stream.orders.values()]
+    kept = Create([signed for _, signed in stream.orders.values()], stream.charter.salt)
     await client.streams.delete("orders")
     await other.status()
     waiter = asyncio.get_running_loop().create_future()
     other._attachment.session.store_calls.send(
-        store.address, None, encode(Create(kept)), timeout_ms=5000, waiter=waiter
+        store.address, None, encode(kept), timeout_ms=5000, waiter=waiter
     )
     other._runtime.touch()
     answer = await waiter
@@ -260,14 +261,15 @@ async def test_a_stream_takes_no_more_keys_than_its_relay_does(setting: Any) -> 
     store = cluster.store.store
     definition, now_us = Definition("orders", topic="orders"), time.time_ns() // 1000
     keys = [ClusterKey(bytes([number]) * 32) for number in range(1, 65)]
-    orders = []
+    uuid, orders = founded(keys[0], bytes(16)), []
     for key in keys:
-        order = Order("keep", bytes(16), key.key_id, store.key.public_key, now_us, definition)
-        orders.append(SignedOrder(encode(order), key.public_key, key.sign_order(encode(order))))
+        order = Order("keep", uuid, key.key_id, store.key.public_key, now_us, definition)
+        signed = SignedOrder(encode(order), key.public_key, key.sign_order(encode(order)))
+        orders.append(countersigned(keys[0], signed) if orders else signed)
     await other.status()
     waiter = asyncio.get_running_loop().create_future()
     other._attachment.session.store_calls.send(
-        store.address, None, encode(Create(orders)), timeout_ms=5000, waiter=waiter
+        store.address, None, encode(creation(*orders)), timeout_ms=5000, waiter=waiter
     )
     other._runtime.touch()
     answer = await waiter
@@ -286,10 +288,10 @@ async def test_nobody_makes_a_log_in_the_place_of_a_streams_dead_letters(setting
     await other.status()
     waiter = asyncio.get_running_loop().create_future()
     other._attachment.session.store_calls.send(
-        store.address, None, encode(Create(orders)), timeout_ms=5000, waiter=waiter
+        store.address, None, encode(creation(*orders)), timeout_ms=5000, waiter=waiter
     )
     other._runtime.touch()
-    assert "dead letters" in (await waiter).detail
+    assert "was not made of key" in (await waiter).detail
 
 
 async def test_sequences_that_a_publisher_made_up_break_nothing(setting: Any) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from proofs.sabotages.sabotage import Sabotage
 
 ORDERS = ("tests/unit/relay/store/test_orders.py",)
+FOUNDERS = "tests/unit/relay/store/test_founders.py"
+BUCKET_FOUNDERS = "tests/integration/test_bucket_founders.py"
 CLIENT = (
     "tests/integration/test_stream_orders.py::test_a_client_believes_the_order_of_the_highest_revision",
 )
@@ -63,6 +65,47 @@ SABOTAGES = (
         "if False:",
         ORDERS,
         "a stream begins at the last revision, and is never changed again",
+    ),
+    Sabotage(
+        "create-founder",
+        "relay/store/authority.py",
+        "Authority.create",
+        "_check_uuid(order.uuid, founder, salt)",
+        "None",
+        (
+            FOUNDERS,
+            f"{BUCKET_FOUNDERS}::test_who_knows_a_uuid_creates_no_log_of_it_and_its_stream_goes_on",
+        ),
+        "whoever knows the uuid of a stream creates a log of it under a key of his own",
+    ),
+    Sabotage(
+        "create-founder-of-all",
+        "relay/store/authority.py",
+        "Authority.create",
+        "_check_countersigned(key_id, one, (founder,))",
+        "None",
+        (FOUNDERS,),
+        "whoever passes a create on adds a key of his own to the stream",
+    ),
+    Sabotage(
+        "create-left",
+        "relay/store/calls.py",
+        "Calls._on_create",
+        "uuid in self._catalogue.left",
+        "False",
+        (
+            f"{BUCKET_FOUNDERS}::test_a_recorded_create_makes_no_second_log_after_its_stream_moved_away",
+        ),
+        "a recorded create makes a second log of a stream that moved away",
+    ),
+    Sabotage(
+        "start-founder",
+        "relay/store/authority.py",
+        "Authority.load",
+        '_check_uuid(uuid, next(iter(stored.roots), b""), stored.salt)',
+        "None",
+        ("tests/unit/relay/store/test_rotated.py",),
+        "after a restart a stream has another first key than its uuid was made of",
     ),
     Sabotage(
         "create-fresh",
