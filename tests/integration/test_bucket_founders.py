@@ -1,5 +1,5 @@
-"""A uuid belongs to the key that founded its stream, at every store of a bucket, as processes: who knows it does no harm
-with a key of his own, a rotation changes nothing of it, and a recorded create makes no second log.
+"""A uuid belongs to the key that founded its stream, at every store of a bucket, as processes: whoever knows it does no
+harm with another key, a rotation changes nothing of it, and a recorded create makes no second log.
 """
 
 from __future__ import annotations
