@@ -8,6 +8,7 @@ call reads or writes many records.
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import struct
 from collections.abc import Callable
@@ -95,15 +96,37 @@ async def fetch_socket(path: Path, relay_user: str, token: bytes) -> socket.sock
         # Not socket.recv_fds, which ignores its flags: a program started meanwhile would inherit the descriptor.
         _, passed, _, _ = connection.recvmsg(1, _ROOM, socket.MSG_CMSG_CLOEXEC)
     descriptors = [
-        _DESCRIPTOR.unpack(data)[0]
+        descriptor
         for level, kind, data in passed
-        if (level, kind, len(data)) == (socket.SOL_SOCKET, socket.SCM_RIGHTS, _DESCRIPTOR.size)
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS)
+        for (descriptor,) in _DESCRIPTOR.iter_unpack(data)
     ]
     if not descriptors:  # the relay does not know the token, or this process is out of descriptors
         raise PeerProtocolError("the relay sent no descriptor for a direct tunnel")
-    ours = socket.socket(fileno=descriptors[0])
+    ours, *others = descriptors
+    try:
+        return _stream_socket(ours)
+    except BaseException:
+        os.close(ours)
+        raise
+    finally:
+        for other in others:
+            os.close(other)
+
+
+def _stream_socket(descriptor: int) -> socket.socket:
+    """Return the Unix stream socket that a descriptor is; it owns the descriptor then.
+
+    Raises PeerProtocolError if it is anything else: the descriptor stays open, and the caller owns it.
+    """
+    try:
+        ours = socket.socket(fileno=descriptor)
+    except OSError as err:
+        raise PeerProtocolError(
+            f"the relay sent a descriptor for a direct tunnel that is not a socket: {err.strerror}"
+        ) from err
     if ours.family != socket.AF_UNIX or ours.type != socket.SOCK_STREAM:
-        ours.close()
+        ours.detach()
         raise PeerProtocolError(
             f"the relay sent a descriptor of {ours.family!r} {ours.type!r} for a direct tunnel, "
             "not a Unix stream socket"

@@ -12,7 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -363,6 +363,60 @@ def test_a_token_is_good_once_and_for_its_user_alone() -> None:
     assert pairs.take(pair.tokens[1], "uid 2") is None
     assert not pairs.waiting
     assert pair.ends[0].fileno() == -1
+
+
+@contextlib.asynccontextmanager
+async def passing(path: Path, passed: Sequence[int]) -> AsyncIterator[None]:
+    """Serve a socket that answers every connection with these descriptors."""
+
+    def answer() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            socket.send_fds(connection, [b"\0"], passed)
+
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        answering = asyncio.create_task(asyncio.to_thread(answer))
+        try:
+            yield
+        finally:
+            await answering
+
+
+@pytest.mark.parametrize("kind", ["pipe", "file", "datagram socket", "two sockets"])
+async def test_a_descriptor_that_a_relay_should_not_pass_is_closed_again(
+    tmp_path: Path, kind: str
+) -> None:
+    async def fetch() -> socket.socket:
+        async with passing(path, passed):
+            return await fetch_socket(path, "", bytes(16))
+
+    path = tmp_path / "relay.sock"
+    with contextlib.ExitStack() as stack:
+        if kind == "pipe":
+            reading, writing = os.pipe()
+            passed = [reading]
+            for each in (reading, writing):
+                stack.callback(os.close, each)
+        elif kind == "file":
+            passed = [stack.enter_context((tmp_path / "file").open("wb")).fileno()]
+        elif kind == "datagram socket":
+            passed = [
+                stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)).fileno()
+            ]
+        else:
+            passed = [stack.enter_context(each).fileno() for each in socket.socketpair()]
+        with contextlib.suppress(PeerProtocolError):
+            (await fetch()).close()
+        path.unlink()
+        before = descriptors()  # the event loop has its threads now
+        if kind == "two sockets":
+            (await fetch()).close()
+        else:
+            with pytest.raises(PeerProtocolError, match="a descriptor"):
+                await fetch()
+        assert descriptors() == before
 
 
 async def test_a_token_that_was_used_gets_nothing_more(relay: Relay) -> None:

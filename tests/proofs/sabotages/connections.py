@@ -34,6 +34,17 @@ FRAMES = ("tests/unit/wire/test_codec.py", "tests/unit/wire/test_frame_reader.py
 
 SABOTAGES = (
     Sabotage(
+        "pair-wrong-descriptor-kept",
+        "iris/pairs.py",
+        "fetch_socket",
+        "os.close(ours)",
+        "None",
+        (
+            "tests/integration/test_direct.py::test_a_descriptor_that_a_relay_should_not_pass_is_closed_again",
+        ),
+        "each descriptor that a relay passes and that is not a socket stays open, until the program has no more",
+    ),
+    Sabotage(
         "socket-directory-owner",
         "relay/net/socketfile.py",
         "_prepare_directory",
