@@ -75,10 +75,13 @@ def ticket(
     The verbs are request, push, survey, broadcast, tunnel, members and serve
     (clusters), publish and subscribe (topics), read, consume and append
     (streams). A relay allows what both the ticket and its own settings allow.
+    With consume, "#" and a consumer after the stream allow this consumer alone,
+    or with a final * all whose names begin so. No ticket creates a consumer.
 
     \b
     Examples:
       iris key ticket issuer.toml alice --allow 'subscribe=users.alice' --allow request=delays
+      iris key ticket issuer.toml alice --allow 'consume=orders#page-*'
     """
 
     async def work() -> int:

@@ -37,7 +37,7 @@ class Consumer:
 
     def __init__(
         self, stores: Stores, stream: str, name: str, start: Start, *, group: bool, durable: bool, ack_timeout: float,
-        max_deliver: int, max_messages: int, uuid: str, patience: float, on_gap: Callable[[StreamGap], object] | None,
+        max_deliver: int, max_messages: int, create: bool, uuid: str, patience: float, on_gap: Callable[[StreamGap], object] | None,
         partition: int | None = None,
     ) -> None:  # fmt: skip
         """With `partition` it works on one partition, otherwise on all."""
@@ -52,8 +52,8 @@ class Consumer:
         self._uuid = uuid
         self._partition = partition
         self._settings = Settings(
-            name, group, durable, round(ack_timeout * 1e6), max_deliver, max_messages, patience
-        )
+            name, group, durable, round(ack_timeout * 1e6), max_deliver, max_messages, create, patience
+        )  # fmt: skip
         self._on_gap = on_gap
         self._ready: deque[StreamMessage] = deque()
         self._worker: Worker | None = Worker(

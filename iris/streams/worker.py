@@ -41,6 +41,8 @@ class Settings(Struct, frozen=True):
     ack_timeout_us: int
     max_deliver: int
     max_messages: int
+    create: bool
+    """Whether the consumer is created if it does not exist."""
     patience: float
     """Seconds for which a relay or a store may be away."""
 
@@ -178,7 +180,7 @@ class Worker:
         await self._wait_settled()
         call = Consume(
             settings.name, self._id, BATCH_BYTES, settings.max_messages, WAIT_MS, self._offset, settings.group, settings.durable,
-            settings.ack_timeout_us, settings.max_deliver, self._lost_answer,
+            settings.ack_timeout_us, settings.max_deliver, self._lost_answer, settings.create,
         )  # fmt: skip
         # Until the answer has arrived and is opened, assume that it was lost.
         again, self._lost_answer = self._lost_answer, True

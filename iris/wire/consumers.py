@@ -27,7 +27,7 @@ class Range(Struct, frozen=True, array_like=True):
 class Consume(Struct, frozen=True, tag_field="op", tag="consume"):
     """Request for the next items for a worker of a consumer. Answered with Delivered.
 
-    A new consumer is created with these settings; later calls must have equal settings.
+    With `create`, a new consumer is created with these settings; later calls must have equal settings.
     """
 
     consumer: Name
@@ -42,6 +42,8 @@ class Consume(Struct, frozen=True, tag_field="op", tag="consume"):
     max_deliver: Annotated[int, Meta(ge=0, le=65_535)] = 0
     again: bool = False
     """Whether the last answer was lost, so that everything this worker holds must be delivered again."""
+    create: bool = True
+    """Whether the consumer is created if it does not exist. A relay allows that to no session with a ticket."""
 
 
 class Settle(Struct, frozen=True, tag_field="op", tag="settle"):

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from iris.wire.consumers import Consume, DescribeConsumers, Settle
 from relay.core.issuers import Issuer
 
 if TYPE_CHECKING:
     from iris.crypto.tickets import Ticket
+    from iris.wire.streams import Call
 
 
 class Admitted:
@@ -40,6 +42,27 @@ class Admitted:
             return "the ticket expired"
         if age_us >= (self.ticket.issued_s + self.issuer.max_life_s) * 1_000_000:
             return "the ticket is older than its issuer allows now"
+        return ""
+
+    def consumer_refusal(self, call: Call | None, stream: str) -> str:
+        """Return why a call about consumers of a stream is not allowed, or an empty text.
+
+        A ticket that names consumers allows those alone, and none allows a new consumer: it would take one of the few
+        places of the stream's owner.
+        """
+        if not isinstance(call, Consume | Settle | DescribeConsumers):
+            return ""
+        name = "" if isinstance(call, DescribeConsumers) else call.consumer
+        if not (
+            self.issuer.allow.consumes(stream, name) and self.ticket.allow.consumes(stream, name)
+        ):
+            what = f"consumer {name!r}" if name else "the list of consumers"
+            return f"the ticket does not allow consume for {what} of {stream!r}"
+        if isinstance(call, Consume) and call.create:
+            return (
+                f"the ticket does not allow consumer {name!r} of {stream!r} to be created: no ticket does; "
+                "have a program with the stream's key create it, and set create=False to use one that exists"
+            )
         return ""
 
     def refusal(

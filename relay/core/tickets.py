@@ -232,11 +232,14 @@ class Admission:
             return ""
         if not streams:
             return self.refusal(session, ("members",), name, key_ids)
-        if key_ids[0] == NO_KEY:
+        if NO_KEY in key_ids:
             return self.refusal(session, ("stores",), name, key_ids)
         # Not counted: this only finds the stores of a stream, and the call that follows is counted.
-        name = self._stream(session.ticket, name, key_ids[0])
-        return session.ticket.refusal(STREAM_VERBS, name, key_ids, session.proven)
+        names = {self._stream(session.ticket, name, key_id) for key_id in key_ids}
+        for each in sorted(names - {name} or names):  # under some keys there may be no such stream
+            if why := session.ticket.refusal(STREAM_VERBS, each, key_ids, session.proven):
+                return why
+        return ""
 
     def guarded(self, table: Sequence[Entry]) -> list[Entry]:
         """Return the table of handlers of sessions' frames, where those that need permission check it first."""
@@ -316,9 +319,10 @@ class Admission:
                 call = streams.decode_call(buf[at:end])
                 verbs = _OF_STREAMS.get(type(call)) or (str(type(call).__struct_config__.tag),)
             except DecodeError:
-                verbs = ("this call",)
+                call, verbs = None, ("this call",)
             name = self._stream(session.ticket, route.name, route.key_id)
             why = session.ticket.refusal(verbs, name, (route.key_id,), session.proven)
+            why = why or session.ticket.consumer_refusal(call, name)
             if not why:
                 return handle(session, buf, start, end)
             self._count(session, "stream" if verbs == STREAM_VERBS else verbs[0], why)

@@ -358,7 +358,10 @@ class ConsumerCalls:
             max_deliver=call.max_deliver,
             durable=call.durable,
         )
-        consumer = self._consumers.get(call.consumer) or self._load(call.consumer)
+        if call.create:
+            consumer = self._consumers.get(call.consumer) or self._load(call.consumer)
+        else:
+            consumer = self._get(call.consumer)
         if consumer is None:
             if not call.durable and len(self._used_us) >= MAX_EPHEMERAL:
                 raise ConsumerRefused(

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import pytest
 from integration.stores import whole
-from integration.web_kit import alice, service, ticketed
-from support.browsers import browser
+from integration.web_kit import OTHER, alice, service, ticketed
+from support.browsers import Page, browser
 from support.waiting import PATIENCE_S
 
 import iris
@@ -19,6 +19,8 @@ from iris.cli.status import _print_tables
 from iris.crypto.scopes import VERBS
 from iris.errors import LocalProtocolError, RelayError
 from iris.metrics.page import Page as MetricPage
+from iris.wire import frames
+from iris.wire.kinds import NO_KEY
 from relay.metrics.figures import SPECS, Labels, fill
 
 LONG_S = 600.0
@@ -166,3 +168,76 @@ async def test_every_verb_that_a_ticket_denies_fails_at_once_with_its_name_and_i
     _print_tables(report, {})
     said = " ".join(capsys.readouterr().out.split())
     assert "refused to browsers by their tickets: 1 request, 1 push," in said
+
+
+async def take(there: iris.Client, consumer: str, create: bool = True) -> bytes:
+    """Return the first message of a consumer of the stream "orders"."""
+    async with (
+        asyncio.timeout(PATIENCE_S),
+        there.streams.consumer("orders", consumer, group=True, create=create) as work,
+    ):
+        return (await anext(aiter(work))).payload
+
+
+async def test_a_ticket_with_consume_creates_no_consumer(tmp_path: Path) -> None:
+    async with ticketed(tmp_path, ALL) as (cluster, client, listener):
+        await client.streams.create("orders")
+        await client.streams.append("orders", b"1")
+        text = alice(allow={"consume": ["orders"]})
+        async with browser(listener.addresses[0], cluster.keyring, ticket=text) as there:
+            with pytest.raises(
+                iris.StreamError, match="'page' of 'orders' to be created: no ticket"
+            ):
+                await take(there, "page")
+            assert await client.streams.consumers("orders", timeout=LONG_S) == []
+            with pytest.raises(iris.StreamError, match="the stream has no consumer 'page'"):
+                await take(there, "page", create=False)
+            assert await client.streams.consumers("orders", timeout=LONG_S) == []
+            assert await take(client, "page") == b"1"
+            assert await take(there, "page", create=False) == b"1"
+            with pytest.raises(iris.StreamError, match="set create=False"):
+                await take(there, "page")
+            (found,) = await there.streams.consumers("orders", timeout=LONG_S)
+            assert found.name == "page"
+        assert cluster.relay.router.admission.status()["denied"]["consume"] == 2
+
+
+async def test_a_ticket_may_name_the_consumers_that_it_allows(tmp_path: Path) -> None:
+    allow = {"consume": ["orders#page-*", "orders#board"]}
+    for issuer, ticket in ((ALL, allow), (allow, {"consume": ["orders"]})):
+        directory = tmp_path / str(len(issuer))
+        directory.mkdir()
+        async with ticketed(directory, issuer) as (cluster, client, listener):
+            await client.streams.create("orders")
+            await client.streams.append("orders", b"1")
+            for name in ("page-1", "board", "board2", "invoices"):
+                await take(client, name)
+            text = alice(allow=ticket)
+            async with browser(listener.addresses[0], cluster.keyring, ticket=text) as there:
+                for name in ("page-1", "board"):
+                    assert await take(there, name, create=False) == b"1"
+                for name in ("board2", "invoices"):
+                    why = f"the ticket does not allow consume for consumer '{name}' of 'orders'"
+                    with pytest.raises(iris.StreamError, match=why):
+                        await take(there, name, create=False)
+                with pytest.raises(iris.StreamError, match="consume for the list of consumers"):
+                    await there.streams.consumers("orders", timeout=LONG_S)
+
+
+@pytest.mark.parametrize("others", [(NO_KEY,), (NO_KEY, OTHER.key_id), (OTHER.key_id, NO_KEY)])
+async def test_a_session_with_a_ticket_learns_no_stores_whichever_key_it_names_first(
+    tmp_path: Path, others: tuple[bytes, ...]
+) -> None:
+    async with ticketed(tmp_path, ALL) as (cluster, _, listener):
+        keys = [*cluster.keyring.entries()["default"], OTHER]
+        key_ids = [keys[0].key_id, *others]
+        async with Page(listener.addresses[0]) as page:
+            welcome = await page.greet(ticket=alice(allow=ALLOW))
+            for key in keys:
+                signature = key.sign_proof(
+                    relay_id=welcome.relay_id, session_id=welcome.session_id, challenge=welcome.challenge
+                )  # fmt: skip
+                await page.say(frames.Prove(0, key.public_key, signature))
+            await page.say(frames.Members(1, "readable", key_ids, streams=True))
+            assert (await page.receive(frames.Membership)).joined == []
+        assert cluster.relay.router.admission.status()["denied"] == {"stores": 1}

@@ -11,6 +11,57 @@ DERIVED = ("tests/integration/test_derived_keys.py", "tests/unit/crypto/test_der
 
 SABOTAGES = (
     Sabotage(
+        "ticket-creates-consumer",
+        "relay/core/admitted.py",
+        "Admitted.consumer_refusal",
+        "isinstance(call, Consume) and call.create",
+        "False",
+        ("tests/integration/test_web_denied.py::test_a_ticket_with_consume_creates_no_consumer",),
+        "a page takes all places for consumers of a stream, so its owner can create none",
+    ),
+    Sabotage(
+        "ticket-attach-creates-consumer",
+        "relay/store/consumer_calls.py",
+        "ConsumerCalls._consumer",
+        "if call.create:",
+        "if True:",
+        ("tests/integration/test_web_denied.py::test_a_ticket_with_consume_creates_no_consumer",),
+        "a call that may only use an existing consumer creates one",
+    ),
+    Sabotage(
+        "ticket-consumers-of-ticket",
+        "relay/core/admitted.py",
+        "Admitted.consumer_refusal",
+        "self.ticket.allow.consumes(stream, name)",
+        "True",
+        (
+            "tests/integration/test_web_denied.py::test_a_ticket_may_name_the_consumers_that_it_allows",
+        ),
+        "a ticket for one consumer of a stream allows all",
+    ),
+    Sabotage(
+        "ticket-consumers-of-issuer",
+        "relay/core/admitted.py",
+        "Admitted.consumer_refusal",
+        "self.issuer.allow.consumes(stream, name)",
+        "True",
+        (
+            "tests/integration/test_web_denied.py::test_a_ticket_may_name_the_consumers_that_it_allows",
+        ),
+        "tickets allow consumers that their issuer may not allow",
+    ),
+    Sabotage(
+        "ticket-list-of-stores",
+        "relay/core/tickets.py",
+        "Admission.members",
+        "NO_KEY in key_ids",
+        "key_ids[0] == NO_KEY",
+        (
+            "tests/integration/test_web_denied.py::test_a_session_with_a_ticket_learns_no_stores_whichever_key_it_names_first",
+        ),
+        "a session with a ticket lists all stores, if it names a key first",
+    ),
+    Sabotage(
         "ticket-issuer-narrowed",
         "relay/core/tickets.py",
         "Admission.ended_by",
