@@ -36,7 +36,7 @@ class Identity(Struct, frozen=True):
         version, uuid, epoch, created_us = _IDENTITY.unpack_from(row, 4)
         if version != _FORMAT:
             raise ValueError(
-                f"its format is version {version}, but this store reads version {_FORMAT}"
+                f"its format is version {version}, but this store reads version {_FORMAT}, so upgrade it"
             )
         return cls(uuid, epoch, created_us, row[4 + _IDENTITY.size :])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -82,7 +83,20 @@ def swap(group: Group) -> str:
 def cut(group: Group) -> str:
     path = objects(group)[-1]
     path.write_bytes(path.read_bytes()[:-1])
-    return "it was not written with this group key, or was changed"
+    return "and is shorter; restore it"
+
+
+def bloat(group: Group) -> str:
+    path = objects(group)[-1]
+    os.truncate(path, 1 << 40)
+    return f"{path.name} of bucket file://{group.bucket}: it was written with"
+
+
+def pipe(group: Group) -> str:
+    path = objects(group)[-1]
+    path.unlink()
+    os.mkfifo(path)
+    return f"{path.name} of bucket file://{group.bucket}: it is not a regular file"
 
 
 def remove(group: Group) -> str:
@@ -102,7 +116,9 @@ def remove_registration(group: Group) -> str:
     return "000000000001: it is missing"
 
 
-@pytest.mark.parametrize("harm", [swap, cut, remove, remove_newest, remove_registration])
+@pytest.mark.parametrize(
+    "harm", [swap, cut, bloat, pipe, remove, remove_newest, remove_registration]
+)
 async def test_each_damage_of_a_bucket_is_named(
     tmp_path: Path, harm: Callable[[Group], str]
 ) -> None:

@@ -69,6 +69,10 @@ class View:
         await self._step()
         return await self.objects.get(key)
 
+    async def get_range(self, key: str, start: int, end: int) -> bytes | None:
+        await self._step()
+        return await self.objects.get_range(key, start, end)
+
     async def exists(self, key: str) -> bool:
         await self._step()
         return await self.objects.exists(key)

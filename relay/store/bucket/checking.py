@@ -179,7 +179,12 @@ class Check:
 
     async def _check_segment(self, moved: Moved) -> None:
         """Check an object that has old records of a stream on this disk. Raises BucketError."""
-        found = await self._objects.get(moved.key)
+        size = sum(chunk.size for chunk in moved.chunks)
+        try:
+            found = await self._objects.get_range(moved.key, 0, size + 1)
+        except ObjectDamaged as err:
+            self.report.damage.append(str(err))
+            return
         if found is None:
             self.report.damage.append(
                 f"object {moved.key}: it is missing; restore it from a backup"

@@ -27,6 +27,7 @@ from relay.store.bucket.sealing import (
     checkpoint_key,
     journal_key,
 )
+from relay.store.bucket.whole import fetch
 from relay.store.bucket.writer import Writer
 from relay.store.log import Log
 
@@ -196,7 +197,7 @@ async def note(
     key = checkpoint_key(journal, count)
     sealed = sealer.seal(key, Checkpoint(number, before, covers))
     if not await objects.create(key, sealed):
-        there = await objects.get(key)
+        there = await fetch(objects, sealer, key)
         if there is None or sealer.open(key, there) != Checkpoint(number, before, covers):
             raise BucketError(
                 f"bucket {objects.url}: {key} exists, but is not what this store wrote"

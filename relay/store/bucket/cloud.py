@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING, Any, Final
 
 from iris.errors import ConfigError
-from relay.store.bucket.objects import BucketError, time_for
+from relay.store.bucket.objects import FIRST_BYTES, BucketError, time_for
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -59,18 +59,7 @@ class Cloud:
         return True
 
     async def get(self, key: str) -> bytes | None:
-        import obstore
-
-        try:
-            async with time_for(0):
-                found = await obstore.get_async(self._store, key)
-            async with time_for(found.meta["size"]):
-                return bytes(await found.bytes_async())
-        except FileNotFoundError as err:
-            self._check_bucket(key, err)
-            return None
-        except Exception as err:
-            raise self._failed(key, err) from err
+        return await self.get_range(key, 0, FIRST_BYTES)
 
     async def get_range(self, key: str, start: int, end: int) -> bytes | None:
         import obstore

@@ -288,7 +288,7 @@ class _Sketch:
                 try:
                     self.identity = Identity.unpack(op.value)
                 except ValueError as err:
-                    raise ObjectDamaged(f"the copy of a stream: {err}; upgrade this store") from err
+                    raise ObjectDamaged(f"the copy of a stream: {err}") from err
             elif op.what == PUT and op.key == b"n":
                 (self.next,) = KEY.unpack(op.value)
             self.size_bytes += len(op.value)

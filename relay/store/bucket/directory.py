@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import secrets
+import stat
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,12 +14,11 @@ from pathlib import Path
 from typing import Final, Generic, TypeVar
 
 from iris.keyfiles import sync_directory
-from relay.store.bucket.objects import BucketError, time_for
+from relay.store.bucket.objects import FIRST_BYTES, BucketError, time_for
+from relay.store.bucket.sealing import ObjectDamaged
 
 T = TypeVar("T")
 
-LARGE: Final = 64 << 20
-"""About the largest object."""
 THREADS: Final = 16
 MOST_WAITING: Final = 256
 """Requests to a directory that may wait for its file system: one that hangs keeps its threads until it goes on."""
@@ -47,10 +47,10 @@ class Directory:
         return await self._do(key, len(data), lambda: self._create(key, data))
 
     async def get(self, key: str) -> bytes | None:
-        return await self._do(key, LARGE, lambda: self._get(key))
+        return await self._do(key, FIRST_BYTES, lambda: self._read(key, 0, FIRST_BYTES))
 
     async def get_range(self, key: str, start: int, end: int) -> bytes | None:
-        return await self._do(key, end - start, lambda: self._get_range(key, start, end))
+        return await self._do(key, end - start, lambda: self._read(key, start, max(0, end - start)))
 
     async def exists(self, key: str) -> bool:
         return await self._do(key, 0, lambda: self._exists(key))
@@ -116,7 +116,8 @@ class Directory:
                     os.fsync(file.fileno())
                 os.link(beside, path)
             except FileExistsError:
-                made = path.samefile(beside)  # a file server repeats a link whose answer was lost
+                # A file server repeats a link whose answer was lost.
+                made = os.path.samestat(path.lstat(), beside.lstat())
             finally:
                 with contextlib.suppress(FileNotFoundError):
                     beside.unlink()
@@ -125,22 +126,31 @@ class Directory:
         self._used = True
         return made
 
-    def _get(self, key: str) -> bytes | None:
-        return self._read(key, 0, -1)
-
-    def _get_range(self, key: str, start: int, end: int) -> bytes | None:
-        return self._read(key, start, max(0, end - start))
-
     def _read(self, key: str, start: int, size: int) -> bytes | None:
+        path = self._root / key
+
         def read() -> bytes:
-            with (self._root / key).open("rb") as file:
+            # Only stores make objects, and they make files. A link may lead anywhere, and a FIFO would block for ever.
+            if not stat.S_ISREG(path.lstat().st_mode):
+                raise self._not_a_file(key)
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            with os.fdopen(descriptor, "rb") as file:
+                status = os.fstat(descriptor)
+                if not stat.S_ISREG(status.st_mode):  # somebody has replaced it meanwhile
+                    raise self._not_a_file(key)
                 file.seek(start)
-                return file.read(size)
+                return file.read(min(size, max(0, status.st_size - start)))
 
         return self._at(key, read)
 
+    def _not_a_file(self, key: str) -> ObjectDamaged:
+        return ObjectDamaged(
+            f"object {key} of bucket {self.url}: it is not a regular file, so no store has made it; remove it, and restore "
+            "the object from a backup"
+        )
+
     def _exists(self, key: str) -> bool:
-        return self._at(key, (self._root / key).stat) is not None
+        return self._at(key, (self._root / key).lstat) is not None
 
     def _delete(self, key: str) -> None:
         def remove() -> bool:

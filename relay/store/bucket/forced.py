@@ -15,8 +15,9 @@ from collections.abc import Iterable
 from typing import Final
 
 from relay.store.bucket.history import AHEAD, MOST_AHEAD
-from relay.store.bucket.objects import Objects, at_once
+from relay.store.bucket.objects import Objects
 from relay.store.bucket.sealing import Forced, ObjectDamaged, Sealer, forced_key
+from relay.store.bucket.whole import fetch_all
 from relay.store.errors import Refuse
 
 MAX_FORCED: Final = 4096
@@ -60,8 +61,7 @@ class ForcedList:
         while True:
             keys = [forced_key(self._number + index) for index in range(ahead)]
             ahead = AHEAD if ahead < AHEAD else min(2 * ahead, MOST_AHEAD)
-            found = await at_once(self._objects.get(key) for key in keys)
-            for key, sealed in zip(keys, found, strict=True):
+            for key, sealed in await fetch_all(self._objects, self._sealer, keys):
                 if sealed is None:
                     return
                 entry = self._sealer.open(key, sealed)

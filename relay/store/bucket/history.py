@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Final
 
-from relay.store.bucket.objects import BucketError, Objects, at_once, each_of, patient
+from relay.store.bucket.objects import BucketError, Objects, each_of, patient
 from relay.store.bucket.sealing import (
     JOURNALS,
     WINDOW,
@@ -22,6 +22,7 @@ from relay.store.bucket.sealing import (
     journal_key,
     registration_key,
 )
+from relay.store.bucket.whole import fetch, fetch_all
 
 AHEAD: Final = 8
 """Objects that are fetched at once."""
@@ -52,7 +53,7 @@ async def registrations(
         keys = [registration_key(number + index, folder) for index in range(ahead)]
         if number > start:
             objects, ahead = patient(objects), MOST_AHEAD
-        for key, sealed in zip(keys, await at_once(objects.get(key) for key in keys), strict=True):
+        for key, sealed in await fetch_all(objects, sealer, keys):
             if sealed is None:
                 return found
             content = sealer.open(key, sealed)
@@ -98,7 +99,7 @@ async def beginning_of(objects: Objects, sealer: Sealer, journal: Registration) 
     if not count:
         return Beginning(1, journal.hash, 0, [])
     key = checkpoint_key(name, count)
-    sealed = await objects.get(key)
+    sealed = await fetch(objects, sealer, key)
     if sealed is None:
         raise BucketError(
             f"bucket {objects.url}: {key} existed a moment ago and is gone; another store may have deleted it"
@@ -144,7 +145,7 @@ async def end_of(objects: Objects, sealer: Sealer, journal: Registration) -> End
     end = End(beginning.number - 1, beginning.before, None)
     for number in range(first, there + 1):
         key = journal_key(name, number)
-        sealed = await objects.get(key)
+        sealed = await fetch(objects, sealer, key)
         if sealed is None:
             if number == first:
                 raise BucketError(
@@ -195,9 +196,7 @@ class Reader:
         """
         while self.fence is None:
             keys = [journal_key(self.journal, self.number + index) for index in range(AHEAD)]
-            for key, sealed in zip(
-                keys, await at_once(self._objects.get(key) for key in keys), strict=True
-            ):
+            for key, sealed in await fetch_all(self._objects, self._sealer, keys):
                 if sealed is None:
                     return
                 content = self._open(key, sealed)

@@ -38,6 +38,7 @@ from relay.store.bucket.sealing import (
     settled_key,
 )
 from relay.store.bucket.succession import steps
+from relay.store.bucket.whole import fetch
 
 T = TypeVar("T", bound=Content)
 
@@ -81,7 +82,7 @@ async def settle(objects: Objects, sealer: Sealer, token: str) -> None:
 
 
 async def _get(objects: Objects, sealer: Sealer, key: str, kind: type[T]) -> T | None:
-    sealed = await objects.get(key)
+    sealed = await fetch(objects, sealer, key)
     if sealed is None:
         return None
     content = sealer.open(key, sealed)

@@ -30,6 +30,8 @@ TIMEOUT_S: Final = 30.0
 """How long a service may take to answer, and no time at all to send."""
 LEAST_RATE: Final = 128 << 10
 """Bytes per second that a service is expected to take or to send at least: a large object gets more time."""
+FIRST_BYTES: Final = 256 << 10
+"""What is read of an object before any of it is authenticated. Most objects are smaller."""
 AT_ONCE: Final = 32
 """Things that `each_of` asks about at once."""
 TRIES: Final = 8
@@ -51,12 +53,15 @@ class Objects(Protocol):
         """Create an object; return False if the key exists. Raises BucketError."""
 
     async def get(self, key: str) -> bytes | None:
-        """Return an object's content; None if it does not exist. Raises BucketError."""
+        """Return the first `FIRST_BYTES` of an object, fewer if it ends before; None if it does not exist.
+
+        To read a whole object, use `relay.store.bucket.whole`. Raises BucketError, and ObjectDamaged if it is not a file.
+        """
 
     async def get_range(self, key: str, start: int, end: int) -> bytes | None:
         """Return the bytes of an object from `start` until `end`, fewer if it ends before; None if it does not exist.
 
-        Raises BucketError.
+        Raises BucketError, and ObjectDamaged if it is not a file.
         """
 
     async def exists(self, key: str) -> bool:

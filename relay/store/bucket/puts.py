@@ -17,6 +17,7 @@ from iris.errors import IrisError
 from relay.store.bucket.objects import BucketError, Objects
 from relay.store.bucket.pace import Pace
 from relay.store.bucket.sealing import journal_key
+from relay.store.bucket.whole import holds
 from relay.store.bucket.writer import Flying, Writer
 
 RETRY_MIN_S: Final = 0.1
@@ -133,12 +134,12 @@ class Puts:
     async def _create(self, writer: Writer, flying: Flying) -> None:
         """Create an object, or see that it is there from an earlier try. Raises BucketError or Lost."""
         if not await self._objects.create(flying.key, flying.sealed):
-            there = await self._objects.get(flying.key)
+            there = await holds(self._objects, flying.key, flying.sealed)
             if there is None:
                 raise BucketError(
                     f"bucket {self._objects.url}: {flying.key} exists, but cannot be read"
                 )
-            if there != flying.sealed:
+            if not there:
                 raise self._ended(writer)
         writer.landed(flying)
         self._landed(writer, flying)

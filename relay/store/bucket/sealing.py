@@ -1,8 +1,12 @@
 """What is in an object of a bucket: encrypted, authenticated, and bound to its key.
 
-    object = u8 version | 12 bytes nonce | AES-256-GCM of the MessagePack content; associated data: the object's key
+    object = head | body
+    head   = u8 version | 12 bytes nonce | u64 size of the object, big-endian | the tag of AES-256-GCM of nothing;
+             associated data: version | size | the object's key and "#head"
+    body   = 12 bytes nonce | AES-256-GCM of the MessagePack content; associated data: version | the object's key
 
-The nonce is random: a key encrypts far fewer than 2^32 objects (NIST SP 800-38D, 8.3), because each
+The head is authenticated before more is read, so whoever writes to the bucket cannot have a store read more than a
+store of the bucket wrote. Nothing is believed before it is authenticated, the version included. A nonce is random: a key encrypts far fewer than 2^32 objects (NIST SP 800-38D, 8.3), because each
 holds up to some MiB. An object cannot be altered or served under another key. Each object of a
 journal names the hash of the one before, so none can be left out. What the bucket's owner can still
 do is to withhold the newest objects. A store notices that if it has seen more.
@@ -26,6 +30,8 @@ from relay.store.batches import Op
 
 VERSION: Final = 1
 NONCE_BYTES: Final = 12
+TAG_BYTES: Final = 16
+HEAD_BYTES: Final = 1 + NONCE_BYTES + 8 + TAG_BYTES
 HASH_BYTES: Final = 32
 NO_HASH: Final = bytes(HASH_BYTES)
 WINDOW: Final = 4
@@ -262,44 +268,83 @@ class Sealer:
 
     def seal(self, key: str, content: Content) -> bytes:
         """Return the object to store under `key`."""
-        nonce = self._entropy(NONCE_BYTES)
-        return (
-            bytes([VERSION]) + nonce + self._cipher.encrypt(nonce, _encode(content), key.encode())
-        )
+        version, plain = bytes([VERSION]), _encode(content)
+        size = (HEAD_BYTES + NONCE_BYTES + len(plain) + TAG_BYTES).to_bytes(8, "big")
+        nonce, of_body = self._entropy(NONCE_BYTES), self._entropy(NONCE_BYTES)
+        tag = self._cipher.encrypt(nonce, b"", _of_head(version, size, key))
+        body = self._cipher.encrypt(of_body, plain, version + key.encode())
+        return b"".join((version, nonce, size, tag, of_body, body))
 
     def seal_chunk(self, key: str, number: int, plain: bytes) -> bytes:
         """Return a chunk of the segment object `key`."""
-        nonce = self._entropy(NONCE_BYTES)
-        return bytes([VERSION]) + nonce + self._cipher.encrypt(nonce, plain, _of_chunk(key, number))
+        version, nonce = bytes([VERSION]), self._entropy(NONCE_BYTES)
+        return (
+            version + nonce + self._cipher.encrypt(nonce, plain, version + _of_chunk(key, number))
+        )
 
     def open_chunk(self, key: str, number: int, sealed: bytes) -> bytes:
         """Return what a chunk of the segment object `key` holds. Raises ObjectDamaged."""
+        version = sealed[:1]
         nonce, body = sealed[1 : 1 + NONCE_BYTES], sealed[1 + NONCE_BYTES :]
         try:
-            return self._cipher.decrypt(nonce, body, _of_chunk(key, number))
+            plain = self._cipher.decrypt(nonce, body, version + _of_chunk(key, number))
         except (InvalidTag, ValueError) as err:
             raise ObjectDamaged(
                 f"object {key}: chunk {number} was not written with this group key, or was changed; "
                 "restore the object from a backup"
             ) from err
+        _check_version(key, version)
+        return plain
+
+    def size(self, key: str, start: bytes) -> int:
+        """Return the size of an object, which begins with `start`. Raises ObjectDamaged."""
+        version, nonce = start[:1], start[1 : 1 + NONCE_BYTES]
+        size, tag = start[1 + NONCE_BYTES : HEAD_BYTES - TAG_BYTES], start[HEAD_BYTES - TAG_BYTES : HEAD_BYTES]  # fmt: skip
+        try:
+            self._cipher.decrypt(nonce, tag, _of_head(version, size, key))
+        except (InvalidTag, ValueError) as err:
+            raise _foreign(key) from err
+        _check_version(key, version)
+        return int.from_bytes(size, "big")
 
     def open(self, key: str, sealed: bytes) -> Content:
         """Return what an object holds. Raises ObjectDamaged."""
-        if not sealed or sealed[0] != VERSION:
-            version = sealed[0] if sealed else "none"
+        size = self.size(key, sealed)
+        if len(sealed) != size:
             raise ObjectDamaged(
-                f"object {key}: version {version}; this store reads version {VERSION}, so upgrade it"
+                f"object {key}: it was written with {size} bytes, and is {'longer' if len(sealed) > size else 'shorter'}; "
+                "restore it from a backup"
             )
-        nonce, body = sealed[1 : 1 + NONCE_BYTES], sealed[1 + NONCE_BYTES :]
+        at = HEAD_BYTES + NONCE_BYTES
+        body = memoryview(sealed)[at:]
         try:
-            content: Content = _decode(self._cipher.decrypt(nonce, body, key.encode()))
+            content: Content = _decode(
+                self._cipher.decrypt(sealed[HEAD_BYTES:at], body, sealed[:1] + key.encode())
+            )
         except (InvalidTag, ValueError) as err:
-            raise ObjectDamaged(
-                f"object {key}: it was not written with this group key, or was changed; "
-                "use the group key of the stores that wrote the bucket, or restore the object from a backup"
-            ) from err
+            raise _foreign(key) from err
         except (msgspec.DecodeError, RecursionError) as err:
             raise ObjectDamaged(
                 f"object {key}: {err}; a newer store wrote it, so upgrade this one"
             ) from err
         return content
+
+
+def _of_head(version: bytes, size: bytes, key: str) -> bytes:
+    """Return the associated data of an object's head. That of its body, or of a chunk, never has this form."""
+    return version + size + f"{key}#head".encode()
+
+
+def _check_version(key: str, version: bytes) -> None:
+    """Raise ObjectDamaged unless this is our version. Call it for a version that was authenticated."""
+    if version[0] != VERSION:
+        raise ObjectDamaged(
+            f"object {key}: version {version[0]}; this store reads version {VERSION}, so upgrade it"
+        )
+
+
+def _foreign(key: str) -> ObjectDamaged:
+    return ObjectDamaged(
+        f"object {key}: it was not written with this group key, or was changed; "
+        "use the group key of the stores that wrote the bucket, or restore the object from a backup"
+    )

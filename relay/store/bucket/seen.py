@@ -36,6 +36,7 @@ from relay.store.bucket.sealing import (
     journal_key,
     registration_key,
 )
+from relay.store.bucket.whole import fetch
 from relay.store.bucket.writer import Flying, Writer
 from relay.store.errors import LogError
 from relay.store.files import write_beside
@@ -124,7 +125,7 @@ class Seen:
         self._load()
         if self._registered is not None:
             number, digest = self._registered
-            sealed = await self._objects.get(registration_key(number))
+            sealed = await fetch(self._objects, self._sealer, registration_key(number))
             if sealed is None or hash_of(sealed).hex() != digest:
                 there = len(await registrations(self._objects, self._sealer))
                 raise self._rolled_back(
@@ -154,7 +155,7 @@ class Seen:
         end = await end_of(self._objects, self._sealer, journal)
         digest = end.hash.hex() if end.number == seen.number else ""
         if end.number > seen.number:
-            sealed = await self._objects.get(journal_key(name, seen.number))
+            sealed = await fetch(self._objects, self._sealer, journal_key(name, seen.number))
             digest = "" if sealed is None else hash_of(sealed).hex()
         if digest == seen.digest:
             return
@@ -176,7 +177,7 @@ class Seen:
             for one, beginning in zip(some, beginnings, strict=True):
                 for count in range(1, beginning.checkpoints + 1):
                     key = checkpoint_key(one.registered.journal, count)
-                    sealed = await self._objects.get(key)
+                    sealed = await fetch(self._objects, self._sealer, key)
                     content = None if sealed is None else self._sealer.open(key, sealed)
                     if isinstance(content, Checkpoint) and any(
                         each.journal == name and each.end >= number for each in content.covers

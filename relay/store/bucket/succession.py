@@ -35,6 +35,7 @@ from relay.store.bucket.sealing import (
     journal_key,
     registration_key,
 )
+from relay.store.bucket.whole import holds
 
 MAX_TRIES: Final = 1000
 
@@ -66,7 +67,7 @@ async def begin(
         number = len(earlier) + 1
         key = registration_key(number, folder)
         sealed = sealer.seal(key, registered)
-        if await objects.create(key, sealed) or await objects.get(key) == sealed:
+        if await objects.create(key, sealed) or await holds(objects, key, sealed):
             return Registration(number, registered, hash_of(sealed)), earlier
         earlier += await registrations(objects, sealer, number, folder)
     raise AssertionError("unreachable: others cannot register that many journals meanwhile")

@@ -18,6 +18,61 @@ OBJECTS = "tests/conformance/test_objects.py"
 
 SABOTAGES = (
     Sabotage(
+        "bucket-read-before-authenticated",
+        "relay/store/bucket/whole.py",
+        "fetch",
+        "sealer.size(key, found)",
+        "int.from_bytes(found[13:21], 'big')",
+        (
+            "tests/unit/relay/store/bucket/test_whole.py::test_an_object_that_no_store_wrote_is_read_no_further_than_its_beginning",
+        ),
+        "whoever writes to the bucket has a store read as much as fills its memory",
+    ),
+    Sabotage(
+        "bucket-read-past-the-end",
+        "relay/store/bucket/whole.py",
+        "fetch",
+        "size + 1",
+        "1 << 62",
+        (
+            "tests/unit/relay/store/bucket/test_whole.py::test_an_object_that_grew_or_shrank_is_damage_and_not_read",
+        ),
+        "whoever makes an object of the bucket longer has a store read all of it",
+    ),
+    Sabotage(
+        "bucket-link-followed",
+        "relay/store/bucket/directory.py",
+        "Directory._read",
+        "not stat.S_ISREG(path.lstat().st_mode)",
+        "False",
+        (
+            "tests/unit/relay/store/bucket/test_whole.py::test_what_is_not_a_regular_file_is_damage_that_is_named",
+        ),
+        "an object may be a link out of the bucket, or a pipe at which every read hangs",
+    ),
+    Sabotage(
+        "bucket-size-not-authenticated",
+        "relay/store/bucket/sealing.py",
+        "_of_head",
+        'version + size + f"{key}#head".encode()',
+        'version + f"{key}#head".encode()',
+        (
+            "tests/unit/relay/store/bucket/test_sealing.py::test_no_size_is_believed_that_no_store_of_the_group_wrote",
+        ),
+        "whoever writes to the bucket says how much a store reads of an object",
+    ),
+    Sabotage(
+        "bucket-version-not-authenticated",
+        "relay/store/bucket/sealing.py",
+        "_of_head",
+        'version + size + f"{key}#head".encode()',
+        'size + f"{key}#head".encode()',
+        (
+            "tests/unit/relay/store/bucket/test_sealing.py::test_a_newer_version_is_named_only_if_a_store_of_the_group_wrote_it",
+        ),
+        "one byte that anybody changed asks the operator to upgrade the store",
+    ),
+    Sabotage(
         "bucket-create-that-met-another",
         "relay/store/bucket/cloud.py",
         "Cloud.create",

@@ -349,6 +349,10 @@ class Dying(Directory):
         await self._live()
         return await super().get(key)
 
+    async def get_range(self, key: str, start: int, end: int) -> bytes | None:
+        await self._live()
+        return await super().get_range(key, start, end)
+
     async def _live(self) -> None:
         self.requests += 1
         if self.requests == self.dies_at:

@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 
 from iris.crypto.keys import GroupKey, StoreKey
 from relay.store.batches import DELETE, DELETE_RANGE, PUT_RECORD, Op
+from relay.store.bucket import sealing
 from relay.store.bucket.sealing import (
+    HEAD_BYTES,
     NO_HASH,
     Content,
     Ended,
@@ -53,12 +55,54 @@ def test_another_group_reads_nothing() -> None:
         sealer(bytes(32)).open("k", sealed)
 
 
-def test_a_newer_version_is_named() -> None:
+def test_a_newer_version_is_named_only_if_a_store_of_the_group_wrote_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ours = sealer().seal("k", CONTENTS[0])
+    chunk = sealer().seal_chunk("k", 0, b"x")
+    monkeypatch.setattr(sealing, "VERSION", 9)
+    newer, newer_chunk = sealer().seal("k", CONTENTS[0]), sealer().seal_chunk("k", 0, b"x")
+    monkeypatch.undo()
+    said = "version 9; this store reads version 1, so upgrade it"
+    with pytest.raises(ObjectDamaged, match=said):
+        sealer().open("k", newer)
+    with pytest.raises(ObjectDamaged, match=said):
+        sealer().size("k", newer)
+    with pytest.raises(ObjectDamaged, match=said):
+        sealer().open_chunk("k", 0, newer_chunk)
+    for call in (
+        lambda: sealer().open("k", b"\x09" + ours[1:]),
+        lambda: sealer().open("k", ours[:1] + newer[1:]),
+        lambda: sealer().open("k", b""),
+        lambda: sealer().open_chunk("k", 0, b"\x09" + chunk[1:]),
+        lambda: sealer().open_chunk("k", 0, b""),
+    ):
+        with pytest.raises(
+            ObjectDamaged, match="was not written with this group key, or was changed"
+        ):
+            call()
+
+
+def test_an_object_that_is_longer_or_shorter_than_it_was_written_is_named() -> None:
     sealed = sealer().seal("k", CONTENTS[0])
-    with pytest.raises(ObjectDamaged, match="version 9; this store reads version 1"):
-        sealer().open("k", b"\x09" + sealed[1:])
-    with pytest.raises(ObjectDamaged, match="version none"):
-        sealer().open("k", b"")
+    assert sealer().size("k", sealed[:HEAD_BYTES]) == len(sealed)
+    with pytest.raises(
+        ObjectDamaged, match=f"object k: it was written with {len(sealed)} bytes, and is longer"
+    ):
+        sealer().open("k", sealed + b"\0")
+    with pytest.raises(ObjectDamaged, match="and is shorter; restore it"):
+        sealer().open("k", sealed[:-1])
+
+
+def test_no_size_is_believed_that_no_store_of_the_group_wrote() -> None:
+    head = sealer().seal("k", CONTENTS[0])[:HEAD_BYTES]
+    for at in range(8 * HEAD_BYTES):
+        changed = bytearray(head)
+        changed[at // 8] ^= 1 << at % 8
+        with pytest.raises(ObjectDamaged, match="or was changed"):
+            sealer().size("k", bytes(changed))
+    with pytest.raises(ObjectDamaged, match="or was changed"):
+        sealer().size("j", head)
 
 
 @given(st.data())
