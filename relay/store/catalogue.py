@@ -34,7 +34,7 @@ from relay.store.clock import Clock
 from relay.store.cursor import Dead
 from relay.store.ended import LEFT, MAX_ENDED, SUFFIX, Ended
 from relay.store.errors import LogError, LogWriteFailed, Refuse
-from relay.store.files import write_beside
+from relay.store.files import read_small, write_beside
 from relay.store.join_notes import Note
 from relay.store.log import Log
 from relay.store.registration import Done, Registration, log_refusal
@@ -230,7 +230,7 @@ class Catalogue:
         except LogError as err:
             stream.failed = str(err)
             try:  # read its orders, so that it is listed under its name
-                self.load_charter(stream, Path(f"{path}{ORDERS}").read_bytes())
+                self.load_charter(stream, read_small(f"{path}{ORDERS}"))
             except (OSError, msgspec.DecodeError, IrisError) as unknown:
                 stream.failed = f"{err}; its orders cannot be read either: {unknown}"
             log.error(

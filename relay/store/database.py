@@ -40,6 +40,7 @@ from iris.errors import Closed
 from iris.keyfiles import sync_directory
 from relay.store.batches import PUT, PUT_RECORD, Batch, CopiedBatch, Copier, Op
 from relay.store.errors import LogBusy, LogDamaged, LogMissing, LogWriteFailed
+from relay.store.files import read_small
 from relay.store.journal import recycled_record
 
 MARK_NAME: Final = "MARK"
@@ -85,7 +86,7 @@ class Mark(Struct, frozen=True):
 def read_mark(path: str) -> Mark:
     """Return the mark of the log at `path`. Raises LogDamaged."""
     try:
-        packed = Path(path, MARK_NAME).read_bytes()
+        packed = read_small(os.path.join(path, MARK_NAME))
     except OSError as err:
         raise LogDamaged(path, f"its file {MARK_NAME} cannot be read: {err}") from err
     if len(packed) != _MARK.size + 4 or crc32(packed[:-4]) != int.from_bytes(packed[-4:], "little"):

@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from iris.crypto.keys import public_id
 from relay.store.bucket.sealing import Forced
-from relay.store.files import write_beside
+from relay.store.files import read_small, write_beside
 
 SUFFIX: Final = ".forced"
 
@@ -41,7 +41,7 @@ def write(path: str, entry: Forced) -> str:
 def read(path: str) -> str:
     """Return why the log at `path` is not served; empty if it is."""
     try:
-        return str(msgspec.json.decode(Path(path + SUFFIX).read_bytes(), type=_Mark))
+        return str(msgspec.json.decode(read_small(path + SUFFIX), type=_Mark))
     except FileNotFoundError:
         return ""
     except (OSError, msgspec.DecodeError) as err:

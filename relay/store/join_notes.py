@@ -20,7 +20,7 @@ from iris.errors import ConfigError
 from iris.keyfiles import sync_directory
 from iris.wire.stream_items import dead_uuid
 from relay.store.errors import LogWriteFailed
-from relay.store.files import write_beside
+from relay.store.files import read_small, write_beside
 from relay.store.salvage import ORDERS
 
 SUFFIX: Final = ".join"
@@ -65,8 +65,8 @@ def find(directory: Path) -> dict[bytes, Note]:
         if not _NAME.fullmatch(path.name):
             continue
         try:
-            found[bytes.fromhex(path.stem)] = _decode(path.read_bytes())
-        except msgspec.DecodeError as err:
+            found[bytes.fromhex(path.stem)] = _decode(read_small(path))
+        except (OSError, msgspec.DecodeError) as err:
             raise ConfigError(
                 f"data: {path} is damaged: {err}; restore it from a backup. It says whether its stream is in the bucket"
             ) from err

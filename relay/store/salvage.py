@@ -39,6 +39,7 @@ from relay.store.damaged_log import DamagedLog
 from relay.store.database import check_room_to_open
 from relay.store.ended import Ended
 from relay.store.errors import LogBusy, LogDamaged, LogError
+from relay.store.files import read_small
 from relay.store.identity import Identity, make
 from relay.store.log import Log
 from relay.store.records import KEY, MAX_OFFSET, Hole, Reason, Record, check_row
@@ -207,7 +208,7 @@ def _names(directory: Path, uuids: Iterable[str]) -> dict[str, str]:
     for uuid in uuids:
         names[uuid] = ""
         try:
-            stored = _decode_definition_file(Path(f"{directory / uuid}{ORDERS}").read_bytes())
+            stored = _decode_definition_file(read_small(f"{directory / uuid}{ORDERS}"))
             parents[uuid] = stored.parent.hex()
             order = in_force(decode_order(signed.order) for signed in stored.orders)
             names[uuid] = order.definition.name if order is not None else ""
@@ -298,7 +299,7 @@ def _identity(damaged: DamagedLog, path: Path, report: Report) -> Identity:
         raise ConfigError(f"{path}: the log in this directory has another uuid, {found.uuid.hex()}")
     except ValueError as err:
         try:
-            definition = Path(f"{path}{ORDERS}").read_bytes()
+            definition = read_small(f"{path}{ORDERS}")
             _decode_definition_file(definition)
         except (OSError, msgspec.DecodeError) as none:
             raise LogDamaged(

@@ -42,7 +42,7 @@ from relay.store.bucket.sealing import (
 from relay.store.bucket.succession import begin, fence
 from relay.store.bucket.writer import Writer
 from relay.store.errors import LogError
-from relay.store.files import write_beside
+from relay.store.files import read_small, write_beside
 from relay.store.log import Log
 
 log = logging.getLogger(__name__)
@@ -184,12 +184,12 @@ class Copying:
     def _read_ours(self, known: dict[str, Registration]) -> _Ours | None:
         """Return the journals of our last run; None if that is not known. Raises ObjectDamaged."""
         try:
-            ours = msgspec.json.decode((self._directory / STATE_FILE).read_bytes(), type=_Ours)
+            ours = msgspec.json.decode(read_small(self._directory / STATE_FILE), type=_Ours)
         except (
             FileNotFoundError
         ):  # the store is new, lost its disk, or somebody has made room there
             return None
-        except msgspec.DecodeError as err:
+        except (OSError, msgspec.DecodeError) as err:
             raise ConfigError(
                 f"data: {self._directory / STATE_FILE} is damaged: {err}; delete the file, then the store reads its content from the bucket"
             ) from err

@@ -42,7 +42,7 @@ from relay.store.bucket.shelf import Left, Shelf
 from relay.store.bucket.succession import Unfenced, begin, fence
 from relay.store.bucket.writer import Flying, Writer
 from relay.store.database import Database
-from relay.store.files import write_beside
+from relay.store.files import read_small, write_beside
 from relay.store.log import Log
 
 log = logging.getLogger(__name__)
@@ -401,12 +401,12 @@ class Keeper:
         """
         path = self._shelf.directory / STATE_FILE
         try:
-            return [str(one) for one in json.loads(path.read_bytes())["journals"]]
+            return [str(one) for one in json.loads(read_small(path))["journals"]]
         except FileNotFoundError:  # the store is new, or somebody has made room on its disk
             found = await registrations(self._objects, self._sealer)
             ours = [one for one in found if one.registered.store == self._store]
             return await that_hold(self._objects, self._sealer, ours)
-        except (ValueError, KeyError, TypeError) as err:
+        except (OSError, ValueError, KeyError, TypeError) as err:
             raise ConfigError(
                 f"data: {path} is damaged: {err}; restore it from a backup, or use `iris store restore` on an empty directory"
             ) from err

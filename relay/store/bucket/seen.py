@@ -39,7 +39,7 @@ from relay.store.bucket.sealing import (
 from relay.store.bucket.whole import fetch
 from relay.store.bucket.writer import Flying, Writer
 from relay.store.errors import LogError
-from relay.store.files import write_beside
+from relay.store.files import read_small, write_beside
 
 log = logging.getLogger(__name__)
 
@@ -201,7 +201,7 @@ class Seen:
         if self._loaded:
             return
         try:
-            state = json.loads(self._path.read_bytes())
+            state = json.loads(read_small(self._path))
             if state["registered"] is not None:
                 number, digest = state["registered"]
                 self._registered = int(number), str(digest)
@@ -211,7 +211,7 @@ class Seen:
             }
         except FileNotFoundError:
             pass
-        except (ValueError, KeyError, TypeError, AttributeError) as err:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as err:
             raise ConfigError(
                 f"data: {self._path} is damaged: {err}; delete the file. Then the store cannot notice if the bucket "
                 "was replaced with an older copy before this start"

@@ -18,6 +18,15 @@ OBJECTS = "tests/conformance/test_objects.py"
 
 SABOTAGES = (
     Sabotage(
+        "store-small-file-huge",
+        "relay/store/files.py",
+        "read_small",
+        "status.st_size > MAX_SMALL_BYTES",
+        "False",
+        ("tests/unit/relay/store/test_small_files.py",),
+        "a file that a fault of the disk made huge fills the memory of the store",
+    ),
+    Sabotage(
         "bucket-read-before-authenticated",
         "relay/store/bucket/whole.py",
         "fetch",
