@@ -1,7 +1,7 @@
 """Keyrings: the keys for each address, their rotation, and the file format.
 
     [default]                            # for every cluster and topic without an entry of its own
-    keys = ["<43 characters of base64url>"]
+    keys = ["<48 characters of base64url>"]
     [clusters."databases"]               # for this cluster alone
     keys = ["<new>", "<old>"]            # the first key seals, all of them open
     [topics."orders.eu"]                 # for the topic orders.eu and all below it

@@ -26,6 +26,7 @@ from __future__ import annotations
 import base64
 import binascii
 from typing import ClassVar, Final, NoReturn, Self, SupportsIndex
+from zlib import crc32
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes
@@ -35,6 +36,9 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from iris.errors import KeyringError, LocalProtocolError, OpenError
 
 SECRET_BYTES: Final = 32
+CHECKSUM_BYTES: Final = 4
+TEXT_CHARACTERS: Final = 48
+"""Length of a secret and its checksum in base64url, which needs no padding."""
 KEY_ID_BYTES: Final = 16
 PUBLIC_KEY_BYTES: Final = 32
 SIGNATURE_BYTES: Final = 64
@@ -69,21 +73,31 @@ class _Secret:
 
     @classmethod
     def parse(cls, text: object) -> Self:
-        """Return the key whose `reveal` is `text`; one trailing "=" is allowed.
+        """Return the key whose `reveal` is `text`.
 
         Raises:
-            KeyringError: the text has another form. The error never repeats it.
+            KeyringError: the text has another form, or it was changed. The error never repeats it.
         """
-        secret = _read_text(text)
-        if secret is None:
+        data = _read_text(text, SECRET_BYTES + CHECKSUM_BYTES)
+        if data is None:
             raise KeyringError(
-                f"a {cls._kind} must be written as 43 characters of base64url (32 bytes)"
+                f"a {cls._kind} must be written as {TEXT_CHARACTERS} characters of base64url (32 bytes and a checksum)"
+            )
+        secret = data[:SECRET_BYTES]
+        if data[SECRET_BYTES:] != cls._checksum(secret):
+            raise KeyringError(
+                f"a {cls._kind} is damaged, or a key of another kind: its checksum is wrong; copy it again from a good file"
             )
         return cls(secret)
 
     def reveal(self) -> str:
-        """Return the secret as 43 characters of base64url. Use it only to write a key file."""
-        return _as_text(self._secret)
+        """Return the secret and a checksum as 48 characters of base64url. Use it only to write a key file."""
+        return _as_text(self._secret + self._checksum(self._secret))
+
+    @classmethod
+    def _checksum(cls, secret: bytes) -> bytes:
+        """Return the checksum of a secret and its kind. Without it, a changed secret would be another valid key."""
+        return crc32(cls._kind.encode() + secret).to_bytes(CHECKSUM_BYTES, "big")
 
     @property
     def _public_id(self) -> bytes:
@@ -413,17 +427,19 @@ def _as_text(data: bytes) -> str:
     return base64.urlsafe_b64encode(data).decode().rstrip("=")
 
 
-def _read_text(text: object) -> bytes | None:
-    """Return the 32 bytes written as 43 characters of base64url, or None if `text` has another form."""
+def _read_text(text: object, size: int = PUBLIC_KEY_BYTES) -> bytes | None:
+    """Return the `size` bytes written in base64url, or None if `text` has another form. One trailing "=" is allowed if
+    base64 has one there."""
     if not isinstance(text, str) or not text.isascii():
         return None
-    bare = text.removesuffix("=")
+    padding = "=" * (-size % 3)
+    bare = text.removesuffix(padding)
     try:
-        data = base64.b64decode(bare + "=", altchars=b"-_", validate=True)
+        data = base64.b64decode(bare + padding, altchars=b"-_", validate=True)
     except binascii.Error:
         return None
     # Accept one text per key only: b64decode also accepts "+", "/" and stray low bits.
-    return data if len(data) == SECRET_BYTES and _as_text(data) == bare else None
+    return data if len(data) == size and _as_text(data) == bare else None
 
 
 def _digest(data: bytes) -> bytes:

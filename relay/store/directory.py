@@ -46,7 +46,7 @@ def _parse_key(text: str) -> StoreKey:
         return StoreKey.parse(text.strip())
     except KeyringError as err:
         raise KeyringError(
-            f"{err}: the file is damaged, and streams are signed for the store with that key; restore it from a backup"
+            f"{err}. Streams are signed for the store with that key, so restore the file from a backup"
         ) from None
 
 

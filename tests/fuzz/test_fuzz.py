@@ -152,7 +152,9 @@ def key_files(draw: st.DrawFn) -> bytes:
     header = st.sampled_from(
         ["[default]", '[clusters."db"]', '[topics."a.b"]', "[network]", '[topics."a b"]', "[clusters]", "x = 1"]
     )  # fmt: skip
-    secret = st.sampled_from([KEY.reveal(), KEY.reveal()[:-1], "é" * 43, "A" * 43, "A" * 42 + "B"])
+    secret = st.sampled_from(
+        [KEY.reveal(), KEY.reveal()[:-1], "é" * 48, "A" * 48, KEY.reveal()[:-1] + "A"]
+    )
     lines = []
     for _ in range(draw(st.integers(1, 4))):
         lines += [draw(header), f"keys = {draw(st.lists(secret, max_size=2))}"]

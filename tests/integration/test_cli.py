@@ -893,7 +893,7 @@ def test_run_with_verbose_prints_the_traceback_of_an_import(tmp_path: Path) -> N
 
 
 def secrets(path: Path) -> list[str]:
-    return re.findall(r'"([\w-]{43})"', path.read_text())
+    return re.findall(r'"([\w-]{48})"', path.read_text())
 
 
 def test_new_keys_are_private_shown_by_id_only_and_never_overwritten(tmp_path: Path) -> None:

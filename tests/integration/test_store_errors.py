@@ -31,7 +31,14 @@ def missing(data: Path) -> str:
 
 def cut_short(data: Path) -> str:
     os.truncate(data / "store.key", 20)
-    return "store.key: .*damaged.*restore it from a backup"
+    return "store.key: .*must be written as 48 characters.*restore the file from a backup"
+
+
+def flipped(data: Path) -> str:
+    text = bytearray((data / "store.key").read_bytes())
+    text[10] ^= 1
+    (data / "store.key").write_bytes(text)
+    return "store.key: a store key is damaged.*restore the file from a backup"
 
 
 def open_to_others(data: Path) -> str:
@@ -39,7 +46,7 @@ def open_to_others(data: Path) -> str:
     return "other users may write to "
 
 
-@pytest.mark.parametrize("hurt", [missing, cut_short, open_to_others])
+@pytest.mark.parametrize("hurt", [missing, cut_short, flipped, open_to_others])
 async def test_a_key_or_directory_that_cannot_be_used_is_reported_and_the_store_goes_on_when_it_is_mended(
     hurt: object, tmp_path: Path
 ) -> None:

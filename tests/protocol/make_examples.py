@@ -428,7 +428,7 @@ def tunnel() -> dict[str, tuple[bytes, dict[str, Any]]]:
 
 def _secret_of(key: ClusterKey) -> str:
     """Return a key's secret in hex."""
-    return base64.urlsafe_b64decode(key.reveal() + "=").hex()
+    return base64.urlsafe_b64decode(key.reveal())[:32].hex()
 
 
 def derived() -> dict[str, dict[str, Any]]:

@@ -45,7 +45,7 @@ export class ClusterKey {
     return this.#keyHashKey;
   }
 
-  /** `secret` is 32 bytes, or their 43 characters of base64url. Raises KeyringError. */
+  /** `secret` is 32 bytes, or the 48 characters of base64url of a key file. Raises KeyringError. */
   static async from(secret: Uint8Array | string): Promise<ClusterKey> {
     const bytes = secretBytes(secret);
     const derive = (info: string): Promise<Bytes> => hkdf(bytes, EMPTY, utf8(info), 32);
@@ -102,14 +102,34 @@ export async function topicSecret(secret: Uint8Array | string, topic: string): P
 }
 
 function secretBytes(secret: Uint8Array | string): Bytes {
+  if (typeof secret !== "string") {
+    if (secret.length !== 32) throw new KeyringError(`a key must have 32 bytes, not ${secret.length}`);
+    return new Uint8Array(secret);
+  }
   let bytes: Bytes;
   try {
-    bytes = typeof secret === "string" ? unbase64(secret) : new Uint8Array(secret);
+    bytes = unbase64(secret);
   } catch {
     throw new KeyringError("a key is not base64url");
   }
-  if (bytes.length !== 32) throw new KeyringError(`a key must have 32 bytes, not ${bytes.length}`);
-  return bytes;
+  if (bytes.length !== 36) {
+    throw new KeyringError("a cluster key must be written as 48 characters of base64url (32 bytes and a checksum)");
+  }
+  const key = bytes.slice(0, 32);
+  if (view(bytes).getUint32(32) !== crc32(concat(utf8("cluster key"), key))) {
+    throw new KeyringError("a cluster key is damaged, or a key of another kind: its checksum is wrong; copy it again");
+  }
+  return key;
+}
+
+/** CRC-32 as in zlib: any 32 bytes would be a key, so a text that was changed must not be one. */
+function crc32(data: Bytes): number {
+  let crc = ~0;
+  for (const byte of data) {
+    crc ^= byte;
+    for (let bit = 0; bit < 8; bit++) crc = (crc >>> 1) ^ (crc & 1 ? 0xedb88320 : 0);
+  }
+  return ~crc >>> 0;
 }
 
 export async function verify(publicKey: Bytes, signature: Bytes, data: Bytes): Promise<boolean> {

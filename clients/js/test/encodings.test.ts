@@ -6,7 +6,7 @@ import { constants, zstdCompressSync } from "node:zlib";
 import { concat, u32, unhex, utf8 } from "../src/bytes.ts";
 import { decodeBundle, encodeBundle } from "../src/bundle.ts";
 import { DecodeError, EncodeError, InvalidName, KeyringError, OpenError } from "../src/errors.ts";
-import { Keyring } from "../src/keys.ts";
+import { ClusterKey, Keyring } from "../src/keys.ts";
 import { decode, encode } from "../src/msgpack.ts";
 import { checkFilter, checkName, matches, splitSite } from "../src/names.ts";
 
@@ -35,6 +35,17 @@ test("what is not MessagePack raises DecodeError, and what cannot be sent Encode
   for (const bad of [Symbol("a"), () => 1, 2n ** 64n, -(2n ** 63n) - 1n, "\ud800", new Date(NaN), new Float64Array(1)]) {
     assert.throws(() => encode(bad), EncodeError);
   }
+});
+
+test("a key as text is one of its kind, unchanged, or refused", async () => {
+  const text = "AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh-qXniY";
+  const key = await ClusterKey.from(text);
+  assert.equal(key.idHex, (await ClusterKey.from(Uint8Array.from({ length: 32 }, (_, i) => i))).idHex);
+  const network = "AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh-LPYEJ";
+  for (const bad of [network, text.replace("AAEC", "AAED"), text.slice(0, 47) + "Z", text.slice(0, 43), text + "AAAA", "!"]) {
+    await assert.rejects(ClusterKey.from(bad), KeyringError, bad);
+  }
+  await assert.rejects(ClusterKey.from(new Uint8Array(36)), KeyringError);
 });
 
 test("a compressed bundle opens if it names its size", () => {

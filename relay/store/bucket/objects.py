@@ -55,7 +55,8 @@ class Objects(Protocol):
     async def get(self, key: str) -> bytes | None:
         """Return the first `FIRST_BYTES` of an object, fewer if it ends before; None if it does not exist.
 
-        To read a whole object, use `relay.store.bucket.whole`. Raises BucketError, and ObjectDamaged if it is not a file.
+        To read a whole object, use `relay.store.bucket.whole`. Raises BucketError, and ObjectDamaged if it is not a
+        file.
         """
 
     async def get_range(self, key: str, start: int, end: int) -> bytes | None:

@@ -6,10 +6,10 @@
     body   = 12 bytes nonce | AES-256-GCM of the MessagePack content; associated data: version | the object's key
 
 The head is authenticated before more is read, so whoever writes to the bucket cannot have a store read more than a
-store of the bucket wrote. Nothing is believed before it is authenticated, the version included. A nonce is random: a key encrypts far fewer than 2^32 objects (NIST SP 800-38D, 8.3), because each
-holds up to some MiB. An object cannot be altered or served under another key. Each object of a
-journal names the hash of the one before, so none can be left out. What the bucket's owner can still
-do is to withhold the newest objects. A store notices that if it has seen more.
+store of the bucket wrote. Nothing is believed before it is authenticated, not even the version. A nonce is random: a
+key encrypts far fewer than 2^32 objects (NIST SP 800-38D, 8.3), because each holds up to some MiB. An object cannot be
+altered or served under another key. Each object of a journal names the hash of the one before, so none can be left out.
+What the bucket's owner can still do is to withhold the newest objects. A store notices that if it has seen more.
 """
 
 from __future__ import annotations

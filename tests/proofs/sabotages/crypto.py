@@ -27,6 +27,26 @@ RETIRED = (
 
 SABOTAGES = (
     Sabotage(
+        "key-checksum",
+        "iris/crypto/keys.py",
+        "_Secret.parse",
+        "data[SECRET_BYTES:] != cls._checksum(secret)",
+        "False",
+        (
+            "tests/unit/crypto/test_keys.py::test_a_key_file_in_which_one_bit_has_flipped_has_no_other_key",
+        ),
+        "a flipped bit in a key file is another key, which nobody else has",
+    ),
+    Sabotage(
+        "key-checksum-of-its-kind",
+        "iris/crypto/keys.py",
+        "_Secret._checksum",
+        "cls._kind.encode() + secret",
+        "secret",
+        ("tests/unit/crypto/test_keys.py::test_a_key_is_not_read_as_one_of_another_kind",),
+        "a network key that was pasted into a keyring is used as a cluster key",
+    ),
+    Sabotage(
         "seal-metadata",
         "iris/crypto/sframe.py",
         "Opener.open",

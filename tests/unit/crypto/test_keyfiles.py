@@ -287,7 +287,7 @@ def test_a_site_key_is_written_once_and_read_again(tmp_path: Path) -> None:
         dump_network_keys([NetworkKey(bytes(32))]),
         dump_site_key(SiteKey(bytes(32))) + "[network]\n",
         "[site]\nkeys = []\n",
-        f'[site]\nkeys = ["{"A" * 43}", "{"A" * 42}E"]\n',
+        f'[site]\nkeys = ["{SiteKey(bytes(32)).reveal()}", "{SiteKey(bytes([1]) * 32).reveal()}"]\n',
         '[site]\nkeys = ["short"]\n',
         "[site]\nkey = 1\n",
     ],

@@ -310,7 +310,7 @@ def test_a_dumped_keyring_parses_to_the_same(keyring: Keyring) -> None:
 def test_the_layout_is_the_documented_one() -> None:
     text = (
         f'[default]\nkeys = ["{A.reveal()}"]\n'
-        f'[clusters.databases]\nkeys = ["{B.reveal()}", "{C.reveal()}="]\n'
+        f'[clusters.databases]\nkeys = ["{B.reveal()}", "{C.reveal()}"]\n'
         f'[topics."orders.eu"]\nkeys = ["{D.reveal()}"]\n'
     )
     assert Keyring.parse(text).entries() == {

@@ -7,6 +7,7 @@ import copy
 import hashlib
 import hmac
 import pickle
+from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
@@ -15,8 +16,11 @@ from hypothesis import strategies as st
 
 from iris.crypto.keys import (
     ClusterKey,
+    GroupKey,
+    IssuerKey,
     NetworkKey,
     SiteKey,
+    StoreKey,
     dump_fingerprint,
     parse_fingerprint,
     verify_proof,
@@ -207,8 +211,33 @@ def test_keys_are_equal_by_what_they_are_and_kinds_never_mix() -> None:
 def test_a_revealed_key_parses_to_the_same_key(secret: bytes) -> None:
     key = NetworkKey(secret)
     assert NetworkKey.parse(key.reveal()) == key
-    assert NetworkKey.parse(key.reveal() + "=") == key
-    assert len(key.reveal()) == 43
+    assert len(key.reveal()) == 48
+
+
+KINDS = (ClusterKey, NetworkKey, SiteKey, StoreKey, GroupKey, IssuerKey)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_key_file_in_which_one_bit_has_flipped_has_no_other_key(kind: type[Any]) -> None:
+    text = kind(SECRET).reveal().encode()
+    for at in range(8 * len(text)):
+        flipped = bytearray(text)
+        flipped[at // 8] ^= 1 << at % 8
+        with pytest.raises(
+            KeyringError, match=f"a {kind._kind} (is damaged|must be written)"
+        ) as caught:
+            kind.parse(flipped.decode("latin-1"))
+        assert flipped.decode("latin-1") not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_key_is_not_read_as_one_of_another_kind(kind: type[Any]) -> None:
+    for other in KINDS:
+        if other is not kind:
+            with pytest.raises(
+                KeyringError, match=f"a {kind._kind} is damaged, or a key of another kind"
+            ):
+                kind.parse(other(SECRET).reveal())
 
 
 @given(st.one_of(st.text(), st.integers(), st.none(), st.binary().map(base64.b64encode)))
@@ -217,14 +246,14 @@ def test_text_that_is_not_a_key_is_refused_without_being_repeated(text: object) 
         ClusterKey.parse(text)
     assert (
         str(caught.value)
-        == "a cluster key must be written as 43 characters of base64url (32 bytes)"
+        == "a cluster key must be written as 48 characters of base64url (32 bytes and a checksum)"
     )
 
 
 def test_a_key_has_one_text_only() -> None:
     text = ClusterKey(b"\xff" * 32).reveal()
-    assert text == "_" * 42 + "8"
-    for other in (text.replace("_", "/"), text[:-1] + "9", text + "==", text + "\n", " " + text):
+    assert text[:42] == "_" * 42
+    for other in (text.replace("_", "/"), text + "=", text + "==", text + "\n", " " + text):
         with pytest.raises(KeyringError):
             ClusterKey.parse(other)
 

@@ -52,6 +52,21 @@ async def test_a_key_that_others_can_read_or_replace_is_refused(tmp_path: Path, 
     assert await public_key(data) == made
 
 
+async def test_a_key_in_which_a_bit_has_flipped_is_named_and_no_other_key(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    made = await public_key(data)
+    path = data / "store.key"
+    text = path.read_bytes()
+    for at in range(48):
+        path.write_bytes(text[:at] + bytes([text[at] ^ 1]) + text[at + 1 :])
+        with pytest.raises(
+            KeyringError, match=f"{path}: a store key .* so restore the file from a backup"
+        ):
+            StoreProcess(data, nowhere).open()
+    path.write_bytes(text)
+    assert await public_key(data) == made
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user")
 @pytest.mark.parametrize("what", ["store.key", "."])
 async def test_what_belongs_to_another_user_is_refused(tmp_path: Path, what: str) -> None:
@@ -82,7 +97,7 @@ async def test_a_directory_that_others_may_only_read_is_accepted(tmp_path: Path)
 def test_the_process_says_what_to_do_about_an_open_key(tmp_path: Path) -> None:
     data = tmp_path / "data"
     data.mkdir(mode=0o700)
-    (data / "store.key").write_text("A" * 43)
+    (data / "store.key").write_text("A" * 48)
     (data / "store.key").chmod(0o644)
     done = subprocess.run(
         [sys.executable, "-m", "relay.store", "--data", data, "--relay", tmp_path / "relay.sock"],

@@ -1,4 +1,4 @@
-"""Of an object nothing but its beginning is read before its length is authenticated, and what is not a file is damage."""
+"""An object is read whole only when its length is authenticated, and what is not a file is damage."""
 
 from __future__ import annotations
 
