@@ -172,7 +172,7 @@ SABOTAGES = (
         "bucket-fence-taken-for-ours",
         "relay/store/bucket/puts.py",
         "Puts._create",
-        "there != flying.sealed",
+        "not there",
         "False",
         TAKEOVERS,
         "a store acknowledges what another store's fence has shut out",
