@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import shutil
 import sys
 from collections.abc import Iterator
@@ -157,6 +158,37 @@ async def test_an_object_that_was_removed_by_hand_is_noticed_at_the_next_start(
             removed.write_bytes(content)
             await group.logged(1, "store.bucket_opened", 2)
             assert await whole(client, "orders") == numbered("", 6)
+
+
+@pytest.mark.parametrize("harm", ["huge", "pipe"])
+async def test_an_object_that_is_huge_or_a_pipe_is_named_and_the_streams_on_the_disk_go_on(
+    tmp_path: Path, harm: str
+) -> None:
+    with Group(tmp_path) as group:
+        async with group.rig.client() as client:
+            harmed, content = await stop_and_remove(group, client, 12, 1)
+            if harm == "pipe":
+                os.mkfifo(harmed)
+            else:
+                harmed.write_bytes(content)
+                os.truncate(harmed, 1 << 40)  # more than any machine could read
+            group.start(1)
+            await group.logged(1, "store.bucket_damaged")
+            said = (
+                "it is not a regular file"
+                if harm == "pipe"
+                else f"it was written with {len(content)} bytes, and is longer"
+            )
+            assert (
+                f"object {harmed.relative_to(group.bucket)} of bucket {group.url}: {said}"
+                in group.log(1)
+            )
+            await client.streams.create("on-the-disk", durability="disk")
+            assert await client.streams.append("on-the-disk", b"1") == 0
+            harmed.unlink()
+            harmed.write_bytes(content)
+            await group.logged(1, "store.bucket_opened", 2)
+            assert await whole(client, "orders") == numbered("", 12)
 
 
 async def test_an_object_that_is_missing_in_the_middle_is_named_until_it_is_back(
