@@ -39,7 +39,7 @@ BURST: Final = 64
 PAYLOAD: Final = bytes(256)
 RECORD: Final = bytes(1024)
 SLOWER: Final = 100
-"""Factor by which valgrind slows a relay at most, so that connections do not wait for turns that they would not need."""
+"""Valgrind slows a relay at most by this factor. Connections wait for no turn that they would not need otherwise."""
 MARK: Final = "Py_SetRecursionLimit"
 """A function of the interpreter that only `mark` calls: valgrind begins a new count there."""
 TOTALS: Final = re.compile(r"^totals: (\d+)", re.MULTILINE)

@@ -165,8 +165,8 @@ class FrameReader:
     raises PeerProtocolError.
 
     With `may_go_on`, a reader stops where that returns False, and keeps the bytes behind as `waiting` until `go_on`.
-    It is passed the number of bytes at hand, and asked after each `PORTION_BYTES` of frames, and after each frame for which `on_frame` returns True because it
-    cost more than its length tells.
+    It is passed the number of bytes at hand, after each `PORTION_BYTES` of frames and after each frame for which
+    `on_frame` returns True, because it cost more than its length tells.
     """
 
     __slots__ = (

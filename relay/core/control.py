@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any, Final
 
+import msgspec
 from msgspec import UNSET
 
 from iris.core.heartbeat import ClockSamples, Heartbeat
@@ -38,12 +40,11 @@ from iris.wire.names import (
 from relay.core.calls import Calls
 from relay.core.grants import barred, take_grant
 from relay.core.parts import Parts
-from relay.core.session import Member, Session, Watch, known_to
+from relay.core.session import Member, Session, known_to
+from relay.core.watches import INFOS, Watch
 
 MAX_WATCHES: Final = 1024
 """Limit of watches of one session."""
-MAX_INFOS: Final = 4096
-"""Members in one frame."""
 MAX_STARTING: Final = 8
 """Limit of relays named as having a store that is starting."""
 NOT_OURS: Final = (
@@ -271,8 +272,9 @@ class SessionControl:
         session.control(frames.Ack(join.id, "", serial, self._router.fresh))
         if join.name == STORES and NO_KEY in key_ids:
             self._router.stores.joined(session, self._router.now_us)
-        for watch in self._router.watchers(member):
-            watch.notify(joined=[self._info(member)])
+        watches = self._router.interest.watches
+        if member.listed and watches.expects(join.name, key_ids):
+            watches.joined(join.name, key_ids, self._info(member))
 
     def _members_error(self, session: Session, count: int) -> str:
         """Return why a session may not have `count` more members (counted once per key id), or an empty text."""
@@ -390,24 +392,53 @@ class SessionControl:
                 session.control(frames.Ack(ask.id, error))
                 return
             table.take(session.user, len(key_ids))
-            watch = session.watches[ask.id] = Watch(session, ask.id, ask.name, key_ids)
-            self._router.interest.watch(watch)
+            session.watches[ask.id] = Watch(session, ask.id, ask.name, key_ids)
         if ask.succeeding is not UNSET:
             self._router.stores.succeeds(session, ask.succeeding, self._router.now_us)
-        here = self._router.interest.members(ask.name, ask.key_ids, streams=ask.streams)
-        found = [self._info(member) for member in here]
-        found += self._router.mesh.infos(ask.name, ask.key_ids, streams=ask.streams)
-        found = known_to(session, found)
+        session.unfinished = self._answer_members(session, ask)
+
+    def _answer_members(self, session: Session, ask: frames.Members) -> Iterator[None]:
+        """Send a session who is there, in parts, and then what has changed meanwhile, if it watches."""
+        version = self._router.interest.version
         others = self._router.interest.other_keys(ask.name, ask.key_ids)
         for there in (self._router.mesh, self._router.sites):
             for short, count in there.other_keys(ask.name, ask.key_ids).items():
                 others[short] = others.get(short, 0) + count
         remote = {} if ask.streams else self._router.sites.members(ask.name, ask.key_ids)
         starting = self._router.mesh.starting_stores()[:MAX_STARTING] if ask.streams else []
-        for at in range(0, max(1, len(found)), MAX_INFOS):
-            part, more = found[at : at + MAX_INFOS], at + MAX_INFOS < len(found)
-            first = ({}, more, {}) if at else (others, more, remote, starting)
-            session.control(frames.Membership(ask.id, part, [], *first))
+        found = self._found(ask)
+        part = [*islice(found, INFOS)]
+        known = {info.member for info in part}
+        first: tuple[Any, ...] = (others, False, remote, starting)
+        while True:
+            following = [*islice(found, INFOS)]
+            known.update(info.member for info in following)
+            body = frames.Membership(ask.id, known_to(session, part), [], *first)
+            session.control(msgspec.structs.replace(body, more=bool(following)))
+            yield
+            if not following:
+                break
+            part, first = following, ()
+        watch = session.watches.get(ask.id)
+        if watch is not None and ask.watch:
+            self._router.interest.watches.add(watch)
+            if self._router.interest.version != version:
+                yield from self._catch_up(session, ask, known)
+
+    def _found(self, ask: frames.Members) -> Iterator[frames.MemberInfo]:
+        for member in self._router.interest.members(ask.name, ask.key_ids, streams=ask.streams):
+            yield self._info(member)
+        yield from self._router.mesh.infos(ask.name, ask.key_ids, streams=ask.streams)
+
+    def _catch_up(self, session: Session, ask: frames.Members, known: set[str]) -> Iterator[None]:
+        """Send a session that watches from now on what has changed since it was sent who is there."""
+        now = {info.member: info for info in self._found(ask)}
+        joined = [info for member, info in now.items() if member not in known]
+        left = [member for member in known if member not in now]
+        for at in range(0, max(len(joined), len(left)), INFOS):
+            part = known_to(session, joined[at : at + INFOS])
+            session.control(frames.Membership(ask.id, part, left[at : at + INFOS]))
+            yield
 
     def _on_topic(self, session: Session, topic: frames.Topic) -> None:
         if self._unproven(session, (topic.key_id,)):
@@ -421,7 +452,7 @@ class SessionControl:
     def _on_unwatch(self, session: Session, unwatch: frames.Unwatch) -> None:
         watch = session.watches.pop(unwatch.id, None)
         if watch is not None:
-            self._router.interest.unwatch(watch)
+            self._router.interest.watches.remove(watch)
             self._router.quotas.watches.give(session.user, len(watch.key_ids))
 
     def _on_status(self, session: Session, status: frames.Status) -> None:

@@ -12,7 +12,8 @@ from typing import Final
 from iris.wire.kinds import MAX_OTHER_KEYS, HopClass, Kind
 from relay.core.link import Link
 from relay.core.neighbor import Address, Load, Subscriber, Topic
-from relay.core.session import Member, Watch, is_listed
+from relay.core.session import Member, is_listed
+from relay.core.watches import Watches
 
 MAX_OTHERS: Final = MAX_OTHER_KEYS
 """Limit of other keys of a name that are reported to a caller without them. Anybody can make up keys."""
@@ -56,8 +57,7 @@ class Interest:
         """Key id -> root of its topic tree."""
         self._heads: dict[str, dict[bytes, None]] = {}
         """First token of filters -> key ids under which there are such filters."""
-        self._watches: dict[Address, dict[tuple[int, int], Watch]] = {}
-        """Address -> (session number, watch number) -> watch."""
+        self.watches = Watches()
         self.changed: Callable[[Address], None] = _ignore
         self.changed_topic: Callable[[Topic], None] = _ignore
         self.joined = 0
@@ -295,31 +295,6 @@ class Interest:
                 short = key[:4].hex()
                 found[short] = min(found.get(short, 0) + count, MAX_COUNT)
         return found
-
-    # -- watches ---------------------------------------------------------------------------------------------
-
-    def watch(self, watch: Watch) -> None:
-        """Notify a session of changes in a cluster from now on."""
-        for key_id in watch.key_ids:
-            watches = self._watches.setdefault((watch.name, key_id), {})
-            watches[watch.session.number, watch.number] = watch
-
-    def unwatch(self, watch: Watch) -> None:
-        """Stop notifying a session."""
-        for key_id in watch.key_ids:
-            watches = self._watches[watch.name, key_id]
-            del watches[watch.session.number, watch.number]
-            if not watches:
-                del self._watches[watch.name, key_id]
-
-    def watchers(self, name: str, key_ids: Iterable[bytes]) -> list[Watch]:
-        """Return the watches of a member of `name` under `key_ids`. Watches of other keys cost nothing."""
-        if not self._watches:
-            return []
-        found: dict[tuple[int, int], Watch] = {}
-        for key_id in key_ids:
-            found.update(self._watches.get((name, key_id), {}))
-        return list(found.values())
 
 
 def _ignore(_: object) -> None:

@@ -10,7 +10,7 @@ snapshot again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
 from typing import Any, Final
 
@@ -116,19 +116,17 @@ class Mesh:
 
     def infos(
         self, name: str, key_ids: Iterable[bytes], *, streams: bool = False
-    ) -> list[frames.MemberInfo]:
-        """Return the members of other relays under any of the key ids, including those of suspended relays.
+    ) -> Iterator[frames.MemberInfo]:
+        """Yield the members of other relays under any of the key ids, including those of suspended relays.
 
-        With `streams`, return the stores that hold a stream of the name instead.
+        With `streams`, yield the stores that hold a stream of the name instead. Changes meanwhile are not seen.
         """
         wanted = set(key_ids)
-        return [
-            copy.info(entry)
-            for copy in self.copies.values()
-            for entry in copy.names.get(name, {}).values()
-            if not wanted.isdisjoint(entry.key_ids)
-            and (Kind.STREAM in entry.kinds if streams else is_listed(entry.kinds))
-        ]
+        for copy, entries in [(c, [*c.names.get(name, {}).values()]) for c in self.copies.values()]:
+            for entry in entries:
+                serves = Kind.STREAM in entry.kinds if streams else is_listed(entry.kinds)
+                if serves and not wanted.isdisjoint(entry.key_ids):
+                    yield copy.info(entry)
 
     def other_keys(self, name: str, key_ids: Iterable[bytes]) -> dict[str, int]:
         """Return how many members of other relays serve `name` under other keys.
@@ -246,7 +244,7 @@ class Mesh:
         """Drop the copy of a relay that did not come back, and notify watchers that its members have left."""
         del self.copies[relay_id]
         for serial, entry in copy.members.items():
-            self.peer_interest.notify_watchers(entry, left=[copy.member_id(serial)])
+            self.peer_interest.member_left(entry, copy.member_id(serial))
 
     def _due(self, at_us: int) -> None:
         if at_us < self.deadline_us:

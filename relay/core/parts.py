@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from msgspec import UnsetType
@@ -37,7 +37,7 @@ from relay.core.ports import Accounts
 from relay.core.quotas import Quotas
 from relay.core.rates import Rates
 from relay.core.reach import Reach
-from relay.core.session import Member, Session, Watch
+from relay.core.session import Member, Session
 from relay.core.settling import Settling
 from relay.core.site_routes import Wan
 from relay.core.sites import Sites
@@ -173,7 +173,7 @@ class Parts:
         if session.topic_nodes:
             self.quotas.subscriptions.give(session.user, session.topic_nodes)
         for watch in session.watches.values():
-            self.interest.unwatch(watch)
+            self.interest.watches.remove(watch)
             self.quotas.watches.give(session.user, len(watch.key_ids))
         self.credits.forget(session)
         self._calls.neighbor_down(session, self.now_us)
@@ -249,12 +249,8 @@ class Parts:
         self.interest.leave(member)
         self.advertiser.left(member, self.now_us)
         member.forget_if_done()
-        for watch in self.watchers(member):
-            watch.notify(left=[self.member_id(member)])
-
-    def watchers(self, member: Member) -> Sequence[Watch]:
-        """Return the watches to notify of changes of a member."""
-        return self.interest.watchers(member.name, member.key_ids) if member.listed else ()
+        if member.listed:
+            self.interest.watches.left(member.name, member.key_ids, self.member_id(member))
 
     def member_id(self, member: Member) -> str:
         """Return the id by which users know a member: relay id (hex), '.', serial. It is never reused."""

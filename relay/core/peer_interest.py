@@ -78,10 +78,10 @@ class PeerInterest:
         old = link.copy
         for serial, entry in old.members.items():
             if serial not in waiting.members:
-                self.notify_watchers(entry, left=[old.member_id(serial)])
+                self.member_left(entry, old.member_id(serial))
         for serial, entry in waiting.members.items():
             if serial not in old.members:
-                self.notify_watchers(entry, joined=[old.info(entry)])
+                self._member_joined(entry, old)
         old.replace(waiting)
         for _, name, key_id in list(link.loads):
             if (name, key_id) not in link.addresses:
@@ -105,7 +105,7 @@ class PeerInterest:
                 link.dropped_entries += 1
                 continue
             self._add_addresses(link, entry)
-            self.notify_watchers(entry, joined=[copy.info(entry)])
+            self._member_joined(entry, copy)
         for serial in change.left:
             gone = copy.leave(serial)
             if gone is None:
@@ -118,7 +118,7 @@ class PeerInterest:
                     self._interest.unserve(link, address)
                     link.forget_loads(*address)
                 self._interest.changed(address)
-            self.notify_watchers(gone, left=[copy.member_id(serial)])
+            self.member_left(gone, copy.member_id(serial))
         weighed = self._apply_topics(link, change.topics)
         self._reach.advertised_by(link, change, link.beats.last_us)
         if (
@@ -216,14 +216,16 @@ class PeerInterest:
         link.settle_us = link.beats.last_us + SUSPENDED_US
         link.control(link.replica.request_resync())
 
-    def notify_watchers(
-        self, entry: MemberEntry, joined: Sequence[frames.MemberInfo] = (), left: Sequence[str] = ()
-    ) -> None:
-        """Notify sessions that watch a member's cluster."""
-        if not is_listed(entry.kinds):
-            return
-        for watch in self._interest.watchers(entry.name, entry.key_ids):
-            watch.notify(joined, left)
+    def _member_joined(self, entry: MemberEntry, copy: Copy) -> None:
+        """Note for watches that another relay has a new member."""
+        watches = self._interest.watches
+        if watches.expects(entry.name, entry.key_ids) and is_listed(entry.kinds):
+            watches.joined(entry.name, entry.key_ids, copy.info(entry))
+
+    def member_left(self, entry: MemberEntry, member: str) -> None:
+        """Note for watches that a member of another relay has left."""
+        if is_listed(entry.kinds):
+            self._interest.watches.left(entry.name, entry.key_ids, member)
 
     def empty(self, link: Link) -> None:
         """Stop routing to a link: remove its addresses and topics from the interest."""

@@ -185,7 +185,8 @@ class Router(Parts):
             self.settling.deadline_us, self.audiences.deadline_us, self.credits.deadline_us,
         )  # fmt: skip
         return min(
-            self.mesh.deadline_us, self.federation.deadline_us, self._reach.deadline_us, self.stores.deadline_us, mine
+            self.mesh.deadline_us, self.federation.deadline_us, self._reach.deadline_us, self.stores.deadline_us,
+            self.interest.watches.deadline_us, mine,
         )  # fmt: skip
 
     def is_due_before(self, time_us: int) -> bool:
@@ -202,6 +203,7 @@ class Router(Parts):
             or self.federation.deadline_us < time_us
             or self._reach.deadline_us < time_us
             or self.stores.deadline_us < time_us
+            or self.interest.watches.deadline_us < time_us
         )
 
     def expire(self) -> None:
@@ -227,6 +229,8 @@ class Router(Parts):
             self.credits.expire(self.now_us)
         if self.now_us >= self._reach.deadline_us:
             self._reach.expire(self.now_us)
+        if self.now_us >= self.interest.watches.deadline_us:
+            self.interest.watches.expire()
         # Last, because changes above must be advertised to other sites too.
         if self.now_us >= self.federation.deadline_us:
             self.federation.expire(self.now_us)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
 
 from msgspec import UNSET
 from msgspec.structs import replace
 
 from iris.core.heartbeat import ClockSamples
-from iris.wire.frames import MemberInfo, Membership, Serving
+from iris.wire.frames import MemberInfo, Serving
 from iris.wire.kinds import MEMBER_MINOR, METHODS_MINOR, Kind
 from relay.core.buckets import Bucket
 from relay.core.neighbor import Load, Neighbor
@@ -17,6 +17,7 @@ from relay.core.ports import Port
 
 if TYPE_CHECKING:
     from relay.core.admitted import Admitted
+    from relay.core.watches import Watch
 
 MAX_SHOWN_KEYS: Final = 64
 """Keys of one session in a status report."""
@@ -212,24 +213,3 @@ def known_to(session: Session, members: Iterable[MemberInfo]) -> list[MemberInfo
     if session.minor >= METHODS_MINOR:
         return list(members)
     return [replace(each, method_count=UNSET) for each in members]
-
-
-class Watch:
-    """A session that is notified of changes in a cluster. Each of `key_ids` counts as a cluster of its own."""
-
-    __slots__ = ("key_ids", "name", "number", "session")
-
-    def __init__(
-        self, session: Session, number: int, name: str, key_ids: tuple[bytes, ...]
-    ) -> None:
-        self.session = session
-        self.number = number
-        self.name = name
-        self.key_ids = key_ids
-
-    def notify(self, joined: Sequence[MemberInfo] = (), left: Sequence[str] = ()) -> None:
-        """Send the members that joined and the ids of those that left."""
-        if not self.session.closed:
-            self.session.control(
-                Membership(self.number, known_to(self.session, joined), list(left))
-            )

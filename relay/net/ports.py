@@ -1,8 +1,9 @@
 """The base of sessions and links: the driver that calls the router, TLS without waiting, and the port of a connection.
 
 All ports of a relay belong to one `Driver` and share its receive buffer. Frames are handled in batches, one batch for
-each read of a connection, or several if they take longer than its share of a turn. At the end of a batch everything it put into other ports is written; consecutive frames to
-one port are written as one slice of the receive buffer, without copying.
+each read of a connection, or several if they take longer than its share of a turn. At the end of a batch everything
+it put into other ports is written; consecutive frames to one port are written as one slice of the receive buffer,
+without copying.
 """
 
 from __future__ import annotations

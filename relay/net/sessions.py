@@ -258,7 +258,7 @@ class SessionPort(ConnectionPort):
         """Whether the hub counts this connection in `attaching`."""
         self._left_bytes = -1
         self._gone = False
-        """Whether the connection was lost while frames waited for their turn: they are handled before the session ends."""
+        """Whether the connection was lost while frames waited for their turn; they are handled first."""
         self._busy_since_s = time.monotonic()
 
     # -- asyncio ---------------------------------------------------------------------------------------------
@@ -380,12 +380,13 @@ class SessionPort(ConnectionPort):
             self._hub.quiet.warning(log, "tunnel.not_handed_over", "", time.monotonic(), fields)
         self.finish()
 
-    def _frame(self, buf: memoryview, start: int, end: int) -> None:
+    def _frame(self, buf: memoryview, start: int, end: int) -> bool:
         """Route a frame of a session that has not proven a key yet. The first proof replaces this handler."""
         self._router.frame_in(self.session, buf, start, end)
         if (self.session.proven or self.session.granted) and not self._finishing:
             self._reader.limit = self._router.message_limit + FRAME_OVERHEAD
             self._reader.on_frame = self._router.entry(self.session)
+        return True
 
     def _ignore(self, buf: memoryview, start: int, end: int) -> None:
         """Ignore a frame after BYE or after a protocol error."""

@@ -295,7 +295,7 @@ def router(data: bytes) -> None:
     assert not relay.interest.cluster_counts()
     assert not relay.interest._clusters
     assert not relay.interest._topics
-    assert not relay.interest._watches
+    assert not len(relay.interest.watches)
     assert relay.accounts.balance() == 0
 
 
@@ -769,7 +769,7 @@ def web(data: bytes) -> None:
         ended: list[Any] = []
         connection = WebConnection(
             hub, tuple, refused=lambda connection, reason: refused.append(reason),
-            greeted=lambda connection: None, ended=ended.append,
+            greeted=lambda connection: None, leaving=lambda connection: None, ended=ended.append,
         )  # fmt: skip
         link = _Socket(0 if how & 4 else 1 << 20)
         connection.connection_made(link)

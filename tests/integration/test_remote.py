@@ -115,7 +115,7 @@ async def test_deadlines_hold_although_the_clocks_of_the_hosts_differ(
     """The relay's clock is behind, or ahead: an unmapped deadline would have passed, at one end or the other."""
     # As if its host had just started, or an hour earlier: this one may be younger than an hour.
     clock = Clock(3_600_000_000_000 if ahead else -time.monotonic_ns())
-    for module in ("relay.net.sessions", "relay.net.ports"):
+    for module in ("relay.net.sessions", "relay.net.ports", "relay.net.turns"):
         monkeypatch.setattr(f"{module}.time", clock)
     async with far(relay, access) as caller, far(relay, access) as member, member.serve(echo()):
         assert await caller.request("echo", b"in time", timeout=50) == b"in time"

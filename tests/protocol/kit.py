@@ -559,6 +559,10 @@ class Network:
             for host in self.hosts:
                 while host.listen():
                     busy = True
+            for router in self.routers:  # at the end of a turn
+                while not router.interest.watches.deadline_us:
+                    router.interest.watches.expire()
+                    busy = True
 
     def _advance(self, us: int) -> None:
         self.now_us += us

@@ -364,7 +364,7 @@ def nothing_is_left(world: World) -> None:
         for table in world.tables(router).values():
             assert (table.total, table.held) == (0, {})
         assert not router.sessions
-        assert not router.interest._watches
+        assert not len(router.interest.watches)
         assert not router.advertiser._groups
         assert not router.advertiser._topics
         for neighbor in router.neighbors.values():

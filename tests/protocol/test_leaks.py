@@ -132,7 +132,7 @@ def test_watches_of_a_name_under_other_keys_are_not_looked_at() -> None:
     router.session_down(stranger.session)
     router.session_down(member.session)
     assert not watcher.received(object)
-    assert not router.interest._watches
+    assert not len(router.interest.watches)
 
 
 def test_a_watch_under_two_keys_is_notified_once_of_a_member_under_both() -> None:

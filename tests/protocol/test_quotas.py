@@ -52,7 +52,9 @@ class Party:
         self.router.frame_in(self.session, memoryview(frame), 0, len(frame))
 
     def received(self, cls: type) -> list[Any]:
-        """Return the control frames of a type that arrived since the last call."""
+        """Return the control frames of a type that arrived since the last call, at the end of a turn."""
+        while not self.router.interest.watches.deadline_us:
+            self.router.interest.watches.expire()
         bodies = [decode_control(memoryview(f), 0, len(f)) for f in self.port.out if f[4] < 0x40]
         self.port.out.clear()
         return [body for body in bodies if isinstance(body, cls)]

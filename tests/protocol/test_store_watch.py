@@ -143,7 +143,7 @@ def test_a_store_of_a_bucket_that_hangs_is_given_up_and_one_that_asks_is_not() -
     assert hangs.peer.closed
     assert not runs.peer.closed
     assert not disk.peer.closed  # nobody would take over from it
-    assert len(net.routers[1].mesh.infos(STORES, [NO_KEY], streams=True)) == 2
+    assert len([*net.routers[1].mesh.infos(STORES, [NO_KEY], streams=True)]) == 2
 
 
 def test_a_relay_that_was_asleep_does_not_take_its_stores_for_hung() -> None:

@@ -129,7 +129,7 @@ def drop_causes() -> Iterator[str]:
                             continue
                     case ast.Call(func=ast.Attribute(attr="_lost")) if folder == "net":
                         pass
-                    case ast.Call(func=ast.Attribute(attr="_break")):
+                    case ast.Call(func=ast.Attribute(attr="_break") | ast.Name("refuse")):
                         pass
                     case _:
                         continue

@@ -426,7 +426,7 @@ SABOTAGES = (
         "session-hello",
         "relay/net/sessions.py",
         "SessionPort.check_deadline",
-        "now_s - self._busy_since_s > limit_s and not self._reading_paused",
+        "now_s - self._busy_since_s > limit_s and not self.turn.paused",
         "False",
         HELLO,
         "connections that never greet stay",

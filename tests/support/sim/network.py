@@ -21,6 +21,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, NoReturn
 
 from iris.errors import PeerProtocolError
@@ -130,7 +131,7 @@ class SessionEnd(End):
         port.key_of = lambda alias: self.peer.aliases.key_of(alias)
         port.dropped = lambda delivery, count: relay.router.shed(self.peer, delivery, count)
         port.emptied = lambda: self.peer.aliases.forget_past()
-        self._entry = relay.router.entry(self.peer)
+        self._entry = partial(relay.router.frame_in, self.peer)
 
     def arrived(self, frame: bytes) -> None:
         self.relay.give(self._entry, frame)
@@ -225,7 +226,7 @@ class LinkEnd(End):
             self.link = relay.router.wan_up(self.port, hello, self.site, cost_ms)
         else:
             self.link = relay.router.link_up(self.port, hello)
-        self._entry = relay.router.entry(self.link)
+        self._entry = partial(relay.router.frame_in, self.link)
         relay.net.note(f"{relay} has a link to {self.host}")
         relay.net.ledger.fault_for(NOTICE_US)
         relay.net.wire(relay.host, self.host).changed_us = relay.net.now_us

@@ -76,7 +76,7 @@ async def test_messages_handed_out_again_after_a_lost_answer_are_given_once() ->
     stores: Any = Stores(delivered(0, 1), lost, delivered(0, 1, 2, 3))
     worker = Consumer(
         stores, "orders", "billing", "first", group=True, durable=True, ack_timeout=30.0, max_deliver=5, max_messages=10,
-        uuid="", patience=5.0, on_gap=None,
+        create=True, uuid="", patience=5.0, on_gap=None,
     )  # fmt: skip
     assert [message.payload for message in await worker.batch()] == [b"0", b"1"]
     assert [message.payload for message in await worker.batch()] == [b"2", b"3"]
