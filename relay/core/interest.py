@@ -19,6 +19,9 @@ MAX_OTHERS: Final = MAX_OTHER_KEYS
 """Limit of other keys of a name that are reported to a caller without them. Anybody can make up keys."""
 MAX_COUNT: Final = 0xFFFFFFFF
 """Largest count in a frame."""
+MAX_NODES: Final = 2048
+MAX_SUBSCRIBERS: Final = 16_384
+"""Nodes of topic trees and subscribers that one question about a topic looks at. Over it, the answer counts too few."""
 MAX_SHOWN: Final = 4096
 """Names in one report."""
 
@@ -266,9 +269,12 @@ class Interest:
         return plain, dict(sorted(groups.items()))
 
     def audience(self, topic: str, key_id: bytes) -> int:
-        """Return how many known subscriptions match a topic, in this relay, other relays and remote sites."""
+        """Return how many known subscriptions match a topic, in this relay, other relays and remote sites.
+
+        Not more than `MAX_NODES` and `MAX_SUBSCRIBERS` are looked at.
+        """
         root = self._topics.get(key_id)
-        return 0 if root is None else _count(_matching(root, topic), key_id)
+        return 0 if root is None else _count(_matching(root, topic, _Look()), key_id)
 
     def other_audience(self, topic: str, key_id: bytes, *, named: bool = False) -> dict[str, int]:
         """Return how many subscriptions match a topic under other keys: first 4 bytes of the key id in hex -> count.
@@ -283,14 +289,15 @@ class Interest:
         if not keys:
             return {}
         root = self._topics.get(key_id)
+        look = _Look()
         own = {
             (pattern, *which)
-            for pattern, subscribers in (() if root is None else _matching(root, topic))
+            for pattern, subscribers in (() if root is None else _matching(root, topic, look))
             for which in subscribers
         }
         found: dict[str, int] = {}
         for key in keys:
-            matching = _matching(self._topics[key], topic, named=named)
+            matching = _matching(self._topics[key], topic, look, named=named)
             if count := _count(matching, key, own, key_id):
                 short = key[:4].hex()
                 found[short] = min(found.get(short, 0) + count, MAX_COUNT)
@@ -305,12 +312,30 @@ def _nothing() -> None:
     """Default for `on_members`."""
 
 
-def _matching(root: _Node, topic: str, *, named: bool = False) -> list[_Match]:
-    """Return the filters in a tree that match a topic, each with its subscribers.
+class _Look:
+    """What one question about a topic may still look at."""
+
+    __slots__ = ("nodes", "subscribers")
+
+    def __init__(self) -> None:
+        self.nodes = MAX_NODES
+        self.subscribers = MAX_SUBSCRIBERS
+
+    def take(
+        self, subscribers: dict[tuple[int, str], Subscriber]
+    ) -> dict[tuple[int, str], Subscriber]:
+        """Return as many of the subscribers of a filter as may be looked at."""
+        left = self.subscribers
+        self.subscribers = max(0, left - len(subscribers))
+        return subscribers if len(subscribers) <= left else dict(islice(subscribers.items(), left))
+
+
+def _matching(root: _Node, topic: str, look: _Look, *, named: bool = False) -> list[_Match]:
+    """Return the filters in a tree that match a topic, each with its subscribers, as many as `look` allows.
 
     With `named`, leave out filters that begin with a wildcard.
     """
-    found: list[_Match] = [] if named else [(">", root.rest)]
+    found: list[_Match] = [] if named else [(">", look.take(root.rest))]
     nodes = [("", root)]
     tokens = topic.split(".")
     for depth, token in enumerate(tokens):
@@ -320,10 +345,13 @@ def _matching(root: _Node, topic: str, *, named: bool = False) -> list[_Match]:
             for name in ((token,) if named and not depth else (token, "*"))
             if (child := node.children.get(name)) is not None
         ]
+        del nodes[look.nodes :]
+        look.nodes -= len(nodes)
         if depth + 1 < len(tokens):
-            found += [(path + ">", node.rest) for path, node in nodes]
-    found += [(path[:-1], node.subscribers) for path, node in nodes]
-    return found
+            found += [(path + ">", look.take(node.rest)) for path, node in nodes if node.rest]
+    return found + [
+        (path[:-1], look.take(node.subscribers)) for path, node in nodes if node.subscribers
+    ]
 
 
 def _count(

@@ -713,6 +713,9 @@ class _Socket(asyncio.Transport):
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None: ...
 
+    def write(self, data: Any) -> None:
+        self.writelines([data])
+
     def writelines(self, list_of_data: Any) -> None:
         self.waiting += max(0, sum(map(len, list_of_data)) - self.room)
 
@@ -780,6 +783,8 @@ def web(data: bytes) -> None:
             if link.ended:
                 break
             connection.data_received(stream[at : at + step])
+            while hub.driver.turns:  # noqa: ASYNC110 - turns have no event
+                await asyncio.sleep(0)
             assert link.waiting < 64 << 10
         await asyncio.sleep(0)
         assert len(refused) <= 1, refused

@@ -23,6 +23,7 @@ import iris
 from iris.core.direct import DIRECT_AFTER_BYTES
 from iris.crypto.keys import ClusterKey
 from iris.errors import PeerProtocolError, TunnelBroken
+from iris.keyfiles import save_keyring
 from iris.pairs import PairSocket, fetch_socket
 from iris.wire.codec import encode_control
 from iris.wire.frames import Fetch
@@ -163,11 +164,15 @@ async def test_what_passed_is_shown_beside_the_relays_own_account(relay: Relay) 
     assert relay.router.accounts.balance() == 0
 
 
-async def test_iris_status_has_a_line_of_them(relay: Relay) -> None:
+async def test_iris_status_has_a_line_of_them(relay: Relay, tmp_path: Path) -> None:
     async with ends(relay) as (left, right):
         await moved(left, right)
         command = [sys.executable, "-m", "iris.cli", "status", "--relay", str(relay.config.socket_path)]  # fmt: skip
-        done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True)
+        environ = {**os.environ, "IRIS_CONFIG_HOME": str(tmp_path)}
+        save_keyring(tmp_path / "keyring.toml", iris.Keyring.single(ClusterKey(bytes(32))))
+        done = await asyncio.to_thread(
+            subprocess.run, command, capture_output=True, text=True, env=environ
+        )
     assert (
         "direct tunnels: 1 open (limit 512), 1 in all; their ends report 0 records sent"
         in done.stdout
