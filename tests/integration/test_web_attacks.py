@@ -37,6 +37,7 @@ from websockets.exceptions import WebSocketException
 from iris.crypto.keys import public_id
 from iris.tickets import Issuer
 from iris.wire import frames
+from iris.wire.codec import encode_control
 from relay.config import dev
 from relay.daemon import Relay
 
@@ -251,3 +252,33 @@ async def test_a_storm_of_reconnects_leaves_nothing_behind(relay: Relay) -> None
         await eventually(lambda: relay.web is not None and relay.web.status()["connections"] == 1)
         assert relay.web.status()["half_open"] == 0
         assert relay.hub.users.held == {"ticket issuer login": 1}
+
+
+PING = b"\x89\x80" + bytes(4)
+EMPTY = b"\x00\x80" + bytes(4)
+"""A fragment without content."""
+
+
+@pytest.mark.parametrize("idle", [PING, EMPTY], ids=["pings", "empty fragments"])
+@pytest.mark.parametrize("greets", [False, True], ids=["a stranger", "a session"])
+async def test_who_sends_only_frames_without_content_is_cut_and_counted(
+    relay: Relay, idle: bytes, greets: bool
+) -> None:
+    hello = encode_control(frames.Hello(1, 8, mono_us=1, ticket=alice()))
+    size = b"\xfe" + len(hello).to_bytes(2)
+    begin = b"\x82" + size + bytes(4) + hello if greets else b""
+    begin += b"" if idle == PING else b"\x02\x81" + bytes(4) + b"\x10"
+    async with Page(url(relay)) as page, Raw(relay) as attack:
+        await page.greet(ticket=alice())
+        attack.writer.write(UPGRADE + b"\r\n" + begin + 200_000 * idle)
+        assert b"too many pings, pongs or empty frames" in await attack.rest()
+        await works(page)
+    assert refusals(relay) == {"too many empty frames": 1}
+
+
+async def test_a_session_may_send_some_pings(relay: Relay) -> None:
+    async with Page(url(relay)) as page:
+        await page.greet(ticket=alice())
+        for _ in range(8):
+            await page.socket.ping()
+        await works(page)
