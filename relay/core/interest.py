@@ -19,9 +19,11 @@ MAX_OTHERS: Final = MAX_OTHER_KEYS
 """Limit of other keys of a name that are reported to a caller without them. Anybody can make up keys."""
 MAX_COUNT: Final = 0xFFFFFFFF
 """Largest count in a frame."""
-MAX_NODES: Final = 2048
+MAX_NODES: Final = 4096
+MAX_WIDTH: Final = 256
 MAX_SUBSCRIBERS: Final = 16_384
-"""Nodes of topic trees and subscribers that one question about a topic looks at. Over it, the answer counts too few."""
+"""Nodes of topic trees, nodes of one level of a tree, and subscribers that one question about a topic looks at. Over
+these limits, the answer counts too few."""
 MAX_SHOWN: Final = 4096
 """Names in one report."""
 
@@ -271,7 +273,7 @@ class Interest:
     def audience(self, topic: str, key_id: bytes) -> int:
         """Return how many known subscriptions match a topic, in this relay, other relays and remote sites.
 
-        Not more than `MAX_NODES` and `MAX_SUBSCRIBERS` are looked at.
+        Very many are not all looked at: see `MAX_NODES`.
         """
         root = self._topics.get(key_id)
         return 0 if root is None else _count(_matching(root, topic, _Look()), key_id)
@@ -345,7 +347,7 @@ def _matching(root: _Node, topic: str, look: _Look, *, named: bool = False) -> l
             for name in ((token,) if named and not depth else (token, "*"))
             if (child := node.children.get(name)) is not None
         ]
-        del nodes[look.nodes :]
+        del nodes[min(MAX_WIDTH, look.nodes) :]
         look.nodes -= len(nodes)
         if depth + 1 < len(tokens):
             found += [(path + ">", look.take(node.rest)) for path, node in nodes if node.rest]

@@ -18,6 +18,7 @@ from proofs.sabotages import (
     routing,
     sites,
     streams,
+    turns,
     waiting,
     web,
 )
@@ -37,6 +38,7 @@ SABOTAGES: tuple[Sabotage, ...] = (
     *drains.SABOTAGES,
     *bucket.SABOTAGES,
     *web.SABOTAGES,
+    *turns.SABOTAGES,
     *aimed.SABOTAGES,
     *browsers.SABOTAGES,
 )
