@@ -55,6 +55,8 @@ def test_a_turn_in_which_members_come_and_go_is_one_notice() -> None:
     for number in range(2, 1002):
         watches.joined("db", KEYS, info(number))
         watches.left("db", KEYS, f"r.{number}")
+    (cluster,) = watches._clusters.values()
+    assert len(cluster.changes) == 1  # nobody knows of the others
     watches.expire()
     (notice,) = sent(watcher)
     assert (notice.id, [each.member for each in notice.joined], notice.left) == (7, ["r.1"], [])
