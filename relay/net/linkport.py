@@ -358,6 +358,8 @@ class LinkPort(LongFramePort):
             if got > 0:
                 reader.received(got)
             if got < len(buffer) or self._closed or self._finishing:
+                if reader.waiting:
+                    self._is_done()
                 if got < 0 and not self._closed:
                     self.abort("the peer closed the connection")
                 break
