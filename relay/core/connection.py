@@ -30,6 +30,7 @@ class Connection:
         "aliases",
         "clock_us",
         "closed",
+        "controlled_us",
         "gaps",
         "greeted",
         "label",
@@ -56,6 +57,8 @@ class Connection:
         """Minor version of its greeting. Frames that were added later are not sent to it."""
         self.pulse: Heartbeat | None = None
         """The heartbeat state of a peer on another host; None on this host."""
+        self.controlled_us = 0
+        """When it sent its latest control frame."""
         self.clock_us = 0
         """Our clock minus the peer's, to be added to its deadlines."""
         self.own_hop = RELAY_HOP

@@ -95,6 +95,7 @@ class SessionControl:
 
     def frame(self, session: Session, buf: memoryview, start: int, end: int) -> bool:
         """Handle one control frame, which may cost more than its length tells; raises PeerProtocolError."""
+        session.controlled_us = self._router.now_us
         body = decode_control(buf, start, end)
         if not session.greeted:
             if not isinstance(body, frames.Hello):

@@ -52,6 +52,7 @@ class LinkControl:
 
     def frame(self, link: Link, buf: memoryview, start: int, end: int) -> bool:
         """Handle one control frame, which may cost more than its length tells; raises PeerProtocolError."""
+        link.controlled_us = self._router.now_us
         body = decode_control(buf, start, end)
         handler = self._handlers.get(type(body))
         if handler is None:
@@ -133,6 +134,7 @@ class WanControl:
 
     def frame(self, wan: Wan, buf: memoryview, start: int, end: int) -> bool:
         """Handle one control frame, which may cost more than its length tells; raises PeerProtocolError."""
+        wan.controlled_us = self._router.now_us
         body = decode_control(buf, start, end)
         handler = self._handlers.get(type(body))
         if handler is None:

@@ -27,7 +27,7 @@ from relay.core.budget import QUEUE_BYTES, Budget, Entry, cut
 from relay.core.neighbor import Neighbor
 from relay.core.ports import Held
 from relay.core.router import Router
-from relay.net.turns import Turn, Turns
+from relay.net.turns import CONTROL_NS, SHARE_NS, Turn, Turns
 
 log = logging.getLogger(__name__)
 
@@ -265,12 +265,15 @@ class ConnectionPort(asyncio.BufferedProtocol):
         neighbor, turn, now_us = self._neighbor(), self.turn, self._router.now_us
         if at_hand >= RECEIVE_BYTES:  # the event loop may read more in this turn
             turn.hold(now_us)
-        if neighbor is not None and neighbor.unfinished is not None:
+        if neighbor is None:
+            return turn.has_time(now_us)
+        share_ns = CONTROL_NS if neighbor.controlled_us == now_us else SHARE_NS
+        if neighbor.unfinished is not None:
             for _ in neighbor.unfinished:
-                if not turn.has_time(now_us):
+                if not turn.has_time(now_us, share_ns):
                     return False
             neighbor.unfinished = None
-        return turn.has_time(now_us)
+        return turn.has_time(now_us, share_ns)
 
     def _is_done(self) -> bool:
         """Return whether the reader stopped behind the last frame that was received, so that nothing has to wait."""

@@ -17,6 +17,8 @@ from typing import Final, Protocol
 
 SHARE_NS: Final = 1_000_000
 """How long one connection is handled at a stretch. A single frame is always handled whole."""
+CONTROL_NS: Final = SHARE_NS // 4
+"""The same for a connection that sends control frames, which are seldom urgent and cost more."""
 ROUND_NS: Final = 4_000_000
 """How long connections that wait for their turn are handled in one turn, all together."""
 
@@ -96,11 +98,11 @@ class Turn:
         """When its share of this turn began, if more may be read in the same turn; else 0."""
         self._pauses = 0
 
-    def has_time(self, begun_us: int) -> bool:
+    def has_time(self, begun_us: int, share_ns: int = SHARE_NS) -> bool:
         """Whether more may be handled in this turn of what was read at `begun_us`."""
         if self._since_us:
             begun_us = self._since_us
-        return time.monotonic_ns() < 1000 * begun_us + SHARE_NS and not self._pauses & PEER
+        return time.monotonic_ns() < 1000 * begun_us + share_ns and not self._pauses & PEER
 
     def hold(self, begun_us: int) -> None:
         """Until the event loop has made a turn, count what is read in the share that began at `begun_us`."""

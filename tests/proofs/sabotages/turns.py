@@ -15,7 +15,7 @@ SABOTAGES: tuple[Sabotage, ...] = (
         "turn-share",
         "relay/net/turns.py",
         "Turn.has_time",
-        "time.monotonic_ns() < 1000 * begun_us + SHARE_NS",
+        "time.monotonic_ns() < 1000 * begun_us + share_ns",
         "True",
         (*TURNS, *SESSIONS),
         "a connection is handled for as long as it sends",

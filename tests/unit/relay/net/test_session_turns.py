@@ -16,7 +16,7 @@ from relay.config import dev
 from relay.core.router import Router
 from relay.net.ports import Driver
 from relay.net.sessions import SessionHub, SessionPort
-from relay.net.turns import SHARE_NS
+from relay.net.turns import CONTROL_NS
 
 PINGS = 40
 
@@ -74,7 +74,7 @@ class Rig:
         take = self.router._session_table[int(frames.Ping.FRAME)]
 
         def slowly(session: Any, buf: memoryview, start: int, end: int) -> object:
-            self.ns += SHARE_NS // 2
+            self.ns += CONTROL_NS // 2
             return take(session, buf, start, end)
 
         self.router._session_table[int(frames.Ping.FRAME)] = slowly
@@ -131,7 +131,7 @@ async def test_what_was_received_before_the_connection_was_lost_is_handled(rig: 
     seen = rig.ns
     for _ in range(PINGS):
         await asyncio.sleep(0)
-    assert rig.ns - seen == (PINGS - 2) * (SHARE_NS // 2)
+    assert rig.ns - seen == (PINGS - 2) * (CONTROL_NS // 2)
 
 
 async def test_a_session_that_is_cut_while_frames_wait_ends_at_once(rig: Rig) -> None:
