@@ -8,7 +8,7 @@ served it a moment ago may come back (parking.py).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from iris.errors import PeerProtocolError
@@ -496,11 +496,11 @@ class Calls:
 
     # -- losses ----------------------------------------------------------------------------------------------
 
-    def neighbor_down(self, neighbor: Neighbor, now_us: int) -> None:
+    def neighbor_down(self, neighbor: Neighbor, now_us: int) -> Iterator[int]:
         """Report the calls in flight at a lost connection as lost, end its tunnels, and notify receivers of
-        its own calls.
+        its own calls; all of it in parts.
         """
-        self.tunnels.neighbor_down(neighbor)
+        yield from self.tunnels.neighbor_down(neighbor)
         for far in (*self._mesh.links.values(), *self._sites.wans.values()):
             share = far.shares.pop(neighbor.number, None)
             if share is not None:
@@ -508,6 +508,7 @@ class Calls:
         lost_calls, neighbor.in_flight = neighbor.in_flight, {}
         what = _LOST[neighbor.hop_class]
         for hop, dispatched in lost_calls.items():
+            yield 1
             if dispatched.survey is not None:
                 self.surveys.finish_part(dispatched, self.surveys.unanswered(dispatched))
                 continue
@@ -517,7 +518,7 @@ class Calls:
                 dispatched.origin.control(
                     Fail(dispatched.origin_hop(hop), Cause.LOST, f"{what} was lost", True)
                 )
-        self.leaving.neighbor_down(neighbor, now_us)
+        self.leaving.neighbor_down(neighbor, max(now_us, self._now_us))
 
 
 def _counted(loads: Sequence[Load], what: str) -> str:

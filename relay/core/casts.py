@@ -287,6 +287,8 @@ class Casts:
         for subscriber in subscribers:
             if isinstance(subscriber, SiteRoute):
                 far.append(subscriber)
+            elif subscriber.neighbor.closed:
+                continue  # what it held is still being taken apart
             elif home and (spreads or not subscriber.hop_class):
                 here.append(subscriber)
         return here, far
@@ -397,7 +399,8 @@ class Casts:
                     self._send_gap(subscriber.neighbor, gap, 0, ())
         for group in gap.groups:
             # Nobody knows whose turn it would have been: report to the oldest member of the group.
-            here = next((t for t in groups.get(group, ()) if not t.hop_class), None)
+            there = (t for t in groups.get(group, ()) if not t.hop_class)
+            here = next((t for t in there if not t.neighbor.closed), None)
             if here is not None:
                 self._send_gap(here.neighbor, gap, 0, (group,))
 

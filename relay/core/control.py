@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, Final
 
 import msgspec
@@ -39,7 +39,7 @@ from iris.wire.names import (
 )
 from relay.core.calls import Calls
 from relay.core.grants import barred, take_grant
-from relay.core.parts import Parts
+from relay.core.parts import SCANNED, Parts, node_count
 from relay.core.session import Member, Session, known_to
 from relay.core.watches import INFOS, Watch
 
@@ -194,18 +194,30 @@ class SessionControl:
             raise PeerProtocolError(
                 f"RELEASE of key {key_id.hex()[:8]}, which this session has not proven"
             )
-        used = (
-            any(key_id in member.key_ids for member in session.members.values())
-            or any(key_id in key_ids for key_ids in session.subscriptions.values())
-            or any(key_id in watch.key_ids for watch in session.watches.values())
-        )
-        if used:
-            raise PeerProtocolError(
-                f"RELEASE of key {key_id.hex()[:8]}, which a member, subscription or watch of this session uses"
-            )
+        work = self._release(session, key_id)
+        if len(session.subscriptions) + session.keyed + len(session.routes) > SCANNED:
+            session.unfinished = work
+        else:
+            for _ in work:
+                pass
+
+    def _release(self, session: Session, key_id: bytes) -> Iterator[None]:
+        """Forget a key of a session and its aliases under it, in parts. Raises PeerProtocolError."""
+        members = (member.key_ids for member in list(session.members.values()))
+        watches = (watch.key_ids for watch in list(session.watches.values()))
+        looked_at = 0
+        for key_ids in chain(members, list(session.subscriptions.values()), watches):
+            if key_id in key_ids:
+                raise PeerProtocolError(
+                    f"RELEASE of key {key_id.hex()[:8]}, which a member, subscription or watch of this session uses"
+                )
+            looked_at += 1 + len(key_ids)
+            if looked_at >= SCANNED:
+                looked_at = 0
+                yield
         session.proven.discard(key_id)
         session.proofs -= 1
-        self._router.forget_routes(session, key_id)
+        yield from self._router.forget_routes(session, key_id)
 
     def _on_ticket(self, session: Session, ticket: frames.Ticket) -> None:
         admission = self._router.admission
@@ -304,7 +316,7 @@ class SessionControl:
             error = self._denied(session, "subscribe", subscribe.filter, subscribe.key_ids)
         if not error and key in session.subscriptions:
             error = f"this session is already subscribed to {subscribe.filter!r}"
-        nodes = _node_count(subscribe.filter, subscribe.key_ids)
+        nodes = node_count(subscribe.filter, subscribe.key_ids)
         if not error and session.topic_nodes + nodes > self._router.limits.subscriptions:
             error = f"the subscriptions of this session would exceed {self._router.limits.subscriptions} tokens; use fewer or shorter filters"
         table = self._router.quotas.subscriptions
@@ -343,7 +355,7 @@ class SessionControl:
             session.groups[unsubscribe.group] -= 1
             if not session.groups[unsubscribe.group]:
                 del session.groups[unsubscribe.group]
-        nodes = _node_count(unsubscribe.filter, key_ids)
+        nodes = node_count(unsubscribe.filter, key_ids)
         session.topic_nodes -= nodes
         self._router.quotas.subscriptions.give(session.user, nodes)
         self._router.interest.unsubscribe(session, unsubscribe.filter, unsubscribe.group, key_ids)
@@ -486,11 +498,6 @@ class SessionControl:
             if key_id not in session.proven:
                 return f"this session has not proven key {key_id.hex()[:8]}"
         return ""
-
-
-def _node_count(pattern: str, key_ids: Sequence[bytes]) -> int:
-    """Return the largest number of topic tree nodes that a subscription may need."""
-    return len(set(key_ids)) * (pattern.count(".") + 1)
 
 
 def _grammar(check: Callable[[str], str], name: str) -> str:

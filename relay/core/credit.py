@@ -6,30 +6,40 @@
 A connection has a credit for each delivery set. For a queue group, one member with credit is enough. A
 connection that has had no credit for as long as its publisher waits is left out: messages for a session are
 dropped until it gives credit, and a relay does the same for its own sessions.
+
+Flows that have no credit are looked at in rounds (`relay.core.rounds`), so that what one session has set up costs the
+others nothing. A session may have `MAX_WAITING` of them: further ones are sent without waiting.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from iris.core.aliases import Alias
 from iris.core.credit import FIRST_WINDOW
 from iris.errors import PeerProtocolError
 from iris.wire import frames
-from iris.wire.kinds import NEVER_US, UNLIMITED, WAIT_MINOR, HopClass, Kind
+from iris.wire.kinds import UNLIMITED, WAIT_MINOR, HopClass, Kind
 from relay.core.connection import Delivery
 from relay.core.interest import Interest
 from relay.core.neighbor import RELEASED, CountedFlow, Neighbor, Route, Target
+from relay.core.rounds import Rounds
 
 STEP_BYTES: Final = 32 << 10
 """A publisher is sent a WINDOW when its credit grows by this much, or at all after it had none."""
-LOOK_US: Final = 50_000
-"""Interval at which queues are checked while a publisher has no credit."""
 RENEW_US: Final = 250_000
 """A connection without credit for this long is asked again: the WAIT or WINDOW may have been dropped."""
 MAX_CREDITS: Final = 2048
-"""Limit of credits of one publisher's topic; over it, all of them are started again."""
+"""Limit of credits of one publisher's topic; over it, the oldest is started again."""
+MAX_FLOWS: Final = 32
+"""Limit of flows that share a credit; over it, the oldest leaves it until it sends again."""
+MAX_WAITING: Final = 4096
+"""Limit of one session's topics without credit. Further ones get credit without limit, and are counted."""
+PART: Final = 64
+"""Connections that are asked at a stretch when a publisher has stalled; more of them are asked in parts."""
+CREDITS_PER_WORK: Final = 2
+"""Credits of a flow that are one unit of work in `Rounds`."""
 
 
 class Credit:
@@ -155,19 +165,15 @@ class Credits:
         self._serial = 0
         self._credits: dict[int, dict[Delivery, Credit]] = {}
         """Neighbor number -> delivery that its alias stands for -> credit."""
-        self._watched: dict[Flow, None] = {}
-        """Flows that have no credit or leave a connection out."""
-        self._look_us = NEVER_US
-        """When flows in `_watched` are reviewed next."""
-        self._version = 0
-        """Version of the interest at the last `expire`."""
+        self._watched: Rounds[Flow] = Rounds(self._look)
+        """Flows that have no credit or leave a connection out, by the number of the publisher's connection."""
+        self.unlimited = 0
+        """How often a publisher got credit without limit, because too many of its session's topics had none."""
 
     @property
     def deadline_us(self) -> int:
-        """When `expire` is due: at once after a change of the interest."""
-        if self._watched and self._interest.version != self._version:
-            return 0
-        return self._look_us
+        """When `expire` is due: after a change of the interest, as soon as it has rested."""
+        return self._watched.deadline_us(self._interest.version)
 
     @property
     def waiting(self) -> int:
@@ -186,12 +192,25 @@ class Credits:
             flow = route.flow = Flow(route, wait.alias, self._ended)
         flow.serial = wait.serial
         flow.received = 0
-        if wait.stalled:
-            for credit in list(flow.credits.values()):
-                if credit.room <= 0:
-                    credit.left_out = True
-                    # The answer to a new WAIT is correct, whatever was dropped on the way before.
-                    self._ask(credit, stalled=credit.neighbor.hop_class != HopClass.LOCAL)
+        if not wait.stalled:
+            self.review(flow, answer=True)
+            return
+        work = self._stalled(flow)
+        if len(flow.credits) > PART:
+            neighbor.unfinished = work
+        else:
+            for _ in work:
+                pass
+
+    def _stalled(self, flow: Flow) -> Iterator[None]:
+        """Leave out the connections that have had no credit for too long, in parts, and answer the publisher."""
+        for number, credit in enumerate(list(flow.credits.values()), 1):
+            if credit.room <= 0 and flow in credit.flows:
+                credit.left_out = True
+                # The answer to a new WAIT is correct, whatever was dropped on the way before.
+                self._ask(credit, stalled=credit.neighbor.hop_class != HopClass.LOCAL)
+            if number % PART == 0:
+                yield
         self.review(flow, answer=True)
 
     def window(self, neighbor: Neighbor, window: frames.Window) -> None:
@@ -209,15 +228,18 @@ class Credits:
             if min(before, credit.room - 1) <= granted or flow.route.groups:
                 self.review(flow)
 
-    def forget(self, neighbor: Neighbor) -> None:
-        """Remove the credits of a closed connection."""
-        for credit in self._credits.pop(neighbor.number, {}).values():
-            for flow in credit.flows:
-                flow.drop(credit)
+    def forget(self, neighbor: Neighbor) -> Iterator[int]:
+        """Remove the credits of a closed connection, in parts. Nothing is sent by them meanwhile."""
+        for credit in list(self._credits.get(neighbor.number, {}).values()):
+            credit.left_out = False
+            credits = len(credit.flows)
+            for flow in list(credit.flows):
+                self._leave(flow, credit)
+            yield 1 + credits
 
     def _ended(self, flow: Flow) -> None:
         """Remove a flow whose publisher has left or whose alias was declared again."""
-        self._watched.pop(flow, None)
+        self._watched.discard(flow.route.neighbor.number, flow)
         for credit in list(flow.credits.values()):
             self._leave(flow, credit)
 
@@ -252,38 +274,44 @@ class Credits:
         """Send a publisher its credit, if it changed enough to be worth a frame or an answer is due."""
         assert isinstance(flow, Flow)  # there is no other implementation
         route = flow.route
-        if route.version == RELEASED or route.neighbor.closed:
-            self._watched.pop(flow, None)
+        publisher = route.neighbor
+        if route.version == RELEASED or publisher.closed:
+            self._watched.discard(publisher.number, flow)
             return
         if route.version != self._interest.version:
             self._resolve(route)
         room = self._room(flow)
+        if room > 0 and not any(credit.left_out for credit in flow.credits.values()):
+            self._watched.discard(publisher.number, flow)
+        elif publisher.hop_class or self._watched.count(publisher.number) < MAX_WAITING:
+            self._watched.add(publisher.number, flow, self._interest.version, self._clock())
+        elif room <= 0 and not self._watched.has(publisher.number, flow):
+            self.unlimited += 1
+            room = UNLIMITED
         limit = UNLIMITED if room == UNLIMITED else min(flow.received + max(0, room), UNLIMITED - 1)
         before = flow.limit
         # The credit shrinks if a subscriber with a smaller window joined or came back.
         if answer or abs(limit - before) >= STEP_BYTES or before <= flow.received < limit:
             flow.limit = limit
-            route.neighbor.control(frames.Window(flow.alias, flow.serial, limit))
+            publisher.control(frames.Window(flow.alias, flow.serial, limit))
         flow.review_at = max(flow.received + 1, flow.limit - STEP_BYTES)
-        if room <= 0 or any(credit.left_out for credit in flow.credits.values()):
-            self._watched[flow] = None
-            self._look_us = min(self._look_us, self._clock() + LOOK_US)
-        else:
-            self._watched.pop(flow, None)
 
     def expire(self, now_us: int) -> None:
-        """Review flows without credit, and ask again connections that have given none for long."""
-        self._version = self._interest.version
-        self._look_us = now_us + LOOK_US
-        for flow in list(self._watched):
-            for credit in list(flow.credits.values()):
-                if credit.limit <= credit.sent and now_us - credit.asked_us >= RENEW_US:
-                    self._ask(credit, stalled=credit.left_out and bool(credit.neighbor.hop_class))
-                elif credit.left_out:
-                    self._recovered(credit)
-            self.review(flow)
-        if not self._watched:
-            self._look_us = NEVER_US
+        """Review some flows without credit, and ask again connections that have given none for long."""
+        self._watched.step(self._interest.version, now_us)
+
+    def _look(self, flow: Flow, now_us: int) -> int:
+        """Review a flow without credit. Return the work: it has up to `MAX_CREDITS` credits."""
+        work = (len(flow.credits) + len(flow.route.many)) // CREDITS_PER_WORK
+        for credit in list(flow.credits.values()):
+            if credit.neighbor.closed:
+                continue
+            if credit.limit <= credit.sent and now_us - credit.asked_us >= RENEW_US:
+                self._ask(credit, stalled=credit.left_out and bool(credit.neighbor.hop_class))
+            elif credit.left_out:
+                self._recovered(credit)
+        self.review(flow)
+        return work
 
     def _room(self, flow: Flow) -> int:
         """Return how many bytes a publisher may send so that all subscribers can take them.
@@ -315,12 +343,13 @@ class Credits:
         credit = flow.credits.get(key)
         if credit is None:
             if len(flow.credits) >= MAX_CREDITS:
-                for one in list(flow.credits.values()):
-                    self._leave(flow, one)
+                self._leave(flow, next(iter(flow.credits.values())))
             there = self._credits.setdefault(neighbor.number, {})
             credit = there.get(target.delivery)
             if credit is None:
                 credit = there[target.delivery] = Credit(neighbor, target.delivery)
+            elif len(credit.flows) >= MAX_FLOWS:
+                self._leave(next(iter(credit.flows)), credit)
             credit.flows[flow] = None
             flow.hold(credit)
         if credit.alias is not target.alias:

@@ -122,11 +122,16 @@ class Interest:
         members = self._clusters.get((name, key_id))
         if not members:
             return []
-        return [member.loads[kind] for member in members.values() if kind in member.loads]
+        return [
+            member.loads[kind]
+            for member in members.values()
+            if kind in member.loads and not member.session.closed
+        ]
 
     def member(self, name: str, key_id: bytes, serial: int) -> Member | None:
         """Return a member of this relay at an address by its serial; None if it is not there."""
-        return self._clusters.get((name, key_id), {}).get(serial)
+        member = self._clusters.get((name, key_id), {}).get(serial)
+        return None if member is None or member.session.closed else member
 
     def members(
         self, name: str, key_ids: Iterable[bytes], *, streams: bool = False

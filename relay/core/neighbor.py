@@ -7,9 +7,11 @@ a neighbor.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Final, Protocol
 
 from iris.core.aliases import Alias, AliasTable
+from iris.errors import PeerProtocolError
 from iris.wire.codec import BODY_AT, MAX_REPORT_BYTES
 from iris.wire.frames import Declare
 from iris.wire.kinds import HopClass
@@ -20,6 +22,10 @@ from relay.core.shares import Share, UserShare
 
 MAX_TARGETS: Final = 1024
 """Limit of cached targets per route."""
+PART_WORK: Final = 32
+"""Work of a part of an unfinished frame, when its sender has ended: see `relay.core.endings`."""
+ALIAS_WORK: Final = 2
+"""The same of an alias that a route declared to a receiver."""
 
 Address = tuple[str, bytes]
 Topic = tuple[str, bytes, str]
@@ -232,10 +238,11 @@ class Route:
             self._declared = dict.fromkeys(there)
             self._prune_at = max(64, 2 * len(self._declared))
 
-    def release(self) -> None:
+    def release(self) -> int:
         """Free the aliases that were declared for this route, because its sender has left or its alias was
-        declared again.
+        declared again. Return how many they were.
         """
+        count = len(self._declared)
         if self.flow is not None:
             self.flow.ended()
             self.flow = None
@@ -249,6 +256,7 @@ class Route:
         # A released route may still be referred to (`relay.core.missed_casts`) and must stay small.
         self.targets, self.single, self.many, self.groups = {}, None, (), ()
         self.version = RELEASED
+        return count
 
     def target(
         self, subscriber: Subscriber, member: int, plain: bool = True, groups: tuple[str, ...] = ()
@@ -502,16 +510,28 @@ class Neighbor(Connection):
             for _ in work:
                 pass
 
-    def forget(self) -> None:
-        """Drop its tables after it disconnected: objects that still refer to it keep little."""
-        self.complete()
+    def forget(self) -> Iterator[int]:
+        """Close it, and drop its tables in parts: objects that still refer to it keep little.
+
+        Each part yields its work (see `relay.core.endings`).
+        """
         self.closed = True
-        for route in self.routes:
-            if route is not None:
-                route.release()
-        self.routes = []
         self.gaps = {}
         self.aliases = AliasTable(1)
+        return self._forget_in_parts()
+
+    def _forget_in_parts(self) -> Iterator[int]:
+        work, self.unfinished = self.unfinished, None
+        if work is not None:
+            # It is gone, so a rule that the rest of its frame breaks ends nothing more.
+            with suppress(PeerProtocolError):
+                for _ in work:
+                    yield PART_WORK
+        routes, self.routes = self.routes, []
+        while routes:
+            route = routes.pop()
+            if route is not None:
+                yield 1 + ALIAS_WORK * route.release()
 
     @property
     def neighbor(self) -> Neighbor:

@@ -25,6 +25,7 @@ from relay.core.buckets import Rate
 from relay.core.calls import Calls
 from relay.core.casts import Casts
 from relay.core.draining import Draining
+from relay.core.endings import Endings
 from relay.core.federation import Federation
 from relay.core.interest import MAX_SHOWN, Interest
 from relay.core.limits import Limits
@@ -51,6 +52,18 @@ MAX_GROUP_BYTES: Final = 64 << 20
 Names of an alias over it are counted and dropped.
 """
 
+MEMBER_WORK: Final = 8
+"""Work of the end of a member, besides 1 for each of its keys: see `relay.core.endings`."""
+SCANNED: Final = 1024
+"""Aliases, subscriptions or keys of members that RELEASE looks at before others get their turn."""
+RELEASE_WORK: Final = 16
+"""The end of an alias, and of each alias that it had at a receiver, counts as this many."""
+
+
+def node_count(pattern: str, key_ids: Sequence[bytes]) -> int:
+    """Return the largest number of topic tree nodes that a subscription may need."""
+    return len(set(key_ids)) * (pattern.count(".") + 1)
+
 
 class Parts:
     """The parts of one relay's router, and the state that they share."""
@@ -72,6 +85,9 @@ class Parts:
         """Number -> session."""
         self.neighbors: dict[int, Neighbor] = {}
         """Number -> session, link or WAN connection."""
+        self.ending: dict[int, Session] = {}
+        """Number -> closed session of which something is left; it gets nothing more."""
+        self.endings = Endings()
         self._pulsing: dict[int, Neighbor] = {}
         """Number -> neighbor on another host, which gets beats."""
         self.limits = limits or Limits()
@@ -157,29 +173,52 @@ class Parts:
         """Remove a closed session. Idempotent."""
         if session.closed:
             return
-        session.forget()
+        forgotten = session.forget()
         if self.admission is not None:
             self.admission.forget(session)
         del self.sessions[session.number], self.neighbors[session.number]
         self._pulsing.pop(session.number, None)
+        if session.members or session.subscriptions:
+            self.interest.version += 1  # routes are resolved again without it, and it gets nothing more
+        self.ending[session.number] = session
+        self._take_apart(self._session_parts(session, forgotten))
+        self.drains.forget(session, self.now_us)
+        self.stores.session_ended(session, self.now_us)
+
+    def _session_parts(self, session: Session, forgotten: Iterator[int]) -> Iterator[int]:
+        """Take apart what a closed session held. What others wait for comes first."""
         for member in list(session.members.values()):
             if not member.left:
                 self.leave(member)
-        for (pattern, group), key_ids in session.subscriptions.items():
+                yield MEMBER_WORK + len(member.key_ids)
+        yield from forgotten
+        yield from self._calls.neighbor_down(session, self.now_us)
+        while session.subscriptions:
+            (pattern, group), key_ids = session.subscriptions.popitem()
             self.interest.unsubscribe(session, pattern, group, key_ids)
             self.advertiser.count_subscription(
                 pattern, key_ids, group, session.user, -1, self.now_us
             )
-        if session.topic_nodes:
-            self.quotas.subscriptions.give(session.user, session.topic_nodes)
-        for watch in session.watches.values():
+            nodes = node_count(pattern, key_ids)
+            session.topic_nodes -= nodes
+            self.quotas.subscriptions.give(session.user, nodes)
+            yield nodes
+        while session.watches:
+            _, watch = session.watches.popitem()
             self.interest.watches.remove(watch)
             self.quotas.watches.give(session.user, len(watch.key_ids))
-        self.credits.forget(session)
-        self._calls.neighbor_down(session, self.now_us)
-        self.drains.forget(session, self.now_us)
-        self.stores.session_ended(session, self.now_us)
+            yield len(watch.key_ids)
+        yield from self.credits.forget(session)
         session.empty()
+        del self.ending[session.number]
+
+    def _take_apart(self, work: Iterator[int]) -> None:
+        """Take apart what a closed connection held, in parts; at once while this relay stops, which counts what it cut."""
+        if self.draining:
+            for _ in work:
+                pass
+        else:
+            self.endings.begin(work, self.now_us)
 
     def _last_received_us(self) -> int:
         """Return when something was received last over the link or WAN connection that has been silent for longest."""
@@ -191,10 +230,9 @@ class Parts:
         if link.closed:
             return
         self.mesh.link_down(link, self.now_us)
-        link.forget()
+        forgotten = link.forget()
         del self.neighbors[link.number], self._pulsing[link.number]
-        self.credits.forget(link)
-        self._calls.neighbor_down(link, self.now_us)
+        self._take_apart(self._connection_parts(link, forgotten))
         self.drains.forget(link, self.now_us)
         self.settling.forget(link)
         self.audiences.forget(link)
@@ -204,11 +242,16 @@ class Parts:
         if wan.closed:
             return
         self.federation.wan_down(wan, self.now_us, silent=self.drains.has_acknowledged(wan))
-        wan.forget()
+        forgotten = wan.forget()
         del self.neighbors[wan.number], self._pulsing[wan.number]
-        self.credits.forget(wan)
-        self._calls.neighbor_down(wan, self.now_us)
+        self._take_apart(self._connection_parts(wan, forgotten))
         self.drains.forget(wan, self.now_us)
+
+    def _connection_parts(self, neighbor: Neighbor, forgotten: Iterator[int]) -> Iterator[int]:
+        """Take apart the calls and credits of a closed link or WAN connection."""
+        yield from forgotten
+        yield from self._calls.neighbor_down(neighbor, self.now_us)
+        yield from self.credits.forget(neighbor)
 
     def goodbye(self, session: Session, *, complete: bool = False) -> None:
         """Send BYE to a session, as an answer or first, and close it after that."""
@@ -294,13 +337,18 @@ class Parts:
             self._address_member(route, declared)
         return route
 
-    def forget_routes(self, session: Session, key_id: bytes) -> None:
-        """End the aliases that a session declared under a key."""
+    def forget_routes(self, session: Session, key_id: bytes) -> Iterator[None]:
+        """End the aliases that a session declared under a key, in parts."""
         routes = session.routes
+        work = 0
         for alias, route in enumerate(routes):
+            work += 1
             if route is not None and route.key_id == key_id:
-                route.release()
+                work += RELEASE_WORK * (1 + route.release())
                 routes[alias] = None
+            if work >= SCANNED:
+                work = 0
+                yield
 
     def _address_member(self, route: Route, declared: frames.Declare) -> None:
         """Let a route lead to the one member that its DECLARE names. Raises PeerProtocolError."""
@@ -335,7 +383,7 @@ class Parts:
         return waiting + len(self._calls.parking.waiting)
 
     def _members(self) -> Iterator[Member]:
-        for session in self.sessions.values():
+        for session in (*self.sessions.values(), *self.ending.values()):
             yield from session.members.values()
 
     def status(self) -> dict[str, object]:

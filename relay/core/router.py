@@ -182,7 +182,7 @@ class Router(Parts):
         """When `expire` is due at the latest, by the clock of `now_us`."""
         mine = min(
             self._calls.deadline_us, self.pulse_us, self.drains.deadline_us, self.slow.deadline_us,
-            self.settling.deadline_us, self.audiences.deadline_us, self.credits.deadline_us,
+            self.settling.deadline_us, self.audiences.deadline_us, self.credits.deadline_us, self.endings.deadline_us,
         )  # fmt: skip
         return min(
             self.mesh.deadline_us, self.federation.deadline_us, self._reach.deadline_us, self.stores.deadline_us,
@@ -199,6 +199,7 @@ class Router(Parts):
             or self.settling.deadline_us < time_us
             or self.audiences.deadline_us < time_us
             or self.credits.deadline_us < time_us
+            or self.endings.deadline_us < time_us
             or self.mesh.deadline_us < time_us
             or self.federation.deadline_us < time_us
             or self._reach.deadline_us < time_us
@@ -225,6 +226,8 @@ class Router(Parts):
             self.settling.expire(self.now_us)
         if self.now_us >= self.audiences.deadline_us:
             self.audiences.expire(self.now_us)
+        if self.now_us >= self.endings.deadline_us:
+            self.endings.expire(self.now_us)
         if self.now_us >= self.credits.deadline_us:
             self.credits.expire(self.now_us)
         if self.now_us >= self._reach.deadline_us:

@@ -11,7 +11,7 @@ relays of its own site, which keep a `SiteRoute` over it too.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 from iris.core.heartbeat import Heartbeat
@@ -222,13 +222,13 @@ class Wan(Neighbor):
         self.pulse = self.beats = Heartbeat(hello.mono_us, now_us)
         self.clock_us = self.beats.clock_us
 
-    def forget(self) -> None:
-        """Drop its tables after it disconnected.
+    def forget(self) -> Iterator[int]:
+        """Close it, and drop its tables in parts.
 
         A cast that came over it may still be recorded (`relay.core.missed_casts`) and refer to it.
         """
-        super().forget()
         self.reported_us = {}
+        return super().forget()
 
     def smooth_rtt(self) -> None:
         """Update the smoothed round trip after a beat."""

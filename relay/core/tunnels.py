@@ -6,7 +6,7 @@ holds most of it is broken at both ends.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from iris.errors import PeerProtocolError
@@ -79,6 +79,9 @@ class Tunnels:
             other, other_hop, held = tunnel.opener, tunnel.opener_hop, tunnel.opener_held
         else:
             other, other_hop, held = tunnel.member, tunnel.member_hop, tunnel.member_held
+        if other.closed:
+            accounts.drop("late tunnel frame", count)
+            return
         REWRITE.pack_into(buf, start + ALIAS_AT, 0, other_hop)
         if kind == Kind.TUNNEL_END:
             other.port.control(bytes(buf[start:end]))
@@ -114,17 +117,21 @@ class Tunnels:
         if tunnel is not None:
             self._break(tunnel, "tunnel record too long")
 
-    def neighbor_down(self, neighbor: Neighbor) -> None:
-        """End all tunnels of a lost neighbor, and notify their other ends."""
-        for tunnel in list(neighbor.tunnels.values()):
+    def neighbor_down(self, neighbor: Neighbor) -> Iterator[int]:
+        """End all tunnels of a lost neighbor in parts, and notify their other ends."""
+        for hop in list(neighbor.tunnels):
+            tunnel = neighbor.tunnels.get(hop)
+            if tunnel is None:
+                continue
             self._forget(tunnel)
-            other, hop = (
+            other, theirs = (
                 (tunnel.member, tunnel.member_hop)
                 if tunnel.opener is neighbor
                 else (tunnel.opener, tunnel.opener_hop)
             )
             if not other.closed and other is not neighbor:
-                other.port.control(tunnel_frame(Kind.TUNNEL_END, hop, bytes((Cause.LOST,))))
+                other.port.control(tunnel_frame(Kind.TUNNEL_END, theirs, bytes((Cause.LOST,))))
+            yield 1
 
     def _held_at(self, tunnel: Tunnel, neighbor: Neighbor) -> int:
         """Return the bytes of a tunnel that are queued at a neighbor, which may have both ends."""
