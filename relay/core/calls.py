@@ -58,6 +58,8 @@ from relay.core.unserved import Unserved
 
 MAX_ATTEMPTS: Final = 4
 """Attempts per call: the first member and up to three others after refusals. Remote sites then get as many again."""
+MAX_FULL: Final = 32
+"""Connections that are tried for a call, besides those whose queue is full, before the call is refused."""
 MAX_IN_FLIGHT: Final = 262_144
 """Limit of calls in flight at one session of this relay. The member itself chooses its limit in bytes."""
 _NUMBERS: Final = (1 << 62) - 1
@@ -136,7 +138,7 @@ class Calls:
                 Fail(hop, Cause.EXPIRED, "the deadline had passed when it reached the relay")
             )
             return
-        self._resolve(route)
+        self.resolve(route)
         if route.loads:
             if route.hop_class in COUNTED and isinstance(neighbor, Link):
                 self.count_demand(neighbor, route)
@@ -179,10 +181,10 @@ class Calls:
     def is_served(self, route: Route, now_us: int) -> bool:
         """Whether this relay, another one or a remote site serves a route's address."""
         self._now_us = now_us
-        self._resolve(route)
+        self.resolve(route)
         return bool(route.loads or route.peers or route.sites)
 
-    def _resolve(self, route: Route) -> None:
+    def resolve(self, route: Route) -> None:
         """Find the loads that serve this route's address; cached until the interest changes."""
         if route.version != self._interest.version:
             route.targets.clear()
@@ -223,21 +225,49 @@ class Calls:
         stay here: a remote site is tens of milliseconds away.
         """
         route = dispatched.route
-        self._resolve(route)
+        self.resolve(route)
         dispatched.attempts += 1
-        while True:
-            route.turn += 1
-            load = None
+        route.turn += 1
+        load = None
+        if dispatched.attempts <= MAX_ATTEMPTS:
+            load = pick(route.loads, route.peers, dispatched.size, dispatched.tried, route.turn)
+        if load is None and dispatched.attempts <= 2 * MAX_ATTEMPTS:
+            load = next((far for far in route.sites if far not in dispatched.tried), None)
+        if load is None:
+            return False
+        if not self.send_to(dispatched, load, buf, start, end):
+            return self._dispatch_to_another(dispatched, load, buf, start, end)
+        self.accounts.out += 1
+        return True
+
+    def _dispatch_to_another(
+        self, dispatched: Dispatched, load: Load, buf: memoryview, start: int, end: int
+    ) -> bool:
+        """Dispatch a call for which the connection of the best member, `load`, is full.
+
+        A connection that is full for one member is full for all of its members, so each one is asked once.
+        """
+        route = dispatched.route
+        every = {one.neighbor for one in (*route.loads, *route.peers, *route.sites)}
+        full = {neighbor for neighbor in every if not neighbor.port.has_room(end - start)}
+        loads, peers, sites = route.loads, route.peers, route.sites
+        for _ in range(MAX_FULL):
+            full.add(load.neighbor)
+            loads = [one for one in loads if one.neighbor not in full]
+            peers = [one for one in peers if one.neighbor not in full]
+            sites = [one for one in sites if one.neighbor not in full]
+            another = None
             if dispatched.attempts <= MAX_ATTEMPTS:
-                load = pick(route.loads, route.peers, dispatched.size, dispatched.tried, route.turn)
-            if load is None and dispatched.attempts <= 2 * MAX_ATTEMPTS:
-                load = next((far for far in route.sites if far not in dispatched.tried), None)
-            if load is None:
+                another = pick(loads, peers, dispatched.size, dispatched.tried, route.turn)
+            if another is None and dispatched.attempts <= 2 * MAX_ATTEMPTS:
+                another = next((far for far in sites if far not in dispatched.tried), None)
+            if another is None:
                 return False
-            if self.send_to(dispatched, load, buf, start, end):
+            if self.send_to(dispatched, another, buf, start, end):
                 self.accounts.out += 1
                 return True
-            dispatched.tried.append(load)  # its port is full
+            load = another
+        return False
 
     def send_to(
         self, dispatched: Dispatched, load: Load, buf: memoryview, start: int, end: int
@@ -319,7 +349,7 @@ class Calls:
             origin.control(Fail(hop, Cause.OVERLOADED, error))
 
     def _prospect(self, route: Route) -> Prospect:
-        self._resolve(route)
+        self.resolve(route)
         if route.loads or route.peers or route.sites:
             return Prospect.SERVED
         return Prospect.HOPED if self.unserved.may_be_served(route, self._now_us) else Prospect.NONE
@@ -328,7 +358,7 @@ class Calls:
         """Dispatch a call that waited to a member that serves it now, or end it."""
         origin, route, hop = entry.origin, entry.route, entry.hop
         frame = memoryview(bytearray(entry.frame))
-        self._resolve(route)
+        self.resolve(route)
         if served:
             self._start(origin, route, hop, entry.deadline_us, frame, 0, len(frame))
         else:

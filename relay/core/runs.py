@@ -6,7 +6,7 @@ to `calls`, one call after the other: a run is nothing but single frames that sh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Final
 
@@ -49,16 +49,45 @@ class Runs:
             and calls.is_served(route, now_us)
         )
         if not plain:
-            for frame in single_calls(buf, start, end, route.kind):
-                calls.called(neighbor, memoryview(frame), 0, len(frame), now_us)
+            self._handle_singly(neighbor, route, single_calls(buf, start, end, route.kind), now_us)
             return
         calls.accounts.in_ += count
         DEADLINE.pack_into(buf, start + DEADLINE_AT, deadline_us)
         if route.loads and route.hop_class in COUNTED and isinstance(neighbor, Link):
             calls.count_demand(neighbor, route)
-        self._dispatch(_Run(neighbor, route, hop, deadline_us, (), 0, at, sizes, buf, start, end))
+        self._dispatch(
+            neighbor, _Run(neighbor, route, hop, deadline_us, (), 0, at, sizes, buf, start, end)
+        )
 
-    def _dispatch(self, run: _Run) -> None:
+    def _handle_singly(
+        self, neighbor: Neighbor, route: Route | None, frames: Iterable[bytearray], now_us: int
+    ) -> None:
+        """Handle the calls of a frame of `neighbor` one by one; in parts if each has to look at many members."""
+        work = self._in_parts(neighbor, frames, now_us)
+        if route is not None and len(route.loads) > LOOKED_AT:
+            work = self._in_parts(neighbor, list(frames), now_us)  # of their own
+            neighbor.unfinished = work
+        else:
+            for _ in work:
+                pass
+
+    def _in_parts(
+        self, neighbor: Neighbor, frames: Iterable[bytearray], now_us: int
+    ) -> Iterator[None]:
+        for frame in frames:
+            self._calls.called(neighbor, memoryview(frame), 0, len(frame), now_us)
+            yield
+
+    def _dispatch(self, sender: Neighbor, run: _Run) -> None:
+        """Dispatch the calls of one frame of `sender`; in parts if each has to look at many members."""
+        if len(run.route.loads) > LOOKED_AT:
+            run.own()
+            sender.unfinished = self._dispatch_in_parts(run)
+        else:
+            for _ in self._dispatch_in_parts(run):
+                pass
+
+    def _dispatch_in_parts(self, run: _Run) -> Iterator[None]:
         """Dispatch the calls of one frame to members by their free handlers.
 
         Loads in `tried` have refused them before.
@@ -81,10 +110,15 @@ class Runs:
                 or not self._dispatch_part(run, load, first, count, size)
             ):
                 # One by one: other members may take some of them.
-                self._dispatch_singly(run, load, first, count)
+                yield from self._dispatch_singly(run, load, first, count)
             first += count
             left -= count
             left_bytes -= BODY_AT * count + size
+            yield
+            if run.origin.closed:
+                self._calls.accounts.drop("session lost", left)
+                return
+            self._calls.resolve(route)
 
     def _dispatch_part(self, run: _Run, load: Load, first: int, count: int, size: int) -> bool:
         """Dispatch `count` calls from number `first` on, of `size` bytes, to one load.
@@ -109,10 +143,17 @@ class Runs:
         run.origin.pending += count
         return True
 
-    def _dispatch_singly(self, run: _Run, load: Load | None, first: int, count: int) -> None:
+    def _dispatch_singly(
+        self, run: _Run, load: Load | None, first: int, count: int
+    ) -> Iterator[None]:
         """Dispatch calls as single frames, to `load` while it has room, and then to any other."""
         calls = self._calls
         for number in range(first, first + count):
+            if run.origin.closed:
+                calls.accounts.drop("session lost", 1)
+                continue
+            if load is not None and load.neighbor.closed:
+                load = None
             frame = run.part(number, 1)
             dispatched = Dispatched(run.origin, run.hop + number, run.route, len(frame))
             dispatched.deadline_us = run.deadline_us
@@ -125,6 +166,7 @@ class Runs:
                 load = None
                 dispatched.attempts = run.attempts
                 calls.dispatch_one(dispatched, frame, 0, len(frame))
+            yield
 
     # -- back from members -----------------------------------------------------------------------------------
 
@@ -150,8 +192,8 @@ class Runs:
             and calls.is_served(dispatched.route, now_us)
         )
         if dispatched is None or not again:
-            for frame in single_calls(buf, start, end, kind):
-                calls.called(neighbor, memoryview(frame), 0, len(frame), now_us)
+            route = None if dispatched is None else dispatched.route
+            self._handle_singly(neighbor, route, single_calls(buf, start, end, kind), now_us)
             return
         calls.accounts.in_ += len(sizes)
         for number in range(len(sizes)):
@@ -162,6 +204,7 @@ class Runs:
         tried = [*dispatched.tried, dispatched.load]
         theirs = dispatched.origin_hop(hop)
         self._dispatch(
+            neighbor,
             _Run(dispatched.origin, dispatched.route, theirs, dispatched.deadline_us, tried, dispatched.attempts, at, sizes, buf, start, end)
         )  # fmt: skip
 
@@ -204,6 +247,12 @@ class _Run:
         self.end = end
         self._begins = [*accumulate(sizes, initial=at)]
         self._end_fields = bytes(buf[start + END_AT : start + BODY_AT])
+
+    def own(self) -> None:
+        """Copy the frame, which is borrowed, so that its calls can be dispatched later."""
+        self.buf = memoryview(bytearray(self.buf[self.start : self.end]))
+        self._begins = [begin - self.start for begin in self._begins]
+        self.start, self.end = 0, self.end - self.start
 
     def part(self, first: int, count: int) -> memoryview:
         """Return some of the calls as a frame of its own; one becomes a single call.

@@ -13,7 +13,7 @@ SABOTAGES = (
     Sabotage(
         "aimed-anywhere",
         "relay/core/calls.py",
-        "Calls._resolve",
+        "Calls.resolve",
         "if route.member:",
         "if False:",
         AIMED,

@@ -155,7 +155,7 @@ SABOTAGES = (
     Sabotage(
         "call-onward",
         "relay/core/calls.py",
-        "Calls._resolve",
+        "Calls.resolve",
         "route.neighbor.hop_class != HopClass.MESH",
         "True",
         MESH,
