@@ -194,9 +194,8 @@ class Interest:
             kinds = {kind: load.concurrency for kind, load in member.loads.items()}
             yield kinds, member.listed, member.tag
         for link in self._peers.get((name, key_id), {}).values():
-            for entry in link.copy.names.get(name, {}).values():
-                if key_id in entry.key_ids:
-                    yield entry.kinds, is_listed(entry.kinds), entry.tag
+            for entry in link.copy.entries(name, key_id).values():
+                yield entry.kinds, is_listed(entry.kinds), entry.tag
 
     # -- topics ----------------------------------------------------------------------------------------------
 

@@ -34,6 +34,20 @@ LINK_HOP: Final = 1 << 62
 _UNBOUNDED: Final = 1 << 62
 
 
+class Entries(dict[int, MemberEntry]):
+    """Serial -> member, of one cluster under one key."""
+
+    __slots__ = ("listed",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.listed = 0
+        """How many of them are members of the cluster, not only stores."""
+
+
+_NONE: Final = Entries()
+
+
 class Copy:
     """The members of another relay, as it advertised them last."""
 
@@ -56,8 +70,8 @@ class Copy:
         """Why the store that it starts cannot serve; empty if it can."""
         self.members: dict[int, MemberEntry] = {}
         """Serial -> member."""
-        self.names: dict[str, dict[int, MemberEntry]] = {}
-        """Cluster -> serial -> member."""
+        self.names: dict[str, dict[bytes, Entries]] = {}
+        """Cluster -> key id -> members: what is asked of one key does not look at the members of others."""
         self.keyed = 0
         """Members, each counted once per key id."""
         self.surplus = 0
@@ -77,7 +91,11 @@ class Copy:
             return False
         self.keyed += len(entry.key_ids)
         self.members[entry.serial] = entry
-        self.names.setdefault(entry.name, {})[entry.serial] = entry
+        keys = self.names.setdefault(entry.name, {})
+        for key_id in dict.fromkeys(entry.key_ids):
+            entries = keys.setdefault(key_id, Entries())
+            entries[entry.serial] = entry
+            entries.listed += is_listed(entry.kinds)
         return True
 
     def leave(self, serial: int) -> MemberEntry | None:
@@ -89,18 +107,25 @@ class Copy:
             self.surplus -= 1
             return None
         self.keyed -= len(entry.key_ids)
-        named = self.names[entry.name]
-        del named[serial]
-        if not named:
+        keys = self.names[entry.name]
+        for key_id in dict.fromkeys(entry.key_ids):
+            entries = keys[key_id]
+            del entries[serial]
+            entries.listed -= is_listed(entry.kinds)
+            if not entries:
+                del keys[key_id]
+        if not keys:
             del self.names[entry.name]
         return entry
 
+    def entries(self, name: str, key_id: bytes) -> Entries:
+        """Return the members of an address."""
+        keys = self.names.get(name)
+        return _NONE if keys is None else keys.get(key_id, _NONE)
+
     def serves(self, kind: int, name: str, key_id: bytes) -> bool:
         """Whether a member of an address serves `kind`."""
-        named = self.names.get(name)
-        return named is not None and any(
-            kind in entry.kinds and key_id in entry.key_ids for entry in named.values()
-        )
+        return any(kind in entry.kinds for entry in self.entries(name, key_id).values())
 
     def member_id(self, serial: int) -> str:
         """Return the id by which users know a member."""
@@ -187,8 +212,8 @@ class Link(Neighbor):
         """Return the load of the members behind this link that serve `kind` at an address; None if there are none."""
         concurrency = sum(
             entry.kinds[kind]
-            for entry in self.copy.names.get(name, {}).values()
-            if kind in entry.kinds and key_id in entry.key_ids
+            for entry in self.copy.entries(name, key_id).values()
+            if kind in entry.kinds
         )
         key = (kind, name, key_id)
         if not concurrency:
@@ -218,8 +243,8 @@ class Link(Neighbor):
         """Return the ids of the members behind this link that serve `kind` at an address."""
         return [
             self.copy.member_id(entry.serial)
-            for entry in self.copy.names.get(name, {}).values()
-            if kind in entry.kinds and key_id in entry.key_ids
+            for entry in self.copy.entries(name, key_id).values()
+            if kind in entry.kinds
         ]
 
     def forget_loads(self, name: str, key_id: bytes) -> None:

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from iris.wire import frames, link_frames
 from iris.wire.kinds import NEVER_US, PROTOCOL_MINOR, PROTOCOL_VERSION, Kind
+from iris.wire.link_frames import MemberEntry
 from iris.wire.names import printable
 from relay.core.advertiser import Advertiser
 from relay.core.casts import Casts
@@ -121,11 +122,14 @@ class Mesh:
 
         With `streams`, yield the stores that hold a stream of the name instead. Changes meanwhile are not seen.
         """
-        wanted = set(key_ids)
-        for copy, entries in [(c, [*c.names.get(name, {}).values()]) for c in self.copies.values()]:
-            for entry in entries:
-                serves = Kind.STREAM in entry.kinds if streams else is_listed(entry.kinds)
-                if serves and not wanted.isdisjoint(entry.key_ids):
+        wanted = dict.fromkeys(key_ids)
+        for copy in [*self.copies.values()]:
+            there: dict[int, MemberEntry] = {}
+            for key_id in wanted:
+                there.update(copy.entries(name, key_id))
+            for serial in sorted(there):
+                entry = there[serial]
+                if Kind.STREAM in entry.kinds if streams else is_listed(entry.kinds):
                     yield copy.info(entry)
 
     def other_keys(self, name: str, key_ids: Iterable[bytes]) -> dict[str, int]:
@@ -136,11 +140,12 @@ class Mesh:
         known = set(key_ids)
         found: dict[str, int] = {}
         for copy in self.copies.values():
-            for entry in copy.names.get(name, {}).values():
-                for key_id in entry.key_ids if is_listed(entry.kinds) else ():
-                    short = key_id[:4].hex()
-                    if key_id not in known and (short in found or len(found) < MAX_OTHERS):
-                        found[short] = found.get(short, 0) + 1
+            keys = copy.names.get(name, {})
+            for key_id, entries in islice(keys.items(), 2 * MAX_OTHERS + len(known)):
+                short = key_id[:4].hex()
+                others = entries.listed if key_id not in known else 0
+                if others and (short in found or len(found) < MAX_OTHERS):
+                    found[short] = found.get(short, 0) + others
         return found
 
     def might_serve(self, kind: int, name: str, key_id: bytes, now_us: int) -> bool:
