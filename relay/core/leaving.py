@@ -10,7 +10,7 @@ left since the last search. The more calls there are, the less often.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sized
+from collections.abc import Container, Iterator, Mapping, Sized
 from typing import Any, Final
 
 from iris.wire.frames import MAX_CREDIT, CallerLeft
@@ -26,6 +26,10 @@ REST_US: Final = 100_000
 """Shortest time between two searches."""
 REST_PER_CALL_US: Final = 2
 """Added to that for each call looked at, so that a thousand sessions that end one by one do not stop a relay."""
+SEARCH_STEP: Final = MAX_CREDIT
+"""Calls that are looked at in one step of a search, which takes less than a millisecond."""
+SEARCH_STEP_US: Final = 2_000
+"""Time between two steps."""
 _NOTIFIED_KINDS: Final = frozenset({Kind.REQUEST, Kind.SURVEY, Kind.STREAM})
 """Kinds whose callers wait for an answer. A push runs even if its sender left; a tunnel ends by itself."""
 
@@ -48,6 +52,8 @@ class Leaving:
         """Neighbors that disconnected since the last search."""
         self._away: dict[Neighbor, int] = {}
         """Lost links and WAN connections -> when their relay is given up, unless it has come back."""
+        self._search: Iterator[None] | None = None
+        """The rest of a search that is made in parts."""
         self.asked = False
         """A member has ever asked for callers that left."""
         self.due_us = NEVER_US
@@ -84,49 +90,81 @@ class Leaving:
 
     def expire(self, now_us: int) -> None:
         """Search the calls of callers that left, and send CALLER_LEFT to their holders."""
-        if self._parking.waiting:
-            self._parking.callers_left()
+        self.due_us = now_us + SEARCH_STEP_US
+        if self._search is None:
+            self._search = self._searching(now_us)
+        for _ in self._search:
+            return
+        self._search = None
+
+    def _searching(self, now_us: int) -> Iterator[None]:
+        """Search, in parts. What comes meanwhile waits for the next search."""
+        left: dict[Neighbor, set[int]] = {}
+        for neighbor in self._neighbors.values():
+            if neighbor.left_hops:
+                left[neighbor], neighbor.left_hops = neighbor.left_hops, set()
+                self._parking.callers_left(neighbor, left[neighbor])
         down, self._down = self._down, set()
         gone = {neighbor for neighbor, due_us in self._away.items() if now_us >= due_us}
         for neighbor in gone:
             del self._away[neighbor]
         lost = {neighbor for neighbor in gone if not self._is_back(neighbor)}
-        seen = 0
-        for neighbor in self._neighbors.values():
-            seen += len(neighbor.in_flight)
+        seen = looked_at = 0
+        for neighbor in list(self._neighbors.values()):
             if neighbor.minor < LEFT_MINOR or neighbor.closed:
                 continue
-            hops = []
-            for hop, dispatched in neighbor.in_flight.items():
-                origin = dispatched.origin
-                if dispatched.load.kind not in _NOTIFIED_KINDS:
-                    continue
-                if origin.closed:
-                    left = origin in (lost if _may_return(dispatched, neighbor) else down)
-                else:
-                    left = dispatched.origin_hop(hop) in origin.left_hops
-                    left = left and (bool(origin.hop_class) or _wants(dispatched, neighbor))
-                if left:
-                    hops.append(hop)
-            self.notified += len(hops)
-            for at in range(0, len(hops), MAX_CREDIT):
-                neighbor.control(CallerLeft(hops[at : at + MAX_CREDIT]))
-        for neighbor in self._neighbors.values():
-            if neighbor.left_hops:
-                neighbor.left_hops = set()
+            every = list(neighbor.in_flight)
+            seen += len(every)
+            for at in range(0, len(every), SEARCH_STEP):
+                part = every[at : at + SEARCH_STEP]
+                hops = [
+                    hop
+                    for hop in part
+                    if (dispatched := neighbor.in_flight.get(hop)) is not None
+                    and _has_left(dispatched, neighbor, hop, left, down, lost)
+                ]
+                self.notified += len(hops)
+                for first in range(0, len(hops), MAX_CREDIT):
+                    neighbor.control(CallerLeft(hops[first : first + MAX_CREDIT]))
+                looked_at += len(part)
+                if looked_at >= SEARCH_STEP:
+                    looked_at = 0
+                    yield
+                    if neighbor.closed:
+                        break
         self._rest_until_us = now_us + max(REST_US, REST_PER_CALL_US * seen)
         away_us = min(self._away.values(), default=NEVER_US)
-        self.due_us = max(away_us, self._rest_until_us) if self._away else NEVER_US
+        more = bool(self._down) or any(n.left_hops for n in self._neighbors.values())
+        self.due_us = (
+            max(0 if more else away_us, self._rest_until_us) if more or self._away else NEVER_US
+        )
 
     def _is_back(self, neighbor: Any) -> bool:
         """Whether the relay behind a lost link or WAN connection is connected again."""
         return neighbor.relay_id in (self._links if isinstance(neighbor, Link) else self._wans)
 
     def _look(self, now_us: int) -> None:
+        if self._search is not None:
+            return  # its end sees to it that there is another
         if now_us >= self._rest_until_us:
             self.expire(now_us)
         else:
             self.due_us = min(self.due_us, self._rest_until_us)
+
+
+def _has_left(
+    dispatched: Dispatched, holder: Neighbor, hop: int,
+    left: Mapping[Neighbor, Container[int]], down: Container[Neighbor], lost: Container[Neighbor],
+) -> bool:  # fmt: skip
+    """Whether the holder of a call is told that its caller has left."""
+    origin = dispatched.origin
+    if dispatched.load.kind not in _NOTIFIED_KINDS:
+        return False
+    if origin.closed:
+        return origin in (lost if _may_return(dispatched, holder) else down)
+    return dispatched.origin_hop(hop) in left.get(origin, ()) and (
+        bool(origin.hop_class) or _wants(dispatched, holder)
+    )
 
 
 def _may_return(dispatched: Dispatched, holder: Neighbor) -> bool:

@@ -7,7 +7,8 @@ first of them is due.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Final
 
 from iris.wire.frames import Fail
@@ -19,6 +20,12 @@ LATE_US: Final = 10_000_000
 """A call this much past its deadline is given up when room is short."""
 LIFE_US: Final = 3_600_000_000
 """A call without a deadline is given up after this time."""
+STEP: Final = 256
+"""Calls that are looked at in one step."""
+SWEPT: Final = 8192
+"""The same when a caller has reached its limit."""
+STEP_US: Final = 2_000
+"""Time between two steps."""
 _SWEEP_US: Final = 1_000_000
 """Shortest time between two searches."""
 
@@ -37,6 +44,12 @@ class Overdue:
         self._release = release
         self.due_us = NEVER_US
         """Time at which `expire` is due: when the first call without a deadline may reach `LIFE_US`."""
+        self._sweep: Iterator[tuple[Neighbor, int]] | None = None
+        """The rest of a search for late calls of all origins."""
+        self._search: Iterator[None] | None = None
+        """The rest of a search for calls that have waited for too long."""
+        self._step_us = NEVER_US
+        """When its next step is due."""
         self._swept_us = 0
         """Time from which all calls may be searched again."""
 
@@ -44,17 +57,24 @@ class Overdue:
         """Remove late calls of all origins. Returns True if `origin` then has fewer than `limit` unanswered calls.
 
         All origins share one search per second: several sessions that each fill their own limit would
-        otherwise keep the relay searching. Calls of a member that hangs stay in its account, but must not
+        otherwise keep the relay searching. Each call over a limit takes it `SWEPT` calls further. Calls of a member that hangs stay in its account, but must not
         stop the caller from calling other clusters.
         """
-        if now_us < self._swept_us:
-            return False
-        self._swept_us = now_us + _SWEEP_US
-        for other in self._neighbors.values():
-            for dispatched in other.in_flight.values():
-                late = dispatched.deadline_us and dispatched.deadline_us < now_us
-                if late and dispatched.load.kind != Kind.TUNNEL_OPEN:
-                    (dispatched.survey or dispatched).give_up()
+        if self._sweep is None:
+            if now_us < self._swept_us:
+                return False
+            self._sweep = self._calls()
+        swept = 0
+        for neighbor, hop in islice(self._sweep, SWEPT):
+            swept += 1
+            dispatched = neighbor.in_flight.get(hop)
+            if dispatched is None or dispatched.load.kind == Kind.TUNNEL_OPEN:
+                continue
+            if dispatched.deadline_us and dispatched.deadline_us < now_us:
+                (dispatched.survey or dispatched).give_up()
+        if swept < SWEPT:
+            self._sweep = None
+            self._swept_us = now_us + _SWEEP_US
         return origin.pending < limit
 
     def make_room_at(self, neighbor: Neighbor, now_us: int) -> bool:
@@ -74,9 +94,27 @@ class Overdue:
         Tunnels have no such limit. A call at a member of this relay stays in that member's account until it
         answers.
         """
+        if self._search is None:
+            self.due_us = NEVER_US  # calls that are dispatched meanwhile may lower it
+            self._search = self._ending(now_us)
+        for _ in self._search:
+            self._step_us = now_us + STEP_US
+            return
+        self._search = None
+        self._step_us = NEVER_US
+
+    @property
+    def deadline_us(self) -> int:
+        """Time at which `expire` is due."""
+        return self.due_us if self._search is None else self._step_us
+
+    def _ending(self, now_us: int) -> Iterator[None]:
         soonest = NEVER_US
-        for neighbor in list(self._neighbors.values()):
-            for hop, dispatched in list(neighbor.in_flight.items()):
+        for looked_at, (neighbor, hop) in enumerate(self._calls(), 1):
+            if looked_at % STEP == 0:
+                yield
+            dispatched = neighbor.in_flight.get(hop)
+            if dispatched is not None:
                 until_us = dispatched.until_us
                 if not until_us or dispatched.load.kind == Kind.TUNNEL_OPEN:
                     continue
@@ -96,7 +134,14 @@ class Overdue:
                     dispatched.origin.control(
                         Fail(dispatched.origin_hop(hop), Cause.LOST, detail, True)
                     )
+        soonest = min(soonest, self.due_us)
         self.due_us = max(soonest, now_us + LIFE_US // 60) if soonest < NEVER_US else NEVER_US
+
+    def _calls(self) -> Iterator[tuple[Neighbor, int]]:
+        """Yield every call in flight now: (its holder, hop id). It may have ended."""
+        for neighbor in list(self._neighbors.values()):
+            for hop in list(neighbor.in_flight):
+                yield neighbor, hop
 
     def _forget(self, neighbor: Neighbor, hop: int, dispatched: Dispatched) -> None:
         """Count a call as ended at a link or WAN connection, whatever arrives from there later."""

@@ -5,15 +5,14 @@
                                                          ──► its session is lost, or the tunnel is given up: dropped
 
 Waiting calls are limited in bytes per session, per user and in total. A call over a limit is refused as
-overloaded.
+overloaded. They are checked in rounds (`relay.core.rounds`), so that those of one session do not delay others.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import Enum
-from typing import Final, NamedTuple, Protocol
+from typing import Final, Protocol
 
 from iris.wire.frames import Fail
 from iris.wire.kinds import Cause, Kind
@@ -21,14 +20,13 @@ from relay.core.interest import Interest
 from relay.core.neighbor import Neighbor, Route
 from relay.core.ports import Accounts
 from relay.core.quotas import Table
+from relay.core.rounds import Rounds
 from relay.core.session import Session
 
 PARKED_BYTES: Final = 16 << 20
 """Bytes that may wait in total. One session may have half of them."""
 ANSWERED_KINDS: Final = frozenset({Kind.REQUEST, Kind.SURVEY})
 """Kinds of calls that end when their caller leaves while they wait here."""
-PARKED_US: Final = 50_000
-"""Interval at which waiting calls are checked if the interest does not change."""
 
 
 class Prospect(Enum):
@@ -40,14 +38,19 @@ class Prospect(Enum):
     NONE = 3
 
 
-class Parked(NamedTuple):
+class Parked:
     """A waiting call."""
 
-    origin: Session
-    route: Route
-    hop: int
-    deadline_us: int
-    frame: bytes
+    __slots__ = ("deadline_us", "frame", "hop", "origin", "route")
+
+    def __init__(
+        self, origin: Session, route: Route, hop: int, deadline_us: int, frame: bytes
+    ) -> None:
+        self.origin = origin
+        self.route = route
+        self.hop = hop
+        self.deadline_us = deadline_us
+        self.frame = frame
 
 
 class Unparked(Protocol):
@@ -78,12 +81,13 @@ class Parking:
         self._prospect = prospect
         self._unparked = unparked
         self._why = why
-        self.waiting: deque[Parked] = deque()
-        self._openings: set[tuple[int, int]] = set()
-        """Waiting tunnel openings: (number of the opener, its hop id)."""
-        self._version = 0
-        """Version of the interest at the last `expire`."""
-        self._due_us = 0
+        self.waiting: Rounds[Parked] = Rounds(self._look)
+        self._answered: dict[tuple[int, int], Parked] = {}
+        """Waiting calls that end when their caller leaves: (number of the session, its hop id) -> the latest one."""
+        self._openings: dict[tuple[int, int], Parked] = {}
+        """Waiting tunnel openings: (number of the opener, its hop id) -> call."""
+        self._prospects: dict[tuple[int, str, bytes, str, bytes, int], Prospect] = {}
+        """Address -> prospect, as far as the present step has looked."""
 
     def add(self, entry: Parked, now_us: int) -> str:
         """Let a call wait and return an empty text, or return why it may not wait."""
@@ -99,11 +103,11 @@ class Parking:
         session.parked_bytes += size
         session.pending += 1
         if entry.route.kind == Kind.TUNNEL_OPEN:
-            self._openings.add((session.number, entry.hop))
+            self._openings[(session.number, entry.hop)] = entry
+        elif entry.route.kind in ANSWERED_KINDS:
+            self._answered[(session.number, entry.hop)] = entry
         self._accounts.out += 1  # and it counts as held until it stops waiting
-        due_us = now_us + PARKED_US
-        self._due_us = min(self._due_us, due_us) if self.waiting else due_us
-        self.waiting.append(entry)
+        self.waiting.add(session.number, entry, self._interest.version, now_us)
         return ""
 
     def holds_opening(self, origin: Neighbor, hop: int) -> bool:
@@ -112,64 +116,61 @@ class Parking:
 
     def give_up(self, origin: Neighbor, hop: int) -> bool:
         """Drop a tunnel opening that its opener gave up. Returns False if it does not wait here."""
-        if not self.holds_opening(origin, hop):
+        entry = self._openings.get((origin.number, hop))
+        if entry is None:
             return False
-        for entry in self.waiting:
-            if entry.origin is origin and entry.hop == hop and entry.route.kind == Kind.TUNNEL_OPEN:
-                self.waiting.remove(entry)
-                self._forget(entry)
-                self._accounts.drop("given up", 1)
-                return True
-        return False
+        self._forget(entry)
+        self._accounts.drop("given up", 1)
+        return True
 
-    def callers_left(self) -> None:
-        """Drop the waiting calls whose callers have left (`Neighbor.left_hops`)."""
-        for _ in range(len(self.waiting)):
-            entry = self.waiting.popleft()
-            if entry.hop in entry.origin.left_hops and entry.route.kind in ANSWERED_KINDS:
+    def callers_left(self, origin: Neighbor, hops: Iterable[int]) -> None:
+        """Drop the waiting calls of a session with these hop ids, because their callers have left."""
+        for hop in hops:
+            entry = self._answered.get((origin.number, hop))
+            if entry is not None:
                 self._forget(entry)
                 self._accounts.drop("given up", 1)
-            else:
-                self.waiting.append(entry)
 
     @property
     def deadline_us(self) -> int:
-        """When `expire` is due while something waits: at once after a change of the interest."""
-        return self._due_us if self._version == self._interest.version else 0
+        """When `expire` is due while something waits: after a change of the interest, as soon as it has rested."""
+        return self.waiting.deadline_us(self._interest.version)
 
     def expire(self, now_us: int) -> None:
-        """Check all waiting calls, because the interest has changed or time has passed."""
-        self._due_us = now_us + PARKED_US
-        self._version = self._interest.version
-        prospects: dict[tuple[int, str, bytes, str, bytes, int], Prospect] = {}
-        for _ in range(len(self.waiting)):
-            entry = self.waiting.popleft()
-            origin, route = entry.origin, entry.route
-            if origin.closed:
-                self._forget(entry)
-                self._accounts.drop("session lost", 1)
-                continue
-            to = (route.relay_id, route.member)
-            address = (route.kind, route.name, route.key_id, route.site, *to)
-            prospect = prospects.get(address)
-            if prospect is None:
-                prospect = prospects[address] = self._prospect(route)
-            late = entry.deadline_us and entry.deadline_us <= now_us
-            if prospect is Prospect.HOPED and not late:
-                self.waiting.append(entry)
-                continue
+        """Check some of the waiting calls, because the interest has changed or time has passed."""
+        self._prospects.clear()
+        self.waiting.step(self._interest.version, now_us)
+
+    def _look(self, entry: Parked, now_us: int) -> int:
+        """Check one waiting call. Return the work beyond that of any look."""
+        origin, route = entry.origin, entry.route
+        if origin.closed:
             self._forget(entry)
-            if late:
-                self._accounts.expired += 1
-                origin.control(Fail(entry.hop, Cause.EXPIRED, self._why(route)))
-            else:
-                self._unparked(entry, served=prospect is Prospect.SERVED)
+            self._accounts.drop("session lost", 1)
+            return 0
+        address = (route.kind, route.name, route.key_id, route.site, route.relay_id, route.member)
+        prospect = self._prospects.get(address)
+        if prospect is None:
+            prospect = self._prospects[address] = self._prospect(route)
+        late = entry.deadline_us and entry.deadline_us <= now_us
+        if prospect is Prospect.HOPED and not late:
+            return 0
+        self._forget(entry)
+        if late:
+            self._accounts.expired += 1
+            origin.control(Fail(entry.hop, Cause.EXPIRED, self._why(route)))
+        else:
+            self._unparked(entry, served=prospect is Prospect.SERVED)
+        return 0
 
     def _forget(self, entry: Parked) -> None:
         session, size = entry.origin, len(entry.frame)
+        self.waiting.discard(session.number, entry)
         self._quota.give(session.user, size)
         session.parked_bytes -= size
         session.pending -= 1
-        if entry.route.kind == Kind.TUNNEL_OPEN:
-            self._openings.discard((session.number, entry.hop))
+        which = (session.number, entry.hop)
+        for table in (self._openings, self._answered):
+            if table.get(which) is entry:
+                del table[which]
         self._accounts.out -= 1

@@ -308,7 +308,7 @@ class World:
             waiting[entry.origin.number] += 1
             if entry.route.kind == Kind.TUNNEL_OPEN:
                 openings.add((entry.origin.number, entry.hop))
-        assert router._calls.parking._openings == openings
+        assert set(router._calls.parking._openings) == openings
         for number, neighbor in router.neighbors.items():
             assert neighbor.pending == waiting[number], neighbor.label
             self._check_tunnels(router, neighbor)

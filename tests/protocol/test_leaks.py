@@ -170,10 +170,10 @@ def test_sessions_that_have_used_up_what_may_wait_cost_one_look_a_second_togethe
     looks = 0
 
     class Counted(dict[int, Dispatched]):
-        def values(self) -> Any:
+        def __iter__(self) -> Iterator[int]:
             nonlocal looks
             looks += 1
-            return super().values()
+            return super().__iter__()
 
     member.session.in_flight = Counted(member.session.in_flight)
     net.pass_time(1)
