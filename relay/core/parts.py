@@ -420,6 +420,8 @@ class Parts:
             "slow": self.slow.report(self.now_us),
             "parked": len(self._calls.parking.waiting),
             "publishers_waiting": self.credits.waiting,
+            "publishers_unlimited": self.credits.unlimited,
+            "ending": len(self.ending),
             "quotas": self.quotas.status(),
             "rates": self.rates.status(),
             "direct": self.direct.status(),

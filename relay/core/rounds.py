@@ -74,6 +74,8 @@ class Rounds(Generic[T]):
         if owned is None:
             owned = self._owned[owner] = _Owned(version, now_us)
         if thing not in owned.things:
+            if not self._count:
+                self._version = version
             owned.things[thing] = None
             self._count += 1
             self._due_us = min(self._due_us, now_us + LOOK_US)
