@@ -537,8 +537,9 @@ class Calls:
                 share.close()
         lost_calls, neighbor.in_flight = neighbor.in_flight, {}
         what = _LOST[neighbor.hop_class]
-        for hop, dispatched in lost_calls.items():
+        for hop in list(lost_calls):
             yield 1
+            dispatched = lost_calls.pop(hop)
             if dispatched.survey is not None:
                 self.surveys.finish_part(dispatched, self.surveys.unanswered(dispatched))
                 continue

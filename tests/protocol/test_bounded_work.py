@@ -11,10 +11,11 @@ from protocol.kit import KEY, OTHER_KEY, Network, Port
 from protocol.test_quotas import Party, receive
 
 from iris.wire import frames, link_frames
-from iris.wire.codec import END, HOP, encode_control
+from iris.wire.codec import END, HOP, encode_control, tunnel_frame
 from iris.wire.frames import Serving
 from iris.wire.kinds import PROTOCOL_MINOR, UNLIMITED, Cause, Kind
 from iris.wire.link_frames import MemberEntry
+from iris.wire.runs import call_run
 from relay.core import credit as credit_module
 from relay.core import leaving as leaving_module
 from relay.core import mesh as mesh_module
@@ -448,3 +449,70 @@ def test_a_call_that_nobody_serves_does_not_look_at_every_member_under_other_key
     assert looked_at < MOST
     assert not receive(end, link_frames.Interest(9, 10, left=list(range(500))))
     assert not end.link.copy.names
+
+
+def test_a_relay_that_links_while_a_session_is_taken_apart_learns_that_its_members_left() -> None:
+    net = Network(relays=2)
+    net.link(0, 1)
+    member = party(net.router)
+    for _ in range(300):
+        assert not member.join("db")
+    net.run()
+    net.cut((net.ends[0], net.ends[1]))
+    net.router.session_down(member.session)
+    assert net.router.ending
+    _, end = net.link(0, 1)
+    while net.router.ending:
+        step(net.router)
+        net.run()
+    net.run()
+    assert not end.why
+    assert not end.link.closed
+    assert not end.link.copy.members
+
+
+def test_the_tunnels_of_a_session_that_ends_go_in_parts_and_carry_nothing_more() -> None:
+    router = Network().router
+    member, opener = party(router), party(router)
+    served: dict[int, Serving] = {Kind.TUNNEL_OPEN: Serving(10_000, 1 << 30)}
+    assert not member.ask(lambda number: frames.Join(number, "db", [KEY_ID], served))
+    declare(opener, 0, "db", Kind.TUNNEL_OPEN)
+    for hop in range(400):
+        opener.say(data(Kind.TUNNEL_OPEN, 0, hop))
+    member.port.out.clear()
+    router.session_down(member.session)
+    assert 0 < len(opener.session.tunnels) < 400
+    opener.say(tunnel_frame(Kind.TUNNEL_DATA, max(opener.session.tunnels), bytes(10)))
+    assert not member.port.out
+    assert router.accounts.dropped["late tunnel frame"] == 1
+    while router.ending:
+        step(router)
+    ends = [frame for frame in opener.port.out if frame[4] == Kind.TUNNEL_END]
+    assert len(ends) == 400
+    assert not opener.session.tunnels
+    assert opener.session.pending == 0
+    assert router.accounts.balance() == 0
+
+
+def test_a_run_of_calls_to_many_members_is_dispatched_in_parts() -> None:
+    router = Network().router
+    member, caller = party(router), party(router)
+    for _ in range(100):
+        assert not member.join("db")
+    member.session.port = port = CountingPort()
+    caller.call(Kind.REQUEST, 0)
+    caller.port.out.clear()
+    port.asked = 0
+    late_us = router.now_us + 1_000_000
+    for deadline_us in (late_us, 0):  # without a deadline, each of its calls is routed for itself
+        calls = [b"x"] * 50
+        frame = bytearray(call_run(0, 0, 100, deadline_us, END.pack(0, 0, len(calls), 0), calls))
+        router.entry(caller.session)(memoryview(frame), 0, len(frame))
+        frame[:] = bytes(len(frame))  # it was borrowed
+        assert len(caller.received(frames.Fail)) <= 1
+        caller.session.complete()
+        fails = caller.received(frames.Fail)
+        assert [fail.hop for fail in fails] == list(range(150 - len(fails), 150))
+        assert len(fails) >= 49
+    assert caller.session.pending == 0
+    assert router.accounts.balance() == 0
