@@ -179,9 +179,8 @@ class Parts:
         del self.sessions[session.number], self.neighbors[session.number]
         self._pulsing.pop(session.number, None)
         if session.members or session.subscriptions:
-            self.interest.version += (
-                1  # routes are resolved again without it, and it gets nothing more
-            )
+            # Routes are resolved again without it, and it gets nothing more.
+            self.interest.version += 1
         self.ending[session.number] = session
         self._take_apart(self._session_parts(session, forgotten))
         self.drains.forget(session, self.now_us)

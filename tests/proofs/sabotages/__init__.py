@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from proofs.sabotages import (
     aimed,
+    bounded,
     browsers,
     bucket,
     channels,
@@ -35,6 +36,7 @@ SABOTAGES: tuple[Sabotage, ...] = (
     *channels.SABOTAGES,
     *orders.SABOTAGES,
     *waiting.SABOTAGES,
+    *bounded.SABOTAGES,
     *drains.SABOTAGES,
     *bucket.SABOTAGES,
     *web.SABOTAGES,

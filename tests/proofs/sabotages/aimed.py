@@ -40,8 +40,8 @@ SABOTAGES = (
     Sabotage(
         "left-of-others",
         "relay/core/leaving.py",
-        "Leaving.expire",
-        "dispatched.origin_hop(hop) in origin.left_hops",
+        "_has_left",
+        "dispatched.origin_hop(hop) in left.get(origin, ())",
         "bool(origin.left_hops)",
         AIMED,
         "a caller that leaves one call ends all of its calls",

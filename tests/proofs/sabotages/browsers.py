@@ -203,8 +203,8 @@ SABOTAGES = (
     Sabotage(
         "released-in-use",
         "relay/core/control.py",
-        "SessionControl._on_release",
-        "if used:",
+        "SessionControl._release",
+        "if key_id in key_ids:",
         "if False:",
         DERIVED,
         "a key is released that a subscription uses",

@@ -48,7 +48,7 @@ SABOTAGES = (
     Sabotage(
         "wait-never-renewed",
         "relay/core/credit.py",
-        "Credits.expire",
+        "Credits._look",
         "now_us - credit.asked_us >= RENEW_US",
         "False",
         WAITING,
@@ -76,7 +76,7 @@ SABOTAGES = (
         "wait-gone-kept",
         "relay/core/credit.py",
         "Credits.forget",
-        "flow.drop(credit)",
+        "self._leave(flow, credit)",
         "pass",
         WAITING,
         "a subscriber that was left out and went is looked at for good",
