@@ -272,6 +272,25 @@ def test_the_subscriptions_of_a_session_that_ends_are_removed_in_parts_and_get_n
     assert router.accounts.balance() == 0
 
 
+def test_a_session_that_ends_gets_nothing_while_its_aliases_are_freed() -> None:
+    router = Network().router
+    subscriber, publisher = party(router), party(router)
+    subscriber.subscribe("t")
+    for alias in range(1000):
+        declare(subscriber, alias, "other")
+    declare(publisher, 0, "t")
+    publish(publisher, 0)
+    subscriber.port.out.clear()
+    router.session_down(subscriber.session)
+    assert subscriber.session.subscriptions, "not reached yet"
+    publish(publisher, 0)
+    assert not subscriber.port.out
+    assert router.accounts.dropped == {"unwanted": 1}
+    while router.ending:
+        step(router)
+    assert not router.interest._topics
+
+
 def test_the_members_and_calls_of_a_session_that_ends_go_in_parts_and_it_is_called_no_more() -> (
     None
 ):
