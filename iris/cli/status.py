@@ -160,10 +160,12 @@ def _print_tables(report: dict[str, Any], before: dict[str, Any]) -> None:
 
 
 def _waiting(report: dict[str, Any]) -> Iterator[str]:
-    """Yield a line if publishers are waiting for subscribers."""
+    """Yield a line if publishers are waiting for subscribers, and one if some went on because too many wait."""
     count = report.get("publishers_waiting")
     if count:
         yield f"publishers waiting: {plural(count, 'topic')} with subscribers that are full, or for which messages are dropped"
+    if over := report.get("publishers_unlimited"):
+        yield f"published without waiting: {plural(over, 'topic')} of sessions in which too many others wait; full subscribers lost messages of them"
 
 
 def _queues(report: dict[str, Any]) -> Iterator[str]:

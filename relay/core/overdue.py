@@ -57,8 +57,8 @@ class Overdue:
         """Remove late calls of all origins. Returns True if `origin` then has fewer than `limit` unanswered calls.
 
         All origins share one search per second: several sessions that each fill their own limit would
-        otherwise keep the relay searching. Each call over a limit takes it `SWEPT` calls further. Calls of a member that hangs stay in its account, but must not
-        stop the caller from calling other clusters.
+        otherwise keep the relay searching. Each call over a limit takes it `SWEPT` calls further. Calls of a
+        member that hangs stay in its account, but must not stop the caller from calling other clusters.
         """
         if self._sweep is None:
             if now_us < self._swept_us:

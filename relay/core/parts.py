@@ -214,7 +214,10 @@ class Parts:
         del self.ending[session.number]
 
     def _take_apart(self, work: Iterator[int]) -> None:
-        """Take apart what a closed connection held, in parts; at once while this relay stops, which counts what it cut."""
+        """Take apart what a closed connection held, in parts.
+
+        While this relay stops, all of it is done at once, because what was cut is counted.
+        """
         if self.draining:
             for _ in work:
                 pass

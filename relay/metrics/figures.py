@@ -46,6 +46,7 @@ SPECS: Final = (
     Spec("iris_relay_parked_limit_bytes", "Limit of iris_relay_parked_bytes."),
     Spec("iris_relay_parked_refused_total", "Calls that could not wait, because this limit was reached."),
     Spec("iris_relay_publishers_waiting", "Topics whose publishers wait for full subscribers."),
+    Spec("iris_relay_publishers_unlimited_total", "Topics that were published without waiting, because too many of their session had no credit."),
     Spec("iris_relay_table_entries", "Entries of a table: sessions, members, subscriptions or watches.", ("table",)),
     Spec("iris_relay_table_limit", "Limit of a table.", ("table",)),
     Spec("iris_relay_table_refused_total", "Entries refused at the limit of a table, or at a user's share of it.", ("table",)),
@@ -188,6 +189,7 @@ def _tables(page: Page, report: Mapping[str, Any], labels: Labels) -> None:
     page.set("iris_relay_parked_limit_bytes", parked["limit"])
     page.set("iris_relay_parked_refused_total", parked["refused"])
     page.set("iris_relay_publishers_waiting", report["publishers_waiting"])
+    page.set("iris_relay_publishers_unlimited_total", report["publishers_unlimited"])
     for name, table in (("sessions", report["users"]), *quotas.items()):
         page.set("iris_relay_table_entries", table["held"], name)
         page.set("iris_relay_table_limit", table["limit"], name)

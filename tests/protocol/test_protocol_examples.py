@@ -628,6 +628,8 @@ LIMITS: Final = {
     "ends of socket pairs per session": MAX_PAIRS_OF_SESSION,
     "window of a subscription that publishers wait for, first": credit.FIRST_WINDOW,
     "credits of one publisher's topic at a relay": relay_credit.MAX_CREDITS,
+    "aliases of one publisher's topic that share a credit": relay_credit.MAX_FLOWS,
+    "topics of one session that have no credit": relay_credit.MAX_WAITING,
     "records that a tunnel carries before it asks for a pair": DIRECT_AFTER_BYTES,
 }
 
