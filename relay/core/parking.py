@@ -138,8 +138,8 @@ class Parking:
 
     def expire(self, now_us: int) -> None:
         """Check some of the waiting calls, because the interest has changed or time has passed."""
-        self._prospects.clear()
         self.waiting.step(self._interest.version, now_us)
+        self._prospects.clear()
 
     def _look(self, entry: Parked, now_us: int) -> int:
         """Check one waiting call. Return the work beyond that of any look."""
