@@ -367,13 +367,13 @@ class Calls:
     @property
     def deadline_us(self) -> int:
         """Time at which `expire` is due."""
-        due_us = min(self._overdue.deadline_us, self.leaving.due_us)
-        return min(self.parking.deadline_us, due_us) if self.parking.waiting else due_us
+        due_us = min(self._overdue.due_us, self.leaving.due_us)
+        return min(self.parking.deadline_us, due_us) if self.parking.waiting.total else due_us
 
     def expire(self, now_us: int) -> None:
         """End calls whose time is over, and dispatch parked calls that are served again."""
         self._now_us = now_us
-        if now_us >= self._overdue.deadline_us:
+        if now_us >= self._overdue.due_us:
             self._overdue.expire(now_us)
         if self.parking.waiting:
             self.parking.expire(now_us)

@@ -20,7 +20,7 @@ from iris.core.aliases import Alias
 from iris.core.credit import FIRST_WINDOW
 from iris.errors import PeerProtocolError
 from iris.wire import frames
-from iris.wire.kinds import UNLIMITED, WAIT_MINOR, HopClass, Kind
+from iris.wire.kinds import NEVER_US, UNLIMITED, WAIT_MINOR, HopClass, Kind
 from relay.core.connection import Delivery
 from relay.core.interest import Interest
 from relay.core.neighbor import RELEASED, CountedFlow, Neighbor, Route, Target
@@ -173,7 +173,8 @@ class Credits:
     @property
     def deadline_us(self) -> int:
         """When `expire` is due: after a change of the interest, as soon as it has rested."""
-        return self._watched.deadline_us(self._interest.version)
+        watched = self._watched
+        return watched.deadline_us(self._interest.version) if watched.total else NEVER_US
 
     @property
     def waiting(self) -> int:

@@ -48,8 +48,6 @@ class Overdue:
         """The rest of a search for late calls of all origins."""
         self._search: Iterator[None] | None = None
         """The rest of a search for calls that have waited for too long."""
-        self._step_us = NEVER_US
-        """When its next step is due."""
         self._swept_us = 0
         """Time from which all calls may be searched again."""
 
@@ -95,23 +93,17 @@ class Overdue:
         answers.
         """
         if self._search is None:
-            self.due_us = NEVER_US  # calls that are dispatched meanwhile may lower it
             self._search = self._ending(now_us)
         for _ in self._search:
-            self._step_us = now_us + STEP_US
+            self.due_us = now_us + STEP_US
             return
         self._search = None
-        self._step_us = NEVER_US
-
-    @property
-    def deadline_us(self) -> int:
-        """Time at which `expire` is due."""
-        return self.due_us if self._search is None else self._step_us
 
     def _ending(self, now_us: int) -> Iterator[None]:
         soonest = NEVER_US
         for looked_at, (neighbor, hop) in enumerate(self._calls(), 1):
             if looked_at % STEP == 0:
+                soonest = min(soonest, now_us + LIFE_US)  # of calls that are dispatched meanwhile
                 yield
             dispatched = neighbor.in_flight.get(hop)
             if dispatched is not None:
@@ -134,7 +126,6 @@ class Overdue:
                     dispatched.origin.control(
                         Fail(dispatched.origin_hop(hop), Cause.LOST, detail, True)
                     )
-        soonest = min(soonest, self.due_us)
         self.due_us = max(soonest, now_us + LIFE_US // 60) if soonest < NEVER_US else NEVER_US
 
     def _calls(self) -> Iterator[tuple[Neighbor, int]]:

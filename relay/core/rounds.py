@@ -45,14 +45,15 @@ class Rounds(Generic[T]):
         self._look = look
         self._owned: OrderedDict[int, _Owned[T]] = OrderedDict()
         """Owner -> what it has; the first is next."""
-        self._count = 0
+        self.total = 0
+        """Number of things, of all owners."""
         self._version = 0
         """Version of the interest at the last step."""
         self._due_us = NEVER_US
         self._rest_until_us = 0
 
     def __len__(self) -> int:
-        return self._count
+        return self.total
 
     def __iter__(self) -> Iterator[T]:
         for owned in self._owned.values():
@@ -74,10 +75,10 @@ class Rounds(Generic[T]):
         if owned is None:
             owned = self._owned[owner] = _Owned(version, now_us)
         if thing not in owned.things:
-            if not self._count:
+            if not self.total:
                 self._version = version
             owned.things[thing] = None
-            self._count += 1
+            self.total += 1
             self._due_us = min(self._due_us, now_us + LOOK_US)
 
     def discard(self, owner: int, thing: T) -> bool:
@@ -86,16 +87,16 @@ class Rounds(Generic[T]):
         if owned is None or thing not in owned.things:
             return False
         del owned.things[thing]
-        self._count -= 1
+        self.total -= 1
         if not owned.things:
             del self._owned[owner]
-        if not self._count:
+        if not self.total:
             self._due_us = NEVER_US
         return True
 
     def deadline_us(self, version: int) -> int:
         """Return when a step is due; `version` is that of the interest, whose changes make everything due."""
-        if self._count and version != self._version:
+        if self.total and version != self._version:
             return self._rest_until_us
         return self._due_us
 

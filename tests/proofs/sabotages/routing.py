@@ -599,7 +599,7 @@ SABOTAGES = (
         "call-outlived",
         "relay/core/calls.py",
         "Calls.expire",
-        "now_us >= self._overdue.deadline_us",
+        "now_us >= self._overdue.due_us",
         "False",
         QUOTAS,
         "a call without a deadline holds its slot forever",
