@@ -161,7 +161,7 @@ class IrisRelay:
     """A real relay with all its files in the directory of `roles`; the relays of one directory share new keys.
 
     With `links` it accepts links on 127.0.0.1, and with `join` it is linked to that relay when this returns. Without
-    either it is a development relay, which has no links.
+    either it is a development relay, which has no links. `program` runs the relay.
     """
 
     def __init__(
@@ -171,6 +171,7 @@ class IrisRelay:
         *,
         links: bool = False,
         join: IrisRelay | None = None,
+        program: Sequence[str] = ("-m", "relay"),
     ) -> None:
         directory = roles.directory / f"iris{sum(1 for _ in roles.directory.glob('iris*')) or ''}"
         directory.mkdir(mode=0o700)
@@ -191,7 +192,7 @@ class IrisRelay:
             "IRIS_CONFIG": str(keys),
             "IRIS_RELAY": str(socket),
         }
-        command = ["-m", "relay", "--socket", str(socket), *arguments]
+        command = [*program, "--socket", str(socket), *arguments]
         linked = links or join is not None
         command += ["--no-mdns", "--port=0", "--bind=127.0.0.1"] if linked else ["--dev"]
         if join is not None:

@@ -108,6 +108,14 @@ class Cues:
         """Return at the next cue."""
         await self._next.acquire()
 
+    async def next_or_stop(self) -> bool:
+        """Return True at the next cue, or False at the end."""
+        waits = [asyncio.create_task(self._next.acquire()), asyncio.create_task(self.stop.wait())]
+        done, pending = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for task in pending:
+            task.cancel()
+        return waits[0] in done
+
 
 def cue(*roles: Role) -> None:
     """Send each of `roles` the cue for its next step."""

@@ -1,0 +1,166 @@
+"""`python -m relay` with a meter in it: how long each connection keeps the relay from all others.
+
+    python tests/support/metered_relay.py ARGUMENTS OF THE RELAY
+
+At SIGUSR1 it writes to `meter.json` in its runtime directory what it measured since the last SIGUSR1, as JSON. Processor time of the relay's thread is
+measured, so that other processes on a busy machine do not count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import os
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from relay import __main__ as command
+from relay import start
+from relay.core.control import SessionControl
+from relay.net.linkport import LinkPort
+from relay.net.ports import Driver
+from relay.net.sessions import SessionPort
+from relay.net.turns import Turns
+from relay.net.websession import WebConnection
+
+CALLBACKS: dict[type, tuple[str, ...]] = {
+    SessionPort: ("connection_made", "buffer_updated", "go_on", "connection_lost", "resume_writing"),
+    LinkPort: ("buffer_updated", "go_on", "connection_lost", "resume_writing"),
+    WebConnection: ("data_received", "go_on", "connection_lost", "resume_writing"),
+    Driver: ("_expire",),
+    Turns: ("_turn",),
+}  # fmt: skip
+
+
+class Meter:
+    """The longest stretches since the last report."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._reports = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._depth = 0
+        self._in_turn = False
+        self._turn_ns = 0
+        """Processor time when the turn began."""
+        self._shares: Counter[int] = Counter()
+        """Connection -> its processor time in this turn."""
+        self._reset()
+
+    def _reset(self) -> None:
+        self._stretches: dict[str, int] = {}
+        self._frames: dict[str, int] = {}
+        self._turn_max_ns = 0
+        self._share_max_ns = 0
+        self._wall_max_ns = 0
+        self._turns = 0
+
+    def install(self) -> None:
+        """Measure from now on, in this process."""
+        for cls, names in CALLBACKS.items():
+            for name in names:
+                setattr(cls, name, self._measured(cls, name, getattr(cls, name)))
+        SessionControl.frame = self._kind(SessionControl.frame)  # type: ignore[method-assign]  # that is its purpose
+
+    def _measured(self, cls: type, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        text = f"{cls.__name__}.{name}"
+        whole = cls in (Driver, Turns)
+        thread_ns, stretches = time.thread_time_ns, self
+
+        @functools.wraps(call)
+        def measured(connection: Any, *arguments: Any) -> Any:
+            if not stretches._in_turn:
+                stretches._begin_turn(thread_ns())
+            outer = stretches._depth == 0 or (stretches._depth == 1 and stretches._in_round)
+            if not outer:
+                return call(connection, *arguments)
+            stretches._depth += 1
+            if cls is Turns:
+                stretches._in_round = True
+            begun_ns = thread_ns()
+            try:
+                return call(connection, *arguments)
+            finally:
+                took_ns = thread_ns() - begun_ns
+                stretches._depth -= 1
+                if cls is Turns:
+                    stretches._in_round = False
+                elif not whole:
+                    shares = stretches._shares
+                    shares[id(connection)] += took_ns
+                if took_ns > stretches._stretches.get(text, 0):
+                    stretches._stretches[text] = took_ns
+
+        return measured
+
+    _in_round = False
+
+    def _kind(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def frame(control: Any, session: Any, buf: memoryview, start: int, end: int) -> Any:
+            begun_ns = time.thread_time_ns()
+            kind = buf[start + 4]
+            try:
+                return call(control, session, buf, start, end)
+            finally:
+                took_ns = time.thread_time_ns() - begun_ns
+                text = f"0x{kind:02x}"
+                if took_ns > self._frames.get(text, 0):
+                    self._frames[text] = took_ns
+
+        return frame
+
+    def _begin_turn(self, now_ns: int) -> None:
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            self._loop.add_signal_handler(signal.SIGUSR1, self._report)
+        self._in_turn = True
+        self._turn_ns = now_ns
+        self._wall_ns = time.monotonic_ns()
+        self._loop.call_soon(self._end_turn)  # handled in the next turn, before anything else is
+
+    def _end_turn(self) -> None:
+        self._in_turn = False
+        self._turns += 1
+        self._turn_max_ns = max(self._turn_max_ns, time.thread_time_ns() - self._turn_ns)
+        self._wall_max_ns = max(self._wall_max_ns, time.monotonic_ns() - self._wall_ns)
+        if self._shares:
+            self._share_max_ns = max(self._share_max_ns, *self._shares.values())
+            self._shares.clear()
+
+    def _report(self) -> None:
+        self._reports += 1
+        report = {
+            "number": self._reports,
+            "turns": self._turns,
+            "turn_ms": self._turn_max_ns / 1e6,
+            "turn_wall_ms": self._wall_max_ns / 1e6,
+            "share_ms": self._share_max_ns / 1e6,
+            "stretches_ms": {name: ns / 1e6 for name, ns in sorted(self._stretches.items(), key=lambda item: -item[1])},
+            "frames_ms": {name: ns / 1e6 for name, ns in sorted(self._frames.items(), key=lambda item: -item[1])},
+        }  # fmt: skip
+        self._reset()
+        whole = self._path.with_suffix(".new")
+        whole.write_text(json.dumps(report))
+        whole.replace(self._path)
+
+
+def main() -> None:
+    """Run the relay; where its command would turn into another process, go on in this one."""
+
+    def go_on(path: str, arguments: list[str], environ: dict[str, str]) -> None:
+        Meter(Path(environ["XDG_RUNTIME_DIR"]) / "meter.json").install()
+        sys.exit(start.main(environ))
+
+    command.os.execve = go_on  # type: ignore[assignment,attr-defined]  # for this process only
+    command.main()
+
+
+if __name__ == "__main__":
+    main()
