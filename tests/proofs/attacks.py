@@ -17,7 +17,7 @@ from support.attacker import BINARY, CONTINUATION, PING, Attacker, data_frame, w
 
 from iris.crypto.keys import ClusterKey
 from iris.wire import frames
-from iris.wire.codec import encode_control
+from iris.wire.codec import encode_control, tunnel_frame
 from iris.wire.frames import MAX_CREDIT, MAX_KEY_IDS, Control
 from iris.wire.kinds import FLAG_REFUSED, Kind, Refusal
 from iris.wire.runs import MAX_RUN, answer_run, call_run
@@ -72,6 +72,7 @@ def keys(attacker: Attacker, count: int) -> list[ClusterKey]:
 def members(attacker: Attacker, kind: int, count: int = MEMBERS, **more: Any) -> list[int]:
     """Join with many members; return their numbers."""
     serials = []
+    count = attacker.many(count) if count > 1 else 1
     for at in range(0, count, 64):
         asked = min(64, count - at)
         attacker.say(*(attacker.join(kind, **more) for _ in range(asked)))
@@ -169,9 +170,9 @@ def statuses(a: Attacker) -> Chunks:
 def statuses_of_much(a: Attacker) -> Chunks:
     """Of 4,096 subscriptions and 1,024 members of many names."""
     a.ready()
-    for n in range(0, 4096, 64):
+    for n in range(0, a.many(4096), 64):
         a.say(*(frames.Subscribe(1, f"evil.a{a.number}.t{m}", [a.key.key_id]) for m in range(n, n + 64)))  # fmt: skip
-    for n in range(MEMBERS):
+    for n in range(a.many(MEMBERS)):
         a.say(a.join(Kind.PUSH, f"evil.a{a.number}.c{n}"))
     a.settle()
     yield from forever(packed(frames.Status(1)) * 20)
@@ -226,7 +227,8 @@ def joins_and_leaves_under_many_keys(a: Attacker) -> Chunks:
         yield b""
 
 
-def _watch(a: Attacker, count: int = 1024) -> None:
+def _watch(a: Attacker) -> None:
+    count = a.many(1024)
     for at in range(0, count, 256):
         a.say(*(frames.Members(10 + n, a.name, [a.key.key_id], watch=True) for n in range(at, min(at + 256, count))))  # fmt: skip
     a.settle()
@@ -273,13 +275,9 @@ def topics_with_the_slow_ones(a: Attacker) -> Chunks:
 def _tree(a: Attacker, key: ClusterKey | None = None, levels: int = TREE_LEVELS) -> None:
     """Subscribe to all filters of "a" and "*" on each level."""
     key_id = (key or a.key).key_id
-    for high in range(0, 1 << levels, 64):
-        a.say(
-            *(
-                frames.Subscribe(1, ".".join("a*"[n >> level & 1] for level in range(levels)), [key_id])
-                for n in range(high, min(high + 64, 1 << levels))
-            )
-        )  # fmt: skip
+    for n in range(a.many(1 << levels)):
+        pattern = ".".join("a*"[n >> level & 1] for level in range(levels))
+        a.say(frames.Subscribe(1, pattern, [key_id]))
     a.settle()
 
 
@@ -288,7 +286,7 @@ def topics_under_many_keys(a: Attacker) -> Chunks:
     a.ready()
     more = keys(a, 64)
     a.prove(*more)
-    levels = 6
+    levels = 2 if a.brief else 6
     ids = [key.key_id for key in more]
     for n in range(1 << levels):
         pattern = ".".join("a*"[n >> level & 1] for level in range(levels))
@@ -336,7 +334,7 @@ def member_lists_of_own_members(a: Attacker) -> Chunks:
     more = keys(a, 8)
     a.prove(*more)
     ids = [key.key_id for key in more]
-    for _ in range(MEMBERS):
+    for _ in range(a.many(MEMBERS)):
         a.say(frames.Join(1, a.name, ids, {int(Kind.PUSH): frames.Serving(1, 1)}, "t" * 200))
     a.settle()
     yield from forever(packed(frames.Members(1, a.name, ids)) * 20)
@@ -387,7 +385,7 @@ def subscriptions_that_are_refused(a: Attacker) -> Chunks:
 def proofs(a: Attacker) -> Chunks:
     a.connect().greet()
     one = a.proof(a.key)
-    yield from forever(packed(*[one] * 100))
+    yield from forever(packed(*[one] * 400))
 
 
 @attack()
@@ -428,8 +426,8 @@ def long_control_frames(a: Attacker) -> Chunks:
 @attack()
 def declarations_over_all_aliases(a: Attacker) -> Chunks:
     a.ready()
-    declare = [encode_control(a.declare(alias, Kind.PUBLISH, f"evil.t{alias % 512}")) for alias in range(ALIASES)]  # fmt: skip
-    yield from forever(*(b"".join(declare[at : at + 256]) for at in range(0, ALIASES, 256)))
+    declare = [encode_control(a.declare(alias, Kind.PUBLISH, f"evil.t{alias % 512}")) for alias in range(a.many(ALIASES))]  # fmt: skip
+    yield from forever(*(b"".join(declare[at : at + 256]) for at in range(0, len(declare), 256)))
 
 
 @attack()
@@ -452,10 +450,10 @@ def _flows(a: Attacker) -> None:
     other.say(frames.Subscribe(1, f"{a.name}.>", [a.key.key_id]))
     other.settle()
     a.ready()
-    for at in range(0, FLOWS, 100):
-        a.say(*(a.declare(n, Kind.PUBLISH, f"{a.name}.t{n}") for n in range(at, at + 100)))
-        a.send(b"".join(data_frame(Kind.PUBLISH, alias=n) for n in range(at, at + 100)))
-        a.say(*(frames.Wait(n, 1) for n in range(at, at + 100)))
+    for at in range(0, a.many(FLOWS), 50):
+        a.say(*(a.declare(n, Kind.PUBLISH, f"{a.name}.t{n}") for n in range(at, at + 50)))
+        a.send(b"".join(data_frame(Kind.PUBLISH, alias=n) for n in range(at, at + 50)))
+        a.say(*(frames.Wait(n, 1) for n in range(at, at + 50)))
     a.settle()
 
 
@@ -472,8 +470,8 @@ def flows_that_wait_again_and_again(a: Attacker) -> Chunks:
     _flows(a)
     yield b""
     for serial in itertools.count(2):
-        for at in range(0, FLOWS, 500):
-            yield packed(*(frames.Wait(n, serial) for n in range(at, at + 500)))
+        for at in range(0, a.many(FLOWS), 250):
+            yield packed(*(frames.Wait(n, serial) for n in range(at, at + 250)))
 
 
 @attack()
@@ -481,7 +479,7 @@ def flows_that_stall(a: Attacker) -> Chunks:
     _flows(a)
     yield b""
     for serial in itertools.count(2):
-        for at in range(0, FLOWS, 250):
+        for at in range(0, a.many(FLOWS), 250):
             yield b"".join(
                 encode_control(frames.Wait(n, serial, True)) + data_frame(Kind.PUBLISH, alias=n)
                 for n in range(at, at + 250)
@@ -498,7 +496,9 @@ def windows(a: Attacker) -> Chunks:
 def subscribers_that_change_under_waiting_flows(a: Attacker) -> Chunks:
     _flows(a)
     key, pattern = [a.key.key_id], f"{a.name}.*"
-    yield from forever(packed(frames.Subscribe(1, pattern, key), frames.Unsubscribe(1, pattern)) * 50)
+    yield from forever(
+        packed(frames.Subscribe(1, pattern, key), frames.Unsubscribe(1, pattern)) * 50
+    )
 
 
 # -- casts ---------------------------------------------------------------------------------------------------
@@ -706,14 +706,8 @@ def tunnels_that_open_and_end(a: Attacker) -> Chunks:
     yield b""
     for first in itertools.count(1, 128):
         yield b"".join(
-            data_frame(Kind.TUNNEL_OPEN, hop=hop) + _tunnel_end(hop) for hop in range(first, first + 128)
+            data_frame(Kind.TUNNEL_OPEN, hop=hop) + tunnel_frame(Kind.TUNNEL_END, hop, b"\0") for hop in range(first, first + 128)
         )  # fmt: skip
-
-
-def _tunnel_end(hop: int) -> bytes:
-    from iris.wire.codec import tunnel_frame
-
-    return tunnel_frame(Kind.TUNNEL_END, hop, b"\0" * 32)
 
 
 @attack()
@@ -801,23 +795,25 @@ def connecting_with_much_state(a: Attacker) -> Chunks:
 
 
 def _much(a: Attacker) -> None:
-    a.say(*(a.join(Kind.REQUEST) for _ in range(MEMBERS)))
-    a.say(*(frames.Subscribe(1, f"{a.name}.{n}.a.b.c.d", [a.key.key_id]) for n in range(4096)))
-    a.say(*(a.declare(n, Kind.REQUEST) for n in range(4096)))
-    a.send(b"".join(data_frame(Kind.REQUEST, alias=n, hop=n + 1) for n in range(4096)))
+    a.say(*(a.join(Kind.REQUEST) for _ in range(a.many(MEMBERS))))
+    a.say(
+        *(frames.Subscribe(1, f"{a.name}.{n}.a.b.c.d", [a.key.key_id]) for n in range(a.many(4096)))
+    )
+    a.say(*(a.declare(n, Kind.REQUEST) for n in range(a.many(4096))))
+    a.send(b"".join(data_frame(Kind.REQUEST, alias=n, hop=n + 1) for n in range(a.many(4096))))
     a.settle()
 
 
 @attack(settles=False)
 def connecting_with_many_keys(a: Attacker) -> Chunks:
     """Each of 1,024 members is under 60 keys."""
-    more = keys(a, 60)
+    more = keys(a, a.many(60))
     ids = [key.key_id for key in more]
     yield b""
     while True:
         a.reopen().greet().prove(*more)
         serving = {int(Kind.PUSH): frames.Serving(1, 1)}
-        a.say(*(frames.Join(1, a.name, ids, serving) for _ in range(MEMBERS)))
+        a.say(*(frames.Join(1, a.name, ids, serving) for _ in range(a.many(MEMBERS))))
         a.settle()
         yield b""
 
@@ -829,14 +825,14 @@ def connecting_with_unanswered_calls(a: Attacker) -> Chunks:
     while True:
         a.reopen().greet().prove()
         a.say(a.join(Kind.REQUEST), a.declare(0, Kind.REQUEST))
-        flood = calls(Kind.REQUEST, per_chunk=4096)
+        flood = calls(Kind.REQUEST, per_chunk=a.many(4096))
         for _ in range(16):
             a.send(next(flood))
         a.settle()
         yield b""
 
 
-@attack()
+@attack(settles=False)
 def frames_in_halves(a: Attacker) -> Chunks:
     """Each chunk ends within a frame of 200 KB."""
     a.ready().say(a.declare(0, Kind.PUSH, "evil.nobody"))
@@ -845,7 +841,7 @@ def frames_in_halves(a: Attacker) -> Chunks:
     yield from forever(frame[100_000:] + frame[:100_000])
 
 
-@attack()
+@attack(settles=False)
 def bytes_one_by_one(a: Attacker) -> Chunks:
     a.ready()
     frame = packed(frames.Unwatch(1))

@@ -2,8 +2,8 @@
 
 The hostile relay holds the network key, and the hostile site is pinned. The adversaries are those of
 `tests/support/hostile`, which `make test` runs for some seconds. If a life breaks a promise, its seed and step are
-named. That part runs in memory and in virtual time. `proofs/flood.py` measures in real processes how much a flood
-slows the others down.
+named. That part runs in memory and in virtual time. `proofs/flood.py` measures in real processes how much a flood of
+a hostile relay slows the others down, and `proofs/siege.py` the same of attacks from sessions.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from concurrent.futures import ProcessPoolExecutor
 
 from support.hostile import Scene
 
-from proofs import flood
+from proofs import flood, siege
+from proofs.attacks import ATTACKS
 from proofs.common import Proof, shares
 
 LIFE = 5000
 """Steps of one life. The second half of all steps runs in one long life, whose memory is measured."""
 MEASURED_STEPS = 10_000
-"""With fewer steps the flood runs only for a moment, and its p99 is not judged."""
+"""With fewer steps the flood and the attacks run only for a moment, and no time is judged."""
 PROBE_EVERY = 50
 KINDS = (("relay",), ("site",), ("relay", "site"))
 
@@ -105,4 +106,7 @@ def run(count: int, seed: int) -> Proof:
     proof.promise("memory stays flat", grown_mb < 32)
     turns, turn_s = (flood.TURNS, flood.TURN_S) if count >= MEASURED_STEPS else (1, 0.3)
     flood.prove(proof, turn_s, turns)
+    siege.try_all(proof)
+    if count >= MEASURED_STEPS:
+        siege.prove(proof, [*ATTACKS])
     return proof

@@ -30,7 +30,7 @@ from iris.remote import load_access
 from iris.wire import frames
 from iris.wire.codec import END, HOP, decode_control, encode_control
 from iris.wire.frames import Control
-from iris.wire.kinds import PROTOCOL_MINOR, Kind
+from iris.wire.kinds import PROTOCOL_MINOR
 
 C = TypeVar("C", bound=Control)
 READ_BYTES: Final = 1 << 18
@@ -86,8 +86,8 @@ class Attacker:
         self.welcome: frames.Welcome
         self.deaf = False
         """Whether it does not read what it is sent."""
-        self.ends_stalled = False
-        """Whether it ends when it is deaf and the relay does not read, either."""
+        self.brief = False
+        """Whether this is a test: it prepares little, and ends when it is deaf and the relay does not read, either."""
         self.others: list[Attacker] = []
         """Other connections of the same attack."""
         self.sent_bytes = 0
@@ -161,6 +161,7 @@ class Attacker:
     def another(self) -> Attacker:
         """Return another connection with the same keys, which is closed with this one."""
         other = Attacker(self.where, self.number)
+        other.brief = self.brief
         self.others.append(other)
         return other
 
@@ -171,6 +172,10 @@ class Attacker:
         self.others.clear()
         if hasattr(self, "_socket"):
             self._socket.close()
+
+    def many(self, count: int) -> int:
+        """Return a number of things to prepare: `count`, or in a test some."""
+        return max(2, count // 32) if self.brief else count
 
     # -- conversations ---------------------------------------------------------------------------------------
 
@@ -239,6 +244,15 @@ class Attacker:
                 raise Closed(f"no PONG within {PATIENCE_S:g} s")
         del self._buffer[: at + len(wanted)]
 
+    def end(self) -> None:
+        """Wait until the relay closes the connection. Raises Closed, then or after a while."""
+        until_s = time.monotonic() + PATIENCE_S
+        while time.monotonic() < until_s:
+            self._poll(b"")
+            at = self._tail.rfind(b"\x88")
+            if self._web and at >= 0 and len(self._tail) == at + 2 + self._tail[at + 1]:
+                self._closed()  # a close frame, which wants an answer
+
     def _next(self, wanted: type[Control]) -> Control | None:
         """Return the next frame if it is of this type, else None."""
         buffer = self._buffer
@@ -283,7 +297,7 @@ class Attacker:
             sent = self._poll(view)
             view = view[sent:]
             stalls = 0 if sent else stalls + 1
-            if stopped() or (self.deaf and self.ends_stalled and stalls > STALLS):
+            if stopped() or (self.deaf and self.brief and stalls > STALLS):
                 raise Stopped
 
     def pause(self) -> None:
@@ -381,10 +395,12 @@ def attack(options: dict[str, Any], number: int, ready: Callable[[], None]) -> d
         while left > 0 and not stopped():
             attacker = Attacker(options["where"], number)
             connections += 1
-            attacker.ends_stalled = bool(options["chunks"])
+            attacker.brief = bool(options["chunks"])
             try:
                 left -= _run(ATTACKS[name].make(attacker), attacker, left, ready)
-                if left <= 0 and ATTACKS[name].settles:
+                if ATTACKS[name].breaks:
+                    attacker.end()
+                elif left <= 0 and ATTACKS[name].settles:
                     attacker.settle()
             except Closed as err:
                 closed[str(err)] += 1
@@ -425,7 +441,8 @@ def main() -> None:
     pipes = [_fork(options, number) for number in range(options["processes"])]
     for _, pipe in pipes:
         pipe.readline()
-    print("ready", flush=True)
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
     if not options["chunks"]:
         while not stopped():
             time.sleep(0.02)
@@ -436,7 +453,8 @@ def main() -> None:
         results.append(json.loads(pipe.read() or '{"failed": "it was killed"}'))
         pipe.close()
         os.waitpid(pid, 0)
-    print(json.dumps({"results": results}), flush=True)
+    sys.stdout.write(json.dumps({"results": results}) + "\n")
+    sys.stdout.flush()
 
 
 def _fork(options: dict[str, Any], number: int) -> tuple[int, IO[bytes]]:

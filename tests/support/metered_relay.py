@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 import json
-import os
 import signal
 import sys
 import time
@@ -45,7 +45,9 @@ class Meter:
         self._path = path
         self._reports = 0
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._depth = 0
+        self._measuring = False
+        self._in_round = False
+        """Whether the callback that is measured handles one waiting connection after the other."""
         self._in_turn = False
         self._turn_ns = 0
         """Processor time when the turn began."""
@@ -56,6 +58,7 @@ class Meter:
     def _reset(self) -> None:
         self._stretches: dict[str, int] = {}
         self._frames: dict[str, int] = {}
+        self._collection_max_ns = 0
         self._turn_max_ns = 0
         self._share_max_ns = 0
         self._wall_max_ns = 0
@@ -66,40 +69,36 @@ class Meter:
         for cls, names in CALLBACKS.items():
             for name in names:
                 setattr(cls, name, self._measured(cls, name, getattr(cls, name)))
+        gc.callbacks.append(self._collected)
         SessionControl.frame = self._kind(SessionControl.frame)  # type: ignore[method-assign]  # that is its purpose
 
     def _measured(self, cls: type, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         text = f"{cls.__name__}.{name}"
-        whole = cls in (Driver, Turns)
-        thread_ns, stretches = time.thread_time_ns, self
+        shared = cls in (Driver, Turns)
+        thread_ns, meter = time.thread_time_ns, self
 
         @functools.wraps(call)
         def measured(connection: Any, *arguments: Any) -> Any:
-            if not stretches._in_turn:
-                stretches._begin_turn(thread_ns())
-            outer = stretches._depth == 0 or (stretches._depth == 1 and stretches._in_round)
-            if not outer:
-                return call(connection, *arguments)
-            stretches._depth += 1
-            if cls is Turns:
-                stretches._in_round = True
+            if not meter._in_turn:
+                meter._begin_turn(thread_ns())
+            if meter._measuring and not meter._in_round:
+                return call(
+                    connection, *arguments
+                )  # within another callback of the same connection
+            in_round, meter._in_round = meter._in_round, cls is Turns
+            meter._measuring = True
             begun_ns = thread_ns()
             try:
                 return call(connection, *arguments)
             finally:
                 took_ns = thread_ns() - begun_ns
-                stretches._depth -= 1
-                if cls is Turns:
-                    stretches._in_round = False
-                elif not whole:
-                    shares = stretches._shares
-                    shares[id(connection)] += took_ns
-                if took_ns > stretches._stretches.get(text, 0):
-                    stretches._stretches[text] = took_ns
+                meter._measuring, meter._in_round = in_round, in_round
+                if not shared:
+                    meter._shares[id(connection)] += took_ns
+                if took_ns > meter._stretches.get(text, 0):
+                    meter._stretches[text] = took_ns
 
         return measured
-
-    _in_round = False
 
     def _kind(self, call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call)
@@ -115,6 +114,14 @@ class Meter:
                     self._frames[text] = took_ns
 
         return frame
+
+    def _collected(self, phase: str, info: dict[str, int]) -> None:
+        """Measure a garbage collection, which also counts in the callback that it interrupts."""
+        if phase == "start":
+            self._collecting_ns = time.thread_time_ns()
+        else:
+            took_ns = time.thread_time_ns() - self._collecting_ns
+            self._collection_max_ns = max(self._collection_max_ns, took_ns)
 
     def _begin_turn(self, now_ns: int) -> None:
         if self._loop is None:
@@ -141,6 +148,7 @@ class Meter:
             "turns": self._turns,
             "turn_ms": self._turn_max_ns / 1e6,
             "turn_wall_ms": self._wall_max_ns / 1e6,
+            "collection_ms": self._collection_max_ns / 1e6,
             "share_ms": self._share_max_ns / 1e6,
             "stretches_ms": {name: ns / 1e6 for name, ns in sorted(self._stretches.items(), key=lambda item: -item[1])},
             "frames_ms": {name: ns / 1e6 for name, ns in sorted(self._frames.items(), key=lambda item: -item[1])},
@@ -158,7 +166,7 @@ def main() -> None:
         Meter(Path(environ["XDG_RUNTIME_DIR"]) / "meter.json").install()
         sys.exit(start.main(environ))
 
-    command.os.execve = go_on  # type: ignore[assignment,attr-defined]  # for this process only
+    command.os.execve = go_on  # type: ignore[attr-defined]  # for this process only
     command.main()
 
 
