@@ -247,7 +247,7 @@ class Outcome:
             [b["p99_us"] / a["p99_us"] for a, b in zip(phases[::2], phases[1::2], strict=True)]
             for phases in self.callers
         )
-        return max(map(statistics.median, ratios))
+        return float(max(map(statistics.median, ratios)))
 
     def _median_ms(self, key: str, attacked: bool) -> str:
         return "/".join(
