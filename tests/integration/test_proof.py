@@ -6,11 +6,12 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import proof
 import pytest
-from proofs import mutations, order
+from proofs import mutations, order, siege
 from proofs.common import Proof
 
 import iris
@@ -129,3 +130,44 @@ def test_a_sabotage_that_no_test_notices_breaks_the_promise() -> None:
     assert outcome.figures["sabotages"] == "1, 0 noticed"
     with pytest.raises(proof.BenchError, match="is there 0 times"):
         mutations.run(1, 7, [unnoticed._replace(find="self._encrypt = None")])
+
+
+def attacked(**wrong: object) -> siege.Outcome:
+    """Return the outcome of an attack that is within all limits, except for `wrong`."""
+    quiet, beside = {"p50_us": 1000.0, "p99_us": 2000.0}, {"p50_us": 2000.0, "p99_us": 6000.0}
+    meter = {"stretches_ms": {"Turns._turn": 9.0, "SessionPort.go_on": 5.0}, "share_ms": 10.0}
+    fields = {"meter": meter, "callers": [[quiet, beside] * 3] * 2, **wrong}
+    return siege.Outcome("pings", 8, **fields)  # type: ignore[arg-type]  # each test gives what the field holds
+
+
+def test_an_attack_within_the_limits_breaks_no_promise() -> None:
+    assert attacked().broken() == []
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"links_down": 1}, "1 links went down"),
+        ({"failures": ["NoMembers()"]}, "honest requests failed: NoMembers()"),
+        ({"unaccounted": 3}, "3 messages are not accounted for"),
+        ({"left": 2}, "2 sessions of attackers have not ended"),
+        ({"closed": Counter({"a rule": 1}), "counted": {"broken rules": 1}}, "closed"),
+        (
+            {"meter": {"stretches_ms": {"SessionPort.go_on": 5.1}, "share_ms": 5.1}},
+            "SessionPort.go_on 5.1 ms",
+        ),
+        ({"meter": {"stretches_ms": {}, "share_ms": 10.1}}, "10.1 ms of a turn"),
+        ({"callers": [[{"p99_us": 1.0}, {"p99_us": 3.1}]] * 2}, "p99 3.1 x"),
+    ],
+)
+def test_an_attack_that_breaks_a_promise_is_named(wrong: dict[str, object], named: str) -> None:
+    assert attacked(**wrong).broken() == [named]
+
+
+def test_an_attacker_that_breaks_a_rule_must_be_closed_and_counted() -> None:
+    outcome = attacked()
+    outcome.name = "proofs"
+    assert outcome.broken() == ["not closed"]
+    outcome.closed["a session may prove at most 1024 keys"] = 2
+    outcome.counted["broken rules"] = 1
+    assert outcome.broken() == ["what was closed is not counted"]

@@ -144,6 +144,28 @@ def web_reconnecting(a: Attacker) -> Chunks:
     yield web_frame(BINARY, b"\1\0\0\0\0")
 
 
+@attack(settles=False, port="web")
+def web_connecting(a: Attacker) -> Chunks:
+    yield b""
+    while True:
+        for _ in range(16):
+            a.close()
+            a.connect_web(upgrade=False)
+        yield b""
+
+
+@attack(breaks=True, port="web")
+def web_without_http(a: Attacker) -> Chunks:
+    a.connect_web(upgrade=False)
+    yield bytes(1000)
+
+
+@attack(breaks=True, port="web")
+def web_tickets(a: Attacker) -> Chunks:
+    a.connect_web().greet()
+    yield web_frame(BINARY, encode_control(frames.Ticket(1, "x" * 8000))) * 8
+
+
 # -- control frames ------------------------------------------------------------------------------------------
 
 
@@ -381,6 +403,18 @@ def subscriptions_that_are_refused(a: Attacker) -> Chunks:
     yield from forever(packed(frames.Subscribe(1, "..", [a.key.key_id])) * 500)
 
 
+@attack()
+def joins_that_are_refused(a: Attacker) -> Chunks:
+    a.ready()
+    yield from forever(packed(a.join(Kind.PUSH, "..")) * 500)
+
+
+@attack(breaks=True)
+def beats(a: Attacker) -> Chunks:
+    a.ready()
+    yield from forever(packed(frames.Beat(1)) * 500)
+
+
 @attack(breaks=True)
 def proofs(a: Attacker) -> Chunks:
     a.connect().greet()
@@ -428,6 +462,13 @@ def declarations_over_all_aliases(a: Attacker) -> Chunks:
     a.ready()
     declare = [encode_control(a.declare(alias, Kind.PUBLISH, f"evil.t{alias % 512}")) for alias in range(a.many(ALIASES))]  # fmt: skip
     yield from forever(*(b"".join(declare[at : at + 256]) for at in range(0, len(declare), 256)))
+
+
+@attack()
+def declarations_with_many_groups(a: Attacker) -> Chunks:
+    a.ready()
+    groups = [f"g{n}" for n in range(256)]
+    yield from forever(packed(a.declare(0, Kind.PUBLISH, groups=groups)) * 20)
 
 
 @attack()
@@ -517,6 +558,12 @@ def publications_to_own_groups(a: Attacker) -> Chunks:
 def publications_to_nobody(a: Attacker) -> Chunks:
     a.ready().say(a.declare(0, Kind.PUBLISH))
     yield from forever(data_frame(Kind.PUBLISH) * 500)
+
+
+@attack()
+def broadcasts_to_nobody(a: Attacker) -> Chunks:
+    a.ready().say(a.declare(0, Kind.BROADCAST, "evil.nobody"))
+    yield from forever(data_frame(Kind.BROADCAST) * 500)
 
 
 @attack()
@@ -863,6 +910,12 @@ def small_pushes_from_another_host(a: Attacker) -> Chunks:
     a.say(a.declare(0, Kind.PUSH, "evil.nobody"))
     yield b""
     yield from calls(Kind.PUSH, body=b"")
+
+
+@attack(port="tls", breaks=True)
+def garbage_from_another_host(a: Attacker) -> Chunks:
+    a.connect_tls(handshake=False)
+    yield b"\x16\x03\x01" + bytes(1000)
 
 
 @attack(port="tls", settles=False)

@@ -128,10 +128,12 @@ class Attacker:
         self._web = True
         return self
 
-    def connect_tls(self) -> Self:
+    def connect_tls(self, *, handshake: bool = True) -> Self:
         """Connect to the port for sessions of other hosts."""
         access = load_access(Path(self.where["access"]))
         self._dial(self.where["tls"])
+        if not handshake:
+            return self
         plain = self._socket
         plain.settimeout(PATIENCE_S)
         try:
