@@ -108,14 +108,20 @@ class Attacker:
     def connect(self) -> Self:
         """Connect to the relay's Unix socket."""
         self._socket = socket.socket(socket.AF_UNIX)
-        try:
-            self._socket.settimeout(PATIENCE_S)
-            self._socket.connect(self.where["socket"])
-        except OSError as err:
-            self._socket.close()
-            raise Closed(f"not connected: {err}") from err
         self._socket.setblocking(False)
-        return self
+        until_s = time.monotonic() + PATIENCE_S
+        while not stopped():
+            try:
+                self._socket.connect(self.where["socket"])
+                return self
+            except BlockingIOError:  # more connections wait to be accepted than the system queues
+                time.sleep(0.001)
+            except OSError as err:
+                self._socket.close()
+                raise Closed(f"not connected: {err}") from err
+            if time.monotonic() > until_s:
+                raise Closed(f"not accepted within {PATIENCE_S:g} s")
+        raise Stopped
 
     def connect_web(self, *, upgrade: bool = True) -> Self:
         """Connect to the port for browsers."""
