@@ -258,8 +258,11 @@ class Outcome:
     @property
     def stretch(self) -> tuple[str, float]:
         """The longest stretch, without that of all connections that wait for their turn together."""
-        stretches = {k: v for k, v in self.meter["stretches_ms"].items() if k != "Turns._turn"}
-        return max(stretches.items(), key=lambda item: item[1], default=("", 0.0))
+        return self._longest("stretches_ms")
+
+    def _longest(self, what: str) -> tuple[str, float]:
+        times = {k: v for k, v in self.meter[what].items() if k != "Turns._turn"}
+        return max(times.items(), key=lambda item: item[1], default=("", 0.0))
 
     def broken(self) -> list[str]:
         """Return the promises that did not hold, those about time included."""
@@ -277,6 +280,7 @@ class Outcome:
         """Return the line of a table."""
 
         name, stretch_ms = self.stretch
+        work, work_ms = self._longest("work_ms")
         frames = ", ".join(
             f"{k} {v:.1f}"
             for k, v in sorted(self.meter["frames_ms"].items(), key=lambda item: -item[1])[:2]
@@ -285,14 +289,14 @@ class Outcome:
         closed = "; ".join(f"{n:,} x {why[:60]}" for why, n in self.closed.most_common(2))
         return (
             f"| {self.name} | {self.attackers} | {self._median_ms('p50_us', False)} | {self._median_ms('p50_us', True)} | {self._median_ms('p99_us', False)} "
-            f"| {self._median_ms('p99_us', True)} | {self.ratio:.1f} | {stretch_ms:.1f} {name} | {self.meter['collection_ms']:.1f} | {self.meter['share_ms']:.1f} | {self.meter['turn_ms']:.1f} "
+            f"| {self._median_ms('p99_us', True)} | {self.ratio:.1f} | {stretch_ms:.1f} {name} | {self.meter['collection_ms']:.1f} | {work_ms:.1f} {work} | {self.meter['share_ms']:.1f} | {self.meter['turn_ms']:.1f} "
             f"| {frames} | {self.links_down} | {self.sent_mb_s:.2f} | {counted} | {closed} | {'; '.join(self.broken())} |"
         )  # fmt: skip
 
 
 HEAD: Final = (
-    "| attack | attackers | p50 A/B spun ms | p50 attacked | p99 spun | p99 attacked | ratio | longest stretch ms | collection ms | of a turn ms | turn ms "
-    "| longest control frames ms | links down | MB/s | counted | closed | broken |\n|---|" + "---:|" * 11 + "---|---:|---|---|---|"
+    "| attack | attackers | p50 A/B spun ms | p50 attacked | p99 spun | p99 attacked | ratio | longest stretch ms | collection ms | without it ms | of a turn ms | turn ms "
+    "| longest control frames ms | links down | MB/s | counted | closed | broken |\n|---|" + "---:|" * 12 + "---|---:|---|---|---|"
 )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ An attack is a generator. It prepares the session up to its first `yield`, and t
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import select
@@ -32,6 +33,8 @@ from iris.wire.codec import END, HOP, decode_control, encode_control
 from iris.wire.frames import Control
 from iris.wire.kinds import PROTOCOL_MINOR
 
+PR_SET_PDEATHSIG: Final = 1
+_libc = ctypes.CDLL(None)
 C = TypeVar("C", bound=Control)
 READ_BYTES: Final = 1 << 18
 PATIENCE_S: Final = 30.0
@@ -468,10 +471,14 @@ def main() -> None:
 def _fork(options: dict[str, Any], number: int) -> tuple[int, IO[bytes]]:
     """Start one attacker; return its process id and a pipe with "ready" and its results."""
     reading, writing = os.pipe()
+    parent = os.getpid()
     pid = os.fork()
     if pid:
         os.close(writing)
         return pid, os.fdopen(reading, "rb")
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it ended before
+        os._exit(1)
     said: list[int] = []
 
     def ready() -> None:

@@ -53,10 +53,14 @@ class Meter:
         """Processor time when the turn began."""
         self._shares: Counter[int] = Counter()
         """Connection -> its processor time in this turn."""
+        self._collections_ns = 0
+        """Processor time of all garbage collections so far."""
         self._reset()
 
     def _reset(self) -> None:
         self._stretches: dict[str, int] = {}
+        self._work: dict[str, int] = {}
+        """The same without the garbage collections in them."""
         self._frames: dict[str, int] = {}
         self._collection_max_ns = 0
         self._turn_max_ns = 0
@@ -87,28 +91,34 @@ class Meter:
                 )  # within another callback of the same connection
             in_round, meter._in_round = meter._in_round, cls is Turns
             meter._measuring = True
+            collections_ns = meter._collections_ns
             begun_ns = thread_ns()
             try:
                 return call(connection, *arguments)
             finally:
                 took_ns = thread_ns() - begun_ns
+                work_ns = took_ns - (meter._collections_ns - collections_ns)
                 meter._measuring, meter._in_round = in_round, in_round
                 if not shared:
                     meter._shares[id(connection)] += took_ns
                 if took_ns > meter._stretches.get(text, 0):
                     meter._stretches[text] = took_ns
+                if work_ns > meter._work.get(text, 0):
+                    meter._work[text] = work_ns
 
         return measured
 
     def _kind(self, call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call)
         def frame(control: Any, session: Any, buf: memoryview, start: int, end: int) -> Any:
+            collections_ns = self._collections_ns
             begun_ns = time.thread_time_ns()
             kind = buf[start + 4]
             try:
                 return call(control, session, buf, start, end)
             finally:
                 took_ns = time.thread_time_ns() - begun_ns
+                took_ns -= self._collections_ns - collections_ns
                 text = f"0x{kind:02x}"
                 if took_ns > self._frames.get(text, 0):
                     self._frames[text] = took_ns
@@ -121,6 +131,7 @@ class Meter:
             self._collecting_ns = time.thread_time_ns()
         else:
             took_ns = time.thread_time_ns() - self._collecting_ns
+            self._collections_ns += took_ns
             self._collection_max_ns = max(self._collection_max_ns, took_ns)
 
     def _begin_turn(self, now_ns: int) -> None:
@@ -150,13 +161,18 @@ class Meter:
             "turn_wall_ms": self._wall_max_ns / 1e6,
             "collection_ms": self._collection_max_ns / 1e6,
             "share_ms": self._share_max_ns / 1e6,
-            "stretches_ms": {name: ns / 1e6 for name, ns in sorted(self._stretches.items(), key=lambda item: -item[1])},
-            "frames_ms": {name: ns / 1e6 for name, ns in sorted(self._frames.items(), key=lambda item: -item[1])},
-        }  # fmt: skip
+            "stretches_ms": _in_ms(self._stretches),
+            "work_ms": _in_ms(self._work),
+            "frames_ms": _in_ms(self._frames),
+        }
         self._reset()
         whole = self._path.with_suffix(".new")
         whole.write_text(json.dumps(report))
         whole.replace(self._path)
+
+
+def _in_ms(times_ns: dict[str, int]) -> dict[str, float]:
+    return {name: ns / 1e6 for name, ns in times_ns.items()}
 
 
 def main() -> None:
