@@ -190,7 +190,7 @@ def statuses(a: Attacker) -> Chunks:
 
 @attack()
 def statuses_of_much(a: Attacker) -> Chunks:
-    """Of 4,096 subscriptions and 1,024 members of many names."""
+    """A STATUS lists 4,096 subscriptions and 1,024 members of many names."""
     a.ready()
     for n in range(0, a.many(4096), 64):
         a.say(*(frames.Subscribe(1, f"evil.a{a.number}.t{m}", [a.key.key_id]) for m in range(n, n + 64)))  # fmt: skip

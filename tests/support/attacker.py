@@ -3,7 +3,8 @@
     python tests/support/attacker.py OPTIONS        # JSON: attacks, processes, where, chunks, deadline_s
 
 An attack is a generator. It prepares the session up to its first `yield`, and then yields bytes to send. Between two
-`yield`s it may do more: one that only yields empty bytes can still expect answers. An attacker whose connection the relay closes connects again and begins again.
+`yield`s it may do more: one that only yields empty bytes can still expect answers. An attacker whose connection the
+relay closes connects again and begins again.
 """
 
 from __future__ import annotations

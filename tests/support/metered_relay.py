@@ -2,8 +2,8 @@
 
     python tests/support/metered_relay.py ARGUMENTS OF THE RELAY
 
-At SIGUSR1 it writes to `meter.json` in its runtime directory what it measured since the last SIGUSR1, as JSON. Processor time of the relay's thread is
-measured, so that other processes on a busy machine do not count.
+At SIGUSR1 it writes to `meter.json` in its runtime directory what it measured since the last SIGUSR1, as JSON.
+Processor time of the relay's thread is measured, so that other processes on a busy machine do not count.
 """
 
 from __future__ import annotations
