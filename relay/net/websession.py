@@ -48,7 +48,7 @@ DEAD_S: Final = 60.0
 PIECE_BYTES: Final = 2 << 10
 """Bytes that are parsed at a stretch."""
 IDLE_FRAMES: Final = 32
-"""Pings, pongs and empty fragments that a peer may send a second."""
+"""Pings, pongs, empty fragments and empty messages that a peer may send a second."""
 IDLE_FRAMES_BEFORE_HELLO: Final = 8
 CLOSE_S: Final = 2.0
 """Seconds that the peer has to close the connection after a close frame."""
@@ -279,7 +279,8 @@ class WebConnection(asyncio.Protocol):
 
     def _is_idle(self, frame: Frame) -> bool:
         """Whether a frame has no content for the session, so that only its number can be limited."""
-        return frame.opcode in (PING, PONG) or not (frame.data or frame.fin)
+        ends = frame.fin and frame.opcode is CONT
+        return frame.opcode in (PING, PONG) or not (frame.data or ends)
 
     def _may_be_idle(self) -> bool:
         """Count a frame without content; return whether the peer may send it."""

@@ -257,9 +257,12 @@ async def test_a_storm_of_reconnects_leaves_nothing_behind(relay: Relay) -> None
 PING = b"\x89\x80" + bytes(4)
 EMPTY = b"\x00\x80" + bytes(4)
 """A fragment without content."""
+EMPTY_MESSAGE = b"\x82\x80" + bytes(4)
 
 
-@pytest.mark.parametrize("idle", [PING, EMPTY], ids=["pings", "empty fragments"])
+@pytest.mark.parametrize(
+    "idle", [PING, EMPTY, EMPTY_MESSAGE], ids=["pings", "empty fragments", "empty messages"]
+)
 @pytest.mark.parametrize("greets", [False, True], ids=["a stranger", "a session"])
 async def test_who_sends_only_frames_without_content_is_cut_and_counted(
     relay: Relay, idle: bytes, greets: bool
@@ -267,10 +270,10 @@ async def test_who_sends_only_frames_without_content_is_cut_and_counted(
     hello = encode_control(frames.Hello(1, 8, mono_us=1, ticket=alice()))
     size = b"\xfe" + len(hello).to_bytes(2)
     begin = b"\x82" + size + bytes(4) + hello if greets else b""
-    begin += b"" if idle == PING else b"\x02\x81" + bytes(4) + b"\x10"
+    begin += b"\x02\x81" + bytes(4) + b"\x10" if idle == EMPTY else b""
     async with Page(url(relay)) as page, Raw(relay) as attack:
         await page.greet(ticket=alice())
-        attack.writer.write(UPGRADE + b"\r\n" + begin + 200_000 * idle)
+        attack.writer.write(UPGRADE + b"\r\n" + begin + 20_000 * idle)
         assert b"too many pings, pongs or empty frames" in await attack.rest()
         await works(page)
     assert refusals(relay) == {"too many empty frames": 1}

@@ -112,7 +112,7 @@ def web_empty_fragments(a: Attacker) -> Chunks:
     yield from forever(web_frame(CONTINUATION, fin=False) * 1000)
 
 
-@attack(settles=False, port="web")
+@attack(breaks=True, port="web")
 def web_messages_without_a_frame(a: Attacker) -> Chunks:
     a.connect_web().greet()
     yield from forever(web_frame(BINARY) * 1000)

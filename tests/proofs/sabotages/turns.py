@@ -75,6 +75,15 @@ SABOTAGES: tuple[Sabotage, ...] = (
         "a stranger sends pings without end",
     ),
     Sabotage(
+        "web-empty-messages",
+        "relay/net/websession.py",
+        "WebConnection._is_idle",
+        "frame.data or ends",
+        "frame.data or frame.fin",
+        WEB,
+        "a stranger sends messages without content without end",
+    ),
+    Sabotage(
         "watches-step",
         "relay/core/watches.py",
         "Watches.expire",
