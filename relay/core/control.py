@@ -40,8 +40,8 @@ from iris.wire.names import (
 from relay.core.calls import Calls
 from relay.core.grants import barred, take_grant
 from relay.core.parts import SCANNED, Parts, node_count
-from relay.core.session import Member, Session, known_to
-from relay.core.watches import INFOS, Watch
+from relay.core.session import Member, Session, Watch, known_to
+from relay.core.watches import INFOS
 
 MAX_WATCHES: Final = 1024
 """Limit of watches of one session."""

@@ -17,7 +17,6 @@ from relay.core.ports import Port
 
 if TYPE_CHECKING:
     from relay.core.admitted import Admitted
-    from relay.core.watches import Watch
 
 MAX_SHOWN_KEYS: Final = 64
 """Keys of one session in a status report."""
@@ -213,3 +212,19 @@ def known_to(session: Session, members: Iterable[MemberInfo]) -> list[MemberInfo
     if session.minor >= METHODS_MINOR:
         return list(members)
     return [replace(each, method_count=UNSET) for each in members]
+
+
+class Watch:
+    """A session that is notified of changes in a cluster. Each of `key_ids` counts as a cluster of its own."""
+
+    __slots__ = ("key_ids", "name", "number", "session", "since")
+
+    def __init__(
+        self, session: Session, number: int, name: str, key_ids: tuple[bytes, ...]
+    ) -> None:
+        self.session = session
+        self.number = number
+        self.name = name
+        self.key_ids = key_ids
+        self.since = 0
+        """Number of the last change before it: its session knows of that."""

@@ -16,7 +16,7 @@ import msgspec
 from iris.wire.frames import MemberInfo, Membership
 from iris.wire.kinds import METHODS_MINOR, NEVER_US
 from relay.core.neighbor import Address
-from relay.core.session import Session, known_to
+from relay.core.session import Watch, known_to
 
 STEP_BYTES: Final = 128 << 10
 """About as many bytes of notices are sent at a stretch."""
@@ -41,22 +41,6 @@ class _Change(NamedTuple):
 
 _Keys = tuple[str, tuple[bytes, ...]]
 """(name, key ids in order)."""
-
-
-class Watch:
-    """A session that is notified of changes in a cluster. Each of `key_ids` counts as a cluster of its own."""
-
-    __slots__ = ("key_ids", "name", "number", "session", "since")
-
-    def __init__(
-        self, session: Session, number: int, name: str, key_ids: tuple[bytes, ...]
-    ) -> None:
-        self.session = session
-        self.number = number
-        self.name = name
-        self.key_ids = key_ids
-        self.since = 0
-        """Number of the last change before it: its session knows of that."""
 
 
 class _Cluster:

@@ -11,8 +11,8 @@ from iris.wire import frames
 from iris.wire.codec import decode_control
 from iris.wire.frames import MemberInfo
 from relay.core import watches as watches_module
-from relay.core.session import Session
-from relay.core.watches import STEP_BYTES, Watch, Watches
+from relay.core.session import Session, Watch
+from relay.core.watches import STEP_BYTES, Watches
 
 KEYS = (KEY.key_id,)
 BOTH = (KEY.key_id, OTHER_KEY.key_id)
