@@ -55,12 +55,11 @@ class AliasTable(Generic[K]):
 
     def add(self, key: K, tick: int) -> Alias:
         """Return a new alias for `key`. The caller must declare it before use; `tick` is any rising number."""
-        if not self._free:
-            if self._next < self._limit:
-                self._free.append(self._next)
-                self._next += 1
-            else:
-                self._evict()
+        if len(self._by_key) >= self._limit:
+            self._evict()
+        elif not self._free:
+            self._free.append(self._next)
+            self._next += 1
         alias = self._by_key[key] = Alias(self._free.pop(), tick)
         self._by_number[alias.number] = key
         self._past.pop(alias.number, None)
@@ -78,6 +77,20 @@ class AliasTable(Generic[K]):
                 self._past[alias.number] = key
             self._free.append(alias.number)
             alias.number = -1
+
+    def refused(self, number: int, *, full: bool) -> None:
+        """Free a number whose declaration the other side refused.
+
+        `full`: it accepts no more aliases, so from now on numbers that it did accept are declared again.
+        """
+        key = self._by_number.get(number)
+        if key is not None:
+            self.free(key)
+        if full and number in self._free:
+            # It comes last, behind the numbers that the other side has accepted.
+            self._free.remove(number)
+            self._free.insert(0, number)
+            self._limit = max(1, len(self._by_key))
 
     def _evict(self) -> None:
         oldest = sorted(self._by_key.items(), key=lambda item: (item[1].used, item[1].number))

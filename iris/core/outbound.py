@@ -369,14 +369,16 @@ class Outbound:
     ) -> None:  # fmt: skip
         """Frame the first handshake message of a tunnel.
 
-        Each tunnel has its own alias, because its id is the sender id.
+        Each tunnel has its own alias, because its id is the sender id. Its number is free again at once.
         """
         self.prove(key)
         site, name = split_site(name)
-        alias = self._declare(Kind.TUNNEL_OPEN, name, key.key_id, tunnel_id, site, member)
+        alias_key = (int(Kind.TUNNEL_OPEN), name, key.key_id, tunnel_id, site, member)
+        number = self._declare(*alias_key).number
+        self._aliases.free(alias_key)  # no other frame is sent under it
         self.sent_messages += 1
         self.raw(
-            HOP.pack(DATA_LENGTH + len(body), Kind.TUNNEL_OPEN, 0, alias.number, hop, deadline_us)
+            HOP.pack(DATA_LENGTH + len(body), Kind.TUNNEL_OPEN, 0, number, hop, deadline_us)
             + END.pack(self.now_us, timeout_ms, 1, 0)
             + body
         )
@@ -431,6 +433,28 @@ class Outbound:
         end = END.pack(self.now_us, 0, count, flow.first)
         flow.first += count
         return flow.sender_id, end, flow.sealer.seal(plain, flow.prefix + end)
+
+    def alias_refused(self, number: int, kind: int, name: str, key_id: bytes, *, full: bool) -> int:
+        """Free an alias that the relay did not accept, so that its address is declared again when it is next used.
+
+        Returns the number of casts that were sent under it, which are lost. Calls under it get FAIL.
+        """
+        key = self._aliases.key_of(number)
+        if key is not None and key[:3] != (kind, name, key_id):
+            return 0  # declared for something else since
+        lost = 0
+        if key is not None:
+            _, _, _, sender_id, site, member = key
+            address = f"{name}@{member}" if member else f"{site}:{name}" if site else name
+            flow = self._flows.get((kind, address, key_id))
+            if flow is not None and flow.sender_id == sender_id:
+                lost = flow.first - flow.declared_first
+                if flow.credit is not None:
+                    self.credits.forget(number)
+                    flow.credit.sent = 0
+                    flow.credit.wake()
+        self._aliases.refused(number, full=full)
+        return lost
 
     def unsent(self) -> list[tuple[int, str, bytes, Headers | None, bool]]:
         """Remove and return the messages of unfinished bundles: (kind, name, payload, headers, packed)."""
@@ -536,6 +560,7 @@ class Outbound:
         alias = flow.alias = self._declare(
             flow.kind, flow.name, flow.key.key_id, flow.sender_id, flow.site, flow.member
         )
+        flow.declared_first = flow.first
         self.credits.forget(alias.number)
         if flow.credit is not None:
             self.credits.ask(flow.credit, alias.number)
@@ -569,6 +594,7 @@ class Outbound:
         alias = flow.alias
         if alias is None or alias.number < 0:
             alias = self._declare_flow(flow)
+            flow.declared_first = first
         alias.used = self._tick = self._tick + 1
         end = END.pack(self.now_us, timeout_ms, count, first)
         sealed, body = sealer.seal_apart(plain, flow.prefix + end + suffix)

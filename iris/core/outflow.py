@@ -21,6 +21,7 @@ class OutFlow(BundleBuilder):
         "credit",
         "cuts",
         "deadline_us",
+        "declared_first",
         "end",
         "first",
         "hop",
@@ -48,6 +49,8 @@ class OutFlow(BundleBuilder):
         """Id of the one member that its calls are for; empty if the relays choose one."""
         self.key = key
         self.alias: Alias | None = None
+        self.declared_first = 0
+        """Sequence of the first message under `alias`."""
         self.parts = 1
         """Number of bundles into which a turn's messages are cut, so that queue groups share them."""
         self.cuts = 0

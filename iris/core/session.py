@@ -102,7 +102,7 @@ class Session(ServingSession):
             frames.Declare: self._inbound.declare,
             frames.Gap: casts.gap,
             frames.Fail: self._on_fail,
-            frames.Unrouted: casts.unrouted,
+            frames.Unrouted: self._on_unrouted,
             frames.Pair: tunnels.paired,
             frames.Share: lambda share: self.out.share(share.name, share.key_id, share.parts),
             frames.Wait: casts.windows.on_wait,
@@ -317,6 +317,20 @@ class Session(ServingSession):
         self.requests.failed(fail)
         self.tunnels.failed(fail)
         self.store_calls.failed(fail)
+
+    def _on_unrouted(self, unrouted: frames.Unrouted) -> None:
+        if isinstance(unrouted.alias, msgspec.UnsetType):
+            self.casts.unrouted(unrouted)
+            return
+        lost = self.out.alias_refused(
+            unrouted.alias,
+            unrouted.kind,
+            unrouted.name,
+            unrouted.key_id,
+            full=unrouted.full is True,
+        )
+        if unrouted.kind in CASTS and lost:
+            self.casts.unrouted(msgspec.structs.replace(unrouted, count=lost))
 
     def _check_welcome(self, welcome: frames.Welcome) -> None:
         if not self._certified:

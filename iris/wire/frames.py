@@ -298,6 +298,10 @@ class Unrouted(Control, frozen=True):
 
     `cause` says why: a broadcast has no members, a rate quota is used up, or a topic has subscribers only under the
     keys in `others`. `others` is left out in the other cases.
+
+    With `alias`, the relay did not accept the session's latest DECLARE of that number, whatever its `kind`, or accepts
+    it no longer. Nothing was routed under it since, and `count` is 0. `full`: the session can have no more aliases for
+    now, and must declare a number again that it uses for something else.
     """
 
     FRAME = Kind.UNROUTED
@@ -307,6 +311,8 @@ class Unrouted(Control, frozen=True):
     count: U32
     cause: Text
     others: OtherKeys | UnsetType = UNSET
+    alias: U16 | UnsetType = UNSET
+    full: bool | UnsetType = UNSET
 
 
 class Direct(Control, frozen=True):

@@ -16,7 +16,7 @@ from iris.wire.codec import ALIAS, ALIAS_AT, BODY_AT, HOP, REWRITE
 from iris.wire.frames import Credit, Fail
 from iris.wire.kinds import ANSWER_RUN_KINDS, RUN_MINOR, Cause, Kind
 from iris.wire.runs import hop_ids, read_answers, single_answers
-from relay.core.heads import answer_head, clear_flags
+from relay.core.heads import answer_head, clear_flags, undeclared
 from relay.core.interest import Interest
 from relay.core.neighbor import Dispatched, DispatchedRun, Load, Neighbor, Route
 from relay.core.ports import Accounts
@@ -100,7 +100,7 @@ class Answers:
         except IndexError:
             route = None
         if route is None or route.kind not in ANSWER_RUN_KINDS:
-            raise PeerProtocolError(f"alias {alias} was not declared for this kind of frame")
+            raise undeclared(route, alias)
         run = self._run_of(neighbor, route, hops)
         if run is not None:
             count = len(hops)
@@ -201,6 +201,28 @@ class Answers:
             detail = "the answer was dropped because its name, key or kind does not match the call"
             dispatched.origin.control(Fail(dispatched.origin_hop(hop), Cause.LOST, detail, True))
 
+    def dropped(self, session: Session, kind: int, hop: int, cause: str, detail: str) -> None:
+        """Drop an answer of a member that has no route, and end its call. Raises PeerProtocolError."""
+        self._accounts.in_ += 1
+        dispatched = session.in_flight.get(hop)
+        if dispatched is None:
+            self._accounts.drop("late answer", 1)
+            return
+        answered = ANSWER_RUN_ANSWERED if kind == Kind.ANSWERS else _ANSWERS[kind]
+        if dispatched.route.kind not in answered:
+            raise PeerProtocolError(
+                f"{Kind(kind).name} cannot answer a {kind_name(dispatched.route.kind)}"
+            )
+        self._accounts.drop(cause, 1)
+        del session.in_flight[hop]
+        if dispatched.survey is not None:
+            dispatched.survey.lose(self._surveys.unanswered(dispatched))
+            self._surveys.finish_part(dispatched, ())
+            return
+        self._ended(dispatched, 1)
+        if not dispatched.origin.closed:
+            dispatched.origin.control(Fail(dispatched.origin_hop(hop), Cause.LOST, detail, True))
+
     def credited(self, session: Session, load: Load, credit: Credit, now_us: int) -> None:
         """Remove finished pushes of a member.
 
@@ -278,6 +300,8 @@ _ANSWERS: Final[dict[int, tuple[int, ...]]] = {
     Kind.STREAM_REPLY: (Kind.STREAM,),
 }
 """Answer kind -> call kinds that it may answer."""
+ANSWER_RUN_ANSWERED: Final = (Kind.REQUEST, Kind.SURVEY)
+"""Call kinds that a run of answers may answer."""
 
 
 def _answers(route: Route, asked: Route) -> bool:

@@ -26,6 +26,7 @@ from iris.wire.kinds import (
     SERVED_KINDS,
     STORES,
     WEB_MINOR,
+    Cause,
     HopClass,
     Kind,
 )
@@ -40,6 +41,7 @@ from iris.wire.names import (
 from relay.core.calls import Calls
 from relay.core.grants import barred, take_grant
 from relay.core.parts import SCANNED, Parts, node_count
+from relay.core.refused_aliases import RefusedAliases
 from relay.core.session import Member, Session, Watch, known_to
 from relay.core.watches import INFOS
 
@@ -62,6 +64,7 @@ class SessionControl:
         self._router = router
         self._answers = calls.answers
         self._leaving = calls.leaving
+        self.refused = RefusedAliases(router.accounts, calls.answers)
         self._next_serial = 1
         self._documents: dict[bool, str] = {}
         """Status documents as of `_documents_us`: for the relay's own user (True) and for others (False)."""
@@ -83,7 +86,7 @@ class SessionControl:
             frames.Pong: self._on_pong,
             frames.Settle: router.settling.ask,
             frames.Topic: self._on_topic,
-            frames.Wait: router.credits.asked,
+            frames.Wait: self._on_wait,
             frames.Window: router.credits.window,
             frames.Direct: router.direct.asked,
             frames.Carried: router.direct.carried,
@@ -147,7 +150,7 @@ class SessionControl:
                 session.challenge,
                 self._router.message_limit,
                 self._router.site,
-                self._router.limits.aliases,
+                self._router.limits.aliases_of(web=session.web),
                 self._router.now_us if session.remote else 0,
             )
         )
@@ -247,11 +250,32 @@ class SessionControl:
             raise PeerProtocolError(f"a session may not declare hop class {declared.hop_class}")
         if declared.site not in ("", HERE) and (error := _grammar(check_site, declared.site)):
             raise PeerProtocolError(error)
-        route = self._router.declare(session, declared)
-        if session.ticket is not None and self._router.admission is not None:
-            route.denied = self._router.admission.denial(
-                session, declared.kind, declared.name, declared.key_id
+        self._router.check_alias(session, declared)
+        alias, admission = declared.alias, self._router.admission
+        address = declared.kind, declared.name, declared.key_id
+        if admission is not None and (denied := admission.denial(session, *address)):
+            if alias < len(session.routes):
+                self._router.forget_alias(session, alias)
+            self.refused.refuse(session, alias, *address, Cause.REFUSED, denied)
+        elif error := self._router.alias_error(session, alias):
+            self.refused.refuse(session, alias, *address, Cause.OVERLOADED, error)
+        else:
+            self._router.declare(session, declared)
+            session.refused.pop(alias, None)
+
+    def deny(self, session: Session, alias: int, why: str) -> None:
+        """End an alias that the ticket of a session no longer allows."""
+        route = session.routes[alias]
+        if route is not None:
+            self._router.forget_alias(session, alias)
+            self.refused.refuse(
+                session, alias, route.kind, route.name, route.key_id, Cause.REFUSED, why
             )
+
+    def _on_wait(self, session: Session, wait: frames.Wait) -> None:
+        known = wait.alias < len(session.routes) and session.routes[wait.alias] is not None
+        if known or not session.refused:
+            self._router.credits.asked(session, wait)
 
     def _on_join(self, session: Session, join: frames.Join) -> None:
         error = barred(session, join)

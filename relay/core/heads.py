@@ -2,6 +2,7 @@
 
     cast_head, call_head, run_head, answer_head    of one kind of frames, for the part of the router that routes them
     made                                           of any frame that a session makes, for what may refuse it first
+    unrouted                                       of a frame whose alias stands for nothing
 
 The receiver of a forwarded frame blames this relay for a breach in it, so a head is checked whatever becomes of the
 frame. A session sends flags of 0, or `refused` with a reason in a call that it returns. Between relays there is also
@@ -16,15 +17,22 @@ from collections.abc import Sequence
 from typing import Final
 
 from iris.errors import PeerProtocolError
-from iris.wire.codec import ANSWER, BODY_AT, CAST, FLAGS_AT, HOP, KIND_AT
+from iris.wire.codec import ANSWER, BODY_AT, CAST, COUNT, COUNT_AT, FLAGS_AT, HOP, KIND_AT
 from iris.wire.kinds import FLAG_REFUSED, RUN_KINDS, Kind, Refusal
-from iris.wire.runs import read_calls
+from iris.wire.runs import read_answers, read_calls
 from relay.core.neighbor import Neighbor, Route
 
 CASTS: Final = (Kind.PUBLISH, Kind.BROADCAST)
+CALL_KINDS: Final = (
+    Kind.REQUEST, Kind.PUSH, Kind.SURVEY, Kind.TUNNEL_OPEN, Kind.STREAM, Kind.CALLS,
+)  # fmt: skip
 _CALL: Final = struct.Struct("<4xBBIQq12xI")
 """Fields of a call that a relay reads: kind, flags, alias, hop id, deadline, count."""
 _REASONS: Final = {int(reason) for reason in Refusal}
+
+
+class UndeclaredAlias(PeerProtocolError):
+    """The alias of a frame stands for nothing. Only a session that was refused an alias may send such a frame."""
 
 
 def cast_head(neighbor: Neighbor, buf: memoryview, start: int, end: int) -> tuple[Route, int]:
@@ -64,7 +72,7 @@ def call_head(
     except IndexError:
         route = None
     if route is None or route.kind != kind:
-        raise PeerProtocolError(f"alias {alias} was not declared for this kind of frame")
+        raise undeclared(route, alias)
     if hop & neighbor.own_hop_mask == neighbor.own_hop:
         raise PeerProtocolError(f"hop id {hop} is in the range reserved for this relay")
     return route, hop, deadline_us, 0
@@ -85,7 +93,7 @@ def run_head(
     except IndexError:
         route = None
     if route is None or route.kind not in RUN_KINDS:
-        raise PeerProtocolError(f"alias {alias} was not declared for this kind of frame")
+        raise undeclared(route, alias)
     mask, own = neighbor.own_hop_mask, neighbor.own_hop
     if hop & mask == own or hop + len(sizes) - 1 & mask == own:
         raise PeerProtocolError(f"hop id {hop} is in the range reserved for this relay")
@@ -123,6 +131,39 @@ def made(
     return None if route is None else (route, 1, hop)
 
 
+def undeclared(route: Route | None, alias: int) -> PeerProtocolError:
+    """Return the error of a frame whose alias stands for nothing, or for frames of another kind."""
+    error = PeerProtocolError if route is not None else UndeclaredAlias
+    return error(f"alias {alias} was not declared for this kind of frame")
+
+
+def unrouted(
+    neighbor: Neighbor, buf: memoryview, start: int, end: int
+) -> tuple[int, int, Sequence[int]]:
+    """Return (kind, alias, hop ids) of a frame whose alias stands for nothing. Raises PeerProtocolError.
+
+    There is a hop id for each message; those of casts are 0.
+    """
+    _, kind, flags, alias, hop, _ = HOP.unpack_from(buf, start)
+    if flags:
+        clear_flags(neighbor, buf, start)
+    hops: Sequence[int] = (hop,)
+    if kind in CASTS:
+        count = COUNT.unpack_from(buf, start + COUNT_AT)[0]
+        if not 0 < 4 * count < end - start:
+            raise PeerProtocolError(f"frame of {end - start} bytes cannot hold {count} messages")
+        hops = (0,) * count
+    elif kind == Kind.CALLS:
+        hops = range(hop, hop + len(read_calls(buf, start, end)[1]))
+    elif kind == Kind.ANSWERS:
+        hops = read_answers(buf, start, end)[1]
+    if kind in CALL_KINDS and any(
+        each & neighbor.own_hop_mask == neighbor.own_hop for each in hops
+    ):
+        raise PeerProtocolError(f"hop id {hop} is in the range reserved for this relay")
+    return kind, alias, hops
+
+
 def clear_flags(neighbor: Neighbor, buf: memoryview, start: int) -> None:
     """Clear the flags of a frame that may have none.
 
@@ -152,7 +193,7 @@ def _unflagged(
     Raises PeerProtocolError if none does.
     """
     if route is None or route.kind != buf[start + KIND_AT]:
-        raise PeerProtocolError(f"alias {alias} was not declared for this kind of frame")
+        raise undeclared(route, alias)
     clear_flags(neighbor, buf, start)
     return route
 

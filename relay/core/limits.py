@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
+WEB_ALIASES: Final = 4096
+"""Limit of aliases of a session over WebSocket: as many sessions as an issuer allows one subject by default, 32, do not
+use up the share of all holders of its tickets.
+"""
 Quota = tuple[int, int]
 """Messages and bytes a second; 0 means no limit."""
 
@@ -17,6 +22,7 @@ class Limits:
     __slots__ = (
         "address_rates",
         "aliases",
+        "all_aliases",
         "all_members",
         "all_subscriptions",
         "all_watches",
@@ -31,6 +37,7 @@ class Limits:
     def __init__(
         self, *, aliases: int = 65_536, joins: int = 1024, keys: int = 1024, pending: int = 65_536,
         subscriptions: int = 65_536, all_members: int = 262_144, all_subscriptions: int = 262_144, all_watches: int = 65_536,
+        all_aliases: int = 262_144,
         direct: int = 512, session_rate: Quota = (0, 0), address_rates: Sequence[tuple[str, Quota]] = (),
     ) -> None:  # fmt: skip
         self.aliases = aliases
@@ -38,6 +45,7 @@ class Limits:
         self.keys = keys
         self.pending = pending
         self.subscriptions = subscriptions
+        self.all_aliases = all_aliases
         self.all_members = all_members
         self.all_subscriptions = all_subscriptions
         self.all_watches = all_watches
@@ -46,3 +54,7 @@ class Limits:
         self.session_rate = session_rate
         self.address_rates = address_rates
         """(filter, quota) of all sessions of this relay together."""
+
+    def aliases_of(self, *, web: bool) -> int:
+        """Return the limit of aliases of one session, in each direction."""
+        return min(self.aliases, WEB_ALIASES) if web else self.aliases

@@ -14,7 +14,7 @@ from iris.core.aliases import Alias, AliasTable
 from iris.errors import PeerProtocolError
 from iris.wire.codec import BODY_AT, MAX_REPORT_BYTES
 from iris.wire.frames import Declare
-from iris.wire.kinds import HopClass
+from iris.wire.kinds import Cause, HopClass
 from relay.core.connection import Connection, Delivery
 from relay.core.outstanding import Outstanding
 from relay.core.ports import Held, Port
@@ -145,7 +145,6 @@ class Route:
         "_prune_at",
         "barred",
         "demand",
-        "denied",
         "flow",
         "groups",
         "hop_class",
@@ -196,8 +195,6 @@ class Route:
         """The relay of that member; empty if it is the relay that has this route."""
         self.barred = ""
         """Why its messages may not cross to or from a remote site; empty if they may."""
-        self.denied = ""
-        """Why a session's ticket does not allow its frames; empty if it does."""
         wan = neighbor.hop_class == HopClass.TO_WAN
         self.mesh_hop_class = HopClass.FROM_WAN if wan else HopClass.MESH
         """The hop class over links to relays of this site."""
@@ -457,12 +454,14 @@ class Neighbor(Connection):
 
     __slots__ = (
         "casts",
+        "declared",
         "dropped_entries",
         "group_bytes",
         "in_flight",
         "left_hops",
         "over_share",
         "pending",
+        "refused",
         "routes",
         "shares",
         "swept_us",
@@ -480,6 +479,10 @@ class Neighbor(Connection):
         """Time before which late calls here are not searched again."""
         self.routes: list[Route | None] = []
         """Alias -> route."""
+        self.declared = 0
+        """Number of its aliases, which count in its user's share if it is a session."""
+        self.refused: dict[int, tuple[Cause, str]] = {}
+        """Aliases that it was refused lately: alias -> why. See `relay.core.refused_aliases`."""
         self.group_bytes = 0
         """Bytes of the queue group names in its aliases."""
         self.in_flight: dict[int, Dispatched] = {}
@@ -517,6 +520,7 @@ class Neighbor(Connection):
         """
         self.closed = True
         self.gaps = {}
+        self.refused = {}
         self.aliases = AliasTable(1)
         return self._forget_in_parts()
 

@@ -46,6 +46,8 @@ from relay.core.slow import SlowReceivers
 from relay.core.stores import StoreWatch
 from relay.core.tickets import Admission
 
+SPARSE_ALIASES: Final = 1024
+"""Alias numbers of a session that need not follow others that it has declared."""
 MAX_GROUP_BYTES: Final = 64 << 20
 """Bytes of queue group names in the aliases of one link or WAN connection.
 
@@ -93,7 +95,7 @@ class Parts:
         self.limits = limits or Limits()
         self.quotas = Quotas(
             members=self.limits.all_members, subscriptions=self.limits.all_subscriptions,
-            watches=self.limits.all_watches, parked_bytes=PARKED_BYTES,
+            watches=self.limits.all_watches, parked_bytes=PARKED_BYTES, aliases=self.limits.all_aliases,
         )  # fmt: skip
         self.rates = Rates(
             self.accounts,
@@ -193,6 +195,9 @@ class Parts:
                 self.leave(member)
                 yield MEMBER_WORK + len(member.key_ids)
         yield from forgotten
+        if session.declared:
+            self.quotas.aliases.give(session.user, session.declared)
+            session.declared = 0
         yield from self._calls.neighbor_down(session, self.now_us)
         while session.subscriptions:
             (pattern, group), key_ids = session.subscriptions.popitem()
@@ -307,18 +312,7 @@ class Parts:
 
     def declare(self, neighbor: Neighbor, declared: frames.Declare) -> Route:
         """Store a declared alias and return its route; raises PeerProtocolError."""
-        if declared.kind not in DECLARED_KINDS:
-            raise PeerProtocolError(
-                f"DECLARE of an alias for frames of kind 0x{declared.kind:02x}, which have none"
-            )
-        if declared.alias >= self.limits.aliases:
-            raise PeerProtocolError(
-                f"alias {declared.alias} is over the limit of {self.limits.aliases}"
-            )
-        try:
-            (check_topic if declared.kind == Kind.PUBLISH else check_cluster)(declared.name)
-        except InvalidName as err:
-            raise PeerProtocolError(str(err)) from err
+        self.check_alias(neighbor, declared)
         if declared.kind in (Kind.PUBLISH, Kind.BROADCAST):
             neighbor.casts = True
         routes = neighbor.routes
@@ -329,6 +323,10 @@ class Parts:
         if before is not None:
             before.release()
             neighbor.group_bytes -= sum(map(len, before.only_groups))
+        else:
+            neighbor.declared += 1
+            if not neighbor.hop_class:
+                self.quotas.aliases.take(neighbor.user)
         route = routes[declared.alias] = Route(neighbor, declared, self.neighbors)
         if declared.groups and neighbor.hop_class:  # a session's casts go where its relay decides
             size = sum(map(len, declared.groups))
@@ -341,15 +339,53 @@ class Parts:
             self._address_member(route, declared)
         return route
 
+    def check_alias(self, neighbor: Neighbor, declared: frames.Declare) -> None:
+        """Raise PeerProtocolError if a neighbor may not declare such an alias."""
+        limit = self.limits.aliases
+        if isinstance(neighbor, Session):
+            limit = self.limits.aliases_of(web=neighbor.web)
+        if declared.kind not in DECLARED_KINDS:
+            raise PeerProtocolError(
+                f"DECLARE of an alias for frames of kind 0x{declared.kind:02x}, which have none"
+            )
+        if declared.alias >= limit:
+            raise PeerProtocolError(f"alias {declared.alias} is over the limit of {limit}")
+        try:
+            (check_topic if declared.kind == Kind.PUBLISH else check_cluster)(declared.name)
+        except InvalidName as err:
+            raise PeerProtocolError(str(err)) from err
+
+    def alias_error(self, session: Session, alias: int) -> str:
+        """Return why a session may not have one more alias, or an empty text. A refusal is counted."""
+        routes, table = session.routes, self.quotas.aliases
+        if alias < len(routes):
+            if routes[alias] is not None:
+                return ""  # its number is used for something else, which takes no more room
+        elif alias >= SPARSE_ALIASES + 4 * session.declared:
+            table.refused += 1
+            return (
+                f"alias {alias} is far beyond the {session.declared} that this session has, and its number would take "
+                "room for those between them; use rising numbers"
+            )
+        return "" if table.has_room(session.user) else table.full(session.user, "aliases")
+
+    def forget_alias(self, session: Session, alias: int) -> int:
+        """End an alias of a session; return how many aliases that frees at others."""
+        route = session.routes[alias]
+        if route is None:
+            return 0
+        session.routes[alias] = None
+        session.declared -= 1
+        self.quotas.aliases.give(session.user)
+        return route.release()
+
     def forget_routes(self, session: Session, key_id: bytes) -> Iterator[None]:
         """End the aliases that a session declared under a key, in parts."""
-        routes = session.routes
         work = 0
-        for alias, route in enumerate(routes):
+        for alias, route in enumerate(session.routes):
             work += 1
             if route is not None and route.key_id == key_id:
-                work += RELEASE_WORK * (1 + route.release())
-                routes[alias] = None
+                work += RELEASE_WORK * (1 + self.forget_alias(session, alias))
             if work >= SCANNED:
                 work = 0
                 yield

@@ -3,7 +3,8 @@
     what is shared       a user may have                        a session may have
     sessions             all but the last quarter               -
     members, topics,     all but the last quarter               what its own limits say
-    watches, parked
+    watches, parked,
+    aliases
     a link's slots       all but the last quarter               half
 
 A user is a uid of this host, the holder of one access file, or, for calls that arrive over a link or WAN
@@ -84,12 +85,13 @@ class Quotas:
     """The tables that the sessions of one relay share. Each one is also limited per session."""
 
     def __init__(
-        self, *, members: int, subscriptions: int, watches: int, parked_bytes: int
+        self, *, members: int, subscriptions: int, watches: int, parked_bytes: int, aliases: int
     ) -> None:
         self.members = Table(members)
         self.subscriptions = Table(subscriptions)
         self.watches = Table(watches)
         self.parked = Table(parked_bytes)
+        self.aliases = Table(aliases)
 
     def status(self) -> dict[str, object]:
         """Return how full each table is, ready for JSON."""
@@ -98,6 +100,7 @@ class Quotas:
             "subscriptions": self.subscriptions.status(),
             "watches": self.watches.status(),
             "parked_bytes": self.parked.status(),
+            "aliases": self.aliases.status(),
         }
 
 

@@ -25,6 +25,7 @@ from iris.wire.names import (
 from relay.core.connection import Delivery
 from relay.core.control import SessionControl
 from relay.core.draining import PING_MINOR
+from relay.core.heads import UndeclaredAlias
 from relay.core.limits import Limits
 from relay.core.link import Link
 from relay.core.neighbor import Neighbor
@@ -74,6 +75,7 @@ class Router(Parts):
     def admit_by(self, admission: Admission) -> None:
         """Check the tickets of sessions over WebSocket, and what these sessions do, with `admission`."""
         self.admission = admission
+        admission.on_lost_alias = self._from_sessions.deny
         self._guarded_table = admission.guarded(self._session_table)
 
     def stream_names(self, uuid: str, key_id: bytes) -> list[str]:
@@ -94,7 +96,14 @@ class Router(Parts):
         """
         number = self.number()
         session = Session(
-            port, number, self._entropy(32), self.limits.aliases, remote, web, ours, user
+            port,
+            number,
+            self._entropy(32),
+            self.limits.aliases_of(web=web),
+            remote,
+            web,
+            ours,
+            user,
         )
         self.rates.new_session(session, self.now_us)
         self.sessions[number] = self.neighbors[number] = session
@@ -159,14 +168,27 @@ class Router(Parts):
 
             def far_frame_in(buf: memoryview, start: int, end: int) -> object:
                 pulse.last_us = self.now_us
-                return table[buf[start + KIND_AT]](neighbor, buf, start, end)
+                try:
+                    return table[buf[start + KIND_AT]](neighbor, buf, start, end)
+                except UndeclaredAlias as err:
+                    return self._unaliased(neighbor, buf, start, end, err)
 
             return far_frame_in
 
         def frame_in(buf: memoryview, start: int, end: int) -> object:
-            return table[buf[start + KIND_AT]](neighbor, buf, start, end)
+            try:
+                return table[buf[start + KIND_AT]](neighbor, buf, start, end)
+            except UndeclaredAlias as err:
+                return self._unaliased(neighbor, buf, start, end, err)
 
         return frame_in
+
+    def _unaliased(
+        self, neighbor: Neighbor, buf: memoryview, start: int, end: int, err: UndeclaredAlias
+    ) -> bool:
+        if not isinstance(neighbor, Session):
+            raise err
+        return self._from_sessions.refused.frame(neighbor, buf, start, end, err)
 
     def shed(self, neighbor: Neighbor, delivery: Delivery, count: int) -> None:
         """Count queued messages that the neighbor's port dropped to make room; the port has put GAPs in their place."""

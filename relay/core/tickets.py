@@ -2,7 +2,7 @@
 
     HELLO, TICKET ── admit, renew ──► session.ticket       who it is, until when, and for which verbs and names
     JOIN, SUBSCRIBE, MEMBERS, DECLARE ── refusal ──► ""    or why not, counted by verb
-    data frames ── guarded ──► router                      or refused, by the alias that DECLARE denied
+    calls to stores ── guarded ──► router                  or refused, one by one
 
 A ticket allows something only if its issuer's settings allow it, too. Answers need no permission: they go by the hop id
 of what a member was sent. A session without a ticket, where none is required, is not restricted.
@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from iris.errors import DecodeError, PeerProtocolError
 from iris.wire import consumers, streams
-from iris.wire.codec import BODY_AT, KIND_AT
+from iris.wire.codec import BODY_AT
 from iris.wire.frames import Fail
 from iris.wire.kinds import NO_KEY, Cause, Kind
 from relay.core.admitted import Admitted
 from relay.core.heads import made
 from relay.core.issuers import Issuer, issuers_by_key
 from relay.core.ports import Accounts
-from relay.core.rates import COUNTED, Entry, refuse
+from relay.core.rates import Entry
 from relay.core.session import Session
 
 if TYPE_CHECKING:
@@ -105,6 +105,8 @@ class Admission:
         self.denied: dict[str, int] = {}
         """What was refused to sessions: verb -> count."""
         self.on_denied: Callable[[Session, str], None] = lambda session, why: None
+        self.on_lost_alias: Callable[[Session, int, str], None] = lambda session, alias, why: None
+        """Called with an alias that a session declared and its ticket does not allow any more, and why."""
         self._reloads = 0
         """How often issuers and revoked tickets were read; a session is checked again after each time."""
         self._issuers: dict[bytes, tuple[Issuer, bytes]] = {}
@@ -214,15 +216,12 @@ class Admission:
         return why
 
     def denial(self, session: Session, kind: int, name: str, key_id: bytes) -> str:
-        """Return why a session may not send frames of a kind to an address, or an empty text.
+        """Return why a session may not send frames of a kind to an address, or an empty text. A refusal is counted.
 
         Calls to stores are checked one by one.
         """
-        admitted = session.ticket
         verb = VERB_OF.get(Kind(kind))
-        if admitted is None or verb is None:
-            return ""
-        return admitted.refusal((verb,), name, (key_id,), session.proven)
+        return "" if verb is None else self.refusal(session, (verb,), name, (key_id,))
 
     def members(
         self, session: Session, name: str, key_ids: Sequence[bytes], *, streams: bool
@@ -242,10 +241,8 @@ class Admission:
         return ""
 
     def guarded(self, table: Sequence[Entry]) -> list[Entry]:
-        """Return the table of handlers of sessions' frames, where those that need permission check it first."""
+        """Return the table of handlers of sessions' frames, where calls to stores are checked first."""
         guarded = list(table)
-        for kind in COUNTED:
-            guarded[kind] = self._checking(table[kind])
         guarded[Kind.STREAM] = self._checking_store(table[Kind.STREAM])
         return guarded
 
@@ -287,24 +284,11 @@ class Admission:
 
     def _judge_routes(self, session: Session) -> None:
         """Judge again what the session declared."""
-        for route in session.routes:
-            if route is not None:
-                route.denied = self.denial(session, route.kind, route.name, route.key_id)
-
-    def _checking(self, handle: Entry) -> Entry:
-        def frame(session: Session, buf: memoryview, start: int, end: int) -> object:
-            head = made(session, buf, start, end)
-            if head is None or not head[0].denied:
-                return handle(session, buf, start, end)
-            route, count, hop = head
-            self._count(session, VERB_OF[Kind(route.kind)], route.denied, count)
-            refuse(
-                self._accounts, session, buf[start + KIND_AT], route, count, hop,
-                "not allowed by ticket", Cause.REFUSED, route.denied,
-            )  # fmt: skip
-            return True
-
-        return frame
+        for alias, route in enumerate(session.routes):
+            if route is not None and (
+                why := self.denial(session, route.kind, route.name, route.key_id)
+            ):
+                self.on_lost_alias(session, alias, why)
 
     def _checking_store(self, handle: Entry) -> Entry:
         def frame(session: Session, buf: memoryview, start: int, end: int) -> object:
@@ -350,8 +334,8 @@ class Admission:
             found = admitted.names[(name, key_id)] = _PARTITION.sub("", names[0])
         return found
 
-    def _count(self, session: Session, verb: str, why: str, count: int = 1) -> None:
-        self.denied[verb] = self.denied.get(verb, 0) + count
+    def _count(self, session: Session, verb: str, why: str) -> None:
+        self.denied[verb] = self.denied.get(verb, 0) + 1
         self.on_denied(session, why)
 
 

@@ -150,7 +150,7 @@ async def test_a_session_does_what_ticket_and_issuer_both_allow_and_nothing_else
         assert len(await there.members("delays")) == 1
         with pytest.raises(Exception, match="does not allow members"):
             await there.members("secret")
-    assert relay.router.accounts.report(0)["dropped"]["not allowed by ticket"] == 1
+    assert relay.router.accounts.report(0)["dropped"]["alias refused"] == 1
 
 
 async def test_a_ticket_that_names_keys_is_worth_nothing_without_them(relay: Relay) -> None:

@@ -86,6 +86,7 @@ DEADLINE_US: Final = 90_000_000_000
 MEMBER_ID: Final = f"{RELAY_ID.hex()}.7"
 CLUSTER: Final = "databases"
 TOPIC: Final = "flights.JFK.AA"
+DENIED: Final = "the ticket does not allow request for 'databases'"
 APPENDER: Final = bytes(range(0x40, 0x50))
 CERTIFICATE: Final = relay_leaf(NetworkKey(SECRET), RELAY_ID, bytes(32)).certificate
 TLS_CHANNEL: Final = certificate_hash(CERTIFICATE.public_bytes(Encoding.DER))
@@ -194,6 +195,9 @@ CONTROLS: Final[dict[str, Control]] = {
     "unrouted": frames.Unrouted(int(Kind.BROADCAST), CLUSTER, KEY.key_id, 3, "no members"),
     "unrouted-others": frames.Unrouted(
         int(Kind.PUBLISH), TOPIC, KEY.key_id, 3, OTHER_KEYS, {"9a0b1c2d": 1}
+    ),
+    "unrouted-alias": frames.Unrouted(
+        int(Kind.REQUEST), CLUSTER, KEY.key_id, 0, DENIED, alias=5, full=False
     ),
     "caller-left": frames.CallerLeft([RELAY_HOP + 2, RELAY_HOP + 5]),
     "credit": frames.Credit(7, Kind.PUSH, [RELAY_HOP + 2, RELAY_HOP + 5], [RELAY_HOP + 5]),

@@ -90,6 +90,8 @@ def denied() -> Made:
         accounts=made.router.accounts, clock=lambda: made.router.now_us, stream_names=made.router.stream_names,
     )  # fmt: skip
     made.router.admit_by(admission)
+    for alias in set(ALIAS.values()):
+        made.router.forget_alias(made.sender, alias)  # they were of another user
     admission.admit(made.sender, "ticket", 0)
     for kind, alias in ALIAS.items():
         if kind not in (Kind.CALLS, Kind.ANSWERS):
@@ -214,7 +216,9 @@ def test_a_frame_is_refused_with_one_answer_for_each_of_its_calls(
     made.feed(made.sender, data(kind, 0, count))
     assert not made.receiver_port.out
     answers = [decode_control(memoryview(each), 0, len(each)) for each in made.port.out]
-    if kind in CASTS:
+    if kind in CASTS and path is denied:
+        assert not answers  # the sender got UNROUTED when it declared the alias
+    elif kind in CASTS:
         assert [(each.kind, each.count) for each in answers] == [(kind, 1)]  # type: ignore[union-attr]  # UNROUTED
     else:
         assert [each.hop for each in answers] == [5, 6][:count]  # type: ignore[union-attr]  # FAIL

@@ -50,7 +50,7 @@ from relay.config import lan
 from relay.core import calls, control, link, overdue, parking, parts, site_routes
 from relay.core import credit as relay_credit
 from relay.core.direct import MAX_PAIRS_OF_SESSION
-from relay.core.limits import Limits
+from relay.core.limits import WEB_ALIASES, Limits
 from relay.net import ports, sessions
 from relay.store import channels
 from relay.store.authority import Authority
@@ -585,6 +585,8 @@ LIMITS: Final = {
     "name of a method, code of a refusal": names.MAX_METHOD_BYTES,
     "bundle of more than one message, counted as in §8": bundle.CUT_BYTES,
     "aliases per direction": (MAX_ALIASES, _CONFIG.max_aliases),
+    "aliases per direction of a session over WebSocket": WEB_ALIASES,
+    "aliases of all sessions of a relay, from session to relay": Limits().all_aliases,
     "keys proven per session at a time": _CONFIG.max_keys_per_session,
     "key ids per frame": frames.MAX_KEY_IDS,
     "members per session": _CONFIG.max_joins_per_session,

@@ -258,9 +258,12 @@ export class Client implements AsyncDisposable {
       if (fields.kind === Kind.PUBLISH) this.#subscriptions.gap(fields);
       else serving.gap(fields);
     });
-    session.onControl(Kind.UNROUTED, ({ kind, name, count, cause }) => {
+    session.onControl(Kind.UNROUTED, (fields) => {
+      const { kind, name, cause, alias } = fields;
+      const count = alias === undefined ? Number(fields.count) : session.aliasRefused(fields);
+      if (alias !== undefined && (!count || (kind !== Kind.PUBLISH && kind !== Kind.BROADCAST))) return; // calls get FAIL
       const what = kind === Kind.PUBLISH ? "publish" : "broadcast";
-      this.#lost({ kind: what, name: name as string, source: "", count: Number(count), cause: cause as string });
+      this.#lost({ kind: what, name: name as string, source: "", count, cause: cause as string });
     });
     session.onControl(Kind.DRAIN, ({ grace_ms }) => {
       if (session.draining) return;

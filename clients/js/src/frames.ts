@@ -110,7 +110,7 @@ const FIELDS: Readonly<Record<number, readonly Field[]>> = {
   [Kind.TICKET]: [["id", "int"], ["ticket", "str"]],
   [Kind.UNROUTED]: [
     ["kind", "int"], ["name", "str"], ["key_id", "bin16"], ["count", "int"], ["cause", "str"],
-    ["others", "map", undefined],
+    ["others", "map", undefined], ["alias", "int", undefined], ["full", "bool", undefined],
   ],
 };
 

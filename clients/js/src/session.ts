@@ -19,6 +19,15 @@ import { Outbox, type Port } from "./outbox.ts";
 import { metadata, Openers, Sealer, type Opened } from "./sframe.ts";
 import { concat, EMPTY } from "./bytes.ts";
 
+/** An alias that this session declared, and the messages sent under it. */
+interface Alias {
+  readonly number: number;
+  readonly kind: number;
+  readonly name: string;
+  readonly keyHex: string;
+  sent: number;
+}
+
 /** What an incoming alias stands for. */
 export interface Declared {
   readonly kind: number;
@@ -123,11 +132,14 @@ export class Session {
   readonly dropped = new Map<string, number>();
 
   readonly #port: Port;
-  readonly #aliasLimit: number;
+  #aliasLimit: number;
   readonly #controls = new Map<number, ControlHandler>();
   readonly #datas = new Map<number, DataHandler>();
   readonly #sealers = new Map<string, Sealer>();
-  readonly #out = new Map<string, number>();
+  readonly #out = new Map<string, Alias>();
+  /** Numbers of aliases that stand for nothing; the last one is used next. */
+  readonly #free: number[] = [];
+  #nextAlias = 0;
   readonly #in = new Map<number, Declared>();
   readonly #asked = new Map<number, Waiting>();
   readonly #endings: ((error: IrisError) => void)[] = [];
@@ -209,25 +221,27 @@ export class Session {
     this.#sealers.clear();
   }
 
-  /** Return the alias for an address and sender, which is declared first if need be. */
-  alias(address: Address, senderId: Bytes, keyId = address.key.id): number {
+  /** Return the alias for an address and sender, which is declared first if need be. `count` messages are sent under it. */
+  alias(address: Address, senderId: Bytes, keyId = address.key.id, count = 1): number {
     const { kind, name, site = "", member = "" } = address;
     const what = [kind, name, hex(keyId), hex(senderId), site, member].join("\0");
-    let alias = this.#out.get(what);
-    if (alias !== undefined) {
+    const known = this.#out.get(what);
+    if (known !== undefined) {
       if (this.#out.size >= this.#aliasLimit / 2) { // so that it is the one used last
         this.#out.delete(what);
-        this.#out.set(what, alias);
+        this.#out.set(what, known);
       }
-      return alias;
+      known.sent += count;
+      return known.number;
     }
-    if (this.#out.size < this.#aliasLimit) alias = this.#out.size;
-    else {
-      const [oldest, number] = this.#out.entries().next().value!;
+    if (this.#out.size >= this.#aliasLimit) {
+      const [oldest, { number }] = this.#out.entries().next().value!;
       this.#out.delete(oldest);
-      alias = number;
+      this.#free.push(number);
     }
-    this.#out.set(what, alias);
+    const alias = this.#free.pop() ?? this.#nextAlias++;
+    if (kind === Kind.TUNNEL_OPEN) this.#free.push(alias); // its id is used once
+    else this.#out.set(what, { number: alias, kind, name, keyHex: hex(keyId), sent: count });
     const fields: Fields = { alias, kind, name, key_id: keyId, sender_id: senderId, site };
     if (member) {
       const [relay, serial] = member.split(".");
@@ -236,6 +250,29 @@ export class Session {
     }
     this.outbox.push(encodeControl(Kind.DECLARE, fields));
     return alias;
+  }
+
+  /**
+   * Free an alias that the relay did not accept; its address is declared again when it is next used. Returns the number
+   * of messages that were sent under it.
+   */
+  aliasRefused({ alias, kind, name, key_id: keyId, full }: Fields): number {
+    const refused = Number(alias);
+    let sent = 0;
+    for (const [what, each] of this.#out) {
+      if (each.number !== refused) continue;
+      if (each.kind !== kind || each.name !== name || each.keyHex !== hex(keyId as Bytes)) return 0; // declared for something else since
+      this.#out.delete(what);
+      this.#free.push(each.number);
+      sent = each.sent;
+    }
+    const at = this.#free.indexOf(refused);
+    if (full && at >= 0) { // from now on numbers that the relay has accepted are declared again; this one is used last
+      this.#free.splice(at, 1);
+      this.#free.unshift(refused);
+      this.#aliasLimit = Math.max(1, this.#out.size);
+    }
+    return sent;
   }
 
   deadline(timeoutMs: number): bigint {
@@ -247,7 +284,7 @@ export class Session {
     const { hop = 0n, timeoutMs = 0, count = 1, first = 0, line = EMPTY } = sending;
     const { kind, name, key } = address;
     const sealer = this.sealer(key);
-    const alias = this.alias(address, sealer.senderId);
+    const alias = this.alias(address, sealer.senderId, key.id, count);
     const answer = line.length > 0;
     const deadline = answer ? 0n : this.deadline(timeoutMs);
     const end = encodeEnd(wallUs(), timeoutMs, count, first);

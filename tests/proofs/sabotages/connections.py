@@ -308,8 +308,8 @@ SABOTAGES = (
     Sabotage(
         "aliases-limit",
         "relay/core/parts.py",
-        "Parts.declare",
-        "declared.alias >= self.limits.aliases",
+        "Parts.check_alias",
+        "declared.alias >= limit",
         "False",
         UNPROVEN,
         "a session fills the relay with aliases",

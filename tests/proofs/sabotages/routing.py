@@ -27,6 +27,7 @@ FLAGS = ("tests/protocol/test_flags.py",)
 COUNTS = ("tests/protocol/test_counts.py",)
 ANSWERS = ("tests/protocol/test_strange_keys.py", *RULES)
 QUOTAS = ("tests/protocol/test_quotas.py",)
+ALIASES = ("tests/protocol/test_alias_shares.py",)
 RUNS = ("tests/protocol/test_runs.py",)
 BUDGET = ("tests/unit/relay/test_budget.py", "tests/integration/test_budget.py")
 SHARING = ("tests/protocol/test_sharing.py",)
@@ -558,6 +559,60 @@ SABOTAGES = (
         "pass",
         QUOTAS,
         "slots that a session released are never free again",
+    ),
+    Sabotage(
+        "alias-share",
+        "relay/core/control.py",
+        "SessionControl._on_declare",
+        "error := self._router.alias_error(session, alias)",
+        'error := ""',
+        ALIASES,
+        "the sessions of one user declare aliases without end",
+    ),
+    Sabotage(
+        "alias-given",
+        "relay/core/parts.py",
+        "Parts.session_down",
+        "self.quotas.aliases.give(session.user, session.declared)",
+        "pass",
+        ALIASES,
+        "the aliases of sessions that ended count for ever",
+    ),
+    Sabotage(
+        "alias-released",
+        "relay/core/parts.py",
+        "Parts.forget_alias",
+        "self.quotas.aliases.give(session.user)",
+        "pass",
+        ALIASES,
+        "the aliases under a released key count for ever",
+    ),
+    Sabotage(
+        "alias-sparse",
+        "relay/core/parts.py",
+        "Parts.alias_error",
+        "alias >= SPARSE_ALIASES + 4 * session.declared",
+        "False",
+        ALIASES,
+        "a session makes its table of aliases as long as it likes with one of them",
+    ),
+    Sabotage(
+        "alias-web",
+        "relay/core/limits.py",
+        "Limits.aliases_of",
+        "min(self.aliases, WEB_ALIASES) if web else self.aliases",
+        "self.aliases",
+        ALIASES,
+        "the sessions of one subject use up the share of its issuer",
+    ),
+    Sabotage(
+        "alias-answers",
+        "relay/core/answers.py",
+        "Answers.dropped",
+        "del session.in_flight[hop]",
+        "return",
+        ALIASES,
+        "an answer whose alias was refused leaves its caller waiting",
     ),
     Sabotage(
         "share-session",
