@@ -36,6 +36,7 @@ from iris.wire.kinds import (
     Kind,
     Refusal,
 )
+from relay.core.allowances import Allowances
 from relay.core.answers import Answers
 from relay.core.balance import pick
 from relay.core.direct import DirectTunnels
@@ -66,6 +67,14 @@ _NUMBERS: Final = (1 << 62) - 1
 """Mask of the counter in hop ids."""
 
 
+def _let_call(neighbor: Neighbor, room: int) -> None:
+    neighbor.may_call = room
+
+
+def _let_hold(neighbor: Neighbor, room: int) -> None:
+    neighbor.may_hold = room
+
+
 class Calls:
     """The part of the router for calls, which expect answers."""
 
@@ -79,6 +88,21 @@ class Calls:
         self.limit = limits.pending
         """Limit of unanswered calls of one session or link."""
         self._neighbors = neighbors
+        self._quotas = quotas
+        self.callers = Allowances(
+            quotas.calls,
+            neighbors,
+            lambda neighbor: neighbor.pending,
+            lambda neighbor: neighbor.may_call,
+            _let_call,
+        )
+        self.members = Allowances(
+            quotas.in_flight,
+            neighbors,
+            lambda neighbor: len(neighbor.in_flight),
+            lambda neighbor: neighbor.may_hold,
+            _let_hold,
+        )
         self._mesh = mesh
         self._loads = mesh.loads
         self._sites = sites
@@ -97,7 +121,13 @@ class Calls:
             accounts, self.ended, self.parking.give_up, DirectTunnels(limits.direct)
         )
         self.surveys = Surveys(
-            relay_id, accounts, interest, self._next_hop, self.ended, self._may_hold_more
+            relay_id,
+            accounts,
+            interest,
+            self._next_hop,
+            self.ended,
+            self._may_hold_more,
+            self._may_hold_here,
         )
         self.answers = Answers(
             accounts, interest, neighbors, self.tunnels, self.surveys, self.ended, self.release
@@ -126,10 +156,8 @@ class Calls:
         if deadline_us and neighbor.clock_us:
             deadline_us = max(1, min(deadline_us + neighbor.clock_us, NEVER_US))
             DEADLINE.pack_into(buf, start + DEADLINE_AT, deadline_us)
-        limit = self.limit
-        if neighbor.pending >= limit and not self._overdue.make_room_for(neighbor, limit, now_us):
+        if neighbor.pending >= neighbor.may_call and (detail := self._crowded(neighbor)):
             self.accounts.refused += 1
-            detail = f"{limit} calls of this connection are unanswered, which is the limit; wait for some to end"
             neighbor.control(Fail(hop, Cause.OVERLOADED, detail))
             return
         if deadline_us and deadline_us <= now_us:
@@ -278,7 +306,11 @@ class Calls:
         route = dispatched.route
         target = route.target(load.site_route or neighbor, load.serial or route.member)
         if load.member is not None:
-            if len(neighbor.in_flight) + dispatched.count > MAX_IN_FLIGHT:
+            if len(
+                neighbor.in_flight
+            ) + dispatched.count > neighbor.may_hold and not self._may_hold_here(
+                neighbor, dispatched.count
+            ):
                 return False
         elif not self._may_hold_more(target, dispatched):
             return False
@@ -310,6 +342,21 @@ class Calls:
         elif kind == TUNNEL_OPEN:
             self.tunnels.opening(dispatched, neighbor, hop)
         return True
+
+    def _crowded(self, neighbor: Neighbor) -> str:
+        """Return why a neighbor may not have another unanswered call, or an empty text."""
+        limit, now_us = self.limit, self._now_us
+        if neighbor.pending >= limit and not self._overdue.make_room_for(neighbor, limit, now_us):
+            return f"{limit} calls of this connection are unanswered, which is the limit; wait for some to end"
+        if self.callers.more(neighbor, limit, now_us):
+            return ""
+        if self._overdue.make_room_for(neighbor, neighbor.may_call, now_us):
+            return ""
+        return self._quotas.calls.full(neighbor.user, "unanswered calls")
+
+    def _may_hold_here(self, neighbor: Neighbor, count: int) -> bool:
+        """Return whether the members of a session may have `count` more calls in flight."""
+        return self.members.more(neighbor, MAX_IN_FLIGHT, self._now_us, count)
 
     def _may_hold_more(self, target: Target, dispatched: Dispatched) -> bool:
         """Count a call in its sender's share of a link or WAN connection; False if the share is used up.

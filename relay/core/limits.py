@@ -24,6 +24,7 @@ class Limits:
         "aliases",
         "all_aliases",
         "all_members",
+        "all_pending",
         "all_subscriptions",
         "all_watches",
         "direct",
@@ -37,7 +38,7 @@ class Limits:
     def __init__(
         self, *, aliases: int = 65_536, joins: int = 1024, keys: int = 1024, pending: int = 65_536,
         subscriptions: int = 65_536, all_members: int = 262_144, all_subscriptions: int = 262_144, all_watches: int = 65_536,
-        all_aliases: int = 262_144,
+        all_aliases: int = 262_144, all_pending: int = 524_288,
         direct: int = 512, session_rate: Quota = (0, 0), address_rates: Sequence[tuple[str, Quota]] = (),
     ) -> None:  # fmt: skip
         self.aliases = aliases
@@ -47,6 +48,7 @@ class Limits:
         self.subscriptions = subscriptions
         self.all_aliases = all_aliases
         self.all_members = all_members
+        self.all_pending = all_pending
         self.all_subscriptions = all_subscriptions
         self.all_watches = all_watches
         self.direct = direct

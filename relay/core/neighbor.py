@@ -459,6 +459,8 @@ class Neighbor(Connection):
         "group_bytes",
         "in_flight",
         "left_hops",
+        "may_call",
+        "may_hold",
         "over_share",
         "pending",
         "refused",
@@ -489,6 +491,10 @@ class Neighbor(Connection):
         """Our hop id -> call in flight at its members."""
         self.pending = 0
         """Number of its own calls that are unanswered."""
+        self.may_call = 0
+        """How many may be, before `relay.core.allowances` is asked for more."""
+        self.may_hold = 0
+        """How many calls may be in flight at its members, before `relay.core.allowances` is asked for more."""
         self.left_hops: set[int] = set()
         """Its hop ids of calls whose callers left, until their holders are notified."""
         self.tunnels: dict[int, Tunnel] = {}

@@ -96,6 +96,7 @@ class Parts:
         self.quotas = Quotas(
             members=self.limits.all_members, subscriptions=self.limits.all_subscriptions,
             watches=self.limits.all_watches, parked_bytes=PARKED_BYTES, aliases=self.limits.all_aliases,
+            calls=self.limits.all_pending, in_flight=self.limits.all_pending,
         )  # fmt: skip
         self.rates = Rates(
             self.accounts,
@@ -215,6 +216,8 @@ class Parts:
             self.quotas.watches.give(session.user, len(watch.key_ids))
             yield len(watch.key_ids)
         yield from self.credits.forget(session)
+        self._calls.callers.ended(session)
+        self._calls.members.ended(session)
         session.empty()
         del self.ending[session.number]
 

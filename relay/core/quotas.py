@@ -4,7 +4,7 @@
     sessions             all but the last quarter               -
     members, topics,     all but the last quarter               what its own limits say
     watches, parked,
-    aliases
+    aliases, calls
     a link's slots       all but the last quarter               half
 
 A user is a uid of this host, the holder of one access file, or, for calls that arrive over a link or WAN
@@ -41,12 +41,16 @@ class Table:
 
     def has_room(self, user: str, count: int = 1) -> bool:
         """Whether a user may take `count` more. A refusal is counted."""
-        mine = self.held.get(user, 0) + count
-        within = self.total + count <= self.limit and mine <= all_but_a_quarter(self.limit)
-        if within or user == RELAYS_STORE:
+        if self.fits(user, count):
             return True
         self.refused += 1
         return False
+
+    def fits(self, user: str, count: int) -> bool:
+        """Whether a user may take `count` more."""
+        mine = self.held.get(user, 0) + count
+        within = self.total + count <= self.limit and mine <= all_but_a_quarter(self.limit)
+        return within or user == RELAYS_STORE
 
     def take(self, user: str, count: int = 1) -> None:
         """Add `count` to what a user has."""
@@ -85,13 +89,25 @@ class Quotas:
     """The tables that the sessions of one relay share. Each one is also limited per session."""
 
     def __init__(
-        self, *, members: int, subscriptions: int, watches: int, parked_bytes: int, aliases: int
+        self,
+        *,
+        members: int,
+        subscriptions: int,
+        watches: int,
+        parked_bytes: int,
+        aliases: int,
+        calls: int,
+        in_flight: int,
     ) -> None:
         self.members = Table(members)
         self.subscriptions = Table(subscriptions)
         self.watches = Table(watches)
         self.parked = Table(parked_bytes)
         self.aliases = Table(aliases)
+        self.calls = Table(calls)
+        """Places for unanswered calls and tunnels of sessions; `relay.core.allowances` takes them in steps."""
+        self.in_flight = Table(in_flight)
+        """Places for calls and tunnels in flight at members of sessions."""
 
     def status(self) -> dict[str, object]:
         """Return how full each table is, ready for JSON."""
@@ -101,6 +117,8 @@ class Quotas:
             "watches": self.watches.status(),
             "parked_bytes": self.parked.status(),
             "aliases": self.aliases.status(),
+            "calls": self.calls.status(),
+            "in_flight": self.in_flight.status(),
         }
 
 

@@ -45,7 +45,7 @@ class Runs:
             deadline_us = max(1, min(deadline_us + neighbor.clock_us, NEVER_US))
         plain = (
             deadline_us > now_us
-            and neighbor.pending + count <= calls.limit
+            and neighbor.pending + count <= neighbor.may_call
             and calls.is_served(route, now_us)
         )
         if not plain:

@@ -33,6 +33,7 @@ class Surveys:
     def __init__(
         self, relay_id: bytes, accounts: Accounts, interest: Interest, next_hop: Callable[[Neighbor], int],
         ended: Callable[[Dispatched, int], None], may_hold_more: Callable[[Target, Dispatched], bool],
+        may_hold_here: Callable[[Neighbor, int], bool],
     ) -> None:  # fmt: skip
         self._relay = relay_id.hex()
         self._accounts = accounts
@@ -40,6 +41,7 @@ class Surveys:
         self._next_hop = next_hop
         self._ended = ended
         self._may_hold_more = may_hold_more
+        self._may_hold_here = may_hold_here
 
     def start(
         self, origin: Neighbor, route: Route, hop: int, deadline_us: int, until_us: int, buf: memoryview, start: int, end: int
@@ -80,6 +82,11 @@ class Surveys:
     def _send(self, survey: Survey, route: Route, load: Load, frame: bytearray) -> bool:
         neighbor, member = load.neighbor, load.member
         size = len(frame)
+        crowded = (
+            member is not None
+            and len(neighbor.in_flight) >= neighbor.may_hold
+            and not self._may_hold_here(neighbor, 1)
+        )
         full = (
             member is not None
             and load.messages >= load.concurrency
@@ -87,7 +94,7 @@ class Surveys:
             and load.messages > 0
         )
         gone = neighbor.closed or (member is not None and member.left)
-        if full or gone or not neighbor.port.has_room(size):
+        if crowded or full or gone or not neighbor.port.has_room(size):
             self._accounts.refused += 1
             return False
         target = route.target(load.site_route or neighbor, load.serial)

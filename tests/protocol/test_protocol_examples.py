@@ -617,6 +617,8 @@ LIMITS: Final = {
         _CONFIG.max_pending_per_session,
         requests.MAX_PENDING,
     ),
+    "calls of all sessions of a relay that wait for an answer, beyond the first 64 of each": Limits().all_pending,
+    "calls in flight at all sessions of a relay, beyond the first 64 at each": Limits().all_pending,
     "members tried per call": calls.MAX_ATTEMPTS,
     "sessions per relay": _CONFIG.max_sessions,
     "replay window": sframe.WINDOW_COUNTERS,

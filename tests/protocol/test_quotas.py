@@ -183,7 +183,7 @@ def test_sessions_of_one_user_leave_a_quarter_to_others() -> None:
     assert quotas["members"]["refused"] == 2
     for party in (first, second, other, *crowd, *named):
         router.session_down(party.session)
-    assert [table["held"] for table in router.quotas.status().values()] == [0] * 5  # type: ignore[index]
+    assert [table["held"] for table in router.quotas.status().values()] == [0] * 7  # type: ignore[index]
     assert not (router.quotas.members.held)
     assert not (router.quotas.subscriptions.held)
 

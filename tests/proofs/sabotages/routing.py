@@ -28,6 +28,7 @@ COUNTS = ("tests/protocol/test_counts.py",)
 ANSWERS = ("tests/protocol/test_strange_keys.py", *RULES)
 QUOTAS = ("tests/protocol/test_quotas.py",)
 ALIASES = ("tests/protocol/test_alias_shares.py",)
+PLACES = ("tests/protocol/test_call_shares.py",)
 RUNS = ("tests/protocol/test_runs.py",)
 BUDGET = ("tests/unit/relay/test_budget.py", "tests/integration/test_budget.py")
 SHARING = ("tests/protocol/test_sharing.py",)
@@ -536,7 +537,7 @@ SABOTAGES = (
     Sabotage(
         "quota-user",
         "relay/core/quotas.py",
-        "Table.has_room",
+        "Table.fits",
         "and mine <= all_but_a_quarter(self.limit)",
         "",
         QUOTAS,
@@ -545,7 +546,7 @@ SABOTAGES = (
     Sabotage(
         "quota-total",
         "relay/core/quotas.py",
-        "Table.has_room",
+        "Table.fits",
         "self.total + count <= self.limit and",
         "",
         QUOTAS,
@@ -613,6 +614,42 @@ SABOTAGES = (
         "return",
         ALIASES,
         "an answer whose alias was refused leaves its caller waiting",
+    ),
+    Sabotage(
+        "calls-share",
+        "relay/core/allowances.py",
+        "Allowances.more",
+        "not self.table.has_room(neighbor.user, step)",
+        "False",
+        PLACES,
+        "the sessions of one user have calls in flight without end",
+    ),
+    Sabotage(
+        "calls-ended",
+        "relay/core/allowances.py",
+        "Allowances.ended",
+        "self.table.give(neighbor.user, counted)",
+        "pass",
+        PLACES,
+        "the places of sessions that ended count for ever",
+    ),
+    Sabotage(
+        "calls-idle",
+        "relay/core/allowances.py",
+        "Allowances._sweep",
+        "spare > 0",
+        "False",
+        PLACES,
+        "sessions that once had many calls keep others of their user from calling",
+    ),
+    Sabotage(
+        "survey-share",
+        "relay/core/surveys.py",
+        "Surveys._send",
+        "and not self._may_hold_here(neighbor, 1)",
+        "and False",
+        PLACES,
+        "surveys put calls in flight at members without end",
     ),
     Sabotage(
         "share-session",
