@@ -49,7 +49,9 @@ class Allowances:
             if step := max(0, min(max(STEP, wanted - room), most - room)) if wanted > room else 0:
                 if not self.table.fits(neighbor.user, step):
                     self._sweep(neighbor.user, now_us)
-                if not self.table.has_room(neighbor.user, step):
+                # A run that does not fit is tried again call by call, and then each one counts.
+                has_room = self.table.has_room if count == 1 else self.table.fits
+                if not has_room(neighbor.user, step):
                     return False
                 self.table.take(neighbor.user, step)
                 room += step

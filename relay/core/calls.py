@@ -306,11 +306,9 @@ class Calls:
         route = dispatched.route
         target = route.target(load.site_route or neighbor, load.serial or route.member)
         if load.member is not None:
-            if len(
-                neighbor.in_flight
-            ) + dispatched.count > neighbor.may_hold and not self._may_hold_here(
-                neighbor, dispatched.count
-            ):
+            count = dispatched.count
+            held = len(neighbor.in_flight) + count
+            if held > neighbor.may_hold and not self._may_hold_here(neighbor, count):
                 return False
         elif not self._may_hold_more(target, dispatched):
             return False

@@ -45,7 +45,10 @@ class Runs:
             deadline_us = max(1, min(deadline_us + neighbor.clock_us, NEVER_US))
         plain = (
             deadline_us > now_us
-            and neighbor.pending + count <= neighbor.may_call
+            and (
+                neighbor.pending + count <= neighbor.may_call
+                or calls.callers.more(neighbor, calls.limit, now_us, count)
+            )
             and calls.is_served(route, now_us)
         )
         if not plain:
