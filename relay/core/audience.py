@@ -19,12 +19,13 @@ from iris.wire.names import printable
 from relay.core.interest import Interest
 from relay.core.link import Link
 from relay.core.neighbor import Neighbor
+from relay.core.quotas import Table
 from relay.core.session import Session
 from relay.core.slow import SlowReceivers
 
 ASK_US: Final = 500_000
 """Longest wait for the answers of other relays."""
-MAX_ASKED: Final = 4096
+MAX_ASKED: Final = 1024
 """Limit of questions that wait for other relays. Over it, a question is answered with what this relay knows."""
 _SLOW_BYTES: Final = MAX_CONTROL_BYTES - 2048
 """Bytes for slow receivers in one AUDIENCE frame, which may also name 64 other keys."""
@@ -48,14 +49,15 @@ class Audiences:
     """The open questions about topics at one relay."""
 
     def __init__(
-        self, relay: str, interest: Interest, slow: SlowReceivers, clock: Callable[[], int]
-    ) -> None:
+        self, relay: str, interest: Interest, slow: SlowReceivers, table: Table, clock: Callable[[], int]
+    ) -> None:  # fmt: skip
         """`relay` is the name of this relay's host, for people."""
         self.deadline_us = NEVER_US
         """When `expire` is due."""
         self._relay = relay
         self._interest = interest
         self._slow = slow
+        self._table = table
         self._clock = clock
         self._questions: dict[int, _Question] = {}
         """Our question id -> question, oldest first."""
@@ -67,11 +69,12 @@ class Audiences:
         if session.minor >= OTHERS_MINOR:
             others = self._interest.other_audience(topic.name, topic.key_id)
             audience = msgspec.structs.replace(audience, others=others)
-        links = self._links(topic) if topic.slow and len(self._questions) < MAX_ASKED else []
-        if not links:
+        links = self._links(topic) if topic.slow else []
+        if not links or not self._table.has_room(session.user):
             self._answer(session, audience)
             return
         self._last += 1
+        self._table.take(session.user)
         question = self._questions[self._last] = _Question(
             session, audience, self._clock() + ASK_US
         )
@@ -122,6 +125,7 @@ class Audiences:
 
     def _end(self, number: int) -> None:
         question = self._questions.pop(number)
+        self._table.give(question.session.user)
         if not question.session.closed:
             self._answer(question.session, question.audience)
 

@@ -176,7 +176,11 @@ class SessionControl:
         self._router.stores.answered(session, pong, self._router.now_us)
 
     def _on_prove(self, session: Session, prove: frames.Prove) -> None:
+        keys = self._router.quotas.keys
+        if not keys.has_room(session.user):
+            raise PeerProtocolError(keys.full(session.user, "proven keys"))
         session.proofs += 1
+        keys.take(session.user)
         if session.proofs > self._router.limits.keys:
             raise PeerProtocolError(f"a session may prove at most {self._router.limits.keys} keys")
         channel = session.channel if session.minor >= BOUND_PROOF_MINOR else b""
@@ -220,6 +224,7 @@ class SessionControl:
                 yield
         session.proven.discard(key_id)
         session.proofs -= 1
+        self._router.quotas.keys.give(session.user)
         yield from self._router.forget_routes(session, key_id)
 
     def _on_ticket(self, session: Session, ticket: frames.Ticket) -> None:

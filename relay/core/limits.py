@@ -23,6 +23,7 @@ class Limits:
         "address_rates",
         "aliases",
         "all_aliases",
+        "all_keys",
         "all_members",
         "all_pending",
         "all_subscriptions",
@@ -38,7 +39,7 @@ class Limits:
     def __init__(
         self, *, aliases: int = 65_536, joins: int = 1024, keys: int = 1024, pending: int = 65_536,
         subscriptions: int = 65_536, all_members: int = 262_144, all_subscriptions: int = 262_144, all_watches: int = 65_536,
-        all_aliases: int = 262_144, all_pending: int = 524_288,
+        all_aliases: int = 262_144, all_pending: int = 524_288, all_keys: int = 262_144,
         direct: int = 512, session_rate: Quota = (0, 0), address_rates: Sequence[tuple[str, Quota]] = (),
     ) -> None:  # fmt: skip
         self.aliases = aliases
@@ -47,6 +48,7 @@ class Limits:
         self.pending = pending
         self.subscriptions = subscriptions
         self.all_aliases = all_aliases
+        self.all_keys = all_keys
         self.all_members = all_members
         self.all_pending = all_pending
         self.all_subscriptions = all_subscriptions

@@ -20,7 +20,7 @@ from iris.wire.kinds import (
     Kind,
 )
 from iris.wire.names import check_cluster, check_topic
-from relay.core.audience import Audiences
+from relay.core.audience import MAX_ASKED, Audiences
 from relay.core.buckets import Rate
 from relay.core.calls import Calls
 from relay.core.casts import Casts
@@ -97,6 +97,7 @@ class Parts:
             members=self.limits.all_members, subscriptions=self.limits.all_subscriptions,
             watches=self.limits.all_watches, parked_bytes=PARKED_BYTES, aliases=self.limits.all_aliases,
             calls=self.limits.all_pending, in_flight=self.limits.all_pending,
+            keys=self.limits.all_keys, questions=MAX_ASKED,
         )  # fmt: skip
         self.rates = Rates(
             self.accounts,
@@ -143,7 +144,9 @@ class Parts:
         self.direct = self._calls.tunnels.direct
         self.stores = StoreWatch(self.advertiser)
         self.settling = Settling(self.links, self.advertiser, lambda: self.now_us)
-        self.audiences = Audiences(label, self.interest, self.slow, lambda: self.now_us)
+        self.audiences = Audiences(
+            label, self.interest, self.slow, self.quotas.questions, lambda: self.now_us
+        )
 
     @property
     def wall_us(self) -> int | None:
@@ -196,6 +199,9 @@ class Parts:
                 self.leave(member)
                 yield MEMBER_WORK + len(member.key_ids)
         yield from forgotten
+        if session.proofs:
+            self.quotas.keys.give(session.user, session.proofs)
+            session.proofs = 0
         if session.declared:
             self.quotas.aliases.give(session.user, session.declared)
             session.declared = 0

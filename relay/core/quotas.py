@@ -4,7 +4,8 @@
     sessions             all but the last quarter               -
     members, topics,     all but the last quarter               what its own limits say
     watches, parked,
-    aliases, calls
+    aliases, calls,
+    proven keys
     a link's slots       all but the last quarter               half
 
 A user is a uid of this host, the holder of one access file, or, for calls that arrive over a link or WAN
@@ -98,12 +99,18 @@ class Quotas:
         aliases: int,
         calls: int,
         in_flight: int,
+        keys: int,
+        questions: int,
     ) -> None:
         self.members = Table(members)
         self.subscriptions = Table(subscriptions)
         self.watches = Table(watches)
         self.parked = Table(parked_bytes)
         self.aliases = Table(aliases)
+        self.keys = Table(keys)
+        """Keys that sessions have proven."""
+        self.questions = Table(questions)
+        """Questions about topics that wait for other relays."""
         self.calls = Table(calls)
         """Places for unanswered calls and tunnels of sessions; `relay.core.allowances` takes them in steps."""
         self.in_flight = Table(in_flight)
@@ -117,6 +124,8 @@ class Quotas:
             "watches": self.watches.status(),
             "parked_bytes": self.parked.status(),
             "aliases": self.aliases.status(),
+            "keys": self.keys.status(),
+            "questions": self.questions.status(),
             "calls": self.calls.status(),
             "in_flight": self.in_flight.status(),
         }

@@ -62,7 +62,8 @@ _PARTITION: Final = re.compile(r"/[1-9][0-9]*\Z")
 _MARK: Final = 0xC1
 _CODE_BYTES: Final = 49
 """Length of the code of a channel before a call (docs/protocol.md, §19.9)."""
-MAX_NAMES: Final = 1024
+MAX_NAMES: Final = 64
+"""Limit of cached names of streams of one session."""
 
 
 class TicketRefused(PeerProtocolError):

@@ -588,6 +588,7 @@ LIMITS: Final = {
     "aliases per direction of a session over WebSocket": WEB_ALIASES,
     "aliases of all sessions of a relay, from session to relay": Limits().all_aliases,
     "keys proven per session at a time": _CONFIG.max_keys_per_session,
+    "keys proven in all sessions of a relay": Limits().all_keys,
     "key ids per frame": frames.MAX_KEY_IDS,
     "members per session": _CONFIG.max_joins_per_session,
     "subscriptions per session, in tokens of the filter times key ids": _CONFIG.max_subscriptions_per_session,

@@ -10,7 +10,7 @@ from protocol.kit import KEY, OTHER_KEY, Host, LinkEnd, Network, Port, feed
 from protocol.test_sites import Sites, reply
 
 from iris.crypto.keys import ClusterKey
-from iris.errors import LocalProtocolError, Overloaded
+from iris.errors import LocalProtocolError, Overloaded, PeerProtocolError
 from iris.membership import Watcher
 from iris.wire import frames, link_frames
 from iris.wire.codec import END, HOP, decode_control, encode_control
@@ -183,9 +183,52 @@ def test_sessions_of_one_user_leave_a_quarter_to_others() -> None:
     assert quotas["members"]["refused"] == 2
     for party in (first, second, other, *crowd, *named):
         router.session_down(party.session)
-    assert [table["held"] for table in router.quotas.status().values()] == [0] * 7  # type: ignore[index]
+    assert [table["held"] for table in router.quotas.status().values()] == [0] * 9  # type: ignore[index]
     assert not (router.quotas.members.held)
     assert not (router.quotas.subscriptions.held)
+
+
+def test_sessions_of_one_user_share_the_keys_that_they_prove() -> None:
+    net = Network(limits=Limits(all_keys=4))
+    router = net.router
+    parties = [Party(router, keys=()) for _ in range(4)]
+    for party in parties[:3]:
+        prove(party)
+    with pytest.raises(PeerProtocolError, match=r"share of the relay's proven keys \(3 of 4"):
+        prove(parties[3])
+    prove(Party(router, "uid 2", keys=()))
+    parties[0].say(frames.Release(KEY_ID))
+    router.session_down(parties[1].session)
+    assert router.quotas.keys.held == {"uid 1": 1, "uid 2": 1}
+    prove(parties[3])
+
+
+def test_one_user_does_not_take_all_places_of_questions() -> None:
+    net = Network(relays=2)
+    net.link(0, 1)
+    net.host("far", relay=1).subscribe("news")
+    net.run()
+    table = net.router.quotas.questions
+    table.limit = 4
+    asking, other = Party(net.router), Party(net.router, "uid 2")
+    for number in range(4):
+        asking.say(frames.Topic(number, "news", KEY_ID, True))
+    # The last one is answered at once with what this relay knows.
+    assert [each.id for each in asking.received(frames.Audience)] == [3]
+    other.say(frames.Topic(9, "news", KEY_ID, True))
+    assert not other.received(frames.Audience)
+    assert table.status() == {"held": 4, "limit": 4, "refused": 1}
+    net.router.now_us = net.router.audiences.deadline_us
+    net.router.expire()
+    assert (table.total, len(other.received(frames.Audience))) == (0, 1)
+
+
+def prove(party: Party) -> None:
+    session = party.session
+    signature = KEY.sign_proof(
+        relay_id=party.router.relay_id, session_id=session.session_id, challenge=session.challenge
+    )
+    party.say(frames.Prove(0, KEY.public_key, signature))
 
 
 def test_one_session_has_no_more_than_a_quarter_of_all_members() -> None:
