@@ -22,7 +22,6 @@ from relay.core.session import Session
 
 MAX_REASONS: Final = 32
 """Refused aliases of one session whose reasons are known; frames under earlier ones get the latest reason."""
-REFUSED: Final = "alias refused"
 """The cause of drops."""
 
 
@@ -56,7 +55,7 @@ class RefusedAliases:
         cause, why = session.refused.get(alias) or next(reversed(session.refused.values()))
         if kind in CASTS:
             self._accounts.in_ += len(hops)
-            self._accounts.drop(REFUSED, len(hops))
+            self._accounts.drop("alias refused", len(hops))
         elif kind in CALL_KINDS:
             self._accounts.in_ += len(hops)
             self._accounts.refused += len(hops)
@@ -70,5 +69,5 @@ class RefusedAliases:
         """Drop answers, whose callers get FAIL."""
         for hop in hops:
             self._answers.dropped(
-                session, kind, hop, REFUSED, f"the relay dropped the member's answer: {why}"
+                session, kind, hop, "alias refused", f"the relay dropped the member's answer: {why}"
             )

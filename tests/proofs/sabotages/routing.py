@@ -573,7 +573,7 @@ SABOTAGES = (
     Sabotage(
         "alias-given",
         "relay/core/parts.py",
-        "Parts.session_down",
+        "Parts._session_parts",
         "self.quotas.aliases.give(session.user, session.declared)",
         "pass",
         ALIASES,
