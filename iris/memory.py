@@ -1,9 +1,12 @@
-"""Tunes the C allocator for large, short-lived buffers: keep freed memory, and return it once the process is idle."""
+"""Memory of whole processes: the C allocator keeps what is freed, the collector of cycles runs seldom, and an idle
+process gives memory back.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import os
 import time
 from pathlib import Path
@@ -41,6 +44,22 @@ def keep_freed_memory() -> bool:
     return mapped and trimmed
 
 
+FULL_COLLECTION: Final = 200
+"""Full collections begin after this many of the middle generation. By default 10."""
+
+
+def collect_seldom() -> None:
+    """Collect cycles of old objects seldom in this process, and never look at the objects that it has now.
+
+    A full collection looks at all objects, and nothing else runs meanwhile. What others make a process hold must not
+    decide how often that happens. Cycles are collected once the process is idle.
+    """
+    gc.collect()
+    gc.freeze()
+    young, middle, _ = gc.get_threshold()
+    gc.set_threshold(young, middle, FULL_COLLECTION)
+
+
 IDLE_S: Final = 0.5
 """Period over which idleness is measured."""
 IDLE_SHARE: Final = 0.02
@@ -50,7 +69,7 @@ WORTH_BYTES: Final = 32 * _MIB
 
 
 async def give_back_when_idle(*, idle_s: float = IDLE_S) -> None:
-    """Return freed memory to the system whenever the process becomes idle after a burst. Runs until cancelled.
+    """Collect cycles and return freed memory whenever the process becomes idle after a burst. Runs until cancelled.
 
     Returns at once if the C library is not glibc, or the system does not show the resident size.
     """
@@ -65,6 +84,7 @@ async def give_back_when_idle(*, idle_s: float = IDLE_S) -> None:
         await asyncio.sleep(idle_s)
         before_s, used_s = used_s, time.process_time()
         if used_s - before_s < IDLE_SHARE * idle_s and resident_bytes() > kept + WORTH_BYTES:
+            gc.collect()
             trim(0)
             kept = resident_bytes()
             used_s = time.process_time()

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 from iris import keyfiles
 from iris.crypto.keys import NetworkKey
 from iris.errors import ConfigError, IrisError
-from iris.memory import give_back_when_idle, keep_freed_memory
+from iris.memory import collect_seldom, give_back_when_idle, keep_freed_memory
 from iris.wire.link_frames import MAX_ADDRESSES
 from relay import notify, watchdog
 from relay.config import RelayConfig
@@ -486,6 +486,7 @@ async def serve(config: RelayConfig, environ: Mapping[str, str]) -> None:
     loop.add_signal_handler(signal.SIGHUP, read_again, relay, environ)
     with counting_garbled_names(relay.count_garbled_name):
         await relay.start()
+        collect_seldom()
         tidying = asyncio.create_task(give_back_when_idle(), name="iris-memory")
         notify.ready(environ)
         pinging = asyncio.create_task(watchdog.keep_alive(environ), name="iris-watchdog")

@@ -198,6 +198,10 @@ class Member:
             return
         if self.left and not any(load.messages for load in self.loads.values()):
             self.session.members.pop(self.serial, None)
+            self.loads, self.unserved = (
+                {},
+                None,
+            )  # they refer to it, and cycles are collected seldom
 
 
 def is_listed(kinds: Iterable[int]) -> bool:
