@@ -18,6 +18,8 @@ def service() -> iris.Service:
 async def watch(client: iris.Client) -> None:
     async for members in client.watch_members("databases"):
         print("there are", len(members))
+        if len(members) == 2:
+            break
 
 
 async def main() -> None:
@@ -28,9 +30,8 @@ async def main() -> None:
             async with client.serve(service()):
                 members = await client.wait_for_members("databases", 2, timeout=1.0)
                 print(members.serving("request"), "of", len(members), "take requests")
+                await watching
         print("left:", len(await client.members("databases")))
-        await asyncio.sleep(0)  # let the watcher have its last word
-        watching.cancel()
 
 
 asyncio.run(main())

@@ -75,7 +75,7 @@ EXPECTED = {
         'iris_service_timed_calls_total{client="greetings",cluster="greeter",kind="request",method=""} 2.0',
     ],
     "members": [
-        "there are 1", "there are 2", "2 of 2 take requests", "there are 1", "there are 0", "left: 0",
+        "there are 1", "there are 2", "2 of 2 take requests", "left: 0",
     ],
     "one_member": [
         "anna: 1", "bert: 1", "anna: 2", "carl: 1", "anna: 3", "has left: True may have run: False",
