@@ -34,7 +34,7 @@ from iris.wire.kinds import CLOCK_PING, WEB_MINOR
 from relay.core.buckets import Bucket, Rate
 from relay.core.tickets import Admission, TicketRefused
 from relay.net.sessions import FIRST_LIMIT_BYTES, INTERNAL, WEB_USER, Peer, SessionHub, SessionPort
-from relay.net.turns import TURN, Turn
+from relay.net.turns import CONTROL_NS, SHARE_NS, TURN, Turn
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ SUBPROTOCOL: Final = Subprotocol("iris.1")
 PING_S: Final = 20.0
 DEAD_S: Final = 60.0
 """Seconds after the last pong at which a session ends. Browsers answer pings by themselves, in hidden tabs, too."""
-PIECE_BYTES: Final = 2 << 10
+PIECE_BYTES: Final = 1 << 10
 """Bytes that are parsed at a stretch."""
 IDLE_FRAMES: Final = 32
 """Pings, pongs, empty fragments and empty messages that a peer may send a second."""
@@ -115,6 +115,8 @@ class WebConnection(asyncio.Protocol):
         """What is left of a frame that is handled."""
         self._last = False
         """Whether that frame ends its message."""
+        self._share_ns = SHARE_NS
+        """Its share of this turn."""
         self._idle_frames = Bucket("", Rate(IDLE_FRAMES), 0)
         """How many frames without content it may send now."""
         self._idle_frames_before = IDLE_FRAMES_BEFORE_HELLO
@@ -172,10 +174,11 @@ class WebConnection(asyncio.Protocol):
     def _handle(self) -> None:
         """Handle what was received, until the turn ends."""
         begun_us = time.monotonic_ns() // 1000
+        self._share_ns = SHARE_NS
         self.turn.hold(begun_us)  # for all messages of the turn
         while self._has_more:
             self._step()
-            if not self.turn.has_time(begun_us):
+            if not self.turn.has_time(begun_us, self._share_ns):
                 break
         self._write_out()
 
@@ -284,6 +287,7 @@ class WebConnection(asyncio.Protocol):
 
     def _may_be_idle(self) -> bool:
         """Count a frame without content; return whether the peer may send it."""
+        self._share_ns = CONTROL_NS
         if self.port is None or not self.port.session.greeted:
             self._idle_frames_before -= 1
             return self._idle_frames_before >= 0
