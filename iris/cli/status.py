@@ -165,7 +165,7 @@ def _waiting(report: dict[str, Any]) -> Iterator[str]:
     if count:
         yield f"publishers waiting: {plural(count, 'topic')} with subscribers that are full, or for which messages are dropped"
     if over := report.get("publishers_unlimited"):
-        yield f"published without waiting: {plural(over, 'topic')} of sessions in which too many others wait; full subscribers lost messages of them"
+        yield f"published without waiting: {plural(over, 'topic')}, because their sessions have too many others that wait; subscribers whose queues are full lose messages"
 
 
 def _queues(report: dict[str, Any]) -> Iterator[str]:
