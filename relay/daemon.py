@@ -22,6 +22,7 @@ from iris import keyfiles
 from iris.crypto.keys import NetworkKey
 from iris.errors import ConfigError, IrisError
 from iris.memory import collect_seldom, give_back_when_idle, keep_freed_memory
+from iris.signals import on_signal
 from iris.wire.link_frames import MAX_ADDRESSES
 from relay import notify, watchdog
 from relay.config import RelayConfig
@@ -480,10 +481,9 @@ class Relay:
 
 async def serve(config: RelayConfig, environ: Mapping[str, str]) -> None:
     """Run a relay until SIGTERM or SIGINT. A second signal ends the process at once."""
-    loop = asyncio.get_running_loop()
-    stop = stop_on_signals(loop)
+    stop = stop_on_signals()
     relay = Relay(config)
-    loop.add_signal_handler(signal.SIGHUP, read_again, relay, environ)
+    on_signal(signal.SIGHUP, read_again, relay, environ)
     with counting_garbled_names(relay.count_garbled_name):
         await relay.start()
         collect_seldom()

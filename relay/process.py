@@ -10,24 +10,26 @@ import signal
 import sys
 from collections.abc import Callable
 
+from iris.signals import on_signal
 
-def stop_on_signals(loop: asyncio.AbstractEventLoop) -> asyncio.Event:
+
+def stop_on_signals() -> asyncio.Event:
     """Return an event that SIGTERM and SIGINT set; callers may set it, too.
 
     A second signal ends the process at once.
     """
     stop = asyncio.Event()
-    signalled = False
+    told = False
 
-    def on_signal() -> None:
-        nonlocal signalled
-        if signalled:
+    def signalled() -> None:
+        nonlocal told
+        if told:
             os._exit(1)
-        signalled = True
+        told = True
         stop.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal)
+        on_signal(number, signalled)
     return stop
 
 

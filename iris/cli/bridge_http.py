@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from pathlib import Path
 from typing import Annotated, Final
@@ -68,7 +67,7 @@ def http(
         config = HttpConfig(max_body_bytes=max_body)
         configure(log_level, log_format)
         raise_descriptor_limit()
-        stop = stop_on_signals(asyncio.get_running_loop())
+        stop = stop_on_signals()
         if not metrics:
             await serve(front, config, relay, stop)
             return Exit.OK

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from pathlib import Path
 from typing import Annotated
@@ -58,7 +57,7 @@ def sp(
         from relay.process import raise_descriptor_limit, stop_on_signals
 
         raise_descriptor_limit()
-        stop = stop_on_signals(asyncio.get_running_loop())
+        stop = stop_on_signals()
         if not metrics:
             await serve(entries, relay, stop)
             return Exit.OK

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from pathlib import Path
 from typing import Annotated, Final
@@ -85,7 +84,7 @@ def dashboard(
             raise ConfigError(f"{tokens}: no tokens; write a [[token]] table")
         watch = Watch(relay, also or (), clusters=cluster or (), interval_s=INTERVAL_S)
         listener = listen_at("--listen", listen, allow_remote=allow_remote)
-        stop = stop_on_signals(asyncio.get_running_loop())
+        stop = stop_on_signals()
         address = f"http://{address_of(listener)}/"
         output.write((f"{address}#token={token}" if token else address).encode() + b"\n")
         notify.ready(os.environ)

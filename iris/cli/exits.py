@@ -30,6 +30,7 @@ from iris.errors import (
     StreamUnavailable,
     TunnelBroken,
 )
+from iris.signals import on_signal
 from iris.wire.names import printable
 
 
@@ -145,9 +146,8 @@ async def until_stopped(work: Coroutine[Any, Any, None]) -> None:
         stopped = True
         task.cancel()
 
-    loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop)
+        on_signal(number, stop)
     try:
         await task
     except asyncio.CancelledError:

@@ -22,6 +22,7 @@ from iris.cli.worker import LOADED, READY
 from iris.core.backoff import Backoff
 from iris.errors import ConfigError
 from iris.logs import logger
+from iris.signals import on_signal
 from relay import notify
 
 log = logger(__name__)
@@ -70,10 +71,9 @@ class Supervisor:
 
     async def run(self) -> int:
         """Run the workers until a signal or a mistake that a restart does not correct; return the exit code."""
-        loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_stop)
-        loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
+            on_signal(number, self._on_stop)
+        on_signal(signal.SIGHUP, self._on_hangup)
         async with asyncio.TaskGroup() as group:
             watching = group.create_task(self._watch()) if self._changes is not None else None
             keepers = [

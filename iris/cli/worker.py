@@ -21,6 +21,7 @@ from iris.config import ClientConfig
 from iris.core.backoff import Backoff
 from iris.errors import IrisError, RelayUnavailable
 from iris.logs import logger
+from iris.signals import on_signal
 from relay import notify
 
 log = logger(__name__)
@@ -108,7 +109,7 @@ async def serve(
         stop.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_stop)
+        on_signal(number, on_stop)
     orphaned = loop.create_task(line.ended(), name="iris-supervisor")
     orphaned.add_done_callback(lambda _: stop.set())
     names = [service.name for service in services]
@@ -125,7 +126,7 @@ async def serve(
                 reloads.add(task)
                 task.add_done_callback(reloads.discard)
 
-            loop.add_signal_handler(signal.SIGHUP, on_hangup)
+            on_signal(signal.SIGHUP, on_hangup)
             for service in reversed(services):  # so the stack leaves them in order
                 await stack.enter_async_context(client.serve(service))
             log.info("run.serving", extra={"fields": {"clusters": names, "pid": os.getpid()}})

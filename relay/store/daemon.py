@@ -48,7 +48,7 @@ async def serve(
     `environ` names the service manager of a store that is not supervised: it is notified when the directory is open.
     """
     loop = asyncio.get_running_loop()
-    stop = stop_on_signals(loop)
+    stop = stop_on_signals()
 
     async def connect(factory: Callable[[], Pump[StoreSession]]) -> object:
         return await loop.create_unix_connection(factory, sock=await dial(relay, relay_user))

@@ -312,7 +312,7 @@ import asyncio, os, signal
 from relay.process import stop_on_signals
 
 async def main():
-    stop = stop_on_signals(asyncio.get_running_loop())
+    stop = stop_on_signals()
     stop.set()
     for which in ("first", "second"):
         os.kill(os.getpid(), signal.SIGTERM)
@@ -328,3 +328,42 @@ def test_only_a_second_signal_is_immediate_not_the_first_after_another_reason_to
         [sys.executable, "-c", _SIGNALS], capture_output=True, text=True, timeout=PATIENCE_S
     )
     assert (ended.returncode, ended.stdout) == (1, "after the first\n"), ended.stderr
+
+
+_BESIDE_ANOTHER = """
+import asyncio, signal, sys, uvloop
+from iris.cli.exits import until_stopped
+from relay.process import stop_on_signals
+
+async def event():
+    stop = stop_on_signals()
+    print("ready", flush=True)
+    await stop.wait()
+    await asyncio.sleep(0.05)
+
+async def verb():
+    async def work():
+        print("ready", flush=True)
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0.05)
+    await until_stopped(work())
+
+signal.signal(signal.SIGUSR1, lambda *_: signal.raise_signal(signal.SIGTERM))
+uvloop.run({"event": event, "verb": verb}[sys.argv[1]]())
+print("stopped")
+"""
+
+
+@pytest.mark.parametrize("how", ["event", "verb"])
+def test_a_signal_that_comes_with_another_counts_once(how: str) -> None:
+    """As when a terminal is resized and closed, or a service is reloaded and stopped."""
+    with subprocess.Popen(
+        [sys.executable, "-c", _BESIDE_ANOTHER, how], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGUSR1)
+        out, err = process.communicate(timeout=PATIENCE_S)
+    assert (process.returncode, out) == (0, "stopped\n"), err

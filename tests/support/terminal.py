@@ -76,7 +76,9 @@ class PseudoTerminal:
         os.write(self._ours, keys.encode())
 
     def resize(self, columns: int, lines: int) -> None:
+        """Change the size; the emulator's screen is empty then, so that only what is drawn afterwards is shown."""
         self.screen.resize(lines, columns)
+        self.screen.erase_in_display(2)
         self._set_size(columns, lines)
 
     def stop(self, number: int) -> int:

@@ -24,6 +24,7 @@ from iris.cli import options, output
 from iris.cli.bench import jobs
 from iris.cli.exits import Exit, complain, report_error, until_stopped
 from iris.cli.exits import run as run_work
+from iris.signals import on_signal
 from iris.wire.names import check_cluster, check_topic, printable
 
 CLUSTER: Final = "bench"
@@ -298,9 +299,7 @@ def _run(
 
         task = asyncio.current_task()
         assert task is not None
-        asyncio.get_running_loop().add_signal_handler(
-            signal.SIGTERM, task.cancel
-        )  # so that workers are stopped, too
+        on_signal(signal.SIGTERM, task.cancel)  # so that workers are stopped, too
         parts: list[report.Part] = []
         if wanted is not None:
             _checked(check_cluster, workers.address(cluster), "CLUSTER")

@@ -19,6 +19,7 @@ import typer
 
 from iris.cli import output
 from iris.cli.exits import Exit, run
+from iris.signals import on_signal
 
 
 def demo(
@@ -50,7 +51,7 @@ def demo(
         task = asyncio.current_task()
         assert task is not None
         for number in (signal.SIGTERM, signal.SIGHUP):
-            asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+            on_signal(number, task.cancel)
         source = data.find_csv()
         counted = figures.Figures(quick=quick)
         with display.make(counted) as screen:

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from iris.cli.top.screen import Line
+from iris.signals import on_signal
 from iris.wire.names import printable
 
 ENTER: Final = "\x1b[?1049h\x1b[?25l\x1b[?7l\x1b[2J"
@@ -69,8 +70,8 @@ class Terminal:
         try:
             self._take()
             loop.add_reader(self._in, self._read)
-            loop.add_signal_handler(signal.SIGWINCH, self._changed)
-            loop.add_signal_handler(signal.SIGTSTP, self._suspend)
+            on_signal(signal.SIGWINCH, self._changed)
+            on_signal(signal.SIGTSTP, self._suspend)
         except BaseException:
             self._give_back()
             raise
@@ -82,8 +83,8 @@ class Terminal:
         loop = asyncio.get_running_loop()
         try:
             loop.remove_reader(self._in)
-            loop.remove_signal_handler(signal.SIGWINCH)
-            loop.remove_signal_handler(signal.SIGTSTP)
+            for number in (signal.SIGWINCH, signal.SIGTSTP):
+                signal.signal(number, signal.SIG_DFL)
         finally:
             self._give_back()
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import iris
 from iris.accepting import connections_that_fit
+from iris.signals import on_signal
 from iris.web import server
 from iris.web.guard import Guard
 from iris.web.tokens import Tokens
@@ -127,6 +128,6 @@ async def serve(
     with contextlib.closing(server.listen("--listen", front.listen, allow_remote=remote)) as listener:  # fmt: skip
         async with iris.connect(config=own) as client:
             bridge = HttpBridge(front, config, client)
-            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, bridge.reload)
+            on_signal(signal.SIGHUP, bridge.reload)
             with page(bridge) if page is not None else contextlib.nullcontext():
                 await bridge.serve(listener, stop)

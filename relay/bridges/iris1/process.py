@@ -10,6 +10,7 @@ import signal
 from typing import Final
 
 import iris
+from iris.signals import on_signal
 from relay.bridges.iris1.bridge import Bridge
 from relay.bridges.iris1.config import Iris1Config
 from relay.logs import configure
@@ -25,7 +26,7 @@ COUNTERS_S: Final = 60.0
 async def serve(config: Iris1Config, relay: str | None, metrics: str = "") -> None:
     """Run a bridge until SIGTERM or SIGINT; a second signal ends the process at once. SIGHUP reloads the keyring."""
     loop = asyncio.get_running_loop()
-    stop = stop_on_signals(loop)
+    stop = stop_on_signals()
     own = iris.ClientConfig(relay=relay, label="iris bridge iris1", keep_freed_memory=True)
     # Its own session reports a missing relay or key at the start, and `iris status` shows it.
     async with iris.connect(config=own) as client:
@@ -44,7 +45,7 @@ async def serve(config: Iris1Config, relay: str | None, metrics: str = "") -> No
             reloads.add(task)
             task.add_done_callback(reloads.discard)
 
-        loop.add_signal_handler(signal.SIGHUP, on_hangup)
+        on_signal(signal.SIGHUP, on_hangup)
         await bridge.start()
         page = contextlib.ExitStack()
         try:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Final
 
 import iris
+from iris.signals import on_signal
 from relay.bridges.sp.bridge import Bridge
 from relay.bridges.sp.bus import BusBridge
 from relay.bridges.sp.config import SocketConfig
@@ -209,8 +210,8 @@ async def serve(
     """
     loop = asyncio.get_running_loop()
     bridge = SpBridge(entries, relay)
-    loop.add_signal_handler(signal.SIGUSR1, bridge.report)
-    loop.add_signal_handler(signal.SIGHUP, bridge.reload_keys)
+    on_signal(signal.SIGUSR1, bridge.report)
+    on_signal(signal.SIGHUP, bridge.reload_keys)
     opening = loop.create_task(bridge.open())
     stopped = loop.create_task(stop.wait())
     await asyncio.wait((opening, stopped), return_when=asyncio.FIRST_COMPLETED)

@@ -1,0 +1,34 @@
+"""Signals of a process whose event loop runs in its main thread."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable
+from typing import TypeVarTuple
+
+Ts = TypeVarTuple("Ts")
+_ENDING = (signal.SIGTERM, signal.SIGINT)
+
+
+def on_signal(number: signal.Signals, call: Callable[[*Ts], object], *values: *Ts) -> None:
+    """Call `call(*values)` in the running loop once for each signal of this number, until the loop is closed.
+
+    `loop.add_signal_handler` of uvloop calls twice for a signal that comes while another is handled: it counts both
+    the signal's byte in the loop's pipe and its Python handler. One SIGTERM would then be a second one, which ends a
+    process at once.
+
+    Raises:
+        ValueError: this is not the main thread.
+    """
+    loop = asyncio.get_running_loop()
+
+    def handle(*_: object) -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(call, *values)
+        elif number in _ENDING:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+
+    signal.signal(number, handle)
+    signal.siginterrupt(number, False)
