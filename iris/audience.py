@@ -13,10 +13,9 @@ from typing import Final
 from iris.checks import check_whole
 from iris.core.backoff import Backoff
 from iris.deadlines import deadline
-from iris.errors import ConnectionLost, RelayError, RequestTimeout
+from iris.errors import ConnectionLost, RequestTimeout
 from iris.runtime import Runtime
 from iris.wire import frames
-from iris.wire.kinds import AUDIENCE_MINOR
 from iris.wire.names import plural, printable
 
 WAIT_MIN_S: Final = 0.005
@@ -63,7 +62,7 @@ class Audience:
     """First 8 hex digits of the key id under which you publish to the topic."""
     others: Mapping[str, int] = field(default_factory=dict)
     """Subscriptions that match the topic under other keys, so that they do not receive what you publish: first 8
-    hex digits of the key id -> number. Empty if the relay is of an earlier version."""
+    hex digits of the key id -> number."""
 
     @property
     def elsewhere(self) -> str:
@@ -97,9 +96,6 @@ async def ask_audience(runtime: Runtime, topic: str, timeout: float, *, slow: bo
     until_s = deadline(timeout)
     key = runtime.registry.topic_key(topic)
     pump, session = await runtime.in_use(topic, timeout)
-    if session.minor < AUDIENCE_MINOR:
-        text = "the local relay is too old to report the subscribers of a topic; upgrade it"
-        raise RelayError(topic, text, may_have_run=True)
     session.flush()
     session.out.prove(key)
     waiter: asyncio.Future[frames.Audience] = asyncio.get_running_loop().create_future()

@@ -86,8 +86,7 @@ class Calls(Connection):
         member has left, and is never sent to another one. Only members of this site can be called so.
 
         With `method`, the handler of that name runs (`Service.on_request("place")`). A member that has none answers
-        with a RemoteError of the code "no_method". Members of earlier versions of Iris refuse the request with a
-        RelayError. In both cases `may_have_run` is False.
+        with a RemoteError of the code "no_method", and `may_have_run` is False.
 
         Raises:
             RequestError: NoMembers, Overloaded, RequestTimeout, RemoteError, RelayError or ConnectionLost. Its

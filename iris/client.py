@@ -172,7 +172,7 @@ class Client(Calls):
 
         With `when_full="wait"`, also wait while subscribers that asked for it (`subscribe(..., when_full="wait")`) are
         full. After `config.stall_s` seconds the message is dropped for those that are still full. `publish` never waits
-        for subscribers in other sites, or at relays of earlier versions.
+        for subscribers in other sites.
 
         While no relay is connected, up to `config.offline_bytes` are held. They are sent when a relay is connected
         again.
@@ -331,7 +331,7 @@ class Client(Calls):
         """Ask each member of a cluster in this site what it is: its handlers and their types, counts and times.
 
         The library of the member answers, also while all handlers are busy. `failed` has the members that did not
-        answer, such as those of earlier versions of Iris, and `sites` counts the members of other sites, which cannot
+        answer, and `sites` counts the members of other sites, which cannot
         be asked. Raises RequestTimeout if the relay does not list the members within `timeout` seconds.
         """
         return await self._ask_members(cluster, timeout, describe_member)

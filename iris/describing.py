@@ -69,8 +69,8 @@ class HandlerInfo(msgspec.Struct, frozen=True):
     mean_ms: float = 0.0
     max_ms: float = 0.0
     times: dict[int, int] = {}
-    """Timed calls by the time that they took: upper bound in ns -> calls. Each bound is at most 5/4 of the one before;
-    empty from members before minor version 6."""
+    """Timed calls by the time that they took: upper bound in ns -> calls. Each bound is at most 5/4 of the one
+    before."""
 
 
 class Description(msgspec.Struct, frozen=True):
@@ -87,7 +87,7 @@ class Description(msgspec.Struct, frozen=True):
     iris: str
     """Version of the library."""
     host: str = ""
-    """Name of its host, as the host itself says; empty from members of earlier versions, as all that follows."""
+    """Name of its host, as the host itself says."""
     pid: int = 0
     queued_bytes: int = 0
     """Bytes of the messages that are queued or running."""

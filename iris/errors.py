@@ -171,7 +171,7 @@ class RemoteError(RequestError):
     """The member answered with an error. `detail` is the text of the member, sealed with the cluster's key.
 
     `code` and `details` are those of the `Refusal` that the handler raised. Without one, `code` is None: the handler
-    failed, or refused in a version of Iris without codes. A member that has no handler for the `method` of a call
+    failed. A member that has no handler for the `method` of a call
     answers with the code "no_method".
 
     `may_have_run` is False if the member refused the message before its handler saw it: the body does not decode,

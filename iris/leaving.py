@@ -13,7 +13,6 @@ from iris.nested import IN_HANDLER, handlers_run_at
 from iris.registry import leave
 from iris.transport import Pump
 from iris.wire import frames
-from iris.wire.kinds import NESTED_MINOR
 
 LEAVE_POLL_S: Final = 0.005
 """Interval at which a session that is being left is checked for unfinished work."""
@@ -33,8 +32,7 @@ class Leaving:
         """Leave a session whose relay is stopping. What was accepted is written now, and what runs may finish."""
         pump.session.flush()
         pump.write()
-        if pump.session.minor >= NESTED_MINOR:
-            self._stopping = pump
+        self._stopping = pump
         task = asyncio.get_running_loop().create_task(self._leave(pump), name="iris-leaving")
         self.pumps[pump] = task
         task.add_done_callback(lambda _: self.pumps.pop(pump, None))

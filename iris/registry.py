@@ -183,8 +183,8 @@ class Registry:
                 number,
                 service.name,
                 ids,
-                service.kinds_for(session.minor),
-                methods=service.methods_for(session.minor),
+                service.kinds,
+                methods=service.method_count,
             ),
             AckWaiter(done, service.name, joined),
         )

@@ -44,7 +44,7 @@ from iris.registry import Registry, Served, Subscriber
 from iris.transport import Pump
 from iris.wire import frames
 from iris.wire.codec import MIN_MESSAGE_LIMIT
-from iris.wire.kinds import AUDIENCE_MINOR, Kind
+from iris.wire.kinds import Kind
 
 log = logger("iris.client")  # the documented name of this logger
 
@@ -220,7 +220,7 @@ class Runtime:
         """
         attachment = self.attached()
         session = attachment.session
-        if session is None or session.minor < AUDIENCE_MINOR:
+        if session is None:
             return
         waiter: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         session.ask(frames.Settle, waiter)

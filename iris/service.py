@@ -9,7 +9,6 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, Concatenate, Literal, NamedTuple, TypeVar, overload
 
 from msgspec import UNSET, UnsetType
-from msgspec.structs import replace
 
 from iris.config import Limits
 from iris.core.credit import WhenFull
@@ -19,7 +18,7 @@ from iris.methods import Methods, check_served
 from iris.middleware import Middleware, checked
 from iris.threads import ThreadHandler
 from iris.wire.frames import Serving
-from iris.wire.kinds import CANCEL_MINOR, METHODS_MINOR, Kind
+from iris.wire.kinds import Kind
 from iris.wire.names import check_cluster, check_filter, check_group, split_site
 
 F = TypeVar("F", bound=Callable[Concatenate[Any, ...], Any])
@@ -305,17 +304,10 @@ class Service:
             for kind, handler in self.handlers.items()
         }
 
-    def kinds_for(self, minor: int) -> dict[int, Serving]:
-        """Return `kinds` as JOIN carries them to a relay of this minor version."""
-        kinds = self.kinds
-        if minor < CANCEL_MINOR:
-            return {kind: replace(serving, cancel=False) for kind, serving in kinds.items()}
-        return kinds
-
-    def methods_for(self, minor: int) -> int | UnsetType:
-        """Return the number of methods as JOIN carries it to a relay of this minor version."""
-        count = min(len(self.methods), 0xFFFF)
-        return count if count and minor >= METHODS_MINOR else UNSET
+    @property
+    def method_count(self) -> int | UnsetType:
+        """The number of methods as JOIN carries it; UNSET if there are none."""
+        return min(len(self.methods), 0xFFFF) or UNSET
 
 
 def _handler(function: Callable[..., Any], threads: int) -> Handler:

@@ -14,7 +14,6 @@ from iris import core_dumps, keyfiles
 from iris.causes import print_error
 from iris.cli.arguments import read_plainly
 from iris.errors import IrisError
-from relay.config import NO_EFFECT
 from relay.settings import as_environment, defaults, load_config
 
 _SITES: Final = "Other sites"
@@ -113,10 +112,6 @@ def relay(
         list[str] | None,
         typer.Option(metavar="SITE=MS", help="Milliseconds added to the round trip when a site is chosen for a request. Repeatable.", rich_help_panel=_SITES),
     ] = None,
-    site_compression: Annotated[
-        bool,
-        typer.Option("--site-compression", help="No effect: gateways no longer compress.", hidden=True),
-    ] = False,
     export: Annotated[
         list[str] | None,
         typer.Option(
@@ -158,8 +153,6 @@ def relay(
     """
     if settings:
         for name, default in defaults().items():
-            if name in NO_EFFECT:
-                continue
             sys.stdout.write(f"{name} = {default}\n" if default else f"# {name} =\n")
         return
     try:
@@ -170,7 +163,6 @@ def relay(
             "data": data and data.absolute(), "bucket": bucket,
             "bucket_key": bucket_key and bucket_key.absolute(), "disk_limit": disk_limit, "metrics": metrics, "site": site, "gateway": gateway or None,
             "site_key": site_key and site_key.absolute(), "peer_site": peer_site or None, "site_cost": site_cost or None,
-            "site_compression": site_compression or None,
             "export": export or None, "import": import_ or None,
         }  # fmt: skip
         load_config(overrides, os.environ, config)  # here, because its errors name the flags
@@ -209,8 +201,6 @@ def _check(environ: Mapping[str, str]) -> None:
         web_context(config)
     if config.socket_group is not None:
         group_id(config.socket_group)
-    for setting in config.no_effect:
-        sys.stderr.write(f"iris relay: {setting} has no effect any more; remove it\n")
     sys.stdout.write("settings and keys are valid; addresses and ports were not checked\n")
 
 

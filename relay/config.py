@@ -36,9 +36,6 @@ MAX_PATTERNS = 1024
 ENVIRONMENT_PREFIX = "IRIS_RELAY_"
 """`IRIS_RELAY_MAX_SESSIONS=100` sets `max_sessions`. `IRIS_RELAY` itself is the socket's path."""
 
-NO_EFFECT = ("site_compression",)
-"""Settings that are accepted and ignored."""
-
 _MIB = 1 << 20
 _MIN_MESSAGE_BYTES = 64 << 10  # a bundle must fit
 _MAX_MESSAGE_BYTES = 64 * _MIB
@@ -229,9 +226,6 @@ class RelayConfig:
     site_cost: tuple[str, ...] = ()
     """Cost of sending requests to another site, SITE=MS: milliseconds added to the round trip. Default: 0."""
 
-    site_compression: bool = False
-    """No effect: gateways no longer compress. Accepted with a warning; the next version will refuse it."""
-
     export: tuple[str, ...] = ()
     """Clusters and topics of this site that are advertised to other sites: names and filters, with "!" before
     those that are not. Empty: all."""
@@ -337,11 +331,6 @@ class RelayConfig:
                 raise ConfigError(
                     f"{name}: {getattr(self, name)!r} is not one of {', '.join(allowed)}"
                 )
-
-    @property
-    def no_effect(self) -> tuple[str, ...]:
-        """The settings given that this version accepts and ignores."""
-        return tuple(name for name in NO_EFFECT if getattr(self, name))
 
     @property
     def is_gateway(self) -> bool:

@@ -196,8 +196,6 @@ class Relay:
             if self.metrics is not None:
                 self.metrics.close()
             raise
-        for setting in self.config.no_effect:
-            log.warning("settings.no_effect", extra={"fields": {"setting": setting}})
         self.hub.listen(self._socket.listener)
         self._task(self.hub.sweep(), "iris-sweep")
         if self._store is not None:

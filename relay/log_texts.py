@@ -27,7 +27,6 @@ SENTENCES: Final[dict[str, str | tuple[str, ...]]] = {
     "relay.cut": "The relay stopped waiting after {after_s} s and ended {calls} calls and {tunnels} tunnels. Increase drain_timeout_s if they need longer.",
     "relay.unread": "The relay stopped waiting after {after_s} s for sessions that it had not read ({sessions}: {labels}). What they sent last may be lost; its receivers get a loss of unknown count.",
     "relay.stopped": "The relay {relay} stopped.",
-    "settings.no_effect": "The setting {setting} has no effect any more. Remove it.",
     "attendance.not_kept": "The number of members could not be written to {path}: {error}. After a restart, calls will not wait for members to return.",
     "notify.failed": "The service manager at {address} (NOTIFY_SOCKET) could not be notified: {error}. The process continues.",
     "router.fault": f"Routing failed at a timer with an internal error and is tried again. {_BUG}",

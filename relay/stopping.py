@@ -13,7 +13,6 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
-from relay.core.draining import PING_MINOR
 from relay.net.hub import Hub
 from relay.net.ports import Driver
 from relay.net.sessions import SessionHub, SessionPort
@@ -57,9 +56,7 @@ class Stopping:
                 }
                 log.info("relay.draining", extra={"fields": fields})
             await asyncio.sleep(POLL_S)
-            quiet = (
-                quiet + 1 if self._idle and not any(map(self._must_be_read, self._remaining)) else 0
-            )
+            quiet = quiet + 1 if self._idle and not self._unfinished else 0
         self._driver.turn()
         ended = self._cut(bound_s)
         await self._end_stores(ended and self._router.alone)
@@ -70,10 +67,10 @@ class Stopping:
         ports = self._sessions.ports
         return [port for port in ports if port.session.greeted and not _is_store_only(port)]
 
-    def _must_be_read(self, port: SessionPort) -> bool:
-        """Return whether to read a session to its end: it sends BYE, or a loss of its casts would go unnoticed."""
-        session = port.session
-        return not session.closed and (session.minor >= PING_MINOR or session.casts)
+    @property
+    def _unfinished(self) -> list[SessionPort]:
+        """Sessions that are still read: they end with BYE."""
+        return [port for port in self._remaining if not port.session.closed]
 
     @property
     def _idle(self) -> bool:
@@ -95,8 +92,7 @@ class Stopping:
         if calls or tunnels:
             fields = {"calls": calls, "tunnels": tunnels, "after_s": bound_s}
             log.warning("relay.cut", extra={"fields": fields})
-        ended = all(port.session.closed for port in self._remaining)
-        unread = [port for port in self._remaining if self._must_be_read(port)]
+        unread = self._unfinished
         if unread:
             missed: dict[str, object] = {"sessions": len(unread), "labels": [p.session.label for p in unread[:8]], "after_s": bound_s}  # fmt: skip
             log.warning("relay.unread", extra={"fields": missed})
@@ -104,7 +100,7 @@ class Stopping:
             self._router.unread(port.session)
             port.abort("the relay stopped before the session ended")
         self._driver.settle()
-        return ended
+        return not unread
 
     async def _end_stores(self, complete: bool) -> None:
         """Send BYE to stores, and return when they have read all and closed, or after `STORE_S`."""

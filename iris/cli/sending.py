@@ -15,7 +15,7 @@ from iris.cli import options, output, stdin
 from iris.cli.exits import Exit, complain, exit_code, run
 from iris.cli.members import hint, says_kinds
 from iris.client import connect
-from iris.errors import NoMembers, RelayError
+from iris.errors import NoMembers
 from iris.wire.kinds import NO_MEMBERS
 from iris.wire.names import plural
 
@@ -69,8 +69,7 @@ def send(
             client.on_loss = on_loss
             count: int | None = None
             if receivers is not None:
-                with contextlib.suppress(RelayError):  # an older relay does not know
-                    count = await receivers(client)
+                count = await receivers(client)
             async for message in messages():
                 await call(client, message)
                 sent += 1

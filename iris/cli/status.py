@@ -71,9 +71,8 @@ def _print_tables(report: dict[str, Any], before: dict[str, Any]) -> None:
 
     console = output.console()
     process = [f"process {report['pid']}"] if "pid" in report else []
-    # A relay of an earlier version does not tell everybody how long it is up.
-    up = [f"up {_duration(report['uptime_s'])}"] if "uptime_s" in report else []
-    state = ", ".join([*process, *up, *["draining"] * report["draining"]])
+    up = f"up {_duration(report['uptime_s'])}"
+    state = ", ".join([*process, up, *["draining"] * report["draining"]])
     console.print(Text.assemble(("relay", "bold"), f" {report['relay']}  {state}".rstrip()))
     if "socket" in report:
         console.print(f"socket {report['socket']}", markup=False)

@@ -151,9 +151,6 @@ class StoreChannel:
             self._fail(err)
 
     def _door(self, answer: object) -> None:
-        if isinstance(answer, Refused) and answer.code == "invalid":
-            detail = f"its store does not support authenticated calls; upgrade the store ({answer.detail})"
-            answer = Refused("invalid", detail[:1024])
         if not isinstance(answer, Door):
             self._fail(answer)
             return

@@ -56,8 +56,6 @@ class Conversation:
         self.message_limit = message_limit
         self.relay_id = b""
         self.session_id = b""
-        self.minor = 0
-        """Minor version of the relay, from WELCOME."""
         self.reason = ""
         """Why the session ended."""
         self.on_welcome: Waiter | None = None
@@ -183,7 +181,6 @@ class Conversation:
             )
         self._check_welcome(welcome)
         self.relay_id, self.session_id = welcome.relay_id, welcome.session_id
-        self.minor = welcome.minor
         self.message_limit = min(self.message_limit, welcome.message_limit)
         self._welcomed(welcome)
         if self.on_welcome is not None and not self.on_welcome.done():

@@ -59,8 +59,8 @@ class Credit:
 class Credits:
     """Credit of all topics that one session publishes to and waits for."""
 
-    def __init__(self, send: Callable[[frames.Control], None] | None) -> None:
-        """`send` sends a control frame. None means that the relay is too old for WAIT, so there is no limit."""
+    def __init__(self, send: Callable[[frames.Control], None]) -> None:
+        """`send` sends a control frame."""
         self._send = send
         self._by_alias: dict[int, Credit] = {}
         """Credit requested with WAIT: alias -> credit."""
@@ -69,9 +69,6 @@ class Credits:
 
     def ask(self, credit: Credit, alias: int, *, stalled: bool = False) -> None:
         """Send WAIT for `alias`, from which bytes are counted. `stalled`: a publisher has waited up to its timeout."""
-        if self._send is None:
-            credit.limit = UNLIMITED
-            return
         self._serial = (self._serial + 1) & 0xFFFFFFFF
         credit.serial, credit.sent = self._serial, 0
         credit.limit = 0 if stalled else FIRST_WINDOW

@@ -29,10 +29,9 @@ from iris.wire.runs import MAX_RUN, MAX_RUN_BYTES, answer_run, call_run
 SMALL_BYTES: Final = 8192
 """A smaller body is cheaper to copy behind its header than to write separately."""
 EAGER_CHUNKS: Final = 16
-"""Requests or answers that are written before the turn ends, so that others work on them meanwhile. For
-a relay without runs."""
+"""Most frames that are collected before they are written, so that others work on them meanwhile."""
 EAGER_CALLS: Final = 32
-"""Most calls in a run, for a relay with runs: short enough that several runs are in flight."""
+"""Most calls in a run: short enough that several runs are in flight."""
 RUN_OVERHEAD: Final = 64
 """Bytes that a call in a run may take besides its plain text: hop id, length, seal."""
 MAX_FLOWS: Final = 262_144
@@ -60,9 +59,7 @@ class Outbound:
         channel: bytes = b"",
         entropy: Callable[[int], bytes],
         on_full: Callable[[], None],
-        runs: bool = False,
-        waits: bool = False,
-        releases: bool = False,
+        releases: bool = True,
         full_bytes: int = 256 << 10,
         max_aliases: int = MAX_ALIASES,
         compress: bool = False,
@@ -80,7 +77,6 @@ class Outbound:
         self._channel = channel
         self._entropy = entropy
         self._on_full = on_full
-        self._longest_run = EAGER_CALLS if runs else 1
         self._full_bytes = full_bytes
         self._compressor = Compressor() if compress else None
         self._local_senders = local_senders
@@ -92,7 +88,7 @@ class Outbound:
         """(kind, name with site, key id) -> flow."""
         self.topics: dict[str, OutFlow] = {}
         """Topic -> flow, for the hot path of publishing."""
-        self.credits = Credits(self._send_control if waits else None)
+        self.credits = Credits(self._send_control)
         self._dirty: list[OutFlow] = []
         self._running: list[OutFlow] = []
         """Flows with an unfinished run."""
@@ -100,7 +96,7 @@ class Outbound:
         self._published: dict[bytes, None] = {}
         """Ids of the proven keys that are used for publishing alone."""
         self._releases = releases
-        """Whether the relay accepts RELEASE."""
+        """Whether keys that were proven for publishing are released again."""
         self._caller = b""
         """Sender id of this session's calls to stores, drawn at the first one."""
         self._tick = 0
@@ -268,7 +264,7 @@ class Outbound:
         header, text = flow.sealer.seal_apart(plain, flow.metadata)
         bodies.append(header + text)
         flow.body_bytes += len(plain) + RUN_OVERHEAD
-        if len(bodies) >= self._longest_run:
+        if len(bodies) >= EAGER_CALLS:
             self._write_run(flow)
         return hop, counter
 
@@ -293,15 +289,14 @@ class Outbound:
         flow.hops.append(hop)
         flow.callers.append(caller)
         flow.body_bytes += len(plain) + RUN_OVERHEAD
-        if len(bodies) >= self._longest_run:
+        if len(bodies) >= EAGER_CALLS:
             self._write_run(flow)
 
     def _write_run(self, flow: OutFlow) -> None:
         """Frame a run that is long enough and have it written, so that its receivers work while this
         side makes the next."""
         self._end_run(flow)
-        if self._longest_run > 1 or len(self.chunks) >= EAGER_CHUNKS:
-            self._on_full()
+        self._on_full()
 
     def _end_runs(self) -> None:
         running, self._running = self._running, []
@@ -491,18 +486,13 @@ class Outbound:
     def _make_room(self) -> None:
         """Make room for one more key that is proven for publishing.
 
-        Raises KeyringError: the session has proven as many keys as it may, and the relay cannot let go of any.
+        Raises KeyringError: the session has proven as many keys as it may, and none can be released.
         """
         if self._releases and len(self._published) >= MAX_PUBLISHED_KEYS:
             self._release_oldest()
         if len(self._proven) >= MAX_PROVEN:
-            why = (
-                "publish to fewer topics with keys of their own"
-                if self._releases
-                else "upgrade the relay, which cannot let go of keys"
-            )
             raise KeyringError(
-                f"this session has proven {len(self._proven)} keys, which is the limit; {why}"
+                f"this session has proven {len(self._proven)} keys, which is the limit; publish to fewer topics with keys of their own"
             )
 
     def _release_oldest(self) -> None:

@@ -31,15 +31,12 @@ from iris.wire import frames
 from iris.wire.codec import ALIAS, ALIAS_AT, BODY_AT, END_AT, HOP, answer_suffix
 from iris.wire.frames import MAX_CREDIT
 from iris.wire.kinds import (
-    CANCEL_MINOR,
     FAULT,
-    MEMBER_MINOR,
     NEVER_US,
     PUSH,
     REPLY,
     REQUEST,
     STALE,
-    UNREADABLE,
     Cause,
 )
 from iris.wire.names import split_site
@@ -88,7 +85,7 @@ class Requests:
         """Hop ids of calls that this side gave up in this turn."""
         self.routed = 0
         """Last hop id up to which the relay has routed everything."""
-        self._pushes: dict[int, tuple[str, int, str]] = {}
+        self._pushes: dict[int, tuple[str, int]] = {}
         """The latest pushes: hop id -> (cluster, deadline, method), so that a report of a failure can name them."""
         self.senders: dict[int, Waiter] = {}
         """Pushes whose sender waits for a failure, by hop id. A failure is set there instead of being reported."""
@@ -103,10 +100,8 @@ class Requests:
     ) -> Pending:  # fmt: skip
         """Send a request or survey; with `member`, a request to the one member with this id.
 
-        Raises Overloaded if `MAX_PENDING` are in flight, and RelayError if the relay does not know of members.
+        Raises Overloaded if `MAX_PENDING` are in flight.
         """
-        if member:
-            check_relay(self._session, name)
         if len(self._pending) >= MAX_PENDING:
             raise Overloaded(
                 name,
@@ -166,20 +161,13 @@ class Requests:
         member: str = "",
         method: str = "",
     ) -> int:
-        """Send a push and return its hop id. Only a failure comes back; the owner gets a report of it (`Owner.lost`).
-
-        Raises RelayError if it is for one member and the relay does not know of members.
-        """
+        """Send a push and return its hop id. Only a failure comes back; the owner gets it (`Owner.lost`)."""
         session = self._session
         out = session.out
         deadline_us = session.mono_us + 1000 * timeout_ms
-        if member:
-            check_relay(session, name)
-            flow = out.flow_to(PUSH, name, key, member)
-        else:
-            flow = out.flow(PUSH, name, key)
+        flow = out.flow_to(PUSH, name, key, member) if member else out.flow(PUSH, name, key)
         hop, _ = out.call(flow, payload, headers, packed, deadline_us, timeout_ms, method)
-        self._pushes[hop] = (name, deadline_us, method)
+        self._pushes[hop] = (name, deadline_us)
         if len(self._pushes) > MAX_PENDING:
             del self._pushes[next(iter(self._pushes))]
         return hop
@@ -193,12 +181,10 @@ class Requests:
             self.left.append(pending.hop)
 
     def flush(self) -> None:
-        """Report the calls that were given up, to a relay that knows of that."""
+        """Report the calls that were given up."""
         left, self.left = self.left, []
-        session = self._session
-        if left and session.minor >= CANCEL_MINOR:
-            for at in range(0, len(left), MAX_CREDIT):
-                session.control(frames.CallerLeft(left[at : at + MAX_CREDIT]))
+        for at in range(0, len(left), MAX_CREDIT):
+            self._session.control(frames.CallerLeft(left[at : at + MAX_CREDIT]))
 
     def answered(self, buf: memoryview, start: int, end: int) -> None:
         """Handle a REPLY, FAULT or ANSWER to a request or survey of this session."""
@@ -292,8 +278,7 @@ class Requests:
         if pending is None:
             push = self._pushes.pop(fail.hop, None)
             if push is not None:
-                name, _, method = push
-                fail = _hinted(fail, method)
+                name, _ = push
                 error = error_of(name, fail)
                 sender = self.senders.pop(fail.hop, None)
                 if sender is not None and not sender.done():
@@ -315,7 +300,7 @@ class Requests:
             pending.ran = pending.ran or fail.may_have_run or is_stale(fail)
             self._send(pending)
             return
-        error = error_of(pending.name, _hinted(fail, pending.method))
+        error = error_of(pending.name, fail)
         self._resolve(fail.hop, pending, error=error)
 
     def roster(self, roster: frames.Roster) -> None:
@@ -366,21 +351,11 @@ class Requests:
         # A push that the relay has routed is at a member; one past its deadline has started or was refused.
         unsure = {
             name
-            for hop, (name, deadline_us, _) in pushes.items()
+            for hop, (name, deadline_us) in pushes.items()
             if hop > self.routed and deadline_us > self._session.mono_us
         }
         for name in () if routed else sorted(unsure):
             self._session.owner.lost(Lost("push", name, b"", None, reason))
-
-
-def check_relay(session: SessionBase, name: str) -> None:
-    """Raise RelayError if the relay would send a call for one member to any other."""
-    if session.minor < MEMBER_MINOR:
-        raise RelayError(
-            name,
-            "the relay runs an earlier version of Iris, which cannot send a call to one member; upgrade it",
-            may_have_run=False,
-        )
 
 
 def is_stale(fail: frames.Fail) -> bool:
@@ -389,14 +364,6 @@ def is_stale(fail: frames.Fail) -> bool:
     Then it may have run, whatever else the relay says.
     """
     return fail.cause == Cause.REFUSED and fail.detail == STALE
-
-
-def _hinted(fail: frames.Fail, method: str) -> frames.Fail:
-    """Return a FAIL with the other reason why a member cannot read a call that names a method."""
-    if not method or fail.cause != Cause.REFUSED or fail.detail != UNREADABLE:
-        return fail
-    hint = f"{UNREADABLE}, or it runs a version of Iris without methods; see `iris members`"
-    return msgspec.structs.replace(fail, detail=hint)
 
 
 def error_of(name: str, fail: frames.Fail) -> RequestError:

@@ -21,7 +21,6 @@ from iris.wire import frames
 from iris.wire.codec import BODY_AT, CALL, END_AT, answer_suffix
 from iris.wire.frames import MAX_CREDIT
 from iris.wire.kinds import (
-    CLOCK_MINOR,
     FAULT,
     FLAG_REFUSED,
     RUN_KINDS,
@@ -180,7 +179,7 @@ class ServingSession(SessionBase):
         if (
             delivery.flow.kind == Kind.PUSH
         ):  # a push has no answer: its relay reports the refusal to the sender
-            return Refusal.CLOCK if self.minor >= CLOCK_MINOR else Refusal.UNREADABLE
+            return Refusal.CLOCK
         age_s = (self.now_us - sent_us) / 1e6
         delivery.fault(
             f"refused: it was sent {age_s:+.1f} s from the member's clock; synchronize the clocks",

@@ -34,10 +34,6 @@ from iris.wire.codec import (
     KIND_AT,
 )  # fmt: skip
 from iris.wire.kinds import (
-    BOUND_PROOF_MINOR,
-    RELEASE_MINOR,
-    RUN_MINOR,
-    WAIT_MINOR,
     Kind,
     Refusal,
 )
@@ -339,19 +335,12 @@ class Session(ServingSession):
             raise PeerProtocolError(
                 "the relay's WELCOME has no clock reading, or names another relay than its TLS certificate"
             )
-        if welcome.minor < BOUND_PROOF_MINOR:
-            # Another relay could reuse our proofs, and an attacker in the middle can claim to be old.
-            raise PeerProtocolError(
-                "the relay is too old for sessions over TLS, because another relay could reuse the key proofs that it accepts; "
-                "upgrade the relay"
-            )
 
     def _welcomed(self, welcome: frames.Welcome) -> None:
         self.out = Outbound(
             relay_id=welcome.relay_id, session_id=welcome.session_id, challenge=welcome.challenge,
             channel=self._channel, entropy=self.entropy, on_full=self.owner.out_full, max_aliases=welcome.aliases,
-            compress=self._compress, local_senders=self._local_senders, runs=welcome.minor >= RUN_MINOR,
-            waits=welcome.minor >= WAIT_MINOR, releases=welcome.minor >= RELEASE_MINOR and not self._web,
+            compress=self._compress, local_senders=self._local_senders, releases=not self._web,
         )  # fmt: skip
         self.out.now_us = self.now_us
         super()._welcomed(welcome)

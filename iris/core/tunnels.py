@@ -10,14 +10,14 @@ from iris.core.conversation import UP
 from iris.core.direct import REPORT_BYTES, PairEnd
 from iris.core.guard import Shares
 from iris.core.inbound import InFlow
-from iris.core.requests import check_relay, error_of
+from iris.core.requests import error_of
 from iris.core.session_base import SessionBase
 from iris.core.tunnel import Growth, TunnelEnd
 from iris.crypto.keys import ClusterKey
 from iris.errors import OpenError, PeerProtocolError
 from iris.wire import frames
 from iris.wire.codec import BODY_AT, HOP, KIND_AT, TUNNEL_BODY_AT, tunnel_frame
-from iris.wire.kinds import DIRECT_MINOR, NEVER_US, Cause, Kind, Refusal
+from iris.wire.kinds import NEVER_US, Cause, Kind, Refusal
 from iris.wire.names import split_site
 
 MAX_HALF_OPEN: Final = 1024
@@ -70,12 +70,7 @@ class Tunnels:
         timeout_ms: int,
         member: str = "",
     ) -> TunnelEnd:
-        """Start a tunnel, with `member` to the one member with this id. Its end is `open` once that has accepted.
-
-        Raises RelayError if the relay does not know of members.
-        """
-        if member:
-            check_relay(self._session, name)
+        """Start a tunnel, with `member` to the one member with this id. Its end is `open` once that has accepted."""
         hop = self._session.next_hop()
         tunnel_id = self._session.entropy(16)
         bare = split_site(name)[1]
@@ -222,7 +217,7 @@ class Tunnels:
 
     def _request_pair(self, end: TunnelEnd) -> None:
         end.wants_direct = False
-        if self.fetch is not None and self._session.minor >= DIRECT_MINOR and not end.ended:
+        if self.fetch is not None and not end.ended:
             self._session.out.control(frames.Direct(end.hop))
 
     def _report(self, end: TunnelEnd, least_bytes: int) -> None:

@@ -18,8 +18,7 @@ holder of a derived key has it as an entry of its own, [topics."users.alice"].
 
 Rotation has three steps: `add` (the new key opens, but does not seal yet), `promote` (it seals), `retire` (the
 old key is removed). A key that another one replaced has the comment "# replaced" behind it, so that a second `promote`
-does not take it for a new one. It is a comment and not a setting, because older versions of Iris refuse settings that
-they do not know. This module does not read or write files; see `iris.keyfiles`.
+does not take it for a new one. This module does not read or write files; see `iris.keyfiles`.
 """
 
 from __future__ import annotations

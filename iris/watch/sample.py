@@ -33,7 +33,7 @@ class MemberAnswer:
     description: Description | None
     error: str = ""
     silent: bool = False
-    """Whether it gave no answer at all, which members of earlier versions do not."""
+    """Whether it gave no answer at all."""
 
 
 @dataclass(slots=True)

@@ -445,7 +445,7 @@ class MemberInfo(Struct, frozen=True):
 
     @property
     def methods(self) -> int:
-        """Number of its methods: 0 if it has none, or if it or a relay on the way is of an earlier version."""
+        """Number of its methods."""
         return 0 if self.method_count is UNSET else self.method_count
 
 
@@ -542,7 +542,7 @@ MAX_SLOW_LISTED: Final = 64
 class Audience(Control, frozen=True):
     """Answer to Topic: the number of subscribers, and of messages dropped for them.
 
-    `others` counts subscribers under other key ids. It is left out over links and for sessions of earlier versions.
+    `others` counts subscribers under other key ids. It is left out over links.
     """
 
     FRAME = Kind.AUDIENCE
@@ -567,4 +567,4 @@ class Beat(Control, frozen=True):
     version: U63 = 0
     """Version of the sender's interest. The peer's replica must be at the same version."""
     wall_us: U63 | UnsetType = UNSET
-    """The sender's wall clock, in µs since 1970: between relays, and left out for those of earlier versions."""
+    """The sender's wall clock, in µs since 1970: between relays."""

@@ -1,4 +1,4 @@
-"""Constants of the protocol: frame kinds, flags, reasons, and the minor versions that introduced them."""
+"""Constants of the protocol: frame kinds, flags and reasons."""
 
 from __future__ import annotations
 
@@ -7,48 +7,16 @@ from typing import Final
 
 PROTOCOL_VERSION: Final = 1
 """Major version, which must be equal on both sides. It is the first byte of all sealed metadata."""
-PROTOCOL_MINOR: Final = 8
+PROTOCOL_MINOR: Final = 0
 """Minor version. Different minor versions work together, because unknown map keys are ignored."""
-BOUND_PROOF_MINOR: Final = 1
-"""From this minor version on, a proof over TLS is bound to the relay's certificate."""
 
 
-AUDIENCE_MINOR: Final = 2
-"""From this minor version on, relays answer SETTLE and TOPIC."""
-CLOCK_MINOR: Final = 2
-"""From this minor version on, relays accept the reason CLOCK."""
-RUN_MINOR: Final = 3
-"""From this minor version on, members and relays accept CALLS and ANSWERS, and sessions accept SHARE."""
-DIRECT_MINOR: Final = 4
-"""From this minor version on, both sides accept DIRECT, PAIR, FETCH, CARRIED, and the tunnel items
-`ready` and `moved`."""
-WAIT_MINOR: Final = 4
-"""From this minor version on, sessions and relays accept WAIT and WINDOW."""
-UNROUTED_MINOR: Final = 5
-"""From this minor version on, sessions accept UNROUTED."""
 NO_MEMBERS: Final = "no members"
 """Cause in UNROUTED of a broadcast that reached no member."""
 OTHER_KEYS: Final = "subscribers have another key"
 """Cause in UNROUTED of publications whose topic has subscribers only under other keys. They are not a loss."""
 MAX_OTHER_KEYS: Final = 64
 """Most other keys that AUDIENCE and UNROUTED name."""
-OTHERS_MINOR: Final = 5
-"""From this minor version on, sessions accept `others` in AUDIENCE and UNROUTED."""
-MEMBER_MINOR: Final = 5
-"""From this minor version on, relays accept calls to one member, and members answer requests that they do not serve."""
-CANCEL_MINOR: Final = 5
-"""From this minor version on, sessions report callers that left with CALLER_LEFT, and JOIN asks for such reports."""
-METHODS_MINOR: Final = 5
-"""From this minor version on, relays and sessions accept the number of a member's methods."""
-NESTED_MINOR: Final = 6
-"""From this minor version on, members leave a stopping relay only when no call is in flight at any of them, so that
-handlers may call until then."""
-WALL_MINOR: Final = 7
-"""From this minor version on, relays say in BEAT what their wall clock shows."""
-WEB_MINOR: Final = 8
-"""From this minor version on, there are sessions over WebSocket, with TICKET, and clocks in PING and PONG."""
-RELEASE_MINOR: Final = 8
-"""From this minor version on, relays accept RELEASE."""
 CLOCK_PING: Final = 3
 """Id of the PING by which a relay samples the clock of a session over WebSocket."""
 UNREADABLE: Final = "the member could not decrypt it"
@@ -195,9 +163,9 @@ class Refusal(IntEnum):
     REPLAYED = 5
     """The counter was accepted before, so the message may have run."""
     UNREADABLE = 6
-    """The message does not open under the declared key. To a relay of a minor version below 2 it also means CLOCK."""
+    """The message does not open under the declared key."""
     CLOCK = 7
-    """A push was sent too far from the member's clock. Since minor version 2."""
+    """A push was sent too far from the member's clock."""
 
 
 class Cause(IntEnum):

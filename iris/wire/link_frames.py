@@ -41,15 +41,10 @@ class LinkHello(Control, frozen=True):
     """The host's name, for display."""
     addresses: Annotated[list[Address], Meta(max_length=MAX_ADDRESSES)] = []
     """Addresses, host:port, at which the sender accepts links."""
-    compression: bool = False
-    """Set by gateways of earlier versions, which could compress frames. It is ignored and never set."""
 
 
 class MemberEntry(Struct, frozen=True, array_like=True):
-    """One member of the sending relay. `kinds`: kind served -> concurrent handlers.
-
-    Links of earlier versions are sent no `methods`.
-    """
+    """One member of the sending relay. `kinds`: kind served -> concurrent handlers."""
 
     serial: U63
     name: Name
@@ -63,7 +58,7 @@ class MemberEntry(Struct, frozen=True, array_like=True):
 class TopicEntry(Struct, frozen=True, array_like=True):
     """Sessions of the sending relay that subscribe to a filter under a key, in one queue group or (empty) in none.
 
-    `count` is their number; 0 removes the entry. Before minor version 2 it was 0 or 1 for entries without a group.
+    `count` is their number; 0 removes the entry.
     """
 
     filter: Name

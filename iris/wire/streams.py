@@ -247,7 +247,7 @@ class PlannedPart(Struct, frozen=True, array_like=True):
 
 
 class Plan(Struct, frozen=True, tag_field="op", tag="plan"):
-    """Request to partition 0 to store what a batch commits in all partitions, before any of them does (minor 8).
+    """Request to partition 0 to store what a batch commits in all partitions, before any of them does.
 
     Answered with Planned, once on disk. A plan stays until its batch is committed in partition 0, which is the last.
     """

@@ -3,7 +3,7 @@
     a change ── gathered for `GATHER_US` ──► INTEREST to every link
     a new link, or RESYNC ── flush what was gathered ──► a snapshot to that link
 
-Changes and snapshots are encoded once for all links, and again only for a link of an earlier version.
+Changes and snapshots are encoded once for all links.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Final
 
-from iris.wire.kinds import METHODS_MINOR, NEVER_US
+from iris.wire.kinds import NEVER_US
 from iris.wire.link_frames import MemberEntry, TopicEntry
 from relay.core.interest import Interest
 from relay.core.link import Link
 from relay.core.neighbor import Topic
 from relay.core.quotas import all_but_a_quarter
 from relay.core.reach import Reach
-from relay.core.replica import Journal, earlier
+from relay.core.replica import Journal
 from relay.core.session import Member
 
 GATHER_US: Final = 2_000
@@ -188,7 +188,7 @@ class Advertiser:
             site_topics=site_topics, starting=starting, store_failed=failed,
         ):  # fmt: skip
             for link in self._links.values():
-                _send(link, frame)
+                link.port.control(frame)
         self._joined, self._left, self._changed, self._sites = {}, [], {}, {}
         self.flushed()
 
@@ -200,7 +200,7 @@ class Advertiser:
     def send_snapshot(self, link: Link) -> None:
         """Send a snapshot of the current interest. Gathered changes must have been flushed."""
         for frame in self._snapshot_frames():
-            _send(link, frame)
+            link.port.control(frame)
 
     def _snapshot_frames(self) -> list[bytes]:
         """Return the frames of a snapshot of the current interest."""
@@ -231,11 +231,6 @@ def _entry(member: Member) -> MemberEntry:
         member.serial, member.name, list(member.key_ids), kinds, member.session.label, member.tag,
         member.methods,
     )  # fmt: skip
-
-
-def _send(link: Link, frame: bytes) -> None:
-    """Send a frame that was encoded once for all links."""
-    link.port.control(frame if link.minor >= METHODS_MINOR else earlier(frame))
 
 
 def _nothing() -> None:

@@ -14,9 +14,9 @@ from typing import Final
 from iris.errors import PeerProtocolError
 from iris.wire.codec import ALIAS, ALIAS_AT, BODY_AT, HOP, REWRITE
 from iris.wire.frames import Credit, Fail
-from iris.wire.kinds import ANSWER_RUN_KINDS, RUN_MINOR, Cause, Kind
+from iris.wire.kinds import ANSWER_RUN_KINDS, Cause, Kind
 from iris.wire.runs import hop_ids, read_answers, single_answers
-from relay.core.heads import answer_head, clear_flags, undeclared
+from relay.core.heads import answer_head, flags_not_allowed, undeclared
 from relay.core.interest import Interest
 from relay.core.neighbor import Dispatched, DispatchedRun, Load, Neighbor, Route
 from relay.core.ports import Accounts
@@ -94,7 +94,7 @@ class Answers:
         _, hops, _ = read_answers(buf, start, end)
         _, _, flags, alias, _, _ = HOP.unpack_from(buf, start)
         if flags:
-            clear_flags(neighbor, buf, start)
+            raise flags_not_allowed(buf, start)
         try:
             route = neighbor.routes[alias]
         except IndexError:
@@ -139,7 +139,6 @@ class Answers:
             and set(map(table.get, hops)) == {dispatched}
             and _answers(route, dispatched.route)
             and not dispatched.origin.closed
-            and dispatched.origin.minor >= RUN_MINOR
         ):
             return dispatched
         return None
@@ -147,7 +146,7 @@ class Answers:
     def _of_one_origin(
         self, neighbor: Neighbor, route: Route, hops: Sequence[int]
     ) -> list[Dispatched] | None:
-        """Return these calls if they all have one caller and this caller can take ANSWERS; else None."""
+        """Return these calls if they all have one caller; else None."""
         calls: list[Dispatched] = []
         asked: Route | None = None
         for dispatched in map(neighbor.in_flight.get, hops):
@@ -159,7 +158,7 @@ class Answers:
                     return None
             calls.append(dispatched)
         origin = calls[0].origin
-        if origin.closed or origin.minor < RUN_MINOR or len(set(hops)) != len(hops):
+        if origin.closed or len(set(hops)) != len(hops):
             return None
         return calls if all(dispatched.origin is origin for dispatched in calls) else None
 

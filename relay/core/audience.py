@@ -14,7 +14,7 @@ import msgspec
 from iris.wire import frames
 from iris.wire.codec import MAX_CONTROL_BYTES
 from iris.wire.frames import MAX_SLOW_LISTED, SlowEntry
-from iris.wire.kinds import AUDIENCE_MINOR, NEVER_US, OTHERS_MINOR, HopClass
+from iris.wire.kinds import NEVER_US, HopClass
 from iris.wire.names import printable
 from relay.core.interest import Interest
 from relay.core.link import Link
@@ -66,9 +66,8 @@ class Audiences:
     def ask(self, session: Session, topic: frames.Topic) -> None:
         """Answer a session's question about a topic. The caller has checked that the session has proven the key."""
         audience = self._audience(topic)
-        if session.minor >= OTHERS_MINOR:
-            others = self._interest.other_audience(topic.name, topic.key_id)
-            audience = msgspec.structs.replace(audience, others=others)
+        others = self._interest.other_audience(topic.name, topic.key_id)
+        audience = msgspec.structs.replace(audience, others=others)
         links = self._links(topic) if topic.slow else []
         if not links or not self._table.has_room(session.user):
             self._answer(session, audience)
@@ -161,7 +160,7 @@ class Audiences:
         links = {
             subscriber.number: subscriber
             for subscriber in subscribers
-            if subscriber.hop_class == HopClass.MESH and isinstance(subscriber, Link) and subscriber.minor >= AUDIENCE_MINOR
+            if subscriber.hop_class == HopClass.MESH and isinstance(subscriber, Link)
         }  # fmt: skip
         return list(links.values())
 

@@ -22,7 +22,6 @@ from iris.wire.codec import (
 )
 from iris.wire.frames import Fail
 from iris.wire.kinds import (
-    CLOCK_MINOR,
     FLAG_REFUSED,
     NEVER_US,
     PUSH,
@@ -528,8 +527,6 @@ class Calls:
             self.accounts.refused += 1
             dispatched.origin.control(Fail(dispatched.hop, Cause.NO_MEMBERS))
             return
-        if reason == Refusal.CLOCK and dispatched.origin.minor < CLOCK_MINOR:
-            reason = Refusal.UNREADABLE
         buf[start + FLAGS_AT] = FLAG_REFUSED | reason << 4
         REWRITE.pack_into(buf, start + ALIAS_AT, REFUSED_ALIAS, dispatched.hop)
         if port.has_room(end - start) and port.forward(buf, start, end, 1):

@@ -18,9 +18,7 @@ from iris.wire.frames import Gap, Share, Unrouted
 from iris.wire.kinds import (
     MAX_PARTS,
     NO_MEMBERS,
-    RUN_MINOR,
     UNKNOWN_COUNT,
-    UNROUTED_MINOR,
     HopClass,
     Kind,
 )
@@ -160,7 +158,7 @@ class Casts:
     def _nobody(self, route: Route, count: int) -> None:
         """Report to a session that a broadcast has no members, or that only holders of other keys subscribe."""
         sender = route.neighbor
-        if sender.hop_class or sender.minor < UNROUTED_MINOR:
+        if sender.hop_class:
             return
         if route.kind == Kind.BROADCAST:
             sender.control(Unrouted(route.kind, route.name, route.key_id, count, NO_MEMBERS))
@@ -220,7 +218,7 @@ class Casts:
         publisher = route.neighbor
         most = max((len(candidates) for name, candidates in route.groups if name), default=0)
         parts = min(MAX_PARTS, PARTS_EACH * most) if most > 1 else 1
-        if parts != route.parts and not publisher.hop_class and publisher.minor >= RUN_MINOR:
+        if parts != route.parts and not publisher.hop_class:
             route.parts = parts
             publisher.control(Share(route.name, route.key_id, parts))
 

@@ -34,7 +34,6 @@ class Connection:
         "gaps",
         "greeted",
         "label",
-        "minor",
         "number",
         "own_hop",
         "own_hop_mask",
@@ -53,8 +52,6 @@ class Connection:
         self.label = ""
         self.address = ""
         """host:port of the peer, if it is on another host."""
-        self.minor = 0
-        """Minor version of its greeting. Frames that were added later are not sent to it."""
         self.pulse: Heartbeat | None = None
         """The heartbeat state of a peer on another host; None on this host."""
         self.controlled_us = 0

@@ -17,15 +17,12 @@ from iris.wire import frames
 from iris.wire.codec import FRAME_OVERHEAD, MAX_REPORT_BYTES, decode_control
 from iris.wire.frames import MAX_KEY_IDS
 from iris.wire.kinds import (
-    BOUND_PROOF_MINOR,
-    CANCEL_MINOR,
     HERE,
     NO_KEY,
     PROTOCOL_MINOR,
     PROTOCOL_VERSION,
     SERVED_KINDS,
     STORES,
-    WEB_MINOR,
     Cause,
     HopClass,
     Kind,
@@ -42,7 +39,7 @@ from relay.core.calls import Calls
 from relay.core.grants import barred, take_grant
 from relay.core.parts import SCANNED, Parts, node_count
 from relay.core.refused_aliases import RefusedAliases
-from relay.core.session import Member, Session, Watch, known_to
+from relay.core.session import Member, Session, Watch
 from relay.core.watches import INFOS
 
 MAX_WATCHES: Final = 1024
@@ -122,10 +119,6 @@ class SessionControl:
         if session.remote:
             if not hello.mono_us:
                 raise PeerProtocolError("HELLO over TLS or WebSocket must carry mono_us")
-            if session.web and hello.minor < WEB_MINOR:
-                raise PeerProtocolError(
-                    f"a session over WebSocket must speak minor version {WEB_MINOR}, not {hello.minor}"
-                )
             if session.web:  # the timers of hidden tabs run too seldom for heartbeats
                 session.samples = ClockSamples(hello.mono_us, self._router.now_us)
                 session.clock_us = session.samples.clock_us
@@ -137,7 +130,6 @@ class SessionControl:
                 session.clock_us = session.pulse.clock_us
                 self._router.watch_pulse(session)
         session.greeted = True
-        session.minor = hello.minor
         # The label is shown in terminals, so it must not contain control characters.
         session.label = printable(hello.label)
         session.pid = hello.pid
@@ -183,11 +175,10 @@ class SessionControl:
         keys.take(session.user)
         if session.proofs > self._router.limits.keys:
             raise PeerProtocolError(f"a session may prove at most {self._router.limits.keys} keys")
-        channel = session.channel if session.minor >= BOUND_PROOF_MINOR else b""
         try:
             key_id = verify_proof(
                 prove.public_key, prove.signature,
-                relay_id=self._router.relay_id, session_id=session.session_id, challenge=session.challenge, channel=channel,
+                relay_id=self._router.relay_id, session_id=session.session_id, challenge=session.challenge, channel=session.channel,
             )  # fmt: skip
         except OpenError as err:
             raise PeerProtocolError("the proof does not match its key and our challenge") from err
@@ -401,8 +392,6 @@ class SessionControl:
             self._answers.credited(session, load, credit, self._router.now_us)
 
     def _on_left(self, session: Session, left: frames.CallerLeft) -> None:
-        if session.minor < CANCEL_MINOR:
-            raise PeerProtocolError(f"CALLER_LEFT from a session of minor version {session.minor}")
         self._leaving.callers_left(session, left, self._router.now_us)
 
     def _on_members(self, session: Session, ask: frames.Members) -> None:
@@ -455,7 +444,7 @@ class SessionControl:
         while True:
             following = [*islice(found, INFOS)]
             known.update(info.member for info in following)
-            body = frames.Membership(ask.id, known_to(session, part), [], *first)
+            body = frames.Membership(ask.id, list(part), [], *first)
             session.control(msgspec.structs.replace(body, more=bool(following)))
             yield
             if not following:
@@ -478,7 +467,7 @@ class SessionControl:
         joined = [info for member, info in now.items() if member not in known]
         left = [member for member in known if member not in now]
         for at in range(0, max(len(joined), len(left)), INFOS):
-            part = known_to(session, joined[at : at + INFOS])
+            part = joined[at : at + INFOS]
             session.control(frames.Membership(ask.id, part, left[at : at + INFOS]))
             yield
 

@@ -20,7 +20,7 @@ from iris.core.aliases import Alias
 from iris.core.credit import FIRST_WINDOW
 from iris.errors import PeerProtocolError
 from iris.wire import frames
-from iris.wire.kinds import NEVER_US, UNLIMITED, WAIT_MINOR, HopClass, Kind
+from iris.wire.kinds import NEVER_US, UNLIMITED, HopClass, Kind
 from relay.core.connection import Delivery
 from relay.core.interest import Interest
 from relay.core.neighbor import RELEASED, CountedFlow, Neighbor, Route, Target
@@ -143,7 +143,7 @@ class Flow:
         """
         there = self.by_group.get((neighbor.number, group))
         if there is None:
-            return FIRST_WINDOW if neighbor.minor >= WAIT_MINOR else UNLIMITED
+            return FIRST_WINDOW
         return min(UNLIMITED if credit.left_out else credit.room for credit in there)
 
     def has_credit(self, neighbor: Neighbor, group: str) -> bool:
@@ -355,7 +355,7 @@ class Credits:
             flow.hold(credit)
         if credit.alias is not target.alias:
             credit.alias = target.alias
-            if not site and neighbor.minor >= WAIT_MINOR:
+            if not site:
                 self._ask(credit)
                 credit.limit = FIRST_WINDOW
         return credit

@@ -13,7 +13,6 @@ from typing import Final, Protocol
 
 from iris.errors import PeerProtocolError
 from iris.wire import frames
-from iris.wire.kinds import DIRECT_MINOR
 from relay.core.neighbor import Tunnel
 from relay.core.quotas import Table
 from relay.core.session import Session
@@ -61,8 +60,6 @@ class DirectTunnels:
             why = "another relay is on the way"
         elif not (opener.takes_descriptors and member.takes_descriptors):
             why = "a session is not of this host"
-        elif opener.minor < DIRECT_MINOR or member.minor < DIRECT_MINOR:
-            why = "a session speaks an older version"
         elif (
             max(opener.pairs, member.pairs) + (2 if opener is member else 1) > MAX_PAIRS_OF_SESSION
         ):

@@ -6,8 +6,7 @@
     no call in flight at a member ──► LEAVEs that were held are done
 
 Calls that were sent before their sender knew of the drain still find the members, because none leaves before all
-senders have acknowledged. Handlers that run go on calling, so members stay until none runs. Neighbors of an older
-minor version are not asked: such sessions do not stop calling, and such relays are given twice the round trip.
+senders have acknowledged. Handlers that run go on calling, so members stay until none runs.
 """
 
 from __future__ import annotations
@@ -17,21 +16,15 @@ from typing import Final
 
 from iris.wire import frames
 from iris.wire.kinds import NEVER_US
-from relay.core.link import Link
 from relay.core.neighbor import Neighbor
 from relay.core.session import Session
-from relay.core.site_routes import Wan
 
 DRAIN_PING: Final = 1
 """Id of the PING of a relay that stops."""
-PING_MINOR: Final = 2
-"""Minor version of relays that answer PING, and of sessions that start nothing new after DRAIN."""
 DRAIN_WAIT_US: Final = 2_000_000
 """Longest wait for acknowledgements; at most a quarter of the grace."""
 RUNNING_US: Final = 10_000
 """Shortest interval between two looks at whether calls are in flight at members."""
-UNASKED_US: Final = 100_000
-"""Added to twice the round trip of neighbors that are not asked."""
 
 
 class Draining:
@@ -62,8 +55,6 @@ class Draining:
         """Numbers of neighbors that have not answered."""
         self._silent: frozenset[int] = frozenset()
         """Numbers of neighbors that had not answered when the wait ended."""
-        self._unasked_us = 0
-        """Time until which relays that are not asked may have frames in transit."""
         self._until_us = 0
         """Time at which the wait for acknowledgements ends."""
         self._leaving: dict[tuple[int, int], tuple[Session, frames.Leave]] = {}
@@ -74,16 +65,12 @@ class Draining:
         """Set while held LEAVEs are handled."""
 
     def begin(self, neighbors: Iterable[Neighbor], grace_ms: int, now_us: int) -> None:
-        """Send PING to every neighbor that supports it, and start waiting."""
+        """Send PING to every neighbor, and start waiting."""
         self.begun, self.acknowledged = True, False
         self._until_us = now_us + min(DRAIN_WAIT_US, 250 * grace_ms)
         for neighbor in neighbors:
-            if neighbor.minor >= PING_MINOR:
-                self._open.add(neighbor.number)
-                neighbor.control(frames.Ping(DRAIN_PING))
-            elif isinstance(neighbor, (Link, Wan)):
-                unasked_us = now_us + UNASKED_US + 2 * neighbor.beats.rtt_us
-                self._unasked_us = max(self._unasked_us, unasked_us)
+            self._open.add(neighbor.number)
+            neighbor.control(frames.Ping(DRAIN_PING))
         self.expire(now_us)
 
     def answered(self, neighbor: Neighbor, pong: frames.Pong, now_us: int) -> None:
@@ -92,13 +79,10 @@ class Draining:
             self.forget(neighbor, now_us)
 
     def has_acknowledged(self, neighbor: Neighbor) -> bool:
-        """Whether a neighbor of a stopping relay sends nothing new.
-
-        One that is not asked counts once the wait has ended.
-        """
-        if not self.begun or neighbor.number in self._open or neighbor.number in self._silent:
-            return False
-        return self.acknowledged or neighbor.minor >= PING_MINOR
+        """Whether a neighbor of a stopping relay sends nothing new."""
+        return (
+            self.begun and neighbor.number not in self._open and neighbor.number not in self._silent
+        )
 
     def forget(self, neighbor: Neighbor, now_us: int) -> None:
         """Stop waiting for a neighbor that has acknowledged or disconnected."""
@@ -111,7 +95,7 @@ class Draining:
 
         Returns False if it must be answered now.
         """
-        if not self.begun or session.minor < PING_MINOR or not session.pending:
+        if not self.begun or not session.pending:
             return False
         self._byes[session.number] = session
         return True
@@ -147,9 +131,8 @@ class Draining:
     def expire(self, now_us: int) -> None:
         """Handle the held LEAVEs once the wait for acknowledgements is over and no call is in flight at a member."""
         if not self.acknowledged:
-            until_us = self._until_us if self._open else min(self._unasked_us, self._until_us)
-            if now_us < until_us:
-                self.deadline_us = until_us
+            if self._open and now_us < self._until_us:
+                self.deadline_us = self._until_us
                 return
             self.acknowledged = True
             self._silent = frozenset(self._open)

@@ -6,8 +6,7 @@
 
 The receiver of a forwarded frame blames this relay for a breach in it, so a head is checked whatever becomes of the
 frame. A session sends flags of 0, or `refused` with a reason in a call that it returns. Between relays there is also
-`more`, which `relay.net.fragments` removes. A relay of minor version 0 forwards its sessions' flags unchecked: they
-are cleared, and its connection stays open.
+`more`, which `relay.net.fragments` removes.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def cast_head(neighbor: Neighbor, buf: memoryview, start: int, end: int) -> tupl
     except IndexError:
         route = None
     if route is None or route.kind != kind:
-        route = _unflagged(neighbor, route, alias, buf, start)
+        raise _not_for(route, alias, buf, start)
     if not 0 < 4 * count < end - start:  # each message has an offset of 4 bytes
         raise PeerProtocolError(f"frame of {end - start} bytes cannot hold {count} messages")
     return route, count
@@ -65,8 +64,8 @@ def call_head(
         raise PeerProtocolError(f"a {Kind(kind).name} frame holds 1 message, not {count}")
     if flags:
         if flags & FLAG_REFUSED:
-            return None, hop, deadline_us, _reason(neighbor, flags)
-        clear_flags(neighbor, buf, start)
+            return None, hop, deadline_us, _reason(flags)
+        raise flags_not_allowed(buf, start)
     try:
         route = neighbor.routes[alias]
     except IndexError:
@@ -86,8 +85,8 @@ def run_head(
     _, _, flags, alias, hop, deadline_us = HOP.unpack_from(buf, start)
     if flags:
         if flags & FLAG_REFUSED:
-            return None, hop, deadline_us, _reason(neighbor, flags), at, sizes
-        clear_flags(neighbor, buf, start)
+            return None, hop, deadline_us, _reason(flags), at, sizes
+        raise flags_not_allowed(buf, start)
     try:
         route = neighbor.routes[alias]
     except IndexError:
@@ -110,7 +109,7 @@ def answer_head(neighbor: Neighbor, buf: memoryview, start: int, end: int) -> tu
     except IndexError:
         route = None
     if route is None or route.kind != kind:
-        route = _unflagged(neighbor, route, alias, buf, start)
+        raise _not_for(route, alias, buf, start)
     return route, hop
 
 
@@ -146,7 +145,7 @@ def unrouted(
     """
     _, kind, flags, alias, hop, _ = HOP.unpack_from(buf, start)
     if flags:
-        clear_flags(neighbor, buf, start)
+        raise flags_not_allowed(buf, start)
     hops: Sequence[int] = (hop,)
     if kind in CASTS:
         count = COUNT.unpack_from(buf, start + COUNT_AT)[0]
@@ -164,38 +163,25 @@ def unrouted(
     return kind, alias, hops
 
 
-def clear_flags(neighbor: Neighbor, buf: memoryview, start: int) -> None:
-    """Clear the flags of a frame that may have none.
-
-    Raises PeerProtocolError, except for a relay of minor version 0.
-    """
-    if not neighbor.hop_class or neighbor.minor:
-        kind, flags = buf[start + KIND_AT], buf[start + FLAGS_AT]
-        raise PeerProtocolError(f"flags 0x{flags:02x} are not allowed in a {Kind(kind).name} frame")
-    buf[start + FLAGS_AT] = 0
+def flags_not_allowed(buf: memoryview, start: int) -> PeerProtocolError:
+    """Return the error for a frame that has flags and may have none."""
+    kind, flags = buf[start + KIND_AT], buf[start + FLAGS_AT]
+    return PeerProtocolError(f"flags 0x{flags:02x} are not allowed in a {Kind(kind).name} frame")
 
 
-def _reason(neighbor: Neighbor, flags: int) -> int:
-    """Return the reason in a refused frame. Raises PeerProtocolError under the same conditions as `clear_flags`."""
+def _reason(flags: int) -> int:
+    """Return the reason in a refused frame. Raises PeerProtocolError for one that does not exist."""
     reason = flags >> 4
     if flags == FLAG_REFUSED | reason << 4 and reason in _REASONS:
         return reason
-    if not neighbor.hop_class or neighbor.minor:
-        raise PeerProtocolError(f"flags 0x{flags:02x} are not allowed in a refused frame")
-    return reason if reason in _REASONS else Refusal.UNREADABLE
+    raise PeerProtocolError(f"flags 0x{flags:02x} are not allowed in a refused frame")
 
 
-def _unflagged(
-    neighbor: Neighbor, route: Route | None, alias: int, buf: memoryview, start: int
-) -> Route:
-    """Return the route of a frame whose alias does not match its kind and flags at once.
-
-    Raises PeerProtocolError if none does.
-    """
+def _not_for(route: Route | None, alias: int, buf: memoryview, start: int) -> PeerProtocolError:
+    """Return the error of a frame whose alias does not match its kind and flags together."""
     if route is None or route.kind != buf[start + KIND_AT]:
-        raise undeclared(route, alias)
-    clear_flags(neighbor, buf, start)
-    return route
+        return undeclared(route, alias)
+    return flags_not_allowed(buf, start)
 
 
 def _too_short(start: int, end: int) -> PeerProtocolError:

@@ -14,14 +14,12 @@ from collections.abc import Container, Iterator, Mapping, Sized
 from typing import Any, Final
 
 from iris.wire.frames import MAX_CREDIT, CallerLeft
-from iris.wire.kinds import CANCEL_MINOR, NEVER_US, Kind
+from iris.wire.kinds import NEVER_US, Kind
 from relay.core.link import SUSPENDED_US, Link
 from relay.core.neighbor import Dispatched, Neighbor
 from relay.core.parking import Parking
 from relay.core.site_routes import Wan
 
-LEFT_MINOR: Final = 2
-"""Minor version of sessions and relays that CALLER_LEFT is sent to."""
 REST_US: Final = 100_000
 """Shortest time between two searches."""
 REST_PER_CALL_US: Final = 2
@@ -111,7 +109,7 @@ class Leaving:
         lost = {neighbor for neighbor in gone if not self._is_back(neighbor)}
         seen = looked_at = 0
         for neighbor in list(self._neighbors.values()):
-            if neighbor.minor < LEFT_MINOR or neighbor.closed:
+            if neighbor.closed:
                 continue
             every = list(neighbor.in_flight)
             seen += len(every)
@@ -171,12 +169,12 @@ def _may_return(dispatched: Dispatched, holder: Neighbor) -> bool:
     """Whether a call of a lost link waits for the link's return, because a handler could be cancelled."""
     if not dispatched.origin.hop_class or dispatched.load.kind == Kind.STREAM:
         return False
-    return holder.minor >= CANCEL_MINOR if holder.hop_class else _wants(dispatched, holder)
+    return bool(holder.hop_class) or _wants(dispatched, holder)
 
 
 def _wants(dispatched: Dispatched, holder: Neighbor) -> bool:
     """Whether the holder of a call is told that its caller, which is still connected, has left it."""
     if holder.hop_class:
-        return holder.minor >= CANCEL_MINOR
+        return True
     member = dispatched.load.member
     return member is not None and dispatched.load.kind in member.cancels

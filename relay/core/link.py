@@ -15,7 +15,7 @@ from msgspec import UNSET
 from iris.core.heartbeat import Heartbeat
 from iris.errors import InvalidName, PeerProtocolError
 from iris.wire import frames, link_frames
-from iris.wire.kinds import MEMBER_MINOR, SERVED_KINDS, HopClass, Kind
+from iris.wire.kinds import SERVED_KINDS, HopClass, Kind
 from iris.wire.link_frames import MemberEntry
 from relay.core.neighbor import Address, Demand, Load, Neighbor
 from relay.core.ports import Port
@@ -167,7 +167,6 @@ class Link(Neighbor):
         super().__init__(port, number, hello.aliases)
         self.greeted = True
         self.hello = hello
-        self.minor = hello.minor
         self.relay_id = hello.relay_id
         self.label = copy.label
         self.copy = copy
@@ -227,7 +226,7 @@ class Link(Neighbor):
     def member_load(self, kind: int, name: str, key_id: bytes, serial: int) -> Load | None:
         """Return the load for calls of a kind to exactly one member behind this link; None if it cannot be sent any."""
         entry = self.copy.members.get(serial)
-        if self.minor < MEMBER_MINOR or entry is None or entry.name != name or key_id not in entry.key_ids:  # fmt: skip
+        if entry is None or entry.name != name or key_id not in entry.key_ids:  # fmt: skip
             return None
         if kind in entry.kinds:
             return self.load(kind, name, key_id)

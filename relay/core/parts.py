@@ -14,7 +14,6 @@ from iris.wire.kinds import (
     DECLARED_KINDS,
     HERE,
     MEMBER_KINDS,
-    MEMBER_MINOR,
     NEVER_US,
     HopClass,
     Kind,
@@ -344,7 +343,7 @@ class Parts:
                 route.only_groups = tuple(declared.groups)
             else:
                 neighbor.dropped_entries += len(declared.groups)
-        if declared.member and neighbor.minor >= MEMBER_MINOR:
+        if declared.member:
             self._address_member(route, declared)
         return route
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from iris.wire.codec import KIND_AT
 from iris.wire.frames import Fail, Unrouted
-from iris.wire.kinds import UNROUTED_MINOR, Cause, Kind
+from iris.wire.kinds import Cause, Kind
 from iris.wire.names import matches
 from relay.core.buckets import Bucket, Rate
 from relay.core.heads import CASTS, made
@@ -115,8 +115,7 @@ def refuse(
     accounts.in_ += count
     if kind in CASTS:
         accounts.drop(drop, count)
-        if session.minor >= UNROUTED_MINOR:
-            session.control(Unrouted(kind, route.name, route.key_id, count, why))
+        session.control(Unrouted(kind, route.name, route.key_id, count, why))
         return
     accounts.refused += count
     for number in range(hop, hop + count):

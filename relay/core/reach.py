@@ -171,7 +171,7 @@ class Reach:
             self._apply_snapshot(link, behind, change, now_us)
         else:
             self._apply_changes(link, behind, change.clusters, change.site_topics)
-        for site in behind.keys() - before:
+        for site in [site for site in behind if site not in before]:
             self._casts.site_restored(site, connected=False)
 
     def _apply_snapshot(

@@ -14,7 +14,7 @@ from typing import Final
 
 from iris.errors import PeerProtocolError
 from iris.wire.frames import Fail, Unrouted
-from iris.wire.kinds import UNROUTED_MINOR, Cause
+from iris.wire.kinds import Cause
 from relay.core.answers import Answers
 from relay.core.heads import CALL_KINDS, CASTS, unrouted
 from relay.core.ports import Accounts
@@ -41,9 +41,8 @@ class RefusedAliases:
         if len(reasons) >= MAX_REASONS:
             del reasons[next(iter(reasons))]
         reasons[alias] = cause, why
-        if session.minor >= UNROUTED_MINOR:
-            full = cause == Cause.OVERLOADED
-            session.control(Unrouted(kind, name, key_id, 0, why, alias=alias, full=full))
+        full = cause == Cause.OVERLOADED
+        session.control(Unrouted(kind, name, key_id, 0, why, alias=alias, full=full))
 
     def frame(
         self, session: Session, buf: memoryview, start: int, end: int, error: PeerProtocolError

@@ -14,9 +14,7 @@ from collections.abc import Iterator, Sequence
 from enum import Enum
 from typing import Any, Final
 
-from msgspec.structs import astuple, replace
-
-from iris.wire.codec import decode_control, encode_control
+from iris.wire.codec import encode_control
 from iris.wire.link_frames import (
     Interest,
     MemberEntry,
@@ -60,16 +58,6 @@ class Journal:
             )
             for index, part in enumerate(parts)
         ]
-
-
-def earlier(frame: bytes) -> bytes:
-    """Return an INTEREST frame for a link of a minor version below 5: without the methods of members."""
-    change = decode_control(memoryview(frame), 0, len(frame))
-    assert isinstance(change, Interest)
-    if not change.joined:
-        return frame
-    joined: Any = [astuple(entry)[:-1] for entry in change.joined]
-    return encode_control(replace(change, joined=joined))
 
 
 class Stage(Enum):

@@ -18,13 +18,12 @@ from typing import Final
 
 from iris.wire import frames, link_frames
 from iris.wire.codec import KIND_AT, OnFrame
-from iris.wire.kinds import NEVER_US, TUNNEL_KINDS, WALL_MINOR, Kind
+from iris.wire.kinds import NEVER_US, TUNNEL_KINDS, Kind
 from iris.wire.names import (
     printable,
 )
 from relay.core.connection import Delivery
 from relay.core.control import SessionControl
-from relay.core.draining import PING_MINOR
 from relay.core.heads import UndeclaredAlias
 from relay.core.limits import Limits
 from relay.core.link import Link
@@ -286,8 +285,7 @@ class Router(Parts):
             if self.now_us >= pulse.beat_us - BEAT_STEP_US:
                 version, wall_us = 0, None
                 if neighbor.hop_class:
-                    if neighbor.minor >= WALL_MINOR:
-                        wall_us = self.wall_us
+                    wall_us = self.wall_us
                     version = (
                         self.federation if isinstance(neighbor, Wan) else self.advertiser
                     ).journal.version
@@ -325,7 +323,7 @@ class Router(Parts):
 
     def end(self, session: Session, *, complete: bool) -> None:
         """Say goodbye to a store, which is sent nothing more. `complete`: see `frames.Bye`."""
-        self.goodbye(session, complete=complete and session.minor >= PING_MINOR)
+        self.goodbye(session, complete=complete)
 
     # -- calls -----------------------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """Runs of calls: dispatched whole if one member can take them all, otherwise cut; and runs that are refused.
 
-Anything but the plain case (a full queue, no member, another site, a receiver of an older version) is left
+Anything but the plain case (a full queue, no member, another site) is left
 to `calls`, one call after the other: a run is nothing but single frames that share a header.
 """
 
@@ -11,7 +11,7 @@ from itertools import accumulate
 from typing import Final
 
 from iris.wire.codec import BODY_AT, DATA_LENGTH, DEADLINE, DEADLINE_AT, END_AT, FLAGS_AT, HOP
-from iris.wire.kinds import NEVER_US, RUN_MINOR, Kind, Refusal
+from iris.wire.kinds import NEVER_US, Kind, Refusal
 from iris.wire.runs import counted, lengths, read_calls, single_calls
 from relay.core.balance import pick
 from relay.core.calls import COUNTED, MAX_ATTEMPTS, Calls
@@ -106,12 +106,7 @@ class Runs:
                 load = next((far for far in route.sites if far not in tried), None)
             count = left if load is None else shares.part(load, left, left_bytes)
             size = sum(sizes[first : first + count])
-            if (
-                load is None
-                or count == 1
-                or load.neighbor.minor < RUN_MINOR
-                or not self._dispatch_part(run, load, first, count, size)
-            ):
+            if load is None or count == 1 or not self._dispatch_part(run, load, first, count, size):
                 # One by one: other members may take some of them.
                 yield from self._dispatch_singly(run, load, first, count)
             first += count

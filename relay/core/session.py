@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
 
-from msgspec import UNSET
-from msgspec.structs import replace
-
 from iris.core.heartbeat import ClockSamples
-from iris.wire.frames import MemberInfo, Serving
-from iris.wire.kinds import MEMBER_MINOR, METHODS_MINOR, Kind
+from iris.wire.frames import Serving
+from iris.wire.kinds import Kind
 from relay.core.buckets import Bucket
 from relay.core.neighbor import Load, Neighbor
 from relay.core.ports import Port
@@ -182,11 +179,10 @@ class Member:
     def load(self, kind: int) -> Load | None:
         """Return the load for calls of a kind to exactly this member; None if it cannot be sent any.
 
-        A member whose library knows of such calls is sent requests even if it does not serve them.
+        A member is sent requests even if it does not serve them: its library answers.
         """
         load = self.loads.get(kind)
-        known = self.listed and self.session.minor >= MEMBER_MINOR
-        if load is None and kind == Kind.REQUEST and known:
+        if load is None and kind == Kind.REQUEST and self.listed:
             load = self.unserved
             if load is None:
                 load = self.unserved = Load(self.session, self, kind, 1, UNSERVED_BYTES)
@@ -209,13 +205,6 @@ def is_listed(kinds: Iterable[int]) -> bool:
     store of that name.
     """
     return any(kind != Kind.STREAM for kind in kinds)
-
-
-def known_to(session: Session, members: Iterable[MemberInfo]) -> list[MemberInfo]:
-    """Return members as a session of its version may be sent them."""
-    if session.minor >= METHODS_MINOR:
-        return list(members)
-    return [replace(each, method_count=UNSET) for each in members]
 
 
 class Watch:

@@ -1,9 +1,7 @@
 """Sessions that wait until the other relays know their members and subscriptions.
 
-    SETTLE from a session ──► our changes are sent to every link (`Advertiser.gather`), then PING
-    PONG from every link, or `SETTLE_US` has passed ──► ACK
-
-Relays of an older minor version do not answer PING and are not waited for.
+SETTLE from a session ──► our changes are sent to every link (`Advertiser.gather`), then PING
+PONG from every link, or `SETTLE_US` has passed ──► ACK
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from typing import Final
 from iris.wire import frames
 from iris.wire.kinds import NEVER_US
 from relay.core.advertiser import Advertiser
-from relay.core.draining import DRAIN_PING, PING_MINOR
+from relay.core.draining import DRAIN_PING
 from relay.core.link import Link
 from relay.core.neighbor import Neighbor
 from relay.core.session import Session
@@ -71,9 +69,8 @@ class Settling:
         self._last = number = (self._last + 1) % (1 << 62) or DRAIN_PING + 1
         begun = self._rounds[number] = _Round(asked, self._clock() + SETTLE_US)
         for link in self._links.values():
-            if link.minor >= PING_MINOR:
-                begun.open.add(link.number)
-                link.control(frames.Ping(number))
+            begun.open.add(link.number)
+            link.control(frames.Ping(number))
         self.deadline_us = min(self.deadline_us, begun.until_us)
         if not begun.open:
             self._end(number)

@@ -203,7 +203,6 @@ class Wan(Neighbor):
         self.greeted = True
         self.site = site
         self.hello = hello
-        self.minor = hello.minor
         self.relay_id = hello.relay_id
         self.own_hop_mask = LINK_HOP
         self.own_hop = LINK_HOP if own_id > hello.relay_id else 0

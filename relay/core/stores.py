@@ -21,7 +21,6 @@ from iris.wire import frames
 from iris.wire.kinds import NEVER_US
 from iris.wire.link_frames import MAX_FAILED
 from relay.core.advertiser import Advertiser
-from relay.core.draining import PING_MINOR
 from relay.core.quotas import RELAYS_STORE
 from relay.core.session import Session
 
@@ -85,12 +84,9 @@ class StoreWatch:
         self._advertise(now_us)
 
     def joined(self, session: Session, now_us: int) -> None:
-        """Note a store that is about to join for its streams. One of an older minor version counts as up at once."""
+        """Note a store that is about to join for its streams. It is up when it answers."""
         self._asked.add(session.number)
-        if session.minor >= PING_MINOR:
-            session.control(frames.Ping(STORE_PING))
-        else:
-            self.answered(session, frames.Pong(STORE_PING), now_us)
+        session.control(frames.Ping(STORE_PING))
 
     def answered(self, session: Session, pong: frames.Pong, now_us: int) -> None:
         """Note a PONG to our PING; others are ignored."""

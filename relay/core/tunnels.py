@@ -13,7 +13,7 @@ from iris.errors import PeerProtocolError
 from iris.wire.codec import ALIAS_AT, HOP, REWRITE, TUNNEL_BODY_AT, tunnel_frame
 from iris.wire.kinds import Cause, Kind
 from relay.core.direct import DirectTunnels
-from relay.core.heads import clear_flags
+from relay.core.heads import flags_not_allowed
 from relay.core.neighbor import Dispatched, Neighbor, Tunnel
 from relay.core.ports import Accounts
 
@@ -54,11 +54,10 @@ class Tunnels:
     def frame(self, neighbor: Neighbor, buf: memoryview, start: int, end: int) -> None:
         """Forward a tunnel frame to the other side, under that side's hop id."""
         if not TUNNEL_BODY_AT <= end - start <= MAX_RECORD_FRAME:
-            self._misfit(neighbor, buf, start, end)
-            return
+            raise _misfit(end - start)
         _, kind, flags, _, hop, _ = HOP.unpack_from(buf, start)
         if flags:
-            clear_flags(neighbor, buf, start)
+            raise flags_not_allowed(buf, start)
         accounts = self._accounts
         # The relay may send an end itself, so an end does not count as a message.
         count = 0 if kind == Kind.TUNNEL_END else 1
@@ -96,26 +95,6 @@ class Tunnels:
         if fullest is not tunnel:
             # Its frame is lost, and a tunnel never skips one.
             self._break(tunnel, "tunnel share full")
-
-    def _misfit(self, neighbor: Neighbor, buf: memoryview, start: int, end: int) -> None:
-        """Raise for a tunnel frame that is too short or too long.
-
-        If an older relay forwarded it, break only its tunnel.
-        """
-        size = end - start
-        if size < TUNNEL_BODY_AT:
-            raise PeerProtocolError(
-                f"tunnel frame of {size} bytes is shorter than its {TUNNEL_BODY_AT}-byte header"
-            )
-        if not neighbor.hop_class or neighbor.minor:
-            raise PeerProtocolError(
-                f"tunnel record of {size - TUNNEL_BODY_AT} bytes is over the limit of {MAX_RECORD_FRAME - TUNNEL_BODY_AT}"
-            )
-        self._accounts.in_ += 1
-        self._accounts.drop("tunnel record too long", 1)
-        tunnel = neighbor.tunnels.get(HOP.unpack_from(buf, start)[4])
-        if tunnel is not None:
-            self._break(tunnel, "tunnel record too long")
 
     def neighbor_down(self, neighbor: Neighbor) -> Iterator[int]:
         """End all tunnels of a lost neighbor in parts, and notify their other ends."""
@@ -159,3 +138,14 @@ class Tunnels:
         dispatched = tunnel.member.in_flight.pop(tunnel.member_hop, None)
         if dispatched is not None:
             self._ended(dispatched, 1)
+
+
+def _misfit(size: int) -> PeerProtocolError:
+    """Return the error for a tunnel frame of a size that none has."""
+    if size < TUNNEL_BODY_AT:
+        return PeerProtocolError(
+            f"tunnel frame of {size} bytes is shorter than its {TUNNEL_BODY_AT}-byte header"
+        )
+    return PeerProtocolError(
+        f"tunnel record of {size - TUNNEL_BODY_AT} bytes is over the limit of {MAX_RECORD_FRAME - TUNNEL_BODY_AT}"
+    )

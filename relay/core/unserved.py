@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container
 from typing import Final
 
-from iris.wire.kinds import HERE, MEMBER_MINOR, Cause, Kind
+from iris.wire.kinds import HERE, Cause, Kind
 from iris.wire.names import plural
 from relay.core.interest import Interest
 from relay.core.mesh import Mesh
@@ -75,12 +75,6 @@ class Unserved:
             free = f"concurrency {loads[0].concurrency}"
             return Cause.OVERLOADED, f"{member} is at capacity or refused it ({free})"
         link = self._mesh.links.get(route.relay_id)
-        if link is not None and link.minor < MEMBER_MINOR:
-            where = link.label or link.address or "its relay"
-            return (
-                Cause.REFUSED,
-                f"{member} cannot be called alone, because {where} runs an earlier version of Iris; upgrade it",
-            )
         kinds = self._kinds(route)
         if kinds is not None and not leaving:
             return Cause.NO_MEMBERS, f"{member} does not serve {_PLURAL[route.kind]}"

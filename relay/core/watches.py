@@ -14,9 +14,9 @@ from typing import Final, NamedTuple, cast
 import msgspec
 
 from iris.wire.frames import MemberInfo, Membership
-from iris.wire.kinds import METHODS_MINOR, NEVER_US
+from iris.wire.kinds import NEVER_US
 from relay.core.neighbor import Address
-from relay.core.session import Watch, known_to
+from relay.core.session import Watch
 
 STEP_BYTES: Final = 128 << 10
 """About as many bytes of notices are sent at a stretch."""
@@ -75,7 +75,7 @@ class _Cluster:
         """Number of the last one of them."""
         self.to_tell: list[Watch] = []
         """The watches that are still to be sent them."""
-        self.encoded: dict[tuple[bool, int], list[_Notice]] = {}
+        self.encoded: dict[int, list[_Notice]] = {}
         """(whether their sessions know of methods, since when they watch) -> what watches are sent."""
 
     @property
@@ -204,15 +204,14 @@ class Watches:
 
 def _notify(cluster: _Cluster, watch: Watch) -> int:
     """Send a watch the changes; return their size."""
-    modern = watch.session.minor >= METHODS_MINOR
     since = watch.since if watch.since > cluster.told else 0
-    notices = cluster.encoded.get((modern, since))
+    notices = cluster.encoded.get(since)
     if notices is None:
         left, joined = _news(cluster.telling, since)
         notices = [_Notice([], left[at : at + INFOS]) for at in range(0, len(left), INFOS)]
         for at in range(0, len(joined), INFOS):
-            notices.append(_Notice(known_to(watch.session, joined[at : at + INFOS]), []))
-        cluster.encoded[modern, since] = notices
+            notices.append(_Notice(joined[at : at + INFOS], []))
+        cluster.encoded[since] = notices
     for notice in notices:
         watch.session.control(Membership(watch.number, notice.joined, notice.left))
     return sum(notice.size for notice in notices)

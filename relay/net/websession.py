@@ -30,7 +30,7 @@ from websockets.typing import Origin, Subprotocol
 from iris.errors import PeerProtocolError
 from iris.wire import frames
 from iris.wire.codec import FRAME_OVERHEAD, LENGTH_BYTES, encode_control
-from iris.wire.kinds import CLOCK_PING, WEB_MINOR
+from iris.wire.kinds import CLOCK_PING
 from relay.core.buckets import Bucket, Rate
 from relay.core.tickets import Admission, TicketRefused
 from relay.net.sessions import FIRST_LIMIT_BYTES, INTERNAL, WEB_USER, Peer, SessionHub, SessionPort
@@ -592,10 +592,11 @@ class WebSession(SessionPort):
         if now_s >= self._ping_s and self.session.greeted and not self._finishing:
             self._ping_s = now_s + PING_S
             connection.ping()
-            if self.session.minor >= WEB_MINOR:  # a sample of its clock
-                self._driver.turn()
-                self.control(encode_control(frames.Ping(CLOCK_PING, self._router.now_us)))
-                self._driver.settle()
+            self._driver.turn()
+            self.control(
+                encode_control(frames.Ping(CLOCK_PING, self._router.now_us))
+            )  # a sample of its clock
+            self._driver.settle()
         super().check_deadline(now_s)
 
     def _protocol_error(self, err: PeerProtocolError) -> None:

@@ -319,7 +319,7 @@ async def test_one_site_has_so_many_connections_and_no_more(
     [
         frames.Beat(1),
         frames.Hello(1, 0),
-        b"\x03\0\0\0\x27\0\0",  # COMPRESSED, of earlier versions
+        b"\x03\0\0\0\x27\0\0",
         b"\x01\0\0\0\x20",
         (1 << 20).to_bytes(4, "little") + bytes(100),
         b"\xff\xff\xff\xff" + bytes(100),

@@ -20,7 +20,7 @@ import iris
 from iris import Keyring, cli, keyfiles
 from iris.config import ClientConfig
 from iris.crypto.keys import ClusterKey, NetworkKey
-from iris.errors import ConfigError, RelayError, RequestTimeout
+from iris.errors import ConfigError, RequestTimeout
 from iris.logs import event_of
 from iris.testing import LocalCluster
 from relay.config import RelayConfig
@@ -158,19 +158,6 @@ async def test_a_publisher_learns_who_was_too_slow_for_it(relays: tuple[Relay, R
             assert 0 <= who.last_s <= who.since_s < 60
             assert (await publisher.audience("t.b")).slow == []
             port.resume_writing()
-
-
-async def test_a_relay_of_an_older_version_says_that_it_cannot_tell(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async with LocalCluster() as cluster, cluster.client() as party:
-        await party.status()
-        session: Any = party._attachment.session  # type: ignore[union-attr]
-        session.minor = 1
-        with pytest.raises(RelayError, match="upgrade"):
-            await party.audience("t")
-        async with party.subscribe("t"):
-            pass  # and is not waited for
 
 
 async def test_the_command_says_that_nobody_subscribes(

@@ -20,7 +20,6 @@ from support.waiting import PATIENCE_S, eventually
 import iris
 import iris.blocking
 from iris.logs import event_of
-from iris.wire.kinds import NESTED_MINOR
 from relay.daemon import Relay
 
 pytestmark = pytest.mark.timeout(60)
@@ -304,37 +303,6 @@ async def test_the_second_service_is_on_another_host(site: Site, drains: str) ->
             front.go.set()
             assert await outer == b"back 1"
             await stopped
-
-
-async def test_at_a_relay_of_an_older_version_the_call_waits_for_the_next_relay(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    called: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-
-    async def call(one: iris.Client) -> bytes:
-        called.set_result(await by_request(one))
-        return b""
-
-    front, back = Front(call), Back()
-    with monkeypatch.context() as patched:
-        patched.setattr("relay.core.control.PROTOCOL_MINOR", NESTED_MINOR - 1)
-        relay = await site.start()
-        path = relay.config.socket_path
-        async with client(path) as one, client(path) as two:
-            async with one.serve(front.service), two.serve(back.service):
-                outer = asyncio.create_task(two.request("front", b"", timeout=PATIENCE_S))
-                await front.started.wait()
-                stopped = asyncio.create_task(site.stop(relay, drain_s=1.0))
-                await known(relay)
-                front.go.set()
-                with pytest.raises(iris.ConnectionLost):
-                    await outer
-                await stopped
-                assert not called.done()
-                relay = Relay(relay.config)
-                site.relays.append(relay)
-                await relay.start()
-                assert await called == b"back 1"
 
 
 FRONT = """

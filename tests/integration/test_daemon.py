@@ -161,10 +161,6 @@ def test_settings_and_keys_can_be_checked_without_a_relay(tmp_path: Path) -> Non
         refused = run(tmp_path, "--check", *flags, IRIS_CONFIG=keys)
         assert (refused.returncode, refused.stdout) == (2, "")
         assert refused.stderr.startswith(f"iris relay: {said}")
-    old = run(tmp_path, "--check", "--site-compression", IRIS_CONFIG=keys)
-    assert (old.returncode, old.stderr) == (
-        0, "iris relay: site_compression has no effect any more; remove it\n"
-    )  # fmt: skip
     file = tmp_path / "relay.toml"
     file.write_text("max_sesions = 1")
     wrong = run(tmp_path, "--check", "--config", str(file), IRIS_CONFIG=keys)

@@ -363,27 +363,6 @@ async def test_a_gateway_does_not_start_without_a_key_or_with_one_that_is_anothe
     assert set(os.listdir("/proc/self/fd")) == before
 
 
-# -- earlier versions ------------------------------------------------------------------------------------------------
-
-
-async def test_a_gateway_that_offers_compression_is_joined_and_nothing_is_compressed(
-    world: World, caplog: pytest.LogCaptureFixture
-) -> None:
-    eu = await world.start("eu", world.peer("us"), site_compression=True)
-    (warned,) = [record for record in caplog.records if record.message == "settings.no_effect"]
-    assert warned.fields["setting"] == "site_compression"  # type: ignore[attr-defined]
-    keyring = iris.Keyring.single(iris.ClusterKey(bytes(range(32))))
-    async with iris.connect(str(eu.config.socket_path), keyring=keyring) as client:
-        for number in range(200):
-            client.subscribe(f"numbers.{number}", lambda m: None)
-        await client.flush()
-        async with Impostor(world, eu) as older:
-            await older.say(older.hello(compression=True))
-            assert not (await older.receive(link_frames.LinkHello)).compression
-            assert len((await older.receive(link_frames.Interest)).site_topics) == 200
-            assert hub(eu).protocol_errors == 0
-
-
 # -- stopping ------------------------------------------------------------------------------------------------------
 
 

@@ -75,10 +75,9 @@ async def test_the_list_of_members_says_how_many_methods_each_has(cluster: Local
         assert [each.methods for each in await caller.members("orders")] == [0]
 
 
-def test_a_relay_of_an_earlier_version_is_not_sent_the_number_of_methods() -> None:
-    assert orders().methods_for(5) == 4
-    assert orders().methods_for(4) is UNSET
-    assert iris.Service("none").methods_for(5) is UNSET
+def test_a_service_says_how_many_methods_it_has() -> None:
+    assert orders().method_count == 4
+    assert iris.Service("none").method_count is UNSET
 
 
 async def test_a_method_that_a_member_does_not_have_is_answered_without_running(

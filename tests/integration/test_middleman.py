@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import pytest
 from integration.conftest import NETWORK
 
@@ -115,19 +114,6 @@ async def test_a_proof_given_to_a_relay_in_the_middle_is_not_valid_at_another(
         assert not any(session.proven for session in relay.router.sessions.values())
 
 
-async def test_a_relay_that_claims_to_be_older_gets_no_proof_over_tls(
-    relay: Relay, access: Path
-) -> None:
-    def older(welcome: frames.Welcome) -> frames.Welcome:
-        return msgspec.structs.replace(welcome, minor=0)
-
-    async with Middleman(relay, access, relay.router.relay_id, older) as middle:
-        with pytest.raises(RelayUnavailable, match="upgrade the relay"):
-            async with through(middle, access):
-                pass
-        assert not middle.proofs
-
-
 async def test_a_relay_whose_certificate_names_another_is_refused(
     relay: Relay, access: Path
 ) -> None:
@@ -139,13 +125,12 @@ async def test_a_relay_whose_certificate_names_another_is_refused(
 
 
 class Far:
-    """A hand-made session over TLS, of minor version `minor`."""
+    """A hand-made session over TLS."""
 
-    def __init__(self, relay: Relay, access: Path, minor: int) -> None:
+    def __init__(self, relay: Relay, access: Path) -> None:
         assert relay.remote is not None
         self._there = relay.remote.addresses[0]
         self._access = load_access(access)
-        self._minor = minor
         self.certificate = b""
         self.welcome: frames.Welcome
         self._reader: asyncio.StreamReader
@@ -157,7 +142,7 @@ class Far:
         )
         tls = self._writer.get_extra_info("ssl_object")
         self.certificate = tls.getpeercert(binary_form=True)
-        await self.send(frames.Hello(1, self._minor, "far", 1, time.monotonic_ns() // 1000))
+        await self.send(frames.Hello(1, 0, "far", 1, time.monotonic_ns() // 1000))
         welcome = await self.expect()
         assert isinstance(welcome, frames.Welcome)
         self.welcome = welcome
@@ -188,13 +173,11 @@ class Far:
         return answer
 
 
-@pytest.mark.parametrize(
-    ("minor", "bound", "holds"), [(0, False, True), (0, True, False), (1, False, False), (1, True, True)]
-)  # fmt: skip
-async def test_over_tls_a_session_proves_a_key_as_its_minor_version_does(
-    relay: Relay, access: Path, minor: int, bound: bool, holds: bool
+@pytest.mark.parametrize("bound", [False, True])
+async def test_over_tls_a_proof_holds_only_if_it_is_bound_to_the_certificate(
+    relay: Relay, access: Path, bound: bool
 ) -> None:
-    async with Far(relay, access, minor) as far:
+    async with Far(relay, access) as far:
         answer = await far.prove(certificate_hash(far.certificate) if bound else b"")
-        assert isinstance(answer, frames.Pong if holds else frames.Error)
-        assert any(session.proven for session in relay.router.sessions.values()) is holds
+        assert isinstance(answer, frames.Pong if bound else frames.Error)
+        assert any(session.proven for session in relay.router.sessions.values()) is bound

@@ -18,7 +18,6 @@ from support.waiting import PATIENCE_S, eventually
 from iris.wire import frames
 from iris.wire.kinds import NO_KEY, STORES, Kind
 from relay.config import RelayConfig
-from relay.core.draining import PING_MINOR
 from relay.daemon import Relay
 
 pytestmark = pytest.mark.timeout(60)
@@ -28,7 +27,7 @@ pytestmark = pytest.mark.timeout(60)
 async def store_of(relay: Relay) -> AsyncIterator[Wire]:
     """A store that reads what it is sent, and stays."""
     async with Wire(relay.config.socket_path, KEY) as store:
-        await store.send(frames.Hello(1, PING_MINOR, "store", os.getpid()))
+        await store.send(frames.Hello(1, 0, "store", os.getpid()))
         store.welcome = await store.expect(frames.Welcome)
         serving = {int(Kind.STREAM): frames.Serving(8, 1 << 20)}
         await store.send(frames.Join(1, STORES, [NO_KEY], serving))

@@ -15,7 +15,7 @@ from iris.errors import Overloaded, PeerProtocolError
 from iris.wire import frames
 from iris.wire.codec import END, HOP
 from iris.wire.frames import Declare, Fail, Serving, Unrouted
-from iris.wire.kinds import UNROUTED_MINOR, Cause, Kind
+from iris.wire.kinds import Cause, Kind
 from iris.wire.runs import answer_run, call_run
 from relay.core.limits import WEB_ALIASES, Limits
 
@@ -24,10 +24,7 @@ SENDER = bytes(16)
 
 
 def party(net: Network, user: str = "uid 1") -> Party:
-    """Return a session whose version knows UNROUTED."""
-    made = Party(net.router, user)
-    made.session.minor = UNROUTED_MINOR
-    return made
+    return Party(net.router, user)
 
 
 def declare(

@@ -13,7 +13,7 @@ from protocol.test_quotas import Party, receive
 from iris.wire import frames, link_frames
 from iris.wire.codec import END, HOP, encode_control, tunnel_frame
 from iris.wire.frames import Serving
-from iris.wire.kinds import PROTOCOL_MINOR, UNLIMITED, Cause, Kind
+from iris.wire.kinds import UNLIMITED, Cause, Kind
 from iris.wire.link_frames import MemberEntry
 from iris.wire.runs import call_run
 from relay.core import credit as credit_module
@@ -33,10 +33,7 @@ MOST_ENDED = 300
 
 
 def party(router: Router, user: str = "uid 1") -> Party:
-    """Return a session of the present version."""
-    made = Party(router, user)
-    made.session.minor = PROTOCOL_MINOR
-    return made
+    return Party(router, user)
 
 
 def step(router: Router) -> None:

@@ -29,7 +29,6 @@ def served() -> tuple[Network, list[Party]]:
 
 def member(net: Network, user: str) -> Party:
     party = Party(net.router, user)
-    party.session.minor = 8
     kinds = {kind: Serving(1 << 20, 1 << 40) for kind in (Kind.REQUEST, Kind.PUSH, Kind.SURVEY)}
     assert not party.ask(lambda number: frames.Join(number, "db", [KEY_ID], kinds))
     return party

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from protocol.kit import Answers, Host, Network, Result, Service, kind_of
+from protocol.kit import Answers, Host, Network, Result, Service
 from protocol.test_sites import Sites
 
 from iris.core.interfaces import Delivery
@@ -14,7 +14,6 @@ from iris.errors import RequestTimeout
 from iris.wire import frames
 from iris.wire.codec import encode_control
 from iris.wire.frames import CallerLeft
-from iris.wire.kinds import Kind
 from relay.core.leaving import REST_US
 from relay.core.limits import Limits
 from relay.core.link import SUSPENDED_US
@@ -140,30 +139,6 @@ def test_a_member_that_did_not_ask_is_not_told_of_callers_that_cancel() -> None:
     net.pass_time(1.0)
     assert member.host.session.callers_left == 2, "of callers that are lost everybody is told"
     net.hosts.remove(caller)
-
-
-@pytest.mark.parametrize("older", ["the caller's relay", "the link", "the member"])
-def test_earlier_versions_are_not_told_of_callers_that_cancel(older: str) -> None:
-    net, caller, member = network(2)
-    if older == "the caller's relay":
-        caller.session.minor = 4
-    elif older == "the link":
-        net.ends[0].link.minor = 4
-    else:
-        (joined,) = member.host.peer.members.values()
-        joined.cancels = frozenset()
-    said: list[int] = []
-    end = net.ends[0]
-    end.tamper = lambda frame: (said.append(kind_of(frame)), (frame,))[1]
-    pending = ask(caller, b"1")
-    net.run()
-    caller.session.requests.forget(pending)
-    net.pass_time(1.0)
-    assert (Kind.CALLER_LEFT in said) == (older == "the member")
-    member.answer_all()
-    net.run()
-    assert not caller.ended_because
-    net.check()
 
 
 def test_join_says_nothing_of_cancelling_if_the_member_does_not_ask() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from protocol.kit import Host, Network, kind_of
+from protocol.kit import Host, Network
 from protocol.pairs import MemoryPairs
 from protocol.test_tunnels import drain
 
@@ -116,35 +116,6 @@ def test_a_session_that_takes_no_descriptors_keeps_its_tunnels_at_the_relay(
     carry(pairs, left, right, DIRECT_AFTER_BYTES + 2 * MIB)
     assert left.pair is None
     assert net.router.direct.refused == {"a session is not of this host": 1}
-    left.close()
-    pairs.run()
-
-
-@pytest.mark.parametrize("of", ["opener", "member"])
-def test_an_older_session_is_sent_nothing_new(net: Network, of: str) -> None:
-    pairs, opener, member, left, right = opened(net)
-    older = opener if of == "opener" else member
-    older.peer.minor = 3
-    seen: list[int] = []
-
-    def look(host: Host, frame: bytes) -> list[bytes]:
-        seen.append(kind_of(frame))
-        return [frame]
-
-    net.tamper = look
-    carry(pairs, left, right, DIRECT_AFTER_BYTES + 2 * MIB)
-    assert Kind.PAIR not in seen
-    assert left.pair is None
-    left.close()
-    pairs.run()
-
-
-def test_an_older_relay_is_asked_nothing(net: Network) -> None:
-    pairs, opener, _, left, right = opened(net)
-    opener.session.minor = 3
-    carry(pairs, left, right, DIRECT_AFTER_BYTES + 2 * MIB)
-    assert not pairs.pairs
-    assert not net.router.direct.refused
     left.close()
     pairs.run()
 

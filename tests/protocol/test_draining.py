@@ -5,12 +5,12 @@ for long.
 from __future__ import annotations
 
 import pytest
-from protocol.kit import Host, Network, Result, kind_of
+from protocol.kit import Host, Network, Result
 
 from iris.core.interfaces import Delivery
 from iris.wire import frames
 from iris.wire.kinds import Kind
-from relay.core.draining import DRAIN_WAIT_US, RUNNING_US, UNASKED_US
+from relay.core.draining import DRAIN_WAIT_US, RUNNING_US
 
 GRACE_MS = 10_000
 
@@ -134,36 +134,6 @@ def test_a_leave_that_is_repeated_is_not_kept_twice() -> None:
     net.pass_time(DRAIN_WAIT_US / 1e6)
     net.run()
     assert "does not have member 1" in first.message.error
-
-
-def test_a_session_of_an_older_minor_version_is_notified_and_not_asked() -> None:
-    net = Network()
-    old = net.host("old")
-    net.run()
-    old.peer.minor = 1
-    net.router.drain(GRACE_MS)
-    assert [kind_of(frame) for frame in old.port.out] == [Kind.DRAIN]
-    assert net.router.drains.acknowledged
-
-
-@pytest.mark.parametrize("minor", [1, 2])
-def test_a_relay_of_an_older_minor_version_is_not_asked_and_its_round_trip_is_waited(
-    minor: int,
-) -> None:
-    net = Network(relays=2)
-    here, there = net.link(0, 1)
-    net.run()
-    there.link.minor = minor
-    net.routers[1].drain(GRACE_MS)
-    asked = Kind.PING in [kind_of(frame) for frame in there.out]
-    assert asked == (minor == 2)
-    net.run()
-    drains = net.routers[1].drains
-    assert drains.acknowledged == (minor == 2)
-    net.pass_time((UNASKED_US + 2 * there.link.beats.rtt_us) / 1e6)
-    net.run()
-    assert drains.acknowledged
-    assert not here.link.closed
 
 
 def test_a_relay_without_sessions_has_been_acknowledged_at_once() -> None:

@@ -10,7 +10,6 @@ from iris.wire.codec import END, FLAGS_AT, HOP, encode_control
 from iris.wire.kinds import (
     FLAG_MORE,
     FLAG_REFUSED,
-    PROTOCOL_MINOR,
     TUNNEL_KINDS,
     HopClass,
     Kind,
@@ -105,11 +104,10 @@ def test_frames_that_the_relay_forwards_have_no_flags(kind: int) -> None:
 # -- from other relays -------------------------------------------------------------------------------------------
 
 
-def pair(minor: int) -> tuple[Network, LinkEnd]:
+def pair() -> tuple[Network, LinkEnd]:
     """Return two relays, and the link's end at the second, to which tests send frames."""
     net = Network(relays=2)
     _, there = net.link(0, 1)
-    there.link.minor = minor
     return net, there
 
 
@@ -122,50 +120,20 @@ def send(there: LinkEnd, data: bytes) -> None:
 
 @pytest.mark.parametrize("flags", [0x04, 0x08, 0x10, 0xF0, FLAG_REFUSED | 0x10])
 @pytest.mark.parametrize("kind", EVERY)
-def test_a_relay_of_minor_1_is_ended_for_wrong_flags(kind: int, flags: int) -> None:
+def test_a_relay_is_ended_for_wrong_flags(kind: int, flags: int) -> None:
     if kind in CALLS and flags & FLAG_REFUSED:
         return
-    _, there = pair(PROTOCOL_MINOR)
+    _, there = pair()
     send(there, declared(kind, HopClass.MESH))
     send(there, frame(kind, flags, hop=5 | (there.link.own_hop ^ LINK_HOP)))
     assert f"flags 0x{flags:02x}" in there.why
     assert there.link.closed
 
 
-@pytest.mark.parametrize("flags", [FLAG_MORE, 0x04, 0x08, 0x10, 0xF0, FLAG_REFUSED | 0x10])
-@pytest.mark.parametrize("kind", EVERY)
-def test_flags_that_an_older_relay_forwards_cost_it_nothing(kind: int, flags: int) -> None:
-    if (kind in CALLS and flags & FLAG_REFUSED) or (flags & FLAG_MORE and kind not in TUNNEL_KINDS):
-        return
-    net, there = pair(0)
-    bob = net.host("bob", relay=1)
-    bob.serve("db")
-    inbox = bob.subscribe("db")
-    seen = []
-
-    def look(host: object, data: bytes) -> list[bytes]:
-        seen.append(data)
-        return [data]
-
-    net.tamper = look
-    send(there, declared(kind, HopClass.MESH))
-    send(there, frame(kind, flags, hop=5 | (there.link.own_hop ^ LINK_HOP)))
-    net._move()
-    assert not there.why
-    assert not bob.ended_because
-    assert not inbox.messages  # the seal is not valid
-    assert all(data[FLAGS_AT] == 0 for data in seen)
-    if kind in (*CASTS, Kind.REQUEST, Kind.PUSH, Kind.SURVEY, Kind.TUNNEL_OPEN):
-        assert any(kind_of(data) == kind for data in seen)
-    assert there.router.accounts.balance() == 0
-
-
 @pytest.mark.parametrize("flags", [*BAD_REASONS, FLAG_REFUSED | Refusal.FULL << 4 | 0x0C])
-@pytest.mark.parametrize("minor", [0, PROTOCOL_MINOR])
-def test_only_an_older_relay_may_forward_a_refusal_without_a_reason(flags: int, minor: int) -> None:
+def test_a_relay_that_forwards_a_refusal_without_a_reason_is_ended(flags: int) -> None:
     net = Network(relays=2)
     here, _ = net.link(0, 1)
-    here.link.minor = minor
     alice, bob = net.host("alice"), net.host("bob", relay=1)
     bob.serve("db").refusal = Refusal.UNREADABLE
 
@@ -180,8 +148,4 @@ def test_only_an_older_relay_may_forward_a_refusal_without_a_reason(flags: int, 
     net.run()
     assert not alice.ended_because
     assert answer.error is not None
-    if minor:
-        assert "in a refused frame" in here.why
-    else:
-        assert not here.why
-        net.check()
+    assert "in a refused frame" in here.why

@@ -77,26 +77,6 @@ def test_calls_that_were_answered_or_that_nobody_waits_for_are_not_notified() ->
     assert callers_left(net) == [0, 0]
 
 
-@pytest.mark.parametrize("minor", [0, 1])
-def test_older_sides_are_not_notified(minor: int) -> None:
-    net = Network(relays=2)
-    ends = net.link(0, 1)
-    caller, member, far = net.host(), net.host("member"), net.host("far", relay=1)
-    member.serve("db", lambda _: None)
-    far.serve("far", lambda _: None)
-    net.run()
-    member.peer.minor = ends[0].link.minor = minor
-    received: list[int] = []
-    ends[0].tamper = lambda frame: (received.append(kind_of(frame)), (frame,))[1]
-    caller.request("db")
-    caller.request("far")
-    net.run()
-    caller.lose()
-    net.pass_time(0.5)
-    assert callers_left(net) == [0, 0, 0]
-    assert Kind.CALLER_LEFT not in received
-
-
 def test_what_a_relay_says_of_calls_that_are_not_there_is_ignored_and_bounded() -> None:
     net = Network(relays=2, limits=Limits(pending=100))
     ends = net.link(0, 1)
@@ -117,15 +97,6 @@ def test_what_a_relay_says_of_calls_that_are_not_there_is_ignored_and_bounded() 
     assert callers_left(net) == [0, 1]
     assert not ends[1].link.left_hops
     assert not ends[1].link.closed
-
-
-def test_a_session_of_an_earlier_version_does_not_say_so() -> None:
-    net = Network()
-    host = net.host()
-    host.peer.minor = 4
-    host.say(encode_control(CallerLeft([1])))
-    net.run()
-    assert "CALLER_LEFT" in host.ended_because
 
 
 def test_many_that_leave_at_once_are_looked_for_together() -> None:

@@ -10,7 +10,7 @@ from protocol.kit import KEY, OTHER_KEY, Network, Port, Result, kind_of
 from iris.errors import ConnectionLost, NoMembers, Overloaded, RequestTimeout
 from iris.wire import frames, link_frames
 from iris.wire.codec import encode_control
-from iris.wire.kinds import NEVER_US, WALL_MINOR, Kind, Refusal
+from iris.wire.kinds import NEVER_US, Kind, Refusal
 from relay.core import advertiser, control
 from relay.core.limits import Limits
 from relay.core.link import Copy, Link
@@ -777,20 +777,13 @@ def test_a_change_gathered_when_a_link_comes_up_is_advertised_once() -> None:
 WALL_US = 1_790_000_000_000_000
 
 
-def beats_of(minor: int) -> tuple[list[bytes], dict[str, object]]:
-    """Link two relays, of which the second speaks minor version `minor` and its clock is 90 s ahead.
-
-    Return the beats that it was sent, and what the first says of the link after some seconds.
-    """
-
+def test_a_link_shows_by_how_much_the_clock_of_the_other_relay_is_ahead() -> None:
     def wall(ahead_us: int) -> Callable[[], int]:
         return lambda: WALL_US + net.now_us + ahead_us
 
-    walls = [wall(0), wall(90_000_000)] if minor >= WALL_MINOR else [wall(0)]
-    net = Network(relays=2, walls=walls)
+    net = Network(relays=2, walls=[wall(0), wall(90_000_000)])
     seen: list[bytes] = []
     end, _ = net.link(0, 1)
-    end.link.minor = minor
 
     def watch(frame: bytes) -> tuple[bytes, ...]:
         if kind_of(frame) == Kind.BEAT:
@@ -800,18 +793,6 @@ def beats_of(minor: int) -> tuple[list[bytes], dict[str, object]]:
     end.tamper = watch
     net.pass_time(4)
     (entry,) = net.router.mesh.status(net.router.now_us, net.router.wall_us)["links"]  # type: ignore[misc]
-    return seen, entry
-
-
-def test_a_link_shows_by_how_much_the_clock_of_the_other_relay_is_ahead() -> None:
-    beats, entry = beats_of(WALL_MINOR)
-    assert beats
-    assert all(b"wall_us" in beat for beat in beats)
+    assert seen
+    assert all(b"wall_us" in beat for beat in seen)
     assert abs(entry["clock_offset_us"] - 90_000_000) <= entry["clock_error_us"] + 1  # type: ignore[operator]
-
-
-def test_a_relay_of_an_earlier_version_is_sent_no_wall_clock_and_has_no_offset() -> None:
-    beats, entry = beats_of(WALL_MINOR - 1)
-    assert beats
-    assert not any(b"wall_us" in beat for beat in beats)
-    assert (entry["clock_offset_us"], entry["clock_error_us"]) == (None, None)

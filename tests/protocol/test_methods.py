@@ -1,4 +1,4 @@
-"""Calls that name a method: they reach the handler of that name, and members of earlier versions refuse them."""
+"""Calls that name a method: they reach the handler of that name."""
 
 from __future__ import annotations
 
@@ -8,28 +8,13 @@ import msgspec
 import pytest
 from protocol.kit import KEY, Answers, Host, Network, kind_of
 
-import iris.core.serving
-from iris.core.bundle import Headers, decode_bundle, encode_single
-from iris.errors import DecodeError, RelayError
+from iris.core.bundle import encode_single
 from iris.wire import frames
-from iris.wire.kinds import Kind, Refusal
+from iris.wire.kinds import Kind
 
 
 def pair(net: Network) -> tuple[Host, Host]:
     return net.host("caller"), net.host("member")
-
-
-@pytest.fixture
-def earlier_members(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Members open calls as versions before minor 5 did."""
-
-    def decode_single(plain: bytes) -> tuple[bytes, Headers | None, bool, str]:
-        payloads, headers, packed = decode_bundle(plain)
-        if len(payloads) != 1:
-            raise DecodeError(f"a frame of this kind must carry 1 message, not {len(payloads)}")
-        return payloads[0], headers[0] if headers else None, packed, ""
-
-    monkeypatch.setattr(iris.core.serving, "decode_single", decode_single)
 
 
 def test_calls_of_every_kind_name_their_method_under_the_seal(net: Network) -> None:
@@ -53,31 +38,6 @@ def test_calls_of_every_kind_name_their_method_under_the_seal(net: Network) -> N
     assert not any(name in frame for frame in seen for name in (b"place", b"note"))
 
 
-def test_a_member_of_an_earlier_version_never_runs_a_call_that_names_a_method(
-    net: Network, earlier_members: None
-) -> None:
-    caller, member = pair(net)
-    service = member.serve("db", lambda delivery: delivery.reply(b"ran", None, False))
-    alone = caller.request("db", b"1", method="place")
-    caller.push("db", b"2", method="place")
-    answers = Answers()
-    caller.send("db", b"3", survey=answers, method="place")
-    net.run()
-    run = [caller.request("db", b"4", method="place"), caller.request("db", b"5"), caller.request("db", b"6", method="place")]  # fmt: skip
-    net.run()
-    assert [d.message.payload for d in service.deliveries] == [b"5"]
-    assert run[1].value == b"ran"
-    for refused in (alone, run[0], run[2]):
-        assert isinstance(refused.error, RelayError)
-        assert not refused.error.may_have_run
-        assert "or it runs a version of Iris without methods" in str(refused.error)
-    (lost,) = caller.losses
-    assert isinstance(lost.error, RelayError)
-    assert "or it runs a version of Iris without methods" in lost.cause
-    assert not lost.error.may_have_run
-    assert (answers.payloads, answers.faults) == ([], {})
-
-
 def test_an_answer_that_names_a_method_is_unreadable(net: Network, monkeypatch: Any) -> None:
     caller, member = pair(net)
     member.serve("db", lambda delivery: delivery.reply(b"odd", None, False))
@@ -90,15 +50,6 @@ def test_an_answer_that_names_a_method_is_unreadable(net: Network, monkeypatch: 
     answer = caller.request("db", b"1")
     net.run()
     assert "an answer names a method" in str(answer.error)
-
-
-def test_a_call_without_a_method_that_is_unreadable_is_not_explained_by_one(net: Network) -> None:
-    caller, member = pair(net)
-    member.serve("db").refusal = Refusal.UNREADABLE
-    plain, named = caller.request("db", b"1"), caller.request("db", b"1", method="place")
-    net.run()
-    assert str(plain.error).endswith("the member could not decrypt it")
-    assert "without methods" in str(named.error)
 
 
 # -- how many methods a member has -----------------------------------------------------------------------------
@@ -134,37 +85,11 @@ def test_members_show_how_many_methods_they_have_here_and_at_other_relays(before
     assert counts(watching) == [3, 2, 0, 4, 5]
 
 
-def test_a_session_of_an_earlier_version_is_not_sent_the_number_of_methods() -> None:
-    net = Network(relays=2)
-    net.link(0, 1)
-    older = net.host()
-    older.peer.minor = 4
-    said: list[bytes] = []
-
-    def look(host: Host, frame: bytes) -> list[bytes]:
-        if host is older:
-            said.append(frame)
-        return [frame]
-
-    net.tamper = look
-    for relay in (0, 1):
-        net.host(relay=relay).serve("db", methods=3)
-    watching = members(older, watch=True)
-    for relay in (0, 1):
-        net.host(relay=relay).serve("db", methods=3)
-    assert counts(watching) == [0, 0, 0, 0]
-    assert not any(b"methods" in frame for frame in said)
-
-
-@pytest.mark.parametrize("minor", [4, 5])
-def test_a_link_of_an_earlier_version_is_sent_entries_without_methods(
-    minor: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_link_is_sent_entries_with_the_number_of_methods() -> None:
     """In the snapshot of a new link, in changes, and in the snapshot that a lost change needs."""
     net = Network(relays=3)
-    net.link(0, 2)  # of this version, served from the same frames
+    net.link(0, 2)
     net.host().serve("db", methods=3)
-    monkeypatch.setattr(net.routers[1], "hello", hello_of(net.routers[1].hello, minor))
     here, _ = ends = net.link(0, 1)
     entries: list[Any] = []
 
@@ -174,16 +99,10 @@ def test_a_link_of_an_earlier_version_is_sent_entries_without_methods(
         return [frame]
 
     here.tamper = look
-    assert here.link.minor == minor
     net.host().serve("db", methods=4)
     net.router.advertiser.on_resync(here.link, None)
     net.run()
-    length = 6 if minor == 4 else 7
-    assert [len(entry) for entry in entries] == [length] * 3
-    assert counts(members(net.host(relay=1))) == ([0, 0] if minor == 4 else [3, 4])
+    assert sorted(entry[-1] for entry in entries) == [3, 4, 4]
+    assert counts(members(net.host(relay=1))) == [3, 4]
     assert counts(members(net.host(relay=2))) == [3, 4]
     assert [end.why for end in ends] == ["", ""]
-
-
-def hello_of(hello: Any, minor: int) -> Any:
-    return lambda dial_us: msgspec.structs.replace(hello(dial_us), minor=minor)

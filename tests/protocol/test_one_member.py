@@ -8,7 +8,7 @@ import pytest
 from protocol.kit import OTHER_KEY, Host, Network, Service, control_of, kind_of
 
 from iris.core.interfaces import Delivery
-from iris.errors import ConnectionLost, NoMembers, Overloaded, RelayError, RequestError
+from iris.errors import ConnectionLost, NoMembers, Overloaded, RequestError
 from iris.wire import frames
 from iris.wire.codec import encode_control
 from iris.wire.kinds import Kind, Refusal
@@ -145,7 +145,7 @@ def test_a_full_queue_of_the_member_is_said_to_be_full() -> None:
 
 
 @RELAYS
-def test_a_member_is_asked_what_it_does_not_serve_if_its_library_knows_such_requests(
+def test_a_member_is_asked_what_it_does_not_serve(
     relays: int,
 ) -> None:
     net = Network(relays=relays)
@@ -163,13 +163,6 @@ def test_a_member_is_asked_what_it_does_not_serve_if_its_library_knows_such_requ
     assert isinstance(anybody.error, NoMembers)
     assert anybody.error.detail == "no members serve requests; 1 member serves: broadcast"
     assert f"{one} does not serve pushes" in str(caller.losses[0].error)
-    host.peer.minor = 4
-    old = caller.request("db", b"who are you", member=one)
-    caller.router.interest.version += 1
-    host.router.interest.version += 1
-    net.run()
-    assert isinstance(old.error, NoMembers)
-    assert f"{one} does not serve requests" in old.error.detail
     assert len(service.deliveries) == 1
     net.check()
 
@@ -203,42 +196,6 @@ def test_a_store_is_not_sent_requests() -> None:
     net.run()
     assert isinstance(answer.error, NoMembers)
     member.listed = True
-
-
-def test_a_relay_of_an_earlier_version_refuses_and_never_chooses_itself() -> None:
-    net = Network(relays=2)
-    ends = net.link(0, 1)
-    caller, far, near = net.host(), net.host("far", relay=1), net.host("near")
-    services = far.serve("db", echo), near.serve("db", echo)
-    net.run()
-    ends[0].link.minor = 4
-    answer = caller.request("db", member=member_id(far, services[0]))
-    net.run()
-    assert isinstance(answer.error, RelayError)
-    assert "earlier version" in answer.error.detail
-    assert not answer.error.may_have_run
-    caller.session.minor = 4
-    for call in (
-        lambda: caller.request("db", member=member_id(far, services[0])),
-        lambda: caller.push("db", member=member_id(far, services[0])),
-        lambda: caller.open_tunnel("db", member=member_id(far, services[0])),
-    ):
-        with pytest.raises(RelayError, match="earlier version"):
-            call()
-    assert [len(service.deliveries) for service in services] == [0, 0]
-    net.check()
-
-
-def test_a_session_of_an_earlier_version_that_names_a_member_is_not_understood() -> None:
-    """Before minor 5, relays ignored the field, and still do for such sessions."""
-    net = Network()
-    caller, host = net.host(), net.host("member")
-    service = host.serve("db", echo)
-    caller.peer.minor = 4
-    answer = caller.request("db", b"x", member=f"{host.router.relay_id.hex()}.99")
-    net.run()
-    assert answer.value == b"x"
-    assert len(service.deliveries) == 1
 
 
 def test_the_name_the_key_and_the_relay_must_all_be_those_of_the_member() -> None:

@@ -9,7 +9,6 @@ from protocol.kit import KEY, OTHER_KEY, Host, Network, Result, control_of, kind
 
 from iris.crypto.keys import ClusterKey
 from iris.wire import frames
-from iris.wire.codec import encode_control
 from iris.wire.kinds import MAX_OTHER_KEYS, OTHER_KEYS, Kind
 from relay.core import other_keys
 
@@ -146,32 +145,6 @@ def test_a_subscriber_under_both_keys_does_not_count_as_one_under_another() -> N
     net.host(keys=(OTHER_KEY,), relay=1).subscribe("orders.new")
     net.host(keys=(OTHER_KEY,), relay=0).subscribe("orders.new")
     assert ask(publisher).others == {THEIRS: 2}
-
-
-def test_a_session_of_an_older_version_is_not_told() -> None:
-    net = Network()
-    publisher, subscriber = net.host(), net.host(keys=(OTHER_KEY,))
-    publisher.peer.minor = 4
-    notes = noted(net, publisher)
-    subscriber.subscribe("orders.new")
-    publish(net, publisher)
-    audience = ask(publisher)
-    assert (notes, audience.subscribers) == ([], 0)
-    assert b"others" not in encode_control(audience)
-
-
-def test_a_linked_relay_of_an_older_version_still_names_its_subscribers_keys() -> None:
-    net = Network(relays=2)
-    ends = net.link(0, 1)
-    for end in ends:
-        end.link.minor = 4
-    publisher = net.host()
-    notes = noted(net, publisher)
-    net.host(keys=(OTHER_KEY,), relay=1).subscribe("orders.new")
-    publish(net, publisher)
-    assert [each.others for each in notes] == [{THEIRS: 1}]
-    assert ask(publisher, slow=True).others == {THEIRS: 1}
-    assert [end.why for end in ends] == ["", ""]
 
 
 def test_the_status_report_forgets_what_no_longer_holds() -> None:

@@ -75,19 +75,6 @@ def test_a_push_from_a_clock_too_far_off_is_reported_as_clock_skew(relays: int) 
     assert not loss.error.may_have_run  # type: ignore[union-attr]
 
 
-def test_to_a_relay_of_an_older_version_a_push_from_another_clock_is_unreadable() -> None:
-    net = Network()
-    member, caller = net.host(), net.host()
-    member.serve("db")
-    net.run()
-    member.session.minor = 1
-    caller.clock_us = 601_000_000
-    caller.push("db", b"x")
-    net.run()
-    (loss,) = caller.losses
-    assert "clock" not in str(loss.error)
-
-
 def test_publications_from_a_clock_too_far_off_are_reported_once() -> None:
     net = Network()
     sender, receiver = net.host(), net.host()

@@ -158,19 +158,6 @@ def test_refusals_and_answers_of_a_member_are_not_counted() -> None:
     assert len(member.services[1].deliveries) == 5
 
 
-def test_a_sender_of_an_earlier_version_gets_no_report_it_does_not_know() -> None:
-    net = network((1, 0))
-    net.host("reader").subscribe("orders")
-    publisher = net.host("publisher")
-    publisher.peer.minor = 4
-    for _ in range(3):
-        publisher.publish("orders", b"x")
-        net.run()
-    assert publisher.losses == []
-    assert publisher.ended_because == ""
-    assert net.router.accounts.dropped == {"over quota": 2}
-
-
 def test_without_quotas_frames_are_routed_as_before() -> None:
     net = Network()
     host = net.host("host")

@@ -147,26 +147,6 @@ def test_a_run_over_a_link_stays_whole(two: Network) -> None:
     assert wire.to == {"member": [(Kind.CALLS, 8)], "caller": [(Kind.ANSWERS, 8)]}
 
 
-@pytest.mark.parametrize("older", ["member", "caller", "relay of the member"])
-def test_whoever_is_older_gets_and_sends_single_calls(two: Network, older: str) -> None:
-    caller, member = two.host("caller"), two.host("member", relay=1)
-    member.serve("db", echo, concurrency=64)
-    if older == "member":
-        member.peer.minor = 2
-    elif older == "caller":
-        caller.peer.minor = 2
-    else:
-        for link in two.routers[0].links.values():
-            link.minor = 2
-    wire = Wire(two)
-    results = ask(caller, 4)
-    two.run()
-    assert answered(results)
-    singles = {"member": Kind.REQUEST, "caller": Kind.REPLY, "relay of the member": Kind.REQUEST}
-    side = "caller" if older == "caller" else "member"
-    assert wire.to[side] == [(singles[older], 1)] * 4
-
-
 def test_answers_of_one_turn_go_to_each_caller_as_a_run(net: Network) -> None:
     callers = [net.host("one"), net.host("two")]
     service = net.host("member").serve("db", concurrency=64)

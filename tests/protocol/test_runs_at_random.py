@@ -59,11 +59,7 @@ class Life:
             self.come()
 
     def host(self, label: str) -> Host:
-        host = self.net.host(label, relay=self.rng.randrange(RELAYS))
-        if self.rng.random() < 0.15:  # of the minor version before
-            host.peer.minor = 2
-            host.session.out._longest_run = 1
-        return host
+        return self.net.host(label, relay=self.rng.randrange(RELAYS))
 
     def come(self) -> None:
         host = self.host("m")

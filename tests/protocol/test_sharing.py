@@ -118,17 +118,6 @@ def test_a_publisher_is_notified_when_a_group_comes_grows_and_goes(net: Network)
     assert len(inbox.messages) == 5
 
 
-def test_a_publisher_through_an_older_session_is_not_notified(net: Network) -> None:
-    inboxes = group(net, 2)
-    publisher = net.host("publisher")
-    publisher.peer.minor = 2
-    publisher.publish("t", b"0")
-    net.run()
-    assert publisher.ended_because == ""
-    assert publisher.session.out.flow(0x47, "t", publisher.key).parts == 1
-    assert sum(len(inbox.messages) for inbox in inboxes) == 1
-
-
 def test_without_a_group_a_turn_s_messages_stay_one_bundle(net: Network) -> None:
     inbox = net.host("one").subscribe("t")
     publisher = begin(net, [inbox])

@@ -344,13 +344,6 @@ def replaced(answer: Any) -> Frames:
     return change
 
 
-def test_an_older_store_is_named_as_what_it_is(relay: Relay) -> None:
-    relay.answers = replaced(Refused("invalid", "a call to a store: Invalid value 'knock'"))
-    answer = relay.ask(Caller(KEY), streams.Describe())
-    assert isinstance(answer, Refused)
-    assert "its store does not support authenticated calls; upgrade the store" in answer.detail
-
-
 # -- replays of a whole conversation -----------------------------------------------------------------------------
 
 

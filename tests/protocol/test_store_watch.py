@@ -110,16 +110,6 @@ def test_a_relay_that_stops_waits_for_no_store() -> None:
         _ = waiting.value
 
 
-def test_a_store_of_an_older_minor_version_is_up_when_it_joins() -> None:
-    net = Network()
-    net.router.stores.starts_one(net.router.now_us)
-    store = net.host("store", user=RELAYS_STORE)
-    store.peer.minor = 1
-    join(store, STORES, NO_KEY)
-    net.run()
-    assert not net.router.mesh.starting_stores()
-
-
 def asks(store: Host) -> None:
     """Ask for the other stores, as a store of a bucket does all the time."""
     store.say(encode_control(frames.Members(1, STORES, [NO_KEY], False, True, False)))

@@ -456,35 +456,6 @@ def test_what_a_full_queue_refuses_whole_is_not_a_reason_to_wait(net: Network) -
 # -- older versions, and what breaks the protocol --------------------------------------------------------------
 
 
-def test_a_session_of_an_earlier_version_is_not_asked_and_holds_nobody_back(net: Network) -> None:
-    publisher = net.host("alice")
-    bob, inbox = subscriber(net)
-    bob.peer.minor = 3
-    seen: list[int] = []
-
-    def see(host: Host, frame: bytes) -> Sequence[bytes]:
-        if host is bob:
-            seen.append(kind_of(frame))
-        return (frame,)
-
-    net.tamper = see
-    assert fill(net, publisher, 50) == 50
-    assert len(inbox.messages) == 50
-    assert Kind.WAIT not in seen
-
-
-def test_a_relay_of_an_earlier_version_is_not_asked_and_what_is_behind_it_holds_nobody_back() -> (
-    None
-):
-    net = Network(relays=2)
-    ends = net.link(0, 1)
-    ends[0].link.minor = 3
-    publisher = net.host("alice")
-    _, inbox = subscriber(net)
-    assert fill(net, publisher, 50) == 50
-    assert len(inbox.messages) == 50
-
-
 @pytest.mark.parametrize("alias", [0, 7, 60_000])
 def test_waiting_for_an_alias_that_was_not_declared_ends_the_session(
     net: Network, alias: int

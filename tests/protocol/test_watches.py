@@ -19,9 +19,7 @@ BOTH = (KEY.key_id, OTHER_KEY.key_id)
 
 
 def session(number: int = 1) -> Session:
-    made = Session(Port(), number, bytes(32), 64, False, False, True, "uid 1")
-    made.minor = 8
-    return made
+    return Session(Port(), number, bytes(32), 64, False, False, True, "uid 1")
 
 
 def info(number: int, label: str = "") -> MemberInfo:

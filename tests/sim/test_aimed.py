@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 from support.sim import SimNetwork, Violation, play
 
-from iris.wire.kinds import CANCEL_MINOR, Kind
+from iris.wire.kinds import Kind
 
 SEEDS = (2, 5, 10, 17)
 SITES_SEEDS = (6, 9)
@@ -34,8 +34,8 @@ def test_they_keep_them_in_a_federation(seed: int) -> None:
 @pytest.mark.parametrize("relays", [1, 2])
 def test_of_two_members_the_one_that_is_named_runs_all(relays: int) -> None:
     net = SimNetwork(1, relays=relays)
-    caller = net.relays[0].session("caller", minor=CANCEL_MINOR)
-    sessions = [net.relays[-1].session(name, minor=CANCEL_MINOR) for name in ("one", "two")]
+    caller = net.relays[0].session("caller")
+    sessions = [net.relays[-1].session(name) for name in ("one", "two")]
     one, two = [session.serve("echo", concurrency=1) for session in sessions]
     net.run(0.5)
     calls = [caller.call(Kind.REQUEST, "echo", member=two.member_id) for _ in range(4)]
@@ -57,8 +57,8 @@ def test_a_cancelled_call_ends_at_its_member_and_the_queued_one_does_not_run(
     relays: int, kind: Kind
 ) -> None:
     net = SimNetwork(1, relays=relays)
-    caller = net.relays[0].session("caller", minor=CANCEL_MINOR)
-    member = net.relays[-1].session("member", minor=CANCEL_MINOR).serve("slow", concurrency=1, cancel=True)  # fmt: skip
+    caller = net.relays[0].session("caller")
+    member = net.relays[-1].session("member").serve("slow", concurrency=1, cancel=True)  # fmt: skip
     member.service_us = 5_000_000
     net.run(0.5)
     calls = [caller.call(kind, "slow", timeout_ms=10_000) for _ in range(3)]
@@ -76,7 +76,7 @@ def test_a_cancelled_call_ends_at_its_member_and_the_queued_one_does_not_run(
 
 def test_a_call_that_runs_at_another_member_is_a_violation() -> None:
     net = SimNetwork(1, relays=1)
-    session = net.relays[0].session("both", minor=CANCEL_MINOR)
+    session = net.relays[0].session("both")
     member = session.serve("echo")
     net.run(0.5)
     call = session.call(Kind.REQUEST, "echo", member=member.member_id)
@@ -87,7 +87,7 @@ def test_a_call_that_runs_at_another_member_is_a_violation() -> None:
 
 def test_a_handler_that_is_cancelled_while_its_caller_waits_is_a_violation() -> None:
     net = SimNetwork(1, relays=1)
-    caller, server = (net.relays[0].session(name, minor=CANCEL_MINOR) for name in ("a", "b"))
+    caller, server = (net.relays[0].session(name) for name in ("a", "b"))
     member = server.serve("slow", cancel=True)
     member.service_us = 5_000_000
     net.run(0.5)
@@ -100,7 +100,7 @@ def test_a_handler_that_is_cancelled_while_its_caller_waits_is_a_violation() -> 
 
 def test_a_handler_that_goes_on_without_its_caller_is_a_violation() -> None:
     net = SimNetwork(1, relays=1)
-    caller, server = (net.relays[0].session(name, minor=CANCEL_MINOR) for name in ("a", "b"))
+    caller, server = (net.relays[0].session(name) for name in ("a", "b"))
     member = server.serve("slow")  # it does not ask for callers that left
     member.service_us = 50_000_000
     net.run(0.5)

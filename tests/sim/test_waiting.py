@@ -14,7 +14,7 @@ from support.sim.waiting import SimPublisher, SimSink, left_out
 
 from iris.core.credit import FIRST_WINDOW
 from iris.wire.codec import KIND_AT
-from iris.wire.kinds import WAIT_MINOR, Kind
+from iris.wire.kinds import Kind
 
 SIZE = 8 << 10
 WHOLE = FIRST_WINDOW // SIZE
@@ -31,7 +31,7 @@ def network(relays: int = 2, seed: int = 1, **shape: Any) -> SimNetwork:
 
 
 def session(net: SimNetwork, label: str, host: int = 0) -> SimSession:
-    return net.relays[host].session(label, minor=WAIT_MINOR)
+    return net.relays[host].session(label)
 
 
 def publish(publisher: SimSession, count: int = MANY, topic: str = "t") -> SimPublisher:
@@ -350,10 +350,10 @@ def test_faults_on_the_way_hold_nobody_back_for_longer_than_a_stall(fault: str, 
 def test_other_sites_are_not_waited_for() -> None:
     net = SimNetwork(1, sites={"ams": 2, "ber": 2}, port_bytes=4 << 20)
     net.run(2.0)
-    alice = net.at("ams", 1).session("alice", minor=WAIT_MINOR)
-    far = net.at("ber", 1).session("far", minor=WAIT_MINOR)
+    alice = net.at("ams", 1).session("alice")
+    far = net.at("ber", 1).session("far")
     held_back(far.subscribe_waiting("t"))
-    near = net.at("ams").session("near", minor=WAIT_MINOR).subscribe_waiting("t", pace_us=500)
+    near = net.at("ams").session("near").subscribe_waiting("t", pace_us=500)
     net.run(1.0)
     flow = publish(alice)
     net.until(drained(alice), 3)
@@ -377,7 +377,7 @@ def test_sessions_that_do_not_wait_are_never_asked_and_hold_nobody_back() -> Non
     assert len(old.casts) + dropped(net) == 2 * MANY
 
 
-@pytest.mark.parametrize("seed", [10, 13, 17, 22])
+@pytest.mark.parametrize("seed", [2, 3, 6, 9])
 def test_random_lives_stall_renew_and_recover_and_keep_every_promise(seed: int) -> None:
     chaos = play(seed, 360)
     assert chaos.net.ledger.stalls

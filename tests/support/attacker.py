@@ -191,10 +191,10 @@ class Attacker:
 
     # -- conversations ---------------------------------------------------------------------------------------
 
-    def greet(self, minor: int = PROTOCOL_MINOR) -> Self:
+    def greet(self) -> Self:
         """Send HELLO, and return after WELCOME."""
         mono_us = 0 if self._socket.family == socket.AF_UNIX else time.monotonic_ns() // 1000
-        self.say(frames.Hello(1, minor, "attacker", os.getpid(), mono_us))
+        self.say(frames.Hello(1, PROTOCOL_MINOR, "attacker", os.getpid(), mono_us))
         self.welcome = self.expect(frames.Welcome)
         return self
 

@@ -120,7 +120,7 @@ class Adversary:
         rng = self.scene.rng
         self.port = RawPort()
         hello = link_frames.LinkHello(
-            PROTOCOL_VERSION, rng.choice((0, PROTOCOL_MINOR, 7)), self.relay_id, 0, rng.choice((*HUGE, self.router.now_us)),
+            PROTOCOL_VERSION, rng.choice((PROTOCOL_MINOR, 7)), self.relay_id, 0, rng.choice((*HUGE, self.router.now_us)),
             LIMIT, rng.choice((1, 64, 65_536)), "ams" if self.kind == "relay" else "evil", "liar\x1b[2J",
             ["192.0.2.1:1"],
         )  # fmt: skip

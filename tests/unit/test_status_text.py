@@ -17,16 +17,20 @@ ACCOUNTS: dict[str, Any] = {
 
 
 def text(capsys: pytest.CaptureFixture[str], **report: Any) -> str:
-    whole = {"relay": "ab", "draining": False, "sessions": [], "accounts": ACCOUNTS, **report}
+    whole = {
+        "relay": "ab",
+        "draining": False,
+        "uptime_s": 0.0,
+        "sessions": [],
+        "accounts": ACCOUNTS,
+        **report,
+    }
     _print_tables(whole, whole)
     return " ".join(capsys.readouterr().out.split())
 
 
-def test_the_uptime_is_left_out_if_the_relay_does_not_tell_it(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert text(capsys).startswith("relay ab messages:")
-    assert text(capsys, draining=True).startswith("relay ab draining messages:")
+def test_the_first_line_says_how_long_the_relay_is_up(capsys: pytest.CaptureFixture[str]) -> None:
+    assert text(capsys, draining=True).startswith("relay ab up 0 min 0 s, draining messages:")
     assert "relay ab process 7, up 1 h 1 min messages:" in text(capsys, pid=7, uptime_s=3660.0)
 
 

@@ -146,7 +146,7 @@ export class Calls {
   /** Forget a call, and tell the relay that nobody waits. */
   #leave(hop: bigint): void {
     const pending = this.#take(hop);
-    if (!pending || this.#session.ended || this.#session.minor < 5) return;
+    if (!pending || this.#session.ended) return;
     if (!this.#left.length) queueMicrotask(() => this.#reportLeft());
     this.#left.push(hop);
   }

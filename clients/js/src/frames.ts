@@ -5,7 +5,7 @@ import { DecodeError, LocalProtocolError, PeerProtocolError } from "./errors.ts"
 import { decode, encode } from "./msgpack.ts";
 
 export const VERSION = 1;
-export const MINOR = 8;
+export const MINOR = 0;
 
 export const Kind = {
   HELLO: 0x01, WELCOME: 0x02, ERROR: 0x03, BYE: 0x04, DRAIN: 0x05, ACK: 0x06, PROVE: 0x07, DECLARE: 0x08, JOIN: 0x09,

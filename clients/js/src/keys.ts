@@ -66,7 +66,7 @@ export class ClusterKey {
     return new Uint8Array(await crypto.subtle.sign("Ed25519", this.#signer, data));
   }
 
-  /** Return the proof of this key for the session of a WELCOME (minor 0 and Unix sockets: without a channel). */
+  /** Return the proof of this key for the session of a WELCOME. */
   prove(relayId: Bytes, sessionId: Bytes, challenge: Bytes): Promise<Bytes> {
     return this.sign(concat(utf8("iris-proof-1"), relayId, sessionId, challenge, this.id));
   }

@@ -60,15 +60,15 @@ export class Serving {
     const { service, keys } = binding;
     const kinds = new Map(service.kinds.map((kind) => [kind, {
       concurrency: service.concurrency, limit_bytes: service.limitBytes,
-      ...(this.#session.minor >= 5 && (kind === Kind.REQUEST || kind === Kind.SURVEY) ? { cancel: true } : {}),
+      ...(kind === Kind.REQUEST || kind === Kind.SURVEY ? { cancel: true } : {}),
     }]));
     const fields: Fields = { name: service.name, key_ids: keys.map((key) => key.id), kinds };
-    if (service.methods && this.#session.minor >= 5) fields.methods = service.methods;
+    if (service.methods) fields.methods = service.methods;
     await this.#session.asked(Kind.JOIN, fields, Kind.ACK, ({ member }) => {
       binding.since = ++this.#guard.epoch;
       this.#members.set(member as Int, binding);
     });
-    if (this.#session.minor >= 2) await this.#session.asked(Kind.SETTLE, {}, Kind.ACK);
+    await this.#session.asked(Kind.SETTLE, {}, Kind.ACK);
   }
 
   /** Leave, and return when nothing more comes. */
@@ -143,7 +143,7 @@ export class Serving {
       return;
     }
     if (Math.abs(frame.sent - wallUs()) >= FRESH_US) {
-      if (kind === Kind.PUSH) this.#refuse(frame, this.#session.minor < 2 ? Reason.UNREADABLE : Reason.CLOCK);
+      if (kind === Kind.PUSH) this.#refuse(frame, Reason.CLOCK);
       else this.#fault(frame.hop, declared, counter, "the clocks of caller and member differ by 600 s or more", false);
       return;
     }

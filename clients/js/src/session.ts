@@ -117,7 +117,6 @@ export class Session {
   readonly relayId: Bytes;
   readonly site: string;
   readonly messageLimit: number;
-  readonly minor: number;
   readonly keyring: Keyring;
   readonly outbox: Outbox;
   readonly openers = new Openers();
@@ -159,7 +158,6 @@ export class Session {
     this.relayId = welcome.relay_id as Bytes;
     this.site = welcome.site as string;
     this.messageLimit = Number(welcome.message_limit);
-    this.minor = Math.min(MINOR, Number(welcome.minor));
     this.#aliasLimit = Math.min(65_536, Math.max(1, Number(welcome.aliases)));
     this.outbox = new Outbox(port, (error) => this.end(asError(error)));
     this.clock.add(Number(welcome.mono_us));

@@ -224,7 +224,7 @@ export class Subscriptions {
     await session.asked(Kind.SUBSCRIBE, { filter, key_ids: keyIds, group }, Kind.ACK, () => {
       subscription.since = ++this.#guard.epoch;
     });
-    if (session.minor >= 2) await session.asked(Kind.SETTLE, {}, Kind.ACK);
+    await session.asked(Kind.SETTLE, {}, Kind.ACK);
     subscription.registered();
   }
 

@@ -33,7 +33,7 @@ export class End {
     };
     const greeting = greet({ port, listen }, KEYRING, { label: "test" }, prepare);
     end.say(Kind.WELCOME, {
-      version: 1, minor: 8, relay_id: random(16), session_id: random(8), challenge: random(32), message_limit: 1_048_576,
+      version: 1, minor: 0, relay_id: random(16), session_id: random(8), challenge: random(32), message_limit: 1_048_576,
       mono_us: 1,
     });
     end.session = await greeting;

@@ -44,13 +44,4 @@ SABOTAGES = (
         HANDLERS,
         "a program that calls all the time keeps its relay from stopping",
     ),
-    Sabotage(
-        "drain-of-an-old-relay",
-        "iris/leaving.py",
-        "Leaving.start",
-        "pump.session.minor >= NESTED_MINOR",
-        "True",
-        HANDLERS,
-        "handlers call services that have left a relay of an older version",
-    ),
 )

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from iris.core.credit import FIRST_WINDOW
 from iris.wire.codec import KIND_AT, decode_control
-from iris.wire.kinds import CANCEL_MINOR, HERE, RUN_MINOR, WAIT_MINOR, Cause, Kind, Refusal
+from iris.wire.kinds import HERE, Cause, Kind, Refusal
 from iris.wire.link_frames import Interest
 from support.sim.members import ALL_KINDS, FOREVER_US, KEY, OTHER_KEY, SimMember, SimSession
 from support.sim.network import SimNetwork, SimRelay, Violation
@@ -140,10 +140,8 @@ class Chaos:
             self._attach(relay)
 
     def _attach(self, relay: SimRelay) -> None:
-        minor = self.rng.choice((0, RUN_MINOR, RUN_MINOR))
-        if minor and self.waits_rng.random() < 0.8:
-            minor = CANCEL_MINOR if self.calls_rng.random() < 0.85 else WAIT_MINOR
-        session = relay.session(f"s{self.net.ledger.new_tag()}", minor=minor)
+        singly = self.rng.random() < 0.3
+        session = relay.session(f"s{self.net.ledger.new_tag()}", singly=singly)
         for _ in range(self.rng.randint(0, 2)):
             self._serve(session)
         for _ in range(self.rng.randint(0, 2)):
@@ -159,7 +157,7 @@ class Chaos:
         member = session.serve(
             rng.choice(CLUSTERS), key=self.some_key(), kinds=kinds, concurrency=rng.choice((1, 4, 16)),
             limit_bytes=rng.choice((300, 4096, 1 << 20)),
-            cancel=session.minor >= CANCEL_MINOR and self.calls_rng.random() < 0.8,
+            cancel=self.calls_rng.random() < 0.6,
         )  # fmt: skip
         self._mood(member)
 
@@ -183,7 +181,7 @@ class Chaos:
     def _subscribe(self, session: SimSession) -> None:
         pattern, group, key = self.rng.choice(FILTERS), self.rng.choice(GROUPS), self.some_key()
         if not any((pattern, group) == subscription[:2] for subscription in session.subscriptions):
-            if session.minor >= WAIT_MINOR and self.waits_rng.random() < 0.7:
+            if self.waits_rng.random() < 0.5:
                 pace_us = self.waits_rng.choice((0, 200, 5_000, 50_000))
                 session.subscribe_waiting(pattern, group=group, key=key, pace_us=pace_us)
             else:
@@ -215,7 +213,7 @@ class Chaos:
 
     def run_of_calls(self) -> None:
         session = self.some_session()
-        if session is not None and session.minor >= RUN_MINOR:
+        if session is not None:
             kind = self.rng.choice((Kind.REQUEST, Kind.REQUEST, Kind.PUSH))
             timeout_ms = self.rng.choice((500, 2_000, 6_000))
             session.run(
@@ -277,7 +275,7 @@ class Chaos:
     # -- calls to one member, and callers that leave -----------------------------------------------------------
 
     def _some_caller(self) -> SimSession | None:
-        sessions = [s for s in self.net.sessions if s.minor >= CANCEL_MINOR and not s.leaving]
+        sessions = [s for s in self.net.sessions if not s.leaving]
         return self.calls_rng.choice(sessions) if sessions else None
 
     def _some_target(self) -> SimMember | None:
@@ -354,7 +352,7 @@ class Chaos:
     # -- waiting -----------------------------------------------------------------------------------------------
 
     def _some_waiting(self) -> SimSession | None:
-        sessions = [s for s in self.net.sessions if s.minor >= WAIT_MINOR and not s.leaving]
+        sessions = [s for s in self.net.sessions if not s.leaving]
         return self.waits_rng.choice(sessions) if sessions else None
 
     @property
@@ -566,7 +564,7 @@ class Chaos:
     def probe_waiting(self, relay: SimRelay) -> None:
         """Check that, without faults, a waiting publisher never stalls, and that its subscriptions get everything."""
         net = self.net
-        publisher = relay.session("waiting", minor=WAIT_MINOR)
+        publisher = relay.session("waiting")
         net.run(0.1)
         before = {session.uid: len(session.casts) for session in net.sessions}
         stalls = net.ledger.stalls

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Final
 from iris.wire import frames
 from iris.wire.codec import BODY_AT, FLAGS_AT, HOP, KIND_AT, TUNNEL_BODY_AT
 from iris.wire.kinds import (
-    CANCEL_MINOR,
     FLAG_REFUSED,
     HERE,
     TUNNEL_KINDS,
@@ -282,7 +281,7 @@ class Ledger:
             return
         for work in (*member.running.values(), *member.waiting):
             call = self.calls[work.tag]
-            told = call.session.minor >= CANCEL_MINOR and call.outcome in ("cancelled", "timeout")
+            told = call.outcome in ("cancelled", "timeout")
             gone = call.outcome == "closed" and call.session.relay.alive
             if not (told or gone) or call.kind == Kind.PUSH or self._excused(call):
                 continue

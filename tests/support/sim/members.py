@@ -30,11 +30,10 @@ from iris.wire.codec import (
 from iris.wire.frames import Serving
 from iris.wire.kinds import (
     ANSWER_RUN_KINDS,
-    CANCEL_MINOR,
     FIRST_DATA_KIND,
     FLAG_REFUSED,
+    PROTOCOL_MINOR,
     PROTOCOL_VERSION,
-    RUN_MINOR,
     SERVED_KINDS,
     TUNNEL_KINDS,
     Cause,
@@ -42,7 +41,6 @@ from iris.wire.kinds import (
     Refusal,
 )
 from iris.wire.runs import answer_run, call_run
-from relay.core.leaving import LEFT_MINOR
 from support.sim.ledger import MAGIC, TAG, Cast, singles, tag_of
 from support.sim.waiting import SimPublisher, SimSink, Waiting
 
@@ -283,11 +281,16 @@ class SimSession:
     """The session of one process with its relay."""
 
     def __init__(
-        self, relay: SimRelay, label: str, keys: Sequence[bytes], to_relay: Pipe, minor: int = 0
+        self,
+        relay: SimRelay,
+        label: str,
+        keys: Sequence[bytes],
+        to_relay: Pipe,
+        singly: bool = False,
     ) -> None:
         self.relay = relay
-        self.minor = minor
-        """Minor version: runs of calls since `RUN_MINOR`, publishing with waiting since `WAIT_MINOR`."""
+        self.singly = singly
+        """It sends each answer as a frame of its own."""
         self.net = relay.net
         self.uid = self.net.ledger.new_tag()
         self.label = label
@@ -322,7 +325,7 @@ class SimSession:
         self._answers: list[tuple[int, int, int, bytes]] = []
         """Answers of this instant, as (kind, alias, hop id, body)."""
         self.waiting = Waiting(self)
-        self.say(encode_control(frames.Hello(PROTOCOL_VERSION, minor, label, self.uid)))
+        self.say(encode_control(frames.Hello(PROTOCOL_VERSION, PROTOCOL_MINOR, label, self.uid)))
 
     def __repr__(self) -> str:
         return f"{self.label}@{self.relay.host}"
@@ -515,7 +518,7 @@ class SimSession:
 
     def _report_left(self, calls: Sequence[SimCall]) -> None:
         hops = [call.hop for call in calls if call.kind in (Kind.REQUEST, Kind.SURVEY)]
-        if hops and self.minor >= CANCEL_MINOR:
+        if hops:
             self.say(encode_control(frames.CallerLeft(hops)))
 
     def request(
@@ -576,7 +579,7 @@ class SimSession:
             kind = ANSWERED_BY.get(work.kind, kind)
         body = TAG.pack(MAGIC, work.tag) + member.member_id.encode()
         alias = self.alias(kind, work.route.name, work.route.key_id)
-        if kind in ANSWER_RUN_KINDS and self.minor >= RUN_MINOR:
+        if kind in ANSWER_RUN_KINDS and not self.singly:
             if not self._answers:
                 self.net.clock.after(0, self.flush)
             self._answers.append((kind, alias, work.hop, body))
@@ -755,8 +758,6 @@ class SimSession:
 
     def _handed_run(self, data: bytes) -> None:
         _, _, _, alias, _, deadline_us = HOP.unpack_from(data)
-        if self.minor < RUN_MINOR:
-            self.net.violate(f"{self} got a run, which it does not know")
         self._back = back = []
         for single in singles(data, self._routes[alias].kind):
             self._handed(single)
@@ -843,8 +844,6 @@ class SimSession:
             self.connection_lost()
 
     def _callers_left(self, hops: Sequence[int]) -> None:
-        if self.minor < LEFT_MINOR:
-            self.net.violate(f"{self} was told of callers that left, which it does not know")
         for member in [*self.members.values(), *self.former]:
             for hop in hops if member.cancels else ():
                 member.caller_left(hop)

@@ -311,13 +311,13 @@ class SimRelay:
         return self.net.now_us + self.offset_us
 
     def session(
-        self, label: str = "", *, keys: Sequence[bytes] = (KEY, OTHER_KEY), minor: int = 0
+        self, label: str = "", *, keys: Sequence[bytes] = (KEY, OTHER_KEY), singly: bool = False
     ) -> SimSession:
         """Attach the session of a process. Its frames are handled in order, HELLO first."""
         net = self.net
         to_relay, from_relay = net.pipe(SESSION_DELAY_US), net.pipe(SESSION_DELAY_US)
         SessionEnd(self, to_relay, SimPort(from_relay, net.port_bytes, self.budget), keys)
-        session = SimSession(self, label or f"s{len(self.sessions)}", keys, to_relay, minor)
+        session = SimSession(self, label or f"s{len(self.sessions)}", keys, to_relay, singly)
         session.from_relay = from_relay
         from_relay.deliver = session.frame
         from_relay.ended = session.connection_lost

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from iris.core.credit import Credit, Credits, Windows
 from iris.wire import frames
 from iris.wire.codec import encode_control
-from iris.wire.kinds import WAIT_MINOR, Kind
+from iris.wire.kinds import Kind
 from relay.core.credit import Credit as RelayCredit
 from relay.core.credit import Flow
 from relay.core.neighbor import RELEASED
@@ -200,7 +200,7 @@ class Waiting:
         self.mute = 0
         """Number of WINDOW frames to lose."""
         self.muted = 0
-        self.credits = Credits(self._say if session.minor >= WAIT_MINOR else None)
+        self.credits = Credits(self._say)
         inbound: Any = self  # of which `Windows` uses `flow` alone
         self.windows = Windows(self._sinks, inbound, self._say)
         self._flows: dict[int, SimFlow] = {}
@@ -246,8 +246,6 @@ class Waiting:
 
     def asked(self, wait: frames.Wait) -> None:
         """Answer the relay's request for credit."""
-        if self.session.minor < WAIT_MINOR:
-            self.session.net.violate(f"{self.session} got a WAIT, which it does not know")
         if self._flows[wait.alias].window is not None:
             self.renewals += 1
             self.session.net.ledger.renewals += 1

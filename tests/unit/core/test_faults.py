@@ -33,7 +33,7 @@ def test_code_text_and_details_arrive_as_they_were_given(details: dict[str, Any]
     assert str(error).startswith("shop: out_of_stock: on Monday")
 
 
-def test_the_text_alone_has_the_code_and_the_details_for_callers_of_earlier_versions() -> None:
+def test_the_text_alone_has_the_code_and_the_details() -> None:
     assert str(Refusal("out_of_stock", sku="a", left=0)) == "out_of_stock (sku='a', left=0)"
     assert str(Refusal("closed")) == "closed"
 

@@ -126,7 +126,6 @@ def test_every_setting_can_be_given_as_toml_and_as_text(tmp_path: Path) -> None:
             f"ap=#{OTHER_PIN}",
         ),
         "site_cost": ("us=10", "ap=3600000"),
-        "site_compression": True,
         "export": ("orders.>", "!orders.secret", "b2b.*"),
         "import_": ("!>",),
         "drain_timeout_s": 2.5,
