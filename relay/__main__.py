@@ -82,6 +82,10 @@ def relay(
         int | None,
         typer.Option(metavar="BYTES", help="Bytes of records that streams in the bucket may have on this disk; older ones are read from the bucket. Default: no limit."),
     ] = None,
+    bucket_pause_ms: Annotated[
+        int | None,
+        typer.Option(metavar="MS", help="Longest wait of an append for others that go into the same object of the bucket. Default: 100, for a directory 5."),
+    ] = None,
     metrics: Annotated[
         str | None,
         typer.Option(metavar="HOST:PORT", help="Serve metrics and health over HTTP here, such as 127.0.0.1:9464. Needs the extra 'metrics'."),
@@ -161,7 +165,7 @@ def relay(
             "join": join or None, "mdns": False if no_mdns else None, "port": port, "bind": bind or None,
             "listen": listen or None, "wss_cert": wss_cert and wss_cert.absolute(), "wss_key": wss_key and wss_key.absolute(), "origins": origin or None,
             "data": data and data.absolute(), "bucket": bucket,
-            "bucket_key": bucket_key and bucket_key.absolute(), "disk_limit": disk_limit, "metrics": metrics, "site": site, "gateway": gateway or None,
+            "bucket_key": bucket_key and bucket_key.absolute(), "disk_limit": disk_limit, "bucket_pause_ms": bucket_pause_ms, "metrics": metrics, "site": site, "gateway": gateway or None,
             "site_key": site_key and site_key.absolute(), "peer_site": peer_site or None, "site_cost": site_cost or None,
             "export": export or None, "import": import_ or None,
         }  # fmt: skip

@@ -187,6 +187,10 @@ class RelayConfig:
     """Bytes of records that streams in the bucket may have on the store's disk. The oldest ones are moved to the bucket
     and read from there. 0: no limit."""
 
+    bucket_pause_ms: int | None = None
+    """Longest wait of an append for others that go into the same object of the bucket, in ms. None: 5 for a directory,
+    100 for a service, which is paid for each object. 0 is for directories only."""
+
     metrics: str = ""
     """Address HOST:PORT at which metrics and health are served over HTTP. HOST is an IP address or localhost; port 0
     is any free one. Empty: they are not served."""
@@ -321,6 +325,14 @@ class RelayConfig:
                 "disk_limit: only streams in a bucket can have records elsewhere; set bucket, too"
             )
         self._check_range("disk_limit", 0, math.inf)
+        if self.bucket_pause_ms is not None:
+            if not self.bucket:
+                raise ConfigError(
+                    "bucket_pause_ms: only objects of a bucket are waited for; set bucket, too"
+                )
+            self._check_range(
+                "bucket_pause_ms", 0 if self.bucket.startswith("file:") else 1, 60_000
+            )
         if self.metrics:
             parse_metrics(self.metrics)
         parse_rate("session_rate", self.session_rate)

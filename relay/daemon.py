@@ -150,7 +150,7 @@ class Relay:
             self._store = store = StoreSupervisor(
                 config.data.absolute(), config.socket_path, config.log_level, config.log_format, self._store_cannot,
                 bucket=config.bucket, bucket_key=config.bucket_key, disk_limit=config.disk_limit,
-                figures=self._figures if config.metrics else None,
+                bucket_pause_ms=config.bucket_pause_ms, figures=self._figures if config.metrics else None,
             )  # fmt: skip
             self.hub.store_pid = lambda: store.pid
         self.metrics: MetricsSupervisor | None = None

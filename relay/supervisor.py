@@ -78,7 +78,7 @@ class StoreSupervisor(Child):
 
     def __init__(
         self, data: Path, socket_path: Path, log_level: str, log_format: str, cannot: Callable[[str, bool], None] = lambda why, final: None,
-        *, bucket: str = "", bucket_key: Path | None = None, disk_limit: int = 0,
+        *, bucket: str = "", bucket_key: Path | None = None, disk_limit: int = 0, bucket_pause_ms: int | None = None,
         figures: Callable[[bytes], None] | None = None,
     ) -> None:  # fmt: skip
         """`cannot(why, final)` is called when the store cannot serve, and with "" when it can again.
@@ -93,6 +93,7 @@ class StoreSupervisor(Child):
                 "--log-format", log_format, "--supervised", *(("--bucket", bucket) if bucket else ()),
                 *(("--bucket-key", str(bucket_key.absolute())) if bucket_key else ()),
                 *(("--disk-limit", str(disk_limit)) if disk_limit else ()),
+                *(() if bucket_pause_ms is None else ("--bucket-pause-ms", str(bucket_pause_ms))),
                 *(("--figures",) if figures else ()),
             )
         )  # fmt: skip

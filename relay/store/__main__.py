@@ -64,6 +64,15 @@ def store(
             help="Bytes that records of streams in the bucket may use on this disk; older records are read from the bucket. Default: no limit.",
         ),
     ] = 0,
+    bucket_pause_ms: Annotated[
+        int | None,
+        typer.Option(
+            metavar="MS",
+            min=0,
+            max=60_000,
+            help="Longest wait of an append for others that go into the same object of the bucket. Default: 100, for a directory 5.",
+        ),
+    ] = None,
     checkpoint_bytes: Annotated[
         int,
         typer.Option(
@@ -132,7 +141,7 @@ def store(
             supervised=supervised,
             figures=figures,
             bucket=daemon.BucketSettings(
-                bucket, bucket_key, checkpoint_bytes, failover_s, disk_limit
+                bucket, bucket_key, checkpoint_bytes, failover_s, disk_limit, bucket_pause_ms
             )
             if bucket
             else None,

@@ -43,8 +43,8 @@ from relay.store.bucket.replica import Replica
 from relay.store.bucket.sealing import Forced, Sealer
 from relay.store.bucket.shelf import DIRECTORY, Shelf
 from relay.store.bucket.tiers import Tiers
-from relay.store.bucket.url import open_bucket
-from relay.store.bucket.writer import Writer
+from relay.store.bucket.url import is_directory, open_bucket
+from relay.store.bucket.writer import DIRECTORY_FLUSH_US, FLUSH_US, Writer
 from relay.store.directory import KEY_FILE, LOCK_FILE, load_key, lock, make_directory
 from relay.store.errors import LogError
 from relay.store.log import Log
@@ -80,6 +80,15 @@ class BucketSettings(Struct, frozen=True):
     failover_s: float = FAILOVER_S
     disk_limit: int = 0
     """Bytes of records that its streams may have on this disk; older ones are in the bucket alone. 0: no limit."""
+    pause_ms: int | None = None
+    """Longest wait of a write for others of the same object; None: what fits the kind of bucket."""
+
+    @property
+    def pause_us(self) -> int:
+        """Longest wait of a write for others of the same object, in µs."""
+        if self.pause_ms is not None:
+            return 1000 * self.pause_ms
+        return DIRECTORY_FLUSH_US if is_directory(self.url) else FLUSH_US
 
 
 class StoreProcess:
@@ -184,7 +193,7 @@ class StoreProcess:
         return Keeper(
             shelf, self._objects, store.key.public_key, self._label, self, now_us=_monotonic_us,
             wall_us=lambda: time.time_ns() // 1000, checkpoint_bytes=self._bucket.checkpoint_bytes,
-            failover_s=self._bucket.failover_s, entropy=self._entropy,
+            failover_s=self._bucket.failover_s, pause_us=self._bucket.pause_us, entropy=self._entropy,
         )  # fmt: skip
 
     def _copy(self, store: Store, keeper: Keeper | None) -> Copying | None:

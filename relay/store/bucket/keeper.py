@@ -40,7 +40,7 @@ from relay.store.bucket.sealing import (
 from relay.store.bucket.seen import RolledBack, Seen
 from relay.store.bucket.shelf import Left, Shelf
 from relay.store.bucket.succession import Unfenced, begin, fence
-from relay.store.bucket.writer import Flying, Writer
+from relay.store.bucket.writer import FLUSH_US, Flying, Writer
 from relay.store.database import Database
 from relay.store.files import read_small, write_beside
 from relay.store.log import Log
@@ -94,9 +94,12 @@ class Keeper:
     def __init__(
         self, shelf: Shelf, objects: Objects, store: bytes, label: str, owner: Owner, *, now_us: Callable[[], int],
         wall_us: Callable[[], int], failover_s: float = FAILOVER_S, checkpoint_bytes: int = CHECKPOINT_BYTES,
-        entropy: Callable[[int], bytes] = os.urandom,
+        pause_us: int = FLUSH_US, entropy: Callable[[int], bytes] = os.urandom,
     ) -> None:  # fmt: skip
-        """`store` is this store's public key. `now_us` is never set, `wall_us` is shown to people."""
+        """`store` is this store's public key. `now_us` is never set, `wall_us` is shown to people.
+
+        `pause_us`: longest wait of a write for others that go into the same object.
+        """
         self._shelf = shelf
         self._objects = objects
         self._sealer = Sealer(shelf.key, entropy)
@@ -107,6 +110,7 @@ class Keeper:
         self._now_us = now_us
         self._wall_us = wall_us
         self._failover_s = failover_s
+        self._pause_us = pause_us
         self._writers: list[Writer] = []
         self._begun: dict[tuple[str, ...], list[tuple[Writer, dict[str, Registration]]]] = {}
         """Journals to take -> journals that were begun for that and are not served yet. The next try uses the last one.
@@ -322,7 +326,10 @@ class Keeper:
             self._mine.add(mine.registered.journal)
             self._first = self._first or mine.number
             known = {one.registered.journal: one for one in (*earlier, mine)}
-            begun.append((Writer(mine.registered.journal, self._sealer, mine.hash), known))
+            writer = Writer(
+                mine.registered.journal, self._sealer, mine.hash, flush_us=self._pause_us
+            )
+            begun.append((writer, known))
         writer, known = begun[-1]
         if self._writers or len(begun) > 1:
             self._save()  # what is fenced by this journal leads to it, and nothing else does

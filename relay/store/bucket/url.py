@@ -14,6 +14,11 @@ from relay.store.bucket.objects import Objects
 SCHEMES: Final = ("s3", "gs", "az", "file")
 
 
+def is_directory(url: str) -> bool:
+    """Whether the bucket at `url` is a directory, not a service that is paid for each request."""
+    return urlsplit(url).scheme == "file"
+
+
 def open_bucket(url: str) -> Objects:
     """Return the bucket at `url`, for example `s3://name/prefix` or `file:///shared/iris`.
 

@@ -25,7 +25,9 @@ from iris.wire.kinds import NEVER_US
 from relay.store.bucket.sealing import WINDOW, Entry, Numbered, Sealer, hash_of, journal_key
 
 FLUSH_US: Final = 100_000
-"""Longest wait of a write for others that go into the same object."""
+"""Longest wait of a write for others that go into the same object, unless `bucket_pause_ms` says otherwise."""
+DIRECTORY_FLUSH_US: Final = 5_000
+"""The same for a bucket that is a directory, whose objects cost nothing."""
 GATHER_US: Final = 2_000
 """Shortest wait: writes that arrive together go into one object."""
 EARLY_BYTES: Final = 1 << 20

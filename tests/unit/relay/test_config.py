@@ -109,6 +109,7 @@ def test_every_setting_can_be_given_as_toml_and_as_text(tmp_path: Path) -> None:
         "bucket": "s3://iris/streams",
         "bucket_key": Path("/etc/iris/group.key"),
         "disk_limit": 1 << 30,
+        "bucket_pause_ms": 20,
         "metrics": "[::1]:9464",
         "mdns": False,
         "listen": ("tls://127.0.0.1:7431", "wss://127.0.0.1:7432", "ws://[::1]:7433"),

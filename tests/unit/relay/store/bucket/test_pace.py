@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
 from support.bucket_sim import STREAM, Scripted, keeper, run
 
 from relay.store.batches import PUT, Op
 from relay.store.bucket.sealing import Rows
 from relay.store.bucket.shelf import Shelf
 from relay.store.bucket.writer import FLUSH_US, GATHER_US
+from relay.store.process import BucketSettings
 
 PUT_S = 0.001
 """What a request to the scripted bucket takes."""
@@ -60,11 +62,18 @@ def test_a_lone_append_waits_for_its_put_and_hardly_longer(tmp_path: Path) -> No
     run(work())
 
 
-def test_appends_one_after_the_other_make_one_put_for_each_flush_time(tmp_path: Path) -> None:
+@pytest.mark.parametrize("url", ["s3://iris", "file:///iris"])
+@pytest.mark.parametrize("pause_ms", [None, 20])
+def test_appends_one_after_the_other_make_one_put_for_each_pause(
+    tmp_path: Path, url: str, pause_ms: int | None
+) -> None:
+    pause_us = BucketSettings(url, pause_ms=pause_ms).pause_us
+    assert pause_us == 1000 * (pause_ms or (5 if url.startswith("file") else 100))
+
     async def work() -> None:
         loop = asyncio.get_running_loop()
         objects = Scripted()
-        ours, shelf = keeper(objects, tmp_path, 1)
+        ours, shelf = keeper(objects, tmp_path, 1, pause_us=pause_us)
         running = asyncio.create_task(ours.run())
         await ready(shelf)
         began_s, before = loop.time(), len(objects.objects)
@@ -72,8 +81,8 @@ def test_appends_one_after_the_other_make_one_put_for_each_flush_time(tmp_path: 
             await append(shelf)
         puts = len(objects.objects) - before
         assert puts == 50
-        # The first one is early, and no other waits longer than the flush time and a PUT.
-        assert 49 * FLUSH_US / 1e6 <= loop.time() - began_s < 50 * (FLUSH_US / 1e6 + PUT_S + 0.002)
+        # The first one is early, and no other waits longer than the pause and a PUT.
+        assert 49 * pause_us / 1e6 <= loop.time() - began_s < 50 * (pause_us / 1e6 + PUT_S + 0.002)
         running.cancel()
         await asyncio.wait([running])
 
