@@ -30,6 +30,7 @@ from iris.describing import Description, PerMember, Ping
 from iris.errors import Closed, RemoteError
 from iris.membership import Members
 from iris.middleware import Middleware
+from iris.program import standard_descriptors_are_open
 from iris.request_many import IN_FLIGHT, Outcome
 from iris.service import Service
 from iris.stats import Stats
@@ -483,6 +484,10 @@ async def _settle() -> None:
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:
+    if (
+        not standard_descriptors_are_open()
+    ):  # a socket can get the number of one, with which libuv would abort
+        return asyncio.new_event_loop()
     try:
         import uvloop
     except ImportError:  # not on Windows

@@ -10,7 +10,7 @@ from typing import Annotated, Final
 
 import typer
 
-from iris import core_dumps, keyfiles
+from iris import keyfiles, program
 from iris.causes import print_error
 from iris.cli.arguments import read_plainly
 from iris.errors import IrisError
@@ -210,7 +210,7 @@ def _check(environ: Mapping[str, str]) -> None:
 
 def main() -> None:
     """Entry point of `python -m relay`."""
-    core_dumps.forbid()
+    program.begin()
     app = typer.Typer(add_completion=False)
     app.command()(relay)
     read_plainly(typer.main.get_command(app))()

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 
-from iris import core_dumps, keyfiles, paths
+from iris import keyfiles, paths, program
 from iris.causes import print_error
 from iris.crypto.keys import NetworkKey
 from iris.errors import ConfigError, IrisError
@@ -24,7 +24,7 @@ def main(environ: Mapping[str, str]) -> int:
 
     Wrong settings and keys are reported on stderr.
     """
-    core_dumps.forbid()
+    program.begin()
     try:
         config = load_config({}, environ, None)
         keys = _dev_keys(environ) if config.dev else network_keys(environ)

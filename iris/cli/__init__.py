@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from iris import core_dumps
+from iris import program
 from iris.causes import VARIABLE, print_causes
 from iris.cli.arguments import WrongUsage, read_plainly
 from iris.wire.names import did_you_mean, printable
@@ -276,5 +276,5 @@ def _usage_text(error: Any) -> str:
 
 def main() -> None:
     """Entry point of `iris`."""
-    core_dumps.forbid()
+    program.begin()
     app(prog_name="iris")

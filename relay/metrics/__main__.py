@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from iris import core_dumps
+from iris import program
 from iris.config import ClientConfig
 from relay.logs import configure
 from relay.metrics.server import LOOK_S, Server
@@ -25,7 +25,7 @@ NICE: Final = 5
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Serve until standard input ends, as it does when the relay ends. Signals to the relay's group are ignored."""
-    core_dumps.forbid()
+    program.begin()
     parser = argparse.ArgumentParser(prog="python -m relay.metrics")
     parser.add_argument("--listener", type=int, required=True, help="Descriptor of a listening socket.")  # fmt: skip
     parser.add_argument("--relay", type=Path, required=True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from iris import core_dumps, keyfiles
+from iris import keyfiles, program
 from iris.causes import print_error
 from iris.cli.arguments import read_plainly
 from iris.crypto.keyring import Keyring
@@ -408,7 +408,7 @@ def _load(name: str) -> ModuleType:
 
 def main() -> None:
     """Entry point of `python -m relay.store`."""
-    core_dumps.forbid()
+    program.begin()
     read_plainly(typer.main.get_command(app))()
 
 

@@ -28,6 +28,7 @@ STORE_FILES = ("tests/unit/relay/store/test_store_files.py",)
 DIRECT = ("tests/protocol/test_direct.py",)
 TERMINAL = ("tests/integration/test_terminal_output.py",)
 STATUS = ("tests/unit/test_status_text.py",)
+DESCRIPTORS = ("tests/integration/test_standard_descriptors.py",)
 DUMPS = ("tests/integration/test_core_dumps.py",)
 DIRECTORY = ("tests/integration/test_hostile_directory.py",)
 FRAMES = ("tests/unit/wire/test_codec.py", "tests/unit/wire/test_frame_reader.py")
@@ -588,7 +589,7 @@ SABOTAGES = (
         "core-dumps-commands",
         "iris/cli/__init__.py",
         "main",
-        "core_dumps.forbid()",
+        "program.begin()",
         "pass",
         DUMPS,
         "a command that crashes writes its keys to a file",
@@ -597,7 +598,7 @@ SABOTAGES = (
         "core-dumps-store",
         "relay/store/__main__.py",
         "main",
-        "core_dumps.forbid()",
+        "program.begin()",
         "pass",
         DUMPS,
         "a store that crashes writes its keys to a file",
@@ -619,6 +620,24 @@ SABOTAGES = (
         "False",
         DUMPS,
         "a crash handler gets the keys of a process whose hard limit is 0",
+    ),
+    Sabotage(
+        "descriptors-closed",
+        "iris/program.py",
+        "begin",
+        "not _is_open(number)",
+        "False",
+        DESCRIPTORS,
+        "a socket gets the number of a closed standard descriptor, and what is printed goes to a peer",
+    ),
+    Sabotage(
+        "descriptors-of-a-blocking-program",
+        "iris/blocking.py",
+        "_new_loop",
+        "not standard_descriptors_are_open()",
+        "False",
+        DESCRIPTORS,
+        "libuv ends a program that was started with a standard descriptor closed",
     ),
     Sabotage(
         "terminal-payload",
