@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from iris.checks import check_number, check_whole
 from iris.errors import ConfigError
+from iris.program import program_name
 from iris.wire.codec import DEFAULT_MESSAGE_LIMIT, MAX_MESSAGE_LIMIT, MIN_MESSAGE_LIMIT
-
-
-def _program() -> str:
-    return os.path.basename(sys.argv[0])[:64] if sys.argv and sys.argv[0] else "python"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +33,7 @@ class ClientConfig:
     None: $IRIS_ACCESS, else access.pem beside the keyring.
     """
 
-    label: str = field(default_factory=_program)
+    label: str = field(default_factory=program_name)
     """Name of this client in `iris members` and `iris status`; at most 64 characters.
 
     Default: the program's file name.

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import itertools
 import os
-import socket
 import time
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
@@ -29,6 +28,7 @@ from iris.losses import LossLog
 from iris.methods import Methods, no_method
 from iris.nested import IN_HANDLER
 from iris.parameters import Provided
+from iris.program import host_name
 from iris.runtime import Runtime
 from iris.service import Service
 from iris.stats import dropped_messages
@@ -211,7 +211,7 @@ class ServiceBinding:
             _member_id(delivery), service.name, service.version, service.description,
             describe_handlers(service, self._provided, tally_of), self.running - 1,
             sum(len(inbox.queue) + len(inbox.assigned) for inbox in inboxes.values()) + len(self._broadcasts),
-            time.monotonic() - self._served_since_s, library_version(), socket.gethostname(), os.getpid(), self.queued_bytes,
+            time.monotonic() - self._served_since_s, library_version(), host_name(), os.getpid(), self.queued_bytes,
             dropped_messages(self._runtime), times_held(self.loop, service.name),
         )  # fmt: skip
 

@@ -12,7 +12,6 @@ import asyncio
 import logging
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import fields, replace
@@ -23,6 +22,7 @@ from iris.crypto.keys import NetworkKey
 from iris.errors import ConfigError, IrisError
 from iris.memory import collect_seldom, give_back_when_idle, keep_freed_memory
 from iris.signals import on_signal
+from iris.program import host_name
 from iris.wire.link_frames import MAX_ADDRESSES
 from relay import notify, watchdog
 from relay.config import RelayConfig
@@ -104,7 +104,7 @@ def make_router(
         limits=limits,
         site=config.site,
         policy=Policy(config.export, config.import_),
-        label=socket.gethostname()[:64],
+        label=host_name(),
         wall=wall,
     )
 

@@ -20,6 +20,7 @@ from typing import Final
 
 from iris.logs import describe, event_of, plain
 from iris.wire.names import printable
+from iris.wire.texts import sound_json
 
 QUIET_LIMIT = 1024
 """Most (event, key) pairs that one `Quiet` remembers, about 200 bytes each."""
@@ -47,7 +48,7 @@ class JsonLines(logging.Formatter):
             line["traceback"] = self.formatException(record.exc_info)
         if record.stack_info:
             line["stack"] = self.formatStack(record.stack_info)
-        return json.dumps(line, default=plain)
+        return sound_json(json.dumps(line, default=plain))
 
 
 class Sentences(logging.Formatter):

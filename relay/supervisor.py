@@ -189,6 +189,7 @@ def check_data(directory: Path) -> None:
     The text names the path that is wrong, with the system's words. What goes wrong later is logged, and the store
     tries again.
     """
+    check_path(directory)
     nearest = directory
     while not os.path.lexists(nearest):
         nearest = nearest.parent
@@ -205,6 +206,16 @@ def check_data(directory: Path) -> None:
         return
     text = f"data: cannot keep streams in {directory}: {os.strerror(wrong)}: {nearest}"
     raise ConfigError(f"{text}; name a directory that this user can create or write to")
+
+
+def check_path(directory: Path) -> None:
+    """Raise ConfigError if RocksDB, which takes paths as UTF-8, could not open a database in `directory`."""
+    try:
+        str(directory).encode()
+    except UnicodeEncodeError:
+        raise ConfigError(
+            f"data: cannot keep streams in {directory}: its name is not UTF-8; name another directory, or a link to this one"
+        ) from None
 
 
 def _unwritable(directory: Path) -> int | None:

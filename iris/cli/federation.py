@@ -14,6 +14,7 @@ from iris.cli import options, output
 from iris.cli.exits import Exit, complain, run
 from iris.client import connect
 from iris.wire.names import printable
+from iris.wire.texts import cleaned
 
 app = typer.Typer(
     name="federation", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="""Connect sites, each a network of relays, through gateways.
@@ -91,7 +92,7 @@ def list_(
             for site in sites:
                 output.write_json(site)
             return Exit.OK
-        _print_table(output.cleaned(report), output.cleaned(sites))
+        _print_table(cleaned(report), cleaned(sites))
         return Exit.OK
 
     run(work)

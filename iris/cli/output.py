@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
-
-import msgspec
+from typing import TYPE_CHECKING
 
 from iris.core.message import Message
 from iris.documents import as_bytes, as_document, text_of
 from iris.wire.names import printable, visible
+from iris.wire.texts import json_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -40,21 +39,9 @@ def cell(value: object) -> Text:
     return Text(printable(str(value)))
 
 
-def cleaned(document: Any) -> Any:
-    """Return a document from elsewhere without the control characters of its texts."""
-    match document:
-        case str():
-            return printable(document)
-        case list() | tuple():
-            return [cleaned(each) for each in document]
-        case dict():
-            return {cleaned(key): cleaned(value) for key, value in document.items()}
-    return document
-
-
 def write_json(document: object) -> None:
     """Write a document as one line of JSON."""
-    write(msgspec.json.encode(document) + b"\n")
+    write(json_bytes(document) + b"\n")
 
 
 def show(message: Message, *, as_json: bool, end: bytes | None = b"\n") -> None:

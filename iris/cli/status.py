@@ -11,6 +11,7 @@ from iris.cli import options, output
 from iris.cli.exits import Exit, run
 from iris.client import connect
 from iris.wire.names import plural, printable
+from iris.wire.texts import cleaned
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -59,7 +60,7 @@ def status(
         if json:
             output.write_json(report)
         else:
-            _print_tables(output.cleaned(report), output.cleaned(before))
+            _print_tables(cleaned(report), cleaned(before))
         return Exit.OK
 
     run(work)

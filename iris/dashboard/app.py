@@ -27,6 +27,7 @@ from iris.web.problems import Problem
 from iris.web.sending import EVENTS, Gone, Stalled, send_parts
 from iris.web.tokens import Tokens
 from iris.wire.names import printable
+from iris.wire.texts import json_bytes
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
@@ -136,7 +137,7 @@ def _allowed(request: Request, verb: str, stream: str) -> str:
 
 
 def _json(document: dict[str, Any]) -> Response:
-    return Response(msgspec.json.encode(document), media_type="application/json")
+    return Response(json_bytes(document), media_type="application/json")
 
 
 class _EventStream(Response):

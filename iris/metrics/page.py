@@ -9,6 +9,8 @@ from typing import Any, Final
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from iris.wire.texts import encodable
+
 OTHER: Final = "other"
 """Label value for all names over the limit of a label."""
 MAX_NAME: Final = 128
@@ -40,7 +42,7 @@ class Names:
 
     def __call__(self, name: str) -> str:
         """Return `name`, or "other" if there is no place for it."""
-        name = name[:MAX_NAME].encode("utf-8", "replace").decode()
+        name = encodable(name[:MAX_NAME])
         now_s = self._clock()
         used_s = self._used_s
         if name not in used_s and len(used_s) >= self._limit:

@@ -17,8 +17,9 @@ from iris.core.interfaces import Delivery
 from iris.core.message import Message
 from iris.handlers import Deferred, Handler, Request
 from iris.parameters import Parameter
-from iris.tracing.spans import CODE, ERROR_TYPE, Spans, handler_failed, readable
+from iris.tracing.spans import CODE, ERROR_TYPE, Spans, handler_failed
 from iris.tunnel import EndOfTunnel, Tunnel
+from iris.wire.texts import encodable
 
 
 class Processing:
@@ -122,7 +123,7 @@ def _defer(
             span.set_attribute(CODE, error.code)
         elif error is not None:
             span.set_attribute(ERROR_TYPE, "RemoteError")  # as its caller calls it
-            span.set_status(StatusCode.ERROR, readable(error))
+            span.set_status(StatusCode.ERROR, encodable(error))
         span.end()
         if error is None:
             reply.reply(value)

@@ -25,6 +25,7 @@ from iris.errors import DecodeError, IrisError, RemoteError
 from iris.handlers import ArgumentError
 from iris.logs import error_text
 from iris.tracing.context import Propagation, links_to
+from iris.wire.texts import encodable
 
 SCHEMA: Final = "https://opentelemetry.io/schemas/1.41.0"
 SYSTEM: Final = "messaging.system"
@@ -64,7 +65,7 @@ class Spans:
         `name` is where it goes, as the program passed it to the call, which may refuse it. The span is a child of the
         current one. If the sender's own headers carry a context, they stay as they are, and the span links to it.
         """
-        destination = readable(name) if isinstance(name, str) else type(name).__name__
+        destination = encodable(name) if isinstance(name, str) else type(name).__name__
         span = self._sending(operation, destination, headers, method)
         if headers is not None and not isinstance(headers, dict):
             return span, headers  # the call says what is wrong with them
@@ -186,7 +187,7 @@ def failed(span: Span, error: BaseException) -> None:
     if not span.is_recording():
         return
     span.set_attribute(ERROR_TYPE, error_type(error))
-    span.set_status(StatusCode.ERROR, readable(error_text(error)))
+    span.set_status(StatusCode.ERROR, encodable(error_text(error)))
     if isinstance(error, IrisError):
         may_have_run = getattr(error, "may_have_run", None)
         if may_have_run is not None:
@@ -207,15 +208,10 @@ def handler_failed(span: Span, error: BaseException) -> None:
         # Not record_exception, which raises if the exception's __str__ does.
         attributes = {
             "exception.type": error_type(error),
-            "exception.message": readable(error_text(error)),
-            "exception.stacktrace": readable("".join(traceback.format_exception(error))),
+            "exception.message": encodable(error_text(error)),
+            "exception.stacktrace": encodable("".join(traceback.format_exception(error))),
         }
         span.add_event("exception", attributes)
-
-
-def readable(text: str) -> str:
-    """Return a text that can be exported. One lone surrogate, as of a file name, would cost a whole batch of spans."""
-    return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
 def error_type(error: BaseException) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Final
@@ -14,6 +13,7 @@ from iris.describing import DESCRIBE, read_description
 from iris.dialling import REMOTE
 from iris.errors import Closed, DecodeError, IrisError, KeyringError, RemoteError
 from iris.membership import Members
+from iris.program import host_name
 from iris.streams.listing import StreamInfo
 from iris.watch.sample import ClusterAnswer, MemberAnswer, RelayAnswer, Sample, StreamAnswer
 from iris.wire.consumers import ConsumerInfo
@@ -119,7 +119,7 @@ class RelayAsker:
         if address.startswith(REMOTE):
             host = address.removeprefix(REMOTE).rpartition(":")[0]
         else:
-            host = socket.gethostname()
+            host = host_name()
         if not self._address and report is not None:
             address = self._shown = str(report.get("socket", address))
         return RelayAnswer(address, host, report, error)

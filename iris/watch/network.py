@@ -12,6 +12,8 @@ from typing import Any, Final
 import msgspec
 from msgspec import Struct
 
+from iris.wire.texts import json_bytes
+
 MAX_TEXT: Final = 128
 MAX_SENTENCE: Final = 512
 """Characters of an error or of a problem."""
@@ -317,7 +319,7 @@ class Network(Struct, frozen=True, kw_only=True):
 
 def as_json(network: Network) -> bytes:
     """Return a network as one JSON object."""
-    return msgspec.json.encode(network)
+    return json_bytes(network)
 
 
 def as_dict(network: Network) -> dict[str, Any]:

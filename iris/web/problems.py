@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any, Final
 
-import msgspec
+from iris.wire.texts import json_bytes
 
 MEDIA_TYPE: Final = b"application/problem+json"
 
@@ -45,4 +45,4 @@ class Problem(Exception):
     @property
     def body(self) -> bytes:
         """The problem as JSON text."""
-        return msgspec.json.encode(self.document)
+        return json_bytes(self.document)

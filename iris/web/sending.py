@@ -7,9 +7,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable
 from contextlib import aclosing, asynccontextmanager
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-import msgspec
-
 from iris.web.guard import cut
+from iris.wire.texts import json_bytes
 
 if TYPE_CHECKING:
     from starlette.types import Message, Receive, Scope, Send
@@ -74,7 +73,7 @@ async def send_parts(
 def event(document: Any, kind: str = "", id: str = "") -> bytes:
     """Return a server-sent event. JSON has no line breaks, so the data is one line."""
     head = (f"event: {kind}\n" if kind else "") + (f"id: {id}\n" if id else "")
-    return head.encode() + b"data: " + msgspec.json.encode(document) + b"\n\n"
+    return head.encode() + b"data: " + json_bytes(document) + b"\n\n"
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

@@ -29,6 +29,7 @@ from iris.errors import LocalProtocolError, PeerProtocolError
 from iris.wire.frames import Control
 from iris.wire.kinds import PROTOCOL_VERSION, Kind
 from iris.wire.link_frames import CONTROLS
+from iris.wire.texts import encode_cleaned
 
 PREFIX: Final = struct.Struct("<IBB")
 END: Final = struct.Struct("<qIIQ")
@@ -92,7 +93,10 @@ _LONG: Final = frozenset({Kind.MEMBERSHIP, Kind.ROSTER, Kind.DONE, Kind.REPORT})
 def encode_control(body: Control) -> bytes:
     """Return the control frame of `body`, ready to send."""
     kind = body.FRAME
-    data = _ENCODE(body)
+    try:
+        data = _ENCODE(body)
+    except UnicodeEncodeError:  # such as a path in the text of an error
+        data = encode_cleaned(body)
     limit = MAX_REPORT_BYTES if kind in _LONG else MAX_CONTROL_BYTES
     if len(data) > limit:
         raise LocalProtocolError(

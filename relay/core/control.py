@@ -35,6 +35,7 @@ from iris.wire.names import (
     check_topic,
     printable,
 )
+from iris.wire.texts import sound_json
 from relay.core.calls import Calls
 from relay.core.grants import barred, take_grant
 from relay.core.parts import SCANNED, Parts, node_count
@@ -493,7 +494,8 @@ class SessionControl:
             self._documents_us = self._router.now_us
         document = self._documents.get(ours)
         if document is None:  # many sessions may ask at once
-            document = json.dumps(self._router.status() if ours else self._router.numbers(NOT_OURS))
+            shown = self._router.status() if ours else self._router.numbers(NOT_OURS)
+            document = sound_json(json.dumps(shown))
             # It is ASCII, so its length is its size in bytes.
             if len(document) > MAX_REPORT_BYTES - FRAME_OVERHEAD:
                 document = json.dumps(self._router.numbers(TOO_LONG))

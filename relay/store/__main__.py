@@ -18,6 +18,7 @@ from iris.cli.arguments import read_plainly
 from iris.crypto.keyring import Keyring
 from iris.errors import ConfigError, IrisError
 from iris.wire.names import plural, printable
+from iris.wire.texts import sound_json
 from relay.logs import warnings_of
 from relay.settings import load_config
 
@@ -149,7 +150,7 @@ def store(
     except IrisError as err:
         print_error("iris store", err)
         if supervised:
-            sys.stdout.write(json.dumps({"cannot": str(err), "final": True}) + "\n")
+            sys.stdout.write(sound_json(json.dumps({"cannot": str(err), "final": True})) + "\n")
         raise typer.Exit(2) from err
 
 

@@ -19,6 +19,7 @@ from iris.dialling import dial
 from iris.errors import IrisError
 from iris.memory import keep_freed_memory
 from iris.transport import Pump
+from iris.wire.texts import sound_json
 from relay import notify, watchdog
 from relay.logs import configure
 from relay.process import loop_factory, raise_descriptor_limit, stop_on_signals
@@ -135,7 +136,7 @@ async def _report_copies(store: Store) -> None:
 def _write(said: dict[str, object]) -> None:
     """Write a line to the relay that started us. It is shorter than the buffer of a pipe, so it is written whole."""
     with contextlib.suppress(OSError):  # the relay is gone, and so are we in a moment
-        os.write(1, json.dumps(said, separators=(",", ":")).encode() + b"\n")
+        os.write(1, sound_json(json.dumps(said, separators=(",", ":"))).encode() + b"\n")
 
 
 def _read_stdin(

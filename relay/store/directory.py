@@ -15,7 +15,7 @@ from iris.errors import ConfigError, KeyringError
 from iris.keyfiles import sync_directory
 from relay.store.catalogue import is_stream
 from relay.store.files import write_beside
-from relay.supervisor import STREAMS
+from relay.supervisor import STREAMS, check_path
 
 KEY_FILE: Final = "store.key"
 LOCK_FILE: Final = "store.lock"
@@ -51,7 +51,13 @@ def _parse_key(text: str) -> StoreKey:
 
 
 def make_directory(path: Path) -> None:
-    """Create a directory and its missing parents, synced so that their names survive a power cut."""
+    """Create a directory and its missing parents, synced so that their names survive a power cut.
+
+    Raises:
+        ConfigError: RocksDB could not open a database in it.
+        OSError: it cannot be created.
+    """
+    check_path(path)
     if not path.is_dir():
         if not path.parent.is_dir():
             make_directory(path.parent)
@@ -86,9 +92,10 @@ def locked(directory: Path) -> Iterator[Path]:
     """Hold the lock of an existing data directory whose store is stopped; yield the directory of its streams.
 
     Raises:
-        ConfigError: a store uses the directory, or it belongs to another user.
+        ConfigError: a store uses the directory, or it belongs to another user, or RocksDB could not open it.
     """
     streams = directory / STREAMS
+    check_path(directory)
     try:
         if not streams.is_dir():
             raise ConfigError(

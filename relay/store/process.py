@@ -13,7 +13,6 @@ import contextlib
 import logging
 import os
 import random
-import socket
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from pathlib import Path
@@ -27,6 +26,7 @@ from iris.core.backoff import Backoff
 from iris.crypto.keyring import Keyring
 from iris.crypto.keys import GroupKey
 from iris.errors import ConfigError, IrisError, RelayUnavailable
+from iris.program import host_name
 from iris.transport import Pump
 from iris.wire.codec import MAX_MESSAGE_LIMIT, ReceiveBuffer
 from iris.wire.frames import Bye, Ping
@@ -106,7 +106,7 @@ class StoreProcess:
         self._connect = connect
         self._supervised = supervised
         self._unread = False
-        self._label = label or socket.gethostname()[:64]
+        self._label = label or host_name()
         self._entropy = entropy
         self._bucket = bucket
         self._keeper: Keeper | None = None

@@ -31,6 +31,7 @@ from iris.wire.kinds import DECLARED_KINDS, FLAG_REFUSED, Kind, Refusal
 from iris.wire.orders import SignedOrder
 from iris.wire.runs import single_calls
 from iris.wire.streams import Answer, Call, Refused, decode_call, encode
+from iris.wire.texts import encodable
 from relay.store.bucket.writer import Output
 from relay.store.errors import ChannelRefused
 
@@ -86,7 +87,7 @@ class HeldAnswer:
         self._incoming.session.answer(self._incoming, self._body)
 
     def withdraw(self, reason: str) -> None:
-        refused = encode(Refused("moved", reason[:1024]))
+        refused = encode(Refused("moved", encodable(reason[:1024])))
         self._incoming.session.answer(self._incoming, refused)
 
 
@@ -151,7 +152,7 @@ class IncomingCall:
 
         `sure`: the disk failed, and certainly nothing was written.
         """
-        self.answer(Refused(code, detail[:1024], sure))
+        self.answer(Refused(code, encodable(detail[:1024]), sure))
 
 
 class StoreOwner(Protocol):

@@ -34,7 +34,7 @@ with iris.blocking.connect() as client:
 def started(
     shell: Shell, closed: tuple[int, ...], *command: object
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a command with some of its descriptors closed, and end it; with a log in `shell.root` unless that is closed."""
+    """Run a command with some of its descriptors closed, and end it. What it writes is in `shell.root`/log."""
 
     def close() -> None:
         for number in closed:

@@ -147,7 +147,7 @@ def processes_under(directory: Path) -> list[str]:
         if entry.name.isdigit():
             try:
                 if os.fsencode(directory) in (entry / "environ").read_bytes():
-                    found.append((entry / "cmdline").read_bytes().decode())
+                    found.append(os.fsdecode((entry / "cmdline").read_bytes()))
             except OSError:
                 continue  # it has ended meanwhile, or belongs to another user
     return found

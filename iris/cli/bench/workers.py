@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-import socket
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, cast
@@ -27,6 +26,7 @@ from iris.cli.bench.jobs import NUMBER, Load, Name, Outcome, Text
 from iris.cli.bench.load import prepared
 from iris.cli.bench.report import Part
 from iris.cli.bench.samples import merge
+from iris.program import host_name
 
 LEASE_S: Final = 30.0
 READY_S: Final = 20.0
@@ -145,7 +145,7 @@ class Worker:
 
     def __init__(self, relay: str | None, label: str, log: Callable[[str], object]) -> None:
         self.id = secrets.token_hex(4)
-        self.host = socket.gethostname()
+        self.host = host_name()
         self.label = label
         self._relay = relay
         self._log = log

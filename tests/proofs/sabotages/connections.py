@@ -29,6 +29,7 @@ DIRECT = ("tests/protocol/test_direct.py",)
 TERMINAL = ("tests/integration/test_terminal_output.py",)
 STATUS = ("tests/unit/test_status_text.py",)
 DESCRIPTORS = ("tests/integration/test_standard_descriptors.py",)
+ODD_NAMES = ("tests/integration/test_names_that_are_not_utf8.py",)
 DUMPS = ("tests/integration/test_core_dumps.py",)
 DIRECTORY = ("tests/integration/test_hostile_directory.py",)
 FRAMES = ("tests/unit/wire/test_codec.py", "tests/unit/wire/test_frame_reader.py")
@@ -640,6 +641,33 @@ SABOTAGES = (
         "libuv ends a program that was started with a standard descriptor closed",
     ),
     Sabotage(
+        "odd-texts-in-frames",
+        "iris/wire/codec.py",
+        "encode_control",
+        "encode_cleaned(body)",
+        "_ENCODE(body)",
+        ("tests/unit/wire/test_texts.py",),
+        "a path that is not UTF-8 in the text of an error costs the session",
+    ),
+    Sabotage(
+        "odd-texts-in-the-status",
+        "relay/core/control.py",
+        "_on_status",
+        "sound_json(json.dumps(shown))",
+        "json.dumps(shown)",
+        ODD_NAMES,
+        "nobody can read the status of a relay whose socket has a name that is not UTF-8",
+    ),
+    Sabotage(
+        "odd-name-of-a-program",
+        "iris/program.py",
+        "program_name",
+        "printable(name)",
+        "name",
+        ODD_NAMES,
+        "a program whose name is not UTF-8 shows others what they cannot print",
+    ),
+    Sabotage(
         "terminal-payload",
         "iris/cli/output.py",
         "write",
@@ -670,7 +698,7 @@ SABOTAGES = (
         "terminal-status",
         "iris/cli/status.py",
         "status",
-        "output.cleaned(report)",
+        "cleaned(report)",
         "report",
         STATUS,
         "a relay controls the terminal of somebody who asks for its status",
