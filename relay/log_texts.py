@@ -102,6 +102,7 @@ SENTENCES: Final[dict[str, str | tuple[str, ...]]] = {
     "gateway.dial_fault": f"Dialling a gateway failed with an internal error and is tried again. {_BUG}",
     # Discovery
     "discovery.announced": "This relay is advertised by multicast DNS: port {port} at {addresses}.",
+    "discovery.left_out": "This host has more interfaces than multicast DNS can use. It uses {used}, and not {interfaces}; name relays that are only there with --join.",
     "discovery.sighted": "Discovery reported a relay at {addresses} (source: {source}, left: {gone}).",
     "discovery.nothing_found": "No other relay was found. Tried: {tried}. If there is one, name it: {try}.",
     "discovery.unresolved": "The --join entry {join} could not be resolved: {reason}. It is tried again.",

@@ -15,7 +15,7 @@ from typing import Final
 
 from iris.crypto.keys import RELAY_ID_BYTES
 from iris.wire.kinds import PROTOCOL_VERSION
-from relay.discovery.interfaces import Address
+from relay.discovery.interfaces import Address, preferred
 
 SERVICE_TYPE: Final = "_iris-relay._tcp.local."
 FINGERPRINT_BYTES: Final = 16
@@ -150,12 +150,13 @@ def _identifier(shown: bytes, reason: str) -> bytes:
 def announced(local: Iterable[Address]) -> tuple[str, ...]:
     """Return this host's addresses for an advert: those of interfaces that are up, at most 32.
 
-    Link-local addresses come last. Loopback addresses are included only if there are no others.
+    Those that lead to the LAN are kept first, and link-local ones come last. Loopback addresses are included only if
+    there are no others.
     """
-    live = [address for address in local if address.up]
+    live = [address for address in preferred(local) if address.up]
     real = [address for address in live if not address.parsed.is_loopback]
-    ordered = sorted(real or live, key=lambda address: (address.parsed.is_link_local, address))
-    return tuple(dict.fromkeys(address.ip for address in ordered))[:MAX_ADDRESSES]
+    kept = list({address.ip: address for address in real or live}.values())[:MAX_ADDRESSES]
+    return tuple(a.ip for a in sorted(kept, key=lambda address: address.parsed.is_link_local))
 
 
 def best_first(

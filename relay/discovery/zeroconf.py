@@ -52,7 +52,7 @@ from relay.discovery.adverts import (
     instance_name,
 )
 from relay.discovery.feed import Feed
-from relay.discovery.interfaces import Address, Damper, scan
+from relay.discovery.interfaces import Address, Damper, Rank, preferred, scan
 from relay.discovery.sightings import Sightings
 from relay.discovery.zeroconflog import zeroconf_log
 from relay.logs import Quiet
@@ -67,6 +67,9 @@ CONFIRM_S: Final = 0.5
 
 MAX_STRANGERS: Final = 1024
 """Most names in zeroconf's cache, besides those of known relays, when a question is sent: each is part of it."""
+
+MOST_INTERFACES: Final = 20
+"""Most interfaces that are searched: one socket can join on 20 by IPv4 (the default of net.ipv4.igmp_max_memberships)."""
 
 CLOSE_S: Final = 0.8
 
@@ -135,6 +138,7 @@ class MulticastDiscovery:
         self._asked_since_browse = 0
         self._names_seen = 0
         self._errors: dict[str, str] = {}
+        self._left_out: list[str] = []
         self._quiet = Quiet(limit=16)
         self._asked = 0
 
@@ -214,6 +218,7 @@ class MulticastDiscovery:
             ],
             "announced": [] if self._registered is None else self._registered.parsed_addresses(),
             "port": self._port,
+            "left_out": self._left_out,
             "sighted": len(self._sightings.known),
             "waiting": len(self._feed),
             "asked": self._asked,
@@ -254,13 +259,11 @@ class MulticastDiscovery:
         """Adapt sockets and advert to the interfaces; what fails is tried again later."""
         self._stale = False
         settled = self._damper.settled or frozenset()
-        addresses = announced(settled)
         before = self._sightings.local
-        self._sightings.local = frozenset(a for a in settled if a.up and a.ip in addresses)
+        addresses = self._choose(settled)
         choice = _sockets_for(self._sightings.local)
-        moved = {a.ip for a in before - self._sightings.local} & {
-            a.ip for a in self._sightings.local - before
-        }
+        places = {(a.ip, a.index) for a in self._sightings.local}
+        moved = {a.ip for a in before if (a.ip, a.index) not in places} & {ip for ip, _ in places}
         try:
             zeroconf = await self._open()
             if changed:
@@ -295,6 +298,23 @@ class MulticastDiscovery:
         else:
             self._errors.pop("sockets", None)
             self._rejoin.succeeded()
+
+    def _choose(self, settled: frozenset[Address]) -> tuple[str, ...]:
+        """Choose what is searched, and return the addresses for the advert. Log what is left out if it changed."""
+        live = [address for address in preferred(settled) if address.up]
+        live = [address for address in live if not address.parsed.is_loopback] or live
+        names = list(dict.fromkeys(address.interface for address in live))
+        kept = [address for address in live if address.interface in set(names[:MOST_INTERFACES])]
+        addresses = announced(kept)
+        local = self._sightings.local = frozenset(a for a in kept if a.ip in addresses)
+        used = {address.interface for address in local}
+        left_out = [name for name in names if name not in used]
+        if left_out != self._left_out:
+            self._left_out = left_out
+            near = any(a.interface in left_out and a.rank < Rank.INNER for a in live)
+            fields = {"interfaces": left_out, "used": len(used)}
+            log.log(logging.WARNING if near else logging.INFO, "discovery.left_out", extra={"fields": fields})  # fmt: skip
+        return addresses
 
     def _failed(self, what: str, error: str) -> None:
         """Show an error in the status until it is over, and log it if it is new."""
@@ -444,7 +464,7 @@ def _sockets_for(local: frozenset[Address]) -> list[str | int]:
     """
     v4: dict[int, str] = {}
     v6: dict[int, int] = {}
-    for address in sorted(local):
+    for address in preferred(local):
         if address.multicast and address.parsed.version == 4:
             v4.setdefault(address.index, address.ip)
         elif address.multicast and not address.parsed.is_loopback:

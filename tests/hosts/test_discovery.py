@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 from hosts.kit import Failed, Network, Relay, wait_until
-from support.namespaces import Host, Lan
+from support.namespaces import Host, Lan, ip
 from zeroconf import DNSOutgoing, DNSPointer  # type: ignore[attr-defined]  # public, not in __all__
+
+from relay.discovery.zeroconf import MOST_INTERFACES
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.net]
 
@@ -112,6 +114,42 @@ def test_interfaces_without_a_cable_do_not_hide_the_one_that_has_one(
     a.plug(), b.plug()
     network.relays_on(a, b)
     network.meshed()
+
+
+def bridges(host: Host, count: int) -> list[str]:
+    """Give a host bridges as Docker makes them: with an address and a container each, and named before eth0."""
+    names = [f"br-{number:02}" for number in range(count)]
+    for number, name in enumerate(names):
+        lines = (
+            f"link add {name} type bridge", f"link set {name} up",
+            f"link add port-{number:02} type veth peer name {host.name}-{number:02} netns {host.lan.wires}",
+            f"link set port-{number:02} master {name} up", f"address add 172.20.{number}.1/24 dev {name}",
+        )  # fmt: skip
+        ip("-n", host.namespace, batch="\n".join(lines) + "\n")
+        ip("-n", host.lan.wires, "link", "set", f"{host.name}-{number:02}", "up")
+    return names
+
+
+@pytest.mark.parametrize("ipv6", ["full", "off"])
+def test_bridges_of_containers_do_not_hide_the_interface_of_the_lan(
+    lan: Lan, network: Network, ipv6: Any
+) -> None:
+    """Linux lets a socket join on 20 interfaces by IPv4, and an advert has 32 addresses: both are for the LAN first."""
+    a, b = lan.host("a"), lan.host("b")
+    made = bridges(a, 40)
+    a.plug(ipv6=ipv6), b.plug(ipv6=ipv6)
+    ip("-n", a.namespace, "route", "add", "default", "dev", "eth0")
+    one, _ = network.relays_on(a, b)
+    network.meshed()
+    left_out = one.says("discovery.left_out")["interfaces"]
+    found = one.status()["discovery"]["mdns"]
+    assert found["left_out"] == left_out
+    assert found["errors"] == {}
+    assert found["announced"][0] == a.nics["eth0"].ipv4
+    used = {each["name"] for each in found["interfaces"] if each["used"]}
+    assert len(used) <= MOST_INTERFACES
+    assert used == {"eth0", *made[: len(used) - 1]}
+    assert set(made) - used <= set(left_out)
 
 
 def test_a_host_that_moves_to_another_switch_finds_who_is_there(lan: Lan, network: Network) -> None:

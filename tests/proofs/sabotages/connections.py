@@ -28,7 +28,9 @@ STORE_FILES = ("tests/unit/relay/store/test_store_files.py",)
 DIRECT = ("tests/protocol/test_direct.py",)
 TERMINAL = ("tests/integration/test_terminal_output.py",)
 STATUS = ("tests/unit/test_status_text.py",)
-DESCRIPTORS = ("tests/integration/test_standard_descriptors.py",)
+_DESCRIPTORS = "tests/integration/test_standard_descriptors.py::"
+DESCRIPTORS = (f"{_DESCRIPTORS}test_every_program_works_whichever_standard_descriptors_are_closed",)
+BLOCKING = (f"{_DESCRIPTORS}test_a_blocking_client_works_in_a_program_that_has_them_closed",)
 ODD_NAMES = ("tests/integration/test_names_that_are_not_utf8.py",)
 DUMPS = ("tests/integration/test_core_dumps.py",)
 DIRECTORY = ("tests/integration/test_hostile_directory.py",)
@@ -542,6 +544,15 @@ SABOTAGES = (
         "an advert makes us dial any host on the internet",
     ),
     Sabotage(
+        "advert-order-of-interfaces",
+        "relay/discovery/interfaces.py",
+        "preferred",
+        "a.rank, ",
+        "",
+        ("tests/unit/relay/test_discovery.py",),
+        "bridges of containers take the place of the LAN, and no other host finds this relay",
+    ),
+    Sabotage(
         "directory-relay",
         "relay/__main__.py",
         "relay",
@@ -637,7 +648,7 @@ SABOTAGES = (
         "_new_loop",
         "not standard_descriptors_are_open()",
         "False",
-        DESCRIPTORS,
+        BLOCKING,
         "libuv ends a program that was started with a standard descriptor closed",
     ),
     Sabotage(
@@ -652,7 +663,7 @@ SABOTAGES = (
     Sabotage(
         "odd-texts-in-the-status",
         "relay/core/control.py",
-        "_on_status",
+        "SessionControl._on_status",
         "sound_json(json.dumps(shown))",
         "json.dumps(shown)",
         ODD_NAMES,

@@ -8,6 +8,7 @@ import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -31,7 +32,15 @@ from relay.discovery.adverts import (
     relay_id_in,
 )
 from relay.discovery.feed import Feed
-from relay.discovery.interfaces import Address, Damper, scan
+from relay.discovery.interfaces import (
+    Address,
+    Damper,
+    Rank,
+    default_routes,
+    preferred,
+    rank_of,
+    scan,
+)
 from relay.discovery.seeds import (
     MAX_ADDRESSES as MAX_SEED_ADDRESSES,
 )
@@ -178,6 +187,70 @@ def test_a_host_with_many_addresses_announces_its_routable_ones() -> None:
     shown = announced(links | {ETH})
     assert len(shown) == MAX_ADDRESSES
     assert shown[0] == ETH.ip
+
+
+def test_a_host_with_many_bridges_announces_the_address_of_its_lan() -> None:
+    bridges = {Address(f"br-{n:02}", n, f"172.17.{n}.1", 24, rank=Rank.INNER) for n in range(9, 99)}
+    for rank in (Rank.DEFAULT_ROUTE, Rank.PHYSICAL, Rank.VIRTUAL):
+        lan = Address("wlan0", 3, "192.168.1.5", 24, rank=rank)
+        shown = announced(bridges | {lan})
+        assert (len(shown), shown[0]) == (MAX_ADDRESSES, lan.ip)
+    local_only = Address("wlan0", 3, "fe80::5", 64, rank=Rank.PHYSICAL)
+    assert announced(bridges | {local_only})[-1] == "fe80::5"
+
+
+ROUTES = """Iface	Destination	Gateway	Flags	RefCnt	Use	Metric	Mask	MTU	Window	IRTT
+wlan0	00000000	0101A8C0	0003	0	0	600	00000000	0	0	0
+down0	00000000	0101A8C0	0002	0	0	600	00000000	0	0	0
+tun0	00000000	00000000	0001	0	0	0	00000080	0	0	0
+docker0	000011AC	00000000	0001	0	0	0	0000FFFF	0	0	0
+"""
+ROUTES6 = """
+fd000000000000000000000000000000 40 00000000000000000000000000000000 00 00000000000000000000000000000000 00000100 00000001 00000000 00000001     eth0
+00000000000000000000000000000000 00 00000000000000000000000000000000 00 fd000000000000000000000000000001 00000400 00000003 00000000 00000003     eth1
+00000000000000000000000000000000 00 00000000000000000000000000000000 00 00000000000000000000000000000000 ffffffff 00000001 00000000 00200200       lo
+"""
+
+
+def test_the_interfaces_of_default_routes_are_known(tmp_path: Path) -> None:
+    assert default_routes(tmp_path) == set()
+    (tmp_path / "route").write_text(ROUTES)
+    assert default_routes(tmp_path) == {"wlan0"}
+    (tmp_path / "ipv6_route").write_text(ROUTES6.lstrip())
+    assert default_routes(tmp_path) == {"wlan0", "eth1"}
+
+
+@pytest.mark.parametrize(
+    ("type", "uevent", "rank"),
+    [
+        ("1", "INTERFACE=veth1a\n", Rank.INNER),
+        ("1", "INTERFACE=tap0\n", Rank.INNER),
+        ("1", "DEVTYPE=bridge\nINTERFACE=br-1\n", Rank.INNER),
+        ("1", "DEVTYPE=vxlan\nINTERFACE=flannel.1\n", Rank.INNER),
+        ("65534", "INTERFACE=tun0\n", Rank.INNER),
+        ("65534", "DEVTYPE=wireguard\nINTERFACE=wg0\n", Rank.INNER),
+        ("1", "DEVTYPE=bond\nINTERFACE=bond0\n", Rank.VIRTUAL),
+        ("1", "DEVTYPE=vlan\nINTERFACE=eth0.7\n", Rank.VIRTUAL),
+        ("x", "", Rank.VIRTUAL),
+    ],
+)
+def test_an_interface_of_this_hosts_own_making_is_used_last(
+    type: str, uevent: str, rank: Rank, tmp_path: Path
+) -> None:
+    place = tmp_path / "any0"
+    assert rank_of("any0", tmp_path) is Rank.VIRTUAL
+    place.mkdir()
+    (place / "type").write_text(f"{type}\n")
+    (place / "uevent").write_text(uevent)
+    assert rank_of("any0", tmp_path) is rank
+    (place / "device").mkdir()
+    assert rank_of("any0", tmp_path) is Rank.PHYSICAL
+
+
+def test_addresses_are_used_in_the_order_of_what_they_lead_to() -> None:
+    a, b, c, d = (Address(name, 1, "10.0.0.1", 8, rank=rank) for name, rank in zip("dcba", Rank, strict=True))  # fmt: skip
+    e = Address("a", 1, "fe80::1", 64, rank=Rank.INNER)
+    assert preferred({e, d, c, b, a}) == [a, b, c, d, e]
 
 
 def test_the_nearest_address_is_dialled_first() -> None:
