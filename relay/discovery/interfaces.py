@@ -41,7 +41,7 @@ class Rank(IntEnum):
     VIRTUAL = 2
     """A VLAN, a bond, or what the system does not describe."""
     INNER = 3
-    """A bridge, an end of a veth pair, or a tunnel: containers and virtual machines of this host, or another network."""
+    """A bridge, an end of a veth pair, or a tunnel: to containers or machines within this host, or another network."""
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -69,7 +69,7 @@ MAX_STRANGERS: Final = 1024
 """Most names in zeroconf's cache, besides those of known relays, when a question is sent: each is part of it."""
 
 MOST_INTERFACES: Final = 20
-"""Most interfaces that are searched: one socket can join on 20 by IPv4 (the default of net.ipv4.igmp_max_memberships)."""
+"""Most interfaces that are searched: a socket can join on 20 by IPv4 (default of net.ipv4.igmp_max_memberships)."""
 
 CLOSE_S: Final = 0.8
 
