@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import pwd
 import stat
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -46,15 +47,23 @@ class NoKeyring(KeyringError):
 def config_directory(environ: Mapping[str, str]) -> Path:
     """Return the directory of the key files: $IRIS_CONFIG, else $XDG_CONFIG_HOME/iris, else ~/.config/iris.
 
-    An empty variable counts as unset, and so does a relative $XDG_CONFIG_HOME (XDG Base Directory Specification).
-    The directory need not exist and is not created.
+    An empty variable counts as unset, and so does a relative $XDG_CONFIG_HOME (XDG Base Directory Specification). A user
+    without $HOME and without an entry in passwd, as in many containers, has the home "/", as Docker sets it. The
+    directory need not exist and is not created.
     """
     if named := environ.get("IRIS_CONFIG"):
         return Path(named)
     xdg = environ.get("XDG_CONFIG_HOME", "")
     if os.path.isabs(xdg):
         return Path(xdg) / "iris"
-    return Path(environ.get("HOME") or Path.home()) / ".config" / "iris"
+    return Path(environ.get("HOME") or _home_of(os.getuid())) / ".config" / "iris"
+
+
+def _home_of(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_dir
+    except KeyError:
+        return "/"
 
 
 def has_keys(environ: Mapping[str, str]) -> bool:
@@ -120,7 +129,9 @@ def create_keys(
         if isinstance(error, FileExistsError):
             raise KeyringError(f"{error.filename} already exists and was not changed") from error
         if isinstance(error, OSError):
-            raise KeyringError(f"cannot create keys in {directory}: {error.strerror}") from error
+            raise KeyringError(
+                f"cannot create keys in {directory}: {error.strerror}; name a directory of yours with IRIS_CONFIG"
+            ) from error
         raise
     return keyring, network
 

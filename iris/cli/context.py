@@ -150,7 +150,9 @@ def _edit(change: Callable[[Contexts], Contexts], said: str) -> None:
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"cannot create {path.parent}: {error.strerror}") from error
+            raise ConfigError(
+                f"cannot create {path.parent}: {error.strerror}; name a directory of yours with IRIS_CONFIG"
+            ) from error
         with keyfiles.locked(path):
             contexts.save(path, change(contexts.load(path)))
         output.write(f"{said}\n".encode())
