@@ -47,9 +47,9 @@ class NoKeyring(KeyringError):
 def config_directory(environ: Mapping[str, str]) -> Path:
     """Return the directory of the key files: $IRIS_CONFIG, else $XDG_CONFIG_HOME/iris, else ~/.config/iris.
 
-    An empty variable counts as unset, and so does a relative $XDG_CONFIG_HOME (XDG Base Directory Specification). A user
-    without $HOME and without an entry in passwd, as in many containers, has the home "/", as Docker sets it. The
-    directory need not exist and is not created.
+    An empty variable counts as unset, and so does a relative $XDG_CONFIG_HOME (XDG Base Directory Specification).
+    Without $HOME, the home is that of passwd; a user who has no entry there, as in many containers, has "/", which
+    Docker sets, too. The directory need not exist and is not created.
     """
     if named := environ.get("IRIS_CONFIG"):
         return Path(named)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import os
 
+import pytest
 from hypothesis import settings
-from support import warm
+from support import alone, warm
 
 # The same examples in every run, so a failure belongs to the change that shows it. `--hypothesis-profile many` takes
 # other ones each time. No deadline, because tests assert outcomes and a busy machine is slow.
@@ -15,7 +16,10 @@ settings.register_profile("many", deadline=None, print_blob=True, max_examples=2
 settings.load_profile("ci")
 
 
-def pytest_configure() -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    directory = alone.leave_the_host()
+    config.add_cleanup(lambda: alone.come_back(directory))
     warm.switch_on()
     # For the runs that tests start: it is slow to import, and none of them uses it.
     os.environ.setdefault("PYTEST_ADDOPTS", "-p no:schemathesis")

@@ -53,6 +53,7 @@ import proofs
 import uvloop
 from harness import BenchError, facts, report
 from proofs.common import Proof
+from support import alone
 
 AREAS = (
     "tunnels",
@@ -154,10 +155,13 @@ def main() -> None:
     # Handle it as Ctrl-C, so that all processes end and their directory is removed.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     begin_s = time.monotonic()
+    alone_in = alone.leave_the_host()
     try:
         proof = area.run(count, args.seed)
     except BenchError as err:
         sys.exit(f"{args.area} {count}: {err}")
+    finally:
+        alone.come_back(alone_in)
     text = section(args.area, count, args.seed, proof)
     record(args.record, text)
     print(text)

@@ -52,7 +52,7 @@ class Place:
         os.mkdir(self.root, 0o700)
         self.environ = {
             b"PATH": os.fsencode(os.environ["PATH"]), b"HOME": self.root, b"XDG_RUNTIME_DIR": self.root,
-            b"IRIS_CONFIG": self.root + b"/keys\xfe", b"IRIS_ODD": b"\xfd", b"LANG": b"C.UTF-8",
+            b"IRIS_CONFIG": self.root + b"/keys\xfe", b"IRIS_RELAY": self.root + b"/iris/relay.sock", b"IRIS_ODD": b"\xfd", b"LANG": b"C.UTF-8",
         }  # fmt: skip
 
     def run(self, *arguments: bytes | str, code: int = 0, command: bytes = IRIS) -> tuple[bytes, bytes]:  # fmt: skip

@@ -36,7 +36,7 @@ class Place:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.environ = {"PATH": os.environ["PATH"], "XDG_RUNTIME_DIR": str(root), "TMPDIR": str(root / "missing")}  # fmt: skip
+        self.environ = {"PATH": os.environ["PATH"], "XDG_RUNTIME_DIR": str(root), "IRIS_RELAY": str(root / "iris" / "relay.sock"), "TMPDIR": str(root / "missing")}  # fmt: skip
         self.started: list[subprocess.Popen[bytes]] = []
 
     def run(self, *command: str, code: int = 0, **environ: str) -> tuple[str, str]:

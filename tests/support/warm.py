@@ -29,6 +29,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from iris import paths
+
 MODULES = ("iris.cli", "relay", "relay.start", "relay.store")
 """What `-m` runs. Neither these nor their `__main__` are in IMPORTED: they are run as if for the first time."""
 IMPORTED = (
@@ -73,7 +75,7 @@ class Server:
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno()), str(os.getpid()), "." * ROOM],
+                [sys.executable, __file__, str(theirs.fileno()), str(os.getpid()), str(paths.SYSTEM_DIRECTORY), "." * ROOM],
                 env={"PATH": os.environ["PATH"], **shape, "ROOM": "." * ROOM}, pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
             )  # fmt: skip
@@ -203,10 +205,14 @@ class _Exec(BaseException):
     """A forked process wants to become another command of Iris."""
 
 
-def serve(channel: socket.socket, caller: int) -> int:
-    """Fork a process for each request until the channel ends. Returns an exit code, in the server and in each fork."""
+def serve(channel: socket.socket, caller: int, system: str) -> int:
+    """Fork a process for each request until the channel ends. Returns an exit code, in the server and in each fork.
+
+    `system` stands for /run/iris.
+    """
     for name in IMPORTED:
         importlib.import_module(name)
+    paths.SYSTEM_DIRECTORY = Path(system)
     cli = importlib.import_module("iris.cli")
     for verb in ("key", "run", "status", "stream"):
         cli.load(verb)
@@ -338,4 +344,4 @@ def _move_to(namespace: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(serve(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])))
+    sys.exit(serve(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]), sys.argv[3]))

@@ -11,6 +11,12 @@ from iris import paths
 SYSTEM = Path("/run/iris/relay.sock")
 
 
+@pytest.fixture(autouse=True)
+def _as_on_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests are alone otherwise (`support.alone`)."""
+    monkeypatch.setattr(paths, "SYSTEM_DIRECTORY", SYSTEM.parent)
+
+
 @pytest.mark.parametrize(
     ("environ", "uid", "expected"),
     [

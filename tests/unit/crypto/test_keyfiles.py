@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import pwd
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -54,6 +55,18 @@ def test_the_configuration_directory_follows_the_environment(
     environ: dict[str, str], directory: str
 ) -> None:
     assert config_directory(environ) == Path(directory)
+
+
+def test_a_user_without_home_and_without_an_entry_in_passwd_has_the_root_as_home(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_entry(uid: int) -> pwd.struct_passwd:
+        raise KeyError(uid)
+
+    home = pwd.getpwuid(os.getuid()).pw_dir
+    assert config_directory({}) == Path(home, ".config", "iris")
+    monkeypatch.setattr(pwd, "getpwuid", no_entry)
+    assert config_directory({}) == config_directory({"HOME": ""}) == Path("/.config/iris")
 
 
 # Creating
