@@ -15,7 +15,7 @@ import functools
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, overload
 
 from iris import client as _client
 from iris.audience import Audience
@@ -28,6 +28,7 @@ from iris.crypto.keyring import Keyring
 from iris.deadlines import HANDLED, carried_on, handled_us
 from iris.describing import Description, PerMember, Ping
 from iris.errors import Closed, RemoteError
+from iris.forks import disable_in_child
 from iris.membership import Members
 from iris.middleware import Middleware
 from iris.program import standard_descriptors_are_open
@@ -66,17 +67,26 @@ def connect(
     )  # fmt: skip
 
 
+_FORKED: Final = (
+    "belongs to the parent process; after a fork, make another one with iris.blocking.connect()"
+)
+
+
 class Client:
     """`iris.Client` for threads. Each call blocks its thread until it is done, and raises as the original does."""
 
     def __init__(self, client: _client.Client) -> None:
         self._client = client
         self._loop = _new_loop()
-        self._closed = False
+        self._unusable = ""
+        """Why it cannot be used; empty while it can. Completes the error text "this client ..."."""
+        self._started: set[concurrent.futures.Future[Any]] = set()
+        """Futures of `start` whose work has not ended."""
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="iris-client", daemon=True
         )
         self._thread.start()
+        disable_in_child(self)
         try:
             self._run(client.open())
         except BaseException:
@@ -90,8 +100,11 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Close gracefully. Idempotent. See `iris.Client.close`."""
-        if not self._closed:
+        """Close gracefully. Idempotent. See `iris.Client.close`.
+
+        In the child of a fork it does nothing, because the client belongs to the parent process.
+        """
+        if not self._unusable:
             try:
                 self._run(self._client.close())
             finally:
@@ -167,7 +180,7 @@ class Client:
         try:
             yield losses
         finally:
-            self._run(watching.__aexit__(None, None, None))
+            self._leave(watching.__aexit__(None, None, None))
 
     @functools.cached_property
     def streams(self) -> Streams:
@@ -300,7 +313,7 @@ class Client:
         try:
             yield self._iterate(subscription.__aiter__())
         finally:
-            self._run(subscription.close())
+            self._leave(subscription.close())
 
     @contextlib.contextmanager
     def tunnel(
@@ -312,10 +325,10 @@ class Client:
         try:
             yield Tunnel(tunnel, self._run)
         except BaseException as err:
-            self._run(tunnel.__aexit__(type(err), err, None))
+            self._leave(tunnel.__aexit__(type(err), err, None))
             raise
         else:
-            self._run(tunnel.close())
+            self._leave(tunnel.close())
 
     @contextlib.contextmanager
     def serve(self, service: Service) -> Iterator[None]:
@@ -328,7 +341,7 @@ class Client:
         try:
             yield
         finally:
-            self._run(serving.__aexit__(None, None, None))
+            self._leave(serving.__aexit__(None, None, None))
 
     def members(self, cluster: str, *, timeout: float = 5.0) -> Members:
         """See `iris.Client.members`."""
@@ -369,7 +382,10 @@ class Client:
         self, work: Callable[[_client.Client], Coroutine[Any, Any, T]]
     ) -> concurrent.futures.Future[T]:
         """Start `work(client)` on the client's thread and return a future. Cancelling the future cancels the work."""
-        return self._submit(work(self._client))
+        future = self._submit(work(self._client))
+        self._started.add(future)
+        future.add_done_callback(self._started.discard)
+        return future
 
     def _iterate(self, items: AsyncIterator[T]) -> Iterator[T]:
         async def following() -> T:
@@ -387,19 +403,18 @@ class Client:
                     return
                 yield item
         finally:
-            if (
-                not self._closed
-            ):  # the collector may close an abandoned generator after the client was closed
+            if not self._unusable:
+                # The collector may close an abandoned generator after the client was closed.
                 self._run(close())
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        if threading.current_thread() is self._thread:
+        if not self._unusable and threading.current_thread() is self._thread:
             work.close()
             raise Closed(
                 "a handler called the blocking client on the client's own thread, which would wait for itself; "
                 "make the handler a coroutine function and use iris.Client in it"
             )
-        if HANDLED and (until_us := handled_us()):
+        if not self._unusable and HANDLED and (until_us := handled_us()):
             work = carried_on(work, until_us)
         future = self._submit(work)
         try:
@@ -410,13 +425,30 @@ class Client:
             raise
 
     def _submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        if self._closed:
+        if self._unusable:
             work.close()
-            raise Closed("this client is closed; make another one with iris.blocking.connect()")
+            raise Closed(f"this client {self._unusable}")
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
+    def _leave(self, work: Coroutine[Any, Any, object]) -> None:
+        """Run the end of a block. In the child of a fork the block, too, is the parent's, and nothing is to be done."""
+        if self._unusable is _FORKED:
+            work.close()
+        else:
+            self._run(work)
+
+    def forked(self) -> None:
+        """Refuse to work in the child of a fork, where neither the thread nor the loop runs."""
+        if not self._unusable:
+            self._unusable = _FORKED
+            for future in self._started:
+                concurrent.futures.Future.__init__(
+                    future
+                )  # its lock may be held by the thread that set it
+                future.set_exception(Closed(f"this client {_FORKED}"))
+
     def _stop(self) -> None:
-        self._closed = True
+        self._unusable = "is closed; make another one with iris.blocking.connect()"
         finished: concurrent.futures.Future[None] = asyncio.run_coroutine_threadsafe(
             _settle(), self._loop
         )

@@ -7,6 +7,7 @@ learns the names and sizes of all messages.
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import pwd
 import random
@@ -18,13 +19,14 @@ import time
 import urllib.parse
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from iris import paths
 from iris.config import ClientConfig
 from iris.core.backoff import Backoff
 from iris.crypto.keyring import Keyring
 from iris.errors import ConfigError, KeyringError, RelayUnavailable
+from iris.forks import keep_from_child
 from iris.keyfiles import NoKeyring, config_directory, distrust, load_keys
 from iris.logs import logger
 from iris.remote import load_access
@@ -288,9 +290,14 @@ async def dial_remote(
             f"and name it with ${ACCESS_VARIABLE}"
         ) from err
     try:
-        await asyncio.get_running_loop().create_connection(
-            factory, *address, ssl=access.context, server_hostname=access.server_name
-        )
+        connection = await _connect_tcp(*address)
+        try:
+            await asyncio.get_running_loop().create_connection(
+                factory, sock=connection, ssl=access.context, server_hostname=access.server_name
+            )
+        except BaseException:
+            connection.close()
+            raise
     except (ssl.SSLError, ConnectionResetError) as err:
         why = getattr(err, "reason", None) or str(err) or "it closed the handshake"
         raise RelayUnavailable(
@@ -304,6 +311,48 @@ async def dial_remote(
         ) from err
 
 
+async def _connect_tcp(host: str, port: int) -> socket.socket:
+    """Return a socket connected to the first address of a host that accepts. Raises OSError."""
+    loop = asyncio.get_running_loop()
+    errors: list[OSError] = []
+    for family, kind, protocol, _, address in await loop.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM
+    ):
+        connection = None
+        try:
+            connection = keep_from_child(socket.socket(family, kind, protocol))
+            connection.setblocking(False)
+            await connect(connection, address)
+        except BaseException as err:
+            if connection is not None:
+                connection.close()
+            if not isinstance(err, OSError):
+                raise
+            errors.append(err)
+        else:
+            return connection
+    raise errors[0] if len(errors) == 1 else OSError("; ".join(map(str, errors)))
+
+
+async def connect(connection: socket.socket, address: Any) -> None:
+    """Connect a non-blocking socket to a numeric address; raises OSError.
+
+    The event loop's own `sock_connect` is not used, because uvloop's drops the scope of link-local IPv6 addresses.
+    """
+    error = connection.connect_ex(address)
+    if error == errno.EINPROGRESS:
+        loop = asyncio.get_running_loop()
+        writable = asyncio.Event()
+        loop.add_writer(connection, writable.set)
+        try:
+            await writable.wait()
+        finally:
+            loop.remove_writer(connection)
+        error = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    if error:
+        raise OSError(error, os.strerror(error))
+
+
 async def dial(path: Path, relay_user: str) -> socket.socket:
     """Return a socket connected to the relay at `path`, after checking the user of the process that listens there.
 
@@ -311,7 +360,7 @@ async def dial(path: Path, relay_user: str) -> socket.socket:
         RelayUnavailable: no process listens, or its user is not trusted with our metadata.
     """
     try:
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection = keep_from_child(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
     except OSError as err:  # out of file descriptors
         raise RelayUnavailable(
             f"cannot create a socket to connect to the relay at {path}: {err.strerror}"

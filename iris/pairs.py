@@ -20,6 +20,7 @@ from iris.core.tunnels import Tunnels
 from iris.crypto.noise import MAX_MESSAGE_BYTES
 from iris.dialling import dial
 from iris.errors import IrisError, PeerProtocolError
+from iris.forks import keep_from_child
 from iris.logs import logger
 from iris.wire.codec import LENGTH, FrameReader, ReceiveBuffer, encode_control
 from iris.wire.frames import Fetch
@@ -120,7 +121,7 @@ def _stream_socket(descriptor: int) -> socket.socket:
     Raises PeerProtocolError if it is anything else: the descriptor stays open, and the caller owns it.
     """
     try:
-        ours = socket.socket(fileno=descriptor)
+        ours = keep_from_child(socket.socket(fileno=descriptor))
     except OSError as err:
         raise PeerProtocolError(
             f"the relay sent a descriptor for a direct tunnel that is not a socket: {err.strerror}"

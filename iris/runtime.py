@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import weakref
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, Final, Protocol
@@ -39,6 +37,7 @@ from iris.errors import (
     away_text,
     name_timeout,
 )  # fmt: skip
+from iris.forks import disable_in_child
 from iris.logs import Repeats, error_text, function_name, logger
 from iris.registry import Registry, Served, Subscriber
 from iris.transport import Pump
@@ -53,8 +52,6 @@ FAILED_HANDLERS: Final = "failed handlers"
 MAX_LOSSES: Final = 1000
 """Number of losses that `Client.losses` keeps."""
 TUNNEL: Final = "; send it through a tunnel"
-
-_runtimes: weakref.WeakSet[Runtime] = weakref.WeakSet()
 
 
 class Part(Protocol):
@@ -100,7 +97,7 @@ class Runtime:
             self, self.registry, self.config, connector, entropy, watch, self.local_senders
         )
         self.registry.share_out(self.attachment.guard)
-        _runtimes.add(self)
+        disable_in_child(self)
         return self.attachment
 
     async def close(self) -> None:
@@ -479,11 +476,3 @@ class Runtime:
         """Disable this client in the child of a fork."""
         if self.attachment is not None:
             self.attachment.poison()
-
-
-def _after_fork() -> None:
-    for runtime in list(_runtimes):
-        runtime.forked()
-
-
-os.register_at_fork(after_in_child=_after_fork)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import ipaddress
-import os
 import socket
 from collections.abc import Iterator, Sequence
-from typing import Any, Final
+from typing import Final
 
 from iris.errors import ConfigError
 from relay.config import RelayConfig
@@ -99,26 +97,6 @@ def listen_at(setting: str, host: str, port: int, unread_bytes: int = 0) -> sock
         listener.close()
         raise
     return listener
-
-
-async def connect(
-    loop: asyncio.AbstractEventLoop, connection: socket.socket, sockaddr: Any
-) -> None:
-    """Connect a non-blocking socket; raises OSError.
-
-    The event loop's own `sock_connect` is not used, because uvloop's drops the scope of link-local IPv6 addresses.
-    """
-    error = connection.connect_ex(sockaddr)
-    if error == errno.EINPROGRESS:
-        writable = asyncio.Event()
-        loop.add_writer(connection, writable.set)
-        try:
-            await writable.wait()
-        finally:
-            loop.remove_writer(connection)
-        error = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-    if error:
-        raise OSError(error, os.strerror(error))
 
 
 def prepare(connection: socket.socket, *, far: bool = False) -> None:

@@ -19,11 +19,12 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, ClassVar, Final
 
 from iris.accepting import HALF_OPEN, STRANGERS_PART, Accepted, Acceptor, Places, strangers_that_fit
+from iris.dialling import connect
 from iris.wire import link_frames
 from relay.config import RelayConfig
 from relay.core.neighbor import Neighbor
 from relay.logs import Quiet
-from relay.net.addresses import connect, prepare, show
+from relay.net.addresses import prepare, show
 from relay.net.dialling import LINKED, Address, Dialler, Outcome, Target
 from relay.net.linkport import FINISH_S, LinkPort, Refused
 from relay.net.ports import Driver
@@ -251,7 +252,7 @@ class Hub:
             prepare(connection, far=self.far)
             dial_us = time.monotonic_ns() // 1000
             async with asyncio.timeout(self.connect_s):
-                await connect(self._loop, connection, sockaddr)
+                await connect(connection, sockaddr)
             port = make(dial_us)
             async with asyncio.timeout(HELLO_S):
                 made = port
