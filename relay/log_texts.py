@@ -59,6 +59,8 @@ SENTENCES: Final[dict[str, str | tuple[str, ...]]] = {
     "session.admitted": "Session {session} was admitted over TLS with access file {access}.",
     "session.aborted": "Session {session} was cut: {reason}.",
     "session.protocol_error": "The session of {label} (pid {pid}) broke the protocol and was closed: {error}. Check that its version of Iris fits this relay.",
+    "session.process_ended": "The process of {label} (pid {pid}) has ended. Its session {session} was ended, too, although another process still has the connection.",
+    "session.not_watched": "The relay cannot watch process {pid}, which connected: {error}. If it is killed while a process that it forked lives, its session may not end. Raise the limit of open files (LimitNOFILE= of systemd, or ulimit -n).",
     "session.slow": "{label} (pid {pid}, user {user}) reads too slowly: {dropped_lately} messages for it were dropped. Make its handlers faster or asynchronous, or share the work in a queue group.",
     "session.fault": f"Session {{session}} was cut because of an internal error; the others continue. {_BUG}",
     "tunnel.not_handed_over": "A tunnel stays with the relay because its socket pair could not be sent to a program: {error}.",

@@ -32,6 +32,7 @@ from relay.logs import Quiet
 from relay.net.addresses import show
 from relay.net.pairs import Pairs, hand_over
 from relay.net.ports import ConnectionPort, Driver
+from relay.net.processes import PeerProcess, end_connection, peer_process
 from relay.net.turns import PEER, TURN
 
 log = logging.getLogger(__name__)
@@ -69,7 +70,9 @@ class SessionHub:
         """Sessions accepted but not read yet, while store and links are expected back; None: sessions are not held."""
         self.over = False
         """Whether the drain is over, so that no session may greet any more."""
-        self.max_sessions = connections_that_fit(config.max_sessions)
+        self.max_sessions = connections_that_fit(
+            config.max_sessions, each=2
+        )  # one is its process's
         self.users = Table(self.max_sessions)
         """Sessions per user. A connection over TLS is counted when its user is known."""
         self.store_pid: Callable[[], int | None] = lambda: None
@@ -95,9 +98,19 @@ class SessionHub:
         if peer.user != RELAYS_STORE and not self.has_room(peer.user):
             connection.close()
             return
+        try:
+            process = peer_process(connection, peer.pid)
+        except ProcessLookupError:
+            connection.close()
+            return
+        except (
+            OSError
+        ) as err:  # no descriptor is free; the next connection will wait to be accepted
+            process = None
+            self._unwatched(peer.pid, err)
         self.attaching += 1
         self.users.take(peer.user)
-        port = SessionPort(self, peer, accepted=True)
+        port = SessionPort(self, peer, connection=connection, process=process)
         if self.held is not None and peer.user != RELAYS_STORE:
             self.held.append((connection, port))
             return
@@ -117,6 +130,10 @@ class SessionHub:
         self.quiet.warning(
             log, "sessions.no_descriptors", "", time.monotonic(), {"error": str(err)}
         )
+
+    def _unwatched(self, pid: int, err: OSError) -> None:
+        fields = {"pid": pid, "error": str(err)}
+        self.quiet.warning(log, "session.not_watched", "", time.monotonic(), fields)
 
     def _slow(self, slow: Slow, now_us: int) -> None:
         since = datetime.now(UTC) - timedelta(microseconds=now_us - slow.since_us)
@@ -160,6 +177,7 @@ class SessionHub:
             self.attaching -= 1
             port.attaching = False
             self.users.give(port.user)
+            port.unwatch()
 
     def port(self) -> SessionPort:
         """Return the protocol for a new connection within this process."""
@@ -230,10 +248,10 @@ class SessionPort(ConnectionPort):
     """The connection of one session. Implements `relay.core.ports.Port`."""
 
     def __init__(
-        self, hub: SessionHub, peer: Peer, *, accepted: bool = False, channel_of: ChannelOf | None = None,
-        web: bool = False,
+        self, hub: SessionHub, peer: Peer, *, connection: Accepted | None = None, process: PeerProcess | None = None,
+        channel_of: ChannelOf | None = None, web: bool = False,
     ) -> None:  # fmt: skip
-        """Serve `peer`.
+        """Serve `peer`, of a Unix socket if `connection` is given; own its `process`.
 
         With `channel_of` the session is of another host, and its user is unknown until it is admitted. With `web` it
         is a session over WebSocket.
@@ -248,13 +266,15 @@ class SessionPort(ConnectionPort):
         """Set only for a session of another host."""
         self.context: ssl.SSLContext | None = None
         """TLS context with which a session of another host was admitted."""
-        self._local = accepted
-        """Whether this is a Unix socket, over which descriptors can be passed."""
+        self._local = connection
+        """The Unix socket, over which descriptors can be passed; None if it is none."""
+        self._process = process
+        self._pid = peer.pid
         self._reader = FrameReader(
             self._first, hub.driver.buffer, FIRST_LIMIT_BYTES, self._may_go_on
         )
         self.session: Session
-        self.attaching = accepted
+        self.attaching = connection is not None
         """Whether the hub counts this connection in `attaching`."""
         self._left_bytes = -1
         self._gone = False
@@ -269,7 +289,9 @@ class SessionPort(ConnectionPort):
         self.session = self._router.session_up(
             self, remote=self._remote, web=self._web, ours=self._trusted, user=self.user
         )
-        self.session.takes_descriptors = self._local
+        self.session.takes_descriptors = self._local is not None
+        if self._process is not None:
+            self._process.watch(self._process_ended)
         self._hub.ports.add(self)
         self._hub.attaching -= self.attaching
         self.attaching = False
@@ -359,7 +381,7 @@ class SessionPort(ConnectionPort):
     def _first(self, buf: memoryview, start: int, end: int) -> None:
         """Handle the first frame: HELLO begins a session, FETCH fetches the end of a socket pair with a token."""
         self._reader.on_frame = self._frame
-        if buf[start + KIND_AT] == Kind.FETCH and self._local:
+        if buf[start + KIND_AT] == Kind.FETCH and self._local is not None:
             self._hand_over(decode_control(buf, start, end))
         else:
             self._frame(buf, start, end)
@@ -399,8 +421,23 @@ class SessionPort(ConnectionPort):
         self._closed = True
         self._end()
 
+    def _process_ended(self) -> None:
+        """End the session if another process still has the connection. Else the kernel has ended it already."""
+        self.unwatch()
+        connection = self._local
+        if connection is not None and connection.fileno() >= 0 and end_connection(connection):
+            fields = {"session": self.session.number, "label": self.session.label, "pid": self._pid}
+            log.info("session.process_ended", extra={"fields": fields})
+
+    def unwatch(self) -> None:
+        """Watch the process no longer. Idempotent."""
+        if self._process is not None:
+            self._process.close()
+            self._process = None
+
     def _end(self) -> None:
         self._gone = False
+        self.unwatch()
         self._hub.ports.discard(self)
         if self.user:
             self._hub.users.give(self.user)
