@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine
@@ -24,6 +25,9 @@ its thread -> deadline.
 A table by task, because a context variable would be copied into every task that a handler starts, and most of
 these outlive the request.
 """
+
+
+os.register_at_fork(after_in_child=HANDLED.clear)  # a child may live on after the request
 
 
 def handled_us() -> int:

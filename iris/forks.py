@@ -36,6 +36,10 @@ _objects: Final[weakref.WeakSet[Inherited]] = weakref.WeakSet()
 _sockets: Final[weakref.WeakSet[socket.socket]] = weakref.WeakSet()
 
 
+generation = 0
+"""Number of forks between this process and the one that imported this module: what was made before one has another."""
+
+
 def disable_in_child(one: Inherited) -> None:
     """Call `one.forked()` in the child of each fork, while `one` exists."""
     _objects.add(one)
@@ -77,6 +81,8 @@ def _blank() -> int:
 
 
 def _in_child() -> None:
+    global generation
+    generation += 1
     _let_go()
     with contextlib.ExitStack() as all_of_them:  # also if one of them raises
         for one in list(_objects):

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 from warnings import warn as deprecate
 
+from iris import forks
 from iris.core.bundle import Headers, check_headers
 from iris.core.faults import Refusal
 from iris.core.interfaces import Delivery
@@ -94,7 +95,7 @@ class Request(Message, gc=True):
 class Deferred:
     """A pending reply. Call `reply` or `fail`; only the first call counts."""
 
-    __slots__ = ("_finish", "_loop", "done")
+    __slots__ = ("_finish", "_generation", "_loop", "done")
 
     def __init__(
         self,
@@ -103,6 +104,7 @@ class Deferred:
     ) -> None:
         self._finish = finish
         self._loop = loop
+        self._generation = forks.generation
         self.done = False
 
     def reply(self, value: object) -> None:
@@ -118,7 +120,7 @@ class Deferred:
             self._finish(None, error)
 
     def __del__(self) -> None:
-        if not self.done:
+        if not self.done and self._generation == forks.generation:
             self.done = True
             # The garbage collector may run in any thread, at any point of any code.
             with contextlib.suppress(RuntimeError):  # the loop is closed, so no reply can be sent

@@ -8,7 +8,8 @@ from typing import overload
 
 from iris.core.session import Session
 from iris.crypto.keys import ClusterKey
-from iris.errors import InvalidName, KeyringError, LocalProtocolError
+from iris.errors import Closed, InvalidName, IrisError, KeyringError, LocalProtocolError
+from iris.forks import FORKED
 from iris.wire import frames
 from iris.wire.frames import MemberInfo
 from iris.wire.kinds import HERE, Kind
@@ -73,8 +74,8 @@ class Watcher:
         self._changed = asyncio.Event()
         self._fresh = True
         """Whether the next frame is the first of its session, which holds the whole list."""
-        self._error: LocalProtocolError | None = None
-        """Set if the relay refused to list the members."""
+        self._error: IrisError | None = None
+        """Set if the relay refused to list the members, and after a fork."""
 
     def use(self, keys_of: Callable[[str], Sequence[ClusterKey]]) -> None:
         """Use these keys from the next session on. Without a key for the cluster the list is empty."""
@@ -105,6 +106,14 @@ class Watcher:
         if self._session is not None:
             self._session.unwatch(self._number)
             self._session = None
+
+    def forked(self) -> None:
+        """Raise in the child of a fork, now and later. Nobody is woken: those that wait do so in the parent."""
+        self._session = None
+        self._error = Closed(f"the watch of the members of {self.cluster} {FORKED}")
+        self._received, self._changed = asyncio.Event(), asyncio.Event()
+        self._received.set()
+        self._changed.set()
 
     def end(self) -> None:
         """End the watch because the client is closed: wake all waiters."""

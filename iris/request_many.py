@@ -24,6 +24,7 @@ from iris.deadlines import (
     seconds_left,
 )
 from iris.errors import (
+    Closed,
     ConnectionLost,
     DecodeError,
     IrisError,
@@ -31,6 +32,7 @@ from iris.errors import (
     RequestTimeout,
     ran_before,
 )
+from iris.forks import FORKED, disable_in_child
 from iris.runtime import Runtime
 from iris.wire.kinds import Kind
 
@@ -147,6 +149,7 @@ class Many:
         """Yield the outcome of each request, in the order in which they end."""
         # Raise at once for a wrong name or a missing key, which would fail every request.
         self._runtime.registry.cluster_keys(self._cluster)
+        disable_in_child(self)
         try:
             while True:
                 request = self._next()
@@ -247,6 +250,16 @@ class Many:
                 explain_cut(error, self._timeout)
         self._ended.append(Outcome(request.number, None, error))
         self._wake()
+
+    def forked(self) -> None:
+        """End in the child of a fork: all requests are the parent's, and so are their outcomes."""
+        error = Closed(f"the requests to {self._cluster!r}: each {FORKED}")
+        numbers = [request.number for request in (*self._waiting, *self._again)]
+        numbers += [outcome.number for outcome in self._ended]
+        self._waiting.clear()
+        self._again.clear()
+        self._ended = deque(Outcome(number, None, error) for number in sorted(numbers))
+        self._waiter = None
 
     def _wake(self) -> None:
         waiter, self._waiter = self._waiter, None

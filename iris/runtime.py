@@ -476,3 +476,5 @@ class Runtime:
         """Disable this client in the child of a fork."""
         if self.attachment is not None:
             self.attachment.poison()
+        for watcher in self.registry.watchers:
+            watcher.forked()

@@ -13,7 +13,8 @@ from iris.core.credit import MIN_QUEUE_BYTES, WhenFull
 from iris.core.interfaces import Lost
 from iris.core.message import Message
 from iris.deadlines import within
-from iris.errors import ConfigError, IrisError, Overloaded
+from iris.errors import Closed, ConfigError, IrisError, Overloaded
+from iris.forks import FORKED, disable_in_child
 from iris.handlers import ArgumentError, stopping
 from iris.lanes import Lanes
 from iris.losses import LossLog
@@ -113,6 +114,7 @@ class Subscription:
         )
         if attachment.pump is not None:
             attachment.pump.turn()
+        disable_in_child(self)
         runtime.registry.add(self, attachment.session, attachment.guard)
         attachment.touch()
 
@@ -263,6 +265,17 @@ class Subscription:
         self._ended = True
         self._error = self._error or error
         self._wake()
+
+    def forked(self) -> None:
+        """Deliver nothing in the child of a fork, because the parent does; iteration raises Closed."""
+        self._ended = True
+        self._error = Closed(f"the subscription to {self.filter!r} {FORKED}")
+        self._queue.clear()
+        self._waiters = []
+        self._worker = None
+        self._workers.clear()
+        for _ in self._current:  # an iteration may be in the middle of it
+            pass
 
     def _call(self, messages: list[Message], size: int) -> None:
         handler = self._handler

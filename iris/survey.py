@@ -11,7 +11,8 @@ from typing import Any, Generic, Literal, TypeVar
 from iris.core.bundle import Headers
 from iris.core.message import MEMBER_HEADER, Message, check_decodable, decode_payload
 from iris.deadlines import HANDLED, deadline, inherited_s, milliseconds, seconds_left
-from iris.errors import ConfigError, DecodeError, IrisError, RemoteError
+from iris.errors import Closed, ConfigError, DecodeError, IrisError, RemoteError
+from iris.forks import FORKED, disable_in_child
 from iris.runtime import Runtime
 from iris.wire.kinds import HERE, Kind
 from iris.wire.names import check_address, check_method
@@ -61,6 +62,7 @@ class Survey(Generic[T]):
     async def items(self) -> AsyncGenerator[tuple[str, T], None]:
         """Iterate over (id of the member, its answer): `async for member, answer in client.survey(...).items()`."""
         forget = await self._start(self)
+        disable_in_child(self)
         try:
             while True:
                 while self._queue:
@@ -115,6 +117,12 @@ class Survey(Generic[T]):
         self._ended = True
         self._error = error
         self._wake()
+
+    def forked(self) -> None:
+        """End the survey in the child of a fork; its iteration raises Closed."""
+        self._queue.clear()
+        self._waiter = None
+        self._ended, self._error = True, Closed(f"the survey of {self.cluster!r} {FORKED}")
 
     def _wake(self) -> None:
         waiter, self._waiter = self._waiter, None

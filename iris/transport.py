@@ -286,6 +286,7 @@ class Pump(asyncio.BufferedProtocol, Generic[S]):
     def poison(self) -> None:
         """Never seal or write again: in the child of a fork, the connection belongs to the parent."""
         self.connected = False
+        self._scheduled = True  # so that `touch` calls no loop
         self.session.poison()
 
     def _finish(self, reason: str) -> None:

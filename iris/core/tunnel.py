@@ -382,7 +382,13 @@ class TunnelEnd:
         self.wake()
 
     def poison(self) -> None:
-        """Make every later encryption fail; for the child of a fork, which shares these nonces."""
+        """Break this end without a word, and fail every later encryption; for the child of a fork, which shares nonces.
+
+        What was received and not read is the parent's.
+        """
+        if not self.ended:
+            self.broken = "it belongs to the parent process; after a fork, connect in the child and open another"
+        self._drop_buffer()
         self._handshake = None
         if self._send is not None:
             self._send.poison()

@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 from iris import blocking
 from iris.client import Client
 from iris.errors import Closed
+from iris.forks import disable_in_child
 from iris.metrics.page import Names, Page, Spec
 from iris.stats import Stats
 
@@ -114,6 +115,7 @@ class ClientCollector(Collector):
         self._causes = Names(MAX_CAUSES)
         for client in clients:
             self.add(client)
+        disable_in_child(self)
         if registry is not None:
             registry.register(self)
 
@@ -122,6 +124,11 @@ class ClientCollector(Collector):
         watched = _Watched(client)
         with self._lock:
             self._watched.append(watched)
+
+    def forked(self) -> None:
+        """Leave all clients out in the child of a fork: the parent shows them."""
+        self._lock = threading.Lock()
+        self._watched.clear()
 
     def describe(self) -> Iterable[Metric]:
         """Yield the metrics without values, so that registering asks no client."""

@@ -34,9 +34,19 @@ PAUSE_S: Final = 0.2
 T = TypeVar("T")
 
 _lock = threading.Lock()
-_ConnectionKey = tuple[int, Access, int]
-"""(process id, access, modification time of the key files). With the time, the next task uses a rotated key."""
+_ConnectionKey = tuple[Access, int]
+"""(access, modification time of the key files). With the time, the next task uses a rotated key."""
 _connections: dict[_ConnectionKey, Connection] = {}
+
+
+def _forked() -> None:
+    """Forget the connections in the child of a fork: they are the parent's. Another thread of it may hold the lock."""
+    global _lock
+    _lock = threading.Lock()
+    _connections.clear()
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 class Connection:
@@ -92,7 +102,7 @@ def connection(access: Access) -> Connection:
 
     Raises SparkError if the relay cannot be reached or the keys cannot be read.
     """
-    key = (os.getpid(), access, _key_files_written_ns(access))
+    key = (access, _key_files_written_ns(access))
     with _lock:
         found = _connections.pop(key, None)
         if found is not None:
@@ -110,8 +120,6 @@ def connection(access: Access) -> Connection:
         time.sleep(PAUSE_S)
     surplus: list[Connection] = []
     with _lock:
-        for other in [key for key in _connections if key[0] != os.getpid()]:
-            del _connections[other]  # inherited by fork: its threads run only in the parent
         found = _connections.setdefault(key, made)
         if found is not made:
             surplus.append(made)
@@ -141,7 +149,7 @@ async def wait_for_stream(find: Callable[[], Awaitable[T]], patience_s: float) -
 def close_all() -> None:
     """Close this process's connections when it ends."""
     with _lock:
-        mine = [made for (pid, *_), made in _connections.items() if pid == os.getpid()]
+        mine = list(_connections.values())
         _connections.clear()
     for made in mine:
         made.close()

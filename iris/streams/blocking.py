@@ -228,7 +228,10 @@ class Staging(_Proxy[asynchronous.Staging]):
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        with contextlib.suppress(
+            Closed
+        ):  # the client was closed first, or it is the child of a fork
+            self.close()
 
 
 class Mirror(_Proxy[asynchronous.Mirror]):
@@ -246,7 +249,10 @@ class Mirror(_Proxy[asynchronous.Mirror]):
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        with contextlib.suppress(
+            Closed
+        ):  # the client was closed first, or it is the child of a fork
+            self.close()
 
 
 class Streams(_Proxy[asynchronous.Streams]):

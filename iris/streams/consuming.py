@@ -10,9 +10,10 @@ from typing import Final, Self
 
 from iris.checks import check_number, check_whole
 from iris.errors import Closed, RequestError, StreamError, StreamUnavailable
+from iris.forks import FORKED, disable_in_child
 from iris.streams.interleaving import Interleaved
 from iris.streams.partitions import Layout, find_layout, layout_of
-from iris.streams.reading import LOOK_S, MAX_GAPS, Start, check_alive, check_start
+from iris.streams.reading import CLOSED, LOOK_S, MAX_GAPS, Start, check_alive, check_start
 from iris.streams.records import StreamGap, StreamMessage
 from iris.streams.stores import Stores
 from iris.streams.worker import Settings, Worker
@@ -71,7 +72,10 @@ class Consumer:
         """Monotonic time at which it was last seen to that no message that waits here times out."""
         self._taking = asyncio.Lock()
         """Held by the one task that waits for the next messages."""
-        self._stopping = self._closed = False
+        self._stopping = False
+        self._closed = ""
+        """Why it receives no more; completes "consumer ..."."""
+        disable_in_child(self)
 
     # -- receiving -------------------------------------------------------------------------------------------
 
@@ -119,7 +123,7 @@ class Consumer:
             await self._locate(worker)
         assert self._parts is not None  # there are several partitions
         if self._closed:
-            raise Closed(f"consumer {self.name!r} of {self.stream!r} was closed; open another")
+            raise Closed(f"consumer {self.name!r} of {self.stream!r} {self._closed}")
         if self._stopping:
             raise StopAsyncIteration
         if self._taken >= 0:
@@ -275,7 +279,7 @@ class Consumer:
         """Send the store what was settled, and release the rest to other workers. Idempotent."""
         if self._closed:
             return
-        self._closed = True
+        self._closed = CLOSED
         if self._worker is not None:
             await self._worker.close()
         else:
@@ -283,6 +287,15 @@ class Consumer:
             await self._parts.close()
             await asyncio.gather(*(worker.close() for worker in self._workers.values()))
         self._ready.clear()
+
+    def forked(self) -> None:
+        """Deliver and settle nothing in the child of a fork: the messages are the parent's."""
+        self._closed = FORKED
+        self._ready.clear()
+        self._parts = None
+        self._taking = asyncio.Lock()
+        for worker in self._workers.values():
+            worker.forked()
 
     async def __aenter__(self) -> Self:
         return self

@@ -28,7 +28,9 @@ from iris.errors import (
     StreamExists,
     StreamUnavailable,
 )
+from iris.forks import FORKED, disable_in_child
 from iris.streams.definitions import make_stream
+from iris.streams.reading import CLOSED
 from iris.streams.stores import PAUSE_MAX_S, PAUSE_MIN_S, Stores
 from iris.streams.verified import VerifiedStream
 from iris.wire.codec import END
@@ -75,7 +77,9 @@ class Mirror:
         self._source_uuid = self._copy_uuid = b""
         """Uuids of the source's and the copy's logs; empty until they are found."""
         self._task: asyncio.Task[None] | None = None
-        self._closed = False
+        self._closed = ""
+        """Why it copies no more; completes "the mirror of ..."."""
+        disable_in_child(self)
 
     @property
     def lag(self) -> int:
@@ -105,8 +109,13 @@ class Mirror:
 
     async def close(self) -> None:
         """Stop copying; `run` returns. Idempotent."""
-        self._closed = True
+        self._closed = self._closed or CLOSED
         await self._cancel()
+
+    def forked(self) -> None:
+        """Copy nothing in the child of a fork; the parent does."""
+        self._closed = FORKED
+        self._task = None
 
     async def __aenter__(self) -> Self:
         self._check()
@@ -118,7 +127,7 @@ class Mirror:
 
     def _check(self) -> None:
         if self._closed:
-            raise Closed(f"the mirror of {self.source!r} was closed; open another")
+            raise Closed(f"the mirror of {self.source!r} {self._closed}")
 
     async def _cancel(self) -> None:
         task, self._task = self._task, None

@@ -11,6 +11,7 @@ from typing import Final, Self
 from msgspec import structs
 
 from iris.errors import Closed, StreamDamaged, StreamError, StreamUnavailable
+from iris.forks import FORKED, disable_in_child
 from iris.streams.interleaving import Interleaved
 from iris.streams.partitions import Layout, find_layout, layout_of
 from iris.streams.records import RecordOpener, StreamGap, StreamMessage, to_gap
@@ -30,6 +31,7 @@ MIN_BYTES: Final = 64 << 10
 """Least bytes of a page, of a reader of many partitions, which share the bytes of one reader."""
 LOOK_S: Final = 5.0
 """Seconds for which a reader looks, in the background, for partitions that were added."""
+CLOSED: Final = "was closed; open another"
 MAX_GAPS: Final = 1000
 """Latest gaps that a reader or consumer keeps in `gaps`."""
 
@@ -78,8 +80,10 @@ class Reader:
         self._taking = asyncio.Lock()
         """Held by the one task that waits for the next messages."""
         self._fetching: asyncio.Task[Fetched] | None = None
-        self._closed = False
+        self._closed = ""
+        """Why it reads no more; completes "the reader of ..."."""
         self._end: int | None = None
+        disable_in_child(self)
         self._unread: tuple[Fetched, int] | None = None
         """(answer, index): the items from `index` on are still to be delivered."""
 
@@ -150,7 +154,7 @@ class Reader:
     async def _next_batch(self) -> list[StreamMessage]:
         while True:
             if self._closed:
-                raise Closed(f"the reader of {self.name!r} was closed; open another")
+                raise Closed(f"the reader of {self.name!r} {self._closed}")
             if self._parts is not None:
                 return await self._batch_of_any(self._parts)
             if self._at < 0:
@@ -176,7 +180,7 @@ class Reader:
 
     async def close(self) -> None:
         """Stop fetching. Idempotent."""
-        self._closed = True
+        self._closed = self._closed or CLOSED
         if self._parts is not None:
             await self._parts.close()
             await asyncio.gather(*(reader.close() for reader in self._inner.values()))
@@ -184,6 +188,14 @@ class Reader:
         if task is not None:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+
+    def forked(self) -> None:
+        """Deliver nothing in the child of a fork: the tasks that fetch, and what they fetched, are the parent's."""
+        self._closed = FORKED
+        self._ready.clear()
+        self._parts = self._fetching = self._unread = None
+        self._inner = {}
+        self._taking = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
         return self

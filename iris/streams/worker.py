@@ -13,7 +13,8 @@ from typing import Final
 from msgspec import Struct, structs
 
 from iris.errors import Closed, IrisError, RequestError, StreamError, StreamUnavailable
-from iris.streams.reading import Start, offset_in, resolve_dead, start_of
+from iris.forks import FORKED
+from iris.streams.reading import CLOSED, Start, offset_in, resolve_dead, start_of
 from iris.streams.records import RecordOpener, StreamGap, StreamMessage, to_gap
 from iris.streams.stores import Stores
 from iris.streams.verified import VerifiedStream
@@ -80,7 +81,8 @@ class Worker:
         """The last delivery may have been lost: ask the store to repeat it."""
         self._away_since_s = 0.0
         """Monotonic time since which the store is away; 0 while it answers."""
-        self._closed = False
+        self._closed = ""
+        """Why it receives and settles no more; completes "consumer ..."."""
         self._acked: list[int] = []
         self._nacked: dict[tuple[int, str], list[int]] = {}
         """Failed messages: (delay in µs, reason) -> offsets."""
@@ -118,9 +120,7 @@ class Worker:
         Raises Closed, StreamError for what could not be settled, and StopAsyncIteration after `stop`.
         """
         if self._closed:
-            raise Closed(
-                f"consumer {self._settings.name!r} of {self.stream!r} was closed; open another"
-            )
+            raise Closed(f"consumer {self._settings.name!r} of {self.stream!r} {self._closed}")
         self._raise_error()
         if self._stopping:
             raise StopAsyncIteration
@@ -307,9 +307,7 @@ class Worker:
 
     def _schedule(self) -> None:
         if self._closed:
-            raise Closed(
-                f"consumer {self._settings.name!r} of {self.stream!r} was closed; open another"
-            )
+            raise Closed(f"consumer {self._settings.name!r} of {self.stream!r} {self._closed}")
         if self._settle_task is None:
             self._settle_task = asyncio.get_running_loop().create_task(
                 self._settle(), name="iris-settle"
@@ -386,11 +384,18 @@ class Worker:
         if error is not None:
             raise StreamUnavailable(self.stream, str(error), may_have_run=True) from error
 
+    def forked(self) -> None:
+        """Receive and settle nothing in the child of a fork: the messages, and the tasks here, are the parent's."""
+        self._closed = FORKED
+        self._batch_task = self._settle_task = self._confirm_timer = None
+        self._acked, self._nacked, self._touched, self._unconfirmed = [], {}, [], []
+        self._acked_through = -1
+
     async def close(self) -> None:
         """Send the store what was settled, and release the rest to other workers. Idempotent."""
         if self._closed:
             return
-        self._closed = True
+        self._closed = CLOSED
         self._cancel_confirm()
         task, self._batch_task = self._batch_task, None
         if task is not None:

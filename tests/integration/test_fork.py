@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 SCRIPT = """
 import asyncio, os, traceback
@@ -80,12 +81,12 @@ asyncio.run(main())
 """
 
 
-def run(script: str, expected: str) -> None:
+def run(script: str, expected: str, *arguments: str) -> None:
     # In its debug mode asyncio says on stderr whatever took long, which on a busy machine is anything.
     environ = {k: v for k, v in os.environ.items() if not k.startswith("PYTHONASYNCIO")}
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", script],
-        env=environ, capture_output=True, text=True, timeout=20,
+        [sys.executable, "-W", "error", "-c", script, *arguments],
+        env=environ, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
@@ -162,3 +163,142 @@ asyncio.run(main())
 def test_a_forked_child_seals_nothing_with_a_session_that_drains() -> None:
     """A client that moves to another session keeps the old one until its tunnels and requests have ended."""
     run(DRAINING, "0 b'x'\n")
+
+
+BEGUN = """
+import asyncio, gc, os, signal, sys, traceback
+from pathlib import Path
+import iris
+from iris.metrics import ClientCollector
+from iris.testing import LocalCluster
+
+kept = []
+go_on = asyncio.Event()
+service = iris.Service("db", limits=iris.Limits(concurrency=8))
+
+@service.on_request
+async def answer(payload: bytes, message: iris.Message) -> bytes:
+    if payload == b"late":
+        await go_on.wait()
+    return payload
+
+@service.on_survey
+async def count(payload: bytes) -> bytes:
+    return payload
+
+@service.on_tunnel
+async def back(tunnel):
+    async for message in tunnel:
+        await tunnel.send(message)
+
+deferring = iris.Service("later")
+
+@deferring.on_request
+def later(request: iris.Request) -> None:
+    kept.append(request.defer())
+
+async def payloads(client, stream):
+    await client.streams.create(stream)
+    await client.streams.append_many(stream, [b"1", b"2", b"3"])
+
+async def main(data):
+    async with LocalCluster(data=data) as cluster, cluster.client() as client, cluster.client() as other:
+        await payloads(client, "s")
+        async with (
+            client.serve(service), client.serve(deferring), client.subscribe("t") as topic,
+            client.streams.read("s", start="first") as reader, client.streams.consumer("s", "c", group=True) as consumer,
+        ):
+            later = asyncio.create_task(client.request("later", b"x", timeout=30))
+            while not kept:
+                await asyncio.sleep(0.01)
+            for number in range(4):
+                await other.publish("t", b"%d" % number)
+            await other.flush()
+            tunnel = await client.open_tunnel("db", timeout=5)
+            survey = aiter(client.survey("db", b"x", timeout=30))
+            many = aiter(client.request_many("db", [b"x", b"late", b"y"], timeout=30))
+            members = aiter(client.watch_members("db"))
+            messages = aiter(topic)
+            for one in (survey, many, members, messages, reader, consumer):
+                await anext(one)
+            await tunnel.send(b"a")
+            await tunnel.send(b"b")
+            assert await tunnel.recv() == b"a"
+            while not tunnel._end._chunks:
+                await asyncio.sleep(0.01)
+            collector = ClientCollector(client, registry=None)
+            assert list(collector.collect())
+            forked = os.fork()
+            if not forked:
+                in_child(client, tunnel, (survey, members, messages, reader, consumer), many, reader, consumer, collector)
+            _, status = await asyncio.to_thread(os.waitpid, forked, 0)
+            for one in (messages, reader, consumer):
+                await anext(one)
+            assert await tunnel.recv() == b"b"
+            kept.pop().reply(b"answered by the parent")
+            assert await later == b"answered by the parent"
+            print(os.waitstatus_to_exitcode(status))
+            await tunnel.close()
+            go_on.set()
+            assert len([outcome.result() async for outcome in many]) == 2
+
+def in_child(*arguments):
+    signal.alarm(15)
+    try:
+        asyncio.run(refused(*arguments))
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+async def refused(client, tunnel, begun, many, reader, consumer, collector):
+    calls = [lambda one=one: anext(one) for one in begun]
+    calls += [lambda: tunnel.send(b"x"), tunnel.recv, tunnel.finish, reader.batch, consumer.batch]
+    for call in calls:
+        try:
+            await call()
+        except (iris.Closed, iris.TunnelBroken) as err:
+            assert "fork" in str(err) and "connect" in str(err), err
+        else:
+            raise AssertionError(f"{call} was not refused")
+    outcomes = [outcome async for outcome in many]
+    assert outcomes and all(isinstance(one.error, iris.Closed) and "fork" in str(one.error) for one in outcomes), outcomes
+    await consumer.close()
+    await reader.close()
+    assert not any(metric.samples for metric in collector.collect())
+    kept.clear()  # nobody here answers
+    gc.collect()
+
+asyncio.run(main(Path(sys.argv[1])))
+"""
+
+
+def test_what_was_begun_before_a_fork_is_refused_in_the_child_and_goes_on_in_the_parent(
+    tmp_path: Path,
+) -> None:
+    run(BEGUN, "0\n", str(tmp_path / "data"))
+
+
+DEADLINE = """
+import asyncio, os
+from iris.deadlines import HANDLED, carried, handled_us
+
+async def handler():
+    def work():
+        inherited.append(handled_us())
+        pid = os.fork()
+        if not pid:
+            os._exit(0 if handled_us() == 0 else 1)
+        inherited.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    HANDLED[asyncio.current_task()] = 5
+    await asyncio.to_thread(carried(work))
+
+inherited = []
+asyncio.run(handler())
+print(inherited)
+"""
+
+
+def test_a_process_that_a_handler_forks_does_not_inherit_the_deadline_of_its_request() -> None:
+    """It may be a worker of a pool, which lives on after the request."""
+    run(DEADLINE, "[5, 0]\n")
