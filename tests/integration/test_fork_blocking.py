@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.relays import Daemon
 
 from relay.daemon import Relay
 
@@ -154,6 +155,55 @@ client.close()
 print("served on")
 """
 
+STREAMS = """
+def work():
+    for call in (
+        lambda: next(reader), lambda: reader.batch(), lambda: next(reader.batches()), lambda: reader.gaps, lambda: next(consumer),
+        lambda: consumer.ack(first), lambda: consumer.flush(), lambda: staging.append(b"x"), lambda: staging.finish(),
+        lambda: mirror.run(), lambda: client.streams.list(),
+    ):
+        refused(call)
+    consumer.stop()
+    blocks.close()
+
+with connected() as client, contextlib.ExitStack() as blocks:
+    client.streams.create("s")
+    client.streams.append_many("s", [b"1", b"2", b"3"])
+    reader = blocks.enter_context(client.streams.read("s", start="first"))
+    consumer = blocks.enter_context(client.streams.consumer("s", "c", group=True))
+    staging = blocks.enter_context(client.streams.stage("s", writer="w", batch=1))
+    mirror = blocks.enter_context(client.streams.mirror("s", "copy"))
+    next(reader)
+    first = next(consumer)
+    in_child(work)
+    assert [next(reader).payload, next(consumer).payload] == [b"2", b"2"]
+    consumer.ack(first)
+    consumer.flush()
+print("served on")
+"""
+
+DIRECT = """
+def work():
+    for number, inode in pairs.items():
+        assert os.fstat(number).st_ino != inode, "the child holds an end of a tunnel"
+    refused(tunnel.send, b"x")
+
+with connected() as client, connected() as other, other.serve(echo()), client.tunnel("echo", timeout=20) as tunnel:
+    pairs = {}
+    while len(pairs) < 2:  # both ends are in this process
+        tunnel.send(bytes(1 << 20))
+        assert tunnel.recv() == bytes(1 << 20)
+        for one in (client, other):
+            for end in one._client._attachment.pump.session.tunnels.ends.values():
+                if end.pair is not None:
+                    number = end.pair._socket.fileno()
+                    pairs[number] = os.fstat(number).st_ino
+    in_child(work)
+    tunnel.send(b"y")
+    assert tunnel.recv() == b"y"
+print("served on")
+"""
+
 
 def remote_of(relay: Relay) -> str:
     assert relay.remote is not None
@@ -182,3 +232,16 @@ async def test_a_blocking_client_refuses_in_the_child_of_a_fork_and_the_parent_g
         await run(script, loop, remote_of(relay), str(access))
     else:
         await run(script, loop, str(relay.config.socket_path), "")
+
+
+async def test_streams_of_a_blocking_client_are_refused_in_the_child_of_a_fork(
+    tmp_path: Path,
+) -> None:
+    with Daemon(tmp_path, "--data", str(tmp_path / "data")) as daemon:
+        await run(STREAMS, "uvloop", str(daemon.socket), "")
+
+
+async def test_the_child_of_a_fork_lets_go_of_the_socket_pairs_of_direct_tunnels(
+    relay: Relay,
+) -> None:
+    await run(DIRECT, "uvloop", str(relay.config.socket_path), "")
