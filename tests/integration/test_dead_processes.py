@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -17,6 +18,7 @@ from support.relays import Daemon, client
 from support.waiting import PATIENCE_S, eventually
 
 import iris
+from relay.daemon import Relay
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -24,6 +26,7 @@ MEMBER = """
 import asyncio, ctypes, json, multiprocessing, os, sys, time
 from concurrent.futures import ProcessPoolExecutor
 import iris
+from relay.daemon import Relay
 
 how, relay = sys.argv[1:3]
 service = iris.Service("pool", limits=iris.Limits(concurrency=2))
@@ -161,3 +164,110 @@ async def test_calls_and_messages_of_a_group_go_to_another_member_when_one_was_k
                 await caller.flush()
             said = [await asyncio.wait_for(got.get(), PATIENCE_S) for _ in range(20)]
             assert said == [str(number) for number in range(20)]
+
+
+WRITER = """
+import asyncio, ctypes, json, os, sys, time
+import iris
+from relay.daemon import Relay
+
+async def main():
+    keyring = iris.Keyring.single(iris.ClusterKey(bytes(range(32))))
+    async with iris.connect(sys.argv[1], keyring=keyring) as client:
+        child = ctypes.CDLL(None).fork()
+        if not child:
+            while True:
+                time.sleep(3600)
+        await client.publish("t", "begun")
+        await client.flush()
+        print(json.dumps([os.getpid(), child]), flush=True)
+        sys.stdin.readline()
+        for number in range(500):
+            await client.publish("t", str(number))
+        while True:
+            await asyncio.sleep(0)
+            pump = client._attachment.pump
+            if not (pump.unwritten_bytes or pump.session.out.chunks):
+                break
+        print("written", flush=True)
+        time.sleep(3600)
+
+asyncio.run(main())
+"""
+
+
+async def test_what_a_killed_process_has_written_is_routed_before_its_session_ends(
+    daemon: Daemon,
+) -> None:
+    gaps: list[Any] = []
+    async with client(daemon.socket) as reader, reader.subscribe("t", on_gap=gaps.append) as got:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", WRITER, str(daemon.socket), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+        )  # fmt: skip
+        assert process.stdin is not None
+        assert process.stdout is not None
+        messages = aiter(got)
+        assert (await anext(messages)).payload == b"begun"
+        _, child = json.loads(await process.stdout.readline())
+        try:
+            daemon.process.send_signal(signal.SIGSTOP)
+            process.stdin.write(b"go on\n")
+            assert await process.stdout.readline() == b"written\n"
+            process.kill()
+            await eventually(lambda: process.returncode is not None)
+        finally:
+            daemon.process.send_signal(signal.SIGCONT)
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                said = [(await anext(messages)).payload async for _ in counted(500)]
+            assert said == [b"%d" % number for number in range(500)]
+            await eventually(lambda: daemon.said("session.process_ended"))
+            status = await reader.status()
+            assert len(status["sessions"]) == 1
+        finally:
+            os.kill(child, signal.SIGKILL)
+            await process.stdout.read()
+    assert not gaps
+
+
+async def counted(count: int) -> AsyncIterator[int]:
+    for number in range(count):
+        yield number
+
+
+async def test_a_session_gives_back_the_descriptor_of_its_process(daemon: Daemon) -> None:
+    async with client(daemon.socket) as other:
+        await other.status()
+        before = len(os.listdir(f"/proc/{daemon.process.pid}/fd"))
+        for _ in range(5):
+            async with client(daemon.socket) as one:
+                assert len((await one.status())["sessions"]) == 2
+        await eventually(lambda: len(os.listdir(f"/proc/{daemon.process.pid}/fd")) == before)
+
+
+async def test_a_process_is_served_though_no_descriptor_is_free_to_watch_it(
+    relay: Relay, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A connection that was accepted and closed again would take its caller's turn in the backlog."""
+
+    def no_descriptor(*_: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr("relay.net.sessions.peer_process", no_descriptor)
+    async with client(relay.config.socket_path) as one:
+        assert len((await one.status())["sessions"]) == 1
+    assert "session.not_watched" in caplog.text
+
+
+async def test_a_process_that_had_ended_when_it_was_accepted_gets_no_session(
+    relay: Relay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ended(*_: object) -> None:
+        raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH))
+
+    monkeypatch.setattr("relay.net.sessions.peer_process", ended)
+    with pytest.raises(iris.RelayUnavailable):
+        async with client(relay.config.socket_path):
+            raise AssertionError
+    assert not relay.hub.ports
+    assert not any(relay.hub.users.held.values())
