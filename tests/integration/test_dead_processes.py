@@ -230,6 +230,35 @@ async def test_what_a_killed_process_has_written_is_routed_before_its_session_en
     assert not gaps
 
 
+async def test_all_that_waits_in_the_connection_of_a_process_that_ended_is_routed(
+    relay: Relay,
+) -> None:
+    gaps: list[Any] = []
+    socket_path = relay.config.socket_path
+    async with client(socket_path) as reader, reader.subscribe("t", on_gap=gaps.append) as got:
+        config = iris.ClientConfig(relay=socket_path, label="writer")
+        async with iris.connect(config=config, keyring=reader.keyring) as writer:
+            await writer.flush()
+            await writer.publish("t", b"first")
+            await writer.flush()
+            messages = aiter(got)
+            assert (await anext(messages)).payload == b"first"
+            (port,) = [port for port in relay.hub.ports if port.session.label == "writer"]
+            # All of it in one turn of the loop, in which the relay reads nothing.
+            for number in range(100):
+                assert writer.offer("t", b"%d" % number)
+                pump = writer._attachment and writer._attachment.pump
+                assert pump
+                pump.flush()
+            assert not pump.unwritten_bytes
+            port._process_ended()
+            async with asyncio.timeout(PATIENCE_S):
+                said = [(await anext(messages)).payload async for _ in counted(100)]
+            assert said == [b"%d" % number for number in range(100)]
+            assert port not in relay.hub.ports
+    assert not gaps
+
+
 async def counted(count: int) -> AsyncIterator[int]:
     for number in range(count):
         yield number

@@ -211,9 +211,10 @@ async def main(data):
             later = asyncio.create_task(client.request("later", b"x", timeout=30))
             while not kept:
                 await asyncio.sleep(0.01)
-            for number in range(4):
+            for number in range(4):  # two of them in each bundle
                 await other.publish("t", b"%d" % number)
-            await other.flush()
+                if number % 2:
+                    await other.flush()
             tunnel = await client.open_tunnel("db", timeout=5)
             survey = aiter(client.survey("db", b"x", timeout=30))
             many = aiter(client.request_many("db", [b"x", b"late", b"y"], timeout=30))

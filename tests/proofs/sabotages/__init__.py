@@ -16,6 +16,7 @@ from proofs.sabotages import (
     crypto,
     drains,
     orders,
+    processes,
     routing,
     sites,
     streams,
@@ -43,4 +44,5 @@ SABOTAGES: tuple[Sabotage, ...] = (
     *turns.SABOTAGES,
     *aimed.SABOTAGES,
     *browsers.SABOTAGES,
+    *processes.SABOTAGES,
 )

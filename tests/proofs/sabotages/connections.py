@@ -754,7 +754,7 @@ SABOTAGES = (
         "sessions-descriptors",
         "relay/net/sessions.py",
         "SessionHub.__init__",
-        "connections_that_fit(config.max_sessions)",
+        "connections_that_fit(config.max_sessions, each=2)",
         "config.max_sessions",
         FLOODS,
         "sessions take the descriptors that links and files need",
