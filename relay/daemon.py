@@ -21,8 +21,8 @@ from iris import keyfiles
 from iris.crypto.keys import NetworkKey
 from iris.errors import ConfigError, IrisError
 from iris.memory import collect_seldom, give_back_when_idle, keep_freed_memory
-from iris.signals import on_signal
 from iris.program import host_name
+from iris.signals import on_signal
 from iris.wire.link_frames import MAX_ADDRESSES
 from relay import notify, watchdog
 from relay.config import RelayConfig
