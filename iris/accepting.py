@@ -123,9 +123,13 @@ class Accepted(socket.socket):
             self.close()
 
     def _gone(self) -> None:
-        if self._places is not None and self.fileno() == -1:
+        if self.fileno() != -1:
+            return
+        if self._places is not None:
             self._places._leave(self)
             self._places = None
+        # They refer to it, too.
+        self.cut = self._task = self._transport = None
 
 
 class Places:

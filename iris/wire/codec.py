@@ -292,3 +292,13 @@ class FrameReader:
             self.received(len(rest))
         finally:
             self._shared = shared
+
+    def end(self) -> None:
+        """Pass on nothing any more, and hold nothing: neither bytes nor those that it called. Idempotent."""
+        self.on_frame, self._may_go_on = _ignored, None
+        self.tail, self.big, self._rest, self._filled = b"", None, None, 0
+        self.waiting = False
+
+
+def _ignored(buf: memoryview, start: int, end: int) -> None:
+    """Ignore a frame: the connection has ended."""

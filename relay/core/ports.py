@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Final, Protocol
 
 
 class Held:
@@ -58,6 +58,43 @@ class Port(Protocol):
     @property
     def held_messages(self) -> int:
         """Messages accepted and not yet given to the connection."""
+
+
+class Gone:
+    """The port of a connection that has ended: it refuses everything.
+
+    A route, a call or a record of lost messages may refer to the connection for longer, and must not keep its port.
+    """
+
+    unread = crowded = False
+    held_messages = 0
+
+    def has_room(self, size: int) -> bool:
+        return False
+
+    def forward(self, buf: memoryview, start: int, end: int, count: int) -> bool:
+        return False
+
+    def send(self, frame: bytes, count: int) -> bool:
+        return False
+
+    def forward_tunnel(self, buf: memoryview, start: int, end: int, held: Held) -> bool:
+        return False
+
+    def discard(self, held: Held) -> int:
+        return 0
+
+    def control(self, frame: bytes) -> None:
+        """Ignore a control frame for a peer that is gone."""
+
+    def finish(self) -> None:
+        """Do nothing: it is closed."""
+
+    def abort(self, reason: str) -> None:
+        """Do nothing: it is closed."""
+
+
+GONE: Final[Port] = Gone()
 
 
 class Accounts:

@@ -91,7 +91,8 @@ class Turn:
 
     def __init__(self, turns: Turns, owner: Waiting) -> None:
         self._turns = turns
-        self._owner = owner
+        self._owner: Waiting | None = owner
+        """None once the connection has ended."""
         self.transport: asyncio.Transport
         """Set when the connection is made."""
         self._since_us = 0
@@ -117,8 +118,13 @@ class Turn:
     def wait(self) -> None:
         """Read no more, and let the owner go on in the next turn, or once the peer reads again."""
         self.pause(TURN)
-        if not self._pauses & PEER:
+        if not self._pauses & PEER and self._owner is not None:
             self._turns.wait(self._owner)
+
+    def end(self, owner: Waiting) -> None:
+        """Let go of the owner, whose connection has ended; a turn of another owner goes on. Idempotent."""
+        if self._owner is owner:
+            self._owner = None
 
     @property
     def paused(self) -> bool:
@@ -141,7 +147,7 @@ class Turn:
         if not self._pauses & why:
             return
         self._pauses &= ~why
-        if self._pauses == TURN:
+        if self._pauses == TURN and self._owner is not None:
             self._turns.wait(self._owner)
         elif not self._pauses and not self.transport.is_closing():
             self.transport.resume_reading()

@@ -238,6 +238,7 @@ class WebConnection(asyncio.Protocol):
         self._received = memoryview(b"")
         self._ended(self)
         self._lose_port(exc)
+        self.turn.end(self)
 
     # -- what is received ------------------------------------------------------------------------------------
 
