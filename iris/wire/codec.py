@@ -175,11 +175,11 @@ class FrameReader:
 
     __slots__ = (
         "_filled",
-        "_may_go_on",
         "_rest",
         "_shared",
         "big",
         "limit",
+        "may_go_on",
         "on_frame",
         "tail",
         "waiting",
@@ -194,7 +194,7 @@ class FrameReader:
         self.limit = limit
         self.waiting = False
         """Whether it has stopped. Nothing may be received meanwhile."""
-        self._may_go_on = may_go_on
+        self.may_go_on = may_go_on
         self._shared = shared.view
         self.tail = b""
         """The beginning of an unfinished frame."""
@@ -270,7 +270,7 @@ class FrameReader:
 
     def _stops(self, buf: memoryview, pos: int, end: int) -> bool:
         """Return whether to stop now; what is in `buf` from `pos` on waits then."""
-        if self._may_go_on is None or self._may_go_on(end):
+        if self.may_go_on is None or self.may_go_on(end):
             return False
         self.waiting = True
         self._rest = memoryview(bytearray(buf[pos:end])) if pos < end else None
@@ -295,10 +295,10 @@ class FrameReader:
 
     def end(self) -> None:
         """Pass on nothing any more, and hold nothing: neither bytes nor those that it called. Idempotent."""
-        self.on_frame, self._may_go_on = _ignored, None
+        self.on_frame, self.may_go_on = ignored, None
         self.tail, self.big, self._rest, self._filled = b"", None, None, 0
         self.waiting = False
 
 
-def _ignored(buf: memoryview, start: int, end: int) -> None:
-    """Ignore a frame: the connection has ended."""
+def ignored(buf: memoryview, start: int, end: int) -> None:
+    """Ignore a frame: the connection has not begun, or ends."""

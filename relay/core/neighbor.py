@@ -17,7 +17,7 @@ from iris.wire.frames import Declare
 from iris.wire.kinds import Cause, HopClass
 from relay.core.connection import Connection, Delivery
 from relay.core.outstanding import Outstanding
-from relay.core.ports import Held, Port
+from relay.core.ports import GONE, Held, Port
 from relay.core.shares import Share, UserShare
 
 MAX_TARGETS: Final = 1024
@@ -518,6 +518,13 @@ class Neighbor(Connection):
         if work is not None:
             for _ in work:
                 pass
+
+    def let_go(self) -> None:
+        """Let go of its port and all else that refers back to it, because what it held was taken apart.
+
+        Then its memory is free as soon as nobody refers to it: cycles are collected seldom (`iris.memory`).
+        """
+        self.port = GONE
 
     def forget(self) -> Iterator[int]:
         """Close it, and drop its tables in parts: objects that still refer to it keep little.

@@ -33,7 +33,7 @@ from relay.core.mesh import Mesh
 from relay.core.neighbor import Neighbor, Route
 from relay.core.parking import PARKED_BYTES
 from relay.core.policy import Policy
-from relay.core.ports import GONE, Accounts
+from relay.core.ports import Accounts
 from relay.core.quotas import Quotas
 from relay.core.rates import Rates
 from relay.core.reach import Reach
@@ -223,8 +223,7 @@ class Parts:
         yield from self.credits.forget(session)
         self._calls.callers.ended(session)
         self._calls.members.ended(session)
-        session.empty()
-        session.port = GONE
+        session.let_go()
         del self.ending[session.number]
 
     def _take_apart(self, work: Iterator[int]) -> None:
@@ -270,7 +269,7 @@ class Parts:
         yield from forgotten
         yield from self._calls.neighbor_down(neighbor, self.now_us)
         yield from self.credits.forget(neighbor)
-        neighbor.port = GONE
+        neighbor.let_go()
 
     def goodbye(self, session: Session, *, complete: bool = False) -> None:
         """Send BYE to a session, as an answer or first, and close it after that."""

@@ -106,11 +106,9 @@ class Session(Neighbor):
         self.settling = 0
         """Its SETTLEs that wait for other relays."""
 
-    def empty(self) -> None:
-        """Drop its tables after it disconnected.
-
-        A cast that it sent may still be recorded (`relay.core.missed_casts`) and refer to it.
-        """
+    def let_go(self) -> None:
+        """Drop its tables, too: a route that others refer to may refer to it."""
+        super().let_go()
         self.proven, self.granted = set(), set()
         self.members, self.subscriptions, self.groups, self.watches = {}, {}, {}, {}
 

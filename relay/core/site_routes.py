@@ -229,6 +229,10 @@ class Wan(Neighbor):
         self.reported_us = {}
         return super().forget()
 
+    def let_go(self) -> None:
+        super().let_go()
+        del self.site_route
+
     def smooth_rtt(self) -> None:
         """Update the smoothed round trip after a beat."""
         site_route, rtt_us = self.site_route, self.beats.rtt_us

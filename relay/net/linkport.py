@@ -23,6 +23,7 @@ from iris.wire.codec import (
     OnFrame,
     decode_control,
     encode_control,
+    ignored,
 )
 from iris.wire.kinds import FLAG_MORE, PROTOCOL_VERSION
 from iris.wire.link_frames import MAX_ADDRESSES
@@ -136,9 +137,7 @@ class LinkPort(LongFramePort):
         self._handshaking = True
         self._broken = False
         """Whether TLS has failed, so that nothing can be written any more."""
-        self._reader = FrameReader(
-            self._greeting, hub.driver.buffer, FIRST_LIMIT_BYTES, self._may_go_on
-        )
+        self._reader = FrameReader(ignored, hub.driver.buffer, FIRST_LIMIT_BYTES)
         self._entry: OnFrame
         self._parts = Assembly(hub.router.message_limit + FRAME_OVERHEAD)
         self._up_s = 0.0
@@ -159,6 +158,7 @@ class LinkPort(LongFramePort):
             if self.made:
                 self._transport.abort()
             return
+        self._reader.on_frame, self._reader.may_go_on = self._greeting, self._may_go_on
         self._hub.ports.add(self)
         name = self.credentials.server_name if self.credentials is not None else None
         self._secured = Secured(self._context, self._transport, name)
@@ -387,11 +387,8 @@ class LinkPort(LongFramePort):
         return self._entry(buf, start, end)
 
     def _stop_reading(self) -> None:
-        self._reader.on_frame = self._ignore
+        self._reader.on_frame = ignored
         self.turn.resume(TURN)  # closing with unread bytes would discard what was written last
-
-    def _ignore(self, buf: memoryview, start: int, end: int) -> None:
-        """Ignore a frame: the connection ends."""
 
     # -- Port ------------------------------------------------------------------------------------------------
 

@@ -197,6 +197,24 @@ class Secured:
             self._writer.write([data], len(data))
 
 
+class _Closed(asyncio.Transport):
+    """Stands for the transport of a connection that has ended. One of TLS keeps methods of the protocol."""
+
+    def is_closing(self) -> bool:
+        return True
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        """Do nothing: it is closed."""
+
+    abort = close
+
+
+_CLOSED: Final = _Closed()
+
+
 class ConnectionPort(asyncio.BufferedProtocol):
     """One connection as a `relay.core.ports.Port`: a bounded queue, and writes at the end of each batch.
 
@@ -222,7 +240,7 @@ class ConnectionPort(asyncio.BufferedProtocol):
         self._finishing = False
         self._closed = False
         self._reader: FrameReader
-        self.turn = Turn(driver.turns, self)
+        self.turn = Turn(driver.turns)
         self._queue: deque[Entry] = deque()
         self._queued_bytes = 0
         self._tunnel_bytes = 0
@@ -253,6 +271,12 @@ class ConnectionPort(asyncio.BufferedProtocol):
         """Handle a growing queue of control frames for a peer that does not read. A subclass may pause reading."""
 
     # -- turns -----------------------------------------------------------------------------------------------
+
+    def _turn_begins(self) -> None:
+        self.turn.begin(self, self._transport)
+
+    def _turn_ended(self) -> None:
+        self.turn.end()
 
     @property
     def turn_user(self) -> str:
@@ -311,7 +335,7 @@ class ConnectionPort(asyncio.BufferedProtocol):
         self._transport = cast(
             asyncio.Transport, transport
         )  # uvloop's transports have no common base class
-        self.turn.transport = self._transport
+        self._turn_begins()
         high = self.high_water_bytes
         self._transport.set_write_buffer_limits(high=high, low=high // 4)
 
@@ -337,7 +361,9 @@ class ConnectionPort(asyncio.BufferedProtocol):
         """
         self._closed = True
         self._reader.end()
-        self.turn.end(self)
+        self._turn_ended()
+        self._transport = _CLOSED
+        self._writer = Writer(_CLOSED)
         if self._held:  # counted as out, but never written
             self._router.accounts.out -= self._held
             self._router.accounts.drop(cause, self._held)

@@ -20,7 +20,14 @@ from iris.accepting import Accepted, Acceptor, connections_that_fit
 from iris.errors import PeerProtocolError
 from iris.remote import SESSION_ALPN, check_alpn, peer_access_id
 from iris.transport import Writer
-from iris.wire.codec import FRAME_OVERHEAD, KIND_AT, FrameReader, decode_control, encode_control
+from iris.wire.codec import (
+    FRAME_OVERHEAD,
+    KIND_AT,
+    FrameReader,
+    decode_control,
+    encode_control,
+    ignored,
+)
 from iris.wire.frames import Error
 from iris.wire.kinds import Kind
 from relay.config import RelayConfig
@@ -270,9 +277,7 @@ class SessionPort(ConnectionPort):
         """The Unix socket, over which descriptors can be passed; None if it is none."""
         self._process = process
         self._pid = peer.pid
-        self._reader = FrameReader(
-            self._first, hub.driver.buffer, FIRST_LIMIT_BYTES, self._may_go_on
-        )
+        self._reader = FrameReader(ignored, hub.driver.buffer, FIRST_LIMIT_BYTES)
         self.session: Session
         self.attaching = connection is not None
         """Whether the hub counts this connection in `attaching`."""
@@ -285,6 +290,7 @@ class SessionPort(ConnectionPort):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
+        self._reader.on_frame, self._reader.may_go_on = self._first, self._may_go_on
         self._writer = Writer(self._transport)
         self.session = self._router.session_up(
             self, remote=self._remote, web=self._web, ours=self._trusted, user=self.user
@@ -410,9 +416,6 @@ class SessionPort(ConnectionPort):
             self._reader.on_frame = self._router.entry(self.session)
         return True
 
-    def _ignore(self, buf: memoryview, start: int, end: int) -> None:
-        """Ignore a frame after BYE or after a protocol error."""
-
     def connection_lost(self, exc: Exception | None) -> None:
         if self._reader.waiting and not (self._closed or self._finishing):
             self._closed = self._gone = True
@@ -450,7 +453,7 @@ class SessionPort(ConnectionPort):
     # -- Port ------------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        self._reader.on_frame = self._ignore
+        self._reader.on_frame = ignored
         super().finish()
         self.turn.resume(TURN)  # closing with unread bytes would discard what was written last
 
@@ -461,7 +464,7 @@ class SessionPort(ConnectionPort):
                 extra={"fields": {"session": self.session.number, "reason": reason}},
             )
             self._closed = True
-            self._reader.on_frame = self._ignore
+            self._reader.on_frame = ignored
             self._transport.abort()
         elif self._gone:
             self._end()

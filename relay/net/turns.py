@@ -87,17 +87,24 @@ class Turns:
 class Turn:
     """The share of one connection, and why it is not read at present."""
 
-    __slots__ = ("_owner", "_pauses", "_since_us", "_turns", "transport")
+    __slots__ = ("_owner", "_pauses", "_since_us", "_transport", "_turns")
 
-    def __init__(self, turns: Turns, owner: Waiting) -> None:
+    def __init__(self, turns: Turns) -> None:
         self._turns = turns
-        self._owner: Waiting | None = owner
-        """None once the connection has ended."""
-        self.transport: asyncio.Transport
-        """Set when the connection is made."""
+        self._owner: Waiting | None = None
+        """The connection, from `begin` to `end`: it refers to this object, too."""
+        self._transport: asyncio.Transport | None = None
         self._since_us = 0
         """When its share of this turn began, if more may be read in the same turn; else 0."""
         self._pauses = 0
+
+    def begin(self, owner: Waiting, transport: asyncio.Transport) -> None:
+        """Pause and resume `transport` for `owner` from now on: its connection is made."""
+        self._owner, self._transport = owner, transport
+
+    def end(self) -> None:
+        """Pause and resume nothing any more: the connection has ended. Idempotent."""
+        self._owner = self._transport = None
 
     def has_time(self, begun_us: int, share_ns: int = SHARE_NS) -> bool:
         """Whether more may be handled in this turn of what was read at `begun_us`."""
@@ -121,11 +128,6 @@ class Turn:
         if not self._pauses & PEER and self._owner is not None:
             self._turns.wait(self._owner)
 
-    def end(self, owner: Waiting) -> None:
-        """Let go of the owner, whose connection has ended; a turn of another owner goes on. Idempotent."""
-        if self._owner is owner:
-            self._owner = None
-
     @property
     def paused(self) -> bool:
         """Whether the connection is not read at present."""
@@ -138,8 +140,9 @@ class Turn:
 
     def pause(self, why: int) -> None:
         """Do not read from now on. Idempotent."""
-        if not self._pauses and not self.transport.is_closing():
-            self.transport.pause_reading()
+        transport = self._transport
+        if transport is not None and not self._pauses and not transport.is_closing():
+            transport.pause_reading()
         self._pauses |= why
 
     def resume(self, why: int) -> None:
@@ -147,7 +150,10 @@ class Turn:
         if not self._pauses & why:
             return
         self._pauses &= ~why
-        if self._pauses == TURN and self._owner is not None:
-            self._turns.wait(self._owner)
-        elif not self._pauses and not self.transport.is_closing():
-            self.transport.resume_reading()
+        owner, transport = self._owner, self._transport
+        if owner is None or transport is None:
+            return
+        if self._pauses == TURN:
+            self._turns.wait(owner)
+        elif not self._pauses and not transport.is_closing():
+            transport.resume_reading()

@@ -106,7 +106,7 @@ class WebConnection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._unparsed_bytes = 0
         """Bytes parsed since the last event."""
-        self.turn = Turn(hub.driver.turns, self)
+        self.turn = Turn(hub.driver.turns)
         self._received = memoryview(b"")
         """What was received and is not parsed yet."""
         self._frames: deque[Frame | Request] = deque()
@@ -133,7 +133,7 @@ class WebConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's have no common base class
-        self.turn.transport = self._transport
+        self.turn.begin(self, self._transport)
         timeout_s = self._hub.config.hello_timeout_s
         self._timer = asyncio.get_running_loop().call_later(timeout_s, self._too_late)
 
@@ -238,7 +238,7 @@ class WebConnection(asyncio.Protocol):
         self._received = memoryview(b"")
         self._ended(self)
         self._lose_port(exc)
-        self.turn.end(self)
+        self.turn.end()
 
     # -- what is received ------------------------------------------------------------------------------------
 
@@ -264,7 +264,6 @@ class WebConnection(asyncio.Protocol):
         assert self._transport is not None
         self.port = self._open_port = WebSession(self._hub, self)
         self.port.connection_made(MessageTransport(self, self._transport))
-        self.turn.transport = self._transport
         self.port.session.origin = self.origin
 
     def _frame(self, frame: Frame) -> None:
@@ -431,6 +430,7 @@ class WebConnection(asyncio.Protocol):
 
     def _lose_port(self, exc: Exception | None = None) -> None:
         port, self._open_port = self._open_port, None
+        self.port = None
         if port is not None:
             port.connection_lost(exc)
 
@@ -514,6 +514,12 @@ class WebSession(SessionPort):
         self.turn = connection.turn
         self._ping_s = time.monotonic() + PING_S
         """When the next ping is due."""
+
+    def _turn_begins(self) -> None:
+        """Do nothing: it is the turn of the connection."""
+
+    def _turn_ended(self) -> None:
+        """Do nothing: the connection may still wait for the peer's close frame."""
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._closed = True

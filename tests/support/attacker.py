@@ -262,7 +262,8 @@ class Attacker:
         while time.monotonic() < until_s:
             self._poll(b"")
             at = self._tail.rfind(b"\x88")
-            if self._web and at >= 0 and len(self._tail) == at + 2 + self._tail[at + 1]:
+            whole = 0 <= at < len(self._tail) - 1 and len(self._tail) == at + 2 + self._tail[at + 1]
+            if self._web and whole:
                 self._closed()  # a close frame, which wants an answer
 
     def _next(self, wanted: type[Control]) -> Control | None:

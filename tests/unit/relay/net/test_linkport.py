@@ -81,7 +81,8 @@ class Rig:
         self.hub = LinkHub(self.driver, config)
         self.port = LinkPort(self.hub, "peer:1", self.hub._context)
         self.connection = Connection()
-        self.port._transport = self.port.turn.transport = self.connection
+        self.port._transport = self.connection
+        self.port.turn.begin(self.port, self.connection)
         self.port._writer = self.connection  # type: ignore[assignment]  # takes chunks, too
         self.port._longest_bytes = 2 * MIB
 
@@ -294,7 +295,7 @@ class Receiver:
         port._handshaking = False
         monkeypatch.setattr(rig.router, "_link_table", [self._take] * 256)
         port._entry = rig.router.entry(port.link)
-        port._reader.on_frame = port._frame
+        port._reader.on_frame, port._reader.may_go_on = port._frame, port._may_go_on
         port._reader.limit = MIB
         monkeypatch.setattr(port, "_secured", Clear(), raising=False)
 

@@ -104,8 +104,9 @@ class Owner:
     turn_user = "alice"
 
     def __init__(self, turns: Turns) -> None:
-        self.turn = Turn(turns, self)
-        self.turn.transport = self.transport = Transport()
+        self.turn = Turn(turns)
+        self.transport = Transport()
+        self.turn.begin(self, self.transport)
         self.went_on = 0
         self.then: Callable[[], bool] = lambda: False
 
