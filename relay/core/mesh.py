@@ -66,6 +66,7 @@ class Mesh:
         self._asked_peer = 0
         self.deadline_us = NEVER_US
         """When `expire` is due."""
+        casts.missed.on_due = self._due
 
     # -- links -----------------------------------------------------------------------------------------------
 
@@ -235,8 +236,11 @@ class Mesh:
                     self._drop(relay_id, copy)
                 else:
                     soonest = min(soonest, copy.until_us)
+        missed = self._casts.missed
+        if now_us >= missed.look_us:
+            missed.expire()
+        soonest = min(soonest, missed.look_us)
         if self.links and now_us >= self._peers_us:
-            self._casts.missed.expire()
             self._peers_us = now_us + PEERS_US
             self._asked_peer += 1
             links = list(self.links.values())

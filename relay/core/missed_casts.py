@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
+from iris.wire.kinds import NEVER_US
 from relay.core.neighbor import Neighbor, Route
 from relay.core.quotas import all_but_a_quarter
 
@@ -26,6 +27,8 @@ UNSURE_US: Final = 5_000_000
 """What was sent in the last 5 s over a connection that is lost may not have arrived."""
 CLAIMED_US: Final = 300_000_000
 """A lost relay may still come back for this long after an unknown one took its slot."""
+LOOK_US: Final = UNSURE_US
+"""Interval at which peers and casts are forgotten whose time is over, while there are any."""
 MAX_DISCONNECTED: Final = 1024
 """Limit of disconnected relays and sites; over it, the one that disconnected first is forgotten."""
 MAX_CASTS: Final = 4096
@@ -68,6 +71,10 @@ class MissedCasts:
         self._users: dict[str, int] = {}
         """User -> number of recorded casts of its senders: all but a quarter of the limit at most."""
         self._order = 0
+        self.look_us = NEVER_US
+        """When `expire` is due."""
+        self.on_due: Callable[[int], None] = _ignore
+        """Called with `look_us` when it was set."""
         self.unreported = 0
         """Casts whose loss is not reported because the table was full."""
 
@@ -87,6 +94,7 @@ class MissedCasts:
         if not final:
             since = next((self._sent[route][0] for route in self.unconfirmed()), since + 1) - 1
         self._disconnected[peer] = _Disconnected(since, now_us + ABSENT_US, final)
+        self._look_later()
 
     def record(self, route: Route) -> None:
         """Record a cast that is sent for the first time, for the first time over a connection, or while a peer
@@ -103,6 +111,8 @@ class MissedCasts:
         self._users[user] = mine
         self._order += 1
         self._sent[route] = self._order, self._clock()
+        if self.look_us == NEVER_US:
+            self._look_later()
 
     def unconfirmed(self) -> list[Route]:
         """Return the casts that a connection which is lost now may not have delivered."""
@@ -144,12 +154,19 @@ class MissedCasts:
         return since
 
     def expire(self) -> None:
-        """Forget peers that have been disconnected for too long."""
+        """Forget peers that have been disconnected for too long, and casts that none of the others can have missed."""
         now_us = self._clock()
         self._disconnected = {
             peer: entry for peer, entry in self._disconnected.items() if now_us < entry.until_us
         }
         self._prune()
+        self.look_us = NEVER_US
+        if self._sent or self._disconnected:
+            self._look_later()
+
+    def _look_later(self) -> None:
+        self.look_us = self._clock() + LOOK_US
+        self.on_due(self.look_us)
 
     def _sure_us(self) -> int:
         """Return the time before which everything sent has arrived or its connection is closed.
@@ -180,3 +197,7 @@ class MissedCasts:
         self._users[user] -= 1
         if not self._users[user]:
             del self._users[user]
+
+
+def _ignore(look_us: int) -> None:
+    """Default for `on_due`."""
