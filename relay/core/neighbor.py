@@ -22,6 +22,8 @@ from relay.core.shares import Share, UserShare
 
 MAX_TARGETS: Final = 1024
 """Limit of cached targets per route."""
+SPARE_TARGETS: Final = 64
+"""Targets of a route among which those at neighbors that have gone are not looked for."""
 PART_WORK: Final = 32
 """Work of a part of an unfinished frame, when its sender has ended: see `relay.core.endings`."""
 ALIAS_WORK: Final = 2
@@ -143,6 +145,7 @@ class Route:
         "_declared",
         "_neighbors",
         "_prune_at",
+        "_sweep_at",
         "barred",
         "demand",
         "flow",
@@ -226,6 +229,14 @@ class Route:
         self._declared: dict[tuple[int, Delivery], None] = {}
         """(neighbor number, delivery) of every alias that was declared for this route."""
         self._prune_at = 64
+        self._sweep_at = SPARE_TARGETS
+
+    def _sweep(self) -> None:
+        """Drop targets at neighbors that have gone: those of answers belong to callers, which come and go."""
+        self.targets = {key: t for key, t in self.targets.items() if not t.neighbor.closed}
+        if len(self.targets) >= MAX_TARGETS:
+            self.targets.clear()
+        self._sweep_at = min(MAX_TARGETS, max(SPARE_TARGETS, 2 * len(self.targets)))
 
     def declared(self, target: Target) -> None:
         """Note that an alias was declared for a target of this route; it is freed with the route."""
@@ -262,8 +273,8 @@ class Route:
         key = (subscriber.number, member, plain, groups)
         target = self.targets.get(key)
         if target is None:
-            if len(self.targets) >= MAX_TARGETS:
-                self.targets.clear()
+            if len(self.targets) >= self._sweep_at:
+                self._sweep()
             hop_class = (
                 self.mesh_hop_class
                 if subscriber.hop_class == HopClass.MESH
