@@ -502,6 +502,10 @@ class SessionControl:
             self._documents[ours] = document
         session.control(frames.Report(status.id, document))
 
+    def forget_documents(self) -> None:
+        """Forget the answers to STATUS, which may be long."""
+        self._documents.clear()
+
     def _on_bye(self, session: Session, bye: frames.Bye) -> None:
         # Frames of one session are handled in order, so everything before BYE is routed.
         if not self._router.drains.keep_bye(session):
