@@ -44,20 +44,23 @@ def keep_freed_memory() -> bool:
     return mapped and trimmed
 
 
-FULL_COLLECTION: Final = 200
-"""Full collections begin after this many of the middle generation. By default 10."""
+MIDDLE_COLLECTION: Final = 3
+"""Collections of the middle generation begin after this many of the youngest. By default 10: it looks once at what has
+survived, so that many short ones take no longer than few long ones, which took up to 8 ms."""
+NEVER: Final = 1 << 30
+"""As many collections of the middle generation as no process makes."""
 
 
 def collect_seldom() -> None:
-    """Collect cycles of old objects seldom in this process, and never look at the objects that it has now.
+    """Let no full collection of cycles begin by itself in this process, and never look at the objects that it has now.
 
-    A full collection looks at all objects, and nothing else runs meanwhile. What others make a process hold must not
-    decide how often that happens. Cycles are collected once the process is idle.
+    A full collection looks at all objects, and nothing else runs meanwhile: 0.3 s with three million of them. What
+    others make a process hold must not decide how often that happens. `tidy` collects instead.
     """
     gc.collect()
     gc.freeze()
-    young, middle, _ = gc.get_threshold()
-    gc.set_threshold(young, middle, FULL_COLLECTION)
+    young, _, _ = gc.get_threshold()
+    gc.set_threshold(young, MIDDLE_COLLECTION, NEVER)
 
 
 IDLE_S: Final = 0.5
@@ -66,28 +69,81 @@ IDLE_SHARE: Final = 0.02
 """A process is idle if it used less than this share of one CPU for `IDLE_S`."""
 WORTH_BYTES: Final = 32 * _MIB
 """Memory is returned if the resident size has grown by this much since the last time."""
+COLLECT_S: Final = 3600.0
+"""An idle process collects cycles at most this often."""
+LATEST_S: Final = 24 * COLLECT_S
+"""One that is never idle collects them this often."""
+SUSPECT_BYTES: Final = 1 << 30
+"""So does one that has grown by this much since the last time: a library might leave that many cycles."""
 
 
-async def give_back_when_idle(*, idle_s: float = IDLE_S) -> None:
-    """Collect cycles and return freed memory whenever the process becomes idle after a burst. Runs until cancelled.
+class Tidier:
+    """When one process collects cycles, and when it returns freed memory. `now_s` is a monotonic clock.
 
-    Returns at once if the C library is not glibc, or the system does not show the resident size.
+    What ends is freed as its last reference goes; the tests of the relay hold it to that. So a full collection only
+    finds what a library left, it may wait until nobody does, and returning memory does not need it.
+    """
+
+    def __init__(self, now_s: float, resident: int) -> None:
+        self._collected_s = now_s
+        self._collected_bytes = resident
+        self._returned_bytes = 0
+
+    def collects(self, now_s: float, resident: int, *, idle: bool) -> bool:
+        """Return whether a full collection is due."""
+        waited_s = now_s - self._collected_s
+        return (
+            (idle and waited_s >= COLLECT_S)
+            or waited_s >= LATEST_S
+            or resident > self._collected_bytes + SUSPECT_BYTES
+        )
+
+    def collected(self, now_s: float, resident: int) -> None:
+        """Note a full collection."""
+        self._collected_s, self._collected_bytes = now_s, resident
+
+    def returns(self, resident: int, *, idle: bool) -> bool:
+        """Return whether it is worth while to return freed memory."""
+        return idle and resident > self._returned_bytes + WORTH_BYTES
+
+    def returned(self, resident: int) -> None:
+        """Note that freed memory was returned."""
+        self._returned_bytes = resident
+
+
+async def tidy(*, idle_s: float = IDLE_S) -> None:
+    """Return freed memory whenever the process becomes idle after a burst, and collect cycles seldom. Runs until
+    cancelled.
+
+    Memory is not returned if the C library is not glibc, or the system does not show the resident size.
     """
     try:
         trim = ctypes.CDLL(None).malloc_trim
-        resident_bytes()
     except (AttributeError, OSError, TypeError):
-        return
-    kept = 0
+        trim = None
+    tidier = Tidier(time.monotonic(), _resident_or_none())
     used_s = time.process_time()
     while True:
         await asyncio.sleep(idle_s)
         before_s, used_s = used_s, time.process_time()
-        if used_s - before_s < IDLE_SHARE * idle_s and resident_bytes() > kept + WORTH_BYTES:
+        idle = used_s - before_s < IDLE_SHARE * idle_s
+        resident = _resident_or_none()
+        if tidier.collects(time.monotonic(), resident, idle=idle):
             gc.collect()
+            resident = _resident_or_none()
+            tidier.collected(time.monotonic(), resident)
+        if trim is not None and tidier.returns(resident, idle=idle):
             trim(0)
-            kept = resident_bytes()
-            used_s = time.process_time()
+            tidier.returned(_resident_or_none())
+        used_s = time.process_time()
+
+
+def _resident_or_none() -> int:
+    """Return the resident size of this process in bytes; 0 if the system does not show it."""
+    try:
+        return resident_bytes()
+    except OSError:
+        return 0
 
 
 def resident_bytes() -> int:

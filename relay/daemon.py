@@ -23,6 +23,7 @@ from iris.errors import ConfigError, IrisError
 from iris.memory import collect_seldom, give_back_when_idle, keep_freed_memory
 from iris.program import host_name
 from iris.signals import on_signal
+from iris.memory import collect_seldom, keep_freed_memory, tidy
 from iris.wire.link_frames import MAX_ADDRESSES
 from relay import notify, watchdog
 from relay.config import RelayConfig
@@ -485,7 +486,7 @@ async def serve(config: RelayConfig, environ: Mapping[str, str]) -> None:
     with counting_garbled_names(relay.count_garbled_name):
         await relay.start()
         collect_seldom()
-        tidying = asyncio.create_task(give_back_when_idle(), name="iris-memory")
+        tidying = asyncio.create_task(tidy(), name="iris-memory")
         notify.ready(environ)
         pinging = asyncio.create_task(watchdog.keep_alive(environ), name="iris-watchdog")
         try:
