@@ -239,6 +239,7 @@ class WebConnection(asyncio.Protocol):
         self._ended(self)
         self._lose_port(exc)
         self.turn.end()
+        self._transport = None  # one of TLS may refer to this object
 
     # -- what is received ------------------------------------------------------------------------------------
 
