@@ -19,6 +19,7 @@ import pytest
 from proofs.attacks import ATTACKS
 from support import gateways, links
 from support.gateways import World
+from support.tables import grown, tables
 from support.visitors import VERBS
 from support.waiting import eventually
 
@@ -29,6 +30,7 @@ from relay.process import loop_factory
 
 pytestmark = pytest.mark.timeout(120)
 OURS = ("relay.", "iris.")
+LISTEN = ("ws://127.0.0.1:0", "tls://127.0.0.1:0")
 
 
 @pytest.fixture(autouse=True)
@@ -94,24 +96,35 @@ class Scene:
         world = self.world
         settings = {"tickets": False, "data": world.directory / "store"}
         config = world.relay("eu", world.peer("us"), **settings).config
-        self.first = Relay(replace(config, listen=("ws://127.0.0.1:0", "tls://127.0.0.1:0")))
+        self.first = Relay(replace(config, listen=LISTEN))
         await self.first.start()
         world.relays.append(self.first)
-        self.far = await world.start("us", world.peer("eu", self.first))
         self.second = await links.start(
             world.directory / "second", links.address(self.first), keys=(world.network("eu"),), site="eu"
         )  # fmt: skip
         world.relays.append(self.second)
+        self.far = await world.start("us", world.peer("eu", self.first))
         await self.joined()
-        access = world.directory / "access.pem"
-        create_access(access, world.network("eu"))
+        self._look_up()
+        await eventually(lambda: self.first.router.stores.own_store_is_up)
+
+    def _look_up(self) -> None:
+        access = self.world.directory / "access.pem"
+        create_access(access, self.world.network("eu"))
         assert self.first.web is not None
         assert self.first.remote is not None
         self.where = {
             "socket": str(self.first.config.socket_path), "web": self.first.web.addresses[0],
             "tls": "tls://{}:{}".format(*self.first.remote.addresses[0]), "access": str(access),
         }  # fmt: skip
-        await eventually(lambda: self.first.router.stores.own_store_is_up)
+
+    async def start_one(self) -> None:
+        """Start the first relay alone, without a store."""
+        self.first = await links.start(
+            self.world.directory / "one", keys=(self.world.network("eu"),), tickets=False, listen=LISTEN
+        )  # fmt: skip
+        self.world.relays.append(self.first)
+        self._look_up()
 
     async def joined(self) -> None:
         """Return when the relays are connected."""
@@ -122,9 +135,10 @@ class Scene:
 
     async def visit(self, *verbs: str, aborts: bool = False) -> None:
         """Let clients at all relays use these verbs, and leave."""
-        sockets = [str(relay.config.socket_path) for relay in (self.first, self.second, self.far)]
+        relays = self.world.relays[: 2 if "stream" in verbs else 3]  # the far site has no store
+        sockets = [str(relay.config.socket_path) for relay in relays]
         options = {
-            "sockets": sockets[: 2 if "stream" in verbs else 3],
+            "sockets": sockets,
             "verbs": verbs,
             "aborts": aborts,
         }
@@ -159,10 +173,10 @@ class Scene:
 
 
 @contextlib.asynccontextmanager
-async def scene(directory: Path) -> AsyncIterator[Scene]:
+async def scene(directory: Path, *, alone: bool = False) -> AsyncIterator[Scene]:
     made = Scene(World(directory))
     try:
-        await made.start()
+        await (made.start_one() if alone else made.start())
         yield made
     finally:
         await made.world.end()
@@ -252,3 +266,20 @@ async def strange(port: int, data: bytes) -> None:
     writer.close()
     with contextlib.suppress(OSError):
         await writer.wait_closed()
+
+
+COUNTERS = {"Accounts.dropped", "Quiet._logged", "WebListener.refusals", "RemoteListener.refusals"}
+"""A few causes, and the latest lines of the log."""
+
+
+def test_no_table_of_a_relay_keeps_anything_of_sessions_that_have_gone(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with scene(tmp_path, alone=True) as made:
+            before = tables(made.first)
+            assert len(before) > 100
+            await made.visit(*VERBS[:-1], aborts=True)
+            await made.attack([*STRANGE, *MANY])
+            kept = grown(before, tables(made.first))
+            assert {path: n for path, n in kept.items() if path not in COUNTERS} == {}
+
+    on_the_loop_of_production(work())

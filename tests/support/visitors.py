@@ -79,6 +79,7 @@ async def use(verb: str, client: Client, name: str) -> None:
         async for _ in client.watch_members(name):
             break
     elif verb == "stream":
+        name = f"{name}.{id(client)}"
         await client.streams.create(name)
         await client.streams.append(name, b"x")
         async for _ in client.streams.read(name, start="first"):
