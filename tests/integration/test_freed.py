@@ -1,5 +1,7 @@
-"""What ends at a relay is freed by its last reference: the collector of cycles finds nothing of ours, so that it can run
-seldom (`iris.memory`). The relays run in this process on the event loop of production, their peers in others.
+"""What ends at a relay is freed by its last reference.
+
+The collector of cycles finds nothing of ours, so that it can run seldom (`iris.memory`). The relays run in this process
+on the event loop of production, their peers in others.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from proofs.sabotages import (
     connections,
     crypto,
     drains,
+    kept,
     orders,
     processes,
     routing,
@@ -45,4 +46,5 @@ SABOTAGES: tuple[Sabotage, ...] = (
     *aimed.SABOTAGES,
     *browsers.SABOTAGES,
     *processes.SABOTAGES,
+    *kept.SABOTAGES,
 )
