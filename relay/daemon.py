@@ -20,10 +20,9 @@ from typing import TYPE_CHECKING, Any, Final
 from iris import keyfiles
 from iris.crypto.keys import NetworkKey
 from iris.errors import ConfigError, IrisError
-from iris.memory import collect_seldom, give_back_when_idle, keep_freed_memory
+from iris.memory import collect_seldom, keep_freed_memory, tidy
 from iris.program import host_name
 from iris.signals import on_signal
-from iris.memory import collect_seldom, keep_freed_memory, tidy
 from iris.wire.link_frames import MAX_ADDRESSES
 from relay import notify, watchdog
 from relay.config import RelayConfig

@@ -77,9 +77,8 @@ class SessionHub:
         """Sessions accepted but not read yet, while store and links are expected back; None: sessions are not held."""
         self.over = False
         """Whether the drain is over, so that no session may greet any more."""
-        self.max_sessions = connections_that_fit(
-            config.max_sessions, each=2
-        )  # one is its process's
+        # Each takes another descriptor for its process.
+        self.max_sessions = connections_that_fit(config.max_sessions, each=2)
         self.users = Table(self.max_sessions)
         """Sessions per user. A connection over TLS is counted when its user is known."""
         self.store_pid: Callable[[], int | None] = lambda: None
