@@ -32,6 +32,7 @@ from iris.forks import disable_in_child
 from iris.membership import Members
 from iris.middleware import Middleware
 from iris.program import standard_descriptors_are_open
+from iris.one_process import OneProcess
 from iris.request_many import IN_FLIGHT, Outcome
 from iris.service import Service
 from iris.stats import Stats
@@ -72,7 +73,7 @@ _FORKED: Final = (
 )
 
 
-class Client:
+class Client(OneProcess):
     """`iris.Client` for threads. Each call blocks its thread until it is done, and raises as the original does."""
 
     def __init__(self, client: _client.Client) -> None:
@@ -473,7 +474,7 @@ class Answers(list[T]):
         """Ids of the members that were asked and did not answer in time."""
 
 
-class Tunnel:
+class Tunnel(OneProcess):
     """`iris.Tunnel` for threads. Each call blocks its thread until it is done."""
 
     def __init__(

@@ -29,6 +29,7 @@ from iris.errors import (
 )
 from iris.keyfiles import has_keys, load_keys
 from iris.memory import keep_freed_memory
+from iris.one_process import OneProcess
 from iris.registry import Registry
 from iris.runtime import Runtime
 from iris.stats import Stats, snapshot
@@ -46,7 +47,7 @@ def _check_keyring(keyring: object) -> None:
         )
 
 
-class Connection:
+class Connection(OneProcess):
     """The part of a client that opens and closes it, and says what was lost, sent and received."""
 
     def __init__(

@@ -50,8 +50,25 @@ from typing import Any, TypeVar
 E = TypeVar("E", bound="RequestError")
 
 
-class IrisError(Exception):
-    """Base class of all exceptions that Iris raises."""
+class Picklable(Exception):
+    """An exception whose copies, by `pickle` or `copy`, have its text, its attributes and its notes.
+
+    A copy is made without `__init__`, so a subclass may have any parameters. It has no `__cause__` and no traceback, as
+    with all exceptions.
+    """
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuilt, (type(self), self.args), self.__dict__ or None
+
+
+def _rebuilt(kind: type[Picklable], args: tuple[object, ...]) -> Picklable:
+    error = kind.__new__(kind, *args)
+    error.args = args  # an OSError, such as RequestTimeout, leaves this to its __init__
+    return error
+
+
+class IrisError(Picklable):
+    """Base class of all exceptions that Iris raises. Its instances can be pickled and copied."""
 
 
 class ConfigError(IrisError):

@@ -19,6 +19,7 @@ from typing import Any
 from warnings import warn as deprecate
 
 from iris import forks
+import msgspec
 from iris.core.bundle import Headers, check_headers
 from iris.core.faults import Refusal
 from iris.core.interfaces import Delivery
@@ -30,6 +31,7 @@ from iris.core.message import (
     encode_payload,
 )
 from iris.errors import ConfigError, DecodeError
+from iris.one_process import OneProcess
 from iris.parameters import (
     MISSING,
     Parameter,
@@ -54,6 +56,9 @@ class Reply:
         self.value = value
         self.headers = headers
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.value, self.headers)
+
 
 class Request(Message, gc=True):
     """A request, push or survey with its deadline, and with `defer` for handlers that reply later.
@@ -71,6 +76,11 @@ class Request(Message, gc=True):
     method: str = ""
     kind: str = ""
 
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        """Leave out `context`, because another process cannot reply."""
+        whole = self if self.context is None else msgspec.structs.replace(self, context=None)
+        return super(Request, whole).__reduce__()
+
     def remaining(self) -> float:
         """Return the seconds until the deadline, at least 0; `math.inf` if there is none."""
         return math.inf if self.deadline is None else max(0.0, self.deadline - time.monotonic())
@@ -82,20 +92,22 @@ class Request(Message, gc=True):
         without a reply answers with an error.
 
         Raises:
-            ConfigError: this is a push, or was deferred before.
+            ConfigError: this is a push or a copy, or was deferred before.
         """
         if self.context is None:
             raise ConfigError(
-                "only requests and surveys can be deferred; this message has no reply"
+                "only requests and surveys can be deferred, where they arrived; a push, a cast and a copy of a message "
+                "have no reply"
             )
         deferred: Deferred = self.context()
         return deferred
 
 
-class Deferred:
+class Deferred(OneProcess):
     """A pending reply. Call `reply` or `fail`; only the first call counts."""
 
     __slots__ = ("_finish", "_generation", "_loop", "done")
+    _why = "it replies over a connection of this process; send what the reply needs, and reply here"
 
     def __init__(
         self,

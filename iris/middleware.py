@@ -69,6 +69,16 @@ class Call:
     def method(self, name: str) -> None:
         self.options["method"] = name or None
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (
+            self.kind,
+            self.name,
+            self.payload,
+            self.headers,
+            self.timeout,
+            self.options,
+        )
+
     def __repr__(self) -> str:
         return f"Call({self.kind} to {self.name!r})"
 

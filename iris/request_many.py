@@ -58,6 +58,9 @@ class Outcome(Generic[T]):
         self.error = error
         """The error that `Client.request` would have raised, or None."""
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.number, self.reply, self.error)
+
     def __repr__(self) -> str:
         return f"Outcome({self.number}: {self.error or 'replied'})"
 

@@ -27,6 +27,7 @@ from iris.loop_watch import times_held
 from iris.losses import LossLog
 from iris.methods import Methods, no_method
 from iris.nested import IN_HANDLER
+from iris.one_process import OneProcess
 from iris.parameters import Provided
 from iris.program import host_name
 from iris.runtime import Runtime
@@ -39,7 +40,7 @@ from iris.wire.kinds import PUSH, SURVEY, TUNNEL_OPEN, Kind, Refusal
 log = logger("iris.service")  # the documented name of this logger
 
 
-class ServiceBinding:
+class ServiceBinding(OneProcess):
     """A service while it is served: its member, queues and workers. It stays the same across reconnects."""
 
     def __init__(self, runtime: Runtime, service: Service, provided: Provided) -> None:

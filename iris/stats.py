@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from types import MappingProxyType
 
 from iris.runtime import FAILED_HANDLERS, Runtime
 from iris.tally import Tally
@@ -140,7 +139,7 @@ def snapshot(runtime: Runtime) -> Stats:
         unwritten_bytes=attachment.pump.unwritten_bytes if attachment.pump is not None else 0,
         queued_bytes=sum(each.queued_bytes for each in subscriptions)
         + sum(each.queued_bytes for each in services),
-        dropped=MappingProxyType(dropped_messages(runtime)),
+        dropped=dropped_messages(runtime),
         losses=runtime.reported_losses,
         failed_handlers=runtime.counters.get(FAILED_HANDLERS, 0),
         subscriptions=subscriptions,

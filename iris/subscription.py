@@ -18,6 +18,7 @@ from iris.forks import FORKED, disable_in_child
 from iris.handlers import ArgumentError, stopping
 from iris.lanes import Lanes
 from iris.losses import LossLog
+from iris.one_process import OneProcess
 from iris.runtime import Runtime
 from iris.wire.names import check_filter, check_group
 
@@ -29,7 +30,7 @@ CoroutineHandler = Callable[[Message], Awaitable[Any]]
 Policy = Literal["drop-new", "drop-old", "cut"]
 
 
-class Subscription:
+class Subscription(OneProcess):
     """A subscription to a topic filter, made by `Client.subscribe`.
 
     Use it as an async context manager and iterate over it with `async for`, or give `subscribe` a handler. It is

@@ -13,6 +13,8 @@ from iris.core.message import MEMBER_HEADER, Message, check_decodable, decode_pa
 from iris.deadlines import HANDLED, deadline, inherited_s, milliseconds, seconds_left
 from iris.errors import Closed, ConfigError, DecodeError, IrisError, RemoteError
 from iris.forks import FORKED, disable_in_child
+from iris.errors import ConfigError, DecodeError, IrisError, RemoteError
+from iris.one_process import OneProcess
 from iris.runtime import Runtime
 from iris.wire.kinds import HERE, Kind
 from iris.wire.names import check_address, check_method
@@ -22,7 +24,7 @@ Scope = Literal["site", "federation"]
 """Range of a survey or broadcast: the members of this site, or of all sites."""
 
 
-class Survey(Generic[T]):
+class Survey(OneProcess, Generic[T]):
     """A survey, made by `Client.survey`. It is sent when the iteration begins.
 
     After the iteration:

@@ -19,6 +19,7 @@ from iris.crypto.keyring import Keyring
 from iris.crypto.keys import ClusterKey
 from iris.errors import ConfigError, RelayUnavailable
 from iris.middleware import Middleware
+from iris.one_process import OneProcess
 from iris.service import Service
 from iris.tracer import Tracer
 
@@ -54,7 +55,7 @@ class _Wire:
             end.hold(held)
 
 
-class LocalCluster:
+class LocalCluster(OneProcess):
     """A relay and any number of clients in this process, for tests.
 
         async with LocalCluster() as cluster:

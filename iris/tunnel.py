@@ -30,6 +30,7 @@ from iris.errors import (
     TunnelBroken,
     with_deadline,
 )  # fmt: skip
+from iris.one_process import OneProcess
 from iris.runtime import Runtime
 
 DEFAULT_RECV_LIMIT = 64 << 20
@@ -40,7 +41,7 @@ class EndOfTunnel(Exception):
     """The other side finished or closed the tunnel, and all of its messages were received."""
 
 
-class Tunnel:
+class Tunnel(OneProcess):
     """One end of a tunnel. Iterate over it with `async for` to receive messages until the other side finishes.
 
     One task may send while another one receives. Several tasks that send, or that receive, wait for each other.

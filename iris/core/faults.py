@@ -14,7 +14,7 @@ import msgspec
 
 from iris.core.bundle import Headers
 from iris.core.message import Message, encode_payload
-from iris.errors import DecodeError, InvalidName, MessageTooLarge, RemoteError
+from iris.errors import DecodeError, InvalidName, MessageTooLarge, Picklable, RemoteError
 from iris.wire.names import printable
 
 MAX_DETAILS_BYTES: Final = 2048
@@ -30,7 +30,7 @@ _MAX_ENCODED: Final = (MAX_DETAILS_BYTES + 2) // 3 * 4
 _decode_details: Final = msgspec.msgpack.Decoder(dict[str, Any]).decode
 
 
-class Refusal(Exception):
+class Refusal(Picklable):
     """Raise it in a handler to refuse a message for a reason that the caller can act on.
 
         raise iris.Refusal("out_of_stock", sku=order.sku, left=0)

@@ -105,6 +105,9 @@ class Lost:
         self.cause = cause
         self.error = error
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.kind, self.name, self.source, self.count, self.cause, self.error)
+
     def __str__(self) -> str:
         one, many = _NOUNS.get(self.kind, ("message", "messages"))
         number = "an unknown number of" if self.count is None else self.count

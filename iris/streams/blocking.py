@@ -13,6 +13,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar
 
 from iris import streams as asynchronous
 from iris.errors import Closed
+from iris.one_process import OneProcess
 from iris.streams.records import StreamGap, StreamMessage
 
 P = ParamSpec("P")
@@ -29,7 +30,7 @@ class Runner(Protocol):
     def __call__(self, work: Coroutine[Any, Any, R], /) -> R: ...
 
 
-class _Proxy(Generic[T_co]):
+class _Proxy(OneProcess, Generic[T_co]):
     """An object on the client's thread, and the way to run its methods there."""
 
     def __init__(self, original: T_co, run: Runner) -> None:

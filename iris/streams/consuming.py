@@ -11,6 +11,7 @@ from typing import Final, Self
 from iris.checks import check_number, check_whole
 from iris.errors import Closed, RequestError, StreamError, StreamUnavailable
 from iris.forks import FORKED, disable_in_child
+from iris.one_process import OneProcess
 from iris.streams.interleaving import Interleaved
 from iris.streams.partitions import Layout, find_layout, layout_of
 from iris.streams.reading import CLOSED, LOOK_S, MAX_GAPS, Start, check_alive, check_start
@@ -21,7 +22,7 @@ from iris.streams.worker import Settings, Worker
 BATCH_MESSAGES: Final = 1000
 
 
-class Consumer:
+class Consumer(OneProcess):
     """One worker of a consumer: `async with client.streams.consumer("orders", "invoices", group=True) as work`.
 
     Iterate over the messages, and `ack` each one when its work is done. `nack` has it delivered again after a

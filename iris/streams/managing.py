@@ -11,6 +11,7 @@ from msgspec import structs
 from iris.checks import check_number, check_whole
 from iris.deadlines import deadline, seconds_left
 from iris.errors import ConfigError, NoStream
+from iris.one_process import OneProcess
 from iris.runtime import Runtime
 from iris.streams.balancing import PartitionMove, propose
 from iris.streams.consumers import (
@@ -61,7 +62,7 @@ _Healths = list[StoreHealth]
 """These aliases exist because `list` is a method of the class."""
 
 
-class Management:
+class Management(OneProcess):
     """The part of `client.streams` that manages streams and their consumers."""
 
     def __init__(self, runtime: Runtime) -> None:

@@ -29,6 +29,7 @@ from iris.errors import (
     StreamUnavailable,
 )
 from iris.forks import FORKED, disable_in_child
+from iris.one_process import OneProcess
 from iris.streams.definitions import make_stream
 from iris.streams.reading import CLOSED
 from iris.streams.stores import PAUSE_MAX_S, PAUSE_MIN_S, Stores
@@ -48,7 +49,7 @@ ATTEMPT_PATIENCE_S: Final = 1.0
 T = TypeVar("T")
 
 
-class Mirror:
+class Mirror(OneProcess):
     """Copies a stream: `async with client.streams.mirror("eu:orders", "orders-eu") as mirror: await mirror.run()`.
 
     Entering it finds the source, and finds or creates the copy. `run` continues when a relay or a store that was

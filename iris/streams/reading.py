@@ -12,6 +12,7 @@ from msgspec import structs
 
 from iris.errors import Closed, StreamDamaged, StreamError, StreamUnavailable
 from iris.forks import FORKED, disable_in_child
+from iris.one_process import OneProcess
 from iris.streams.interleaving import Interleaved
 from iris.streams.partitions import Layout, find_layout, layout_of
 from iris.streams.records import RecordOpener, StreamGap, StreamMessage, to_gap
@@ -36,7 +37,7 @@ MAX_GAPS: Final = 1000
 """Latest gaps that a reader or consumer keeps in `gaps`."""
 
 
-class Reader:
+class Reader(OneProcess):
     """The messages of a stream from an offset on: `async for message in client.streams.read("orders")`.
 
     Another reader that starts at `offset` continues here. Missing messages are reported to

@@ -12,6 +12,7 @@ from iris.core.message import Message
 from iris.crypto.keys import ClusterKey
 from iris.crypto.sframe import Opener
 from iris.errors import DecodeError, OpenError
+from iris.one_process import OneProcess
 from iris.streams.verified import VerifiedStream
 from iris.wire.codec import END, metadata_prefix
 from iris.wire.kinds import Kind
@@ -213,11 +214,13 @@ class RecordOpener:
         return [message]
 
 
-class StreamPage:
+class StreamPage(OneProcess):
     """Consecutive records and gaps of a stream, up to `next`. Iterate over them; each is opened when it is reached.
 
     The first record may begin before the offset asked for.
     """
+
+    _why = "it holds the keys that open its records; iterate over it here, and send the records and gaps"
 
     def __init__(self, fetched: Fetched, opener: RecordOpener) -> None:
         self._items = fetched.items

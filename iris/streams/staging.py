@@ -21,6 +21,7 @@ from iris.core.outbound import Outbound
 from iris.core.producer import CALL_BYTES, PLAIN, RECORD_BYTES, Extras
 from iris.crypto.keys import ClusterKey
 from iris.errors import Closed, LocalProtocolError
+from iris.one_process import OneProcess
 from iris.streams.committing import StagedAttempt, StagedPart
 from iris.streams.messages import OF_A_MESSAGE, make_extras
 from iris.streams.partitions import Layout, find_layout
@@ -38,7 +39,7 @@ CALL_RECORDS: Final = 4096
 FINISHED: Final = "finished"
 
 
-class Staging:
+class Staging(OneProcess):
     """One attempt at a writer's batch: `async with client.streams.stage("orders", writer="etl", batch=7) as staging`.
 
     Append to it in order, from one task, then pass the result of `finish` to `client.streams.commit`. In a stream with

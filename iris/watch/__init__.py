@@ -22,6 +22,7 @@ from iris.checks import check_number
 from iris.client import Client, connect
 from iris.crypto.keyring import Keyring
 from iris.errors import Closed
+from iris.one_process import OneProcess
 from iris.watch.asking import ANSWER_S, Opener, asking
 from iris.watch.model import Model
 from iris.watch.network import (
@@ -61,7 +62,7 @@ __all__ = [
 MIN_INTERVAL_S: Final = 0.2
 
 
-class Watch:
+class Watch(OneProcess):
     """Looks at a network once in each interval, while it is open. Use it as an async context manager."""
 
     def __init__(
