@@ -293,7 +293,7 @@ class Client(OneProcess):
 
     @contextlib.contextmanager
     def subscribe(
-        self, pattern: str, *, group: str = "", policy: Policy = "drop-new", limit_bytes: int = QUEUE_BYTES,
+        self, pattern: str, *, group: str | None = None, policy: Policy = "drop-new", limit_bytes: int = QUEUE_BYTES,
         on_gap: Callable[[Lost], object] | None = None, when_full: WhenFull = "drop",
     ) -> Iterator[Iterator[Message]]:  # fmt: skip
         """Subscribe, and iterate over the messages in the block. See `iris.Client.subscribe`.

@@ -256,7 +256,7 @@ class Client(Calls):
         return True
 
     def subscribe(
-        self, pattern: str, handler: Callable[..., object] | None = None, *, group: str = "",
+        self, pattern: str, handler: Callable[..., object] | None = None, *, group: str | None = None,
         policy: Policy = "drop-new", limit_bytes: int = QUEUE_BYTES, on_gap: Callable[[Lost], object] | None = None,
         concurrency: int = 1, when_full: WhenFull = "drop",
     ) -> Subscription:  # fmt: skip

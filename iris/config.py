@@ -119,6 +119,8 @@ class ClientConfig:
                 )
         check_whole("offline_bytes", self.offline_bytes, 0)
         check_whole("write_high_bytes", self.write_high_bytes, 4096)
+        if not isinstance(self.label, str):
+            raise ConfigError(f"label must be a str, not {type(self.label).__name__}")
         if len(self.label) > 64:
             raise ConfigError(f"label must have at most 64 characters, not {len(self.label)}")
 

@@ -20,6 +20,8 @@ from iris.threads import ThreadHandler
 from iris.wire.frames import Serving
 from iris.wire.kinds import Kind
 from iris.wire.names import check_cluster, check_filter, check_group, split_site
+from iris.wire.kinds import CANCEL_MINOR, METHODS_MINOR, Kind
+from iris.wire.names import check_cluster, check_filter, check_group, optional, split_site
 
 F = TypeVar("F", bound=Callable[Concatenate[Any, ...], Any])
 """A handler: it has at least one parameter."""
@@ -81,7 +83,8 @@ class Service:
 
     Raises:
         InvalidName: the name is not allowed.
-        ConfigError: `lifespan` is an async generator function, or `middleware` holds no coroutine functions.
+        ConfigError: `lifespan` is an async generator function, `middleware` holds no coroutine functions, or `version`
+            or `description` is not text.
     """
 
     def __init__(
@@ -101,6 +104,9 @@ class Service:
             )
         self.lifespan = lifespan
         self.middleware = checked(middleware)
+        for what, text in (("version", version), ("description", description)):
+            if not isinstance(text, str):
+                raise ConfigError(f"{what} must be a str, not {type(text).__name__}")
         self.version = version
         self.description = description
         self.handlers: dict[Kind, Handler] = {}
@@ -204,7 +210,7 @@ class Service:
         self,
         pattern: str,
         *,
-        group: str = "",
+        group: str | None = None,
         concurrency: int = 1,
         when_full: WhenFull = "drop",
         threads: int = 0,
@@ -219,13 +225,12 @@ class Service:
         `concurrency` has no effect.
         """
         check_filter(pattern)
-        if group:
-            check_group(group)
+        shared = optional(group, check_group)
 
         def register(function: F) -> F:
             handler = _handler(function, threads)
             handler.kind_name = "publish"
-            self.topics.append(Topic(pattern, group, handler, threads or concurrency, when_full))
+            self.topics.append(Topic(pattern, shared, handler, threads or concurrency, when_full))
             return function
 
         return register

@@ -20,7 +20,7 @@ from iris.lanes import Lanes
 from iris.losses import LossLog
 from iris.one_process import OneProcess
 from iris.runtime import Runtime
-from iris.wire.names import check_filter, check_group
+from iris.wire.names import check_filter, check_group, optional
 
 MAX_CONCURRENCY: Final = 65_536
 QUEUE_BYTES: Final = 64 << 20
@@ -54,13 +54,12 @@ class Subscription(OneProcess):
     """
 
     def __init__(
-        self, runtime: Runtime, pattern: str, handler: Callable[[Message], object] | None, group: str,
+        self, runtime: Runtime, pattern: str, handler: Callable[[Message], object] | None, group: str | None,
         policy: Policy = "drop-new", limit_bytes: int = QUEUE_BYTES, on_gap: Callable[[Lost], object] | None = None,
         concurrency: int = 1, when_full: WhenFull = "drop",
     ) -> None:  # fmt: skip
         check_filter(pattern)
-        if group:
-            check_group(group)
+        group = optional(group, check_group)
         attachment = runtime.attached()
         if policy not in ("drop-new", "drop-old", "cut"):
             raise ConfigError(f"policy must be 'drop-new', 'drop-old' or 'cut', not {policy!r}")

@@ -171,12 +171,19 @@ def headers_bytes(headers: Headers) -> int:
 
 def check_headers(headers: Headers) -> Headers:
     """Return `headers`. Raises LocalProtocolError unless they are str to str and at most `MAX_HEADERS_BYTES`."""
+    if not isinstance(headers, dict):
+        raise LocalProtocolError(
+            f"headers must be a dict of str to str, not {type(headers).__name__}"
+        )
     for text in (*headers, *headers.values()):
         if type(text) is not str:
             raise LocalProtocolError(
                 f"header names and values must be str, not {type(text).__name__}"
             )
-    size = headers_bytes(headers)
+    try:
+        size = headers_bytes(headers)
+    except UnicodeEncodeError as err:
+        raise LocalProtocolError(f"headers must be text that UTF-8 can encode: {err}") from err
     if size > MAX_HEADERS_BYTES:
         raise LocalProtocolError(
             f"headers are over the limit of {MAX_HEADERS_BYTES} bytes: they take {size}"

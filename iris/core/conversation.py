@@ -14,9 +14,9 @@ from enum import Enum
 from typing import Any, ClassVar, Final
 
 from iris.core.interfaces import Waiter
-from iris.errors import ConnectionLost, PeerProtocolError, RelayUnavailable
+from iris.errors import ConnectionLost, LocalProtocolError, PeerProtocolError, RelayUnavailable
 from iris.wire import frames
-from iris.wire.codec import KIND_AT, decode_control
+from iris.wire.codec import KIND_AT, check_control, decode_control
 from iris.wire.kinds import NEVER_US, PROTOCOL_MINOR, PROTOCOL_VERSION, UNLIMITED
 
 Handler = Callable[[memoryview, int, int], None]
@@ -132,7 +132,8 @@ class Conversation:
     def ask(self, build: Callable[[int], frames.Control], waiter: Waiter) -> None:
         """Send the control frame that `build` makes for a new id.
 
-        Its Ack, Report, Pong or Audience resolves `waiter`.
+        Its Ack, Report, Pong or Audience resolves `waiter`. If the frame breaks the protocol it is not sent, because
+        the relay would end the connection for all that use it: `waiter` gets a LocalProtocolError.
         """
         if self.state is not UP:
             waiter.set_exception(ConnectionLost("relay", self.reason or "the session is not up"))
@@ -140,6 +141,11 @@ class Conversation:
         number = self._next_id
         self._next_id += 1
         body = build(number)
+        try:
+            check_control(body)
+        except LocalProtocolError as err:
+            waiter.set_exception(err)
+            return
         self._acks[number] = self.answers.get(type(body), frames.Ack), waiter, self.last_hop
         self.control(body)
 

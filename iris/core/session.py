@@ -32,6 +32,7 @@ from iris.wire.codec import (
     BUNDLE,
     HOP,
     KIND_AT,
+    check_control,
 )  # fmt: skip
 from iris.wire.kinds import (
     Kind,
@@ -247,11 +248,15 @@ class Session(ServingSession):
 
         `on_change` is called with the answer, and with later changes if `stay` is set. `refused` is called with
         the reason if the relay has no room for another watch.
+
+        Raises LocalProtocolError, and sends nothing, if the name or the key ids break the protocol.
         """
         number = self._next_id
         self._next_id += 1
+        body = frames.Members(number, name, key_ids, stay, streams)
+        check_control(body)
         self._watches[number] = on_change, refused
-        self.out.control(frames.Members(number, name, key_ids, stay, streams))
+        self.out.control(body)
         return number
 
     def unwatch(self, number: int) -> None:

@@ -218,6 +218,8 @@ def _parts(name: str, attempts: Sequence[StagedAttempt]) -> list[PlannedPart]:
 def check_batch(name: str, writer: str, batch: int) -> None:
     """Raise InvalidName or ConfigError unless the stream's name, the writer and the batch are valid."""
     check_cluster(name)
+    if not isinstance(writer, str):
+        raise ConfigError(f"writer must be a str, not {type(writer).__name__}")
     if not 0 < len(writer.encode()) <= MAX_WRITER_BYTES:
         raise ConfigError(
             f"writer: {len(writer.encode())} bytes; it must have 1 to {MAX_WRITER_BYTES}"

@@ -19,7 +19,7 @@ from iris.streams.signed_orders import (
     orders_to_force,
 )
 from iris.streams.stores import Stores
-from iris.wire.names import split_site
+from iris.wire.names import check_uuid, split_site
 from iris.wire.orders import DEAD, Order, in_force
 from iris.wire.streams import Described, FindLost, Force, LostStream, LostStreams
 
@@ -30,6 +30,7 @@ async def force_stream(stores: Stores, name: str, to: str, uuid: str, timeout: f
     Raises ConfigError if `to` names no store that can do it; StreamError.
     """
     until_s = time.monotonic() + timeout
+    uuid = check_uuid(uuid)
     site, base = split_site(name)
     if site:
         raise ConfigError(

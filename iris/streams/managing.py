@@ -49,7 +49,7 @@ from iris.streams.records import StreamMessage
 from iris.streams.redriving import RedriveInfo
 from iris.streams.stores import Stores
 from iris.wire.consumers import ChangeConsumer, ConsumerInfo
-from iris.wire.names import check_address, check_cluster, split_site
+from iris.wire.names import check_address, check_cluster, check_filter, optional, split_site
 from iris.wire.orders import Definition, split_partition
 
 PATIENCE_S: Final = 30.0
@@ -97,6 +97,7 @@ class Management(OneProcess):
             StreamUnavailable: no store is running, or it did not answer.
         """
         check_local_name(name)
+        topic, cluster = optional(topic, check_filter), optional(cluster, check_cluster)
         check_limits(max_bytes, max_messages, max_age, dedup_window)
         check_durability(durability)
         definition = Definition(
@@ -190,6 +191,7 @@ class Management(OneProcess):
             ConfigError: a setting is out of range, `durability` is another word, or the stream has more partitions.
             StreamError: the stream does not exist, or a store refused. The text says which partitions are not changed.
         """
+        check_address(name)
         until_s = deadline(timeout)
         if durability is not None:
             check_durability(durability)
@@ -284,7 +286,7 @@ class Management(OneProcess):
         It moves nothing: call `move` for those that you want. Streams with one partition are left alone. Raises
         StreamUnavailable.
         """
-        if name:
+        if optional(name, check_cluster):
             check_local_name(name)
         return await propose(self._stores, name, timeout)
 
@@ -377,6 +379,7 @@ class Management(OneProcess):
         the letter in `NAME.dead`. The letters are not deleted. Raises StreamError.
         """
         check_address(name)
+        check_cluster(consumer)
         check_whole("limit", limit, 1)
         return await dead_letters_of(self._stores, name, consumer, limit, uuid, partition, timeout)
 

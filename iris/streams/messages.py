@@ -29,7 +29,7 @@ async def make_extras(
     With a `key` or a `message_id`, it waits until the stream's location is known.
 
     Raises:
-        ConfigError: a time is out of range.
+        ConfigError: a time is out of range, or the key or the id is neither text nor bytes.
         MessageTooLarge: the key or the id is over 4 KiB.
         StreamError: a tombstone has no key, or the stream was not found.
     """
@@ -44,14 +44,14 @@ async def make_extras(
         raise ConfigError("ttl, deliver_at: the time must be between the years 1970 and 148,000")
     key_hash = text = b""
     if key is not None:
-        text = key.encode() if isinstance(key, str) else key
+        text = as_bytes("key", key)
         if len(text) > MAX_KEY_BYTES:
             raise MessageTooLarge(f"key: {len(text)} bytes are over the limit of {MAX_KEY_BYTES}")
         sealing, of = await stores.key_hash_source(name, uuid, timeout=timeout)
         key_hash = hmac.digest(sealing.key_hash_key, of + text, "sha256")
     id_hash = b""
     if message_id is not None:
-        named = message_id.encode() if isinstance(message_id, str) else message_id
+        named = as_bytes("message_id", message_id)
         if not 0 < len(named) <= MAX_KEY_BYTES:
             raise MessageTooLarge(
                 f"message_id: {len(named)} bytes; it must have 1 to {MAX_KEY_BYTES}"
@@ -60,6 +60,20 @@ async def make_extras(
         # The label keeps id hashes apart from key hashes: the store cannot see that an id equals a key.
         id_hash = hmac.digest(sealing.key_hash_key, ID_LABEL + of + named, "sha256")
     return Extras(text, key_hash, tombstone, expires_us, due_us, id_hash)
+
+
+def as_bytes(what: str, text: str | bytes) -> bytes:
+    """Return a key or a message id as bytes. Raises ConfigError, which names it, if it is neither text nor bytes."""
+    if isinstance(text, str):
+        try:
+            return text.encode()
+        except UnicodeEncodeError as err:
+            raise ConfigError(
+                f"{what} must be text that UTF-8 can encode, or bytes: {err}"
+            ) from err
+    if not isinstance(text, (bytes, bytearray, memoryview)):
+        raise ConfigError(f"{what} must be str or bytes, not {type(text).__name__}")
+    return bytes(text)
 
 
 def _microseconds(what: str, seconds: float) -> int:

@@ -16,6 +16,7 @@ from iris.core.producer import QUEUE_BYTES, Extras
 from iris.errors import ConfigError, IrisError, RequestError, StreamError, StreamUnavailable
 from iris.streams.appending import Appender, retrieve_error
 from iris.streams.interleaving import LAYOUT_S
+from iris.streams.messages import as_bytes
 from iris.streams.partitions import Layout
 from iris.streams.stores import Stores
 
@@ -87,9 +88,9 @@ class Spread:
                 "expect: each partition counts its own offsets; name one with partition="
             )
         if key is not None:
-            return self.layout.of_key(_bytes(key))
+            return self.layout.of_key(as_bytes("key", key))
         if message_id is not None:  # a retry goes to the same one
-            return self.layout.of_id(_bytes(message_id))
+            return self.layout.of_id(as_bytes("message_id", message_id))
         return self._next(size)
 
     def appender(self, partition: int) -> Appender:
@@ -128,10 +129,6 @@ class Spread:
 
     def _turn_ended(self) -> None:
         self._current = -1
-
-
-def _bytes(text: str | bytes) -> bytes:
-    return text.encode() if isinstance(text, str) else text
 
 
 class Opening:

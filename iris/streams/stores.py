@@ -34,7 +34,7 @@ from iris.streams.answers import checked
 from iris.streams.holders import Holder, Holders
 from iris.streams.verified import VerifiedStream
 from iris.wire.kinds import STORES
-from iris.wire.names import check_address, split_site
+from iris.wire.names import check_address, check_uuid, split_site
 from iris.wire.orders import DEAD, in_force, split_partition
 from iris.wire.stream_items import dead_uuid
 from iris.wire.streams import Call, Describe, Described, FindStore, StoreInfo, encode
@@ -309,6 +309,7 @@ class Stores:
             or self.runtime.keyring.by_id(location.key.key_id) is None  # the key was retired
         ):
             until_s, asked_uuid = time.monotonic() + timeout, uuid
+            uuid = check_uuid(uuid)
             keys = {key.key_id: key for key in self.keys(name)}
             site = split_site(name)[0]
             uuid, holders = await self._look_up(name, uuid, list(keys), timeout)

@@ -105,6 +105,16 @@ def encode_control(body: Control) -> bytes:
     return PREFIX.pack(PREFIX_BYTES - LENGTH_BYTES + len(data), kind, 0) + data
 
 
+def check_control(body: Control) -> None:
+    """Raise LocalProtocolError if the receiver of this control frame would refuse it as malformed."""
+    try:
+        _DECODERS[body.FRAME].decode(_ENCODE(body))
+    except (msgspec.MsgspecError, TypeError, ValueError, OverflowError) as err:
+        raise LocalProtocolError(
+            f"a {body.FRAME.name} frame would break the protocol, so it was not sent: {err}"
+        ) from err
+
+
 def decode_control(buf: memoryview, start: int, end: int) -> Control:
     """Return the typed body of the control frame at `buf[start:end]`.
 

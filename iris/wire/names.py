@@ -14,8 +14,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from typing import Final
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
 
 from iris.errors import InvalidName
 
@@ -28,6 +28,7 @@ RESERVED_METHODS: Final = "iris."
 _TOKEN: Final = r"[^\s.*>\x00-\x1f\x7f-\x9f\ud800-\udfff]+"
 _NAME: Final = re.compile(rf"{_TOKEN}(?:\.{_TOKEN})*")
 _MEMBER: Final = re.compile(r"[0-9a-f]{32}\.[1-9][0-9]{0,18}")
+_UUID: Final = re.compile(r"[0-9a-f]{32}")
 _SITE: Final = re.compile(r"[a-z][a-z0-9-]{0,31}")
 _METHOD: Final = re.compile(rf"[A-Za-z][A-Za-z0-9_.-]{{0,{MAX_METHOD_BYTES - 1}}}")
 _CONTROLS: Final = re.compile(
@@ -54,6 +55,22 @@ def check_filter(name: str) -> str:
 def check_group(name: str) -> str:
     """Return `name`. Raises InvalidName if it is not a queue group name, whose grammar is that of a cluster name."""
     return _check(name, _NAME, "queue group")
+
+
+def optional(name: object, check: Callable[[Any], str]) -> str:
+    """Return `check(name)`, or "" for no name, which None and "" mean. Nothing else that is false is no name."""
+    return "" if name is None or name == "" else check(name)
+
+
+def check_uuid(uuid: object) -> str:
+    """Return the uuid of a log, or "" for none, which None and "" mean. Raises InvalidName."""
+    if uuid is None or uuid == "":
+        return ""
+    if not isinstance(uuid, str) or not _UUID.fullmatch(uuid):
+        raise InvalidName(
+            f"{str(uuid)[:80]!r} is not the uuid of a stream; use its 32 hex digits, as `iris stream list` shows them"
+        )
+    return uuid
 
 
 def check_method(name: object) -> str:

@@ -2,7 +2,7 @@
 
 import { decompress } from "fzstd";
 import { concat, EMPTY, text, utf8, view, type Bytes } from "./bytes.ts";
-import { OpenError } from "./errors.ts";
+import { ConfigError, OpenError } from "./errors.ts";
 import { decode, encode } from "./msgpack.ts";
 
 const HEADERS = 1;
@@ -39,9 +39,16 @@ export interface Outgoing {
   readonly key?: Bytes;
 }
 
-/** Return headers as the column holds them: empty for none. */
+/** Return headers as the column holds them: empty for none. Raises ConfigError unless they are strings. */
 export function encodeHeaders(headers: Headers | null | undefined): Bytes {
-  return headers && Object.keys(headers).length ? encode(headers) : EMPTY;
+  if (headers === null || headers === undefined) return EMPTY;
+  if (Object.getPrototypeOf(headers) !== Object.prototype && Object.getPrototypeOf(headers) !== null) {
+    throw new ConfigError("headers must be a plain object whose values are strings");
+  }
+  for (const text of Object.entries(headers).flat()) {
+    if (typeof text !== "string" || !text.isWellFormed()) throw new ConfigError("the names and values of headers must be well-formed strings");
+  }
+  return Object.keys(headers).length ? encode(headers) : EMPTY;
 }
 
 export function encodeBundle(messages: readonly Outgoing[], packed: boolean, method = ""): Bytes {

@@ -1,8 +1,8 @@
 /** The client: connects, reconnects, and keeps what outlives a connection. */
 
 import { text, unbase64, type Bytes } from "./bytes.ts";
-import type { Headers } from "./bundle.ts";
-import { Calls, isStale } from "./calls.ts";
+import { encodeHeaders, type Headers } from "./bundle.ts";
+import { Calls, checkMessage, isStale } from "./calls.ts";
 import { Casts } from "./casts.ts";
 import { monotonicUs } from "./clock.ts";
 import { Closed, ConfigError, ConnectionLost, IrisError, LocalProtocolError, NoMembers, Overloaded, RelayError, RelayUnavailable, RequestError, RequestTimeout } from "./errors.ts";
@@ -10,7 +10,7 @@ import { Kind } from "./frames.ts";
 import { Guard } from "./guard.ts";
 import { Keyring, type ClusterKey, type KeyringEntries } from "./keys.ts";
 import { encodePayload, type Lost, type Message } from "./messages.ts";
-import { checkMethod, checkName, splitSite } from "./names.ts";
+import { checkName, methodName, splitSite } from "./names.ts";
 import { notify } from "./notify.ts";
 import { Binding, type Service } from "./service.ts";
 import { Serving } from "./serving.ts";
@@ -69,8 +69,8 @@ export interface PushOptions {
   readonly headers?: Headers;
   readonly timeoutMs?: number;
   /** Id of the one member to call. */
-  readonly member?: string;
-  readonly method?: string;
+  readonly member?: string | null;
+  readonly method?: string | null;
   readonly signal?: AbortSignal;
 }
 
@@ -83,7 +83,7 @@ export interface SurveyOptions {
   readonly headers?: Headers;
   readonly timeoutMs?: number;
   readonly scope?: "federation" | "site";
-  readonly method?: string;
+  readonly method?: string | null;
 }
 
 export interface Members {
@@ -151,6 +151,7 @@ export class Client implements AsyncDisposable {
     const urls = typeof options.relay === "string" ? [options.relay] : [...options.relay];
     if (!urls.length) throw new ConfigError("relay names no relay");
     urls.forEach(checkUrl);
+    if (typeof (options.label ?? "") !== "string") throw new ConfigError("label must be a string");
     this.#options = options;
     this.#urls = urls;
     this.keyring = keyring;
@@ -455,7 +456,7 @@ export class Client implements AsyncDisposable {
   async requestMessage(cluster: string, payload: unknown, options: RequestOptions = {}): Promise<Message> {
     const { timeoutMs = DEFAULT_TIMEOUT_MS, idempotent = false, signal } = options;
     const address = this.#address(Kind.REQUEST, cluster, options.member);
-    if (options.method !== undefined) checkMethod(options.method);
+    const method = methodName(options.method);
     const { payload: bytes, packed } = encodePayload(payload);
     const until = performance.now() + checkTimeout(timeoutMs);
     let ran = false;
@@ -466,7 +467,7 @@ export class Client implements AsyncDisposable {
         tries--;
         const left = Math.ceil(until - performance.now());
         if (left <= 0) throw new RequestTimeout(address.name, `no reply within ${timeoutMs / 1000} s`, false);
-        return await parts.calls.request(address, bytes, packed, left, options, signal);
+        return await parts.calls.request(address, bytes, packed, left, { ...options, method }, signal);
       } catch (error) {
         if (!(error instanceof RequestError)) throw error;
         const again = error instanceof ConnectionLost || isStale(error);
@@ -480,11 +481,11 @@ export class Client implements AsyncDisposable {
   async push(cluster: string, payload: unknown, options: PushOptions = {}): Promise<void> {
     const { timeoutMs = DEFAULT_TIMEOUT_MS, signal } = options;
     const address = this.#address(Kind.PUSH, cluster, options.member);
-    if (options.method !== undefined) checkMethod(options.method);
+    const method = methodName(options.method);
     const { payload: bytes, packed } = encodePayload(payload);
     const until = performance.now() + checkTimeout(timeoutMs);
     const parts = await this.#ready(address.name, timeoutMs, signal);
-    parts.calls.push(address, bytes, packed, Math.max(1, Math.ceil(until - performance.now())), options);
+    parts.calls.push(address, bytes, packed, Math.max(1, Math.ceil(until - performance.now())), { ...options, method });
     await parts.session.outbox.room(signal);
   }
 
@@ -492,13 +493,13 @@ export class Client implements AsyncDisposable {
   survey(cluster: string, payload: unknown, options: SurveyOptions = {}): Survey {
     const { timeoutMs = DEFAULT_TIMEOUT_MS, scope } = options;
     const address = this.#address(Kind.SURVEY, cluster, undefined, scope);
-    if (options.method !== undefined) checkMethod(options.method);
+    const method = methodName(options.method);
     const { payload: bytes, packed } = encodePayload(payload);
     const until = performance.now() + checkTimeout(timeoutMs);
     return new Survey(async (survey) => {
       const parts = await this.#ready(address.name, timeoutMs);
       const left = Math.max(1, Math.ceil(until - performance.now()));
-      return parts.calls.survey(address, bytes, packed, left, options, survey);
+      return parts.calls.survey(address, bytes, packed, left, { ...options, method }, survey);
     });
   }
 
@@ -515,6 +516,7 @@ export class Client implements AsyncDisposable {
 
   async #cast(address: Address, payload: unknown, headers: Headers | undefined): Promise<void> {
     const { payload: bytes, packed } = encodePayload(payload);
+    checkMessage(bytes, encodeHeaders(headers), Infinity); // what is held cannot be refused later
     if (this.#closed) throw new Closed("the client was closed");
     if (this.#parts) {
       this.#parts.casts.add(address, bytes, packed, headers);
@@ -605,11 +607,14 @@ export class Client implements AsyncDisposable {
     return parts.tunnels.open(address, Math.max(1, Math.ceil(until - performance.now())), headers, signal);
   }
 
-  #address(kind: number, cluster: string, member = "", scope: "federation" | "site" = "federation"): Address {
-    const [named, name] = splitSite(cluster);
+  #address(kind: number, cluster: string, named: string | null | undefined, scope: "federation" | "site" = "federation"): Address {
+    const [siteName, name] = splitSite(cluster);
     checkName(name, "cluster");
-    if (member && !MEMBER.test(member)) throw new ConfigError(`'${member}' is not a member id; use one of client.members()`);
-    const site = named || (scope === "site" ? "." : "");
+    const member = named ?? "";
+    if (named !== undefined && named !== null && (typeof named !== "string" || !MEMBER.test(named))) {
+      throw new ConfigError(`'${typeof named === "string" ? named : typeof named}' is not a member id; use one of client.members()`);
+    }
+    const site = siteName || (scope === "site" ? "." : "");
     const key: ClusterKey = this.keyring.clusterKeys(name)[0]!;
     return { kind, name, key, site, member };
   }

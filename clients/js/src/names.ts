@@ -7,6 +7,7 @@ const MAX_TOKENS = 32;
 const MAX_BYTES = 255;
 // No ".", "*", ">", white space, controls (C0, DEL, C1) or surrogates.
 const TOKEN = /^[^.*>\p{White_Space}\u0000-\u001f\u007f-\u009f\ud800-\udfff]+$/u;
+const UUID = /^[0-9a-f]{32}$/;
 const METHOD = /^[A-Za-z][A-Za-z0-9_.-]{0,63}$/;
 
 /** Raise InvalidName unless `name` may name a cluster, topic or queue group. `what` is for the error. */
@@ -25,13 +26,40 @@ export function checkFilter(filter: string): void {
   });
 }
 
+/** As `checkName` for a queue group; undefined, null and "" mean none, for which it returns "". */
+export function groupName(group: string | null | undefined): string {
+  if (group === undefined || group === null || group === "") return "";
+  checkName(group, "queue group");
+  return group;
+}
+
+/** Raise InvalidName unless `uuid` is the uuid of a stream; undefined, null and "" mean none, for which it returns "". */
+export function streamUuid(uuid: string | null | undefined): string {
+  if (uuid === undefined || uuid === null || uuid === "") return "";
+  if (typeof uuid !== "string" || !UUID.test(uuid)) throw new InvalidName(`'${shown(uuid)}' is not the uuid of a stream: 32 hex digits`);
+  return uuid;
+}
+
+/** As `checkMethod`; undefined and null mean none, for which it returns "". */
+export function methodName(method: string | null | undefined): string {
+  if (method === undefined || method === null) return "";
+  checkMethod(method);
+  return method;
+}
+
 export function checkMethod(method: string): void {
-  if (!METHOD.test(method)) {
-    throw new InvalidName(`a method must be 1 to 64 of A-Z a-z 0-9 _ - . and begin with a letter: '${method}'`);
+  if (typeof method !== "string" || !METHOD.test(method)) {
+    throw new InvalidName(`a method must be 1 to 64 of A-Z a-z 0-9 _ - . and begin with a letter: '${shown(method)}'`);
   }
 }
 
+/** What TypeScript does not let pass, but JavaScript does, as an error shows it. */
+function shown(value: unknown): string {
+  return typeof value === "string" ? value.slice(0, 80) : typeof value;
+}
+
 function checkSize(name: string, what: string): string[] {
+  if (typeof name !== "string") throw new InvalidName(`a ${what} must be a string, not ${name === null ? "null" : typeof name}`);
   const parts = name.split(".");
   if (!name || utf8(name).length > MAX_BYTES) {
     throw new InvalidName(`a ${what} must have 1 to ${MAX_BYTES} bytes: '${name.slice(0, 80)}'`);
@@ -42,6 +70,7 @@ function checkSize(name: string, what: string): string[] {
 
 /** Split "eu:billing" into its site and its name. The site is "" for none, and "." for the local one. */
 export function splitSite(address: string): [site: string, name: string] {
+  checkSize(address, "cluster");
   const at = address.indexOf(":");
   const site = address.slice(0, Math.max(at, 0));
   const named = site === "." || /^[a-z][a-z0-9-]{0,31}$/.test(site);

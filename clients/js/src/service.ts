@@ -51,6 +51,9 @@ export class Service {
   constructor(name: string, options: ServiceOptions = {}) {
     checkName(name, "cluster");
     const { concurrency = CONCURRENCY, limitBytes = LIMIT_BYTES, description = "", version = "" } = options;
+    for (const [what, text] of Object.entries({ description, version })) {
+      if (typeof text !== "string") throw new ConfigError(`${what} must be a string`);
+    }
     if (!Number.isInteger(concurrency) || concurrency < 1 || concurrency > 2 ** 20) {
       throw new ConfigError(`concurrency must be from 1 to ${2 ** 20}`);
     }

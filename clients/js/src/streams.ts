@@ -11,7 +11,7 @@ import {
 import { encodeEnd, Kind, lenientText, type Fields, type Int } from "./frames.ts";
 import type { Keyring } from "./keys.ts";
 import { encodePayload, Message } from "./messages.ts";
-import { checkName, matches } from "./names.ts";
+import { checkName, matches, streamUuid } from "./names.ts";
 import { notify } from "./notify.ts";
 import { metadata, Openers } from "./sframe.ts";
 import { ChannelGone, refusal, type Definition, type Log } from "./stores.ts";
@@ -66,7 +66,7 @@ export interface ReadOptions {
   /** Wait for more at the end; otherwise the iteration ends where the stream ended when it was first asked. */
   readonly follow?: boolean;
   /** Of several streams with the name. */
-  readonly uuid?: string;
+  readonly uuid?: string | null;
   /** Of a stream with partitions: which one to read, from 0. */
   readonly partition?: number;
   readonly onGap?: (gap: StreamGap) => void;
@@ -82,7 +82,7 @@ export interface AppendOptions {
   readonly expect?: number;
   /** Says that there is no message with `key` any more. */
   readonly tombstone?: boolean;
-  readonly uuid?: string;
+  readonly uuid?: string | null;
   readonly timeoutMs?: number;
 }
 
@@ -137,8 +137,9 @@ export class Streams {
    * message, so nothing is missed and nothing comes twice. Raises NoStream, AmbiguousStream, StreamDamaged, StreamError.
    */
   async *read(name: string, options: ReadOptions = {}): AsyncGenerator<StreamMessage, void, undefined> {
-    const { start = "next", follow = true, uuid = "", partition, onGap, signal } = options;
+    const { start = "next", follow = true, partition, onGap, signal } = options;
     checkName(name, "stream");
+    const uuid = streamUuid(options.uuid);
     let offset = typeof start === "number" ? start : -1;
     if (typeof start === "number" && (!Number.isSafeInteger(start) || start < 0)) throw new ConfigError("start must be an offset, 'first' or 'next'");
     let end = follow ? Infinity : -1;
@@ -181,9 +182,9 @@ export class Streams {
   }
 
   /** Return the offset of the first message that was stored at that time or later. */
-  async find(name: string, timeMs: number, { uuid = "", signal }: { uuid?: string; signal?: AbortSignal } = {}): Promise<number> {
+  async find(name: string, timeMs: number, { uuid, signal }: { uuid?: string | null; signal?: AbortSignal } = {}): Promise<number> {
     checkName(name, "stream");
-    return this.#retrying(name, uuid, 0, signal, async (log, { stores }) => {
+    return this.#retrying(name, streamUuid(uuid), 0, signal, async (log, { stores }) => {
       const answer = await stores.call(log, { op: "find", time_us: Math.max(0, Math.floor(timeMs * 1000)) }, TIMEOUT_MS, signal);
       if (answer.op !== "found") throw refusal(name, answer);
       return Number(answer.offset);
@@ -191,9 +192,9 @@ export class Streams {
   }
 
   /** Return the oldest and the next offset, and how many messages there are. */
-  async describe(name: string, { uuid = "" }: { uuid?: string } = {}): Promise<{ uuid: string; oldest: number; next: number; messages: number }> {
+  async describe(name: string, { uuid }: { uuid?: string | null } = {}): Promise<{ uuid: string; oldest: number; next: number; messages: number }> {
     checkName(name, "stream");
-    return this.#retrying(name, uuid, 0, undefined, (log, parts) => this.#info(log, parts), true);
+    return this.#retrying(name, streamUuid(uuid), 0, undefined, (log, parts) => this.#info(log, parts), true);
   }
 
   async #info(log: Log, { stores }: Parts): Promise<{ uuid: string; oldest: number; next: number; messages: number }> {
@@ -290,8 +291,10 @@ export class Streams {
   append(name: string, payload: unknown, options: AppendOptions = {}): Promise<number> {
     checkName(name, "stream");
     this.#keyring.clusterKeys(name);
-    const { timeoutMs = TIMEOUT_MS, uuid = "", tombstone = false } = options;
-    if (tombstone && !bytesOf(options.key).length) throw new ConfigError("a tombstone requires a key");
+    const { timeoutMs = TIMEOUT_MS, tombstone = false } = options;
+    const uuid = streamUuid(options.uuid);
+    const key = bytesOf(options.key);
+    if (tombstone && !key.length) throw new ConfigError("a tombstone requires a key");
     const encoded = encodePayload(payload);
     if (encodeHeaders(options.headers).length > MAX_HEADERS) throw new ConfigError(`the headers are over the limit of ${MAX_HEADERS} bytes`);
     return new Promise((resolve, reject) => {
@@ -397,9 +400,11 @@ export class Streams {
   }
 }
 
-function bytesOf(key: string | Uint8Array | undefined): Bytes {
-  if (key === undefined) return EMPTY;
-  return typeof key === "string" ? utf8(key) : new Uint8Array(key);
+function bytesOf(key: string | Uint8Array | null | undefined): Bytes {
+  if (key === undefined || key === null) return EMPTY;
+  if (typeof key === "string" && key.isWellFormed()) return utf8(key);
+  if (!(key instanceof Uint8Array)) throw new ConfigError("a key must be a well-formed string or bytes");
+  return new Uint8Array(key);
 }
 
 function takeBatch(queue: Appending[]): Appending[] {

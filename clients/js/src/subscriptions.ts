@@ -8,7 +8,7 @@ import { Kind, type DataFrame, type Fields } from "./frames.ts";
 import { FRESH_US, type Guard, type Sequence } from "./guard.ts";
 import type { Keyring } from "./keys.ts";
 import { Message, type Lost } from "./messages.ts";
-import { checkFilter, checkName, matches } from "./names.ts";
+import { checkFilter, groupName, matches } from "./names.ts";
 import { notify } from "./notify.ts";
 import { NO_LIMIT, type Declared, type Session } from "./session.ts";
 import type { Opened } from "./sframe.ts";
@@ -23,7 +23,7 @@ export type Policy = "drop-new" | "drop-old" | "cut";
 
 export interface SubscribeOptions {
   /** Subscriptions of one group share the messages: each bundle goes to one of them. */
-  readonly group?: string;
+  readonly group?: string | null;
   /** What to do when the queue is full: drop the new messages, the oldest ones, or end the subscription. */
   readonly policy?: Policy;
   /** Bytes of messages that were not iterated over yet. */
@@ -58,14 +58,13 @@ export class Subscription implements AsyncIterable<Message>, AsyncDisposable {
 
   /** Made by `Client.subscribe`. */
   constructor(filter: string, options: SubscribeOptions, close: (subscription: Subscription) => Promise<void>) {
-    const { group = "", policy = "drop-new", limitBytes = QUEUE_BYTES, onGap, signal } = options;
+    const { policy = "drop-new", limitBytes = QUEUE_BYTES, onGap, signal } = options;
     checkFilter(filter);
-    if (group) checkName(group, "queue group");
+    this.group = groupName(options.group);
     if (!["drop-new", "drop-old", "cut"].includes(policy)) throw new ConfigError(`policy must be 'drop-new', 'drop-old' or 'cut'`);
     if (!Number.isSafeInteger(limitBytes) || limitBytes < 1) throw new ConfigError("limitBytes must be a whole number above 0");
     signal?.throwIfAborted();
     this.filter = filter;
-    this.group = group;
     this.#policy = policy;
     this.#limit = limitBytes;
     this.#onGap = onGap;

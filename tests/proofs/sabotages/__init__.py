@@ -22,6 +22,7 @@ from proofs.sabotages import (
     sites,
     streams,
     turns,
+    values,
     waiting,
     web,
 )
@@ -47,4 +48,5 @@ SABOTAGES: tuple[Sabotage, ...] = (
     *browsers.SABOTAGES,
     *processes.SABOTAGES,
     *kept.SABOTAGES,
+    *values.SABOTAGES,
 )
