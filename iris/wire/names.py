@@ -58,7 +58,7 @@ def check_group(name: str) -> str:
 
 
 def optional(name: object, check: Callable[[Any], str]) -> str:
-    """Return `check(name)`, or "" for no name, which None and "" mean. Nothing else that is false is no name."""
+    """Return `check(name)`, or "" for None and "", which mean no name. Other false values, such as 0, are checked."""
     return "" if name is None or name == "" else check(name)
 
 

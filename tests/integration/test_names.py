@@ -34,7 +34,7 @@ BAD: Final = (
     ["orders"],
     object(),
 )
-"""No name of anything. None is no name where one is needed, and means none where the name may be left out."""
+"""Values that cannot be a name. None cannot either where a name is needed."""
 UUIDS: Final = (0, 7, True, b"ab", "xyz", "ab", "\ud800", [], object())
 Use = Callable[[iris.Client, Any], Any]
 
@@ -113,7 +113,7 @@ OPTIONAL: Final[dict[str, Use]] = {
     "method of push": lambda client, name: client.push("shop", b"", method=name),
     "method of survey": lambda client, name: client.survey("shop", b"", timeout=5.0, method=name),
 }  # fmt: skip
-"""Parameters that may be None, but "" is no name."""
+"""Parameters that may be None, but not empty."""
 GROUPS: Final[dict[str, Use]] = {
     "group of subscribe": lambda client, name: client.subscribe("orders.>", group=name),
     "group of on_publish": lambda client, name: iris.Service("s").on_publish("orders.>", group=name)(print),
@@ -156,7 +156,7 @@ KEYS: Final[dict[str, Use]] = {
 
 
 def _unless_text(name: Any) -> Any:
-    """Return what is no text, because any text is the name of a writer."""
+    """Return a value that cannot name a writer, because any text can."""
     return name if name == "" or not isinstance(name, str) else b"w"
 
 
