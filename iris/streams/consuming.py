@@ -213,9 +213,11 @@ class Consumer(OneProcess):
         """Return the workers of the partitions that these messages are of, each with its messages."""
         found: dict[int, list[StreamMessage]] = {}
         for message in messages:
-            if message.partition not in self._workers:
-                raise StreamError(self.stream, f"it has no partition {message.partition}")
             found.setdefault(message.partition, []).append(message)
+        for number, some in found.items():
+            self._workers.get(number, self._workers[0]).check_own(some)
+            if number not in self._workers:
+                raise StreamError(self.stream, f"it has no partition {number}")
         now_s = time.monotonic()
         if now_s - self._kept_s >= self._settings.ack_timeout_us / 8e6:
             self._kept_s = now_s
@@ -226,37 +228,50 @@ class Consumer(OneProcess):
     # -- settling --------------------------------------------------------------------------------------------
 
     def ack(self, *messages: StreamMessage) -> None:
-        """Acknowledge messages: they are done and are not delivered again."""
+        """Acknowledge messages: they are done and are not delivered again.
+
+        Raises ValueError if another consumer, or one of another stream, delivered one of them; nothing is settled.
+        """
         if self._worker is not None:
+            self._worker.check_own(messages)
             self._worker.ack(messages)
             return
         for worker, some in self._each(messages):
             worker.ack(some)
 
     def ack_through(self, message: StreamMessage) -> None:
-        """Acknowledge this message and everything delivered to this worker before it, in its partition."""
+        """Acknowledge this message and everything delivered to this worker before it, in its partition.
+
+        Raises as `ack`.
+        """
         if self._worker is not None:
+            self._worker.check_own((message,))
             self._worker.ack_through(message)
             return
         for worker, (one,) in self._each((message,)):
             worker.ack_through(one)
 
     def nack(self, *messages: StreamMessage, delay: float = 0.0, reason: str = "") -> None:
-        """Report that messages failed: they are delivered again after `delay` seconds. A dead letter keeps `reason`."""
+        """Report that messages failed: they are delivered again after `delay` seconds. A dead letter keeps `reason`.
+
+        Raises as `ack`.
+        """
         if not 0 <= delay <= 30 * 86_400:
             raise StreamError(
                 self.stream, f"delay: {delay} s is out of range; use 0 to 2592000 s (30 days)"
             )
         delay_us, reason = round(delay * 1e6), reason[:1024]
         if self._worker is not None:
+            self._worker.check_own(messages)
             self._worker.nack(messages, delay_us, reason)
             return
         for worker, some in self._each(messages):
             worker.nack(some, delay_us, reason)
 
     def touch(self, *messages: StreamMessage) -> None:
-        """Restart the ack timeout of messages that are still being worked on."""
+        """Restart the ack timeout of messages that are still being worked on. Raises as `ack`."""
         if self._worker is not None:
+            self._worker.check_own(messages)
             self._worker.touch(messages)
             return
         for worker, some in self._each(messages):

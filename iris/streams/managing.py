@@ -379,7 +379,7 @@ class Management(OneProcess):
         the letter in `NAME.dead`. The letters are not deleted. Raises StreamError.
         """
         check_address(name)
-        check_cluster(consumer)
+        consumer = optional(consumer, check_cluster)
         check_whole("limit", limit, 1)
         return await dead_letters_of(self._stores, name, consumer, limit, uuid, partition, timeout)
 

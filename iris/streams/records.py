@@ -52,6 +52,12 @@ class StreamMessage(Message, gc=False):
     """The key given to `append`, sealed like the payload."""
     partition: int = 0
     """The partition of the stream that `offset` counts in."""
+    stream: str = ""
+    """Name of the stream that it was read from, or of its partition, such as "orders/3"."""
+    uuid: str = ""
+    """Identity of the log that `offset` counts in, in hex; see `StreamInfo.uuid`."""
+    consumer: str = ""
+    """Name of the consumer that delivered it; empty for a reader."""
 
 
 class StreamGap(msgspec.Struct, frozen=True):
@@ -138,6 +144,7 @@ class RecordOpener:
             record.stored_us,
         )
         tombstone = record.tombstone
+        stream, uuid = self._log()
         if headers is None and keys is None:
             return [
                 StreamMessage(
@@ -151,12 +158,15 @@ class RecordOpener:
                     sent_us,
                     tombstone,
                     deliveries,
+                    stream=stream,
+                    uuid=uuid,
                 )
                 for i, p in enumerate(payloads)
             ]
         return [
             StreamMessage(
-                p, name, h, packed, source, offset + i, stored_us, sent_us, tombstone, deliveries, None, k or None
+                p, name, h, packed, source, offset + i, stored_us, sent_us, tombstone, deliveries, None, k or None,
+                stream=stream, uuid=uuid,
             )
             for i, (p, h, k) in enumerate(
                 zip(payloads, headers or [None] * count, keys or [b""] * count, strict=True)
@@ -211,7 +221,13 @@ class RecordOpener:
             return StreamGap(record.offset, record.offset + 1, 1, f"unreadable: {err}")
         message = StreamMessage(b"", record.name, offset=record.offset, stored_us=record.stored_us)
         message.dead = dead
+        message.stream, message.uuid = self._log()
         return [message]
+
+    def _log(self) -> tuple[str, str]:
+        """Return the name and the uuid of the log that records are of."""
+        found = self.stream
+        return ("", "") if found is None else (found.name, found.described.uuid.hex())
 
 
 class StreamPage(OneProcess):

@@ -127,6 +127,7 @@ class Letters:
                 b"", record.name, offset=record.offset, stored_us=record.stored_us
             )
             message.dead = letter
+            message.stream, message.uuid = self._dead_name, self._dead_uuid
             patience = min(PATIENCE_S, self._left_s)
             await resolve_dead(self._stores, opener, self._name, message, letter, patience=patience)
             found.append(message)

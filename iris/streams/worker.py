@@ -19,6 +19,7 @@ from iris.streams.records import RecordOpener, StreamGap, StreamMessage, to_gap
 from iris.streams.stores import Stores
 from iris.streams.verified import VerifiedStream
 from iris.wire.consumers import Consume, Delivered, Handed, Range, Settle
+from iris.wire.names import split_site
 from iris.wire.stream_items import Record
 from iris.wire.streams import Settled
 
@@ -259,6 +260,7 @@ class Worker:
         messages = [message for index, message in enumerate(opened) if wanted >> index & 1]
         for message in messages:
             message.partition = self._number
+            message.consumer = self._settings.name
             if message.dead is not None:
                 await resolve_dead(
                     self._stores, self._opener, self.stream, message, message.dead, patience=self._settings.patience
@@ -271,6 +273,27 @@ class Worker:
         self._report_gap(gap)
 
     # -- settling --------------------------------------------------------------------------------------------
+
+    def check_own(self, messages: Iterable[StreamMessage]) -> None:
+        """Raise ValueError unless all messages are of this log, and of this consumer if one delivered them.
+
+        Offsets count in one log, so the store would settle another message, which would never be processed.
+        """
+        for message in messages:
+            if message.uuid != self._uuid:
+                # Before the first delivery only the name is known; what is settled is of that log.
+                if self._uuid or not message.uuid or message.stream != split_site(self.stream)[1]:
+                    raise ValueError(
+                        f"message {message.offset} is of {_log(message.stream, message.uuid)}, but consumer "
+                        f"{self._settings.name!r} reads {_log(self.stream, self._uuid)}; "
+                        "settle it with the consumer that delivered it"
+                    )
+                self._uuid = message.uuid
+            if message.consumer not in ("", self._settings.name):
+                raise ValueError(
+                    f"message {message.offset} of stream {message.stream!r} was delivered by consumer "
+                    f"{message.consumer!r}, not by {self._settings.name!r}; settle it with the consumer that delivered it"
+                )
 
     def ack(self, messages: Iterable[StreamMessage]) -> None:
         """See `Consumer.ack`."""
@@ -417,6 +440,12 @@ class Worker:
         if self._settle_task is not None:
             self._settle_task.cancel()
             self._settle_task = None
+
+
+def _log(name: str, uuid: str) -> str:
+    """Return a log as errors name it."""
+    shown = f" (log {uuid[:8]}…)" if uuid else ""
+    return f"stream {name!r}{shown}" if name else "no stream"
 
 
 def _retrieve_error(task: asyncio.Task[list[StreamMessage]]) -> None:

@@ -184,3 +184,24 @@ def test_the_blocking_objects_have_the_methods_and_parameters_of_the_others(
         if inspect.isfunction(getattr(ours, name)):
             mine, other = (inspect.signature(getattr(cls, name)) for cls in (ours, original))
             assert mine.parameters.keys() == other.parameters.keys(), name
+
+
+def test_a_thread_cannot_settle_a_message_of_another_stream(client: blocking.Client) -> None:
+    for name in ("settled", "others"):
+        client.streams.create(name)
+        client.streams.append(name, b"1")
+    with (
+        client.streams.consumer("settled", "work", group=True) as work,
+        client.streams.consumer("others", "work", group=True) as other,
+    ):
+        message = next(work)
+        next(other)
+        for settle in (other.ack, other.ack_through, other.nack, other.touch):
+            with pytest.raises(
+                ValueError, match=r"is of stream 'settled' .* reads stream 'others'"
+            ):
+                settle(message)
+        other.flush()
+        work.ack(message)
+        work.flush()
+    assert [info.lag for info in client.streams.consumers("others")] == [1]

@@ -96,7 +96,6 @@ NEEDED: Final[dict[str, Use]] = {
     "stream: pause_consumer": lambda client, name: client.streams.pause_consumer("kept", name),
     "stream: resume_consumer": lambda client, name: client.streams.resume_consumer("kept", name),
     "stream: dead_letters of": lambda client, name: client.streams.dead_letters(name, "c"),
-    "stream: dead_letters": lambda client, name: client.streams.dead_letters("kept", name),
     "stream: redrive of": lambda client, name: client.streams.redrive(name, "c"),
     "stream: redrive": lambda client, name: client.streams.redrive("kept", name),
     "stream: writer": lambda client, name: client.streams.stage("kept", writer=_unless_text(name), batch=0),
@@ -119,6 +118,7 @@ GROUPS: Final[dict[str, Use]] = {
     "group of on_publish": lambda client, name: iris.Service("s").on_publish("orders.>", group=name)(print),
     "topic of create": lambda client, name: client.streams.create("made", topic=name),
     "cluster of create": lambda client, name: client.streams.create("made", cluster=name),
+    "consumer of dead_letters": lambda client, name: client.streams.dead_letters("kept", name),
     "balance": lambda client, name: client.streams.balance(name),
 }  # fmt: skip
 """Parameters that are "" or None if there is none."""
@@ -233,6 +233,7 @@ async def test_what_is_no_name_is_refused_where_a_name_may_be_left_out(
     verb: str, tmp_path: Path
 ) -> None:
     async with others_served(tmp_path) as client:
+        await client.streams.create("kept")
         await refused(GROUPS[verb], client, BAD)
         await used(GROUPS[verb], client, None)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from proofs.sabotages.sabotage import Sabotage
 
 NAMES = ("tests/integration/test_names.py",)
+SETTLING = ("tests/integration/test_settling.py",)
 
 SABOTAGES = (
     Sabotage(
@@ -33,5 +34,32 @@ SABOTAGES = (
         "None",
         NAMES,
         "a malformed frame of one call ends the session of all services of the process",
+    ),
+    Sabotage(
+        "values-own-log",
+        "iris/streams/worker.py",
+        "Worker.check_own",
+        "message.uuid != self._uuid",
+        "False",
+        SETTLING,
+        "an ack of another stream's message settles the one at its offset, which is never processed",
+    ),
+    Sabotage(
+        "values-own-consumer",
+        "iris/streams/worker.py",
+        "Worker.check_own",
+        'message.consumer not in ("", self._settings.name)',
+        "False",
+        SETTLING,
+        "an ack of what another consumer delivered settles a message that this one has not processed",
+    ),
+    Sabotage(
+        "values-all-own",
+        "iris/streams/consuming.py",
+        "Consumer._each",
+        "check_own(some)",
+        "check_own(())",
+        SETTLING,
+        "an ack of another stream's message settles the one at its offset in the same partition",
     ),
 )
