@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
+from iris.awaiting import drop, finished, is_late
 from iris.core.message import Message
 from iris.handlers import Handler, stopping
 
@@ -33,6 +34,8 @@ class Broadcasts:
         self._queue: deque[tuple[list[Message], int]] = deque()
         self._worker: asyncio.Task[None] | None = None
         self._stopped = False
+        self._begun: object = None
+        """What a plain function returned for a message, until the worker awaits it."""
 
     def __len__(self) -> int:
         """Return how many bundles are queued."""
@@ -46,31 +49,44 @@ class Broadcasts:
         if self._stopped:
             self._dropped(messages, "member stopped")
         elif not handler.is_coroutine:
-            for message in messages:
+            rest = iter(messages)
+            for message in rest:
                 try:
-                    handler.function(handler.convert(message))
+                    value = handler.function(handler.convert(message))
                 except (Exception, asyncio.CancelledError) as err:
                     self._failed("broadcast handler", handler, err)
+                else:
+                    if value is not None and is_late(value):
+                        self.handler = handler.awaiting()
+                        self._begun = value
+                        self._put(self.handler, list(rest), size)
+                        return
         elif self._queue and self.queued_bytes + size > self._limit_bytes:
             self._dropped(messages, "slow member")
         else:
-            self._queue.append((messages, size))
-            self.queued_bytes += size
-            self._began()
-            if self._worker is None:
-                self._worker = self._loop.create_task(
-                    self._work(handler), name=f"iris-{self._service}-casts"
-                )
+            self._put(handler, messages, size)
+
+    def _put(self, handler: Handler, messages: list[Message], size: int) -> None:
+        """Queue a bundle for the worker."""
+        self._queue.append((messages, size))
+        self.queued_bytes += size
+        self._began()
+        if self._worker is None:
+            self._worker = self._loop.create_task(
+                self._work(handler), name=f"iris-{self._service}-casts"
+            )
 
     def stop(self) -> list[asyncio.Task[None]]:
         """Cancel the handler, and drop what is queued and what comes. Return the tasks that end now."""
         self._stopped = True
         if self._worker is not None:
             self._worker.cancel()
+        drop(self._begun)  # if its worker has not begun either
         while self._queue:
             messages, size = self._queue.popleft()
             self.queued_bytes -= size
-            self._dropped(messages, "member stopped")
+            if messages:
+                self._dropped(messages, "member stopped")
             self._done()
         return [] if self._worker is None else [self._worker]
 
@@ -78,9 +94,14 @@ class Broadcasts:
         try:
             while self._queue:
                 messages, size = self._queue.popleft()
-                for message in messages:
+                for message in [None, *messages] if self._begun is not None else messages:
                     try:
-                        await handler.function(handler.convert(message))
+                        if message is None:
+                            value, self._begun = self._begun, None
+                        else:
+                            value = await handler.function(handler.convert(message))
+                        if value is not None and is_late(value):
+                            await finished(value)
                     except (Exception, asyncio.CancelledError) as err:
                         if stopping():
                             raise

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Self
 
 from iris.absences import unwatched
 from iris.attachment import OPEN, Attachment, Connector
+from iris.awaiting import check_callback
 from iris.checks import check_number
 from iris.config import ClientConfig
 from iris.core.interfaces import Lost
@@ -165,12 +166,13 @@ class Connection(OneProcess):
     def on_loss(self) -> Callable[[Lost], object] | None:
         """Function that is called with every loss, or None.
 
-        Losses are pushes that failed, gaps in subscriptions and broadcasts, and messages dropped in this process.
+        It must be a plain function. Losses are pushes that failed, gaps in subscriptions and broadcasts, and messages dropped in this process.
         """
         return self._runtime.on_loss
 
     @on_loss.setter
     def on_loss(self, handler: Callable[[Lost], object] | None) -> None:
+        check_callback("on_loss", handler)
         self._runtime.on_loss = handler
 
     @property

@@ -20,6 +20,7 @@ from warnings import warn as deprecate
 
 from iris import forks
 import msgspec
+from iris.awaiting import check_function
 from iris.core.bundle import Headers, check_headers
 from iris.core.faults import Refusal
 from iris.core.interfaces import Delivery
@@ -158,6 +159,8 @@ class Handler:
 
         Raises ConfigError if the function cannot be a handler.
         """
+        if parameters is None:
+            check_function(function)
         self.function = function
         self.cancels = False
         """Whether the function is cancelled when its caller leaves."""
@@ -269,6 +272,10 @@ class Handler:
 
         return fill
 
+    def awaiting(self) -> Handler:
+        """Return this handler, resolved, as a coroutine function, because its plain function returned an awaitable."""
+        return _Awaiting(self)
+
     def chosen(self, message: Message) -> Handler:
         """Return the handler that runs for a message: this one, unless it stands for several."""
         return self
@@ -317,6 +324,29 @@ class Handler:
             raise ArgumentError(str(err)) from err
 
 
+class _Awaiting(Handler):
+    """A resolved handler whose plain function returns awaitables. Whoever runs it awaits what it returns."""
+
+    __slots__ = ("_plain",)
+
+    def __init__(self, plain: Handler) -> None:
+        function = plain.function
+
+        async def run(argument: Any) -> Any:
+            return function(argument)
+
+        functools.update_wrapper(run, function)  # for the log, which names it
+        super().__init__(run, plain.parameters, name=plain.name, is_coroutine=True)
+        self.kind_name = plain.kind_name
+        self._plain = plain
+
+    def argument(self, delivery: Delivery, defer: Callable[[], Deferred]) -> Any:
+        return self._plain.argument(delivery, defer)
+
+    def convert(self, message: Message, defer: Callable[[], Deferred] | None = None) -> Any:
+        return self._plain.convert(message, defer)
+
+
 def _argument(message: Message, wanted: Any) -> Any:
     """Return a message's payload as `wanted`. Raises ArgumentError."""
     try:
@@ -350,6 +380,7 @@ def subscriber(function: Callable[..., object], provided: Provided) -> Callable[
 
     Raises ConfigError if the function cannot be a handler.
     """
+    check_function(function)
     try:
         parameters = parameters_of(function)
     except UnreadableAnnotation as err:

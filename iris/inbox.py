@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from typing import Any
 
 from iris.cancelling import Cancelling
 from iris.core.interfaces import Delivery
@@ -17,7 +18,7 @@ class Inbox:
     """Queued deliveries of one kind with a coroutine handler, and the workers (tasks) that run them."""
 
     __slots__ = (
-        "answered", "assigned", "cancelling", "handler", "idle", "queue", "queued_bytes", "tallies", "tally", "timed",
+        "answered", "assigned", "begun", "cancelling", "handler", "idle", "queue", "queued_bytes", "tallies", "tally", "timed",
         "workers",
     )  # fmt: skip
 
@@ -34,12 +35,19 @@ class Inbox:
         """Deliveries assigned to a worker that has not started on them."""
         self.idle: list[asyncio.Future[Delivery]] = []
         """Workers without a delivery: each waits for the next one on its future."""
+        self.begun: dict[Delivery, tuple[Any, object]] = {}
+        """Deliveries whose function returned an awaitable that no worker awaits yet -> (their answer, the awaitable)."""
         self.workers: set[asyncio.Task[None]] = set()
         self.tallies = handler.tallies if isinstance(handler, Methods) else {"": Tally()}
         """Method -> counts and times of its handler."""
         self.tally = Tally() if isinstance(handler, Methods) else self.tallies[""]
         """Counts and times of the handler; of all methods together if it has several."""
         self.timed = self.tally.timing(handler.function)
+
+    def begin(self, delivery: Delivery, answer: Any, value: object) -> None:
+        """Keep the awaitable that a plain function returned for a worker. From now on workers run all deliveries."""
+        self.handler = self.handler.awaiting()
+        self.begun[delivery] = answer, value
 
     def tally_of(self, message: Message) -> Tally:
         """Return the counts of the handler of a message."""

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable
 from typing import Final
 
+from iris.awaiting import check_returned
 from iris.core.interfaces import Lost
 from iris.logs import logger
 from iris.runtime import Runtime
@@ -59,7 +60,7 @@ class LossLog:
             self._log_sum()
         if on_gap is not None:
             try:
-                on_gap(lost)
+                check_returned(on_gap(lost))
             except (Exception, asyncio.CancelledError) as err:
                 self._runtime.handler_failed(self._handler, on_gap, err)
 

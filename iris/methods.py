@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from iris.awaiting import finished, is_late
 from iris.core.faults import NoMethod
 from iris.core.interfaces import Delivery
 from iris.core.message import Message
@@ -66,6 +67,11 @@ class Methods(Handler):
         }
         return Methods(self.service, self.kind, handlers)
 
+    def awaiting(self) -> Methods:
+        """Run as a coroutine function from now on, because one of the functions returned an awaitable."""
+        self.is_coroutine, self.function = True, _await
+        return self
+
     def chosen(self, message: Message) -> Handler:
         """Return the handler of the method that a message names; all of them if there is none."""
         return self.handlers.get(message.method, self)
@@ -113,6 +119,15 @@ def _call(call: tuple[Handler, Tally, Any]) -> Any:
     handler, tally, argument = call
     started_ns = time.monotonic_ns()
     value = handler.function(argument)
+    if value is not None and type(value) is not bytes and is_late(value):
+        return _counted(value, tally, started_ns)
+    tally.returned(started_ns)
+    return value
+
+
+async def _counted(value: Any, tally: Tally, started_ns: int) -> Any:
+    """Await what a function returned, and count the call."""
+    value = await finished(value)
     tally.returned(started_ns)
     return value
 
@@ -123,5 +138,7 @@ async def _await(call: tuple[Handler, Tally, Any]) -> Any:
     value = handler.function(argument)
     if handler.is_coroutine:
         value = await value
+    if value is not None and type(value) is not bytes and is_late(value):
+        value = await finished(value)
     tally.returned(started_ns)
     return value

@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, Literal, TypeAlias
 
+from iris.awaiting import finished
 from iris.core.bundle import Headers
 from iris.core.interfaces import Delivery
 from iris.core.message import Message
@@ -147,7 +148,9 @@ class MiddlewareHandler(Handler):
             value = handler.function(handler.argument(delivery, defer))
         else:
             value = handler.function(handler.convert(request))
-        return await value if handler.is_coroutine else value
+        if handler.is_coroutine:
+            value = await value
+        return await finished(value)
 
 
 def wrap_request(request: Callable[..., Awaitable[Any]], middleware: Sequence[Middleware]) -> Any:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, Final, Protocol
 
 from iris.attachment import Attachment, Connector, Life
+from iris.awaiting import check_returned
 from iris.config import ClientConfig
 from iris.core.bundle import Headers, check_headers
 from iris.core.conversation import UP
@@ -438,7 +439,7 @@ class Runtime:
         self.reported_losses += 1
         if self.on_loss is not None:
             try:
-                self.on_loss(lost)
+                check_returned(self.on_loss(lost))
             except (Exception, asyncio.CancelledError) as err:
                 self.handler_failed("on_loss", self.on_loss, err)
 

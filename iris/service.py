@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -10,6 +9,7 @@ from typing import Any, Concatenate, Literal, NamedTuple, TypeVar, overload
 
 from msgspec import UNSET, UnsetType
 
+from iris.awaiting import check_callback, check_function
 from iris.config import Limits
 from iris.core.credit import WhenFull
 from iris.errors import ConfigError, InvalidName
@@ -69,7 +69,9 @@ class Service:
     requests that name the method "place".
 
     A coroutine function runs at most `limits.concurrency` times at once. A plain function is called directly in the
-    event loop, so it must not block, unless it is registered with `threads`.
+    event loop, so it must not block, unless it is registered with `threads`. If it returns an awaitable, as a lambda
+    around a coroutine function does, that is awaited; from then on it runs as a coroutine function. Generator functions
+    are refused.
 
     `lifespan` is called with the client and returns an async context manager. It is entered before the service joins,
     and left after the service has left and finished what it accepted; it stays entered through reconnects. Handlers
@@ -199,11 +201,12 @@ class Service:
 
         The tunnel is closed when the function returns, and broken on both sides if it raises.
         """
-        if not asyncio.iscoroutinefunction(function):
+        handler = Handler(function)
+        if not handler.is_coroutine:
             raise ConfigError(
                 f"the tunnel handler of {self.name} must be a coroutine function; define it with `async def`"
             )
-        self._add(Kind.TUNNEL_OPEN, Handler(function))
+        self._add(Kind.TUNNEL_OPEN, handler)
         return function
 
     def on_publish(
@@ -236,7 +239,9 @@ class Service:
         return register
 
     def on_gap(self, function: F) -> F:
-        """Decorator: call this function with each loss (`iris.Lost`) of broadcasts and publications."""
+        """Decorator: call this plain function with each loss (`iris.Lost`) of broadcasts and publications."""
+        check_function(function)
+        check_callback("on_gap", function)
         self.gap_handler = Handler(function)
         return function
 

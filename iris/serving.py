@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
+from iris.awaiting import drop, finished, is_late
 from iris.broadcasts import Broadcasts
 from iris.cancelling import Cancelling
 from iris.core import faults
@@ -148,6 +149,10 @@ class ServiceBinding(OneProcess):
                     value = function(handler.argument(delivery, answer.defer))
                 else:
                     value = function(handler.convert(delivery.message))
+                if value is not None and type(value) is not bytes and is_late(value):
+                    inbox.begin(delivery, answer or _Answer(self, delivery), value)
+                    self._give_to_worker(inbox, delivery)
+                    return
                 tally.handled += 1
             except (Exception, asyncio.CancelledError) as err:
                 (answer or _Answer(self, delivery)).failed(err)
@@ -162,9 +167,13 @@ class ServiceBinding(OneProcess):
                         False
                     )  # only what the handler started after `defer` belongs to it
             return
-        inbox.queued_bytes += delivery.size
         if inbox.cancelling is not None:
             inbox.cancelling.expect(delivery)
+        self._give_to_worker(inbox, delivery)
+
+    def _give_to_worker(self, inbox: Inbox, delivery: Delivery) -> None:
+        """Give a delivery to an idle or a new worker, or queue it."""
+        inbox.queued_bytes += delivery.size
         if inbox.idle:
             inbox.assigned.add(delivery)
             inbox.idle.pop().set_result(delivery)
@@ -254,11 +263,14 @@ class ServiceBinding(OneProcess):
         IN_HANDLER.set(True)
         while True:
             inbox.assigned.discard(delivery)
-            answer = _Answer(self, delivery)
+            answer, begun = _Answer(self, delivery), None
+            if inbox.begun and delivery in inbox.begun:
+                answer, begun = inbox.begun.pop(delivery)
             cancelled = False
             started_ns = time.monotonic_ns()
             try:
-                if delivery.deadline_us and delivery.deadline_us < started_ns // 1000:
+                late = delivery.deadline_us and delivery.deadline_us < started_ns // 1000
+                if late and begun is None:
                     if cancelling is not None:
                         cancelling.end(delivery)
                     self.expired(delivery)
@@ -269,7 +281,11 @@ class ServiceBinding(OneProcess):
                     if inbox.answered and delivery.deadline_us:
                         HANDLED[task] = delivery.deadline_us
                     try:
-                        value = await handler.function(handler.argument(delivery, answer.defer))
+                        value = begun
+                        if value is None:
+                            value = await handler.function(handler.argument(delivery, answer.defer))
+                        if value is not None and type(value) is not bytes and is_late(value):
+                            value = await finished(value)
                     finally:
                         if cancelling is not None:
                             cancelled = cancelling.end(delivery)
@@ -375,6 +391,11 @@ class ServiceBinding(OneProcess):
             inbox.queue.clear()
             for delivery in given_up:
                 inbox.queued_bytes -= delivery.size
+                if delivery in inbox.begun:  # its function was called
+                    answer, value = inbox.begun.pop(delivery)
+                    drop(value)
+                    answer.failed(RuntimeError("the member stopped before it answered"))
+                    continue
                 if inbox.cancelling is not None:
                     inbox.cancelling.end(delivery)
                 self.answer_error(

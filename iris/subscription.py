@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any, Final, Literal, Self
 
+from iris.awaiting import check_callback, drop, finished, is_late
 from iris.checks import check_whole
 from iris.core.credit import MIN_QUEUE_BYTES, WhenFull
 from iris.core.interfaces import Lost
@@ -61,6 +62,7 @@ class Subscription(OneProcess):
         check_filter(pattern)
         group = optional(group, check_group)
         attachment = runtime.attached()
+        check_callback("on_gap", on_gap)
         if policy not in ("drop-new", "drop-old", "cut"):
             raise ConfigError(f"policy must be 'drop-new', 'drop-old' or 'cut', not {policy!r}")
         if when_full not in ("drop", "wait"):
@@ -90,6 +92,8 @@ class Subscription(OneProcess):
         """The queue, if `concurrency` is above 1; `_queue` is not used then."""
         self._workers: dict[asyncio.Task[None], Iterator[Message]] = {}
         """Tasks that run the handler, with `_lanes`: task -> unhandled messages of its current bundle."""
+        self._begun: object = None
+        """What a plain handler returned for the message in front, until the task of the handler awaits it."""
         self._policy = policy
         self.limit_bytes = limit_bytes
         """Size of the queue in bytes."""
@@ -191,6 +195,7 @@ class Subscription(OneProcess):
         for messages in (*rests, *(queued for queued, _ in self._queue)):
             if messages:
                 self._drop(messages, "subscription closed")
+        drop(self._begun)  # if its task has not begun
         self._queue.clear()
         self._held.clear()
         self._queued_bytes = 0
@@ -284,10 +289,25 @@ class Subscription(OneProcess):
         while True:
             try:
                 for message in rest:
-                    handler(message)
+                    value = handler(message)
+                    if value is not None and is_late(value):
+                        self._begin(handler, value, [message, *rest], size)
+                        return
                 return
             except (Exception, asyncio.CancelledError) as err:
                 self._failed(err)
+
+    def _begin(
+        self, handler: Callable[[Message], object], value: object, messages: list[Message], size: int
+    ) -> None:  # fmt: skip
+        """Await what a plain handler returned for the first of `messages`. From now on it is a coroutine handler."""
+
+        async def run(message: Message) -> object:
+            return handler(message)
+
+        self._coroutine, self._begun = run, value
+        self.deliver = self._enqueue
+        self._put(messages, size)
 
     def _enqueue(self, messages: list[Message], size: int) -> None:
         if self._error is not None:
@@ -396,7 +416,11 @@ class Subscription(OneProcess):
             self._current = iter(messages)
             for message in self._current:
                 try:
-                    await handler(message)
+                    value, self._begun = self._begun, None
+                    if value is None:
+                        value = await handler(message)
+                    if value is not None and is_late(value):
+                        await finished(value)
                 except (Exception, asyncio.CancelledError) as err:
                     if stopping():
                         raise
@@ -418,7 +442,9 @@ class Subscription(OneProcess):
                 try:
                     for message in rest:
                         try:
-                            await handler(message)
+                            value = await handler(message)
+                            if value is not None and is_late(value):
+                                await finished(value)
                         except (Exception, asyncio.CancelledError) as err:
                             if stopping():
                                 raise

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
+from iris.awaiting import is_late
+
 TIMED_EVERY: Final = 16
 """Calls of a plain function of which one is timed, the first. Calls of other handlers are all timed."""
 BUCKETS: Final = 62 * 4
@@ -75,7 +77,8 @@ class Tally:
         def timed(argument: Any) -> Any:
             started_ns = time.monotonic_ns()
             value = function(argument)
-            self.took(started_ns)
+            if value is None or not is_late(value):  # else its work has only begun
+                self.took(started_ns)
             return value
 
         return timed

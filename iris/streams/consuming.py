@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Final, Self
 
+from iris.awaiting import check_callback, check_returned
 from iris.checks import check_number, check_whole
 from iris.errors import Closed, RequestError, StreamError, StreamUnavailable
 from iris.forks import FORKED, disable_in_child
@@ -56,6 +57,7 @@ class Consumer(OneProcess):
         self._settings = Settings(
             name, group, durable, round(ack_timeout * 1e6), max_deliver, max_messages, create, patience
         )  # fmt: skip
+        check_callback("on_gap", on_gap)
         self._on_gap = on_gap
         self._ready: deque[StreamMessage] = deque()
         self._worker: Worker | None = Worker(
@@ -161,7 +163,7 @@ class Consumer(OneProcess):
     def _report(self, gap: StreamGap) -> None:
         self.gaps.append(gap)
         if self._on_gap is not None:
-            self._on_gap(gap)
+            check_returned(self._on_gap(gap))
 
     # -- partitions ------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from typing import Final, Self
 
 from msgspec import structs
 
+from iris.awaiting import check_callback, check_returned
 from iris.errors import Closed, StreamDamaged, StreamError, StreamUnavailable
 from iris.forks import FORKED, disable_in_child
 from iris.one_process import OneProcess
@@ -74,6 +75,7 @@ class Reader(OneProcess):
         self._uuid = uuid
         self._batch_bytes = batch_bytes
         self._patience = patience
+        check_callback("on_gap", on_gap)
         self._on_gap = on_gap
         self._opener = RecordOpener(stores.runtime.find_key)
         stores.openers.add(self._opener)
@@ -379,7 +381,7 @@ class Reader(OneProcess):
             gap = structs.replace(gap, partition=self._number)
         self.gaps.append(gap)
         if self._on_gap is not None:
-            self._on_gap(gap)
+            check_returned(self._on_gap(gap))
 
 
 def start_of(start: Start, partition: int) -> Start:

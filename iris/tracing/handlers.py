@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Any
 
 from opentelemetry.context import Context, attach, detach
 from opentelemetry.trace import Span, StatusCode
 
+from iris.awaiting import finished, is_late
 from iris.core.faults import Refusal
 from iris.core.interfaces import Delivery
 from iris.core.message import Message
@@ -48,6 +49,17 @@ class Processing:
         if not self.later:
             self.span.end()
 
+    def finishing(self, value: object) -> Awaitable[object]:
+        """Return what awaits the result of a handler inside the block again, because its work goes on."""
+        later, self.later = self.later, True  # the block that is being left does not end the span
+
+        async def finish() -> object:
+            self.later = later
+            with self:
+                return await finished(value)
+
+        return finish()
+
 
 class _Arrived:
     """A message for a traced handler; `delivery` is None for a cast."""
@@ -76,11 +88,12 @@ class TracedHandler(Handler):
 
         async def run(arrived: _Arrived) -> Any:
             with (processing := self._begin(arrived.message)):
-                return await function(self._argument(arrived, processing))
+                return await finished(await function(self._argument(arrived, processing)))
 
         def run_plain(arrived: _Arrived) -> Any:
             with (processing := self._begin(arrived.message)):
-                return function(self._argument(arrived, processing))
+                value = function(self._argument(arrived, processing))
+                return processing.finishing(value) if is_late(value) else value
 
         chosen: Callable[..., Any] = run if handler.is_coroutine else run_plain
         _name_as(chosen, function)
@@ -145,11 +158,12 @@ def traced_callback(
     async def run(message: Message) -> object:
         with begin(message):
             result: Any = callback(message)
-            return await result
+            return await finished(await result)
 
     def run_plain(message: Message) -> object:
-        with begin(message):
-            return callback(message)
+        with (processing := begin(message)):
+            value = callback(message)
+            return processing.finishing(value) if is_late(value) else value
 
     chosen: Callable[[Message], object] = (
         run if inspect.iscoroutinefunction(callback) else run_plain

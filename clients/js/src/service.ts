@@ -37,6 +37,25 @@ export interface ServiceOptions {
 const CONCURRENCY = 64;
 const LIMIT_BYTES = 67_108_864;
 
+const GENERATORS = [function* () {}, async function* () {}].map((each) => Object.getPrototypeOf(each) as object);
+
+/** Raise ConfigError for what is no function, and for a generator function, whose body would never run. */
+function checkHandler(handler: unknown): void {
+  if (typeof handler !== "function") throw new ConfigError("a handler must be a function");
+  if (GENERATORS.includes(Object.getPrototypeOf(handler) as object)) {
+    throw new ConfigError(`the handler ${handler.name} is a generator function, whose body would never run; use a plain or an async function`);
+  }
+}
+
+/** Return what a handler returned. Raises TypeError for a generator, whose body has not run. */
+export function checkResult(result: unknown): unknown {
+  const tag = Object.prototype.toString.call(result);
+  if (tag === "[object Generator]" || tag === "[object AsyncGenerator]") {
+    throw new TypeError("the handler returned a generator, whose body never runs; return a value or a promise");
+  }
+  return result;
+}
+
 /** The handlers of one cluster. Serve it with `Client.serve`. */
 export class Service {
   readonly name: string;
@@ -93,12 +112,14 @@ export class Service {
 
   /** The tunnel is closed when the handler returns, and broken when it raises. */
   onTunnel(handler: TunnelHandler): this {
+    checkHandler(handler);
     this.tunnelHandler = handler;
     return this;
   }
 
   #add(kind: number, given: [Handler] | [string, Handler]): this {
     const [method, handler] = given.length === 2 ? given : (["", given[0]] as const);
+    checkHandler(handler);
     if (method) checkMethod(method);
     if (method.startsWith("iris.")) throw new InvalidName(`'${method}' is not allowed: names that begin with "iris." are the library's`);
     const handlers = this.handlers.get(kind) ?? new Map<string, Handler>();

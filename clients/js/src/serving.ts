@@ -10,7 +10,7 @@ import { encodePayload, Message } from "./messages.ts";
 import { encode } from "./msgpack.ts";
 import { notify } from "./notify.ts";
 import { answersLine, type Opened } from "./sframe.ts";
-import { IncomingMessage, type Binding, type Handler, type Job, type Lane } from "./service.ts";
+import { checkResult, IncomingMessage, type Binding, type Handler, type Job, type Lane } from "./service.ts";
 import type { Declared, Session } from "./session.ts";
 
 /** What a waiting message counts beside its body. */
@@ -208,7 +208,7 @@ export class Serving {
         else this.#fault(hop, declared, counter, error.message, false, "bad_payload");
         return;
       }
-      const result = await handler(value, new IncomingMessage(message, controller.signal));
+      const result = checkResult(await handler(value, new IncomingMessage(message, controller.signal)));
       if (kind === Kind.PUSH) this.#finish(job, false);
       else this.#reply(job, result);
     } catch (error) {
@@ -397,7 +397,7 @@ export class Serving {
       const handler = binding.service.handlers.get(Kind.BROADCAST)!.get("")!;
       const run = async (): Promise<void> => {
         try {
-          await handler(job.message.value, new IncomingMessage(job.message, new AbortController().signal));
+          checkResult(await handler(job.message.value, new IncomingMessage(job.message, new AbortController().signal)));
         } catch (error) {
           console.error(`iris: the handler for broadcasts to ${job.message.name} raised`, error);
         }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from proofs.sabotages.sabotage import Sabotage
 
 NAMES = ("tests/integration/test_names.py",)
+AWAITED = ("tests/integration/test_awaited_handlers.py",)
 SETTLING = ("tests/integration/test_settling.py",)
 
 SABOTAGES = (
@@ -61,5 +62,50 @@ SABOTAGES = (
         "check_own(())",
         SETTLING,
         "an ack of another stream's message settles the one at its offset in the same partition",
+    ),
+    Sabotage(
+        "values-awaited-1",
+        "iris/serving.py",
+        "ServiceBinding.dispatch",
+        "is_late(value)",
+        "False",
+        AWAITED,
+        "a push to a lambda around a coroutine function runs nothing, and nobody sees that",
+    ),
+    Sabotage(
+        "values-awaited-2",
+        "iris/broadcasts.py",
+        "Broadcasts.run",
+        "is_late(value)",
+        "False",
+        AWAITED,
+        "a broadcast to a plain function around a coroutine function runs nothing",
+    ),
+    Sabotage(
+        "values-awaited-3",
+        "iris/subscription.py",
+        "Subscription._call",
+        "is_late(value)",
+        "False",
+        AWAITED,
+        "a publication to a plain function around a coroutine function runs nothing",
+    ),
+    Sabotage(
+        "values-awaited-4",
+        "iris/awaiting.py",
+        "finished",
+        "not inspect.isawaitable(value)",
+        "inspect.isawaitable(value) and False",
+        AWAITED,
+        "a generator that a handler returns is not reported",
+    ),
+    Sabotage(
+        "values-awaited-5",
+        "iris/awaiting.py",
+        "check_function",
+        "inspect.isgeneratorfunction(code) or inspect.isasyncgenfunction(code)",
+        "False",
+        AWAITED,
+        "a generator function is registered, and its body never runs",
     ),
 )
