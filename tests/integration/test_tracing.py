@@ -1001,3 +1001,35 @@ async def test_a_member_that_is_lost_ends_the_span_of_its_caller(
             await asking
         release.set()
     assert facts(traces.one("request shop"))["error.type"] == "ConnectionLost"
+
+
+@pytest.mark.parametrize("kind", ["request", "publish"])
+async def test_what_a_plain_function_returns_is_awaited_inside_its_span(
+    cluster: LocalCluster, client: iris.Client, traces: Traces, kind: str
+) -> None:
+    current: list[tuple[int, int]] = []
+
+    async def body(payload: bytes) -> bytes:
+        await asyncio.sleep(0)
+        current.append(ids(trace.get_current_span()))
+        if payload == b"2":
+            raise ValueError("no")
+        return payload
+
+    def handler(payload: bytes) -> Any:
+        return body(payload)
+
+    service = iris.Service("shop")
+    (service.on_request if kind == "request" else service.on_publish("orders"))(handler)
+    async with client.serve(service):
+        for payload in (b"1", b"2", b"3"):
+            if kind == "publish":
+                await client.publish("orders", payload)
+            elif payload == b"2":
+                with pytest.raises(iris.RemoteError, match="ValueError: no"):
+                    await client.request("shop", payload, timeout=5.0)
+            else:
+                assert await client.request("shop", payload, timeout=5.0) == payload
+        spans = await traces.ended("process shop" if kind == "request" else "process orders", 3)
+    assert [ids(span) for span in spans] == current
+    assert [span.status.status_code is StatusCode.ERROR for span in spans] == [False, True, False]
