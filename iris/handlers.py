@@ -356,13 +356,11 @@ def _argument(message: Message, wanted: Any) -> Any:
 
 
 def encode_reply(value: object) -> tuple[bytes, Headers | None, bool]:
-    """Return (payload, headers, packed) of what a handler returned; None is an empty reply."""
+    """Return (payload, headers, packed) of what a handler returned."""
     headers: Headers | None = None
     if isinstance(value, Reply):
         headers = check_headers(value.headers) if value.headers else None
         value = value.value
-    if value is None:
-        return b"", headers, False
     payload, packed = encode_payload(value)
     return payload, headers, packed
 

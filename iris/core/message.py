@@ -29,7 +29,11 @@ def _plain(value: object) -> object:
 
 _encode: Final = msgspec.msgpack.Encoder(enc_hook=_plain).encode
 _decoders: Final[dict[Any, msgspec.msgpack.Decoder[Any]]] = {}
+_NIL: Final = b"\xc0"
+_raw_modes: Final[dict[Any, type[bytes] | type[str] | None]] = {}
+"""Type -> what `_raw_mode` returns for it."""
 _MAX_DECODERS: Final = 256
+"""Types that each of both tables keeps."""
 _VALUES: Final[tuple[object, ...]] = (
     None, True, 0, 0.5, "", b"", [], {}, msgspec.msgpack.Ext(1, b""),
 )  # fmt: skip
@@ -97,12 +101,56 @@ def encode_payload(value: object) -> tuple[bytes, bool]:
         raise EncodeError(f"cannot encode a value of type {kind}; send bytes instead{why}") from err
 
 
+def foreign_bytes(message: Message) -> bytes:
+    """Return the payload for a program that does not know MessagePack as bytes: None is empty there."""
+    return b"" if message.packed and message.payload == _NIL else message.payload
+
+
 def _is_container(payload: bytes) -> bool:
     """Whether raw bytes may be an object that the sender encoded itself: a MessagePack map or array.
 
     Text is never taken for a number: "7" would be the number 55.
     """
     return bool(payload) and (0x80 <= payload[0] <= 0x9F or 0xDC <= payload[0] <= 0xDF)
+
+
+def _raw_mode(wanted: Any) -> type[bytes] | type[str] | None:
+    """Return as what bytes or text that were sent raw are converted into a type, or None if it can be neither."""
+    if wanted in _raw_modes:
+        return _raw_modes[wanted]
+    try:
+        mode = _raw_mode_of(msgspec.inspect.type_info(wanted))
+    except NameError as err:
+        raise TypeError(str(err)) from err
+    if len(_raw_modes) < _MAX_DECODERS:
+        _raw_modes[wanted] = mode
+    return mode
+
+
+def _raw_mode_of(info: msgspec.inspect.Type) -> type[bytes] | type[str] | None:
+    match info:
+        case msgspec.inspect.BytesType() | msgspec.inspect.AnyType():
+            return bytes
+        case msgspec.inspect.StrType():
+            return str
+        case msgspec.inspect.LiteralType(values=values):
+            return str if any(isinstance(each, str) for each in values) else None
+        case msgspec.inspect.EnumType(cls=cls):
+            return str if any(isinstance(each.value, str) for each in cls) else None
+        case msgspec.inspect.Metadata(type=inner):
+            return _raw_mode_of(inner)
+        case msgspec.inspect.UnionType(types=types):
+            modes = {_raw_mode_of(each) for each in types}
+            return bytes if bytes in modes else str if str in modes else None
+    return None
+
+
+def _is_text(payload: bytes) -> bool:
+    try:
+        payload.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def check_decodable(wanted: Any) -> None:
@@ -164,13 +212,23 @@ def decode_payload(
     """
     if wanted is bytes or (wanted is None and not packed):
         return payload
+    told = packed
+    """Whether the error of the decoder says what is wrong."""
     try:
         if wanted is None:
             return msgpack.unpackb(payload, timestamp=3, strict_map_key=False)
-        if wanted is str and not packed:
-            return payload.decode()
-        if not packed and not _is_container(payload):
-            raise ValueError("it is bytes or text")
+        if not packed:
+            if wanted is str:
+                return payload.decode()
+            told = (raw := _raw_mode(wanted)) is not None
+            if raw is bytes:
+                return msgspec.convert(payload, wanted)
+            if not _is_container(payload):
+                if raw is None:
+                    raise ValueError("it is bytes or text")
+                return msgspec.convert(payload.decode(), wanted)
+            if raw is str and _is_text(payload):
+                return msgspec.convert(payload.decode(), wanted)
         decoder = _decoders.get(wanted)
         if decoder is None:
             decoder = msgspec.msgpack.Decoder(wanted)
@@ -181,7 +239,7 @@ def decode_payload(
         shown = getattr(wanted, "__name__", wanted) if wanted is not None else "MessagePack"
         size = plural(len(payload), "byte")
         what = f"the reply of {size}" if role == "reply" else f"a payload of {size}"
-        if packed or wanted is str:
+        if told or wanted is str:
             raise DecodeError(f"{what} does not decode as {shown}: {err}") from err
         if role == "reply":
             text = f"{what} is text or bytes, not {shown}; use type=str or type=bytes"

@@ -57,7 +57,7 @@ async def test_a_reply_over_the_limit_is_an_error_and_the_member_goes_on() -> No
         assert await client.request("big", 3, timeout=5) == bytes(3)
 
 
-async def test_an_empty_reply_stays_empty_and_none_is_an_empty_reply() -> None:
+async def test_an_empty_reply_stays_empty_and_none_is_none() -> None:
     service = iris.Service("quiet")
 
     @service.on_request
@@ -65,8 +65,9 @@ async def test_an_empty_reply_stays_empty_and_none_is_an_empty_reply() -> None:
         return {b"empty": b"", b"none": None, b"null": iris.Reply(None)}[payload]
 
     async with LocalCluster() as cluster, cluster.client() as client, client.serve(service):
-        for payload in (b"empty", b"none", b"null"):
-            assert await client.request("quiet", payload, timeout=5) == b""
+        assert await client.request("quiet", b"empty", timeout=5) == b""
+        for payload in (b"none", b"null"):
+            assert await client.request("quiet", payload, timeout=5) is None
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from collections import Counter
 from typing import Final
 
 import iris
+from iris.core.message import foreign_bytes
 from relay.bridges.iris1.config import Iris1Config
 from relay.bridges.iris1.core.frames import Oversized, Payload
 from relay.bridges.iris1.core.machine import MAX_TIMEOUT_MS, Machine
@@ -86,7 +87,7 @@ class Requests:
             if kind == NO_REPLY:
                 machine.no_reply(id)
             else:
-                machine.reply(id, message.payload, success=kind != FAULT)
+                machine.reply(id, foreign_bytes(message), success=kind != FAULT)
 
     async def finished(self) -> None:
         """Return when the client has its answers and has given its own."""

@@ -6,6 +6,7 @@ import asyncio
 
 import iris
 from iris import IrisError
+from iris.core.message import foreign_bytes
 from relay.bridges.sp.bridge import Bridge
 from relay.bridges.sp.sockets import Closed, SpContext, SpError, SpTimeout
 
@@ -72,8 +73,7 @@ class RepBridge(Bridge):
             if config.error_reply is None:
                 return None
             return f"{config.error_reply}{type(err).__name__}: {err}".encode(errors="replace")
-        payload: bytes = reply.payload
-        return payload
+        return foreign_bytes(reply)
 
 
 class ReqBridge(Bridge):

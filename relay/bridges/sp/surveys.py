@@ -10,6 +10,7 @@ from typing import Final
 import iris
 from iris import IrisError
 from iris.core.backoff import Backoff
+from iris.core.message import foreign_bytes
 from relay.bridges.sp.bridge import Bridge
 from relay.bridges.sp.config import SocketConfig
 from relay.bridges.sp.sockets import Received, SpContext, SpError, SpTimeout
@@ -60,7 +61,7 @@ class RespondentBridge(Bridge):
         )
         try:
             async for answer in survey:
-                await self._answer(question, answer.payload)
+                await self._answer(question, foreign_bytes(answer))
         except (IrisError, SpError) as err:
             self.tally.count_lost(type(err).__name__, err)
         if survey.missing:
