@@ -133,8 +133,8 @@ class Service:
 
         With the name of a method, `@service.on_request("place")`, it handles the requests that name this method.
 
-        What the function returns arrives as it is, also None. If the function raises, the caller gets a RemoteError with the text of the
-        exception. The RemoteError of an `iris.Refusal` has its code and details, too.
+        What the function returns arrives as it is, also None. If it raises, the caller gets a RemoteError with the text
+        of the exception. The RemoteError of an `iris.Refusal` has its code and details, too.
 
         With `threads=8` a plain function may block: it runs in up to 8 threads of its own.
 

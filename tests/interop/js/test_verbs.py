@@ -407,3 +407,60 @@ async def test_a_publisher_that_waits_is_not_held_up_by_javascript(
         return [count, s.sub.lost];"""
     )
     assert said == [40, 0]
+
+
+async def test_null_is_none_in_both_directions(page: Page, python: iris.Client, name: str) -> None:
+    made = iris.Service(f"{name}.py")
+    got: list[Any] = []
+
+    @made.on_request
+    async def find(number: int | None) -> str | None:
+        got.append(number)
+        return "found" if number else None
+
+    async with python.serve(made):
+        asked = "return s.client.request(args.name, args.value)"
+        assert await page.run(asked, name=f"{name}.py", value=None) is None
+        assert await page.run(asked, name=f"{name}.py", value=1) == "found"
+        assert got == [None, 1]
+    await page.run(
+        "s.binding = await s.client.serve(new iris.Service(args.name).onRequest((value) => value === null ? 'null' : null))",
+        name=name,
+    )
+    assert await python.request(name, None, timeout=5, type=str | None) == "null"
+    assert await python.request(name, 1, timeout=5, type=str | None) is None
+    assert await python.request(name, 1, timeout=5) is None
+
+
+async def test_a_group_that_is_null_is_none_and_a_wrong_one_costs_nothing_else(
+    page: Page, python: iris.Client, name: str
+) -> None:
+    await page.run(SERVE, name=name)
+    await page.run(
+        """s.subscription = s.client.subscribe(args.name, {group: null});
+        await s.subscription.ready;""",
+        name=name,
+    )
+    for group in (0, False, "a b", []):
+        with pytest.raises(Raised) as raised:
+            await page.run(
+                "s.client.subscribe(args.name, {group: args.group})", name=name, group=group
+            )
+        assert raised.value.name == "InvalidName"
+    await python.publish(name, b"x")
+    got = await page.run("for await (const message of s.subscription) return message.text;")
+    assert got == "x"
+    assert await python.request(name, b"x", timeout=5) == b"got x"
+
+
+async def test_a_generator_that_a_handler_returns_is_its_failure(
+    page: Page, python: iris.Client, name: str
+) -> None:
+    await page.run(
+        """s.binding = await s.client.serve(new iris.Service(args.name)
+            .onRequest((value) => value ? (function* () { yield 1; })() : "good"));""",
+        name=name,
+    )
+    with pytest.raises(iris.RemoteError, match="returned a generator, whose body never runs"):
+        await python.request(name, 1, timeout=5)
+    assert await python.request(name, 0, timeout=5, type=str) == "good"
