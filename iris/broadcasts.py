@@ -56,7 +56,7 @@ class Broadcasts:
                 except (Exception, asyncio.CancelledError) as err:
                     self._failed("broadcast handler", handler, err)
                 else:
-                    if value is not None and is_late(value):
+                    if value is not None and type(value) is not bytes and is_late(value):
                         self.handler = handler.awaiting()
                         self._begun = value
                         self._put(self.handler, list(rest), size)

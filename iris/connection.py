@@ -166,7 +166,8 @@ class Connection(OneProcess):
     def on_loss(self) -> Callable[[Lost], object] | None:
         """Function that is called with every loss, or None.
 
-        It must be a plain function. Losses are pushes that failed, gaps in subscriptions and broadcasts, and messages dropped in this process.
+        It must be a plain function. Losses are pushes that failed, gaps in subscriptions and broadcasts, and messages
+        dropped in this process.
         """
         return self._runtime.on_loss
 

@@ -36,7 +36,7 @@ class Inbox:
         self.idle: list[asyncio.Future[Delivery]] = []
         """Workers without a delivery: each waits for the next one on its future."""
         self.begun: dict[Delivery, tuple[Any, object]] = {}
-        """Deliveries whose function returned an awaitable that no worker awaits yet -> (their answer, the awaitable)."""
+        """Deliveries whose function returned an awaitable that no worker awaits yet -> (answer, awaitable)."""
         self.workers: set[asyncio.Task[None]] = set()
         self.tallies = handler.tallies if isinstance(handler, Methods) else {"": Tally()}
         """Method -> counts and times of its handler."""

@@ -290,7 +290,7 @@ class Subscription(OneProcess):
             try:
                 for message in rest:
                     value = handler(message)
-                    if value is not None and is_late(value):
+                    if value is not None and type(value) is not bytes and is_late(value):
                         self._begin(handler, value, [message, *rest], size)
                         return
                 return

@@ -1,4 +1,4 @@
-"""Handlers that are no coroutine functions and return an awaitable: it is awaited. Generators are refused and reported."""
+"""Plain functions as handlers that return an awaitable, which is awaited, or a generator, which is reported."""
 
 from __future__ import annotations
 
