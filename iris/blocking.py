@@ -31,8 +31,8 @@ from iris.errors import Closed, RemoteError
 from iris.forks import disable_in_child
 from iris.membership import Members
 from iris.middleware import Middleware
-from iris.program import standard_descriptors_are_open
 from iris.one_process import OneProcess
+from iris.program import standard_descriptors_are_open
 from iris.request_many import IN_FLIGHT, Outcome
 from iris.service import Service
 from iris.stats import Stats

@@ -18,8 +18,9 @@ from collections.abc import Callable
 from typing import Any
 from warnings import warn as deprecate
 
-from iris import forks
 import msgspec
+
+from iris import forks
 from iris.awaiting import check_function
 from iris.core.bundle import Headers, check_headers
 from iris.core.faults import Refusal

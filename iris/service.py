@@ -19,8 +19,6 @@ from iris.middleware import Middleware, checked
 from iris.threads import ThreadHandler
 from iris.wire.frames import Serving
 from iris.wire.kinds import Kind
-from iris.wire.names import check_cluster, check_filter, check_group, split_site
-from iris.wire.kinds import CANCEL_MINOR, METHODS_MINOR, Kind
 from iris.wire.names import check_cluster, check_filter, check_group, optional, split_site
 
 F = TypeVar("F", bound=Callable[Concatenate[Any, ...], Any])

@@ -13,7 +13,6 @@ from iris.core.message import MEMBER_HEADER, Message, check_decodable, decode_pa
 from iris.deadlines import HANDLED, deadline, inherited_s, milliseconds, seconds_left
 from iris.errors import Closed, ConfigError, DecodeError, IrisError, RemoteError
 from iris.forks import FORKED, disable_in_child
-from iris.errors import ConfigError, DecodeError, IrisError, RemoteError
 from iris.one_process import OneProcess
 from iris.runtime import Runtime
 from iris.wire.kinds import HERE, Kind
