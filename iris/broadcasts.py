@@ -6,7 +6,8 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-from iris.awaiting import drop, finished, is_late
+from iris.awaiting import finished, is_late
+from iris.contexts import Contexts, Late
 from iris.core.message import Message
 from iris.handlers import Handler, stopping
 
@@ -15,7 +16,7 @@ class Broadcasts:
     """Runs the broadcasts that a service receives, and drops those that do not fit in its queue."""
 
     def __init__(
-        self, service: str, handler: Handler | None, limit_bytes: int, *, began: Callable[[], None], done: Callable[[], None],
+        self, service: str, handler: Handler | None, limit_bytes: int, contexts: Contexts, *, began: Callable[[], None], done: Callable[[], None],
         failed: Callable[[str, Handler, BaseException], None], dropped: Callable[[list[Message], str], None],
     ) -> None:  # fmt: skip
         """`began` and `done` are called for each bundle that is queued, `failed` with what the handler raised, and
@@ -30,11 +31,11 @@ class Broadcasts:
         self._done = done
         self._failed = failed
         self._dropped = dropped
-        self._loop = asyncio.get_running_loop()
+        self._contexts = contexts
         self._queue: deque[tuple[list[Message], int]] = deque()
         self._worker: asyncio.Task[None] | None = None
         self._stopped = False
-        self._begun: object = None
+        self._begun: Late | None = None
         """What a plain function returned for a message, until the worker awaits it."""
 
     def __len__(self) -> int:
@@ -52,13 +53,14 @@ class Broadcasts:
             rest = iter(messages)
             for message in rest:
                 try:
-                    value = handler.function(handler.convert(message))
+                    context = self._contexts.fresh()
+                    value = context.run(handler.function, handler.convert(message))
                 except (Exception, asyncio.CancelledError) as err:
                     self._failed("broadcast handler", handler, err)
                 else:
                     if value is not None and type(value) is not bytes and is_late(value):
                         self.handler = handler.awaiting()
-                        self._begun = value
+                        self._begun = self._contexts.late(context, value)
                         self._put(self.handler, list(rest), size)
                         return
         elif self._queue and self.queued_bytes + size > self._limit_bytes:
@@ -72,16 +74,15 @@ class Broadcasts:
         self.queued_bytes += size
         self._began()
         if self._worker is None:
-            self._worker = self._loop.create_task(
-                self._work(handler), name=f"iris-{self._service}-casts"
-            )
+            self._worker = self._contexts.start(self._work(handler), f"iris-{self._service}-casts")
 
     def stop(self) -> list[asyncio.Task[None]]:
         """Cancel the handler, and drop what is queued and what comes. Return the tasks that end now."""
         self._stopped = True
         if self._worker is not None:
             self._worker.cancel()
-        drop(self._begun)  # if its worker has not begun either
+        if self._begun is not None:  # its worker has not begun either
+            self._begun.drop()
         while self._queue:
             messages, size = self._queue.popleft()
             self.queued_bytes -= size
@@ -91,23 +92,30 @@ class Broadcasts:
         return [] if self._worker is None else [self._worker]
 
     async def _work(self, handler: Handler) -> None:
+        contexts = self._contexts
         try:
             while self._queue:
                 messages, size = self._queue.popleft()
                 for message in [None, *messages] if self._begun is not None else messages:
                     try:
                         if message is None:
-                            value, self._begun = self._begun, None
+                            begun, self._begun = self._begun, None
+                            assert begun is not None
+                            await begun.finished()
+                        elif contexts.sets:
+                            await contexts.inside(handler.function, handler.convert(message))
                         else:
                             value = await handler.function(handler.convert(message))
-                        if value is not None and is_late(value):
-                            await finished(value)
+                            if value is not None and is_late(value):
+                                await finished(value)
                     except (Exception, asyncio.CancelledError) as err:
                         if stopping():
                             raise
                         self._failed("broadcast handler", handler, err)
                     if stopping():
                         return
+                    if not contexts.sets:
+                        contexts.sets = contexts.changed()
                 self.queued_bytes -= size
                 self._done()
         finally:

@@ -7,6 +7,7 @@ from collections import deque
 from typing import Any
 
 from iris.cancelling import Cancelling
+from iris.contexts import Late
 from iris.core.interfaces import Delivery
 from iris.core.message import Message
 from iris.handlers import Handler
@@ -35,7 +36,7 @@ class Inbox:
         """Deliveries assigned to a worker that has not started on them."""
         self.idle: list[asyncio.Future[Delivery]] = []
         """Workers without a delivery: each waits for the next one on its future."""
-        self.begun: dict[Delivery, tuple[Any, object]] = {}
+        self.begun: dict[Delivery, tuple[Any, Late]] = {}
         """Deliveries whose function returned an awaitable that no worker awaits yet -> (answer, awaitable)."""
         self.workers: set[asyncio.Task[None]] = set()
         self.tallies = handler.tallies if isinstance(handler, Methods) else {"": Tally()}
@@ -44,10 +45,10 @@ class Inbox:
         """Counts and times of the handler; of all methods together if it has several."""
         self.timed = self.tally.timing(handler.function)
 
-    def begin(self, delivery: Delivery, answer: Any, value: object) -> None:
+    def begin(self, delivery: Delivery, answer: Any, late: Late) -> None:
         """Keep the awaitable that a plain function returned for a worker. From now on workers run all deliveries."""
         self.handler = self.handler.awaiting()
-        self.begun[delivery] = answer, value
+        self.begun[delivery] = answer, late
 
     def tally_of(self, message: Message) -> Tally:
         """Return the counts of the handler of a message."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from contextvars import copy_context
 from typing import Final
 
 from iris.awaiting import check_returned
@@ -25,7 +26,7 @@ LOG_S: Final = 10.0
 class LossLog:
     """Loss reports of one subscription or service. Sets no timer before the first loss."""
 
-    __slots__ = ("_cause", "_handler", "_losses", "_messages", "_name", "_reported", "_runtime", "_timer", "_topic", "_unknown", "_what")  # fmt: skip
+    __slots__ = ("_cause", "_context", "_handler", "_losses", "_messages", "_name", "_reported", "_runtime", "_timer", "_topic", "_unknown", "_what")  # fmt: skip
 
     def __init__(self, runtime: Runtime, what: str, name: str, handler: str) -> None:
         """Create the reports of a subscription or service.
@@ -33,6 +34,8 @@ class LossLog:
         `what` is "subscription" or "service", `name` its filter or cluster, and `handler` the name in the log of its
         function for losses.
         """
+        self._context = copy_context()
+        """That of the program, of which each call of its function has a copy."""
         self._runtime = runtime
         self._handler = handler
         self._what = what
@@ -60,7 +63,7 @@ class LossLog:
             self._log_sum()
         if on_gap is not None:
             try:
-                check_returned(on_gap(lost))
+                check_returned(self._context.copy().run(on_gap, lost))
             except (Exception, asyncio.CancelledError) as err:
                 self._runtime.handler_failed(self._handler, on_gap, err)
 

@@ -17,8 +17,8 @@ from iris.core.session import Session
 IN_HANDLER: Final[ContextVar[bool]] = ContextVar("iris.in_handler", default=False)
 """Whether this task or thread is a handler, or was started by one.
 
-It is set once for each worker, not for each message. A task that outlives its handler keeps it, which matters only
-while a relay stops and waits for other handlers.
+It is set once for each worker (`iris.contexts`), not for each message. A task that outlives its handler keeps it, which
+matters only while a relay stops and waits for other handlers.
 """
 _sessions: Final[set[weakref.ref[Session]]] = set()
 """Sessions of this process that were in use and may not have ended."""

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextvars import copy_context
 from typing import Any, Final, Protocol
 
 from iris.attachment import Attachment, Connector, Life
@@ -68,6 +69,8 @@ class Runtime:
 
     def __init__(self, config: ClientConfig) -> None:
         self.config = config
+        self._context = copy_context()
+        """That of the program, of which each call of `on_loss` has a copy."""
         self.losses: deque[Lost] = deque(maxlen=MAX_LOSSES)
         """The latest losses, at most `MAX_LOSSES`, oldest first."""
         self.reported_losses = 0
@@ -439,7 +442,7 @@ class Runtime:
         self.reported_losses += 1
         if self.on_loss is not None:
             try:
-                check_returned(self.on_loss(lost))
+                check_returned(self._context.copy().run(self.on_loss, lost))
             except (Exception, asyncio.CancelledError) as err:
                 self.handler_failed("on_loss", self.on_loss, err)
 

@@ -10,9 +10,10 @@ import time
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
-from iris.awaiting import drop, finished, is_late
+from iris.awaiting import finished, is_late
 from iris.broadcasts import Broadcasts
 from iris.cancelling import Cancelling
+from iris.contexts import Contexts
 from iris.core import faults
 from iris.core.bundle import Headers
 from iris.core.interfaces import Delivery, Lost
@@ -61,6 +62,7 @@ class ServiceBinding(OneProcess):
         self._runtime = runtime
         self._attachment = runtime.attached()
         self.loop = asyncio.get_running_loop()
+        self._contexts = Contexts(nested=True)
         self._limits = service.limits
         self._provided = provided
         self._served_since_s = time.monotonic()
@@ -78,7 +80,7 @@ class ServiceBinding(OneProcess):
             if k in _ANSWERED or k == Kind.PUSH
         }
         self._broadcasts = Broadcasts(
-            service.name, handlers.get(Kind.BROADCAST), self._limits.queue_bytes,
+            service.name, handlers.get(Kind.BROADCAST), self._limits.queue_bytes, self._contexts,
             began=self._began, done=self.done, failed=self._failed, dropped=self._drop_casts,
         )  # fmt: skip
         self.broadcast = self._broadcasts.run
@@ -146,11 +148,14 @@ class ServiceBinding(OneProcess):
             try:
                 if handler.wanted is Request:
                     answer = _Answer(self, delivery)
-                    value = function(handler.argument(delivery, answer.defer))
+                    argument = handler.argument(delivery, answer.defer)
                 else:
-                    value = function(handler.convert(delivery.message))
+                    argument = handler.convert(delivery.message)
+                context = self._contexts.fresh()
+                value = context.run(function, argument)
                 if value is not None and type(value) is not bytes and is_late(value):
-                    inbox.begin(delivery, answer or _Answer(self, delivery), value)
+                    late = self._contexts.late(context, value)
+                    inbox.begin(delivery, answer or _Answer(self, delivery), late)
                     self._give_to_worker(inbox, delivery)
                     return
                 tally.handled += 1
@@ -161,11 +166,6 @@ class ServiceBinding(OneProcess):
                     self.answer(delivery, value)
                 else:
                     answer.returned(value)
-            finally:
-                if answer is not None and answer.deferred:
-                    IN_HANDLER.set(
-                        False
-                    )  # only what the handler started after `defer` belongs to it
             return
         if inbox.cancelling is not None:
             inbox.cancelling.expect(delivery)
@@ -179,9 +179,7 @@ class ServiceBinding(OneProcess):
             inbox.idle.pop().set_result(delivery)
         elif len(inbox.workers) < self._limits.concurrency:
             inbox.assigned.add(delivery)
-            task = self.loop.create_task(
-                self._work(inbox, delivery), name=f"iris-{self.service.name}"
-            )
+            task = self._contexts.start(self._work(inbox, delivery), f"iris-{self.service.name}")
             inbox.workers.add(task)
             task.add_done_callback(inbox.workers.discard)
         else:
@@ -244,8 +242,8 @@ class ServiceBinding(OneProcess):
         assert handler is not None  # `admit` refuses tunnels without a handler
         self.running += 1
         tunnel = Tunnel(end, self._attachment.touch, self._attachment.writable)
-        task = self.loop.create_task(
-            self._work_tunnel(handler, tunnel), name=f"iris-{self.service.name}-tunnel"
+        task = self._contexts.start(
+            self._work_tunnel(handler, tunnel), f"iris-{self.service.name}-tunnel"
         )
         self._tunnels.add(task)
         task.add_done_callback(self._tunnels.discard)
@@ -257,10 +255,10 @@ class ServiceBinding(OneProcess):
     # -- running ---------------------------------------------------------------------------------------------
 
     async def _work(self, inbox: Inbox, delivery: Delivery) -> None:
-        handler, cancelling = inbox.handler, inbox.cancelling
+        handler, cancelling, contexts = inbox.handler, inbox.cancelling, self._contexts
+        function = handler.function
         task = asyncio.current_task()
         assert task is not None
-        IN_HANDLER.set(True)
         while True:
             inbox.assigned.discard(delivery)
             answer, begun = _Answer(self, delivery), None
@@ -281,11 +279,15 @@ class ServiceBinding(OneProcess):
                     if inbox.answered and delivery.deadline_us:
                         HANDLED[task] = delivery.deadline_us
                     try:
-                        value = begun
-                        if value is None:
-                            value = await handler.function(handler.argument(delivery, answer.defer))
-                        if value is not None and type(value) is not bytes and is_late(value):
-                            value = await finished(value)
+                        if begun is not None:
+                            value = await begun.finished()
+                        elif contexts.sets:
+                            argument = handler.argument(delivery, answer.defer)
+                            value = await contexts.inside(function, argument)
+                        else:
+                            value = await function(handler.argument(delivery, answer.defer))
+                            if value is not None and type(value) is not bytes and is_late(value):
+                                value = await finished(value)
                     finally:
                         if cancelling is not None:
                             cancelled = cancelling.end(delivery)
@@ -304,9 +306,14 @@ class ServiceBinding(OneProcess):
                 inbox.queued_bytes -= delivery.size
             if self._stop_by_s is not None:
                 return  # the handler ignored its cancellation; stop() answers the rest
+            if not contexts.sets:
+                contexts.sets = contexts.changed()
             if inbox.queue:
                 delivery = inbox.queue.popleft()
             elif self.left:
+                return
+            elif contexts.sets and contexts.changed():
+                inbox.workers.discard(task)  # now, so that the next delivery starts another
                 return
             else:
                 waiter: asyncio.Future[Delivery] = self.loop.create_future()
@@ -314,7 +321,6 @@ class ServiceBinding(OneProcess):
                 delivery = await waiter
 
     async def _work_tunnel(self, handler: Handler, tunnel: Tunnel) -> None:
-        IN_HANDLER.set(True)
         try:
             async with tunnel:
                 try:
@@ -392,8 +398,8 @@ class ServiceBinding(OneProcess):
             for delivery in given_up:
                 inbox.queued_bytes -= delivery.size
                 if delivery in inbox.begun:  # its function was called
-                    answer, value = inbox.begun.pop(delivery)
-                    drop(value)
+                    answer, begun = inbox.begun.pop(delivery)
+                    begun.drop()
                     answer.failed(RuntimeError("the member stopped before it answered"))
                     continue
                 if inbox.cancelling is not None:
@@ -504,7 +510,7 @@ class _Answer:
         if self.deferred:
             raise ConfigError("this request was deferred already; a request has only one reply")
         self.deferred = True
-        IN_HANDLER.set(True)  # for a plain function; `dispatch` sets it back
+        IN_HANDLER.set(True)  # for a plain function: what it starts from now on belongs to it
         return Deferred(self._finish, self._binding.loop)
 
     def returned(self, value: object) -> None:

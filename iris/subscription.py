@@ -8,8 +8,9 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any, Final, Literal, Self
 
-from iris.awaiting import check_callback, drop, finished, is_late
+from iris.awaiting import check_callback, finished, is_late
 from iris.checks import check_whole
+from iris.contexts import Contexts, Late
 from iris.core.credit import MIN_QUEUE_BYTES, WhenFull
 from iris.core.interfaces import Lost
 from iris.core.message import Message
@@ -77,6 +78,7 @@ class Subscription(OneProcess):
         self.lost = 0
         """Number of messages for this subscription that are known to be lost."""
         self._runtime = runtime
+        self._contexts = Contexts()
         self._settled = False
         """Whether the relays linked to the local one know the subscription."""
         self._handler = handler
@@ -92,7 +94,7 @@ class Subscription(OneProcess):
         """The queue, if `concurrency` is above 1; `_queue` is not used then."""
         self._workers: dict[asyncio.Task[None], Iterator[Message]] = {}
         """Tasks that run the handler, with `_lanes`: task -> unhandled messages of its current bundle."""
-        self._begun: object = None
+        self._begun: Late | None = None
         """What a plain handler returned for the message in front, until the task of the handler awaits it."""
         self._policy = policy
         self.limit_bytes = limit_bytes
@@ -195,7 +197,8 @@ class Subscription(OneProcess):
         for messages in (*rests, *(queued for queued, _ in self._queue)):
             if messages:
                 self._drop(messages, "subscription closed")
-        drop(self._begun)  # if its task has not begun
+        if self._begun is not None:  # its task has not begun
+            self._begun.drop()
         self._queue.clear()
         self._held.clear()
         self._queued_bytes = 0
@@ -286,26 +289,29 @@ class Subscription(OneProcess):
         handler = self._handler
         assert handler is not None
         rest = iter(messages)
+        fresh = self._contexts.fresh
         while True:
             try:
                 for message in rest:
-                    value = handler(message)
+                    context = fresh()
+                    value = context.run(handler, message)
                     if value is not None and type(value) is not bytes and is_late(value):
-                        self._begin(handler, value, [message, *rest], size)
+                        late = self._contexts.late(context, value)
+                        self._begin(handler, late, [message, *rest], size)
                         return
                 return
             except (Exception, asyncio.CancelledError) as err:
                 self._failed(err)
 
     def _begin(
-        self, handler: Callable[[Message], object], value: object, messages: list[Message], size: int
+        self, handler: Callable[[Message], object], begun: Late, messages: list[Message], size: int
     ) -> None:  # fmt: skip
         """Await what a plain handler returned for the first of `messages`. From now on it is a coroutine handler."""
 
         async def run(message: Message) -> object:
             return handler(message)
 
-        self._coroutine, self._begun = run, value
+        self._coroutine, self._begun = run, begun
         self.deliver = self._enqueue
         self._put(messages, size)
 
@@ -326,8 +332,8 @@ class Subscription(OneProcess):
             self._lanes.put(messages, size)
             assert self._coroutine is not None  # only coroutine handlers have lanes
             if self._lanes.ready and len(self._workers) < self._concurrency and not self._ended:
-                task = asyncio.get_running_loop().create_task(
-                    self._work_lanes(self._coroutine, self._lanes), name=f"iris-{self.filter}"
+                task = self._contexts.start(
+                    self._work_lanes(self._coroutine, self._lanes), f"iris-{self.filter}"
                 )
                 self._workers[task] = iter(())
                 self._runtime.working.add(self)
@@ -336,11 +342,9 @@ class Subscription(OneProcess):
         self._queue.append((messages, size))
         self._wake()
         if self._coroutine is not None and self._worker is None and not self._ended:
-            self._worker = asyncio.get_running_loop().create_task(
-                self._work(self._coroutine), name=f"iris-{self.filter}"
-            )
+            self._worker = self._contexts.start(self._work(self._coroutine), f"iris-{self.filter}")
             self._runtime.working.add(self)
-            self._worker.add_done_callback(lambda _: self._runtime.working.discard(self))
+            self._worker.add_done_callback(self._worker_ended)
 
     def _on_full(self, messages: list[Message], size: int) -> None:
         if self._policy == "drop-old":
@@ -408,25 +412,35 @@ class Subscription(OneProcess):
 
     async def _work(self, handler: CoroutineHandler) -> None:
         """Run a coroutine handler for one message after another."""
+        contexts = self._contexts
         while not self._ended or self._queue:
             if not self._queue:
+                if contexts.sets and contexts.changed():
+                    self._worker = None  # now, so that the next bundle starts another
+                    return
                 await self._message()
                 continue
             messages, size = self._queue.popleft()
             self._current = iter(messages)
             for message in self._current:
                 try:
-                    value, self._begun = self._begun, None
-                    if value is None:
+                    begun, self._begun = self._begun, None
+                    if begun is not None:
+                        await begun.finished()
+                    elif contexts.sets:
+                        await contexts.inside(handler, message)
+                    else:
                         value = await handler(message)
-                    if value is not None and is_late(value):
-                        await finished(value)
+                        if value is not None and is_late(value):
+                            await finished(value)
                 except (Exception, asyncio.CancelledError) as err:
                     if stopping():
                         raise
                     self._failed(err)
                 if stopping():
                     return  # the handler ignored its cancellation
+                if not contexts.sets:
+                    contexts.sets = contexts.changed()
             self._handled(messages, size)
 
     async def _work_lanes(self, handler: CoroutineHandler, lanes: Lanes) -> None:
@@ -434,6 +448,7 @@ class Subscription(OneProcess):
 
         Up to `concurrency` tasks do so, each for its own lane.
         """
+        contexts = self._contexts
         task = asyncio.current_task()
         assert task is not None
         try:
@@ -442,15 +457,20 @@ class Subscription(OneProcess):
                 try:
                     for message in rest:
                         try:
-                            value = await handler(message)
-                            if value is not None and is_late(value):
-                                await finished(value)
+                            if contexts.sets:
+                                await contexts.inside(handler, message)
+                            else:
+                                value = await handler(message)
+                                if value is not None and is_late(value):
+                                    await finished(value)
                         except (Exception, asyncio.CancelledError) as err:
                             if stopping():
                                 raise
                             self._failed(err)
                         if stopping():
                             return  # the handler ignored its cancellation
+                        if not contexts.sets:
+                            contexts.sets = contexts.changed()
                 finally:
                     self._handled(waiting.messages, waiting.size)
                     lanes.done(waiting)
@@ -459,5 +479,5 @@ class Subscription(OneProcess):
 
     def _worker_ended(self, task: asyncio.Task[None]) -> None:
         self._workers.pop(task, None)
-        if not self._workers:
+        if not self._workers and self._worker in (None, task):
             self._runtime.working.discard(self)
