@@ -68,6 +68,7 @@ class Life(Enum):
 
 
 OPEN: Final = Life.OPEN
+FORKED: Final = Life.FORKED
 
 
 class Attachment:

@@ -15,7 +15,7 @@ import functools
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
 from iris import client as _client
 from iris.audience import Audience
@@ -28,11 +28,9 @@ from iris.crypto.keyring import Keyring
 from iris.deadlines import HANDLED, carried_on, handled_us
 from iris.describing import Description, PerMember, Ping
 from iris.errors import Closed, RemoteError
-from iris.forks import disable_in_child
 from iris.membership import Members
 from iris.middleware import Middleware
-from iris.one_process import OneProcess
-from iris.program import standard_descriptors_are_open
+from iris.nested import IN_HANDLER
 from iris.request_many import IN_FLIGHT, Outcome
 from iris.service import Service
 from iris.stats import Stats
@@ -68,26 +66,23 @@ def connect(
     )  # fmt: skip
 
 
-_FORKED: Final = (
-    "belongs to the parent process; after a fork, make another one with iris.blocking.connect()"
-)
-
-
-class Client(OneProcess):
+class Client:
     """`iris.Client` for threads. Each call blocks its thread until it is done, and raises as the original does."""
 
     def __init__(self, client: _client.Client) -> None:
         self._client = client
         self._loop = _new_loop()
-        self._unusable = ""
-        """Why it cannot be used; empty while it can. Completes the error text "this client ..."."""
-        self._started: set[concurrent.futures.Future[Any]] = set()
-        """Futures of `start` whose work has not ended."""
+        self._closed = False
+        self._starting = threading.Lock()
+        """Held while work is given to the loop, or the loop is about to end and takes no more."""
+        self._closing = threading.Lock()
+        """Held by the thread that closes the client."""
+        self._served: dict[asyncio.Task[None], asyncio.Event] = {}
+        """Services: the task that serves it -> what ends it."""
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="iris-client", daemon=True
         )
         self._thread.start()
-        disable_in_child(self)
         try:
             self._run(client.open())
         except BaseException:
@@ -101,15 +96,30 @@ class Client(OneProcess):
         self.close()
 
     def close(self) -> None:
-        """Close gracefully. Idempotent. See `iris.Client.close`.
+        """Close gracefully, which ends every block of this client. Idempotent. See `iris.Client.close`.
 
-        In the child of a fork it does nothing, because the client belongs to the parent process.
+        Any thread may call it; calls that still run then raise Closed. If a handler of this client calls it, it does
+        not wait.
         """
-        if not self._unusable:
-            try:
-                self._run(self._client.close())
-            finally:
-                self._stop()
+        if threading.current_thread() is self._thread or IN_HANDLER.get() is self._loop:
+            # The client is closed after this handler has ended.
+            threading.Thread(target=self.close, name="iris-client-close").start()
+            return
+        with self._closing:
+            if not self._closed:
+                try:
+                    self._run(self._close())
+                finally:
+                    self._stop()
+
+    async def _close(self) -> None:
+        try:
+            for leave in self._served.values():
+                leave.set()
+            if self._served:
+                await asyncio.wait([*self._served])
+        finally:
+            await self._client.close()
 
     @overload
     def request(
@@ -181,7 +191,7 @@ class Client(OneProcess):
         try:
             yield losses
         finally:
-            self._leave(watching.__aexit__(None, None, None))
+            self._end(watching.__aexit__(None, None, None))
 
     @functools.cached_property
     def streams(self) -> Streams:
@@ -293,7 +303,7 @@ class Client(OneProcess):
 
     @contextlib.contextmanager
     def subscribe(
-        self, pattern: str, *, group: str | None = None, policy: Policy = "drop-new", limit_bytes: int = QUEUE_BYTES,
+        self, pattern: str, *, group: str = "", policy: Policy = "drop-new", limit_bytes: int = QUEUE_BYTES,
         on_gap: Callable[[Lost], object] | None = None, when_full: WhenFull = "drop",
     ) -> Iterator[Iterator[Message]]:  # fmt: skip
         """Subscribe, and iterate over the messages in the block. See `iris.Client.subscribe`.
@@ -312,9 +322,9 @@ class Client(OneProcess):
 
         subscription = self._run(start())
         try:
-            yield self._iterate(subscription.__aiter__())
+            yield _Items(self, subscription)
         finally:
-            self._leave(subscription.close())
+            self._end(subscription.close())
 
     @contextlib.contextmanager
     def tunnel(
@@ -326,10 +336,10 @@ class Client(OneProcess):
         try:
             yield Tunnel(tunnel, self._run)
         except BaseException as err:
-            self._leave(tunnel.__aexit__(type(err), err, None))
+            self._end(tunnel.__aexit__(type(err), err, None))
             raise
         else:
-            self._leave(tunnel.close())
+            self._end(tunnel.close())
 
     @contextlib.contextmanager
     def serve(self, service: Service) -> Iterator[None]:
@@ -337,12 +347,48 @@ class Client(OneProcess):
 
         Handlers run on the client's thread, so a plain function that blocks stops them all.
         """
-        serving = self._client.serve(service)
-        self._run(serving.__aenter__())
+        served = self._run(self._serve(service))
         try:
             yield
         finally:
-            self._leave(serving.__aexit__(None, None, None))
+            self._end(self._leave(served))
+            if not served.cancelled():
+                served.result()
+
+    async def _serve(self, service: Service) -> asyncio.Task[None]:
+        """Return the task that serves a service once it has joined.
+
+        It is one task, because what the lifespan enters must often be left by the same task, in the same context.
+        """
+        joined: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        leave = asyncio.Event()
+
+        async def serve() -> None:
+            async with self._client.serve(service):
+                joined.set_result(None)
+                await leave.wait()
+
+        served = asyncio.create_task(serve(), name="iris-serve")
+        self._served[served] = leave
+        served.add_done_callback(self._served.pop)
+        try:
+            await asyncio.wait((served, joined), return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            served.cancel()
+            await asyncio.wait((served,))
+            raise
+        if not joined.done():
+            await served  # raises why it could not join
+        return served
+
+    async def _leave(self, served: asyncio.Task[None]) -> None:
+        if served in self._served:
+            self._served[served].set()
+            try:
+                await asyncio.wait((served,))
+            except asyncio.CancelledError:
+                served.cancel()
+                raise
 
     def members(self, cluster: str, *, timeout: float = 5.0) -> Members:
         """See `iris.Client.members`."""
@@ -350,7 +396,7 @@ class Client(OneProcess):
 
     def watch_members(self, cluster: str) -> Iterator[Members]:
         """See `iris.Client.watch_members`."""
-        return self._iterate(self._client.watch_members(cluster))
+        return _Items(self, self._client.watch_members(cluster))
 
     def wait_for_members(self, cluster: str, count: int, *, timeout: float) -> Members:
         """See `iris.Client.wait_for_members`."""
@@ -383,73 +429,48 @@ class Client(OneProcess):
         self, work: Callable[[_client.Client], Coroutine[Any, Any, T]]
     ) -> concurrent.futures.Future[T]:
         """Start `work(client)` on the client's thread and return a future. Cancelling the future cancels the work."""
-        future = self._submit(work(self._client))
-        self._started.add(future)
-        future.add_done_callback(self._started.discard)
-        return future
-
-    def _iterate(self, items: AsyncIterator[T]) -> Iterator[T]:
-        async def following() -> T:
-            return await anext(items)
-
-        async def close() -> None:
-            if hasattr(items, "aclose"):
-                await items.aclose()
-
-        try:
-            while True:
-                try:
-                    item = self._run(following())
-                except StopAsyncIteration:
-                    return
-                yield item
-        finally:
-            if not self._unusable:
-                # The collector may close an abandoned generator after the client was closed.
-                self._run(close())
+        return self._submit(work(self._client))
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        if not self._unusable and threading.current_thread() is self._thread:
-            work.close()
-            raise Closed(
-                "a handler called the blocking client on the client's own thread, which would wait for itself; "
-                "make the handler a coroutine function and use iris.Client in it"
-            )
-        if not self._unusable and HANDLED and (until_us := handled_us()):
-            work = carried_on(work, until_us)
-        future = self._submit(work)
+        future = self._begin(work)
         try:
             return future.result()
+        except concurrent.futures.CancelledError:
+            if self._closed:
+                raise Closed("this client was closed before the call had ended") from None
+            raise
         except BaseException:
             if not future.done():  # KeyboardInterrupt: the result is no longer wanted
                 future.cancel()
             raise
 
-    def _submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        if self._unusable:
-            work.close()
-            raise Closed(f"this client {self._unusable}")
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
-
-    def _leave(self, work: Coroutine[Any, Any, object]) -> None:
-        """Run the end of a block. In the child of a fork the block, too, is the parent's, and nothing is to be done."""
-        if self._unusable is _FORKED:
-            work.close()
-        else:
+    def _end(self, work: Coroutine[Any, Any, object]) -> None:
+        """Run what ends a block, unless the client was closed, which has ended it."""
+        with contextlib.suppress(Closed):
             self._run(work)
 
-    def forked(self) -> None:
-        """Refuse to work in the child of a fork, where neither the thread nor the loop runs."""
-        if not self._unusable:
-            self._unusable = _FORKED
-            for future in self._started:
-                concurrent.futures.Future.__init__(
-                    future
-                )  # its lock may be held by the thread that set it
-                future.set_exception(Closed(f"this client {_FORKED}"))
+    def _begin(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Start work for which this thread is going to wait."""
+        if threading.current_thread() is self._thread:
+            work.close()
+            raise Closed(
+                "a handler called the blocking client on the client's own thread, which would wait for itself; "
+                "make the handler a coroutine function and use iris.Client in it"
+            )
+        if HANDLED and (until_us := handled_us()):
+            work = carried_on(work, until_us)
+        return self._submit(work)
+
+    def _submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        with self._starting:
+            if not self._closed:
+                return asyncio.run_coroutine_threadsafe(work, self._loop)
+        work.close()
+        raise Closed("this client is closed; make another one with iris.blocking.connect()")
 
     def _stop(self) -> None:
-        self._unusable = "is closed; make another one with iris.blocking.connect()"
+        with self._starting:
+            self._closed = True
         finished: concurrent.futures.Future[None] = asyncio.run_coroutine_threadsafe(
             _settle(), self._loop
         )
@@ -457,6 +478,58 @@ class Client(OneProcess):
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=5)
         self._loop.close()
+
+
+class _Items(Iterator[T]):
+    """Iterates over what an iterator on the client's thread yields. Several threads may take items of it.
+
+    A `next` that is interrupted takes nothing: the one after it returns the item.
+    """
+
+    def __init__(self, client: Client, items: AsyncIterator[T]) -> None:
+        self._client = client
+        self._items = items
+        self._turn = threading.Lock()
+        self._next: concurrent.futures.Future[T] | None = None
+        """The wait for the next item, if one was interrupted."""
+
+    def __next__(self) -> T:
+        with self._turn:
+            try:
+                if self._next is None:
+                    self._next = self._client._begin(self._following())
+            except Closed:
+                if not self._client._closed:
+                    raise
+                return self._left()
+            following = self._next
+            try:
+                return following.result()
+            except (StopAsyncIteration, concurrent.futures.CancelledError):
+                raise StopIteration from None
+            finally:
+                if following.done():
+                    self._next = None
+
+    def __del__(self) -> None:
+        if self._next is not None:
+            self._next.cancel()
+
+    async def _following(self) -> T:
+        return await anext(self._items)
+
+    def _left(self) -> T:
+        """Return the next of the items that had arrived before the client was closed. Its loop has ended."""
+        following = self._following()
+        try:
+            following.send(None)
+        except StopIteration as end:
+            item: T = end.value
+            return item
+        except StopAsyncIteration:
+            raise StopIteration from None
+        following.close()  # there is nothing to wait for
+        raise StopIteration
 
 
 class Answers(list[T]):
@@ -474,7 +547,7 @@ class Answers(list[T]):
         """Ids of the members that were asked and did not answer in time."""
 
 
-class Tunnel(OneProcess):
+class Tunnel:
     """`iris.Tunnel` for threads. Each call blocks its thread until it is done."""
 
     def __init__(
@@ -510,17 +583,16 @@ class Tunnel(OneProcess):
 
 
 async def _settle() -> None:
-    """Wait up to 2 s for cancelled tasks to end before the loop stops."""
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    if tasks:
-        await asyncio.wait(tasks, timeout=2)
+    """Return when all other tasks have ended. After 2 s they are cancelled, and after 4 s left alone."""
+    for cancel in (False, True):
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks if cancel else ():
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=2)
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:
-    if (
-        not standard_descriptors_are_open()
-    ):  # a socket can get the number of one, with which libuv would abort
-        return asyncio.new_event_loop()
     try:
         import uvloop
     except ImportError:  # not on Windows

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 from iris.awaiting import finished, is_late
 from iris.contexts import Contexts, Late
@@ -75,6 +76,10 @@ class Broadcasts:
         self._began()
         if self._worker is None:
             self._worker = self._contexts.start(self._work(handler), f"iris-{self._service}-casts")
+
+    def runs_in(self, task: asyncio.Task[Any]) -> bool:
+        """Return whether a task runs the handler."""
+        return task is self._worker
 
     def stop(self) -> list[asyncio.Task[None]]:
         """Cancel the handler, and drop what is queued and what comes. Return the tasks that end now."""

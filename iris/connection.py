@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Self
 from iris.absences import unwatched
 from iris.attachment import OPEN, Attachment, Connector
 from iris.awaiting import check_callback
+from iris.attachment import FORKED, OPEN, Attachment, Connector
 from iris.checks import check_number
 from iris.config import ClientConfig
 from iris.core.interfaces import Lost
@@ -76,6 +77,8 @@ class Connection(OneProcess):
         self._attachment: Attachment | None = None
         self._relay: EmbeddedRelay | None = None
         self._closed = False
+        self._closing: asyncio.Task[None] | None = None
+        """Closes the client, for all that call `close`."""
         # Looked up once, because every message uses them.
         self._attached = runtime.attached
         self._ready = runtime.ready
@@ -131,12 +134,27 @@ class Connection(OneProcess):
         """Close gracefully: members leave and finish what they accepted, and everything sent is flushed. Idempotent.
 
         Takes at most `config.drain_timeout_s` for handlers, once more for those that were cancelled after that, and
-        `config.connect_timeout_s` for the relay. If `close` is cancelled, the connection ends at once.
+        `config.connect_timeout_s` for the relay. If `close` is cancelled, the connection ends at once. If a handler of
+        this client calls it, it does not wait, because the client is closed after the handler has ended.
         """
         attachment = self._attachment
-        if attachment is None or self._closed or attachment.state is not OPEN:
+        if attachment is None or attachment.state is FORKED:
             return  # after a fork the socket, the loop and its tasks are the parent's
-        self._closed = True
+        if self._closing is None:
+            if attachment.state is not OPEN:
+                return
+            self._closed = True
+            self._closing = self._loop.create_task(self._close(), name="iris-close")
+        if self._runtime.runs_in(asyncio.current_task()):
+            return
+        try:
+            await asyncio.shield(self._closing)
+        except asyncio.CancelledError:
+            self._closing.cancel()
+            await asyncio.wait((self._closing,))
+            raise
+
+    async def _close(self) -> None:
         try:
             await self._runtime.close()
         finally:

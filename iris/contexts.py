@@ -36,7 +36,7 @@ class Contexts:
         self._worker = context.copy()
         self._nested = nested
         if nested:
-            self._worker.run(IN_HANDLER.set, True)
+            self._worker.run(IN_HANDLER.set, asyncio.get_running_loop())
         self.sets = False
         """Whether coroutine functions set variables. Set it to what `changed` returns after each."""
 

@@ -7,6 +7,7 @@ The handlers may use another client than the one that serves them, so all client
 
 from __future__ import annotations
 
+import asyncio
 import os
 import weakref
 from contextvars import ContextVar
@@ -14,8 +15,10 @@ from typing import Final
 
 from iris.core.session import Session
 
-IN_HANDLER: Final[ContextVar[bool]] = ContextVar("iris.in_handler", default=False)
-"""Whether this task or thread is a handler, or was started by one.
+IN_HANDLER: Final[ContextVar[asyncio.AbstractEventLoop | None]] = ContextVar(
+    "iris.in_handler", default=None
+)
+"""The event loop of the service whose handler this task or thread is, or was started by; None if there is none.
 
 It is set once for each worker (`iris.contexts`), not for each message. A task that outlives its handler keeps it, which
 matters only while a relay stops and waits for other handlers.

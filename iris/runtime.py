@@ -104,6 +104,11 @@ class Runtime:
         disable_in_child(self)
         return self.attachment
 
+    def runs_in(self, task: asyncio.Task[Any] | None) -> bool:
+        """Return whether a task runs a handler of this client."""
+        handlers: list[Served | Subscriber] = [*self.registry.services, *self.working]
+        return task is not None and any(one.runs_in(task) for one in handlers)
+
     async def close(self) -> None:
         """Close gracefully; see `Client.close`."""
         attachment, registry, drain_s = self.attached(), self.registry, self.config.drain_timeout_s

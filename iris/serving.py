@@ -343,6 +343,14 @@ class ServiceBinding(OneProcess):
         if self.running == 0:
             self._quiet.set()
 
+    def runs_in(self, task: asyncio.Task[Any]) -> bool:
+        """Return whether a task runs a handler of this service."""
+        return (
+            task in self._tunnels
+            or self._broadcasts.runs_in(task)
+            or any(task in inbox.workers for inbox in self._inboxes.values())
+        )
+
     def leave(self) -> Coroutine[Any, Any, None]:
         """Send LEAVE at once; await the result to wait until everything accepted is finished."""
         runtime = self._runtime
@@ -510,7 +518,9 @@ class _Answer:
         if self.deferred:
             raise ConfigError("this request was deferred already; a request has only one reply")
         self.deferred = True
-        IN_HANDLER.set(True)  # for a plain function: what it starts from now on belongs to it
+        IN_HANDLER.set(
+            self._binding.loop
+        )  # for a plain function: what it starts from now on belongs to it
         return Deferred(self._finish, self._binding.loop)
 
     def returned(self, value: object) -> None:

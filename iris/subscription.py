@@ -243,6 +243,10 @@ class Subscription(OneProcess):
             if not self._entered:
                 await self.close()
 
+    def runs_in(self, task: asyncio.Task[Any]) -> bool:
+        """Return whether a task runs the handler."""
+        return task in self._tasks
+
     @property
     def _tasks(self) -> list[asyncio.Task[None]]:
         """Tasks that run the coroutine handler."""

@@ -68,6 +68,22 @@ def _calling(
     return call
 
 
+def _ending(method: Callable[[T], Awaitable[None] | None]) -> Callable[[_Proxy[T]], None]:
+    """Return a method that runs `method` on the client's thread, unless the client was closed, and it with that."""
+
+    @functools.wraps(method)
+    def call(self: _Proxy[T], /) -> None:
+        async def work() -> None:
+            ending = method(self._original)
+            if ending is not None:
+                await ending
+
+        with contextlib.suppress(Closed):
+            self._run(work())
+
+    return call
+
+
 def _wrapping(
     method: Callable[Concatenate[T, P], R], wrapper: Callable[[R, Runner], W]
 ) -> Callable[Concatenate[_Proxy[T], P], W]:
@@ -218,7 +234,7 @@ class Staging(_Proxy[asynchronous.Staging]):
     append = _waiting(asynchronous.Staging.append)
     append_many = _waiting(asynchronous.Staging.append_many)
     finish = _waiting(asynchronous.Staging.finish)
-    close = _calling(asynchronous.Staging.close)
+    close = _ending(asynchronous.Staging.close)
 
     @property
     def attempt(self) -> str:
@@ -239,7 +255,7 @@ class Mirror(_Proxy[asynchronous.Mirror]):
     """A mirror of a stream; see `iris.streams.Mirror`. `run` takes as long as the mirror copies."""
 
     run = _waiting(asynchronous.Mirror.run)
-    close = _waiting(asynchronous.Mirror.close)
+    close = _ending(asynchronous.Mirror.close)
 
     @property
     def lag(self) -> int:
