@@ -29,7 +29,7 @@ from iris.errors import (
     ran_before,
 )
 from iris.middleware import Middleware, checked, wrap_push, wrap_request
-from iris.request_many import IN_FLIGHT, SESSIONS_TRIED, Many, Outcome, wrap_request_many
+from iris.request_many import IN_FLIGHT, SESSIONS_TRIED, Many, Outcome, Outcomes, wrap_request_many
 from iris.survey import Scope, Survey, make_survey
 from iris.tunnel import Tunnel, open_tunnel
 from iris.wire import frames
@@ -208,7 +208,7 @@ class Calls(Connection):
             self._runtime, cluster, payloads, timeout=timeout, headers=headers, idempotent=idempotent, wanted=type,
             in_flight=in_flight, member=member or "", method=method or "",
         )  # fmt: skip
-        return many.outcomes()
+        return Outcomes(many)
 
     async def push(
         self, cluster: str, payload: object, *, timeout: float = 5.0, headers: Headers | None = None,

@@ -42,7 +42,7 @@ from iris.errors import (
     ConnectionLost,
     DecodeError,
 )
-from iris.following import wait_for_members, watch_members
+from iris.following import MembersWatch, wait_for_members
 from iris.handlers import subscriber
 from iris.lifespan import serving
 from iris.membership import Members
@@ -318,7 +318,7 @@ class Client(Calls):
 
     def watch_members(self, cluster: str) -> AsyncIterator[Members]:
         """Iterate over the members of a cluster: the list now, then the list after each change."""
-        return watch_members(self._runtime, cluster)
+        return MembersWatch(self._runtime, cluster)
 
     async def wait_for_members(self, cluster: str, count: int, *, timeout: float) -> Members:
         """Wait until a cluster has at least `count` members in this site, and return them.

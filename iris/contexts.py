@@ -62,7 +62,7 @@ class Contexts:
     def late(self, context: Context, value: Any) -> Late:
         """Return what a plain function that ran in `context` returned to be awaited."""
         if self._nested:
-            context.run(IN_HANDLER.set, True)
+            context.run(IN_HANDLER.set, asyncio.get_running_loop())
         return Late(context, value)
 
 

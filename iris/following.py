@@ -4,23 +4,50 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 
 from iris.checks import check_whole
 from iris.deadlines import deadline
 from iris.errors import RequestTimeout
+from iris.iterating import Iteration
 from iris.membership import Members, Watcher
 from iris.runtime import Runtime
 from iris.wire.names import plural
 
 
-async def watch_members(runtime: Runtime, cluster: str) -> AsyncIterator[Members]:
-    """Iterate over the members of a cluster: the list now, then the list after each change."""
-    with _watching(runtime, cluster) as watcher:
-        await watcher.first()
-        while not watcher.ended:
-            yield watcher.members()
-            await watcher.changed()
+class MembersWatch(Iteration[Members]):
+    """Iterates over the members of a cluster: the list now, then the list after each change."""
+
+    def __init__(self, runtime: Runtime, cluster: str) -> None:
+        self._runtime = runtime
+        self._cluster = cluster
+        self._watcher: Watcher | None = None
+        self._listed = False
+
+    async def __anext__(self) -> Members:
+        self._begun()
+        try:
+            watcher = self._watcher
+            if watcher is None:
+                watcher = self._watcher = _follow(self._runtime, self._cluster)
+            if self._listed:
+                await watcher.changed()
+            else:
+                await watcher.first()
+                self._listed = True
+            if watcher.ended:
+                raise StopAsyncIteration
+            return watcher.members()
+        except asyncio.CancelledError:
+            raise
+        except BaseException:
+            self._end()
+            raise
+
+    def _release(self) -> None:
+        if self._watcher is not None:
+            self._watcher.end()
+            _leave(self._runtime, self._watcher)
 
 
 async def wait_for_members(runtime: Runtime, cluster: str, count: int, timeout: float) -> Members:
@@ -49,6 +76,14 @@ async def wait_for_members(runtime: Runtime, cluster: str, count: int, timeout: 
 @contextlib.contextmanager
 def _watching(runtime: Runtime, cluster: str) -> Iterator[Watcher]:
     """Follow the members of a cluster inside the block."""
+    watcher = _follow(runtime, cluster)
+    try:
+        yield watcher
+    finally:
+        _leave(runtime, watcher)
+
+
+def _follow(runtime: Runtime, cluster: str) -> Watcher:
     attachment, registry = runtime.attached(), runtime.registry
     watcher = Watcher(cluster, registry.cluster_keys(cluster))
     registry.watchers.append(watcher)
@@ -56,9 +91,10 @@ def _watching(runtime: Runtime, cluster: str) -> Iterator[Watcher]:
     if pump is not None:
         watcher.attach(pump.session)
         attachment.touch()
-    try:
-        yield watcher
-    finally:
-        registry.watchers.remove(watcher)
-        watcher.detach()
-        attachment.touch()
+    return watcher
+
+
+def _leave(runtime: Runtime, watcher: Watcher) -> None:
+    runtime.registry.watchers.remove(watcher)
+    watcher.detach()
+    runtime.touch()

@@ -8,7 +8,7 @@ import itertools
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
-from typing import Any, Final, Generic, TypeVar, cast
+from typing import Any, Final, Generic, Protocol, TypeVar, cast
 
 from iris.checks import check_whole
 from iris.core.bundle import Headers
@@ -24,7 +24,6 @@ from iris.deadlines import (
     seconds_left,
 )
 from iris.errors import (
-    Closed,
     ConnectionLost,
     DecodeError,
     IrisError,
@@ -32,7 +31,7 @@ from iris.errors import (
     RequestTimeout,
     ran_before,
 )
-from iris.forks import FORKED, disable_in_child
+from iris.iterating import Iteration, Waiters
 from iris.runtime import Runtime
 from iris.wire.kinds import Kind
 
@@ -123,6 +122,52 @@ class _Request:
         self._many.failed(self, exception)
 
 
+class Work(Protocol):
+    """What sends the requests. The iterator is another object, because requests in flight refer to this one."""
+
+    ready: deque[Outcome[Any]]
+    """Outcomes that were not yielded yet."""
+
+    async def more(self) -> None:
+        """Send requests, and wait for an outcome. Raises StopAsyncIteration when all have been yielded."""
+
+    def cancel(self) -> None:
+        """Forget the requests that have not ended."""
+
+    async def cancelled(self) -> None:
+        """Return when the requests that were cancelled have ended."""
+
+
+class Outcomes(Iteration[Outcome[Any]]):
+    """Iterates over the outcomes of requests, in the order in which they end."""
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+
+    async def __anext__(self) -> Outcome[Any]:
+        ready = self._work.ready
+        self._begun()
+        while not ready:
+            self._begun()
+            try:
+                await self._work.more()
+            except asyncio.CancelledError:
+                raise
+            except BaseException:
+                self._end()
+                raise
+        return ready.popleft()
+
+    async def aclose(self) -> None:
+        """End the iteration, and return when its requests have ended. Idempotent."""
+        self._end()
+        await self._work.cancelled()
+
+    def _release(self) -> None:
+        self._work.cancel()
+        self._work.ready.clear()
+
+
 class Many:
     """The requests of one call of `Client.request_many`."""
 
@@ -145,38 +190,45 @@ class Many:
         self._sessions = SESSIONS_TRIED if idempotent else 1
         self._waiting: set[_Request] = set()
         self._again: deque[_Request] = deque()
-        self._ended: deque[Outcome[Any]] = deque()
-        self._waiter: asyncio.Future[None] | None = None
+        self.ready: deque[Outcome[Any]] = deque()
+        self._cancelled = False
+        self._waiters = Waiters()
+        self._taking = asyncio.Lock()
+        """Held by the one task that sends requests and waits for the next outcome."""
 
-    async def outcomes(self) -> AsyncIterator[Outcome[Any]]:
-        """Yield the outcome of each request, in the order in which they end."""
-        # Raise at once for a wrong name or a missing key, which would fail every request.
-        self._runtime.registry.cluster_keys(self._cluster)
-        disable_in_child(self)
-        try:
-            while True:
-                request = self._next()
+    async def more(self) -> None:
+        """See `Work`."""
+        async with self._taking:
+            # Raise at once for a wrong name or a missing key, which would fail every request.
+            self._runtime.registry.cluster_keys(self._cluster)
+            while not self.ready:
+                request = None if self._cancelled else self._next()
                 if request is not None:
                     await self._send_from(request)
-                if not self._ended:
+                if not self.ready:
                     if not self._waiting:
-                        return
-                    self._waiter = waiter = asyncio.get_running_loop().create_future()
-                    await waiter
-                while self._ended:
-                    yield self._ended.popleft()
-        finally:
-            for request in self._waiting:
-                requests, pending = request.pending
-                requests.forget(pending)
-            if self._waiting:
-                self._runtime.touch()
+                        raise StopAsyncIteration
+                    await self._waiters.wait()
+
+    def cancel(self) -> None:
+        """See `Work`."""
+        self._cancelled = True
+        for request in self._waiting:
+            requests, pending = request.pending
+            requests.forget(pending)
+        if self._waiting:
+            self._waiting.clear()
+            self._runtime.touch()
+        self._waiters.wake()
+
+    async def cancelled(self) -> None:
+        """See `Work`."""
 
     def _next(self) -> _Request | None:
         """Return the next request to send; None if all were sent, or `in_flight` is reached."""
         if self._again:
             return self._again.popleft()
-        if len(self._waiting) + len(self._ended) < self._in_flight:
+        if len(self._waiting) + len(self.ready) < self._in_flight:
             for number, payload in self._payloads:
                 now_s, timeout = time.monotonic(), self._timeout
                 if HANDLED and (until_us := handled_us()):
@@ -192,6 +244,9 @@ class Many:
         except IrisError as err:
             self._record_error(first, err)
             return
+        except BaseException:  # cancelled: it is the first again
+            self._again.appendleft(first)
+            raise
         pump.turn()
         key = runtime.registry.cluster_keys(self._cluster)[0]
         requests = session.requests
@@ -229,9 +284,8 @@ class Many:
                 err.may_have_run = True
                 self._record_error(request, err)
                 return
-        self._ended.append(Outcome(request.number, reply, None))
-        if self._waiter is not None:
-            self._wake()
+        self.ready.append(Outcome(request.number, reply, None))
+        self._waiters.wake()
 
     def failed(self, request: _Request, error: IrisError) -> None:
         """Record the error of a request, or send it again if it may run on another session."""
@@ -240,7 +294,7 @@ class Many:
         if again and isinstance(error, ConnectionLost):
             request.ran = request.ran or error.may_have_run
             self._again.append(request)
-            self._wake()
+            self._waiters.wake()
         else:
             self._record_error(request, error)
 
@@ -251,23 +305,8 @@ class Many:
                 ran_before(error)
             if request.timeout < self._timeout and isinstance(error, RequestTimeout):
                 explain_cut(error, self._timeout)
-        self._ended.append(Outcome(request.number, None, error))
-        self._wake()
-
-    def forked(self) -> None:
-        """End in the child of a fork: all requests are the parent's, and so are their outcomes."""
-        error = Closed(f"the requests to {self._cluster!r}: each {FORKED}")
-        numbers = [request.number for request in (*self._waiting, *self._again)]
-        numbers += [outcome.number for outcome in self._ended]
-        self._waiting.clear()
-        self._again.clear()
-        self._ended = deque(Outcome(number, None, error) for number in sorted(numbers))
-        self._waiter = None
-
-    def _wake(self) -> None:
-        waiter, self._waiter = self._waiter, None
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
+        self.ready.append(Outcome(request.number, None, error))
+        self._waiters.wake()
 
 
 def wrap_request_many(
@@ -283,37 +322,77 @@ def wrap_request_many(
         # Without payloads it only checks its arguments: some now, the cluster's key when it is iterated.
         checks = request_many(cluster, (), in_flight=in_flight, **options)
         send = functools.partial(request, cluster, **options)
-        return _outcomes(checks, send, enumerate(payloads), max(1, in_flight))
+        return Outcomes(_Wrapped(checks, send, enumerate(payloads), max(1, in_flight)))
 
     return wrapped
 
 
-async def _outcomes(
-    checks: AsyncIterator[Outcome[Any]], send: Callable[[object], Coroutine[Any, Any, Any]], payloads: Iterator[tuple[int, object]],
-    in_flight: int,
-) -> AsyncIterator[Outcome[Any]]:  # fmt: skip
-    """Yield the outcome of each request, each in a task. Raises what middleware raises, except for IrisError."""
-    async for outcome in checks:
-        yield outcome
-    running: dict[asyncio.Task[Any], int] = {}
-    until_us = handled_us() if HANDLED else 0
-    try:
-        while True:
-            for number, payload in itertools.islice(payloads, in_flight - len(running)):
-                work = send(payload)
-                work = carried_on(work, until_us) if until_us else work
-                running[asyncio.create_task(work, name="iris-request")] = number
-            if not running:
-                return
-            await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-            for task in [task for task in running if task.done()]:
-                number = running.pop(task)
-                try:
-                    outcome = Outcome(number, task.result(), None)
-                except IrisError as err:
-                    outcome = Outcome(number, None, err)
-                yield outcome
-    finally:
-        for task in running:
+class _Wrapped:
+    """Requests that run inside middleware, each in a task. Raises what middleware raises, except for IrisError."""
+
+    def __init__(
+        self, checks: AsyncIterator[Outcome[Any]], send: Callable[[object], Coroutine[Any, Any, Any]],
+        payloads: Iterator[tuple[int, object]], in_flight: int,
+    ) -> None:  # fmt: skip
+        self.ready: deque[Outcome[Any]] = deque()
+        self._checks: AsyncIterator[Outcome[Any]] | None = checks
+        self._send = send
+        self._payloads = payloads
+        self._in_flight = in_flight
+        self._running: set[asyncio.Task[Any]] = set()
+        self._waiters = Waiters()
+        self._error: BaseException | None = None
+        """What ends the iteration when all tasks have ended."""
+        self._until_us: int | None = None
+        """Deadline of the request that the program handled when the iteration began; 0 if it handled none."""
+
+    async def more(self) -> None:
+        """See `Work`."""
+        if self._checks is not None:
+            async for _ in self._checks:
+                raise AssertionError("it was given no payloads")
+            self._checks = None
+        if self._until_us is None:
+            self._until_us = handled_us() if HANDLED else 0
+        while not self.ready:
+            if self._error is not None:
+                self.cancel()
+                await self.cancelled()
+                raise self._error
+            self._start(self._until_us)
+            if not self._running:
+                raise StopAsyncIteration
+            await self._waiters.wait()
+
+    def _start(self, until_us: int) -> None:
+        """Start as many requests as there is room for."""
+        for number, payload in itertools.islice(
+            self._payloads, self._in_flight - len(self._running)
+        ):
+            work = self._send(payload)
+            work = carried_on(work, until_us) if until_us else work
+            task = asyncio.create_task(work, name="iris-request")
+            self._running.add(task)
+            task.add_done_callback(functools.partial(self._ended, number))
+
+    def _ended(self, number: int, task: asyncio.Task[Any]) -> None:
+        self._running.discard(task)
+        try:
+            self.ready.append(Outcome(number, task.result(), None))
+        except IrisError as err:
+            self.ready.append(Outcome(number, None, err))
+        except BaseException as err:
+            self._error = self._error or err
+        self._waiters.wake()
+
+    def cancel(self) -> None:
+        """See `Work`."""
+        self._error = self._error or StopAsyncIteration()
+        for task in self._running:
             task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        self._waiters.wake()
+
+    async def cancelled(self) -> None:
+        """See `Work`."""
+        if self._running:
+            await asyncio.wait(self._running)

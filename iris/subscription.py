@@ -18,6 +18,7 @@ from iris.deadlines import within
 from iris.errors import Closed, ConfigError, IrisError, Overloaded
 from iris.forks import FORKED, disable_in_child
 from iris.handlers import ArgumentError, stopping
+from iris.iterating import Iteration
 from iris.lanes import Lanes
 from iris.losses import LossLog
 from iris.one_process import OneProcess
@@ -222,26 +223,25 @@ class Subscription(OneProcess):
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def __aiter__(self) -> AsyncIterator[Message]:
-        # A generator, because in CPython it yields several times faster than an object with __anext__.
-        try:
+    def __aiter__(self) -> AsyncIterator[Message]:
+        return self if self._entered else _Unentered(self)
+
+    async def __anext__(self) -> Message:
+        if not self._settled:
             await self.ready()
-            while True:
-                for message in self._current:
-                    yield message
-                if self._queue:
-                    messages, size = self._queue.popleft()
-                    self._handled(messages, size)
-                    self._current = iter(messages)
-                elif self._error is not None:
-                    raise self._error
-                elif self._ended:
-                    return
-                else:
-                    await self._message()
-        finally:
-            if not self._entered:
-                await self.close()
+        while True:
+            for message in self._current:
+                return message
+            if self._queue:
+                messages, size = self._queue.popleft()
+                self._handled(messages, size)
+                self._current = iter(messages)
+            elif self._error is not None:
+                raise self._error
+            elif self._ended:
+                raise StopAsyncIteration
+            else:
+                await self._message()
 
     def runs_in(self, task: asyncio.Task[Any]) -> bool:
         """Return whether a task runs the handler."""
@@ -485,3 +485,29 @@ class Subscription(OneProcess):
         self._workers.pop(task, None)
         if not self._workers and self._worker in (None, task):
             self._runtime.working.discard(self)
+
+
+class _Unentered(Iteration[Message]):
+    """An iteration over a subscription that no block closes: its end closes the subscription."""
+
+    def __init__(self, subscription: Subscription) -> None:
+        self._subscription = subscription
+
+    async def __anext__(self) -> Message:
+        self._begun()
+        try:
+            return await self._subscription.__anext__()
+        except asyncio.CancelledError:
+            raise
+        except BaseException:
+            self._end()
+            raise
+
+    async def aclose(self) -> None:
+        """End the iteration and the subscription. Idempotent."""
+        self._end()
+        await self._subscription.close()
+
+    def _release(self) -> None:
+        self._subscription.stop()
+        self._subscription.end_log()

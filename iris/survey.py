@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, Generic, Literal, TypeVar
 
 from iris.core.bundle import Headers
 from iris.core.message import MEMBER_HEADER, Message, check_decodable, decode_payload
 from iris.deadlines import HANDLED, deadline, inherited_s, milliseconds, seconds_left
-from iris.errors import Closed, ConfigError, DecodeError, IrisError, RemoteError
-from iris.forks import FORKED, disable_in_child
+from iris.errors import ConfigError, DecodeError, IrisError, RemoteError
+from iris.iterating import Iteration, Waiters
 from iris.one_process import OneProcess
 from iris.runtime import Runtime
 from iris.wire.kinds import HERE, Kind
@@ -51,34 +50,16 @@ class Survey(OneProcess, Generic[T]):
         self._received: set[str] = set()
         """Members whose answer was received."""
         self._queue: deque[Message] = deque()
-        self._waiter: asyncio.Future[None] | None = None
+        self._waiters = Waiters()
         self._ended = False
         self._error: IrisError | None = None
 
-    async def __aiter__(self) -> AsyncIterator[T]:
-        async with contextlib.aclosing(self.items()) as items:
-            async for _, answer in items:
-                yield answer
+    def __aiter__(self) -> Iteration[T]:
+        return _Answers(self, named=False)
 
-    async def items(self) -> AsyncGenerator[tuple[str, T], None]:
+    def items(self) -> Iteration[tuple[str, T]]:
         """Iterate over (id of the member, its answer): `async for member, answer in client.survey(...).items()`."""
-        forget = await self._start(self)
-        disable_in_child(self)
-        try:
-            while True:
-                while self._queue:
-                    message = self._queue.popleft()
-                    yield (message.headers or {}).get(MEMBER_HEADER, ""), self._decode(message)
-                if self._ended:
-                    break
-                self._waiter = asyncio.get_running_loop().create_future()
-                await self._waiter
-            if self._error is not None:
-                raise self._error
-        finally:
-            forget()
-            answered = {*self.answered, *self.failed}
-            self.missing = [member for member in self._asked if member not in answered]
+        return _Answers(self, named=True)
 
     def _decode(self, message: Message) -> Any:
         wanted = self._wanted
@@ -104,31 +85,61 @@ class Survey(OneProcess, Generic[T]):
         self._received.add(member)
         self.answered.append(member)
         self._queue.append(message)
-        self._wake()
+        self._waiters.wake()
 
     def fault(self, member: str, error: RemoteError) -> None:
         """Record that a member answered with an error."""
         self.failed[member] = error.detail
         self.errors[member] = error
-        self._wake()
+        self._waiters.wake()
 
     def done(self, lost: list[str], error: IrisError | None) -> None:
         """End the survey: no more answers will arrive. `lost` are members whose relay was lost."""
         self._asked += [member for member in lost if member not in self._asked]
         self._ended = True
         self._error = error
-        self._wake()
+        self._waiters.wake()
 
-    def forked(self) -> None:
-        """End the survey in the child of a fork; its iteration raises Closed."""
-        self._queue.clear()
-        self._waiter = None
-        self._ended, self._error = True, Closed(f"the survey of {self.cluster!r} {FORKED}")
 
-    def _wake(self) -> None:
-        waiter, self._waiter = self._waiter, None
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
+class _Answers(Iteration[Any]):
+    """Iterates over the answers to a survey, which is sent when this begins."""
+
+    def __init__(self, survey: Survey[Any], *, named: bool) -> None:
+        self._survey = survey
+        self._named = named
+        self._sending = asyncio.Lock()
+        self._forget: Callable[[], None] | None = None
+        """Tells the relay that nobody waits any more; None until the survey is sent."""
+
+    async def __anext__(self) -> Any:
+        self._begun()
+        survey = self._survey
+        try:
+            async with self._sending:
+                if self._forget is None:
+                    self._forget = await survey._start(survey)
+            while not survey._queue and not survey._ended:
+                await survey._waiters.wait()
+                self._begun()
+            if survey._queue:
+                message = survey._queue.popleft()
+                answer = survey._decode(message)
+                member = (message.headers or {}).get(MEMBER_HEADER, "")
+                return (member, answer) if self._named else answer
+            raise survey._error or StopAsyncIteration
+        except asyncio.CancelledError:
+            raise
+        except BaseException:
+            self._end()
+            raise
+
+    def _release(self) -> None:
+        if self._forget is not None:
+            self._forget()
+            survey = self._survey
+            survey._waiters.wake()
+            answered = {*survey.answered, *survey.failed}
+            survey.missing = [member for member in survey._asked if member not in answered]
 
 
 def make_survey(
@@ -143,15 +154,21 @@ def make_survey(
         check_decodable(wanted)
     data, packed = runtime.encode(payload, headers)
 
+    until_s = 0.0
+
     async def start(survey: Survey[Any]) -> Callable[[], None]:
-        left_s = inherited_s(cluster, timeout) if HANDLED else None
-        until_s = deadline(timeout if left_s is None else left_s)
-        pump, session = await runtime.ready(cluster, timeout if left_s is None else left_s)
+        nonlocal until_s
+        left_s = seconds_left(until_s)
+        if not until_s:  # else an earlier wait for a relay was cancelled
+            left_s = (inherited_s(cluster, timeout) if HANDLED else None) or timeout
+            until_s = deadline(left_s)
+        pump, session = await runtime.ready(cluster, left_s)
         pending = session.requests.send(
             Kind.SURVEY, address, runtime.registry.cluster_keys(address)[0], data, headers, packed,
             timeout_ms=milliseconds(seconds_left(until_s)), survey=survey, method=method or "",
         )  # fmt: skip
         pump.touch()
+        until_s = 0.0
 
         def forget() -> None:
             session.requests.forget(pending)

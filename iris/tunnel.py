@@ -7,8 +7,7 @@ both directions. Everything else breaks the tunnel, and both sides get TunnelBro
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Self
 
@@ -31,6 +30,7 @@ from iris.errors import (
     with_deadline,
 )  # fmt: skip
 from iris.one_process import OneProcess
+from iris.iterating import Iteration
 from iris.runtime import Runtime
 
 DEFAULT_RECV_LIMIT = 64 << 20
@@ -148,10 +148,13 @@ class Tunnel(OneProcess):
             message = self._message(limit_bytes)
             if message is not None:
                 return message
-        async with self._receive_turn():
+        await self._begin_turn()
+        try:
             while (message := self._message(limit_bytes)) is None:
                 await self._wait_for_change()
             return message
+        finally:
+            self._end_turn()
 
     def _message(self, limit_bytes: int) -> bytes | None:
         """Return the next message if all of it has arrived, else None. Raises as `recv`."""
@@ -182,45 +185,22 @@ class Tunnel(OneProcess):
         self._check_more(end)
         return None
 
-    async def recv_chunks(self) -> AsyncIterator[bytes]:
+    def recv_chunks(self) -> Iteration[bytes]:
         """Iterate over the chunks of the next message, which may have any size.
 
         If you leave the iteration early, the rest of the message is discarded. Raises as `recv`, and also
         TunnelBroken if the sender aborts the message after some of its chunks were yielded.
         """
-        async with self._receive_turn():
-            # A cancelled `recv` may have received the first chunks of this message.
-            begun, self._parts, self._parts_bytes = self._parts, None, 0
-            started = bool(begun)
-            self._skipping, self._too_large = started or self._skipping or self._too_large, False
-            if begun:
-                yield b"".join(begun)
-                self._skipping = False
-            while True:
-                while (chunk := self._next()) is None:
-                    self._check_more(self._end)
-                    await self._wait_for_change()
-                flags, data = chunk
-                if flags == 4:
-                    if started:
-                        raise TunnelBroken(
-                            f"tunnel to {self.name}: the sender aborted this message; the tunnel stays usable"
-                        )
-                    continue
-                started = True
-                self._skipping = not flags & 2
-                yield data if type(data) is bytes else bytes(data)
-                self._skipping = False
-                if flags & 2:
-                    return
+        return _Chunks(self)
 
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        while True:
-            try:
-                message = await self.recv()
-            except EndOfTunnel:
-                return
-            yield message
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> bytes:
+        try:
+            return await self.recv()
+        except EndOfTunnel:
+            raise StopAsyncIteration from None
 
     async def finish(self) -> None:
         """End this direction. The other side's iteration ends after the messages sent so far; it may still send."""
@@ -257,17 +237,21 @@ class Tunnel(OneProcess):
         else:
             await self.close()
 
-    @contextlib.asynccontextmanager
-    async def _receive_turn(self) -> AsyncIterator[None]:
-        """Wait for other receivers, and make later ones wait."""
+    async def _begin_turn(self) -> None:
+        """Wait for other receivers, and make later ones wait until `_end_turn`."""
         if self._receiving is None:
             self._receiving = asyncio.Lock()
         self._readers += 1
         try:
-            async with self._receiving:
-                yield
-        finally:
+            await self._receiving.acquire()
+        except BaseException:
             self._readers -= 1
+            raise
+
+    def _end_turn(self) -> None:
+        assert self._receiving is not None  # it has begun
+        self._receiving.release()
+        self._readers -= 1
 
     def _next(self) -> tuple[int, bytes | memoryview] | None:
         """Return the next (flags, chunk) that is not skipped; None if it has not arrived."""
@@ -312,6 +296,65 @@ class Tunnel(OneProcess):
             for waiter in waiters:
                 if not waiter.done():
                     waiter.set_result(None)
+
+
+class _Chunks(Iteration[bytes]):
+    """Iterates over the chunks of one message. Other receivers wait until it ends."""
+
+    def __init__(self, tunnel: Tunnel) -> None:
+        self._tunnel = tunnel
+        self._taking = asyncio.Lock()
+        """Held by the one task that waits for the next chunk."""
+        self._turn = False
+        """Whether it is the turn of this receiver."""
+        self._started = False
+        """Whether a part of the message was yielded."""
+        self._last = False
+        """Whether no more of the message will arrive."""
+
+    async def __anext__(self) -> bytes:
+        async with self._taking:
+            self._begun()
+            try:
+                return await self._chunk(self._tunnel)
+            except asyncio.CancelledError:
+                raise
+            except BaseException:
+                self._end()
+                raise
+
+    async def _chunk(self, tunnel: Tunnel) -> bytes:
+        if not self._turn:
+            await tunnel._begin_turn()
+            self._turn = True
+            # A cancelled `recv` may have received the first chunks of this message.
+            begun, tunnel._parts, tunnel._parts_bytes = tunnel._parts, None, 0
+            tunnel._skipping, tunnel._too_large = tunnel._skipping or tunnel._too_large, False
+            if begun:
+                self._started = True
+                return b"".join(begun)
+        while not self._last:
+            while (chunk := tunnel._next()) is None:
+                tunnel._check_more(tunnel._end)
+                await tunnel._wait_for_change()
+                self._begun()
+            flags, data = chunk
+            if flags != 4:
+                self._started, self._last = True, bool(flags & 2)
+                return data if type(data) is bytes else bytes(data)
+            if self._started:
+                self._last = True
+                raise TunnelBroken(
+                    f"tunnel to {tunnel.name}: the sender aborted this message; the tunnel stays usable"
+                )
+        raise StopAsyncIteration
+
+    def _release(self) -> None:
+        if self._turn:
+            if self._started and not self._last:
+                self._tunnel._skipping = True
+            self._tunnel._end_turn()
+            self._tunnel._wake()
 
 
 async def open_tunnel(

@@ -16,6 +16,7 @@ from iris.one_process import OneProcess
 from iris.streams.interleaving import Interleaved
 from iris.streams.partitions import Layout, find_layout, layout_of
 from iris.streams.reading import CLOSED, LOOK_S, MAX_GAPS, Start, check_alive, check_start
+from iris.streams.reading import LOOK_S, MAX_GAPS, Batches, Start, check_alive, check_start
 from iris.streams.records import StreamGap, StreamMessage
 from iris.streams.stores import Stores
 from iris.streams.worker import Settings, Worker
@@ -98,13 +99,9 @@ class Consumer(OneProcess):
             if not self._ready:
                 self._ready.extend(await self._next_batch())
 
-    async def batches(self) -> AsyncIterator[list[StreamMessage]]:
+    def batches(self) -> AsyncIterator[list[StreamMessage]]:
         """Iterate over lists of messages, one list per delivery."""
-        while True:
-            try:
-                yield await self.batch()
-            except StopAsyncIteration:
-                return
+        return Batches(self.batch)
 
     async def batch(self) -> list[StreamMessage]:
         """Wait for the next messages and return them, at least one. Raises StopAsyncIteration after `stop`.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from datetime import datetime
 from typing import Final, Self
 
@@ -136,13 +136,9 @@ class Reader(OneProcess):
             if not self._ready:
                 self._ready.extend(await self._next_batch())
 
-    async def batches(self) -> AsyncIterator[list[StreamMessage]]:
+    def batches(self) -> AsyncIterator[list[StreamMessage]]:
         """Iterate over lists of messages, one per fetch. This is faster than single messages."""
-        while True:
-            try:
-                yield await self.batch()
-            except StopAsyncIteration:
-                return
+        return Batches(self.batch)
 
     async def batch(self) -> list[StreamMessage]:
         """Return the next messages, at least one. Raises StopAsyncIteration at the end, unless the reader follows.
@@ -213,20 +209,25 @@ class Reader(OneProcess):
             self.name, self._uuid, timeout=self._patience, patience=self._patience
         )
         layout = layout_of(self._stores, self.name, stream)
+        name, number = self.name, self._number
         if self._partition is not None:
-            if self._partition:
-                self.name, self._uuid = layout.log(self._partition)
+            number = self._partition
+            if number:
+                name, uuid = layout.log(number)
                 stream = await self._stores.describe(
-                    self.name, self._uuid, timeout=self._patience, patience=self._patience
+                    name, uuid, timeout=self._patience, patience=self._patience
                 )
-            self._number, self._partition = self._partition, None
         else:
-            check_alive(self.name, stream)
+            check_alive(name, stream)
             if len(layout) > 1:
                 self._read_all(layout)
                 return
-        start = start_of(self._start, self._number)
-        at = await offset_in(self._stores, self.name, stream, start, patience=self._patience)
+        start = start_of(self._start, number)
+        at = await offset_in(self._stores, name, stream, start, patience=self._patience)
+        # Changed only now, because each wait may be cancelled, and this begins again then.
+        if number and self._partition is not None:
+            self.name, self._uuid = name, uuid
+        self._number, self._partition = number, None
         # From now on read only this log, even if its name is given to another.
         self._uuid = self._uuid or stream.described.uuid.hex()
         self._opener.stream = stream
@@ -382,6 +383,16 @@ class Reader(OneProcess):
         self.gaps.append(gap)
         if self._on_gap is not None:
             check_returned(self._on_gap(gap))
+
+
+class Batches(AsyncIterator[list[StreamMessage]]):
+    """Iterates over the batches of a reader or consumer."""
+
+    def __init__(self, batch: Callable[[], Awaitable[list[StreamMessage]]]) -> None:
+        self._batch = batch
+
+    async def __anext__(self) -> list[StreamMessage]:
+        return await self._batch()
 
 
 def start_of(start: Start, partition: int) -> Start:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -10,6 +11,7 @@ from typing import Any
 from opentelemetry.trace import Span
 
 from iris.core.bundle import Headers
+from iris.iterating import Iteration
 from iris.request_many import Outcome
 from iris.survey import Survey
 from iris.tracing.context import Carried
@@ -83,7 +85,7 @@ def _tunnel(
     return traced
 
 
-def _request_many(spans: Spans, call: Callable[..., AsyncIterator[Outcome[Any]]]) -> Any:
+def _request_many(spans: Spans, call: Callable[..., Iteration[Outcome[Any]]]) -> Any:
     """Return `request_many` with one span, which begins with the iteration, as the sending does."""
 
     @functools.wraps(call)
@@ -93,28 +95,43 @@ def _request_many(spans: Spans, call: Callable[..., AsyncIterator[Outcome[Any]]]
         name = arguments[0] if arguments else options.get("cluster")
         carried = Carried()
         outcomes = call(*arguments, headers=carried, **options)
-
-        async def iterate() -> AsyncIterator[Outcome[Any]]:
-            span = _begin(spans, "request", name, headers, carried, options)
-            count = failures = 0
-            try:
-                async with contextlib.aclosing(outcomes):  # type: ignore[type-var]  # it is a generator
-                    async for outcome in outcomes:
-                        count += 1
-                        failures += outcome.error is not None
-                        yield outcome
-            except GeneratorExit:
-                raise  # the program has seen enough
-            except BaseException as err:
-                failed(span, err)
-                raise
-            finally:
-                span.set_attributes({COUNT: count, FAILED: failures})
-                span.end()
-
-        return iterate()
+        begin = functools.partial(_begin, spans, "request", name, headers, carried, options)
+        return _Outcomes(outcomes, begin)
 
     return traced
+
+
+class _Outcomes(Iteration[Outcome[Any]]):
+    """The outcomes of `request_many`, inside one span."""
+
+    def __init__(self, outcomes: Iteration[Outcome[Any]], begin: Callable[[], Span]) -> None:
+        self._outcomes = outcomes
+        self._begin = begin
+        self._span: Span | None = None
+        self._count = self._failures = 0
+
+    async def __anext__(self) -> Outcome[Any]:
+        self._begun()
+        if self._span is None:
+            self._span = self._begin()
+        try:
+            outcome = await anext(self._outcomes)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as err:
+            if not isinstance(err, StopAsyncIteration):
+                failed(self._span, err)
+            self._end()
+            raise
+        self._count += 1
+        self._failures += outcome.error is not None
+        return outcome
+
+    def _release(self) -> None:
+        self._outcomes._end()
+        if self._span is not None:
+            self._span.set_attributes({COUNT: self._count, FAILED: self._failures})
+            self._span.end()
 
 
 def _survey(spans: Spans, call: Callable[..., Survey[Any]]) -> Any:

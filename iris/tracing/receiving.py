@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from iris.core.bundle import Headers
@@ -31,14 +30,13 @@ class TracedSubscription(Subscription):
         self._spans = spans
         super().__init__(runtime, pattern, handler, group, *arguments, **options)
 
-    async def __aiter__(self) -> AsyncIterator[Message]:
-        async with contextlib.aclosing(super().__aiter__()) as messages:  # type: ignore[type-var]  # it is a generator
-            async for message in messages:
-                attributes = {KIND: "publish", SUBSCRIPTION: self.filter}
-                if self.group:
-                    attributes[GROUP] = self.group
-                self._spans.receive(message.name, (message,), attributes)
-                yield message
+    async def __anext__(self) -> Message:
+        message = await super().__anext__()
+        attributes = {KIND: "publish", SUBSCRIPTION: self.filter}
+        if self.group:
+            attributes[GROUP] = self.group
+        self._spans.receive(message.name, (message,), attributes)
+        return message
 
 
 class _Ready(deque[StreamMessage]):

@@ -103,24 +103,25 @@ class Watch(OneProcess):
         if isinstance(ended, Exception) and error is None:
             raise ended
 
-    async def updates(self) -> AsyncIterator[Network]:
+    def updates(self) -> AsyncIterator[Network]:
         """Iterate over the networks from the latest on, until the watch is closed. A slow viewer misses some.
 
         Raises what ended the watch, if anything did.
         """
-        seen = 0
+        return _Updates(self)
+
+    async def _later(self, seen: int) -> Network:
+        """Wait for a network other than the one with the serial number `seen`."""
         while True:
             changed = self._changed
             network = self.latest
             if network is not None and network.serial != seen:
-                seen = network.serial
-                yield network
-            elif self._task is None or self._task.done():
+                return network
+            if self._task is None or self._task.done():
                 if self._task is not None and not self._task.cancelled():
                     self._task.result()
-                return
-            else:
-                await changed.wait()
+                raise StopAsyncIteration
+            await changed.wait()
 
     async def once(self, apart_s: float = 1.0) -> Network:
         """Look twice, `apart_s` seconds apart so that there are rates, and return the network."""
@@ -149,3 +150,16 @@ class Watch(OneProcess):
 
     def _open(self, address: str | None, keyed: bool) -> Client:
         return connect(address, keyring=self._keyring if keyed else Keyring({}))
+
+
+class _Updates(AsyncIterator[Network]):
+    """Iterates over the networks that a watch has found."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self._seen = 0
+
+    async def __anext__(self) -> Network:
+        network = await self._watch._later(self._seen)
+        self._seen = network.serial
+        return network

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -70,10 +71,13 @@ ASYNCHRONOUS = {
 
 @pytest.fixture
 async def cluster(tmp_path: Path) -> AsyncIterator[LocalCluster]:
-    async with LocalCluster(data=tmp_path / "data") as it:
-        async with it.serve(service_of(TUNNELS, [])), it.client() as client:
-            await client.streams.create("log")
-            yield it
+    async with (
+        LocalCluster(data=tmp_path / "data") as it,
+        it.serve(service_of(TUNNELS, [])),
+        it.client() as client,
+    ):
+        await client.streams.create("log")
+        yield it
 
 
 @pytest.mark.parametrize("block", ASYNCHRONOUS)
@@ -217,11 +221,14 @@ def test_what_a_lifespan_raises_at_its_end_is_raised_by_its_block(relay: Daemon)
         yield
         raise ValueError("the pool did not close")
 
+    def serve(*, close: bool) -> None:
+        with connected(relay) as client, client.serve(iris.Service("served", lifespan=lifespan)):
+            if close:
+                client.close()
+
     for close in (True, False):
-        with connected(relay) as client, pytest.raises(ValueError, match="did not close"):
-            with client.serve(iris.Service("served", lifespan=lifespan)):
-                if close:
-                    client.close()
+        with pytest.raises(ValueError, match="did not close"):
+            serve(close=close)
 
 
 def test_threads_that_iterate_end_when_the_client_is_closed(relay: Daemon, tunnels: None) -> None:
@@ -280,11 +287,12 @@ def test_calls_in_flight_raise_when_the_client_is_closed(relay: Daemon) -> None:
     config = iris.ClientConfig(relay=relay.socket, drain_timeout_s=0.2)
     keyring = iris.Keyring.single(KEY)
     with blocking.connect(keyring=keyring, config=config) as member, member.serve(service):
-        for call in (
-            lambda: client.request("never", b"", timeout=PATIENCE_S),
-            lambda: client.call(forever),
-            lambda: client.start(forever).result(),
-        ):
+        calls: list[Callable[[blocking.Client], object]] = [
+            lambda client: client.request("never", b"", timeout=PATIENCE_S),
+            lambda client: client.call(forever),
+            lambda client: client.start(forever).result(),
+        ]
+        for call in calls:
             client = connected(relay)
             running.clear()
 
@@ -292,7 +300,7 @@ def test_calls_in_flight_raise_when_the_client_is_closed(relay: Daemon) -> None:
                 assert running.wait(PATIENCE_S)
                 client.close()
 
-            error, closed = in_threads(call, close)
+            error, closed = in_threads(functools.partial(call, client), close)
             assert closed is None
             assert isinstance(error, (iris.Closed, iris.ConnectionLost, concurrent.futures.CancelledError)), error  # fmt: skip
 

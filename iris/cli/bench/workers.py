@@ -15,8 +15,10 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import AsyncGenerator, Callable
+import socket
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Final, cast
+from typing import Annotated, Any, Final
 
 import msgspec
 from msgspec import Meta
@@ -409,8 +411,7 @@ async def _ask(
     """Return answers by worker id; early once all that are `wanted` have answered."""
     answers: dict[str, Answer] = {}
     survey = client.survey(address(cluster), command, timeout=timeout, type=iris.Message)
-    iterator = cast(AsyncGenerator[iris.Message, None], aiter(survey))
-    async with contextlib.aclosing(iterator) as messages:
+    async with contextlib.aclosing(aiter(survey)) as messages:
         async for message in messages:
             try:
                 answer: Answer = message.decode(Answer)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -79,7 +79,7 @@ async def _lines(answers: iris.Survey[Any]) -> AsyncGenerator[bytes, None]:
     last: dict[str, Any] = {}
     try:
         # Closed at once if sending fails, so that members are told that the caller has left.
-        async with aclosing(cast(AsyncGenerator[iris.Message, None], aiter(answers))) as found:
+        async with aclosing(aiter(answers)) as found:
             async for message in found:
                 answered = True
                 yield _line(as_document(message))

@@ -1,0 +1,90 @@
+"""What the library's async iterators have in common: a cancelled wait takes nothing and ends nothing.
+
+An async generator ends when a wait in it is cancelled. So these are objects whose `__anext__` keeps what it has in the
+object, and takes an item only in the step in which it returns it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Self, TypeVar
+
+from iris import forks
+from iris.errors import Closed
+from iris.one_process import OneProcess
+
+T = TypeVar("T")
+
+
+class Iteration(OneProcess, AsyncIterator[T]):
+    """An iterator that holds something until it ends: at its end, by an error, by `aclose`, or if nobody refers to it.
+
+    `__anext__` is for the subclass. It calls `_begun` before it holds anything and after each wait, and `_end` before
+    it raises anything but a cancellation.
+    """
+
+    _loop: asyncio.AbstractEventLoop | None = None
+    """The loop in which it began."""
+    _generation = 0
+    """How often the process had been forked when it began."""
+    _over = False
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def aclose(self) -> None:
+        """End the iteration. Idempotent."""
+        self._end()
+
+    def _begun(self) -> None:
+        """Note that something is held from now on.
+
+        Raises StopAsyncIteration if the iteration has ended, and Closed in the child of a fork if it began before.
+        """
+        if self._over:
+            raise StopAsyncIteration
+        if self._loop is None:
+            self._loop, self._generation = asyncio.get_running_loop(), forks.generation
+        elif self._generation != forks.generation:
+            raise Closed(f"this iteration {forks.FORKED}")
+
+    def _end(self) -> None:
+        """Release what is held."""
+        if not self._over:
+            self._over = True
+            if self._generation == forks.generation:  # else it is held by the parent
+                self._release()
+
+    def _release(self) -> None:
+        """Release what is held; for the subclass. Called once, in the loop."""
+
+    def __del__(self) -> None:
+        if not self._over and self._loop is not None and self._generation == forks.generation:
+            # The garbage collector may run in any thread, at any point of any code.
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and everything with it
+                self._loop.call_soon_threadsafe(self._end)
+
+
+class Waiters:
+    """Tasks that wait for a change. All of them are woken, so none is missed if one is cancelled meanwhile."""
+
+    __slots__ = ("_waiting",)
+
+    def __init__(self) -> None:
+        self._waiting: list[asyncio.Future[None]] = []
+
+    def wait(self) -> asyncio.Future[None]:
+        """Return what is done at the next change."""
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting = [one for one in self._waiting if not one.done()]  # others may be cancelled
+        self._waiting.append(waiter)
+        return waiter
+
+    def wake(self) -> None:
+        """Wake all that wait."""
+        waiting, self._waiting = self._waiting, []
+        for waiter in waiting:
+            if not waiter.done():
+                waiter.set_result(None)
