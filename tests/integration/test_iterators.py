@@ -569,3 +569,23 @@ async def test_a_survey_whose_first_wait_was_cancelled_keeps_its_timeout(
         with pytest.raises(StopAsyncIteration):
             await anext(answers)
         await cluster.start_relay()
+
+
+@pytest.mark.parametrize("middleware", [False, True])
+async def test_a_wait_for_a_relay_that_is_cancelled_loses_no_request(
+    cluster: LocalCluster, middleware: bool
+) -> None:
+    service = iris.Service("echo")
+    service.on_request(_echo)
+    async with cluster.client(middleware=[_passing] if middleware else ()) as client:
+        await cluster.stop_relay()
+        await until(lambda: client._runtime.session is None)
+        numbers = (b"%d" % number for number in range(COUNT))
+        outcomes = client.request_many("echo", numbers, timeout=PATIENCE_S)
+        for _ in range(3):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(anext(outcomes), 0.001)
+        await cluster.start_relay()
+        async with cluster.serve(service):
+            replies = [int(outcome.result()) async for outcome in outcomes]
+        assert sorted(replies) == [*range(COUNT)]
