@@ -8,6 +8,8 @@ import gc
 import importlib
 import inspect
 import pkgutil
+import signal
+import threading
 import types
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -15,9 +17,10 @@ from typing import Any, NamedTuple
 
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
-from support.waiting import PATIENCE_S, until
+from support.waiting import PATIENCE_S, until, wait_until
 
 import iris
+import iris.blocking
 from iris.testing import LocalCluster
 from iris.tracing import Tracing
 from iris.watch import MIN_INTERVAL_S, Watch
@@ -25,7 +28,7 @@ from iris.watch import MIN_INTERVAL_S, Watch
 COUNT = 5
 """Items of each iterator."""
 TURNS = 16
-"""The cancellations come after 0 to this many turns of the event loop."""
+"""The cancellations come after 0 to at least this many turns of the event loop."""
 
 INTERNAL = {
     # Iterated over by one coroutine of the library, which a cancellation ends.
@@ -379,7 +382,8 @@ async def cluster(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterat
 async def test_a_cancelled_wait_takes_nothing_and_ends_nothing(
     name: str, cluster: LocalCluster
 ) -> None:
-    step = 5 if name == "watch_of_the_network" else 1  # which comes by the clock
+    # The cancellations of one round come one turn apart.
+    step = 5 if name == "watch_of_the_network" else 3
     for turns in range(0, TURNS, step):
         values: list[object] = []
         async with CASES[name](cluster) as found:
@@ -388,10 +392,10 @@ async def test_a_cancelled_wait_takes_nothing_and_ends_nothing(
                 producing = None
                 if found.produce is not None:
                     producing = asyncio.create_task(found.produce(number))  # type: ignore[arg-type]  # a coroutine
-                await take(found, turns, values)
+                await take(found, turns + 1, values)
                 if producing is not None:
                     await producing
-                await take(found, turns, values)
+                await take(found, turns + 2, values)
             await rest(found, values)
             if not found.latest:
                 assert values == [*range(COUNT)] if found.ordered else len(values) == COUNT
@@ -589,3 +593,28 @@ async def test_a_wait_for_a_relay_that_is_cancelled_loses_no_request(
         async with cluster.serve(service):
             replies = [int(outcome.result()) async for outcome in outcomes]
         assert sorted(replies) == [*range(COUNT)]
+
+
+def test_a_next_of_the_blocking_client_that_is_interrupted_takes_nothing() -> None:
+    main = threading.main_thread().ident
+    assert main is not None
+    keyring = iris.Keyring.single(iris.ClusterKey(b"k" * 32))
+    with (
+        iris.blocking.connect(embedded=True, keyring=keyring) as client,
+        client.subscribe("topic.>") as messages,
+    ):
+        subscription = messages._items  # type: ignore[attr-defined]  # to see when it waits
+        for number in range(COUNT):
+
+            def interrupt() -> None:
+                wait_until(lambda: [one for one in subscription._waiters if not one.done()])
+                signal.pthread_kill(main, signal.SIGINT)
+
+            thread = threading.Thread(target=interrupt)
+            thread.start()
+            with pytest.raises(KeyboardInterrupt):
+                next(messages)
+            thread.join(PATIENCE_S)
+            client.publish("topic.new", b"%d" % number)
+            client.flush()
+            assert next(messages).payload == b"%d" % number
