@@ -15,7 +15,7 @@ import functools
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, overload
 
 from iris import client as _client
 from iris.audience import Audience
@@ -28,9 +28,12 @@ from iris.crypto.keyring import Keyring
 from iris.deadlines import HANDLED, carried_on, handled_us
 from iris.describing import Description, PerMember, Ping
 from iris.errors import Closed, RemoteError
+from iris.forks import disable_in_child
 from iris.membership import Members
 from iris.middleware import Middleware
 from iris.nested import IN_HANDLER
+from iris.one_process import OneProcess
+from iris.program import standard_descriptors_are_open
 from iris.request_many import IN_FLIGHT, Outcome
 from iris.service import Service
 from iris.stats import Stats
@@ -66,13 +69,21 @@ def connect(
     )  # fmt: skip
 
 
-class Client:
+_FORKED: Final = (
+    "belongs to the parent process; after a fork, make another one with iris.blocking.connect()"
+)
+
+
+class Client(OneProcess):
     """`iris.Client` for threads. Each call blocks its thread until it is done, and raises as the original does."""
 
     def __init__(self, client: _client.Client) -> None:
         self._client = client
         self._loop = _new_loop()
-        self._closed = False
+        self._unusable = ""
+        """Why it cannot be used; empty while it can. Completes the error text "this client ..."."""
+        self._started: set[concurrent.futures.Future[Any]] = set()
+        """Futures of `start` whose work has not ended."""
         self._starting = threading.Lock()
         """Held while work is given to the loop, or the loop is about to end and takes no more."""
         self._closing = threading.Lock()
@@ -83,6 +94,7 @@ class Client:
             target=self._loop.run_forever, name="iris-client", daemon=True
         )
         self._thread.start()
+        disable_in_child(self)
         try:
             self._run(client.open())
         except BaseException:
@@ -99,14 +111,16 @@ class Client:
         """Close gracefully, which ends every block of this client. Idempotent. See `iris.Client.close`.
 
         Any thread may call it; calls that still run then raise Closed. If a handler of this client calls it, it does
-        not wait.
+        not wait. In the child of a fork it does nothing, because the client belongs to the parent process.
         """
+        if self._unusable:
+            return
         if threading.current_thread() is self._thread or IN_HANDLER.get() is self._loop:
             # The client is closed after this handler has ended.
             threading.Thread(target=self.close, name="iris-client-close").start()
             return
         with self._closing:
-            if not self._closed:
+            if not self._unusable:
                 try:
                     self._run(self._close())
                 finally:
@@ -303,7 +317,7 @@ class Client:
 
     @contextlib.contextmanager
     def subscribe(
-        self, pattern: str, *, group: str = "", policy: Policy = "drop-new", limit_bytes: int = QUEUE_BYTES,
+        self, pattern: str, *, group: str | None = None, policy: Policy = "drop-new", limit_bytes: int = QUEUE_BYTES,
         on_gap: Callable[[Lost], object] | None = None, when_full: WhenFull = "drop",
     ) -> Iterator[Iterator[Message]]:  # fmt: skip
         """Subscribe, and iterate over the messages in the block. See `iris.Client.subscribe`.
@@ -352,7 +366,7 @@ class Client:
             yield
         finally:
             self._end(self._leave(served))
-            if not served.cancelled():
+            if served.done() and not served.cancelled():  # in the child of a fork it never ends
                 served.result()
 
     async def _serve(self, service: Service) -> asyncio.Task[None]:
@@ -429,14 +443,17 @@ class Client:
         self, work: Callable[[_client.Client], Coroutine[Any, Any, T]]
     ) -> concurrent.futures.Future[T]:
         """Start `work(client)` on the client's thread and return a future. Cancelling the future cancels the work."""
-        return self._submit(work(self._client))
+        future = self._submit(work(self._client))
+        self._started.add(future)
+        future.add_done_callback(self._started.discard)
+        return future
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         future = self._begin(work)
         try:
             return future.result()
         except concurrent.futures.CancelledError:
-            if self._closed:
+            if self._unusable:
                 raise Closed("this client was closed before the call had ended") from None
             raise
         except BaseException:
@@ -451,26 +468,36 @@ class Client:
 
     def _begin(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         """Start work for which this thread is going to wait."""
-        if threading.current_thread() is self._thread:
+        if not self._unusable and threading.current_thread() is self._thread:
             work.close()
             raise Closed(
                 "a handler called the blocking client on the client's own thread, which would wait for itself; "
                 "make the handler a coroutine function and use iris.Client in it"
             )
-        if HANDLED and (until_us := handled_us()):
+        if not self._unusable and HANDLED and (until_us := handled_us()):
             work = carried_on(work, until_us)
         return self._submit(work)
 
     def _submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         with self._starting:
-            if not self._closed:
+            if not self._unusable:
                 return asyncio.run_coroutine_threadsafe(work, self._loop)
         work.close()
-        raise Closed("this client is closed; make another one with iris.blocking.connect()")
+        raise Closed(f"this client {self._unusable}")
+
+    def forked(self) -> None:
+        """Refuse to work in the child of a fork, where neither the thread nor the loop runs."""
+        # Threads that held these locks are not in the child.
+        self._starting, self._closing = threading.Lock(), threading.Lock()
+        if not self._unusable:
+            self._unusable = _FORKED
+            for future in self._started:
+                concurrent.futures.Future.__init__(future)  # its lock may be held, too
+                future.set_exception(Closed(f"this client {_FORKED}"))
 
     def _stop(self) -> None:
         with self._starting:
-            self._closed = True
+            self._unusable = "is closed; make another one with iris.blocking.connect()"
         finished: concurrent.futures.Future[None] = asyncio.run_coroutine_threadsafe(
             _settle(), self._loop
         )
@@ -480,7 +507,7 @@ class Client:
         self._loop.close()
 
 
-class _Items(Iterator[T]):
+class _Items(OneProcess, Iterator[T]):
     """Iterates over what an iterator on the client's thread yields. Several threads may take items of it.
 
     A `next` that is interrupted takes nothing: the one after it returns the item.
@@ -494,12 +521,16 @@ class _Items(Iterator[T]):
         """The wait for the next item, if one was interrupted."""
 
     def __next__(self) -> T:
+        if (
+            self._client._unusable is _FORKED
+        ):  # before the lock, which may be held by a thread of the parent
+            raise Closed(f"this client {_FORKED}")
         with self._turn:
             try:
                 if self._next is None:
                     self._next = self._client._begin(self._following())
             except Closed:
-                if not self._client._closed:
+                if not self._client._unusable:
                     raise
                 return self._left()
             following = self._next
@@ -512,7 +543,7 @@ class _Items(Iterator[T]):
                     self._next = None
 
     def __del__(self) -> None:
-        if self._next is not None:
+        if self._next is not None and self._client._unusable is not _FORKED:
             self._next.cancel()
 
     async def _following(self) -> T:
@@ -547,7 +578,7 @@ class Answers(list[T]):
         """Ids of the members that were asked and did not answer in time."""
 
 
-class Tunnel:
+class Tunnel(OneProcess):
     """`iris.Tunnel` for threads. Each call blocks its thread until it is done."""
 
     def __init__(
@@ -593,6 +624,9 @@ async def _settle() -> None:
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:
+    if not standard_descriptors_are_open():
+        # A socket can get the number of one, with which libuv would abort.
+        return asyncio.new_event_loop()
     try:
         import uvloop
     except ImportError:  # not on Windows

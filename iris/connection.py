@@ -16,9 +16,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Self
 
 from iris.absences import unwatched
-from iris.attachment import OPEN, Attachment, Connector
-from iris.awaiting import check_callback
 from iris.attachment import FORKED, OPEN, Attachment, Connector
+from iris.awaiting import check_callback
 from iris.checks import check_number
 from iris.config import ClientConfig
 from iris.core.interfaces import Lost

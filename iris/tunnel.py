@@ -29,8 +29,8 @@ from iris.errors import (
     TunnelBroken,
     with_deadline,
 )  # fmt: skip
-from iris.one_process import OneProcess
 from iris.iterating import Iteration
+from iris.one_process import OneProcess
 from iris.runtime import Runtime
 
 DEFAULT_RECV_LIMIT = 64 << 20

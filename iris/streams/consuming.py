@@ -15,8 +15,7 @@ from iris.forks import FORKED, disable_in_child
 from iris.one_process import OneProcess
 from iris.streams.interleaving import Interleaved
 from iris.streams.partitions import Layout, find_layout, layout_of
-from iris.streams.reading import CLOSED, LOOK_S, MAX_GAPS, Start, check_alive, check_start
-from iris.streams.reading import LOOK_S, MAX_GAPS, Batches, Start, check_alive, check_start
+from iris.streams.reading import CLOSED, LOOK_S, MAX_GAPS, Batches, Start, check_alive, check_start
 from iris.streams.records import StreamGap, StreamMessage
 from iris.streams.stores import Stores
 from iris.streams.worker import Settings, Worker

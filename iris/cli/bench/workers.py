@@ -14,8 +14,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import AsyncGenerator, Callable
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Final
