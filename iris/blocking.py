@@ -28,7 +28,7 @@ from iris.crypto.keyring import Keyring
 from iris.deadlines import HANDLED, carried_on, handled_us
 from iris.describing import Description, PerMember, Ping
 from iris.errors import Closed, RemoteError
-from iris.forks import disable_in_child
+from iris.forks import disable_in_child, keep_in_child
 from iris.membership import Members
 from iris.middleware import Middleware
 from iris.nested import IN_HANDLER
@@ -489,6 +489,7 @@ class Client(OneProcess):
         """Refuse to work in the child of a fork, where neither the thread nor the loop runs."""
         # Threads that held these locks are not in the child.
         self._starting, self._closing = threading.Lock(), threading.Lock()
+        keep_in_child(self._served)
         if not self._unusable:
             self._unusable = _FORKED
             for future in self._started:

@@ -45,6 +45,14 @@ def disable_in_child(one: Inherited) -> None:
     _objects.add(one)
 
 
+_kept: Final[list[object]] = []
+
+
+def keep_in_child(one: object) -> None:
+    """Keep tasks of the parent for good: in the child they never end, and Python reports pending ones that it frees."""
+    _kept.append(one)
+
+
 def keep_from_child(connection: S) -> S:
     """Return `connection`, which the child of a fork will not have. It must be closed or detached by its own methods."""
     _sockets.add(connection)

@@ -74,6 +74,16 @@ class Seen(list[str]):
     def plain(self, message: iris.Message) -> None:
         self.note()
 
+    def awaited(self, message: iris.Message) -> Awaitable[None]:
+        """Set the variable before there is a coroutine, as a decorator may."""
+        self.note()
+        return self._rest(TENANT.get())
+
+    async def _rest(self, mine: str) -> None:
+        await asyncio.sleep(0)
+        if TENANT.get() != mine:
+            self.append(f"{TENANT.get()} instead of {mine}")
+
     async def at_once(self, message: iris.Message) -> None:
         self.note()
 
@@ -127,7 +137,7 @@ async def send_all(send: Send, client: iris.Client, seen: list[str]) -> None:
 
 
 @pytest.mark.parametrize("kind", SENDS)
-@pytest.mark.parametrize("form", ["plain", "at_once", "later"])
+@pytest.mark.parametrize("form", ["plain", "awaited", "at_once", "later"])
 async def test_each_message_of_a_service_runs_in_the_context_of_the_lifespan(
     kind: str, form: str
 ) -> None:
@@ -184,12 +194,12 @@ async def test_each_tunnel_runs_in_a_context_of_its_own() -> None:
     assert seen == ["the lifespan"] * MESSAGES
 
 
-@pytest.mark.parametrize("form", ["plain", "at_once", "later"])
+@pytest.mark.parametrize("form", ["plain", "awaited", "at_once", "later"])
 @pytest.mark.parametrize("concurrency", [1, 4])
 async def test_each_publication_runs_in_the_context_of_its_subscriber(
     form: str, concurrency: int
 ) -> None:
-    if form == "plain" and concurrency > 1:
+    if form in ("plain", "awaited") and concurrency > 1:
         pytest.skip("plain functions run one at a time")
     seen = Seen()
     async with LocalCluster() as cluster, cluster.client() as client, cluster.client() as other:
@@ -203,7 +213,7 @@ async def test_each_publication_runs_in_the_context_of_its_subscriber(
     assert seen == ["the subscriber"] * (2 * MESSAGES)
 
 
-@pytest.mark.parametrize("form", ["plain", "later"])
+@pytest.mark.parametrize("form", ["plain", "awaited", "later"])
 @pytest.mark.parametrize("kind", ["broadcast", "publish"])
 async def test_the_messages_of_one_bundle_have_a_context_each(kind: str, form: str) -> None:
     seen = Seen()

@@ -94,7 +94,6 @@ def work():
     ):
         refused(call)
     # What leaves its block, or is dropped, does so in silence.
-    watched.close()
     blocks.close()
     client.close()
     client.close()
