@@ -13,6 +13,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from iris import program
 from iris.causes import VARIABLE, print_causes
+from iris.cli import stdout
 from iris.cli.arguments import WrongUsage, read_plainly
 from iris.wire.names import did_you_mean, printable
 
@@ -120,6 +121,9 @@ HELP = """Send messages to clusters by name, and run relays and services.
       stream append --expect  the message would have got another offset
       federation ping         a site is not linked
       demo                    figures differ from the file
+      any command             standard output cannot be written (disk full)
+    If the reader of standard output leaves, as `head` does, the command ends
+    with exit code 0.
 
     \b
     Environment:
@@ -277,4 +281,5 @@ def _usage_text(error: Any) -> str:
 def main() -> None:
     """Entry point of `iris`."""
     program.begin()
-    app(prog_name="iris")
+    with stdout.guarded():
+        app(prog_name="iris")

@@ -125,11 +125,6 @@ def run(work: Callable[[], Coroutine[Any, Any, int]]) -> NoReturn:
         code = report_error(error)
     except (KeyboardInterrupt, asyncio.CancelledError):
         code = Exit.INTERRUPTED
-    except BrokenPipeError:
-        # The reader of our output has left, as in `iris subscribe … | head -1`. Python would print an error at
-        # exit, too.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = Exit.OK
     raise typer.Exit(int(code))
 
 
