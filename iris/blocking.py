@@ -29,6 +29,7 @@ from iris.deadlines import HANDLED, carried_on, handled_us
 from iris.describing import Description, PerMember, Ping
 from iris.errors import Closed, RemoteError
 from iris.forks import disable_in_child, keep_in_child
+from iris.logs import EXITS
 from iris.membership import Members
 from iris.middleware import Middleware
 from iris.nested import IN_HANDLER
@@ -90,9 +91,9 @@ class Client(OneProcess):
         """Held by the thread that closes the client."""
         self._served: dict[asyncio.Task[None], asyncio.Event] = {}
         """Services: the task that serves it -> what ends it."""
-        self._thread = threading.Thread(
-            target=self._loop.run_forever, name="iris-client", daemon=True
-        )
+        self._stopping = False
+        """Whether the loop may end."""
+        self._thread = threading.Thread(target=self._run_loop, name="iris-client", daemon=True)
         self._thread.start()
         disable_in_child(self)
         try:
@@ -359,7 +360,8 @@ class Client(OneProcess):
     def serve(self, service: Service) -> Iterator[None]:
         """See `iris.Client.serve`.
 
-        Handlers run on the client's thread, so a plain function that blocks stops them all.
+        Handlers run on the client's thread, so a plain function that blocks stops them all. `sys.exit` in one of them
+        fails its call only.
         """
         served = self._run(self._serve(service))
         try:
@@ -448,6 +450,13 @@ class Client(OneProcess):
         future.add_done_callback(self._started.discard)
         return future
 
+    def _run_loop(self) -> None:
+        """Run the event loop until `_stop`. What ends a loop, such as `sys.exit` in a handler, must not end this one:
+        every call waits for it, and in a thread it would not end the program either."""
+        while not self._stopping:
+            with contextlib.suppress(*EXITS):  # its call has failed, and it is in the log
+                self._loop.run_forever()
+
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         future = self._begin(work)
         try:
@@ -503,6 +512,7 @@ class Client(OneProcess):
             _settle(), self._loop
         )
         finished.result(timeout=5)
+        self._stopping = True
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=5)
         self._loop.close()

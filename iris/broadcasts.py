@@ -11,6 +11,7 @@ from iris.awaiting import finished, is_late
 from iris.contexts import Contexts, Late
 from iris.core.message import Message
 from iris.handlers import Handler, stopping
+from iris.logs import RAISED
 
 
 class Broadcasts:
@@ -56,7 +57,7 @@ class Broadcasts:
                 try:
                     context = self._contexts.fresh()
                     value = context.run(handler.function, handler.convert(message))
-                except (Exception, asyncio.CancelledError) as err:
+                except RAISED as err:
                     self._failed("broadcast handler", handler, err)
                 else:
                     if value is not None and type(value) is not bytes and is_late(value):
@@ -113,7 +114,7 @@ class Broadcasts:
                             value = await handler.function(handler.convert(message))
                             if value is not None and is_late(value):
                                 await finished(value)
-                    except (Exception, asyncio.CancelledError) as err:
+                    except RAISED as err:
                         if stopping():
                             raise
                         self._failed("broadcast handler", handler, err)

@@ -34,6 +34,7 @@ SENTENCES: Final[dict[str, str | tuple[str, ...]]] = {
         "{function} ({handler}) raised {error}; {held_back} more like it were not logged. The service continues; correct the handler.",
         "{function} ({handler}) raised {error}. The service continues; correct the handler.",
     ),
+    "client.handler_exited": "{function} ({handler}) raised {error}. The event loop of this program ends. If only the call should fail, raise another exception, such as iris.Refusal.",
     "client.context_shortened": "The headers of {messages} messages, the last one to {name}, had no room for all of the trace context ({fields} left out; headers take at most {limit} bytes). The messages were sent. Send smaller headers, or less baggage.",
     "client.fault": f"The client's connection was closed because of an internal error; it connects again. {_BUG}",
     "relay.socket_skipped": "The relay's socket {socket} was not used because it cannot be trusted: {reason}.",

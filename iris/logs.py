@@ -31,6 +31,13 @@ ERROR_CHARACTERS: Final = 500
 """Characters of an exception's text that `error_text` keeps."""
 
 
+EXITS: Final = (SystemExit, KeyboardInterrupt)
+"""What a function of the user raises to end the program."""
+RAISED: Final = (Exception, asyncio.CancelledError, *EXITS)
+"""What a function of the user may raise. Its boundary catches all of it, so that what is counted stays right; see
+`Runtime.handler_failed`."""
+
+
 class Event:
     """The message of a log record of Iris: it becomes text when a formatter asks for it."""
 

@@ -14,7 +14,7 @@ from typing import Final
 
 from iris.awaiting import check_returned
 from iris.core.interfaces import Lost
-from iris.logs import logger
+from iris.logs import RAISED, logger
 from iris.runtime import Runtime
 
 log = logger(__name__)
@@ -64,7 +64,7 @@ class LossLog:
         if on_gap is not None:
             try:
                 check_returned(self._context.copy().run(on_gap, lost))
-            except (Exception, asyncio.CancelledError) as err:
+            except RAISED as err:
                 self._runtime.handler_failed(self._handler, on_gap, err)
 
     def end(self) -> None:

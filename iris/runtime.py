@@ -11,7 +11,7 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextvars import copy_context
-from typing import Any, Final, Protocol
+from typing import Any, Final, NoReturn, Protocol
 
 from iris.attachment import Attachment, Connector, Life
 from iris.awaiting import check_returned
@@ -40,7 +40,7 @@ from iris.errors import (
     name_timeout,
 )  # fmt: skip
 from iris.forks import disable_in_child
-from iris.logs import Repeats, error_text, function_name, logger
+from iris.logs import EXITS, RAISED, Repeats, error_text, function_name, logger
 from iris.registry import Registry, Served, Subscriber
 from iris.transport import Pump
 from iris.wire import frames
@@ -448,7 +448,7 @@ class Runtime:
         if self.on_loss is not None:
             try:
                 check_returned(self._context.copy().run(self.on_loss, lost))
-            except (Exception, asyncio.CancelledError) as err:
+            except RAISED as err:
                 self.handler_failed("on_loss", self.on_loss, err)
 
     def handler_failed(
@@ -458,6 +458,9 @@ class Runtime:
 
         `handler` says what it is the handler of: "handler of thumbnails". If it has not `ran`, the message does not fit
         it: then the text of the error says all, and there is no traceback. Call it in an except block.
+
+        A SystemExit or KeyboardInterrupt ends the event loop, as it does in any other task. It is raised there only
+        after the answer to the message is written, so that nobody waits for it.
         """
         self.count_dropped(FAILED_HANDLERS, 1)
         name = function_name(function)
@@ -466,12 +469,25 @@ class Runtime:
             "function": name,
             "error": error_text(error),
         }
+        if isinstance(error, EXITS):
+            log.error("client.handler_exited", exc_info=error, extra={"fields": fields})
+            self.exit_loop(error)
+            return
         if not ran:
             fields["error"] = str(error)
             fields["messages"] = 1
         self._repeats.error(
             log, "client.handler_failed", (handler, name, type(error)), error if ran else None, fields
         )  # fmt: skip
+
+    def exit_loop(self, error: BaseException) -> None:
+        """Raise an error out of the running event loop, in the turn after what is queued now was written."""
+
+        def leave() -> NoReturn:
+            raise error
+
+        loop = asyncio.get_running_loop()
+        loop.call_soon(loop.call_soon, leave)
 
     def count_dropped(self, cause: str, count: int) -> None:
         """Count messages that were dropped in this process."""

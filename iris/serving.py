@@ -24,7 +24,7 @@ from iris.describing import DESCRIBE, PING, Description, describe_handlers, libr
 from iris.errors import ConfigError
 from iris.handlers import ArgumentError, Deferred, Expired, Handler, Request, encode_reply, stopping
 from iris.inbox import Inbox
-from iris.logs import logger
+from iris.logs import EXITS, RAISED, error_text, logger
 from iris.loop_watch import times_held
 from iris.losses import LossLog
 from iris.methods import Methods, no_method
@@ -159,7 +159,7 @@ class ServiceBinding(OneProcess):
                     self._give_to_worker(inbox, delivery)
                     return
                 tally.handled += 1
-            except (Exception, asyncio.CancelledError) as err:
+            except RAISED as err:
                 (answer or _Answer(self, delivery)).failed(err)
             else:
                 if answer is None:
@@ -293,7 +293,7 @@ class ServiceBinding(OneProcess):
                             cancelled = cancelling.end(delivery)
                     inbox.tally.returned(started_ns)
                     answer.returned(value)
-            except (Exception, asyncio.CancelledError) as err:
+            except RAISED as err:
                 if stopping():
                     answer.failed(RuntimeError("the member stopped before it answered"))
                     raise
@@ -327,7 +327,7 @@ class ServiceBinding(OneProcess):
                     await handler.function(tunnel)
                 except EndOfTunnel:
                     return
-        except (Exception, asyncio.CancelledError) as err:
+        except RAISED as err:
             if stopping():
                 raise
             self._failed("tunnel handler", handler, err)
@@ -548,6 +548,8 @@ class _Answer:
             self._binding.refused(self._delivery)
         try:
             detail = str(err) if isinstance(err, ArgumentError) else f"{type(err).__name__}: {err}"
+            if isinstance(err, EXITS):
+                detail = f"{error_text(err)}; the program of the member ends"
         except Exception as broken:  # the __str__ of a user's exception may raise anything
             detail = f"{type(err).__name__} (its __str__ raised {type(broken).__name__})"
         self._finish(None, detail, err)

@@ -20,6 +20,7 @@ from iris.forks import FORKED, disable_in_child
 from iris.handlers import ArgumentError, stopping
 from iris.iterating import Iteration
 from iris.lanes import Lanes
+from iris.logs import RAISED
 from iris.losses import LossLog
 from iris.one_process import OneProcess
 from iris.runtime import Runtime
@@ -304,7 +305,7 @@ class Subscription(OneProcess):
                         self._begin(handler, late, [message, *rest], size)
                         return
                 return
-            except (Exception, asyncio.CancelledError) as err:
+            except RAISED as err:
                 self._failed(err)
 
     def _begin(
@@ -437,7 +438,7 @@ class Subscription(OneProcess):
                         value = await handler(message)
                         if value is not None and is_late(value):
                             await finished(value)
-                except (Exception, asyncio.CancelledError) as err:
+                except RAISED as err:
                     if stopping():
                         raise
                     self._failed(err)
@@ -467,7 +468,7 @@ class Subscription(OneProcess):
                                 value = await handler(message)
                                 if value is not None and is_late(value):
                                     await finished(value)
-                        except (Exception, asyncio.CancelledError) as err:
+                        except RAISED as err:
                             if stopping():
                                 raise
                             self._failed(err)
