@@ -91,8 +91,8 @@ class Calls(Connection):
         Raises:
             RequestError: NoMembers, Overloaded, RequestTimeout, RemoteError, RelayError or ConnectionLost. Its
                 `may_have_run` is False only if no handler has run.
-            MessageTooLarge: the payload is over `message_limit`; nothing was sent.
-            EncodeError: the payload cannot be sent. Nothing was sent.
+            MessageTooLarge: the payload is over `message_limit`, or the headers over 3,072 bytes; nothing was sent.
+            EncodeError: the payload cannot be sent, or `headers` are not a dict of str to str. Nothing was sent.
             DecodeError: the reply does not fit `type`. Its `may_have_run` is True.
             KeyringError: the keyring has no key for the cluster.
             InvalidName: `cluster`, `member` or `method` is not allowed.
@@ -224,7 +224,7 @@ class Calls(Connection):
 
         Raises:
             ConnectionLost: no relay was connected within `timeout`; nothing was sent.
-            MessageTooLarge: the payload is over `message_limit`; nothing was sent.
+            MessageTooLarge: the payload is over `message_limit`, or the headers over 3,072 bytes; nothing was sent.
             KeyringError: the keyring has no key for the cluster.
         """
         if member is not None:

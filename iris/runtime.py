@@ -263,8 +263,8 @@ class Runtime:
 
         Raises:
             MessageTooLarge: the payload is over the limit, which is at least `MIN_MESSAGE_LIMIT`; the text ends with
-                `advice`.
-            LocalProtocolError: `headers` are not str -> str, or too large.
+                `advice`. Or the headers are.
+            EncodeError: the payload cannot be sent, or `headers` are not a dict of str to str.
         """
         data, packed = (payload, False) if type(payload) is bytes else encode_payload(payload)
         if len(data) > MIN_MESSAGE_LIMIT:

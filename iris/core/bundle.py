@@ -25,7 +25,7 @@ from typing import Final
 import msgspec
 
 from iris.core.compression import expanded
-from iris.errors import DecodeError, InvalidName, LocalProtocolError
+from iris.errors import DecodeError, EncodeError, InvalidName, MessageTooLarge
 from iris.wire.names import check_method, plural
 
 CUT_BYTES: Final = 65 << 10
@@ -170,25 +170,33 @@ def headers_bytes(headers: Headers) -> int:
 
 
 def check_headers(headers: Headers) -> Headers:
-    """Return `headers`. Raises LocalProtocolError unless they are str to str and at most `MAX_HEADERS_BYTES`."""
+    """Return `headers`.
+
+    Raises:
+        EncodeError: they are not a dict of str to str, or a text has surrogates.
+        MessageTooLarge: they take more than `MAX_HEADERS_BYTES`.
+    """
     if not isinstance(headers, dict):
-        raise LocalProtocolError(
-            f"headers must be a dict of str to str, not {type(headers).__name__}"
-        )
+        raise EncodeError(f"headers must be a dict of str to str, not {type(headers).__name__}")
     for text in (*headers, *headers.values()):
         if type(text) is not str:
-            raise LocalProtocolError(
-                f"header names and values must be str, not {type(text).__name__}"
-            )
+            raise EncodeError(f"header names and values must be str, not {type(text).__name__}")
     try:
         size = headers_bytes(headers)
     except UnicodeEncodeError as err:
-        raise LocalProtocolError(f"headers must be text that UTF-8 can encode: {err}") from err
+        wrong = next(filter(_broken, headers.items()))
+        raise EncodeError(
+            f"the header {wrong[0]!r} has a surrogate, which UTF-8 cannot encode"
+        ) from err
     if size > MAX_HEADERS_BYTES:
-        raise LocalProtocolError(
-            f"headers are over the limit of {MAX_HEADERS_BYTES} bytes: they take {size}"
+        raise MessageTooLarge(
+            f"headers of {size} bytes are over the limit of {MAX_HEADERS_BYTES}; put what is large into the payload"
         )
     return headers
+
+
+def _broken(header: tuple[str, str]) -> bool:
+    return any("\ud800" <= character <= "\udfff" for character in "".join(header))
 
 
 def decode_bundle(plain: bytes) -> tuple[list[bytes], list[Headers | None] | None, bool]:

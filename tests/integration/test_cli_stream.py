@@ -610,7 +610,7 @@ GOOD = b'{"payload": "eA=="}\n'
         (b'{"payload": "wQ==", "packed": true}', "MessagePack"),
         (b'{"payload": "eA==", "name": "\xff"}', ""),
         (b'{"payload": "' + base64.b64encode(bytes(2 << 20)) + b'"}', "over the limit"),
-        (b'{"payload": "eA==", "headers": {"a": "' + b"x" * 70_000 + b'"}}', "headers are over"),
+        (b'{"payload": "eA==", "headers": {"a": "' + b"x" * 70_000 + b'"}}', "over the limit"),
     ],
     ids=["text", "empty", "no-payload", "base64", "number", "field", "header", "packed", "utf8", "big", "headers"],
 )  # fmt: skip

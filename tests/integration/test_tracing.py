@@ -626,7 +626,7 @@ async def test_what_cannot_be_sent_is_refused_as_without_tracing(
         client.offer("orders", bytes(2 << 20))
     await client.publish(topic="orders", payload=b"named")
     spans = traces.named("publish orders")
-    assert [facts(span).get("error.type") for span in spans] == ["LocalProtocolError", "MessageTooLarge", None]  # fmt: skip
+    assert [facts(span).get("error.type") for span in spans] == ["EncodeError", "MessageTooLarge", None]  # fmt: skip
 
 
 # -- where a handler runs ----------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 import { decompress } from "fzstd";
 import { concat, EMPTY, text, utf8, view, type Bytes } from "./bytes.ts";
-import { ConfigError, OpenError } from "./errors.ts";
+import { EncodeError, MessageTooLarge, OpenError } from "./errors.ts";
 import { decode, encode } from "./msgpack.ts";
 
 const HEADERS = 1;
@@ -39,16 +39,17 @@ export interface Outgoing {
   readonly key?: Bytes;
 }
 
-/** Return headers as the column holds them: empty for none. Raises ConfigError unless they are strings. */
+/** Return headers as the column holds them: empty for none. Raises EncodeError, and MessageTooLarge. */
 export function encodeHeaders(headers: Headers | null | undefined): Bytes {
   if (headers === null || headers === undefined) return EMPTY;
-  if (Object.getPrototypeOf(headers) !== Object.prototype && Object.getPrototypeOf(headers) !== null) {
-    throw new ConfigError("headers must be a plain object whose values are strings");
+  if (typeof headers !== "object" || Symbol.iterator in headers) throw new EncodeError("headers must be an object of strings, such as {name: \"value\"}");
+  for (const value of Object.values(headers)) {
+    if (typeof value !== "string") throw new EncodeError(`header values must be strings, not ${value === null ? "null" : typeof value}`);
   }
-  for (const text of Object.entries(headers).flat()) {
-    if (typeof text !== "string" || !text.isWellFormed()) throw new ConfigError("the names and values of headers must be well-formed strings");
-  }
-  return Object.keys(headers).length ? encode(headers) : EMPTY;
+  if (!Object.entries(headers).flat().every((each) => each.isWellFormed())) throw new EncodeError("a header has a lone surrogate, which UTF-8 cannot encode");
+  const encoded = Object.keys(headers).length ? encode(headers) : EMPTY;
+  if (encoded.length > MAX_HEADERS) throw new MessageTooLarge(`headers of ${encoded.length} bytes are over the limit of ${MAX_HEADERS}; put what is large into the payload`);
+  return encoded;
 }
 
 export function encodeBundle(messages: readonly Outgoing[], packed: boolean, method = ""): Bytes {

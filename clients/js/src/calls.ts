@@ -1,9 +1,9 @@
 /** The caller's side of requests, pushes and surveys (docs/protocol.md §10). */
 
 import { equal, unbase64, type Bytes } from "./bytes.ts";
-import { decodeBundle, encodeBundle, encodeHeaders, MAX_HEADERS, type Bundle, type Headers } from "./bundle.ts";
+import { decodeBundle, encodeBundle, encodeHeaders, type Bundle, type Headers } from "./bundle.ts";
 import {
-  ConfigError, ConnectionLost, DecodeError, MessageTooLarge, NoMembers, OpenError, Overloaded, RelayError, RemoteError,
+  ConnectionLost, DecodeError, MessageTooLarge, NoMembers, OpenError, Overloaded, RelayError, RemoteError,
   RequestTimeout, type IrisError, type RequestError,
 } from "./errors.ts";
 import { Cause, decodeRun, encodeEnd, Kind, lenientText, texts, type DataFrame, type Fields } from "./frames.ts";
@@ -46,10 +46,9 @@ export function isStale(error: unknown): boolean {
   return error instanceof RelayError && error.detail === STALE;
 }
 
-/** Raise MessageTooLarge or ConfigError unless a message may be sent. */
-export function checkMessage(payload: Bytes, headers: Bytes, limit: number): void {
+/** Raise MessageTooLarge unless a message may be sent. */
+export function checkMessage(payload: Bytes, limit: number): void {
   if (payload.length > limit) throw new MessageTooLarge(`${payload.length} bytes are over the limit of ${limit}; use a tunnel`);
-  if (headers.length > MAX_HEADERS) throw new ConfigError(`the headers have ${headers.length} bytes, over the limit of ${MAX_HEADERS}`);
 }
 
 /** One session's calls that wait for an answer. */
@@ -133,7 +132,7 @@ export class Calls {
     answer: Pick<Pending, "resolve" | "reject" | "sink">,
   ): bigint {
     const encoded = encodeHeaders(headers);
-    checkMessage(payload, encoded, this.#session.messageLimit);
+    checkMessage(payload, this.#session.messageLimit);
     if (this.#pending.size >= MAX_PENDING) throw new Overloaded(address.name, `${MAX_PENDING} calls wait for answers already`);
     this.#session.beforeSend();
     const hop = this.#session.nextHop();

@@ -30,7 +30,7 @@ export class Casts {
 
   add(address: Address, payload: Bytes, packed: boolean, headers: Headers | undefined): void {
     const encoded = encodeHeaders(headers);
-    checkMessage(payload, encoded, this.#session.messageLimit);
+    checkMessage(payload, this.#session.messageLimit);
     const flow = this.#flow(address);
     const size = payload.length + encoded.length + MESSAGE_BYTES;
     const other = flow.packed !== packed || flow.address.site !== address.site;

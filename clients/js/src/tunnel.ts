@@ -4,7 +4,7 @@ import { concat, EMPTY, random, u32, utf8, view, type Bytes } from "./bytes.ts";
 import { encodeHeaders, MAX_HEADERS, type Headers } from "./bundle.ts";
 import { monotonicUs, wallUs } from "./clock.ts";
 import {
-  Closed, ConfigError, ConnectionLost, MessageTooLarge, PeerProtocolError, RequestTimeout, SealError, TunnelBroken,
+  Closed, ConnectionLost, MessageTooLarge, PeerProtocolError, RequestTimeout, SealError, TunnelBroken,
   type IrisError, type RequestError,
 } from "./errors.ts";
 import { errorOf } from "./calls.ts";
@@ -352,7 +352,7 @@ export class Tunnels {
   /** Open a tunnel. Raises RequestError. */
   async open(address: Address, timeoutMs: number, headers: Headers, signal?: AbortSignal): Promise<Tunnel> {
     const session = this.#session;
-    if (encodeHeaders(headers).length > MAX_HEADERS) throw new ConfigError(`the headers are over the limit of ${MAX_HEADERS} bytes`);
+    encodeHeaders(headers); // before anything is sent
     const { name, key } = address;
     const tunnelId = random(16);
     const opening = await Opening.begin(key, prologue(name, key.id, tunnelId));

@@ -19,7 +19,7 @@ from iris.cli.stream import texts
 from iris.cli.stream.reading import Line
 from iris.core.bundle import Headers, check_headers
 from iris.core.message import Message, encode_payload
-from iris.errors import ConfigError, DecodeError, IrisError, LocalProtocolError, NoStream
+from iris.errors import ConfigError, DecodeError, IrisError, MessageTooLarge, NoStream
 from iris.streams import Offset
 
 BATCH: Final = 1000
@@ -207,7 +207,7 @@ def import_(
             if found.packed:
                 _ = Message(found.payload, "", packed=True).value
             check_headers(found.headers or {})
-        except (msgspec.DecodeError, UnicodeDecodeError, DecodeError, LocalProtocolError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, DecodeError, MessageTooLarge) as error:
             raise BadLine(str(error)) from error
         if found.tombstone:
             return None
