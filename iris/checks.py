@@ -20,9 +20,29 @@ def check_whole(name: str, value: object, least: int, most: int | None = None) -
         raise ConfigError(f"{name} must be from {least} to {most}, not {value}")
 
 
-def check_number(name: str, value: object, least: float = -math.inf) -> None:
-    """Raise ConfigError unless `value` is a number of at least `least`. The text begins with `name`."""
+def check_number(
+    name: str, value: object, least: float = -math.inf, most: float = math.inf, *, unit: str = ""
+) -> None:
+    """Raise ConfigError unless `value` is a number from `least` to `most`. The text begins with `name`.
+
+    `unit`, such as " s", follows the limits in the text.
+    """
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise ConfigError(f"{name} must be a number, not {value!r}")
-    if not float(value) >= least:
-        raise ConfigError(f"{name} must be at least {least:g}, not {value}")
+    if least <= float(value) <= most:
+        return
+    if math.isfinite(most):
+        raise ConfigError(f"{name} must be from {least:g} to {most:g}{unit}, not {value}")
+    raise ConfigError(f"{name} must be at least {least:g}{unit}, not {value}")
+
+
+def check_flag(name: str, value: object) -> None:
+    """Raise ConfigError unless `value` is True or False. The text begins with `name`."""
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} must be True or False, not {value!r}")
+
+
+def check_text(name: str, value: object) -> None:
+    """Raise ConfigError unless `value` is text or bytes. The text of the error begins with `name`."""
+    if not isinstance(value, str | bytes):
+        raise ConfigError(f"{name} must be str or bytes, not {value!r}")

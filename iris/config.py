@@ -142,5 +142,9 @@ class Limits:
     """Tunnels open at the same time."""
 
     def __post_init__(self) -> None:
-        for name in ("concurrency", "queue_bytes", "tunnels"):
-            check_whole(name, getattr(self, name), 1)
+        for name, most in (
+            ("concurrency", 1 << 20),
+            ("queue_bytes", 1 << 40),
+            ("tunnels", 1 << 20),
+        ):
+            check_whole(name, getattr(self, name), 1, most)

@@ -32,7 +32,7 @@ from iris.streams.committing import (
     discard_everywhere,
 )
 from iris.streams.consuming import BATCH_MESSAGES, Consumer
-from iris.streams.definitions import check_local_name, given_fields
+from iris.streams.definitions import MOST, check_local_name, given_fields
 from iris.streams.health import StoreHealth
 from iris.streams.listing import StreamInfo
 from iris.streams.managing import PATIENCE_S, Management
@@ -48,7 +48,7 @@ from iris.streams.targets import Targets
 from iris.wire.consumers import ConsumerInfo
 from iris.wire.names import check_address, check_cluster, split_site
 from iris.wire.orders import DEAD, Definition, check_definition
-from iris.wire.streams import Fetch, Fetched, Settled
+from iris.wire.streams import MAX_PAGE_BYTES, Fetch, Fetched, Settled
 
 MAX_OPENERS: Final = 256
 """Logs for which `fetch` caches a `RecordOpener`. When it is full the cache is cleared and logs are described again."""
@@ -125,6 +125,8 @@ class Streams(Management):
             StreamError: if `may_have_run` is True, the message may be stored, or may be stored later.
         """
         data, packed = self._runtime.encode(message, headers, OF_A_MESSAGE)
+        if expect is not None:
+            check_whole("expect", expect, 0, MOST)
         asked, number = timeout, None
         target = self._targets.known.get((name, uuid))
         if type(target) is not Appender or partition:  # not known yet, or it has several partitions
@@ -161,6 +163,9 @@ class Streams(Management):
             cause = self._runtime.away_text(asked, time.monotonic())
             detail = f"not acknowledged within {asked:g} s{cause}; it may still be stored{self._stores.holders.starting_hint}"
             raise StreamUnavailable(name, detail, may_have_run=True) from None
+        except TypeError:
+            check_number("timeout", timeout)
+            raise
         return offset if number is None else offset_in(offset, number)
 
     async def append_many(
@@ -194,6 +199,9 @@ class Streams(Management):
             cause = self._runtime.away_text(asked, time.monotonic())
             detail = f"not all acknowledged within {asked:g} s{cause}; the rest may still be stored{self._stores.holders.starting_hint}"
             raise StreamUnavailable(target.name, detail, may_have_run=True) from None
+        except TypeError:
+            check_number("timeout", timeout)
+            raise
         offsets = [
             future.result() + index if index else future.result() for future, index in pending
         ]
@@ -279,6 +287,8 @@ class Streams(Management):
         `Reader`.
         """
         check_address(name)
+        check_whole("batch_bytes", batch_bytes, 1, MAX_PAGE_BYTES)
+        check_number("patience", patience, 0.001, unit=" s")
         if partition is not None:
             check_whole("partition", partition, 0)
         return Reader(
@@ -323,8 +333,9 @@ class Streams(Management):
                 several.
         """
         check_address(name)
-        check_whole("max_bytes", max_bytes, 1)
-        check_number("wait", wait, 0)
+        check_whole("start", start, 0, MOST)
+        check_whole("max_bytes", max_bytes, 1, MAX_PAGE_BYTES)
+        check_number("wait", wait, 0, 60, unit=" s")
         check_number("timeout", timeout)
         until_s = time.monotonic() + timeout + wait
         if partition:
@@ -364,6 +375,7 @@ class Streams(Management):
         """
         check_address(name)
         check_cluster(consumer)
+        check_number("patience", patience, 0.001, unit=" s")
         if partition is not None:
             check_whole("partition", partition, 0)
         return self._make_consumer(

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Final, Self
 
 from iris.awaiting import check_callback, check_returned
-from iris.checks import check_number, check_whole
+from iris.checks import check_flag, check_number, check_whole
 from iris.errors import Closed, RequestError, StreamError, StreamUnavailable
 from iris.forks import FORKED, disable_in_child
 from iris.one_process import OneProcess
@@ -19,8 +19,18 @@ from iris.streams.reading import CLOSED, LOOK_S, MAX_GAPS, Batches, Start, check
 from iris.streams.records import StreamGap, StreamMessage
 from iris.streams.stores import Stores
 from iris.streams.worker import Settings, Worker
+from iris.wire.consumers import ACK_TIMEOUT_US, MAX_CONSUMED, MAX_DELIVER
 
 BATCH_MESSAGES: Final = 1000
+
+
+def check_consumer(ack_timeout: float | None, max_deliver: int | None) -> None:
+    """Raise ConfigError unless these settings of a consumer are in range, or None."""
+    if ack_timeout is not None:
+        least, most = (limit / 1e6 for limit in ACK_TIMEOUT_US)
+        check_number("ack_timeout", ack_timeout, least, most, unit=" s")
+    if max_deliver is not None:
+        check_whole("max_deliver", max_deliver, 0, MAX_DELIVER)
 
 
 class Consumer(OneProcess):
@@ -44,9 +54,10 @@ class Consumer(OneProcess):
         partition: int | None = None,
     ) -> None:  # fmt: skip
         """With `partition` it works on one partition, otherwise on all."""
-        check_number("ack_timeout", ack_timeout, 0)
-        check_whole("max_deliver", max_deliver, 0)
-        check_whole("max_messages", max_messages, 1)
+        check_consumer(ack_timeout, max_deliver)
+        check_whole("max_messages", max_messages, 1, MAX_CONSUMED)
+        for option, flag in (("group", group), ("durable", durable), ("create", create)):
+            check_flag(option, flag)
         self.stream = stream
         self.name = name
         self.gaps: deque[StreamGap] = deque(maxlen=MAX_GAPS)

@@ -29,6 +29,9 @@ from iris.wire.streams import Change, Create, Delete, Described, FindStore, Sett
 
 OLD_STORE: Final = "the order is for another store"
 """What a store of an earlier version says to an order that names its bucket."""
+MOST: Final = (1 << 63) - 1
+"""Largest limit of a stream, in its unit: messages, bytes or µs."""
+MOST_S: Final = MOST // 1_000_000
 DURABILITIES: Final = ("disk", "bucket")
 CHANGE_TRIES: Final = 8
 """Attempts to apply a change on top of changes by others, before the caller gets an error."""
@@ -54,10 +57,10 @@ def check_limits(
     """Raise ConfigError unless the limits of a stream are numbers of at least 0, or None."""
     for name, whole in (("max_bytes", max_bytes), ("max_messages", max_messages)):
         if whole is not None:
-            check_whole(name, whole, 0)
+            check_whole(name, whole, 0, MOST)
     for name, seconds in (("max_age", max_age), ("dedup_window", dedup_window)):
         if seconds is not None:
-            check_number(name, seconds, 0)
+            check_number(name, seconds, 0, MOST_S, unit=" s")
 
 
 def check_durability(durability: str) -> None:

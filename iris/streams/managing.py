@@ -8,7 +8,7 @@ from typing import Final
 
 from msgspec import structs
 
-from iris.checks import check_number, check_whole
+from iris.checks import check_whole
 from iris.deadlines import deadline, seconds_left
 from iris.errors import ConfigError, NoStream
 from iris.one_process import OneProcess
@@ -21,7 +21,9 @@ from iris.streams.consumers import (
     delete_in_each,
     redrive_in_each,
 )
+from iris.streams.consuming import check_consumer
 from iris.streams.definitions import (
+    MOST,
     check_durability,
     check_limits,
     check_local_name,
@@ -331,10 +333,7 @@ class Management(OneProcess):
         The ack timeout (seconds) of messages that workers hold starts again. Workers that ask for earlier settings (one
         of the last eight) continue, with the new settings. Raises StreamError.
         """
-        if ack_timeout is not None:
-            check_number("ack_timeout", ack_timeout, 0.001)
-        if max_deliver is not None:
-            check_whole("max_deliver", max_deliver, 0, 65_535)
+        check_consumer(ack_timeout, max_deliver)
         ack_timeout_us = None if ack_timeout is None else round(ack_timeout * 1e6)
         return await self._change_consumer(
             name, ChangeConsumer(consumer, ack_timeout_us, max_deliver), uuid, timeout
@@ -404,6 +403,8 @@ class Management(OneProcess):
         if limit is not None:
             check_whole("limit", limit, 1)
         offsets = {offset} if isinstance(offset, int) else set(() if offset is None else offset)
+        for each in offsets:
+            check_whole("offset", each, 0, MOST)
         if offset is not None and not offsets:
             return RedriveInfo(0)
         return await redrive_in_each(

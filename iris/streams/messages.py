@@ -7,6 +7,7 @@ import time
 from datetime import datetime
 from typing import Final
 
+from iris.checks import check_number, check_text
 from iris.core.producer import PLAIN, Extras
 from iris.errors import ConfigError, MessageTooLarge, StreamError
 from iris.streams.stores import Stores
@@ -38,17 +39,22 @@ async def make_extras(
         return PLAIN
     if tombstone and key is None:
         raise StreamError(name, "a tombstone requires a key; pass the one to delete as key=")
+    for what, text in (("key", key), ("message_id", message_id)):
+        if text is not None:
+            check_text(what, text)
+    if deliver_at is not None and not isinstance(deliver_at, datetime):
+        raise ConfigError(f"deliver_at must be a datetime, not {deliver_at!r}")
     expires_us = 0 if ttl is None else time.time_ns() // 1000 + _microseconds("ttl", ttl)
     due_us = 0 if deliver_at is None else int(deliver_at.timestamp() * 1e6)
     if not 0 <= due_us < MAX_US or expires_us >= MAX_US:
         raise ConfigError("ttl, deliver_at: the time must be between the years 1970 and 148,000")
-    key_hash = text = b""
+    key_hash = shown = b""
     if key is not None:
-        text = as_bytes("key", key)
-        if len(text) > MAX_KEY_BYTES:
-            raise MessageTooLarge(f"key: {len(text)} bytes are over the limit of {MAX_KEY_BYTES}")
+        shown = as_bytes("key", key)
+        if len(shown) > MAX_KEY_BYTES:
+            raise MessageTooLarge(f"key: {len(shown)} bytes are over the limit of {MAX_KEY_BYTES}")
         sealing, of = await stores.key_hash_source(name, uuid, timeout=timeout)
-        key_hash = hmac.digest(sealing.key_hash_key, of + text, "sha256")
+        key_hash = hmac.digest(sealing.key_hash_key, of + shown, "sha256")
     id_hash = b""
     if message_id is not None:
         named = as_bytes("message_id", message_id)
@@ -59,7 +65,7 @@ async def make_extras(
         sealing, of = await stores.id_hash_source(name, uuid, timeout=timeout)
         # The label keeps id hashes apart from key hashes: the store cannot see that an id equals a key.
         id_hash = hmac.digest(sealing.key_hash_key, ID_LABEL + of + named, "sha256")
-    return Extras(text, key_hash, tombstone, expires_us, due_us, id_hash)
+    return Extras(shown, key_hash, tombstone, expires_us, due_us, id_hash)
 
 
 def as_bytes(what: str, text: str | bytes) -> bytes:
@@ -77,6 +83,7 @@ def as_bytes(what: str, text: str | bytes) -> bytes:
 
 
 def _microseconds(what: str, seconds: float) -> int:
+    check_number(what, seconds)
     if not seconds > 0:
         raise ConfigError(f"{what}: {seconds} s is too short; it must be above 0")
     return round(seconds * 1e6)

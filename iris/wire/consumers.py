@@ -10,6 +10,11 @@ from iris.wire.frames import Id16, Name, Text
 from iris.wire.orders import U32, Offset, Time
 from iris.wire.stream_items import Item
 
+ACK_TIMEOUT_US: Final = (1000, 86_400_000_000)
+"""Shortest and longest ack timeout, in µs."""
+MAX_DELIVER: Final = 65_535
+MAX_CONSUMED: Final = 1 << 20
+"""Most messages in one delivery."""
 MAX_REDRIVEN: Final = 1024
 """Most dead letters in one "redrive"."""
 
@@ -33,13 +38,13 @@ class Consume(Struct, frozen=True, tag_field="op", tag="consume"):
     consumer: Name
     worker: Id16
     max_bytes: Annotated[int, Meta(ge=1, le=64 << 20)]
-    max_messages: Annotated[int, Meta(ge=1, le=1 << 20)]
+    max_messages: Annotated[int, Meta(ge=1, le=MAX_CONSUMED)]
     wait_ms: Annotated[int, Meta(ge=0, le=60_000)] = 0
     start: Offset = 0
     group: bool = False
     durable: bool = True
-    ack_timeout_us: Annotated[int, Meta(ge=1000, le=86_400_000_000)] = 30_000_000
-    max_deliver: Annotated[int, Meta(ge=0, le=65_535)] = 0
+    ack_timeout_us: Annotated[int, Meta(ge=ACK_TIMEOUT_US[0], le=ACK_TIMEOUT_US[1])] = 30_000_000
+    max_deliver: Annotated[int, Meta(ge=0, le=MAX_DELIVER)] = 0
     again: bool = False
     """Whether the last answer was lost, so that everything this worker holds must be delivered again."""
     create: bool = True
@@ -88,8 +93,8 @@ class ChangeConsumer(Struct, frozen=True, tag_field="op", tag="change-consumer")
     """
 
     consumer: Name
-    ack_timeout_us: Annotated[int, Meta(ge=1000, le=86_400_000_000)] | None = None
-    max_deliver: Annotated[int, Meta(ge=0, le=65_535)] | None = None
+    ack_timeout_us: Annotated[int, Meta(ge=ACK_TIMEOUT_US[0], le=ACK_TIMEOUT_US[1])] | None = None
+    max_deliver: Annotated[int, Meta(ge=0, le=MAX_DELIVER)] | None = None
     paused: bool | None = None
 
 

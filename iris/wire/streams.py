@@ -41,7 +41,9 @@ from iris.wire.orders import (
     Time,
 )
 from iris.wire.stream_items import Item
+from iris.wire.words import in_words
 
+MAX_PAGE_BYTES: Final = 64 << 20
 MAX_LISTED: Final = 64
 """Most streams in one answer to "list"."""
 NO_PRODUCER: Final = bytes(16)
@@ -291,7 +293,7 @@ class Fetch(Struct, frozen=True, tag_field="op", tag="fetch"):
     """
 
     start: Offset
-    max_bytes: Annotated[int, Meta(ge=1, le=64 << 20)]
+    max_bytes: Annotated[int, Meta(ge=1, le=MAX_PAGE_BYTES)]
     wait_ms: Annotated[int, Meta(ge=0, le=60_000)] = 0
 
 
@@ -542,7 +544,7 @@ def decode_call(body: bytes | memoryview) -> Call:
     try:
         return _decode_call(body)  # type: ignore[no-any-return]  # a decoder of a union
     except _BAD as err:
-        raise DecodeError(f"a call to a store cannot be decoded: {err}") from err
+        raise DecodeError(f"the store cannot read the call: {in_words(err)}") from err
 
 
 def decode_answer(body: bytes | memoryview) -> Answer:

@@ -21,11 +21,13 @@ import typer
 
 import iris
 from iris.cli import options, output
+from iris.cli.arguments import WrongUsage
 from iris.cli.bench import jobs
 from iris.cli.exits import Exit, complain, report_error, until_stopped
 from iris.cli.exits import run as run_work
 from iris.signals import on_signal
 from iris.wire.names import check_cluster, check_topic, printable
+from iris.wire.words import in_words
 
 CLUSTER: Final = "bench"
 TOPIC: Final = "bench.load"
@@ -284,7 +286,7 @@ def _load(**fields: Any) -> jobs.Load:
     try:
         return msgspec.convert(fields, jobs.Load)
     except msgspec.ValidationError as error:
-        raise typer.BadParameter(str(error)) from None
+        raise WrongUsage(in_words(error)) from None
 
 
 def _run(
