@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from iris.attachment import OPEN
+from iris.checks import check_many
 from iris.connection import Connection
 from iris.core.bundle import Headers
 from iris.core.interfaces import Lost
@@ -195,9 +196,11 @@ class Calls(Connection):
         is room. `member` and `method` are as in `request`: with `member`, all go to that member.
 
         Raises:
+            ConfigError: `payloads` is itself a message: bytes, text or a dict. Nothing was sent.
             InvalidName: the name of the cluster, the member or the method is not allowed. Nothing was sent.
             KeyringError: the keyring has no key for the cluster. Nothing was sent.
         """
+        check_many("payloads", payloads, "request")
         if member is not None:
             check_member(cluster, member)
         if method is not None:

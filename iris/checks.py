@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Iterable
 
 from iris.errors import ConfigError
 
@@ -40,6 +41,20 @@ def check_flag(name: str, value: object) -> None:
     """Raise ConfigError unless `value` is True or False. The text begins with `name`."""
     if not isinstance(value, bool):
         raise ConfigError(f"{name} must be True or False, not {value!r}")
+
+
+def check_many(name: str, messages: object, one: str) -> None:
+    """Raise ConfigError unless `messages` can be iterated over for messages. `one` is the call for one message.
+
+    Bytes, text and a dict are one message each, but iterating over them gives numbers, characters or keys.
+    """
+    if isinstance(messages, bytes | bytearray | memoryview | str | dict) or not isinstance(
+        messages, Iterable
+    ):
+        kind = type(messages).__name__
+        raise ConfigError(
+            f"{name} must be a list or another iterable of messages, not {kind}; send one message with {one}"
+        )
 
 
 def check_text(name: str, value: object) -> None:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from typing import Any, Final, Generic, Protocol, TypeVar, cast
 
-from iris.checks import check_whole
+from iris.checks import check_many, check_whole
 from iris.core.bundle import Headers
 from iris.core.message import Message, decode_payload
 from iris.core.requests import Pending, Requests
@@ -320,6 +320,7 @@ def wrap_request_many(
         cluster: str, payloads: Iterable[object], *, in_flight: int = IN_FLIGHT, **options: Any
     ) -> AsyncIterator[Outcome[Any]]:
         # Without payloads it only checks its arguments: some now, the cluster's key when it is iterated.
+        check_many("payloads", payloads, "request")
         checks = request_many(cluster, (), in_flight=in_flight, **options)
         send = functools.partial(request, cluster, **options)
         return Outcomes(_Wrapped(checks, send, enumerate(payloads), max(1, in_flight)))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 from typing import Final
 
-from iris.checks import check_number, check_whole
+from iris.checks import check_many, check_number, check_whole
 from iris.core.bundle import Headers
 from iris.core.producer import PLAIN
 from iris.deadlines import seconds_left
@@ -177,6 +177,7 @@ class Streams(Management):
         In a stream with several partitions, all of them go to one partition. Raises as `append`; some messages may
         be stored nevertheless.
         """
+        check_many("messages", messages, "append")
         asked, number = timeout, None
         target = self._targets.known.get((name, uuid))
         if type(target) is not Appender or partition:

@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from datetime import datetime
 from typing import Final, Self
 
+from iris.checks import check_many
 from iris.core.bundle import BundleBuilder, Headers, message_bytes
 from iris.core.outbound import Outbound
 from iris.core.producer import CALL_BYTES, PLAIN, RECORD_BYTES, Extras
@@ -104,6 +105,7 @@ class Staging(OneProcess):
 
     async def append_many(self, messages: Iterable[object]) -> None:
         """Stage messages in order, several per record. Raises as `append`."""
+        check_many("messages", messages, "append")
         layout = await self.layout()
         for message in messages:
             self._check()

@@ -323,10 +323,13 @@ async def test_a_changed_ack_timeout_holds_for_what_is_held_and_for_the_worker(
 
 
 async def test_settings_that_are_out_of_range_are_refused(client: iris.Client) -> None:
-    for change in ({"max_deliver": -1}, {"max_deliver": 65_536}, {"ack_timeout": 0.0}):
+    for change in (
+        {"max_deliver": -1},
+        {"max_deliver": 65_536},
+        {"ack_timeout": 0.0},
+        {"ack_timeout": 9e4},
+    ):
         with pytest.raises(iris.ConfigError, match=next(iter(change))):
             await client.streams.change_consumer("orders", "invoices", **change)  # type: ignore[arg-type]  # one of both
-    with pytest.raises(StreamError, match="ack_timeout"):
-        await client.streams.change_consumer("orders", "invoices", ack_timeout=90_000.0)
     with pytest.raises(StreamError, match="no consumer"):
         await client.streams.pause_consumer("orders", "nobody")

@@ -54,3 +54,38 @@ async def test_a_value_that_a_store_would_refuse_is_named_by_the_client(tmp_path
 def test_limits_that_a_relay_would_refuse_are_named_before_the_service_joins(name: str) -> None:
     with pytest.raises(iris.ConfigError, match=rf"^{name} must be from 1 to \d+, not {10**30}$"):
         iris.Limits(**{name: 10**30})
+
+
+async def request_many(client: iris.Client, messages: Any) -> None:
+    await first(client.request_many("echo", messages, timeout=5))
+
+
+async def stage(client: iris.Client, messages: Any) -> None:
+    async with client.streams.stage("log", writer="w", batch=1) as staging:
+        await staging.append_many(messages)
+
+
+async def passed_on(call: iris.Call, call_next: Any) -> Any:
+    return await call_next(call)
+
+
+@pytest.mark.parametrize(
+    "one", [b"abc", "abc", bytearray(b"abc"), memoryview(b"abc"), {"a": 1}, 7], ids=repr
+)
+async def test_one_message_is_not_taken_for_many(tmp_path: Path, one: Any) -> None:
+    async with stored(tmp_path) as (cluster, client, _):
+        await client.streams.create("log")
+        async with cluster.client(middleware=[passed_on]) as wrapped:
+            for call, name, instead in (
+                (lambda: request_many(client, one), "payloads", "request"),
+                (lambda: request_many(wrapped, one), "payloads", "request"),
+                (lambda: client.streams.append_many("log", one), "messages", "append"),
+                (lambda: stage(client, one), "messages", "append"),
+            ):
+                with pytest.raises(iris.ConfigError) as caught:
+                    await call()
+                assert str(caught.value) == (
+                    f"{name} must be a list or another iterable of messages, not {type(one).__name__}; "
+                    f"send one message with {instead}"
+                )
+        assert (await client.streams.describe("log")).messages == 0
