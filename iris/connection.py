@@ -170,8 +170,14 @@ class Connection(OneProcess):
         Raises:
             RelayUnavailable: no new session could be made; the client goes on with the old keyring.
             KeyringError: the keyring cannot be used, or lacks a needed key; the client goes on with the old one.
+            ConfigError: a handler that this client serves awaits it.
         """
         self._attached()
+        if self._runtime.runs_in(asyncio.current_task()):
+            raise ConfigError(
+                "reload_keys waits for all handlers, so a handler cannot await it; keep a task of it instead: "
+                "asyncio.create_task(client.reload_keys())"
+            )
         _check_keyring(keyring)
         await self._runtime.reload(keyring or load_keys(os.environ))
 
