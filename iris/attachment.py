@@ -34,7 +34,7 @@ from iris.logs import logger
 from iris.nested import used
 from iris.pairs import READ_BYTES, Pairs
 from iris.registry import Registry
-from iris.transport import Pump
+from iris.transport import LOOP_ENDED, Pump
 from iris.wire.codec import ReceiveBuffer
 
 log = logger(__name__)
@@ -64,6 +64,7 @@ class Life(Enum):
     OPEN = "is open"
     CLOSING = "is being closed; make another one with iris.connect()"
     CLOSED = "is closed; make another one with iris.connect()"
+    LOOP_ENDED = LOOP_ENDED
     FORKED = "belongs to the parent process; after a fork, make another one with iris.connect()"
 
 
@@ -443,9 +444,13 @@ class Attachment:
         pumps = [*leaving] if self.pump is None else [*leaving, self.pump]
         return [pump for pump in pumps if pump.connected]
 
-    def poison(self) -> None:
+    def loop_ended(self) -> None:
+        """Disable this client, because its event loop was closed before it: nothing can be sent any more."""
+        self.poison(Life.LOOP_ENDED)
+
+    def poison(self, state: Life = Life.FORKED) -> None:
         """Disable this client in the child of a fork, because counters, nonces and socket belong to the parent."""
-        self.state = Life.FORKED
+        self.state = state
         for pump in list(self._pumps):  # sessions being left, and new ones, may seal, too
             pump.poison()
         self.session = self.out = self.pump = None

@@ -47,6 +47,7 @@ from iris.handlers import subscriber
 from iris.lifespan import serving
 from iris.membership import Members
 from iris.middleware import Middleware
+from iris.misuse import AsyncOnly
 from iris.parameters import Provided
 from iris.service import Service
 from iris.serving import ServiceBinding
@@ -101,11 +102,13 @@ def connect(
     )
 
 
-class Client(Calls):
+class Client(Calls, AsyncOnly):
     """A process's connection to its relay, made by `connect`. Use it as an async context manager.
 
     All methods must be called in the event loop in which the client was opened.
     """
+
+    _right_use = "async with iris.connect(...) as client:"
 
     def __init__(
         self, config: ClientConfig, keyring: Keyring | None = None, *, embedded: bool = False,

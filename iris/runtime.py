@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextvars import copy_context
 from typing import Any, Final, NoReturn, Protocol
+from typing import Any, Final, NoReturn, Protocol, cast
 
 from iris.attachment import Attachment, Connector, Life
 from iris.awaiting import check_returned
@@ -53,7 +54,17 @@ FAILED_HANDLERS: Final = "failed handlers"
 """Name of the counter of handlers that raised."""
 MAX_LOSSES: Final = 1000
 """Number of losses that `Client.losses` keeps."""
+NOT_OPEN: Final = (
+    "this client is not connected yet; enter it with `async with`, or await its open()"
+)
 TUNNEL: Final = "; send it through a tunnel"
+
+
+class _NotOpen:
+    """The registry of a client that is not open yet: whatever is asked of it says so."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise Closed(NOT_OPEN)
 
 
 class Part(Protocol):
@@ -85,7 +96,7 @@ class Runtime:
         """Subscriptions whose coroutine handler has a running task."""
         self.parts: list[Part] = []
         self.attachment: Attachment | None = None
-        self.registry: Registry
+        self.registry = cast(Registry, _NotOpen())
         self._reloading = asyncio.Lock()
         self._watched: list[list[Lost]] = []
         """Lists that collect losses, one for each active `watching_losses`."""
@@ -147,9 +158,7 @@ class Runtime:
         """Return the attachment. Raises Closed unless the client is open."""
         attachment = self.attachment
         if attachment is None:
-            raise Closed(
-                "this client is not connected yet; enter it with `async with`, or await its open()"
-            )
+            raise Closed(NOT_OPEN)
         attachment.check_open()
         return attachment
 

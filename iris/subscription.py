@@ -23,6 +23,7 @@ from iris.lanes import Lanes
 from iris.logs import RAISED
 from iris.losses import LossLog
 from iris.one_process import OneProcess
+from iris.misuse import AsyncOnly
 from iris.runtime import Runtime
 from iris.wire.names import check_filter, check_group, optional
 
@@ -34,7 +35,7 @@ CoroutineHandler = Callable[[Message], Awaitable[Any]]
 Policy = Literal["drop-new", "drop-old", "cut"]
 
 
-class Subscription(OneProcess):
+class Subscription(OneProcess, AsyncOnly):
     """A subscription to a topic filter, made by `Client.subscribe`.
 
     Use it as an async context manager and iterate over it with `async for`, or give `subscribe` a handler. It is
@@ -56,6 +57,8 @@ class Subscription(OneProcess):
     A coroutine handler runs at most `concurrency` times at once, and once at a time for each publisher and topic, so
     that their messages are handled in order.
     """
+
+    _right_use = "async with client.subscribe(...) as messages:"
 
     def __init__(
         self, runtime: Runtime, pattern: str, handler: Callable[[Message], object] | None, group: str | None,

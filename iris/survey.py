@@ -13,6 +13,7 @@ from iris.deadlines import HANDLED, deadline, inherited_s, milliseconds, seconds
 from iris.errors import ConfigError, DecodeError, IrisError, RemoteError
 from iris.iterating import Iteration, Waiters
 from iris.one_process import OneProcess
+from iris.misuse import AsyncOnly
 from iris.runtime import Runtime
 from iris.wire.kinds import HERE, Kind
 from iris.wire.names import check_address, check_method
@@ -22,7 +23,7 @@ Scope = Literal["site", "federation"]
 """Range of a survey or broadcast: the members of this site, or of all sites."""
 
 
-class Survey(OneProcess, Generic[T]):
+class Survey(OneProcess, AsyncOnly, Generic[T]):
     """A survey, made by `Client.survey`. It is sent when the iteration begins.
 
     After the iteration:
@@ -32,6 +33,8 @@ class Survey(OneProcess, Generic[T]):
     * `errors`: the same errors with their codes and details: id -> RemoteError
     * `missing`: ids of the members that were asked and did not answer in time
     """
+
+    _right_use = "async for answer in client.survey(...):"
 
     def __init__(
         self,

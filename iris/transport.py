@@ -10,10 +10,10 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, Final, Generic, Protocol, TypeVar, cast
 
 from iris.core.conversation import ENDED, UP, State
-from iris.errors import IrisError, PeerProtocolError
+from iris.errors import Closed, IrisError, PeerProtocolError
 from iris.logs import logger
 from iris.remote import SESSION_ALPN, check_alpn, peer_channel, peer_relay_id
 from iris.wire.codec import (
@@ -30,6 +30,7 @@ log = logger(__name__)
 
 SMALL_BYTES = 8192
 """Average size of a chunk below which chunks are joined before they are written."""
+LOOP_ENDED: Final = "belongs to an event loop that is closed; make another one with iris.connect() in the loop that uses it"
 NEVER_PAUSES = (3, 12) <= sys.version_info < (3, 12, 9) or (3, 13) <= sys.version_info < (3, 13, 2)
 """asyncio's `writelines` ignores the high-water mark, so that its buffer has no bound (CVE-2024-12254)."""
 
@@ -123,6 +124,7 @@ class PumpOwner(Protocol):
     def writing_paused(self, pump: Any) -> None: ...
     def writing_resumed(self, pump: Any) -> None: ...
     def disconnected(self, pump: Any, reason: str) -> None: ...
+    def loop_ended(self) -> None: ...
 
 
 class Pump(asyncio.BufferedProtocol, Generic[S]):
@@ -229,8 +231,12 @@ class Pump(asyncio.BufferedProtocol, Generic[S]):
     def touch(self) -> None:
         """Write the output of the session at the end of this turn of the loop."""
         if not self._scheduled and not self._in_batch:
+            try:
+                self._loop.call_soon(self._turn_ended)
+            except RuntimeError as err:  # the loop is closed
+                self._owner.loop_ended()
+                raise Closed(f"this client {LOOP_ENDED}") from err
             self._scheduled = True
-            self._loop.call_soon(self._turn_ended)
 
     def _turn_ended(self) -> None:
         self._scheduled = False

@@ -13,6 +13,7 @@ from iris.checks import check_flag, check_number, check_whole
 from iris.errors import Closed, RequestError, StreamError, StreamUnavailable
 from iris.forks import FORKED, disable_in_child
 from iris.one_process import OneProcess
+from iris.misuse import AsyncOnly
 from iris.streams.interleaving import Interleaved
 from iris.streams.partitions import Layout, find_layout, layout_of
 from iris.streams.reading import CLOSED, LOOK_S, MAX_GAPS, Batches, Start, check_alive, check_start
@@ -33,7 +34,7 @@ def check_consumer(ack_timeout: float | None, max_deliver: int | None) -> None:
         check_whole("max_deliver", max_deliver, 0, MAX_DELIVER)
 
 
-class Consumer(OneProcess):
+class Consumer(OneProcess, AsyncOnly):
     """One worker of a consumer: `async with client.streams.consumer("orders", "invoices", group=True) as work`.
 
     Iterate over the messages, and `ack` each one when its work is done. `nack` has it delivered again after a
@@ -47,6 +48,8 @@ class Consumer(OneProcess):
 
     Several tasks may take messages of one worker: each message goes to one of them.
     """
+
+    _right_use = "async with client.streams.consumer(...) as work:"
 
     def __init__(
         self, stores: Stores, stream: str, name: str, start: Start, *, group: bool, durable: bool, ack_timeout: float,

@@ -14,6 +14,7 @@ from iris.awaiting import check_callback, check_returned
 from iris.errors import Closed, StreamDamaged, StreamError, StreamUnavailable
 from iris.forks import FORKED, disable_in_child
 from iris.one_process import OneProcess
+from iris.misuse import AsyncOnly
 from iris.streams.interleaving import Interleaved
 from iris.streams.partitions import Layout, find_layout, layout_of
 from iris.streams.records import RecordOpener, StreamGap, StreamMessage, to_gap
@@ -38,7 +39,7 @@ MAX_GAPS: Final = 1000
 """Latest gaps that a reader or consumer keeps in `gaps`."""
 
 
-class Reader(OneProcess):
+class Reader(OneProcess, AsyncOnly):
     """The messages of a stream from an offset on: `async for message in client.streams.read("orders")`.
 
     Another reader that starts at `offset` continues here. Missing messages are reported to
@@ -52,6 +53,8 @@ class Reader(OneProcess):
     Several tasks may take messages of one reader: each message goes to one of them. If you save `offset`, use one
     task, because `offset` also moves past messages that another task has not finished.
     """
+
+    _right_use = "async for message in client.streams.read(...):"
 
     def __init__(
         self, stores: Stores, name: str, start: Start, *, follow: bool, uuid: str, batch_bytes: int, patience: float,

@@ -23,6 +23,7 @@ from iris.core.producer import CALL_BYTES, PLAIN, RECORD_BYTES, Extras
 from iris.crypto.keys import ClusterKey
 from iris.errors import Closed, LocalProtocolError
 from iris.one_process import OneProcess
+from iris.misuse import AsyncOnly
 from iris.streams.committing import StagedAttempt, StagedPart
 from iris.streams.messages import OF_A_MESSAGE, make_extras
 from iris.streams.partitions import Layout, find_layout
@@ -40,7 +41,7 @@ CALL_RECORDS: Final = 4096
 FINISHED: Final = "finished"
 
 
-class Staging(OneProcess):
+class Staging(OneProcess, AsyncOnly):
     """One attempt at a writer's batch: `async with client.streams.stage("orders", writer="etl", batch=7) as staging`.
 
     Append to it in order, from one task, then pass the result of `finish` to `client.streams.commit`. In a stream with
@@ -48,6 +49,8 @@ class Staging(OneProcess):
     64 KiB to each. After an error or a cancelled call, begin another attempt. If you leave the context without
     `finish`, what was staged stays in the store until you `discard` it, or until it expires after a day.
     """
+
+    _right_use = "async with client.streams.stage(...) as staging:"
 
     def __init__(
         self, stores: Stores, name: str, *, writer: str, batch: int, uuid: str, timeout: float, partition: int | None = None

@@ -440,6 +440,9 @@ class StoreProcess:
 
     # -- callbacks of the pump -------------------------------------------------------------------------------
 
+    def loop_ended(self) -> None:
+        """Nothing is left to do: the loop of a store ends with its process."""
+
     def writing_paused(self, pump: Pump[StoreSession]) -> None:
         """The relay has stopped reading our answers: hold readers back."""
         self.store.registration.blocked = True
