@@ -12,6 +12,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import functools
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -29,6 +30,7 @@ from iris.deadlines import HANDLED, carried_on, handled_us
 from iris.describing import Description, PerMember, Ping
 from iris.errors import Closed, RemoteError
 from iris.forks import disable_in_child, keep_in_child
+from iris.errors import Closed, ConfigError, RemoteError
 from iris.logs import EXITS
 from iris.membership import Members
 from iris.middleware import Middleware
@@ -62,7 +64,9 @@ def connect(
     Raises:
         RelayUnavailable: no relay answered.
         KeyringError: there is no keyring, or it cannot be used.
+        ConfigError: gevent or eventlet has replaced the threads of this process.
     """
+    _check_threads()
     return Client(
         _client.connect(
             relay, keyring=keyring, config=config, embedded=embedded, middleware=middleware, tracing=tracing, wait=wait
@@ -622,6 +626,21 @@ class Tunnel(OneProcess):
     def close(self) -> None:
         """See `iris.Tunnel.close`."""
         self._run(self._tunnel.close())
+
+
+def _check_threads() -> None:
+    """Raise ConfigError if threads are greenlets: the client's event loop would stop all of them, for ever."""
+    gevent, eventlet = sys.modules.get("gevent.monkey"), sys.modules.get("eventlet.patcher")
+    if gevent is not None and gevent.is_module_patched("threading"):
+        library = "gevent"
+    elif eventlet is not None and eventlet.is_monkey_patched("thread"):
+        library = "eventlet"
+    else:
+        return
+    raise ConfigError(
+        f"iris.blocking needs real threads, but {library} has patched the threads of this process; use it in a process "
+        "that is not patched, such as a worker with threads (gunicorn --worker-class gthread)"
+    )
 
 
 async def _settle() -> None:

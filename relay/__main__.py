@@ -189,7 +189,7 @@ def _check(environ: Mapping[str, str]) -> None:
     from relay.net.web import check_installed as check_web_installed
     from relay.net.web import web_context
     from relay.start import network_keys
-    from relay.supervisor import check_data
+    from relay.supervisor import check_data, check_store
 
     config = load_config({}, environ, None)
     if not config.dev:
@@ -198,6 +198,7 @@ def _check(environ: Mapping[str, str]) -> None:
         keyfiles.load_site_key(config.site_key)
     if config.data is not None:
         check_data(config.data.absolute())
+        check_store(config.bucket)
     if config.metrics:
         check_installed()
     if config.web_listen:

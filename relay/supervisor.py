@@ -23,6 +23,7 @@ import msgspec
 from iris.errors import ConfigError
 from iris.keyfiles import sync_directory
 from relay.child import Child
+from relay.store import NEEDS_ROCKSDB
 
 log = logging.getLogger(__name__)
 
@@ -216,6 +217,19 @@ def check_path(directory: Path) -> None:
         raise ConfigError(
             f"data: cannot keep streams in {directory}: its name is not UTF-8; name another directory, or a link to this one"
         ) from None
+
+
+def check_store(bucket: str) -> None:
+    """Raise ConfigError if the packages of a store, and of this `bucket` if it has one, are not installed, or the URL
+    names no bucket."""
+    try:
+        import rocksdict  # noqa: F401 - whether it is there
+    except ImportError as err:
+        raise ConfigError(f"data: {NEEDS_ROCKSDB}") from err
+    if bucket:
+        from relay.store.bucket.url import open_bucket
+
+        open_bucket(bucket)
 
 
 def _unwritable(directory: Path) -> int | None:

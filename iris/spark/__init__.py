@@ -14,7 +14,12 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any, Final
 
-from pyspark.sql.datasource import DataSource
+try:
+    from pyspark.sql.datasource import DataSource
+except ImportError as err:
+    raise ImportError(
+        "iris.spark needs PySpark 4.2 or newer: pip install 'iris-messaging[spark]'"
+    ) from err
 
 from iris.errors import IrisError
 from iris.spark.errors import SparkError, to_spark_error

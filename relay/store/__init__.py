@@ -2,3 +2,5 @@
 
 Imports nothing of the relay's routing.
 """
+
+NEEDS_ROCKSDB = "a store requires RocksDB; install it with: pip install 'iris-messaging[store]'"

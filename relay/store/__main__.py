@@ -21,6 +21,7 @@ from iris.wire.names import plural, printable
 from iris.wire.texts import sound_json
 from relay.logs import warnings_of
 from relay.settings import load_config
+from relay.store import NEEDS_ROCKSDB
 
 if TYPE_CHECKING:
     from relay.store.bucket.checking import Report as Found
@@ -402,9 +403,7 @@ def _load(name: str) -> ModuleType:
     except ModuleNotFoundError as err:
         if err.name != "rocksdict":
             raise
-        raise ConfigError(
-            "a store requires RocksDB; install it with: pip install 'iris-messaging[store]'"
-        ) from err
+        raise ConfigError(NEEDS_ROCKSDB) from err
 
 
 def main() -> None:
