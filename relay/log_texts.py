@@ -47,7 +47,10 @@ SENTENCES: Final[dict[str, str | tuple[str, ...]]] = {
     # Sessions
     "sessions.listening": "Sessions over TLS are accepted at {addresses}.",
     "web.listening": "Sessions over WebSocket are accepted at {addresses}.",
-    "web.refused": "A connection over WebSocket from {address} was refused: {reason}. See docs/web.md for what is accepted.",
+    "web.refused": (
+        "A page of {origin}, at {address}, was refused: {reason}. If it is yours, add its origin to the setting origins (--origin).",
+        "A connection over WebSocket from {address} was refused: {reason}. See docs/web.md for what is accepted.",
+    ),
     "web.denied": "Session {session} was refused something that its ticket (issuer {issuer}, subject {subject}) does not allow: {reason}. Let the issuer allow it, or correct the page.",
     "web.ticket_ended": "Session {session} was ended: {reason}.",
     "web.revoked_unreadable": "The file of revoked tickets could not be read again, so the list that was read before stays in force: {error}. Correct the file and send SIGHUP.",

@@ -222,7 +222,7 @@ class WebListener:
         accepted.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNSENT_BYTES)
         connection = self._connection(
             self._hub, lambda: self._origins,
-            refused=lambda connection, reason: self._refused(connection.host, reason),
+            refused=lambda connection, reason: self._refused(connection.host, reason, connection.origin),
             greeted=lambda connection: self._places.hold(accepted),
             leaving=lambda connection: self._places.release(accepted), ended=self._connections.discard,
         )  # fmt: skip
@@ -240,9 +240,11 @@ class WebListener:
     def _starved(self, err: OSError) -> None:
         self._refused("", f"not accepted: {err.strerror}")
 
-    def _refused(self, host: str, reason: str) -> None:
+    def _refused(self, host: str, reason: str, origin: str | None = None) -> None:
         self.refusals[reason] = self.refusals.get(reason, 0) + 1
         fields = {"address": host, "reason": reason}
+        if origin is not None:
+            fields["origin"] = origin
         self._quiet.warning(log, "web.refused", (reason, host), time.monotonic(), fields)
 
 

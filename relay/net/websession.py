@@ -49,6 +49,8 @@ PIECE_BYTES: Final = 1 << 10
 """Bytes that are parsed at a stretch."""
 IDLE_FRAMES: Final = 32
 """Pings, pongs, empty fragments and empty messages that a peer may send a second."""
+ORIGIN_CHARACTERS: Final = 256
+"""Characters of a refused Origin header in the log."""
 IDLE_FRAMES_BEFORE_HELLO: Final = 8
 CLOSE_S: Final = 2.0
 """Seconds that the peer has to close the connection after a close frame."""
@@ -92,7 +94,7 @@ class WebConnection(asyncio.Protocol):
         """Its session, once the upgrade was accepted."""
         self._open_port: WebSession | None = None
         self.origin: str | None = None
-        """The Origin header of the upgrade; None: the peer is not a browser."""
+        """The Origin header of the upgrade, also of a refused one; None: the peer is not a browser."""
         self._hub = hub
         self._refused = refused
         self._greeted: Callable[[WebConnection], None] | None = greeted
@@ -254,6 +256,7 @@ class WebConnection(asyncio.Protocol):
         self._stop_timer()
         if response.status_code != http.HTTPStatus.SWITCHING_PROTOCOLS:
             if response.status_code == http.HTTPStatus.FORBIDDEN:
+                self.origin = ", ".join(request.headers.get_all("Origin"))[:ORIGIN_CHARACTERS]
                 self._refused(self, "origin not allowed")
             elif response.status_code != http.HTTPStatus.SERVICE_UNAVAILABLE:
                 self._refused(self, "bad upgrade")

@@ -23,6 +23,7 @@ import iris
 from iris import Keyring
 from iris.crypto.keys import ClusterKey
 from iris.errors import ConfigError
+from iris.logs import event_of
 from iris.wire import frames
 from iris.wire.codec import encode_control
 from relay.config import RelayConfig, dev
@@ -137,8 +138,8 @@ async def test_deadlines_are_mapped_between_the_clocks(
         ({"subprotocols": ["iris.2"]}, 400, "bad upgrade"),
     ],
 )
-async def test_an_upgrade_that_is_not_allowed_is_refused_and_counted(
-    relay: Relay, headers: Any, status: int, reason: str
+async def test_an_upgrade_that_is_not_allowed_is_refused_counted_and_logged_with_its_origin(
+    relay: Relay, headers: Any, status: int, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     from websockets.asyncio.client import connect
 
@@ -146,6 +147,9 @@ async def test_an_upgrade_that_is_not_allowed_is_refused_and_counted(
         await connect(url(relay), **{"subprotocols": ["iris.1"], **headers})
     assert caught.value.response.status_code == status
     assert refusals(relay) == {reason: 1}
+    (line,) = [r.__dict__["fields"] for r in caplog.records if event_of(r) == "web.refused"]
+    assert line.get("origin") == headers.get("origin")
+    assert (line["address"], line["reason"]) == ("127.0.0.1", reason)
 
 
 async def test_a_page_of_an_allowed_origin_may_connect_and_nothing_is_compressed(

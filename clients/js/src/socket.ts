@@ -13,9 +13,21 @@ export function checkUrl(url: string): void {
   if (!/^wss?:\/\/./.test(url)) throw new ConfigError(`a relay is named ws://host:port or wss://host:port, not '${url}'`);
 }
 
-/** Open a WebSocket to a relay. Raises RelayUnavailable, or what `signal` was aborted with. */
+/** Return why no WebSocket was opened. A browser says the same of a relay that is away and of one that refuses the page. */
+function unanswered(url: string): string {
+  const origin = (globalThis as { location?: { origin?: string } }).location?.origin;
+  const text = `no relay answered at ${url}; start one with: iris relay --listen ${url}`;
+  if (!origin || origin === "null") return text;
+  return `${text} --origin ${origin}; or a relay there refused this page, because it does not allow ${origin}: then its log has web.refused`;
+}
+
+/** Open a WebSocket to a relay. Raises RelayUnavailable, ConfigError, or what `signal` was aborted with. */
 export function openSocket(url: string, signal?: AbortSignal): Promise<Connected> {
   return new Promise((resolve, reject) => {
+    if (typeof WebSocket === "undefined") {
+      reject(new ConfigError("this JavaScript runtime has no WebSocket; use Node 22 or newer, or a browser"));
+      return;
+    }
     let socket: WebSocket;
     try {
       socket = new WebSocket(url, SUBPROTOCOL);
@@ -29,7 +41,7 @@ export function openSocket(url: string, signal?: AbortSignal): Promise<Connected
       socket.close();
       reject(error);
     };
-    const failed = (): void => give(new RelayUnavailable(`no relay answered at ${url}; start one with: iris relay --listen ${url}`));
+    const failed = (): void => give(new RelayUnavailable(unanswered(url)));
     const abort = (): void => give(signal!.reason);
     const timer = setTimeout(failed, CONNECT_MS);
     const stop = (): void => {
