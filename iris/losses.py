@@ -86,11 +86,12 @@ class LossLog:
             return
         fields: dict[str, object] = {
             self._what: self._name,
-            "messages": self._messages,
             "losses": self._losses,
             "topic": self._topic,
             "cause": self._cause,
         }
+        if self._messages:  # 0 would say that nothing was missed
+            fields["messages"] = self._messages
         if self._unknown:
             fields["unknown"] = self._unknown
         level = logging.INFO if self._reported else logging.WARNING

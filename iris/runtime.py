@@ -489,6 +489,16 @@ class Runtime:
             log, "client.handler_failed", (handler, name, type(error)), error if ran else None, fields
         )  # fmt: skip
 
+    def handler_late(self, handler: str, function: object, error: BaseException) -> None:
+        """Count and log a handler whose own call timed out, because its caller's deadline has passed.
+
+        That is not a mistake in the handler, so there is no traceback.
+        """
+        self.count_dropped(FAILED_HANDLERS, 1)
+        name = function_name(function)
+        fields: dict[str, object] = {"handler": handler, "function": name, "error": error_text(error)}  # fmt: skip
+        self._repeats.warning(log, "client.handler_late", (handler, name), None, fields)
+
     def exit_loop(self, error: BaseException) -> None:
         """Raise an error out of the running event loop, in the turn after what is queued now was written."""
 

@@ -8,7 +8,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Coroutine, Iterable
-from typing import Any
+from typing import Any, Final
 
 from iris.awaiting import finished, is_late
 from iris.broadcasts import Broadcasts
@@ -38,6 +38,9 @@ from iris.stats import dropped_messages
 from iris.tally import TIMED_EVERY, Tally
 from iris.tunnel import EndOfTunnel, Tunnel
 from iris.wire.kinds import PUSH, SURVEY, TUNNEL_OPEN, Kind, Refusal
+
+ROUNDING_US: Final = 5_000
+"""How much too early an error may report that a deadline has passed, because times are sent in milliseconds."""
 
 log = logger("iris.service")  # the documented name of this logger
 
@@ -486,6 +489,10 @@ class ServiceBinding(OneProcess):
         """Count and log an exception of the handler of a request, push or survey."""
         self._tally(delivery).failed += 1
         handler = self._inboxes[delivery.flow.kind].handler.chosen(delivery.message)
+        late_us = time.monotonic_ns() // 1000 + ROUNDING_US
+        if isinstance(error, TimeoutError) and 0 < delivery.deadline_us < late_us:
+            self._runtime.handler_late(f"handler of {self.service.name}", handler.function, error)
+            return
         self._failed("handler", handler, error)
 
     def refused(self, delivery: Delivery) -> None:

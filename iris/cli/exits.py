@@ -123,9 +123,29 @@ def run(work: Callable[[], Coroutine[Any, Any, int]]) -> NoReturn:
             code = runner.run(work())
     except IrisError as error:
         code = report_error(error)
+    except BaseExceptionGroup as group:  # of a task group, such as that of a service's lifespan
+        if not (errors := _all_ours(group)):
+            raise
+        code = max(map(report_error, errors))
     except (KeyboardInterrupt, asyncio.CancelledError):
         code = Exit.INTERRUPTED
     raise typer.Exit(int(code))
+
+
+def _all_ours(group: BaseExceptionGroup[BaseException]) -> list[IrisError]:
+    """Return the errors of Iris in a group, one for each text; none if it has an error of another kind as well."""
+    ours, others = group.split(IrisError)
+    if ours is None or others is not None:
+        return []
+    found: dict[str, IrisError] = {}
+    pending: list[Any] = [ours]
+    while pending:
+        error = pending.pop(0)
+        if isinstance(error, BaseExceptionGroup):
+            pending += error.exceptions
+        else:
+            found.setdefault(str(error), error)
+    return list(found.values())
 
 
 async def until_stopped(work: Coroutine[Any, Any, None]) -> None:

@@ -24,10 +24,24 @@ def _plain(value: object) -> object:
     """Return what an object that msgspec does not know is encoded as: a kind of int, such as an offset, as an int."""
     if isinstance(value, int):
         return int(value)
-    raise TypeError(f"Encoding objects of type {type(value).__name__} is unsupported")
+    raise _Unknown(value)
+
+
+class _Unknown(TypeError):
+    """An object, perhaps inside another one, cannot be encoded."""
+
+    def __init__(self, value: object) -> None:
+        super().__init__(f"it holds a value of type {type(value).__name__}")
+        self.value = value
 
 
 _encode: Final = msgspec.msgpack.Encoder(enc_hook=_plain).encode
+_FIXES: Final = (
+    ("model_dump", "send its model_dump(mode='json') instead"),  # Pydantic
+    ("tolist", "send its tolist() instead"),  # NumPy, pandas
+    ("to_dict", "send its to_dict() instead"),
+)
+"""Method of objects of other libraries -> what to do with them."""
 _decoders: Final[dict[Any, msgspec.msgpack.Decoder[Any]]] = {}
 _NIL: Final = b"\xc0"
 _raw_modes: Final[dict[Any, type[bytes] | type[str] | None]] = {}
@@ -97,8 +111,10 @@ def encode_payload(value: object) -> tuple[bytes, bool]:
         return (value.encode(), False) if isinstance(value, str) else (_encode(value), True)
     except (TypeError, ValueError, OverflowError, RecursionError) as err:
         kind = type(value).__name__
-        why = "" if f"type {kind} " in str(err) else f" ({err})"
-        raise EncodeError(f"cannot encode a value of type {kind}; send bytes instead{why}") from err
+        found = err.value if isinstance(err, _Unknown) else value
+        why = "" if found is value and isinstance(err, _Unknown) else f" ({err})"
+        fix = next((fix for name, fix in _FIXES if hasattr(found, name)), "send bytes instead")
+        raise EncodeError(f"cannot encode a value of type {kind}{why}; {fix}") from err
 
 
 def foreign_bytes(message: Message) -> bytes:

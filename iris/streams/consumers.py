@@ -17,6 +17,7 @@ from iris.streams.records import StreamMessage
 from iris.streams.redriving import Letters, RedriveInfo
 from iris.streams.stores import Stores
 from iris.wire.consumers import ChangeConsumer, ConsumerInfo, Consumers, DeleteConsumer
+from iris.wire.names import listed
 from iris.wire.streams import Settled
 
 T = TypeVar("T")
@@ -99,6 +100,8 @@ async def dead_letters_of(
         for message in messages:
             message.partition = number
         found += messages
+    if consumer and not found:
+        await _check_exists(stores, name, consumer, uuid, partition, seconds_left(until_s))
     return sorted(found, key=lambda message: message.stored_us)[:limit]
 
 
@@ -131,7 +134,19 @@ async def redrive_in_each(
         done = RedriveInfo(done.redriven + one.redriven, done.gone + one.gone, done.left + one.left)
     if len(unknown) == len(logs):
         raise unknown[0]
+    if done == RedriveInfo(0):
+        await _check_exists(stores, name, consumer, uuid, partition, seconds_left(until_s))
     return done
+
+
+async def _check_exists(
+    stores: Stores, name: str, consumer: str, uuid: str, partition: int | None, timeout: float
+) -> None:
+    """Raise StreamError if a stream has no consumer of this name, which may be misspelt."""
+    known = [info.name for info in await consumers_of(stores, name, uuid, partition, timeout)]
+    if consumer not in known:
+        has = f"it has {listed(known)}" if known else "it has none"
+        raise StreamError(name, f"the stream has no consumer {consumer!r}; {has}")
 
 
 async def _in_each(

@@ -75,6 +75,26 @@ async def ask(path: str, client: iris.Client) -> str:
 def answer(payload: bytes) -> str:
     return "b answers"
 """
+EARLY = """
+import asyncio
+import contextlib
+import iris
+async def work(client):
+    async with client.streams.consumer("tomorrow", "invoices", patience=0.1) as work:
+        async for message in work:
+            work.ack(message)
+@contextlib.asynccontextmanager
+async def lifespan(client):
+    async with asyncio.TaskGroup() as tasks:
+        workers = [tasks.create_task(work(client)) for _ in range(2)]
+        yield
+        for worker in workers:
+            worker.cancel()
+service = iris.Service("early", lifespan=lifespan)
+@service.on_request
+def alive(payload: bytes) -> str:
+    return "yes"
+"""
 WORKER = """
 import asyncio
 import contextlib
@@ -228,6 +248,16 @@ def test_a_task_of_the_lifespan_that_dies_ends_the_process_with_1(
     observer.wait_for_members("worker", 1, timeout=PATIENCE_S)
     (home / "die").touch()
     assert b"OSError: disk on fire" in end(process, 1)[1]
+
+
+def test_a_worker_that_finds_no_stream_ends_the_program_with_one_line(
+    home: Path, shell: Shell, relay: Path
+) -> None:
+    (home / "early.py").write_text(EARLY)
+    _, err = end(shell.start("run", "early", "--log-format", "text"), 3)
+    said = [line for line in err.splitlines() if b" INFO " not in line]
+    assert len(said) == 1, err
+    assert said[0].startswith(b"iris: stream tomorrow: ")
 
 
 def test_workers_serve_together_and_a_crashed_one_is_started_again(

@@ -711,6 +711,11 @@ async def test_dead_letters_are_shown_and_redriven_from_a_shell(
     assert await said("redrive", stream, "billing", "--offset", "1") == "redrove 1 dead letter\n"
     assert json.loads(await said("redrive", stream, "billing", "--all", "--json")) == {"redriven": 1, "gone": 0, "left": 0}  # fmt: skip
     assert await said("redrive", stream, "billing", "--all") == "redrove 0 dead letters\n"
+    for verb in (("redrive", stream, "biling", "--all"), ("dead", stream, "biling")):
+        text = await said(*verb, code=1)
+        assert (
+            text == f"iris: stream {stream}: the stream has no consumer 'biling'; it has billing\n"
+        )
 
 
 def test_the_page_and_the_help_say_what_every_field_of_a_consumer_means(shell: Shell) -> None:

@@ -18,6 +18,7 @@ from support.waiting import until
 import iris
 import iris.blocking
 from iris.deadlines import HANDLED, carried
+from iris.logs import event_of
 from iris.testing import LocalCluster
 
 pytestmark = pytest.mark.timeout(60)
@@ -117,6 +118,36 @@ async def test_a_request_made_by_a_handler_ends_with_that_of_its_caller(
     assert 0 < mine <= SHORT
     assert 0 < nested <= SHORT
     assert 0 < own <= 1.0
+
+
+async def test_a_handler_whose_caller_has_stopped_waiting_is_no_error_of_the_service(
+    cluster: LocalCluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    never = asyncio.Event()
+    slow = iris.Service("slow")
+
+    @slow.on_request
+    async def wait(question: str) -> None:
+        await never.wait()
+
+    async def work(request: iris.Request) -> Any:
+        return await between.request("slow", "x", timeout=LONG)
+
+    async with cluster.client() as last, cluster.client() as between, cluster.client() as caller:
+        async with last.serve(slow), between.serve(front(work)):
+            with pytest.raises(iris.RequestTimeout):
+                await caller.request("front", b"", timeout=0.2)
+            await until(lambda: between.counters.get("failed handlers") == 1)
+            never.set()
+    (line,) = [r for r in caplog.records if event_of(r).startswith("client.handler")]
+    assert (event_of(line), line.levelname, line.exc_info) == (
+        "client.handler_late",
+        "WARNING",
+        None,
+    )
+    assert (
+        "was not done when its caller stopped waiting: RequestTimeout: slow: " in line.getMessage()
+    )
 
 
 async def test_surveys_and_many_requests_inherit_it_too(cluster: LocalCluster) -> None:

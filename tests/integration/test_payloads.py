@@ -216,8 +216,26 @@ def test_the_error_of_a_value_that_cannot_be_sent_says_its_type_once() -> None:
     with pytest.raises(iris.EncodeError) as caught:
         encode_payload(object())
     assert str(caught.value) == "cannot encode a value of type object; send bytes instead"
-    with pytest.raises(iris.EncodeError, match=r"of type dict; send bytes instead .*type object"):
+    with pytest.raises(
+        iris.EncodeError,
+        match=r"of type dict \(it holds a value of type object\); send bytes instead",
+    ):
         encode_payload({"inner": object()})
+
+
+def test_an_object_of_a_known_library_is_told_what_to_send() -> None:
+    numpy, pydantic = pytest.importorskip("numpy"), pytest.importorskip("pydantic")
+    order = pydantic.create_model("Order", number=(int, 1))
+    for value, fix in ((order(), "model_dump(mode='json')"), (numpy.arange(3), "tolist()")):
+        kind = type(value).__name__
+        with pytest.raises(iris.EncodeError) as caught:
+            encode_payload(value)
+        assert str(caught.value) == f"cannot encode a value of type {kind}; send its {fix} instead"
+        with pytest.raises(iris.EncodeError) as caught:
+            encode_payload([value])
+        assert str(caught.value) == (
+            f"cannot encode a value of type list (it holds a value of type {kind}); send its {fix} instead"
+        )
 
 
 async def test_a_reply_that_cannot_be_sent_is_a_remote_error() -> None:

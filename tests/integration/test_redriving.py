@@ -60,7 +60,8 @@ async def test_dead_letters_can_be_looked_at_with_their_messages_and_stay(
     assert [letter.payload for letter in found] == [b"0", b"1", b"2", b"3"]
     assert {letter.dead.reason for letter in found if letter.dead} == {"no such customer"}
     assert len(await offsets(client, "")) == len(await offsets(client)) == 6
-    assert await offsets(client, "another") == []
+    with pytest.raises(StreamError, match="no consumer 'another'; it has invoices"):
+        await offsets(client, "another")
 
 
 async def test_a_redriven_message_is_delivered_again_and_counted_and_its_letter_goes(
@@ -107,8 +108,12 @@ async def test_a_redriven_letter_belongs_to_one_consumer(client: iris.Client) ->
 async def test_what_does_not_exist_cannot_be_redriven(client: iris.Client) -> None:
     assert await client.streams.redrive("orders", "invoices", offset=17) == RedriveInfo(0)
     assert await client.streams.redrive("orders", "invoices", offset=[]) == RedriveInfo(0)
+    for misspelt in (client.streams.redrive, client.streams.dead_letters):
+        with pytest.raises(StreamError, match="no consumer 'invoces'; it has invoices"):
+            await misspelt("orders", "invoces")
     await client.streams.create("empty")
-    assert await client.streams.redrive("empty", "invoices") == RedriveInfo(0)
+    with pytest.raises(StreamError, match="no consumer 'invoices'; it has none"):
+        await client.streams.redrive("empty", "invoices")
     with pytest.raises(NoStream):
         await client.streams.redrive("nothing", "invoices")
     await client.streams.delete_consumer("orders", "invoices")
