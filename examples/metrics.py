@@ -3,8 +3,6 @@
 import asyncio
 import urllib.request
 
-import prometheus_client
-
 import iris
 import iris.metrics
 
@@ -26,20 +24,15 @@ def page(url: str) -> list[str]:
 async def main() -> None:
     config = iris.ClientConfig(label="greetings")
     async with iris.connect(config=config, embedded=True) as client, client.serve(service):
-        iris.metrics.ClientCollector(client)
-        server, thread = prometheus_client.start_http_server(0, "127.0.0.1")
         for name in ("Ada", "Alan", ""):
             try:
                 print(await client.request("greeter", name, timeout=5, type=str))
             except iris.RemoteError as error:
                 print("refused:", error.code)
-        url = f"http://127.0.0.1:{server.server_port}/metrics"
-        for line in await asyncio.to_thread(page, url):
-            if "calls_total" in line or "duration_seconds_count" in line:
-                print(line)
-        server.shutdown()
-        server.server_close()
-        thread.join()
+        async with iris.metrics.serve(client, 0) as port:  # in your program, a port such as 9100
+            for line in await asyncio.to_thread(page, f"http://127.0.0.1:{port}/metrics"):
+                if "calls_total" in line or "duration_seconds_count" in line:
+                    print(line)
 
 
 asyncio.run(main())

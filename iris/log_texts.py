@@ -63,6 +63,7 @@ SENTENCES: Final[dict[str, str | tuple[str, ...]]] = {
     "run.keys_reloaded": "The keyring was read again.",
     "run.keys_not_reloaded": "The keyring could not be read again, so the old keys stay in use: {error}. Correct it and send SIGHUP.",
     # Pages and bridges over HTTP
+    "metrics.serving": "Metrics of this process are served at http://{address}/metrics.",
     "web.failed": (
         f"A request of {{path}} failed with an internal error and was answered with 500: {{error}}. {{held_back}} more like it were not logged. {_BUG}",
         f"A request of {{path}} failed with an internal error and was answered with 500: {{error}}. {_BUG}",

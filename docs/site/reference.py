@@ -62,7 +62,7 @@ MODULES: Final = {
     ),
     "iris.blocking": ("connect", "Client", "Tunnel", "Answers"),
     "iris.testing": ("LocalCluster",),
-    "iris.metrics": ("ClientCollector", "handler_times"),
+    "iris.metrics": ("serve", "ClientCollector", "handler_times"),
     "iris.tickets": ("Issuer", "parse_network"),
     "iris.tracing": ("Tracing", "instrument", "process", "uninstrument"),
     "pytest_iris": ("iris_cluster", "iris_stream_cluster", "iris_client", "iris_blocking"),

@@ -1,8 +1,7 @@
 """Metrics of a program's clients and services, for Prometheus. Needs the extra: pip install 'iris-messaging[metrics]'.
 
-    async with iris.connect() as client:
-        iris.metrics.ClientCollector(client)
-        prometheus_client.start_http_server(9100, "127.0.0.1")
+    async with iris.connect() as client, iris.metrics.serve(client, 9100):
+        ...
 
 They are read from counters that exist, when somebody asks. `handler_times` is middleware that measures each call.
 """
@@ -17,6 +16,7 @@ except ImportError as err:
     ) from err
 
 from iris.metrics.client import ClientCollector
+from iris.metrics.serving import serve
 from iris.metrics.times import handler_times
 
-__all__ = ["ClientCollector", "handler_times"]
+__all__ = ["ClientCollector", "handler_times", "serve"]

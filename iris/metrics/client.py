@@ -130,6 +130,15 @@ class ClientCollector(Collector):
         self._lock = threading.Lock()
         self._watched.clear()
 
+    def discard(self, client: Client | blocking.Client) -> None:
+        """Leave out a client that was added. If it was added twice, one of both stays."""
+        bare = client._client if isinstance(client, blocking.Client) else client
+        with self._lock:
+            for watched in self._watched:
+                if watched.client is bare:
+                    self._watched.remove(watched)
+                    return
+
     def describe(self) -> Iterable[Metric]:
         """Yield the metrics without values, so that registering asks no client."""
         return Page(SPECS).families()
@@ -138,7 +147,7 @@ class ClientCollector(Collector):
         """Yield the metrics of all clients that are open."""
         with self._lock:
             page = Page(SPECS)
-            for watched in list(self._watched):
+            for watched in list({watched.client: watched for watched in self._watched}.values()):
                 try:
                     up = watched.read()
                 except Closed:

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
+import shutil
+import socket
 import subprocess
 import sys
 import textwrap
 import threading
+import urllib.request
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import prometheus_client
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
+from support import commands
+from support.commands import Shell, dev_relay
 from support.pages import Scraped
-from support.waiting import until
+from support.waiting import PATIENCE_S, until
 
 import iris
 import iris.blocking
@@ -191,18 +199,16 @@ async def test_the_python_blocks_of_the_page_run(
 ) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```$", PAGE, re.S | re.M)
     assert len(blocks) == PAGE.count("```python") == 2
-    body = textwrap.indent("import iris\n" + "\n".join(blocks) + "\nreturn server, thread", "    ")
+    body = textwrap.indent("import iris\n" + "\n".join(blocks) + "\n", "    ")
     space: dict[str, Any] = {}
     exec(compile(f"async def program(client):\n{body}", "monitoring.md", "exec"), space)
     before = set(prometheus_client.REGISTRY._collector_to_names)
     async with LocalCluster() as cluster, named(cluster, "docs") as client:
-        server, thread = await space["program"](client)
-    server.shutdown()
-    server.server_close()
-    thread.join()
+        await space["program"](client)
     for collector in set(prometheus_client.REGISTRY._collector_to_names) - before:
         prometheus_client.REGISTRY.unregister(collector)
     out = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"http://127.0.0.1:91\d\d/metrics", out.pop(0))
     assert out == [
         """['iris_service_handler_duration_seconds_count{cluster="reports",method=""} 1.0']""",
         """['iris_service_calls_total{client="docs",cluster="reports",kind="request",method="",outcome="handled"} 1.0']""",
@@ -220,3 +226,83 @@ def test_a_table_of_the_page_lists_exactly_the_metrics(
     assert rows == [
         (spec.name, ", ".join(f"`{label}`" for label in spec.labels), spec.help) for spec in specs
     ]
+
+
+async def scraped(port: int) -> Scraped:
+    """Return the page that is served at a port."""
+    url = f"http://127.0.0.1:{port}/metrics"
+
+    def get() -> str:
+        with urllib.request.urlopen(url, timeout=PATIENCE_S) as answer:
+            return str(answer.read().decode())
+
+    return Scraped(await asyncio.to_thread(get))
+
+
+async def test_a_lifespan_may_serve_metrics_again_and_again_in_one_process() -> None:
+    ports: list[int] = []
+
+    @asynccontextmanager
+    async def lifespan(client: iris.Client) -> AsyncIterator[None]:
+        async with iris.metrics.serve(client, 9100) as port:
+            ports.append(port)
+            yield
+
+    before = set(prometheus_client.REGISTRY._collector_to_names)
+    for _ in range(2):
+        async with LocalCluster() as cluster, named(cluster, "served") as client:
+            one = iris.Service("one", lifespan=lifespan)
+            two = iris.Service("two", lifespan=lifespan)
+            for service in (one, two):
+                service.on_request(lambda text: text)
+            async with client.serve(one), client.serve(two):
+                await client.request("one", b"x", timeout=5)
+                assert ports[0] == ports[1], "a process has one page"
+                found = await scraped(ports.pop())
+                assert found.sum("iris_service_calls_total", cluster="one", outcome="handled") == 1
+                assert found.sum("iris_client_up", client="served") == 1
+        assert set(prometheus_client.REGISTRY._collector_to_names) == before
+        with pytest.raises(OSError, match="refused"):
+            await scraped(ports.pop())
+
+
+async def test_a_port_in_use_is_passed_over_and_a_wrong_address_is_named() -> None:
+    registry = CollectorRegistry()
+    async with LocalCluster() as cluster, named(cluster, "served") as client:
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            port = taken.getsockname()[1]
+            async with iris.metrics.serve(client, port, registry=registry) as found:
+                assert port < found < port + 64
+        with pytest.raises(iris.ConfigError, match=r"cannot listen at 192\.0\.2\.1:9100: "):
+            async with iris.metrics.serve(client, 9100, "192.0.2.1", registry=registry):
+                pytest.fail("it was served")
+        assert registry._collector_to_names == {}
+
+
+def test_each_worker_of_the_tutorials_service_has_a_page() -> None:
+    """The metrics of step 6 also let the tests of step 5 pass."""
+    steps = Path(__file__).parents[2] / "examples" / "tutorial"
+    with commands.short_directory("iris-pages-") as root, dev_relay(root, "--data", str(root / "data")):  # fmt: skip
+        for step in range(1, 7):
+            shutil.copytree(steps / f"step{step}", root, dirs_exist_ok=True)
+        shell = Shell(root)
+        workers = shell.start("run", "departures", "--workers", "2")
+        try:
+            assert workers.stderr is not None
+            found: set[int] = set()
+            while len(found) < 2:
+                line = json.loads(workers.stderr.readline())
+                if line["event"] == "metrics.serving":
+                    found.add(int(line["address"].rpartition(":")[2]))
+            for port in found:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE_S) as answer:  # fmt: skip
+                    assert b"iris_client_up" in answer.read()
+        finally:
+            workers.terminate()
+            workers.communicate(timeout=PATIENCE_S)
+            shell.finish()
+        tests = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-p", "pytest_iris", "-p", "no:cacheprovider", "test_departures.py"],
+            cwd=root, env=shell.environ, capture_output=True, timeout=PATIENCE_S, check=False,
+        )  # fmt: skip
+        assert tests.returncode == 0, tests.stdout

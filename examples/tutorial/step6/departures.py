@@ -5,8 +5,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-import prometheus_client
-
 import iris
 import iris.metrics
 
@@ -40,14 +38,9 @@ class Airports:
 
 @asynccontextmanager
 async def lifespan(client: iris.Client) -> AsyncIterator[Airports]:
-    iris.metrics.ClientCollector(client)
-    port = int(os.environ.get("METRICS_PORT", "9100"))
-    server, thread = prometheus_client.start_http_server(port, "127.0.0.1")
     today = ("B6 17", "JFK", "08:15"), ("UA 12", "EWR", "09:00"), ("DL 8", "LGA", "09:30")
-    yield Airports(client, {row[0]: Flight(*row) for row in today})
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    async with iris.metrics.serve(client, int(os.environ.get("METRICS_PORT", "9100"))):
+        yield Airports(client, {row[0]: Flight(*row) for row in today})
 
 
 times = iris.metrics.handler_times()
