@@ -95,16 +95,20 @@ def describe(event: str, fields: Mapping[str, object], texts: Texts, unknown: st
 
     `unknown` comes before an event without a sentence.
     """
+    text, used = sentence(event, fields, texts)
+    start = f"{event}: {text}" if text else f"{unknown}{printable(event)}"
+    rest = [f"{printable(name)}={_value(fields[name])}" for name in fields if name not in used]
+    return " ".join([start, *rest])
+
+
+def sentence(event: str, fields: Mapping[str, object], texts: Texts) -> tuple[str, frozenset[str]]:
+    """Return the sentence of an event, and the fields that it uses; "" if the event has none."""
     found = texts.get(event, ())
-    start, used = f"{unknown}{printable(event)}", frozenset[str]()
     for text in (found,) if isinstance(found, str) else found:
         names = frozenset(name for _, name, _, _ in string.Formatter().parse(text) if name)
         if names <= fields.keys():
-            words = {name: _words(fields[name]) for name in names}
-            start, used = f"{event}: {text.format_map(words)}", names
-            break
-    rest = [f"{printable(name)}={_value(fields[name])}" for name in fields if name not in used]
-    return " ".join([start, *rest])
+            return text.format_map({name: _words(fields[name]) for name in names}), names
+    return "", frozenset()
 
 
 def plain(value: object) -> str:

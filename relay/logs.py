@@ -18,7 +18,7 @@ from collections.abc import Hashable, Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Final
 
-from iris.logs import describe, event_of, plain
+from iris.logs import describe, event_of, plain, sentence
 from iris.wire.names import printable
 from iris.wire.texts import sound_json
 
@@ -31,7 +31,8 @@ QUIET_INTERVAL_S = 10.0
 class JsonLines(logging.Formatter):
     """One JSON object a line: time (UTC), level, logger, event, then `record.fields`, then any traceback.
 
-    A field with the name of one of these five gets an underscore appended. Bytes are shown in hex, other
+    From WARNING on, `message` after the event is its sentence (`relay.log_texts`), because somebody has to understand
+    it. A field with the name of one of these six gets an underscore appended. Bytes are shown in hex, other
     values that JSON lacks as their `str`; the `str` of a key is redacted.
     """
 
@@ -43,6 +44,11 @@ class JsonLines(logging.Formatter):
             "event": event_of(record),
         }
         fields: Mapping[str, object] = getattr(record, "fields", {})
+        if record.levelno >= logging.WARNING:
+            from relay.log_texts import SENTENCES  # only if there is a warning: it takes memory
+
+            if text := sentence(event_of(record), fields, SENTENCES)[0]:
+                line["message"] = text
         line.update({name + "_" if name in line else name: fields[name] for name in fields})
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)

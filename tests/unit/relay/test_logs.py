@@ -8,12 +8,14 @@ import os
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from string import Formatter
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from relay.log_texts import SENTENCES
 from relay.logs import Journal, JsonLines, Quiet, Sentences, configure, is_journal
 
 
@@ -50,6 +52,24 @@ def test_a_line_has_the_event_and_its_fields_side_by_side(kept: Kept) -> None:
         "peer": "1f2e",
         "idle_s": 3.5,
     }
+
+
+@pytest.mark.parametrize("event", SENTENCES)
+def test_a_warning_says_in_json_what_happened_and_what_to_do(kept: Kept, event: str) -> None:
+    texts = SENTENCES[event]
+    for text in (texts,) if isinstance(texts, str) else texts:
+        fields = {name: "x1" for _, name, _, _ in Formatter().parse(text) if name}
+        log.warning(event, extra={"fields": fields})
+        log.error(event, extra={"fields": fields})
+        log.info(event, extra={"fields": fields})
+    for line in kept.lines:
+        if line["level"] == "INFO":
+            assert "message" not in line
+        else:
+            assert line["message"].endswith((".", "…"))
+            assert "{" not in line["message"]
+    levels = [line["level"] for line in kept.lines]
+    assert levels.count("WARNING") == levels.count("ERROR") == (1 if isinstance(texts, str) else len(texts))  # fmt: skip
 
 
 def test_a_field_cannot_hide_the_event_or_the_level(kept: Kept) -> None:
