@@ -413,7 +413,10 @@ export class Client implements AsyncDisposable {
     else console.warn(`iris: lost ${lost.count ?? "an unknown number of"} messages to ${lost.name}: ${lost.cause}`);
   }
 
-  /** Leave every cluster, finish what runs, and close the connection. Idempotent. */
+  /**
+   * Leave every cluster, finish what runs, and close the connection. Idempotent. It waits for the handlers that run, at
+   * most `drainMs`: so a handler starts it, `void client.close()`, and does not await it.
+   */
   async close(): Promise<void> {
     if (this.#closed) return;
     this.#subscriptions.endAll();
