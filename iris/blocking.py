@@ -28,9 +28,8 @@ from iris.core.message import Message
 from iris.crypto.keyring import Keyring
 from iris.deadlines import HANDLED, carried_on, handled_us
 from iris.describing import Description, PerMember, Ping
-from iris.errors import Closed, RemoteError
-from iris.forks import disable_in_child, keep_in_child
 from iris.errors import Closed, ConfigError, RemoteError
+from iris.forks import disable_in_child, keep_in_child
 from iris.logs import EXITS
 from iris.membership import Members
 from iris.middleware import Middleware

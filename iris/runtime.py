@@ -11,7 +11,6 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextvars import copy_context
-from typing import Any, Final, NoReturn, Protocol
 from typing import Any, Final, NoReturn, Protocol, cast
 
 from iris.attachment import Attachment, Connector, Life

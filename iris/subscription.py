@@ -22,8 +22,8 @@ from iris.iterating import Iteration
 from iris.lanes import Lanes
 from iris.logs import RAISED
 from iris.losses import LossLog
-from iris.one_process import OneProcess
 from iris.misuse import AsyncOnly
+from iris.one_process import OneProcess
 from iris.runtime import Runtime
 from iris.wire.names import check_filter, check_group, optional
 

@@ -12,8 +12,8 @@ from iris.core.message import MEMBER_HEADER, Message, check_decodable, decode_pa
 from iris.deadlines import HANDLED, deadline, inherited_s, milliseconds, seconds_left
 from iris.errors import ConfigError, DecodeError, IrisError, RemoteError
 from iris.iterating import Iteration, Waiters
-from iris.one_process import OneProcess
 from iris.misuse import AsyncOnly
+from iris.one_process import OneProcess
 from iris.runtime import Runtime
 from iris.wire.kinds import HERE, Kind
 from iris.wire.names import check_address, check_method

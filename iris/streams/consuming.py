@@ -12,8 +12,8 @@ from iris.awaiting import check_callback, check_returned
 from iris.checks import check_flag, check_number, check_whole
 from iris.errors import Closed, RequestError, StreamError, StreamUnavailable
 from iris.forks import FORKED, disable_in_child
-from iris.one_process import OneProcess
 from iris.misuse import AsyncOnly
+from iris.one_process import OneProcess
 from iris.streams.interleaving import Interleaved
 from iris.streams.partitions import Layout, find_layout, layout_of
 from iris.streams.reading import CLOSED, LOOK_S, MAX_GAPS, Batches, Start, check_alive, check_start

@@ -22,8 +22,8 @@ from iris.core.outbound import Outbound
 from iris.core.producer import CALL_BYTES, PLAIN, RECORD_BYTES, Extras
 from iris.crypto.keys import ClusterKey
 from iris.errors import Closed, LocalProtocolError
-from iris.one_process import OneProcess
 from iris.misuse import AsyncOnly
+from iris.one_process import OneProcess
 from iris.streams.committing import StagedAttempt, StagedPart
 from iris.streams.messages import OF_A_MESSAGE, make_extras
 from iris.streams.partitions import Layout, find_layout
