@@ -309,11 +309,11 @@ class MulticastDiscovery:
         local = self._sightings.local = frozenset(a for a in kept if a.ip in addresses)
         used = {address.interface for address in local}
         left_out = [name for name in names if name not in used]
-        if left_out != self._left_out:
-            self._left_out = left_out
+        if left_out and left_out != self._left_out:
             near = any(a.interface in left_out and a.rank < Rank.INNER for a in live)
             fields = {"interfaces": left_out, "used": len(used)}
             log.log(logging.WARNING if near else logging.INFO, "discovery.left_out", extra={"fields": fields})  # fmt: skip
+        self._left_out = left_out
         return addresses
 
     def _failed(self, what: str, error: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import logging
 from typing import Any
 
 import pytest
@@ -11,8 +12,8 @@ from zeroconf.asyncio import AsyncServiceInfo
 
 from relay.discovery import sightings
 from relay.discovery.adverts import MAX_ADDRESSES, SERVICE_TYPE, Advert, encode_txt, instance_name
-from relay.discovery.interfaces import Address
-from relay.discovery.zeroconf import MulticastDiscovery
+from relay.discovery.interfaces import Address, Rank
+from relay.discovery.zeroconf import MOST_INTERFACES, MulticastDiscovery
 
 NETWORK = b"\xab" * 16
 OURS = b"\x01" * 16
@@ -144,3 +145,23 @@ def test_a_name_that_is_not_of_a_relay_is_counted_and_nothing_else(
     discovery._on_change(Cache(), SERVICE_TYPE, name, state)  # type: ignore[arg-type]
     assert discovery.status()["dropped"] == {"bad_name": 1}
     assert not discovery._sightings._follow_ups
+
+
+@pytest.mark.parametrize(
+    ("rank", "level"), [(Rank.INNER, logging.INFO), (Rank.PHYSICAL, logging.WARNING)]
+)
+def test_what_is_left_out_is_named_once_and_again_when_it_changes(
+    discovery: MulticastDiscovery, rank: Rank, level: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    lan = Address("wlan0", 2, "10.0.0.5", 16, rank=Rank.DEFAULT_ROUTE)
+    others = [Address(f"a{n:02}", 3 + n, f"172.20.{n}.1", 24, rank=rank) for n in range(30)]
+    names = [address.interface for address in others]
+    for _ in range(2):
+        shown = discovery._choose(frozenset({lan, *others}))
+    assert shown == ("10.0.0.5", *(f"172.20.{n}.1" for n in range(MOST_INTERFACES - 1)))
+    assert discovery._sightings.local == {lan, *others[: MOST_INTERFACES - 1]}
+    discovery._choose(frozenset({lan}))
+    left_out = [(line.levelno, line.fields["interfaces"]) for line in caplog.records]  # type: ignore[attr-defined]
+    assert left_out == [(level, names[MOST_INTERFACES - 1 :])]
+    assert discovery.status()["left_out"] == []
