@@ -13,6 +13,7 @@ import os
 import random
 import signal
 import socket
+import threading
 from typing import Final
 
 import iris
@@ -20,6 +21,7 @@ from iris.cli.exits import Exit
 from iris.config import ClientConfig
 from iris.core.backoff import Backoff
 from iris.errors import IrisError, RelayUnavailable
+from iris.forks import keep_from_child
 from iris.logs import logger
 from iris.signals import on_signal
 from relay import notify
@@ -37,8 +39,9 @@ class Line:
     """The worker's end of the socket pair; without a supervisor, the service manager is told instead."""
 
     def __init__(self, descriptor: int | None) -> None:
-        self._socket = None if descriptor is None else socket.socket(fileno=descriptor)
-        if self._socket is not None:
+        self._socket = None
+        if descriptor is not None:
+            self._socket = keep_from_child(socket.socket(fileno=descriptor))
             self._socket.setblocking(False)
 
     @property
@@ -108,6 +111,7 @@ async def serve(
             os._exit(Exit.INTERRUPTED)
         stop.set()
 
+    _handled.update((signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
     for number in (signal.SIGTERM, signal.SIGINT):
         on_signal(number, on_stop)
     orphaned = loop.create_task(line.ended(), name="iris-supervisor")
@@ -138,6 +142,41 @@ async def serve(
                 await asyncio.wait(reloads)
     finally:
         orphaned.cancel()
+        _handled.clear()
+
+
+_handled: Final[set[signal.Signals]] = set()
+"""Signals that `serve` handles in this process."""
+_before: Final = threading.local()
+"""`mask`: the signals that were blocked before this thread began to fork."""
+
+
+def _hold_signals() -> None:
+    """Block the handled signals for the time of a fork."""
+    _before.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _handled)
+
+
+def _release_signals() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _before.mask)
+
+
+def _own_signals() -> None:
+    """Give the child of a fork its own signals. Until now it writes those that it gets to the parent's event loop.
+
+    So the end of a pool's worker would stop the parent, and a signal to all processes of a service would be the second
+    one for it.
+    """
+    if _handled:
+        signal.set_wakeup_fd(-1)
+    for number in _handled:
+        default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        signal.signal(number, default)
+    _release_signals()
+
+
+os.register_at_fork(
+    before=_hold_signals, after_in_parent=_release_signals, after_in_child=_own_signals
+)
 
 
 async def _connected(

@@ -116,6 +116,25 @@ def alive(payload: bytes) -> str:
     return "yes"
 """
 
+FORKS = """
+import asyncio
+import os
+import time
+import iris
+service = iris.Service("forks")
+@service.on_request
+async def answer(text: str) -> int:
+    if text == "fork":
+        parent, child = os.getpid(), os.fork()
+        if not child:
+            while os.getppid() == parent:
+                time.sleep(0.01)
+            os._exit(0)
+        return child
+    _, status = await asyncio.to_thread(os.waitpid, int(text), 0)
+    return os.waitstatus_to_exitcode(status)
+"""
+
 
 @pytest.fixture
 def home() -> Iterator[Path]:
@@ -297,6 +316,24 @@ def test_a_worker_is_started_again_while_a_process_that_it_forked_goes_on(
     (home / "go").touch()
     end(request, 6)
     wait_until(lambda: len(pids(observer)) == 2 and len(pids(observer) & before) == 1)
+    process.terminate()
+    end(process)
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_signal_to_a_process_that_a_service_forked_is_for_that_process_alone(
+    home: Path, shell: Shell, observer: iris.blocking.Client, workers: str
+) -> None:
+    (home / "forks.py").write_text(FORKS)
+    process = shell.start("run", "forks", "--workers", workers)
+    members = observer.wait_for_members("forks", int(workers), timeout=PATIENCE_S)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        member = members[0].member
+        child = observer.request("forks", "fork", timeout=PATIENCE_S, type=int, member=member)
+        os.kill(child, number)
+        ended = observer.request("forks", str(child), timeout=PATIENCE_S, type=int, member=member)
+        assert ended == -number
+    assert [one.member for one in observer.members("forks")] == [one.member for one in members]
     process.terminate()
     end(process)
 
