@@ -37,7 +37,7 @@ _sockets: Final[weakref.WeakSet[socket.socket]] = weakref.WeakSet()
 
 
 generation = 0
-"""Number of forks between this process and the one that imported this module: what was made before one has another."""
+"""Number of forks between this process and the one that imported this module."""
 
 
 def disable_in_child(one: Inherited) -> None:
@@ -54,7 +54,7 @@ def keep_in_child(one: object) -> None:
 
 
 def keep_from_child(connection: S) -> S:
-    """Return `connection`, which the child of a fork will not have. It must be closed or detached by its own methods."""
+    """Return `connection`, which the child of a fork will not have. Close or detach it by its own methods."""
     _sockets.add(connection)
     return connection
 

@@ -77,7 +77,7 @@ class SessionHub:
         """Sessions accepted but not read yet, while store and links are expected back; None: sessions are not held."""
         self.over = False
         """Whether the drain is over, so that no session may greet any more."""
-        # Each takes another descriptor for its process.
+        # A session takes two descriptors: its own, and that of its process.
         self.max_sessions = connections_that_fit(config.max_sessions, each=2)
         self.users = Table(self.max_sessions)
         """Sessions per user. A connection over TLS is counted when its user is known."""
