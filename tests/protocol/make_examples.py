@@ -605,8 +605,9 @@ def stream() -> dict[str, tuple[bytes, dict[str, Any]]]:
     gap = stream_items.Gap(6, 3, "slow receiver", SENT_US + 1000)
     fetched = streams.Fetched([hole, gap, record], 8, 0, 8, STREAM_UUID)
     opener = RecordOpener(lambda key_id: KEY if key_id == KEY.key_id else None)
-    unasked: Any = None
-    opener.stream = VerifiedStream(decode_order(ORDER), unasked)
+    order = decode_order(ORDER)
+    described = streams.Described(order.definition, STREAM_UUID, 0, [], bytes(32), "", 0, 0, 8, 8, 0)  # fmt: skip
+    opener.stream = VerifiedStream(order, described)
     opened = opener.open(record)
     assert isinstance(opened, list), opened
     grant = CONTROLS["grant"]
