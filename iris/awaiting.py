@@ -9,15 +9,27 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
-from typing import Any
+from typing import Any, Final
 
 from iris.errors import ConfigError
 from iris.parameters import code_of, name_of
 
 
+_MAX_PLAIN: Final = 256
+_plain: Final[set[type]] = {bytes, str, int, float, bool, dict, list, tuple, type(None)}
+"""Types that are neither awaitables nor generators: those above, and at most `_MAX_PLAIN` that were looked at."""
+
+
 def is_late(value: object) -> bool:
     """Return whether a handler that returned `value` has not done its work yet: it is an awaitable or a generator."""
-    return hasattr(value, "__await__") or isinstance(value, (GeneratorType, AsyncGeneratorType))
+    kind = type(value)
+    if kind in _plain:
+        return False
+    if hasattr(kind, "__await__") or issubclass(kind, (GeneratorType, AsyncGeneratorType)):
+        return True
+    if len(_plain) < _MAX_PLAIN:
+        _plain.add(kind)
+    return False
 
 
 async def finished(value: Any) -> Any:

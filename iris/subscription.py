@@ -99,6 +99,8 @@ class Subscription(OneProcess, AsyncOnly):
         """The queue, if `concurrency` is above 1; `_queue` is not used then."""
         self._workers: dict[asyncio.Task[None], Iterator[Message]] = {}
         """Tasks that run the handler, with `_lanes`: task -> unhandled messages of its current bundle."""
+        self._plain: type = bytes
+        """What a plain handler returned last, so that the look at what it returns costs next to nothing."""
         self._begun: Late | None = None
         """What a plain handler returned for the message in front, until the task of the handler awaits it."""
         self._policy = policy
@@ -296,6 +298,7 @@ class Subscription(OneProcess, AsyncOnly):
     def _call(self, messages: list[Message], size: int) -> None:
         handler = self._handler
         assert handler is not None
+        plain = self._plain
         rest = iter(messages)
         fresh = self._contexts.fresh
         while True:
@@ -303,10 +306,12 @@ class Subscription(OneProcess, AsyncOnly):
                 for message in rest:
                     context = fresh()
                     value = context.run(handler, message)
-                    if value is not None and type(value) is not bytes and is_late(value):
-                        late = self._contexts.late(context, value)
-                        self._begin(handler, late, [message, *rest], size)
-                        return
+                    if value is not None and type(value) is not plain:
+                        if is_late(value):
+                            late = self._contexts.late(context, value)
+                            self._begin(handler, late, [message, *rest], size)
+                            return
+                        plain = self._plain = type(value)
                 return
             except RAISED as err:
                 self._failed(err)
