@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from functools import cache
@@ -162,6 +163,13 @@ class Verbs(TyperGroup):
         except CLICK_ERROR as error:
             _print_usage_error(error)
             sys.exit(2)
+        except OSError as error:
+            if error.filename is not None or not _is_of_output(error):
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python would print an error at exit, too
+            typer.echo(f"iris: cannot write to standard output: {error.strerror}", err=True)
+            print_causes(error)
+            sys.exit(1)
         sys.exit(code if isinstance(code, int) else 0)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -244,6 +252,11 @@ def iris(
         contexts.apply(os.environ, context)
     except IrisError as error:
         raise WrongUsage(str(error)) from error
+
+
+def _is_of_output(error: OSError) -> bool:
+    """Return whether an error can only be that of a write to standard output: verbs handle those of anything else."""
+    return error.errno in (errno.EBADF, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC)
 
 
 def _resemble(given: str, name: str) -> bool:

@@ -9,6 +9,8 @@ from typing import Annotated, Any, Final, Literal
 
 import typer
 
+from iris.cli.arguments import WrongUsage
+from iris.cli.stdin import unreadable
 from iris.wire.names import split_site
 
 MAX_PAYLOAD_BYTES: Final = 64 << 20
@@ -106,7 +108,10 @@ def read_payload(text: str | None, *, pack: bool) -> Any:
     If `text` is None or "-", standard input is read to its end, up to 64 MiB.
     """
     if text is None or text == "-":
-        data = sys.stdin.buffer.read(MAX_PAYLOAD_BYTES + 1)
+        try:
+            data = sys.stdin.buffer.read(MAX_PAYLOAD_BYTES + 1)
+        except OSError as error:
+            raise WrongUsage(unreadable(error)) from error
         if len(data) > MAX_PAYLOAD_BYTES:
             raise typer.BadParameter(
                 "standard input is larger than 64 MiB; send it with `iris tunnel --raw`",

@@ -8,11 +8,16 @@ import threading
 from collections.abc import AsyncIterator
 from typing import Final
 
-from iris.errors import MessageTooLarge
+from iris.errors import ConfigError, MessageTooLarge
 
 CHUNK_BYTES: Final = 1 << 16
 MAX_LINE_BYTES: Final = 64 << 20
 _AHEAD: Final = 8
+
+
+def unreadable(error: OSError) -> str:
+    """Return the text of an error of reading standard input."""
+    return f"cannot read standard input: {error.strerror or error}"
 
 
 async def chunks() -> AsyncIterator[bytes]:
@@ -20,6 +25,9 @@ async def chunks() -> AsyncIterator[bytes]:
 
     A thread reads, because an event loop cannot wait for a plain file. It reads the descriptor, not `sys.stdin`: a
     thread that waits inside that object's lock makes the interpreter's exit fail.
+
+    Raises:
+        ConfigError: standard input cannot be read.
     """
     loop = asyncio.get_running_loop()
     queue: asyncio.Queue[bytes | OSError] = asyncio.Queue()
@@ -44,7 +52,7 @@ async def chunks() -> AsyncIterator[bytes]:
     while True:
         found = await queue.get()
         if isinstance(found, OSError):
-            raise found
+            raise ConfigError(unreadable(found)) from found
         if not found:
             return
         yield found
@@ -55,6 +63,7 @@ async def lines() -> AsyncIterator[bytes]:
     """Iterate over the lines of standard input without their line ends; the last line need not have one.
 
     Raises:
+        ConfigError: standard input cannot be read.
         MessageTooLarge: a line is longer than 64 MiB.
     """
     held: list[bytes] = []

@@ -143,6 +143,34 @@ def test_every_program_works_whichever_standard_descriptors_are_closed(
         assert run(shell, closed, IRIS, "request")[0] == 2
 
 
+@pytest.mark.parametrize(
+    ("number", "file", "mode", "command", "why"),
+    [
+        (1, "/dev/full", os.O_WRONLY, "status", "No space left on device"),
+        (1, "/dev/full", os.O_WRONLY, "request greeter x", "No space left on device"),
+        (1, "/dev/full", os.O_WRONLY, "--help", "No space left on device"),
+        (1, "/dev/null", os.O_RDONLY, "status --json", "Bad file descriptor"),
+        (0, "/dev/null", os.O_WRONLY, "request greeter", "Bad file descriptor"),
+    ],
+    ids=str,
+)
+def test_a_standard_stream_that_cannot_be_used_is_one_line(
+    shell: Shell, number: int, file: str, mode: int, command: str, why: str
+) -> None:
+    wrong = os.open(file, mode)
+    with started(shell, (), IRIS, "relay", "--dev"), started(shell, (), IRIS, "run", "app"):
+        wait_until(lambda: "iris run app" in labels(shell))
+        done = subprocess.run(
+            [IRIS, *command.split()], env=shell.environ, stdin=wrong if number == 0 else subprocess.DEVNULL,
+            stdout=wrong if number == 1 else subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, timeout=PATIENCE_S,
+        )  # fmt: skip
+    os.close(wrong)
+    name = "read standard input" if number == 0 else "write to standard output"
+    assert done.returncode == (1 if number else 2)
+    line, _, _ = done.stderr.removesuffix("\n").partition("; `iris request --help`")
+    assert line == f"iris: cannot {name}: {why}"
+
+
 def test_a_blocking_client_works_in_a_program_that_has_them_closed(shell: Shell) -> None:
     """The library leaves the descriptors of its process alone."""
     with started(shell, (), IRIS, "relay", "--dev"), started(shell, (), IRIS, "run", "app"):
