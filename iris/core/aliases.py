@@ -6,7 +6,7 @@ freed. Code that caches an `Alias` sees its `number` become -1 and must look it 
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from typing import Final, Generic, TypeVar
 
 MAX_ALIASES: Final = 65_536
@@ -91,6 +91,16 @@ class AliasTable(Generic[K]):
             self._free.remove(number)
             self._free.insert(0, number)
             self._limit = max(1, len(self._by_key))
+
+    def take_apart(self, size: int) -> Iterator[int]:
+        """Forget all keys, `size` of them at a time, because nothing is declared any more; yield how many each time."""
+        by_key, by_number = self._by_key, self._by_number
+        while by_key:
+            count = min(size, len(by_key))
+            for _ in range(count):
+                _, alias = by_key.popitem()
+                del by_number[alias.number]
+            yield count
 
     def _evict(self) -> None:
         oldest = sorted(self._by_key.items(), key=lambda item: (item[1].used, item[1].number))

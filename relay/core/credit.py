@@ -231,7 +231,9 @@ class Credits:
 
     def forget(self, neighbor: Neighbor) -> Iterator[int]:
         """Remove the credits of a closed connection, in parts. Nothing is sent by them meanwhile."""
-        for credit in list(self._credits.get(neighbor.number, {}).values()):
+        left = [*reversed(self._credits.get(neighbor.number, {}).values())]
+        while left:  # what is freed is freed in its part, and not all at the end
+            credit = left.pop()
             credit.left_out = False
             credits = len(credit.flows)
             for flow in list(credit.flows):

@@ -28,6 +28,9 @@ PART_WORK: Final = 32
 """Work of a part of an unfinished frame, when its sender has ended: see `relay.core.endings`."""
 ALIAS_WORK: Final = 2
 """The same of an alias that a route declared to a receiver."""
+FORGOTTEN: Final = 64
+FORGOTTEN_EACH: Final = 8
+"""Aliases declared to a connection that has ended are forgotten so many at a time, and so many are a work of 1."""
 
 Address = tuple[str, bytes]
 Topic = tuple[str, bytes, str]
@@ -545,10 +548,10 @@ class Neighbor(Connection):
         self.closed = True
         self.gaps = {}
         self.refused = {}
-        self.aliases = AliasTable(1)
-        return self._forget_in_parts()
+        aliases, self.aliases = self.aliases, AliasTable(1)
+        return self._forget_in_parts(aliases)
 
-    def _forget_in_parts(self) -> Iterator[int]:
+    def _forget_in_parts(self, aliases: AliasTable[Delivery]) -> Iterator[int]:
         work, self.unfinished = self.unfinished, None
         if work is not None:
             # It is gone, so a rule that the rest of its frame breaks ends nothing more.
@@ -560,6 +563,8 @@ class Neighbor(Connection):
             route = routes.pop()
             if route is not None:
                 yield 1 + ALIAS_WORK * route.release()
+        for count in aliases.take_apart(FORGOTTEN):
+            yield count // FORGOTTEN_EACH
 
     @property
     def neighbor(self) -> Neighbor:

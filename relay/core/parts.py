@@ -193,7 +193,9 @@ class Parts:
 
     def _session_parts(self, session: Session, forgotten: Iterator[int]) -> Iterator[int]:
         """Take apart what a closed session held. What others wait for comes first."""
-        for member in list(session.members.values()):
+        members = [*reversed(session.members.values())]
+        while members:  # what is freed is freed in its part, and not all at the end
+            member = members.pop()
             if not member.left:
                 self.leave(member)
                 yield MEMBER_WORK + len(member.key_ids)

@@ -8,15 +8,27 @@ from collections.abc import Callable
 
 import pytest
 from protocol.kit import KEY, OTHER_KEY, Host, Network
+from protocol.test_quotas import Party
 from support.tables import grown, tables
 
 from iris.core.interfaces import Delivery
 from iris.wire import frames
-from iris.wire.codec import encode_control
-from iris.wire.kinds import Kind
+from iris.wire.codec import END, HOP, encode_control
+from iris.wire.kinds import PROTOCOL_MINOR, Kind
+from relay.core.credit import Credit
+from relay.core.endings import STEP
 from relay.core.link import Link
 from relay.core.missed_casts import ABSENT_US, LOOK_US, UNSURE_US
-from relay.core.neighbor import SPARE_TARGETS, Dispatched, Route, Survey, Target, Tunnel
+from relay.core.neighbor import (
+    FORGOTTEN_EACH,
+    SPARE_TARGETS,
+    Dispatched,
+    Route,
+    Survey,
+    Target,
+    Tunnel,
+)
+from relay.core.router import Router
 from relay.core.session import Member, Session, Watch
 
 WHILE_S = (UNSURE_US + LOOK_US) / 1e6
@@ -198,3 +210,73 @@ def test_sessions_and_links_that_have_gone_are_freed_without_the_collector(
         assert counted() - before == {}
     finally:
         gc.enable()
+
+
+MOST_FREED = 300
+"""Objects of an ended session that are freed in one step, and a few more."""
+
+
+def publisher(router: Router, topics: int, *, waits: bool) -> Party:
+    """Return a session that has published to so many topics, and may wait for their subscribers."""
+    made = Party(router, "ann")
+    made.session.minor = PROTOCOL_MINOR
+    for alias in range(topics):
+        made.say(frames.Declare(alias, Kind.PUBLISH, f"t.{alias}", KEY.key_id, bytes(16)))
+        if waits:
+            made.say(frames.Wait(alias, 1))
+        body = END.pack(0, 0, 1, 0) + bytes(8)
+        made.say(HOP.pack(22 + len(body), Kind.PUBLISH, 0, alias, 0, 0) + body)
+    return made
+
+
+@pytest.mark.parametrize("kind", [Credit, Member])
+def test_what_a_session_held_is_freed_in_parts(kind: type) -> None:
+    """Freed at once, thousands of objects would keep the relay from all other frames."""
+    router = Network().router
+    subscriber = Party(router, "bob")
+    subscriber.session.minor = PROTOCOL_MINOR
+    many = 1000
+    if kind is Member:
+        for number in range(many):
+            assert not subscriber.join(f"db.n{number}")
+    else:
+        assert not subscriber.subscribe("t.>")
+        publisher(router, many, waits=True)
+
+    def count() -> int:
+        return sum(isinstance(each, kind) for each in gc.get_objects())
+
+    at_most = before = count()
+    assert at_most >= many
+    subscriber.port.out.clear()
+    router.session_down(subscriber.session)
+    gc.disable()
+    try:
+        while True:
+            left = count()
+            assert before - left <= MOST_FREED
+            before = left
+            if not router.ending:
+                break
+            router.now_us = max(router.now_us, router.deadline_us)
+            router.expire()
+    finally:
+        gc.enable()
+    assert at_most - left >= many
+
+
+def test_aliases_of_a_session_that_has_gone_are_forgotten_in_parts() -> None:
+    router = Network().router
+    subscriber = Party(router, "bob")
+    assert not subscriber.subscribe("t.>")
+    publisher(router, 5000, waits=False)
+    aliases = subscriber.session.aliases
+    assert len(aliases) == 5000
+    router.session_down(subscriber.session)
+    steps = 1
+    while aliases:
+        steps += 1
+        router.now_us = max(router.now_us, router.deadline_us)
+        router.expire()
+    assert steps > 5000 // (STEP * FORGOTTEN_EACH)
+    assert not router.ending
