@@ -77,6 +77,8 @@ class Registry:
         self._bindings: dict[int, Served] = {}
         """Member number -> its service."""
         self._subscriptions: dict[Registration, list[Subscriber]] = {}
+        self._leaving: dict[Registration, list[Subscriber]] = {}
+        """The last subscriptions of a queue group and filter, until the relay sends them nothing more."""
         self._wild: dict[Registration, None] = {}
         """Registrations whose filter may match several topics. Each of these is tried for every new topic."""
         self._answers: dict[Registration, asyncio.Future[None]] = {}
@@ -260,7 +262,7 @@ class Registry:
         if self._derived:
             needed = (
                 key
-                for pattern, _ in self._subscriptions
+                for pattern, _ in (*self._subscriptions, *self._leaving)
                 for key in self.keyring.for_filter(pattern)
             )
             self._derived = {key.key_id: key for key in needed if key.key_id not in self._keys}
@@ -299,22 +301,44 @@ class Registry:
         """Remove a subscription.
 
         If it was the last of its filter and group, send UNSUBSCRIBE and return a future that is resolved when
-        the relay has answered.
+        the relay has answered. Until then, one with a group gets what was on its way, because nobody else does.
         """
         registration = (subscription.filter, subscription.group)
         known = self._subscriptions.get(registration, [])
         if subscription not in known:
             return None
         known.remove(subscription)
+        answer = None
+        if not known:
+            del self._subscriptions[registration]
+            self._answers.pop(registration, None)
+            answer = _unsubscribe(session, registration) if session is not None else None
+            if answer is not None and subscription.group:
+                self._leaving.setdefault(registration, []).append(subscription)
+                answer.add_done_callback(lambda _: self.left(subscription, session))
+            self._forget(registration)
         if session is not None:
             session.casts.subscriptions_changed()
-        if known:
-            return None
-        del self._subscriptions[registration]
-        self._learn_derived()
-        self._wild.pop(registration, None)
-        self._answers.pop(registration, None)
-        return _unsubscribe(session, registration) if session is not None else None
+        return answer
+
+    def left(self, subscription: Subscriber, session: Session | None) -> None:
+        """Deliver nothing more to a subscription that was removed, and end it. Idempotent."""
+        registration = (subscription.filter, subscription.group)
+        leaving = self._leaving.get(registration, [])
+        if subscription in leaving:
+            leaving.remove(subscription)
+            if not leaving:
+                del self._leaving[registration]
+            self._forget(registration)
+            if session is not None:
+                session.casts.subscriptions_changed()
+        subscription.end()
+
+    def _forget(self, registration: Registration) -> None:
+        """Forget the topics and keys of a registration that nobody has any more."""
+        if registration not in self._subscriptions and registration not in self._leaving:
+            self._wild.pop(registration, None)
+            self._learn_derived()
 
     def sinks(self, flow: InFlow) -> Sequence[Sink]:
         """Return the subscriptions that a flow is for: all plain ones, and one of each group.
@@ -331,7 +355,8 @@ class Registry:
             registration for registration in self._wild if matches(registration[0], flow.name)
         ]
         for registration in registrations:
-            group, subscriptions = registration[1], self._subscriptions.get(registration, ())
+            group = registration[1]
+            subscriptions = self._subscriptions.get(registration) or self._leaving.get(registration)
             if subscriptions and (group in flow.groups if group else flow.plain):
                 (grouped.setdefault(group, []) if group else found).extend(subscriptions)
         # Chosen by sender id, so that the order of each sender is kept.
@@ -391,7 +416,7 @@ class Registry:
         Without a relay nobody can know how many messages they miss.
         """
         losses: list[Lost] = []
-        for (pattern, _), subscriptions in self._subscriptions.items():
+        for (pattern, _), subscriptions in (*self._subscriptions.items(), *self._leaving.items()):
             lost = Lost("publish", pattern, b"", None, reason)
             losses.append(lost)
             for subscription in subscriptions:
@@ -405,7 +430,7 @@ class Registry:
 
     def end(self) -> None:
         """End all subscriptions and watches, because the client is closed."""
-        for subscriptions in self._subscriptions.values():
+        for subscriptions in (*self._subscriptions.values(), *self._leaving.values()):
             for subscription in subscriptions:
                 subscription.end()
                 subscription.end_log()

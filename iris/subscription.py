@@ -40,7 +40,8 @@ class Subscription(OneProcess, AsyncOnly):
 
     Use it as an async context manager and iterate over it with `async for`, or give `subscribe` a handler. It is
     registered from the start; `ready` waits until the relays know it. Several tasks may iterate over it: each message
-    goes to one of them.
+    goes to one of them. To leave a group without a loss while a task iterates, call `close` in another task, and the
+    iterator ends after the last message.
 
     The queue holds up to `limit_bytes` of messages that have not been handled. When it is full, `policy` decides:
 
@@ -116,6 +117,8 @@ class Subscription(OneProcess, AsyncOnly):
         self._queued_bytes = 0
         self._current: Iterator[Message] = iter(())
         """Unhandled messages of the bundle that was taken from `_queue` last."""
+        self._iterating = 0
+        """Number of iterators that have begun and not ended."""
         self._waiters: list[asyncio.Future[None]] = []
         self._worker: asyncio.Task[None] | None = None
         self._entered = False
@@ -158,16 +161,24 @@ class Subscription(OneProcess, AsyncOnly):
     async def close(self) -> None:
         """End the subscription. Nothing is delivered after it returns. Idempotent.
 
+        The last subscription of a `group` in this client is delivered what was on its way to it, because no other
+        member gets that.
+
         A coroutine handler may finish the queued messages within `config.drain_timeout_s`; the rest is dropped and
-        reported as lost. If the handler itself calls `close`, it does not wait for that.
+        reported as lost. If the handler itself calls `close`, it does not wait for that. An iterator of another task
+        yields the queued messages and then ends. What nobody iterates over is dropped; with a `group` it is reported
+        as lost.
         """
         self.stop()
         try:
             await self._runtime.acknowledged(self._stopped)
         except BaseException:
+            self._leave()
             self.give_up()
             raise
+        self._leave()
         await self.finish()
+        self._drop_unread()
         self._log.end()
 
     async def finish(self) -> None:
@@ -212,11 +223,33 @@ class Subscription(OneProcess, AsyncOnly):
         self._log.end()
 
     def stop(self) -> None:
-        """End the subscription without waiting for the relay. Queued messages are still delivered. Idempotent."""
-        self.end()
+        """End the subscription without waiting for the relay. Queued messages are still delivered. Idempotent.
+
+        In a group it ends when the relay has answered: what is on its way is still delivered.
+        """
         runtime = self._runtime
-        self._stopped = runtime.registry.remove(self, runtime.session) or self._stopped
+        stopped = runtime.registry.remove(self, runtime.session)
+        self._stopped = stopped or self._stopped
+        if self._stopped is None or not self.group:
+            self.end()
         runtime.touch()
+
+    def _leave(self) -> None:
+        """Accept nothing more, whether or not the relay has answered."""
+        self._runtime.registry.left(self, self._runtime.session)
+
+    def _drop_unread(self) -> None:
+        """Drop what nobody iterates over. In a group no other member gets it, so it is reported."""
+        if not self._ended or self._iterating or self._handler is not None or not self.group:
+            return
+        rest = [list(self._current), *(messages for messages, _ in self._queue)]
+        self._queue.clear()
+        self._held.clear()
+        self._queued_bytes = 0
+        for messages in rest:
+            if messages:
+                self._drop(messages, "subscription closed")
+        self._log.end()
 
     async def __aenter__(self) -> Self:
         self._entered = True

@@ -166,6 +166,10 @@ class Advertiser:
         there = sum(link.topics.get(topic, 0) for link in self._links.values())
         return self._topics.get(topic, 0) + there
 
+    def counted(self, topic: Topic) -> int:
+        """Return the number of subscriptions to a topic of this relay's sessions."""
+        return self._topics.get(topic, 0)
+
     def gather(self, now_us: int) -> None:
         """Advertise a change at most `GATHER_US` from now, together with other changes until then."""
         self._snapshot_version = 0

@@ -26,6 +26,7 @@ from relay.core.connection import Delivery
 from relay.core.credit import Credits, Flow
 from relay.core.heads import cast_head
 from relay.core.interest import Interest
+from relay.core.leavers import Leavers
 from relay.core.link import Link
 from relay.core.missed_casts import MissedCasts
 from relay.core.neighbor import UNUSED, Neighbor, Route, Subscriber, Target
@@ -70,6 +71,8 @@ class Casts:
         self._has_acknowledged = has_acknowledged
         self.other_keys = OtherKeys(interest, clock, settling)
         """Publishers whose topics have subscribers only under other keys."""
+        self.leavers = Leavers()
+        """Sessions that are leaving a queue group."""
 
     def cast(self, neighbor: Neighbor, buf: memoryview, start: int, end: int) -> bool:
         """Send a publication or broadcast to every target. Return whether there are several, or none."""
@@ -240,11 +243,12 @@ class Casts:
         """Return the subscribers without a group, and the candidates of every group (a link once per session).
 
         A group with a member in this site has no candidate in remote sites. Of another group only the
-        nearest site is a candidate.
+        nearest site is a candidate. A session that is leaving is one if there is no other.
         """
         plain, groups = self._interest.subscribers(route.name, route.key_id)
         here, far = self._apart(route, plain if route.plain else ())
-        named = groups if route.hop_class == HopClass.LOCAL else route.only_groups
+        leaving = self.leavers.groups(route.name, route.key_id) if self.leavers else {}
+        named = {**groups, **leaving} if route.hop_class == HopClass.LOCAL else route.only_groups
         apart = {group: self._apart(route, groups.get(group, ())) for group in named}
         # One route for each site, whoever wants it there: a bundle crosses the WAN once.
         every = [*far, *(site_route for _, remote in apart.values() for site_route in remote)]
@@ -265,6 +269,8 @@ class Casts:
                 site_route for site, site_route in taken_routes.items() if site in sites
             ][:1]:
                 chosen[group] = [*nearest]
+            elif last := self._apart(route, leaving.get(group, ()))[0]:
+                chosen[group] = last
         subscription_count = {site_route.site for site_route in far}
         return [
             *here,

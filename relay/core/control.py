@@ -51,6 +51,8 @@ NOT_OURS: Final = (
     "names are shown only to the relay's own user and to root on its host; run the command there"
 )
 TOO_LONG: Final = "the full report does not fit in one frame"
+GROUPS_AT_ONCE: Final = 64
+"""Subscriptions of a session that says BYE that are ended before others get their turn."""
 MAX_GROUPS: Final = 128
 """Limit of queue groups of one session: one DECLARE may have to name them all."""
 
@@ -364,26 +366,19 @@ class SessionControl:
         session.control(frames.Ack(subscribe.id, error, fresh=self._router.fresh))
 
     def _on_unsubscribe(self, session: Session, unsubscribe: frames.Unsubscribe) -> None:
-        key_ids = session.subscriptions.pop((unsubscribe.filter, unsubscribe.group), None)
-        if key_ids is None:
+        if (unsubscribe.filter, unsubscribe.group) not in session.subscriptions:
             session.control(
                 frames.Ack(
                     unsubscribe.id, f"this session is not subscribed to {unsubscribe.filter!r}"
                 )
             )
             return
-        if unsubscribe.group:
-            session.groups[unsubscribe.group] -= 1
-            if not session.groups[unsubscribe.group]:
-                del session.groups[unsubscribe.group]
-        nodes = node_count(unsubscribe.filter, key_ids)
-        session.topic_nodes -= nodes
-        self._router.quotas.subscriptions.give(session.user, nodes)
-        self._router.interest.unsubscribe(session, unsubscribe.filter, unsubscribe.group, key_ids)
-        self._router.advertiser.count_subscription(
-            unsubscribe.filter, key_ids, unsubscribe.group, session.user, -1, self._router.now_us
-        )
-        session.control(frames.Ack(unsubscribe.id))
+
+        def done() -> None:
+            if not session.closed:
+                session.control(frames.Ack(unsubscribe.id))
+
+        self._router.end_subscription(session, unsubscribe.filter, unsubscribe.group, done)
 
     def _on_credit(self, session: Session, credit: frames.Credit) -> None:
         # After LEAVE the member may be forgotten, and what it finishes then needs no credit.
@@ -508,8 +503,25 @@ class SessionControl:
 
     def _on_bye(self, session: Session, bye: frames.Bye) -> None:
         # Frames of one session are handled in order, so everything before BYE is routed.
-        if not self._router.drains.keep_bye(session):
-            self._router.goodbye(session)
+        session.unfinished = self._end_groups(session)
+
+    def _end_groups(self, session: Session) -> Iterator[None]:
+        """Leave the queue groups of a session, in parts, and then say goodbye to it."""
+        groups = [each for each in session.subscriptions if each[1]]
+        left = 1 + len(groups)
+
+        def done() -> None:
+            nonlocal left
+            left -= 1
+            if not left and not session.closed and not self._router.drains.keep_bye(session):
+                self._router.goodbye(session)
+
+        for number, (pattern, group) in enumerate(groups, 1):
+            self._router.end_subscription(session, pattern, group, done)
+            if number % GROUPS_AT_ONCE == 0:
+                yield
+        session.unfinished = None  # this is the end of it, and goodbye completes what is left
+        done()
 
     def _info(self, member: Member) -> frames.MemberInfo:
         return frames.MemberInfo(

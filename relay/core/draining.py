@@ -59,6 +59,8 @@ class Draining:
         """Time at which the wait for acknowledgements ends."""
         self._leaving: dict[tuple[int, int], tuple[Session, frames.Leave]] = {}
         """(session number, member serial) -> LEAVE that is held."""
+        self._after: list[Callable[[], None]] = []
+        """What waits until all have acknowledged."""
         self._look_us = 0
         """Time of the next look at the calls in flight, because there may be many sessions."""
         self._released = False
@@ -115,6 +117,13 @@ class Draining:
         self.cut_calls += before[0] - after[0]
         self.cut_tunnels += before[1] - after[1]
 
+    def after(self, done: Callable[[], None]) -> None:
+        """Call `done` once nobody can send anything new that does not know of the drain."""
+        if self.acknowledged:
+            done()
+        else:
+            self._after.append(done)
+
     def hold(self, session: Session, leave: frames.Leave, now_us: int) -> bool:
         """Hold the LEAVE of a member until all have acknowledged and no call is in flight at a member.
 
@@ -137,6 +146,9 @@ class Draining:
             self.acknowledged = True
             self._silent = frozenset(self._open)
             self._open.clear()
+            after, self._after = self._after, []
+            for done in after:
+                done()
         self._look_us = now_us + RUNNING_US
         if self._leaving and self._running():
             self.deadline_us = self._look_us

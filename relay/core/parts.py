@@ -53,6 +53,8 @@ MAX_GROUP_BYTES: Final = 64 << 20
 Names of an alias over it are counted and dropped.
 """
 
+MAX_LEAVING: Final = 1024
+"""Subscriptions in groups that a session leaves at once; of further ones it gets nothing more that is on its way."""
 MEMBER_WORK: Final = 8
 """Work of the end of a member, besides 1 for each of its keys: see `relay.core.endings`."""
 SCANNED: Final = 1024
@@ -227,6 +229,44 @@ class Parts:
         self._calls.members.ended(session)
         session.let_go()
         del self.ending[session.number]
+
+    def end_subscription(
+        self, session: Session, pattern: str, group: str, done: Callable[[], None]
+    ) -> None:
+        """End a subscription of a session that is connected, and call `done` when nothing for it alone can follow.
+
+        The last one here of a queue group gets what other relays have sent it until then.
+        """
+        key_ids = session.subscriptions.pop((pattern, group))
+        self.interest.unsubscribe(session, pattern, group, key_ids)
+        self.advertiser.count_subscription(pattern, key_ids, group, session.user, -1, self.now_us)
+        leavers = self._casts.leavers
+        last = [key_id for key_id in key_ids if not self.advertiser.counted((pattern, key_id, group))]
+
+        def ended() -> None:
+            if waits:
+                session.leaving -= 1
+                leavers.remove(session, pattern, group, last)
+                self.interest.version += 1
+            if group and not session.closed:
+                session.groups[group] -= 1
+                if not session.groups[group]:
+                    del session.groups[group]
+            nodes = node_count(pattern, key_ids)
+            session.topic_nodes -= nodes
+            self.quotas.subscriptions.give(session.user, nodes)
+            done()
+
+        waits = bool(group and last and not self.alone and session.leaving < MAX_LEAVING)
+        if not waits:
+            ended()
+            return
+        session.leaving += 1
+        leavers.add(session, pattern, group, last)
+        if self.drains.begun:
+            self.drains.after(ended)
+        else:
+            self.settling.after(ended)
 
     def _take_apart(self, work: Iterator[int]) -> None:
         """Take apart what a closed connection held, in parts.

@@ -35,6 +35,7 @@ class Session(Neighbor):
         "groups",
         "had_pairs",
         "keyed",
+        "leaving",
         "members",
         "origin",
         "ours",
@@ -105,6 +106,8 @@ class Session(Neighbor):
         self.had_pairs = False
         self.settling = 0
         """Its SETTLEs that wait for other relays."""
+        self.leaving = 0
+        """Its subscriptions that are being left: see `relay.core.leavers`."""
 
     def let_go(self) -> None:
         """Drop its tables, too: a route that others refer to may refer to it."""

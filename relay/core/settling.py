@@ -1,7 +1,10 @@
-"""Sessions that wait until the other relays know their members and subscriptions.
+"""What waits until the other relays know this relay's members and subscriptions.
 
-SETTLE from a session ──► our changes are sent to every link (`Advertiser.gather`), then PING
-PONG from every link, or `SETTLE_US` has passed ──► ACK
+    SETTLE from a session, or the last of a queue group leaves
+        ──► our changes are sent to every link (`Advertiser.gather`), then PING
+    PONG from every link, or `SETTLE_US` has passed ──► ACK
+
+What another relay sent before it knew arrives before its PONG.
 """
 
 from __future__ import annotations
@@ -24,11 +27,11 @@ MAX_SETTLING: Final = 64
 
 
 class _Round:
-    """The sessions that wait for the answers to one PING."""
+    """What waits for the answers to one PING: functions to call then."""
 
     __slots__ = ("open", "until_us", "waiting")
 
-    def __init__(self, waiting: list[tuple[Session, int]], until_us: int) -> None:
+    def __init__(self, waiting: list[Callable[[], None]], until_us: int) -> None:
         self.waiting = waiting
         self.until_us = until_us
         self.open: set[int] = set()
@@ -36,7 +39,7 @@ class _Round:
 
 
 class Settling:
-    """The waiting sessions of one relay. All that ask before the same flush share a PING."""
+    """What waits at one relay. All that ask before the same flush share a PING."""
 
     def __init__(
         self, links: dict[bytes, Link], advertiser: Advertiser, clock: Callable[[], int]
@@ -45,8 +48,8 @@ class Settling:
         self._links = links
         self._advertiser = advertiser
         self._clock = clock
-        self._asked: list[tuple[Session, int]] = []
-        """Those that wait for our changes to be sent."""
+        self._asked: list[Callable[[], None]] = []
+        """What waits for our changes to be sent."""
         self._rounds: dict[int, _Round] = {}
         """Id of a PING -> round, oldest first. There is at most one for each flush."""
         self._last = DRAIN_PING
@@ -58,7 +61,20 @@ class Settling:
             session.control(frames.Ack(settle.id))
             return
         session.settling += 1
-        self._asked.append((session, settle.id))
+
+        def done() -> None:
+            session.settling -= 1
+            if not session.closed:
+                session.control(frames.Ack(settle.id))
+
+        self.after(done)
+
+    def after(self, done: Callable[[], None]) -> None:
+        """Call `done` once the other relays know everything that was changed before."""
+        if not self._links:
+            done()
+            return
+        self._asked.append(done)
         self._advertiser.gather(self._clock())
 
     def _begin(self) -> None:
@@ -91,14 +107,12 @@ class Settling:
                 self._end(number)
 
     def expire(self, now_us: int) -> None:
-        """Answer sessions that have waited for `SETTLE_US`."""
+        """End what has waited for `SETTLE_US`."""
         for number, begun in list(self._rounds.items()):
             if now_us >= begun.until_us:
                 self._end(number)
         self.deadline_us = min((each.until_us for each in self._rounds.values()), default=NEVER_US)
 
     def _end(self, number: int) -> None:
-        for session, asked in self._rounds.pop(number).waiting:
-            session.settling -= 1
-            if not session.closed:
-                session.control(frames.Ack(asked))
+        for done in self._rounds.pop(number).waiting:
+            done()
