@@ -35,6 +35,8 @@ from iris.nested import used
 from iris.pairs import READ_BYTES, Pairs
 from iris.registry import Registry
 from iris.transport import LOOP_ENDED, Pump
+from iris.registry import Registry, leave_groups
+from iris.transport import Pump
 from iris.wire.codec import ReceiveBuffer
 
 log = logger(__name__)
@@ -175,10 +177,15 @@ class Attachment:
                 new.release_casts()
                 self._adopt_unless_replaced(new)
                 return
-            # From here on casts wait for the new session, until the relay has routed all that was sent on the
-            # old one.
-            self.blocked = True
             try:
+                # The relay chooses one session of a group: what it chose the old one for comes first.
+                groups = leave_groups(old.session)
+                old.flush()
+                if groups:
+                    await asyncio.wait(groups, timeout=self._config.connect_timeout_s)
+                # From here on casts wait for the new session, until the relay has routed all that was sent on the
+                # old one.
+                self.blocked = True
                 with contextlib.suppress(ConnectionLost, TimeoutError):
                     async with asyncio.timeout(self._config.connect_timeout_s):
                         await fence(old)
@@ -197,6 +204,9 @@ class Attachment:
             except BaseException:  # cancelled, or the new session has ended already
                 new.abort("this session was never used")
                 self.writing_resumed(old)
+                if old is self.pump:
+                    self._registry.register(old.session)
+                    old.touch()
                 raise
             await leave_replaced(old, new, self._config)
 
@@ -226,11 +236,21 @@ class Attachment:
         try:
             await self._leaving.fence_all()
             self._report_missed()
-            new.release_casts()
+            parting = self._leaving.parting()
+            if not parting:
+                new.release_casts()
             self._adopt_unless_replaced(new)
         except BaseException:  # cancelled, or it has ended already
             new.abort("this session was never used")
             raise
+        if parting:
+            # What comes for queue groups by a relay that stops comes first.
+            vacant = self._loop.create_task(self._vacant.wait())
+            try:
+                await asyncio.wait((vacant, asyncio.gather(*parting, return_exceptions=True)), return_when=asyncio.FIRST_COMPLETED)  # fmt: skip
+            finally:
+                vacant.cancel()
+                new.release_casts()
 
     async def _attach(self, *, hold: bool = False) -> Pump[Session]:
         """Return the pump of a new session on which everything is registered.

@@ -10,7 +10,7 @@ from iris.config import ClientConfig
 from iris.core.session import Session
 from iris.errors import ConnectionLost, IrisError
 from iris.nested import IN_HANDLER, handlers_run_at
-from iris.registry import leave
+from iris.registry import leave, leave_groups
 from iris.transport import Pump
 from iris.wire import frames
 
@@ -25,17 +25,23 @@ class Leaving:
         self._config = config
         self.pumps: dict[Pump[Session], asyncio.Task[None]] = {}
         """Session being left -> the task that leaves it gracefully."""
+        self._parting: dict[Pump[Session], list[asyncio.Future[None]]] = {}
+        """Session being left -> the answers to its leaving of queue groups."""
         self._stopping: Pump[Session] | None = None
         """The latest session being left through which running handlers may still call."""
 
     def start(self, pump: Pump[Session]) -> None:
         """Leave a session whose relay is stopping. What was accepted is written now, and what runs may finish."""
         pump.session.flush()
+        self._parting[pump] = leave_groups(pump.session)
         pump.write()
         self._stopping = pump
         task = asyncio.get_running_loop().create_task(self._leave(pump), name="iris-leaving")
         self.pumps[pump] = task
-        task.add_done_callback(lambda _: self.pumps.pop(pump, None))
+        task.add_done_callback(lambda _: self._left(pump))
+
+    def _left(self, pump: Pump[Session]) -> None:
+        del self.pumps[pump], self._parting[pump]
 
     def calling(self) -> Pump[Session] | None:
         """Return the session through which the caller may call now, if it is a handler that its relay waits for."""
@@ -50,6 +56,10 @@ class Leaving:
             with contextlib.suppress(ConnectionLost, TimeoutError):
                 async with asyncio.timeout(self._config.connect_timeout_s):
                     await fence(pump)
+
+    def parting(self) -> list[asyncio.Future[None]]:
+        """Return what is resolved when nothing more comes for queue groups by these sessions."""
+        return [answer for answers in self._parting.values() for answer in answers]
 
     async def wait(self) -> None:
         """Return when all of these sessions have been left."""
@@ -77,6 +87,7 @@ class Leaving:
                 async with asyncio.timeout(grace_s - min(1.0, grace_s / 5)):
                     await fence(pump)  # after this, every JOIN is answered
                     await _leave_all(pump)
+                    await asyncio.gather(*self._parting[pump])
                     while (session.busy or self._calls_may_follow(pump)) and pump.connected:  # noqa: ASYNC110 - no event covers all of it
                         await asyncio.sleep(LEAVE_POLL_S)
             if self._stopping is pump:

@@ -54,6 +54,7 @@ class Subscriber(Sink, Protocol):
     filter: str
     group: str
     lost: int
+    stopped: asyncio.Future[None] | None
 
     @property
     def queued_bytes(self) -> int: ...
@@ -482,6 +483,15 @@ def leave(session: Session, member: int) -> asyncio.Future[None]:
     done = _answer()
     session.ask(lambda number: frames.Leave(number, member), done)
     return done
+
+
+def leave_groups(session: Session) -> list[asyncio.Future[None]]:
+    """Leave all queue groups of a session that is being left, so that their messages come by another one.
+
+    Each future is resolved when nothing more can come by this session.
+    """
+    groups = [each for each in session.registered if isinstance(each, tuple) and each[1]]
+    return [_unsubscribe(session, registration) for registration in groups]
 
 
 def _unsubscribe(session: Session, registration: Registration) -> asyncio.Future[None]:

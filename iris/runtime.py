@@ -128,9 +128,12 @@ class Runtime:
                     # Handlers may use this client until all of these have ended.
                     bindings = list(registry.services)
                     leaving = [binding.leave() for binding in bindings]
-                    for subscription in list(self.working):
+                    stopping = [s for s in registry.subscriptions() if s.group or s in self.working]
+                    for subscription in stopping:
                         subscription.stop()
-                    await asyncio.gather(*leaving, *(s.finish() for s in list(self.working)))
+                    left = [self.acknowledged(s.stopped) for s in stopping if s.group]
+                    await asyncio.gather(*leaving, *left)
+                    await asyncio.gather(*(s.finish() for s in list(self.working)))
                     await asyncio.gather(*(binding.stop() for binding in bindings))
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(drain_s):

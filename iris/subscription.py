@@ -122,7 +122,8 @@ class Subscription(OneProcess, AsyncOnly):
         self._waiters: list[asyncio.Future[None]] = []
         self._worker: asyncio.Task[None] | None = None
         self._entered = False
-        self._stopped: asyncio.Future[None] | None = None
+        self.stopped: asyncio.Future[None] | None = None
+        """The relay's answer to UNSUBSCRIBE, if it was sent."""
         self._ended = False
         self._error: IrisError | None = None
         self.deliver: Callable[[list[Message], int], None] = (
@@ -171,7 +172,7 @@ class Subscription(OneProcess, AsyncOnly):
         """
         self.stop()
         try:
-            await self._runtime.acknowledged(self._stopped)
+            await self._runtime.acknowledged(self.stopped)
         except BaseException:
             self._leave()
             self.give_up()
@@ -229,8 +230,8 @@ class Subscription(OneProcess, AsyncOnly):
         """
         runtime = self._runtime
         stopped = runtime.registry.remove(self, runtime.session)
-        self._stopped = stopped or self._stopped
-        if self._stopped is None or not self.group:
+        self.stopped = stopped or self.stopped
+        if self.stopped is None or not self.group:
             self.end()
         runtime.touch()
 

@@ -516,6 +516,9 @@ class SessionControl:
             if not left and not session.closed and not self._router.drains.keep_bye(session):
                 self._router.goodbye(session)
 
+        if session.leaving:
+            left += 1
+            self._router.known(done)
         for number, (pattern, group) in enumerate(groups, 1):
             self._router.end_subscription(session, pattern, group, done)
             if number % GROUPS_AT_ONCE == 0:

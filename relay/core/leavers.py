@@ -27,9 +27,7 @@ class Leavers:
     def __len__(self) -> int:
         return len(self._counts)
 
-    def add(
-        self, session: Subscriber, pattern: str, group: str, key_ids: Iterable[bytes]
-    ) -> None:
+    def add(self, session: Subscriber, pattern: str, group: str, key_ids: Iterable[bytes]) -> None:
         """Note that a session leaves."""
         for key_id in key_ids:
             which = (session.number, pattern, group, key_id)

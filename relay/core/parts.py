@@ -241,7 +241,9 @@ class Parts:
         self.interest.unsubscribe(session, pattern, group, key_ids)
         self.advertiser.count_subscription(pattern, key_ids, group, session.user, -1, self.now_us)
         leavers = self._casts.leavers
-        last = [key_id for key_id in key_ids if not self.advertiser.counted((pattern, key_id, group))]
+        last = [
+            key_id for key_id in key_ids if not self.advertiser.counted((pattern, key_id, group))
+        ]
 
         def ended() -> None:
             if waits:
@@ -263,10 +265,11 @@ class Parts:
             return
         session.leaving += 1
         leavers.add(session, pattern, group, last)
-        if self.drains.begun:
-            self.drains.after(ended)
-        else:
-            self.settling.after(ended)
+        self.known(ended)
+
+    def known(self, done: Callable[[], None]) -> None:
+        """Call `done` once nobody sends anything by what was advertised before, but for remote sites."""
+        (self.drains if self.drains.begun else self.settling).after(done)
 
     def _take_apart(self, work: Iterator[int]) -> None:
         """Take apart what a closed connection held, in parts.
