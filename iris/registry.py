@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from iris.core.guard import Guard
 from iris.core.inbound import InFlow
 from iris.core.interfaces import Binding, Lost, Sink
+from iris.core.message import Message
 from iris.core.session import Session
 from iris.crypto.keyring import Keyring
 from iris.crypto.keys import ClusterKey
@@ -65,6 +66,37 @@ class Subscriber(Sink, Protocol):
     def end_log(self) -> None: ...
     def give_up(self) -> None: ...
     async def finish(self) -> None: ...
+
+
+class Sharers:
+    """Several subscriptions in one queue group, which share each bundle. Each keeps the order of each sender."""
+
+    def __init__(self, sinks: Sequence[Sink], first: int) -> None:
+        """`first` says which one begins, so that those of several senders do not begin with the same."""
+        self._sinks = sinks
+        self._turn = first
+        """Rises with every part of a bundle."""
+        waiting = [sink for sink in sinks if sink.waits]
+        self._waiting = waiting
+        self.waits = bool(waiting)
+        self.limit_bytes = min(sink.limit_bytes for sink in waiting or sinks)
+
+    def held(self, name: str, source: bytes) -> int:
+        """Return the queued bytes of a sender where there are most."""
+        return max((sink.held(name, source) for sink in self._waiting), default=0)
+
+    def deliver(self, messages: list[Message], size: int) -> None:
+        """Deliver a bundle in as many parts as there are subscriptions, to one after another."""
+        sinks, count = self._sinks, len(messages)
+        step = -(-count // len(sinks))
+        for at in range(0, count, step):
+            part = messages[at : at + step]
+            self._turn += 1
+            sinks[self._turn % len(sinks)].deliver(part, max(1, size * len(part) // count))
+
+    def gap(self, gap: Lost) -> None:
+        """Report a loss to one of them, because nobody knows whose it would have been."""
+        self._sinks[0].gap(gap)
 
 
 class Registry:
@@ -360,8 +392,8 @@ class Registry:
             subscriptions = self._subscriptions.get(registration) or self._leaving.get(registration)
             if subscriptions and (group in flow.groups if group else flow.plain):
                 (grouped.setdefault(group, []) if group else found).extend(subscriptions)
-        # Chosen by sender id, so that the order of each sender is kept.
-        found += [each[flow.sender_id[0] % len(each)] for each in grouped.values()]
+        for each in grouped.values():
+            found.append(each[0] if len(each) == 1 else Sharers(each, flow.sender_id[0]))
         return found
 
     def _is_new(self, pattern: str, topic: str) -> bool:

@@ -166,9 +166,9 @@ class Subscription(OneProcess, AsyncOnly):
         member gets that.
 
         A coroutine handler may finish the queued messages within `config.drain_timeout_s`; the rest is dropped and
-        reported as lost. If the handler itself calls `close`, it does not wait for that. An iterator of another task
-        yields the queued messages and then ends. What nobody iterates over is dropped; with a `group` it is reported
-        as lost.
+        reported as lost. If the handler itself calls `close`, it does not wait for that. An iterator yields the queued
+        messages and then ends. What is queued when its loop or `async with` block is left is dropped; with a `group`
+        it is reported as lost.
         """
         self.stop()
         try:
@@ -179,7 +179,6 @@ class Subscription(OneProcess, AsyncOnly):
             raise
         self._leave()
         await self.finish()
-        self._drop_unread()
         self._log.end()
 
     async def finish(self) -> None:
@@ -262,6 +261,7 @@ class Subscription(OneProcess, AsyncOnly):
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+        self._drop_unread()
 
     def __aiter__(self) -> AsyncIterator[Message]:
         return self if self._entered else _Unentered(self)

@@ -23,7 +23,7 @@ class MemoryTransport(asyncio.Transport):
         self._protocol = protocol
         self._loop = asyncio.get_running_loop()
         self._peer: MemoryTransport
-        self._incoming: deque[bytes] = deque()
+        self._incoming: deque[bytes | memoryview] = deque()
         self._incoming_bytes = 0
         self._high = 64 << 10
         self._low = 16 << 10
@@ -71,15 +71,16 @@ class MemoryTransport(asyncio.Transport):
             and not self._lost
         ):
             data = self._incoming.popleft()
-            done = 0
-            while done < len(data) and not self._lost:
-                buffer = memoryview(self._protocol.get_buffer(-1))
-                size = min(len(buffer), len(data) - done)
-                buffer[:size] = data[done : done + size]
-                done += size
-                self._protocol.buffer_updated(size)
-            self._incoming_bytes -= len(data)
-            budget -= len(data)
+            buffer = memoryview(self._protocol.get_buffer(-1))
+            size = min(len(buffer), len(data))
+            buffer[:size] = data[:size]
+            if size < len(data):
+                self._incoming.appendleft(
+                    memoryview(data)[size:]
+                )  # the protocol may pause before it has all
+            self._incoming_bytes -= size
+            budget -= size
+            self._protocol.buffer_updated(size)
         writer = self._peer
         if writer._writing_paused and self._incoming_bytes <= writer._low and not writer._lost:
             writer._writing_paused = False

@@ -22,7 +22,7 @@ from iris.crypto.sframe import SEALS_PER_SENDER, Sealer
 from iris.errors import KeyringError
 from iris.wire.codec import BODY_AT, DATA_LENGTH, END, HOP, encode_control
 from iris.wire.frames import Control, Declare, Prove, Release
-from iris.wire.kinds import NO_KEY, Kind
+from iris.wire.kinds import MAX_PARTS, NO_KEY, Kind
 from iris.wire.names import split_member, split_site
 from iris.wire.runs import MAX_RUN, MAX_RUN_BYTES, answer_run, call_run
 
@@ -147,6 +147,8 @@ class Outbound:
             site, bare = split_site(name) if kind != Kind.PUBLISH else ("", name)
             flow = self._flows[flow_key] = OutFlow(kind, bare, key, site)
             flow.set_sealer(*self._sealer(key, site))
+            if kind == Kind.PUBLISH and self._longest_run > 1:
+                flow.parts = MAX_PARTS  # until the relay says how many, with its first SHARE
         return flow
 
     def flow_to(self, kind: int, name: str, key: ClusterKey, member: str) -> OutFlow:

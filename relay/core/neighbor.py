@@ -217,8 +217,8 @@ class Route:
         """When it may look again."""
         self.flow: CountedFlow | None = None
         """The credit of its publisher, if it waits: see `relay.core.credit`."""
-        self.parts = 1
-        """Number of bundles into which the publisher was notified to cut a turn's messages."""
+        self.parts = 0
+        """Number of bundles into which the publisher was notified to cut a turn's messages; 0 before that."""
         self.turn = 0
         """Rises with every choice, so that equal candidates take turns."""
         self.single: Target | None = None

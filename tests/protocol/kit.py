@@ -336,7 +336,9 @@ class Host:
         flow = out.flow(kind, topic, self.key)
         for payload in payloads:
             out.add(flow, payload, None, False)
+        parts, flow.parts = flow.parts, 1
         out.cut(flow)
+        flow.parts = parts
 
     def publish_waiting(self, topic: str, payload: bytes) -> bool:
         """Publish one bundle if there is credit; return whether it was sent."""

@@ -59,6 +59,38 @@ def test_four_members_have_about_a_quarter_each(net: Network) -> None:
     check(inboxes, 30, 70)
 
 
+def test_the_first_burst_of_a_publisher_is_shared_too(net: Network) -> None:
+    inboxes = group(net, 4)
+    burst(net.host("publisher"), 200)
+    net.run()
+    check(inboxes, 30, 70)
+
+
+def test_a_relay_says_at_once_that_an_address_has_no_groups(net: Network) -> None:
+    publisher = net.host("publisher")
+    inbox = net.host("plain").subscribe("t")
+    burst(publisher, 200)
+    net.run()
+    assert publisher.session.out.flow(0x47, "t", publisher.key).parts == 1
+    bundles = 0
+
+    def see(host: Host, frame: bytes) -> list[bytes]:
+        nonlocal bundles
+        bundles += frame[KIND_AT] == Kind.PUBLISH
+        return [frame]
+
+    net.tamper = see
+    burst(publisher, 200)
+    net.run()
+    assert bundles == 1
+    assert len(inbox.messages) == 400
+
+
+def test_what_is_not_published_is_not_cut(net: Network) -> None:
+    out = net.host("sender").session.out
+    assert out.flow(Kind.BROADCAST, "c", net.hosts[0].key).parts == 1
+
+
 def test_a_burst_of_several_full_bundles_is_shared_in_fewer_parts(net: Network) -> None:
     inboxes = group(net, 4)
     publisher = begin(net, inboxes)
