@@ -419,13 +419,13 @@ export class Client implements AsyncDisposable {
    */
   async close(): Promise<void> {
     if (this.#closed) return;
-    this.#subscriptions.endAll();
+    const left = this.#subscriptions.closeAll();
     const open = [...this.#open];
     const { drainMs = BYE_MS } = this.#options;
     const timeout = new Promise<void>((resolve) => setTimeout(resolve, drainMs).unref?.());
     const leave = async ({ session, casts, serving }: Parts): Promise<void> => {
       casts.flush();
-      await serving.leaveAll();
+      await Promise.all([left, serving.leaveAll()]);
       await serving.idle();
       await session.outbox.drained();
       const ended = new Promise<void>((resolve) => session.onEnd(() => resolve()));
@@ -438,6 +438,7 @@ export class Client implements AsyncDisposable {
       if (!open.some(({ session }) => session.ended)) throw error;
     } finally {
       this.#closed = true;
+      this.#subscriptions.endAll();
       this.#stop.abort();
       for (const { session } of open) session.end(new Closed("the client was closed"));
       for (const wake of [...this.#waiters]) wake();
@@ -570,12 +571,15 @@ export class Client implements AsyncDisposable {
   subscribe(filter: string, options: SubscribeOptions = {}): Subscription {
     if (this.#closed) throw new Closed("the client was closed");
     const subscription = new Subscription(filter, options, async (closed) => {
-      this.#subscriptions.remove(closed);
+      if (!closed.group) this.#subscriptions.remove(closed);
       const parts = this.#parts;
-      if (!parts || closed.since === Infinity) return;
-      await this.#subscriptions.unregister(parts.session, closed).catch((error: unknown) => {
-        if (!parts.session.ended) throw error;
-      });
+      try {
+        if (parts && closed.since !== Infinity) await this.#subscriptions.unregister(parts.session, closed);
+      } catch (error) {
+        if (!parts!.session.ended) throw error;
+      } finally {
+        this.#subscriptions.remove(closed); // one of a group gets what is on its way until the relay has answered
+      }
     });
     this.#subscriptions.add(subscription);
     if (this.#parts) void this.#register(this.#parts, subscription);

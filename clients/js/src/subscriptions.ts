@@ -52,6 +52,10 @@ export class Subscription implements AsyncIterable<Message>, AsyncDisposable {
   readonly #queue: Message[] = [];
   #queuedBytes = 0;
   #ended = false;
+  /** The relay's answer, while the subscription leaves its group. */
+  #leaving: Promise<void> | undefined;
+  /** Iterators that have not ended. */
+  #iterating = 0;
   #error: unknown = null;
   readonly #waiters: (() => void)[] = [];
   #settleReady!: { resolve: () => void; reject: (error: unknown) => void };
@@ -132,6 +136,7 @@ export class Subscription implements AsyncIterable<Message>, AsyncDisposable {
   }
 
   async *[Symbol.asyncIterator](): AsyncGenerator<Message, void, undefined> {
+    this.#iterating++;
     try {
       for (;;) {
         const message = this.#queue.shift();
@@ -148,13 +153,21 @@ export class Subscription implements AsyncIterable<Message>, AsyncDisposable {
         }
       }
     } finally {
+      this.#iterating--;
       await this.close();
+      if (!this.#iterating) this.#dropUnread();
     }
   }
 
-  /** End the subscription. Its iterator ends. */
+  /**
+   * End the subscription. Its iterator yields what is queued, then ends. In a group, it also yields what was on its way,
+   * because no other member gets that.
+   */
   async close(): Promise<void> {
-    if (!this.#ended) {
+    if (this.group && !this.#ended) {
+      this.#leaving ??= this.#close(this).finally(() => this.end());
+      await this.#leaving;
+    } else if (!this.#ended) {
       this.end();
       await this.#close(this);
     }
@@ -170,6 +183,22 @@ export class Subscription implements AsyncIterable<Message>, AsyncDisposable {
     await this.#close(this);
   }
 
+  /** Nobody iterates any more. What a group sent to this member reaches no other, so it is a loss. */
+  #dropUnread(): void {
+    const unread = this.#queue.splice(0);
+    this.#queuedBytes = 0;
+    if (!this.group) return;
+    const counts = new Map<string, [Message, number]>();
+    for (const message of unread) {
+      const key = `${message.name}\0${message.source}`;
+      counts.set(key, [message, (counts.get(key)?.[1] ?? 0) + 1]);
+    }
+    for (const [{ name, source }, count] of counts.values()) {
+      this.lost += count;
+      if (this.#onGap) notify(this.#onGap, { kind: "publish", name, source, count, cause: "the subscription was closed" });
+    }
+  }
+
   #wake(): void {
     for (const wake of this.#waiters.splice(0)) wake();
   }
@@ -182,6 +211,8 @@ export class Subscriptions {
   readonly #byTopic = new Map<string, readonly Subscription[]>();
   readonly #guard: Guard;
   readonly #keyring: Keyring;
+  /** Rises with each bundle for a group of several subscriptions. */
+  #turn = 0;
 
   constructor(guard: Guard, keyring: Keyring) {
     this.#guard = guard;
@@ -214,6 +245,11 @@ export class Subscriptions {
     for (const subscription of this.all) subscription.end(error);
     this.#subscriptions.clear();
     this.#byTopic.clear();
+  }
+
+  /** End those without a group, and leave all groups. */
+  async closeAll(): Promise<void> {
+    await Promise.all(this.all.map((subscription) => subscription.close()));
   }
 
   /** Register one with a session. */
@@ -313,7 +349,7 @@ export class Subscriptions {
 
   /** A relay says that `count` messages from `first` on were dropped. It never changes the expected number. */
   #reported(declared: Declared, first: number, count: number, cause: string): void {
-    const groups = this.#matching(declared).filter(({ group }) => group && declared.groups.includes(group));
+    const groups = this.#receivers(declared).filter(({ group }) => group);
     if (groups.length) this.#tell(groups, declared, count === UNKNOWN_COUNT ? null : count, cause);
     const sequence = this.#guard.sequence(addressOf(declared), declared.keyHex, false, monotonicUs())!;
     const plain = this.#matching(declared).filter(({ group }) => !group);
@@ -339,9 +375,17 @@ export class Subscriptions {
     return found;
   }
 
-  /** Subscriptions that a delivery is for. */
+  /** Subscriptions that a delivery is for: all without a group, and one of each group, which take turns. */
   #receivers(declared: Declared): Subscription[] {
-    return this.#matching(declared).filter(({ group }) => (group ? declared.groups.includes(group) : declared.plain));
+    const found = this.#matching(declared).filter(({ group }) => (group ? declared.groups.includes(group) : declared.plain));
+    const grouped = found.filter(({ group }) => group);
+    if (grouped.length < 2) return found;
+    this.#turn++;
+    const chosen = declared.groups.flatMap((name) => {
+      const members = grouped.filter(({ group }) => group === name);
+      return members.length ? [members[this.#turn % members.length]!] : [];
+    });
+    return [...found.filter(({ group }) => !group), ...chosen];
   }
 
   /** Subscriptions without a group that have followed the sender since a message of it. */

@@ -17,6 +17,8 @@ class World {
   readonly guard = new Guard(() => 1);
   readonly subscriptions = new Subscriptions(this.guard, KEYRING);
   readonly gaps: Lost[] = [];
+  /** What a subscription that is closed waits for. */
+  closing: () => Promise<void> = async () => undefined;
 
   static async make(): Promise<World> {
     const world = new World();
@@ -31,7 +33,7 @@ class World {
   }
 
   async subscribe(filter = "news", options: SubscribeOptions = {}): Promise<Subscription> {
-    const subscription = new Subscription(filter, { onGap: (lost) => this.gaps.push(lost), ...options }, async () => undefined);
+    const subscription = new Subscription(filter, { onGap: (lost) => this.gaps.push(lost), ...options }, () => this.closing());
     this.subscriptions.add(subscription);
     const registered = this.subscriptions.register(this.subscriber.session, subscription);
     this.subscriber.acknowledge();
@@ -170,6 +172,43 @@ test("a share of a queue group is no gap, but what only a group got is lost to o
   assert.deepEqual(world.counts, [1]);
   assert.deepEqual(await queued(other), [3]);
   assert.deepEqual(await queued(worker), [0, 2, 3, 4]);
+});
+
+test("a bundle for a group with several subscriptions here goes to one of them, in turn", async () => {
+  const world = await World.make();
+  const [one, two] = [await world.subscribe("news", { group: "workers" }), await world.subscribe("*", { group: "workers" })];
+  for (let i = 0; i < 4; i++) await world.deliver(await world.publish(i), { plain: false, groups: ["workers"] });
+  await world.gap(4, 1, { plain: false, groups: ["workers"] });
+  assert.deepEqual(world.counts, [1]);
+  const [first, second] = [await queued(one), await queued(two)];
+  assert.equal(first.length, 2);
+  assert.deepEqual([...first, ...second].sort(), [0, 1, 2, 3]);
+});
+
+test("a member of a group yields what comes until its relay has answered", { timeout: 10_000 }, async () => {
+  const world = await World.make();
+  let answer!: () => void;
+  world.closing = () => new Promise((resolve) => (answer = resolve));
+  const worker = await world.subscribe("news", { group: "workers" });
+  const values: unknown[] = [];
+  const iterating = (async () => {
+    for await (const { value } of worker) values.push(value);
+  })();
+  const closing = worker.close();
+  await world.deliver(await world.publish(0), { plain: false, groups: ["workers"] });
+  answer();
+  await Promise.all([closing, iterating]);
+  assert.deepEqual(values, [0]);
+  assert.deepEqual(world.counts, []);
+});
+
+test("what nobody iterates over when a member leaves its group is reported", async () => {
+  const world = await World.make();
+  const worker = await world.subscribe("news", { group: "workers" });
+  for (let i = 0; i < 4; i++) await world.deliver(await world.publish(i), { plain: false, groups: ["workers"] });
+  for await (const { value } of worker) if (value === 1) break;
+  assert.deepEqual(world.counts, [2]);
+  assert.equal(worker.lost, 2);
 });
 
 test("a message that does not open, or is too old, is reported as lost", async () => {
