@@ -44,6 +44,11 @@ from iris.wire.runs import read_answers, single_end
 
 MAX_PENDING: Final = 65_536
 ATTEMPTS: Final = 3
+SEEN_MS: Final = 10_000
+"""An idempotent call waits for members until its deadline if the last one left less than this ago."""
+FIRST_PAUSE_US: Final = 100_000
+MAX_PAUSE_US: Final = 1_000_000
+"""Pauses of such a call between attempts; each is twice the one before."""
 
 
 class Pending(msgspec.Struct, eq=False):
@@ -71,16 +76,21 @@ class Pending(msgspec.Struct, eq=False):
     hop: int = 0
     counter: int = 0
     sender_id: bytes = b""
+    pause_us: int = 0
+    """The last pause of a call that waits for members; 0 before the first."""
 
 
 class Requests:
     """Unfinished requests and surveys of one session, and its latest pushes."""
 
-    __slots__ = ("_pending", "_pushes", "_session", "left", "routed", "senders")
+    __slots__ = ("_pausing", "_pending", "_pushes", "_session", "left", "routed", "senders")
 
     def __init__(self, session: SessionBase) -> None:
         self._session = session
         self._pending: dict[int, Pending] = {}
+        self._pausing: dict[Pending, tuple[int, RequestError]] = {}
+        """Idempotent calls without members, which were there a moment ago: call -> (when it is sent again, the error
+        if it is too late then)."""
         self.left: list[int] = []
         """Hop ids of calls that this side gave up in this turn."""
         self.routed = 0
@@ -177,7 +187,10 @@ class Requests:
 
         The relay is told at the end of the turn, because its handler may end with its caller.
         """
-        if self._pending.pop(pending.hop, None) is not None:
+        if (
+            self._pausing.pop(pending, None) is None
+            and self._pending.pop(pending.hop, None) is not None
+        ):
             self.left.append(pending.hop)
 
     def flush(self) -> None:
@@ -265,6 +278,10 @@ class Requests:
 
     def _resolve(self, hop: int, pending: Pending, *, error: IrisError) -> None:
         del self._pending[hop]
+        self._fail(pending, error)
+
+    @staticmethod
+    def _fail(pending: Pending, error: IrisError) -> None:
         if pending.ran and isinstance(error, RequestError):
             ran_before(error)
         if pending.survey is not None:
@@ -301,7 +318,27 @@ class Requests:
             self._send(pending)
             return
         error = error_of(pending.name, fail)
-        self._resolve(fail.hop, pending, error=error)
+        if not self._pauses(pending, fail, error):
+            self._resolve(fail.hop, pending, error=error)
+
+    def _pauses(self, pending: Pending, fail: frames.Fail, error: RequestError) -> bool:
+        """Let an idempotent call wait if its members were there a moment ago. Returns whether it does."""
+        seen = isinstance(fail.seen_ms, int) and fail.seen_ms < SEEN_MS
+        if (
+            fail.cause != Cause.NO_MEMBERS
+            or not pending.idempotent
+            or not (seen or pending.pause_us)
+        ):
+            return False
+        session = self._session
+        if pending.deadline_us <= session.mono_us or len(self._pausing) >= MAX_PENDING:
+            return False
+        del self._pending[fail.hop]
+        pending.pause_us = min(2 * pending.pause_us or FIRST_PAUSE_US, MAX_PAUSE_US)
+        again_us = min(session.mono_us + pending.pause_us, pending.deadline_us)
+        self._pausing[pending] = (again_us, error)
+        session.deadline_us = min(session.deadline_us, again_us)
+        return True
 
     def roster(self, roster: frames.Roster) -> None:
         """Handle ROSTER: the members to which a survey was dispatched."""
@@ -319,6 +356,15 @@ class Requests:
     def expire(self, mono_us: int) -> int:
         """End calls whose deadline has passed; return the next deadline."""
         soonest = NEVER_US
+        for pending, (again_us, error) in list(self._pausing.items()):
+            if pending.deadline_us <= mono_us:
+                del self._pausing[pending]
+                self._fail(pending, error)
+            elif again_us <= mono_us:
+                del self._pausing[pending]
+                self._send(pending)
+            else:
+                soonest = min(soonest, again_us)
         late = []
         for hop, pending in self._pending.items():
             if pending.deadline_us <= mono_us:
@@ -341,6 +387,9 @@ class Requests:
         """End all calls because the connection has ended. `routed`: the relay has routed everything that was sent."""
         pending, self._pending = self._pending, {}
         self.left.clear()
+        pausing, self._pausing = self._pausing, {}
+        for item in pausing:
+            self._fail(item, ConnectionLost(item.name, reason, may_have_run=False))
         for item in pending.values():
             lost = ConnectionLost(item.name, reason)
             if item.survey is not None:

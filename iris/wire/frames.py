@@ -386,6 +386,8 @@ class Fail(Control, frozen=True):
     cause: int
     detail: Text = ""
     may_have_run: bool = False
+    seen_ms: U32 | UnsetType = UNSET
+    """With the cause `no members`: how long ago the last member left, if that is not long ago."""
 
 
 class Roster(Control, frozen=True):

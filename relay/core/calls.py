@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final
 
+from msgspec import UNSET
+
 from iris.errors import PeerProtocolError
 from iris.wire.codec import (
     ALIAS_AT,
@@ -114,7 +116,7 @@ class Calls:
             quotas.parked,
             self._prospect,
             self._unparked,
-            self.unserved.expiry_text,
+            lambda route: self.unserved.expiry_text(route, self._now_us),
         )
         self.tunnels = Tunnels(
             accounts, self.ended, self.parking.give_up, DirectTunnels(limits.direct)
@@ -510,9 +512,10 @@ class Calls:
                 detail += "; your share of the calls in flight to another relay or site is used up, try again later"
             dispatched.origin.control(Fail(dispatched.hop, Cause.OVERLOADED, detail))
             return
-        dispatched.origin.control(
-            Fail(dispatched.hop, Cause.NO_MEMBERS, self.unserved.failure_text(route))
-        )
+        seen_us = self.unserved.seen_us(route, self._now_us)
+        seen_ms = UNSET if seen_us is None else seen_us // 1000
+        detail = self.unserved.failure_text(route, self._now_us)
+        dispatched.origin.control(Fail(dispatched.hop, Cause.NO_MEMBERS, detail, seen_ms=seen_ms))
 
     def _bounce(
         self, dispatched: Dispatched, buf: memoryview, start: int, end: int, reason: int

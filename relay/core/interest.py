@@ -12,6 +12,7 @@ from typing import Final
 from iris.wire.kinds import MAX_OTHER_KEYS, HopClass, Kind
 from relay.core.link import Link
 from relay.core.neighbor import Address, Load, Subscriber, Topic
+from relay.core.seen import Seen
 from relay.core.session import Member, is_listed
 from relay.core.watches import Watches
 
@@ -63,6 +64,8 @@ class Interest:
         self._heads: dict[str, dict[bytes, None]] = {}
         """First token of filters -> key ids under which there are such filters."""
         self.watches = Watches()
+        self.seen = Seen()
+        """Members that left a moment ago, here and elsewhere."""
         self.changed: Callable[[Address], None] = _ignore
         self.changed_topic: Callable[[Topic], None] = _ignore
         self.joined = 0

@@ -1,7 +1,6 @@
 """Sessions that leave a queue group while others may still choose them for it.
 
-    UNSUBSCRIBE, or BYE ── not chosen any more, and advertised so ── leaver: gets what nobody else of the group here can
-    PONG of every link (`relay.core.settling`), or all know that this relay stops (`relay.core.draining`) ──► ACK, or BYE
+    UNSUBSCRIBE, or BYE ── not chosen any more, and advertised so ── leaver: gets what no other here gets
 
 A publisher's relay chooses a member, or the relay of one, by what it was advertised. So a message may be on its way to
 the last member here when that leaves. To choose again would break the order of its publisher: another member may have

@@ -7,7 +7,8 @@ not disappear when a link flaps.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Final
 
 from msgspec import UNSET
@@ -29,6 +30,8 @@ MAX_COPY: Final = 1 << 20
 
 Entries over it are counted and dropped.
 """
+MAX_LOOKED_AT: Final = 64
+"""Members of an address that are looked at to learn what its members serve."""
 LINK_HOP: Final = 1 << 62
 """Bit that is set in hop ids chosen by the relay with the higher id."""
 _UNBOUNDED: Final = 1 << 62
@@ -77,6 +80,11 @@ class Copy:
         self.surplus = 0
         """Members that were dropped over the limit and have not left: as many unknown ones may leave."""
 
+    @property
+    def host(self) -> str:
+        """The host of the relay, for people."""
+        return self.label or f"relay {self.relay[:8]}"
+
     def replace(self, newer: Copy) -> None:
         """Replace the contents with those of a complete snapshot."""
         self.members, self.names = newer.members, newer.names
@@ -122,6 +130,14 @@ class Copy:
         """Return the members of an address."""
         keys = self.names.get(name)
         return _NONE if keys is None else keys.get(key_id, _NONE)
+
+    def addresses(self) -> Iterator[tuple[Address, set[int]]]:
+        """Yield each address that has members of a cluster, with the kinds that the first of these serve."""
+        for name, keys in self.names.items():
+            for key_id, entries in keys.items():
+                if entries.listed:
+                    some = islice(entries.values(), MAX_LOOKED_AT)
+                    yield (name, key_id), {kind for entry in some for kind in entry.kinds}
 
     def serves(self, kind: int, name: str, key_id: bytes) -> bool:
         """Whether a member of an address serves `kind`."""

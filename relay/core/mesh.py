@@ -96,6 +96,7 @@ class Mesh:
         self._reach.forget(link, now_us)
         copy = link.copy
         if copy.link is link:
+            self._interest.seen.lost(copy.addresses(), copy.host, link.beats.last_us)
             del self.links[link.relay_id]
             copy.link = None
             copy.until_us = now_us if link.bye else now_us + SUSPENDED_US

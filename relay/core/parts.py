@@ -353,6 +353,10 @@ class Parts:
         member.session.keyed -= len(member.key_ids)
         self.quotas.members.give(member.session.user, len(member.key_ids))
         self.interest.leave(member)
+        if member.listed:
+            where = self.label or "this relay"
+            for key_id in member.key_ids:
+                self.interest.seen.left((member.name, key_id), member.loads, where, self.now_us)
         self.advertiser.left(member, self.now_us)
         member.forget_if_done()
         if member.listed:

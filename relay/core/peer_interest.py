@@ -112,6 +112,8 @@ class PeerInterest:
                 continue
             for key_id in gone.key_ids:
                 address = (gone.name, key_id)
+                if is_listed(gone.kinds):
+                    self._interest.seen.left(address, gone.kinds, copy.host, link.beats.last_us)
                 link.addresses[address] -= 1
                 if not link.addresses[address]:
                     del link.addresses[address]

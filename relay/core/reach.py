@@ -260,6 +260,10 @@ class Reach:
         """
         site_routes = self._sites.site_routes[site_route.site]
         del site_routes[site_route.number]
+        served = (
+            (address, kinds) for address, (kinds, members) in site_route.clusters.items() if members
+        )
+        self._interest.seen.lost(served, f"site {site_route.site}", now_us)
         unconfirmed: list[Route] = []
         if not site_route.stale and any(not other.stale for other in site_routes.values()):
             if not (final or drained):

@@ -57,11 +57,11 @@ class Unserved:
         """Whether members that this relay had before a restart have not all rejoined."""
         return self._interest.joined < self._awaited and now_us < self._awaited_until_us
 
-    def expiry_text(self, route: Route) -> str:
+    def expiry_text(self, route: Route, now_us: int) -> str:
         """Return the error text for a call that waited until its deadline: what it waited for."""
         if route.kind == Kind.STREAM and (where := self._mesh.starting_stores()):
             return f"no store holds it yet; a store is still starting: {', '.join(where[:4])}{self._mesh.failed_stores()}"
-        return "the relay that served it did not come back before the deadline"
+        return f"{self._last_text(route, now_us) or 'members that were here'} did not come back before the deadline"
 
     def member_failure(self, route: Route, *, leaving: bool) -> tuple[Cause, str]:
         """Return why a call to one member ends: (cause, error text). `leaving`: the member itself said that it leaves.
@@ -93,7 +93,19 @@ class Unserved:
         there = entry is not None and entry.name == route.name and route.key_id in entry.key_ids
         return entry.kinds if entry is not None and there else None
 
-    def failure_text(self, route: Route) -> str:
+    def seen_us(self, route: Route, now_us: int) -> int | None:
+        """Return how long ago the last member that served a route's address left; None if that is not known."""
+        last = self._interest.seen.last(route.kind, (route.name, route.key_id), now_us)
+        return None if last is None else last[1]
+
+    def _last_text(self, route: Route, now_us: int) -> str:
+        last = self._interest.seen.last(route.kind, (route.name, route.key_id), now_us)
+        if last is None:
+            return ""
+        where, ago_us = last
+        return f"members that were connected to {where} until {max(1, round(ago_us / 1e6))} s ago"
+
+    def failure_text(self, route: Route, now_us: int) -> str:
         """Return the error text for a call that no member serves and that does not wait."""
         if route.kind == Kind.STREAM:
             return f"no store holds it{self._mesh.failed_stores()}"
@@ -113,6 +125,8 @@ class Unserved:
             for short, more in elsewhere.other_keys(route.name, (route.key_id,)).items():
                 others[short] = others.get(short, 0) + more
         there = ", ".join(f"{count} under {key_id}…" for key_id, count in list(others.items())[:4])
+        if not there and (last := self._last_text(route, now_us)):
+            return f"{last} have left or were lost, and nobody else serves {_PLURAL[route.kind]}"
         if not there:
             return "no members have joined under this name; check its spelling, and that the service runs"
         key = f"{route.key_id[:4].hex()}…"

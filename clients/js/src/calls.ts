@@ -275,11 +275,11 @@ function answers(declared: Declared, kind: number, { kind: asked, address }: Pen
 }
 
 /** Return the error that a relay's FAIL means for the caller of `name`. */
-export function errorOf(name: string, { cause, detail, may_have_run }: Fields): RequestError {
+export function errorOf(name: string, { cause, detail, may_have_run, seen_ms }: Fields): RequestError {
   const ran = may_have_run as boolean;
   const said = (otherwise: string): string => (detail as string) || otherwise;
   switch (Number(cause)) {
-    case Cause.NO_MEMBERS: return new NoMembers(name, said("no member serves it"), ran);
+    case Cause.NO_MEMBERS: return new NoMembers(name, said("no member serves it"), ran, Number(seen_ms ?? Infinity));
     case Cause.OVERLOADED: return new Overloaded(name, said("all members are at capacity"), ran);
     case Cause.EXPIRED: return new RequestTimeout(name, said("the member did not start it before the deadline"), ran);
     case Cause.LOST: return new ConnectionLost(name, said("the member disconnected"), ran);

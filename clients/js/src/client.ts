@@ -25,6 +25,10 @@ import { Tunnels, type Tunnel } from "./tunnel.ts";
 const MEMBER = /^[0-9a-f]{32}\.[1-9][0-9]{0,18}$/;
 const DEFAULT_TIMEOUT_MS = 5000;
 const MAX_TIMEOUT_MS = 2 ** 31 - 1;
+/** An idempotent request waits for members until its deadline if the last one left less than this ago. */
+const SEEN_MS = 10_000;
+const FIRST_PAUSE_MS = 100;
+const MAX_PAUSE_MS = 1000;
 /** Sessions that an idempotent request is sent through. */
 const TRIES = 3;
 const BYE_MS = 5000;
@@ -464,6 +468,7 @@ export class Client implements AsyncDisposable {
     const { payload: bytes, packed } = encodePayload(payload);
     const until = performance.now() + checkTimeout(timeoutMs);
     let ran = false;
+    let pauseMs = 0;
     for (let tries = idempotent ? TRIES : 1; ; ) {
       try {
         const parts = await this.#ready(address.name, until - performance.now(), signal);
@@ -474,6 +479,17 @@ export class Client implements AsyncDisposable {
         return await parts.calls.request(address, bytes, packed, left, { ...options, method }, signal);
       } catch (error) {
         if (!(error instanceof RequestError)) throw error;
+        if (idempotent && error instanceof NoMembers && (pauseMs || error.seenMs < SEEN_MS)) {
+          pauseMs = Math.min(2 * pauseMs || FIRST_PAUSE_MS, MAX_PAUSE_MS, until - performance.now());
+          if (pauseMs > 0 && !this.#closed) {
+            await this.#sleep(pauseMs);
+            signal?.throwIfAborted();
+            if (performance.now() < until && !this.#closed) {
+              tries++;
+              continue;
+            }
+          }
+        }
         const again = error instanceof ConnectionLost || isStale(error);
         if (!again || tries <= 0 || performance.now() >= until || this.#closed) throw ran ? ranBefore(error) : error;
         ran ||= error.mayHaveRun;

@@ -99,8 +99,11 @@ export class RequestError extends IrisError {
 
 export class NoMembers extends RequestError {
   override name = "NoMembers";
-  constructor(cluster: string, detail: string, mayHaveRun = false) {
+  /** Milliseconds since the last member left; Infinity if that is not known. */
+  readonly seenMs: number;
+  constructor(cluster: string, detail: string, mayHaveRun = false, seenMs = Infinity) {
     super(cluster, detail, mayHaveRun);
+    this.seenMs = seenMs;
   }
 }
 

@@ -75,7 +75,9 @@ const FIELDS: Readonly<Record<number, readonly Field[]>> = {
     ["kind", "int"], ["name", "str"], ["key_id", "bin16"], ["sender_id", "bin16"], ["first", "int"], ["count", "int"],
     ["cause", "str"], ...DELIVERY, ["site", "str", ""],
   ],
-  [Kind.FAIL]: [["hop", "int"], ["cause", "int"], ["detail", "str", ""], ["may_have_run", "bool", false]],
+  [Kind.FAIL]: [
+    ["hop", "int"], ["cause", "int"], ["detail", "str", ""], ["may_have_run", "bool", false], ["seen_ms", "int", undefined],
+  ],
   [Kind.ROSTER]: [["hop", "int"], ["members", "list"]],
   [Kind.DONE]: [["hop", "int"], ["lost", "list", []]],
   [Kind.MEMBERS]: [["id", "int"], ["name", "str"], ["key_ids", "list"], ["watch", "bool", false], ["streams", "bool", false]],
