@@ -46,6 +46,8 @@ LOCATION_S: Final = 10.0
 PAUSE_MIN_S: Final = 0.02
 PAUSE_MAX_S: Final = 1.0
 """Shortest and longest pause between retries of a call."""
+SITE_LAG_S: Final = 1.0
+"""How long a stream of another site may exist there before this site knows of it. Usually it takes 50 ms."""
 BY_TICKET: Final = "the ticket does not allow "
 """How the relay's reason begins when the session's ticket does not name a stream."""
 NO_HOLDER: Final = "no store holds it"
@@ -187,7 +189,7 @@ class Stores:
         """Call `once(seconds left)` and return its result; retry while the relay or the store is away.
 
         If given, `patience` limits the retries, in seconds from the first failure. A stream that has never been found
-        raises NoStream at once. `asked` is the timeout that the caller gave, if `timeout` is what is left of it.
+        raises NoStream at once, and one of another site after `SITE_LAG_S`. `asked` is the timeout that the caller gave, if `timeout` is what is left of it.
 
         Raises:
             StreamError: the store refused; StreamUnavailable if it did not answer in time.
@@ -196,6 +198,8 @@ class Stores:
         asked = timeout if asked is None else asked
         backoff = Backoff(PAUSE_MIN_S, PAUSE_MAX_S, random.random)
         trying = lost = False
+        far = bool(split_site(name)[0])
+        known_until_s = 0.0  # when a stream of another site that exists is known here
         while True:
             left_s = until_s - time.monotonic()
             try:
@@ -208,9 +212,13 @@ class Stores:
                         ran_before(err)
                     raise
                 self.forget(name, uuid)
-                if isinstance(err, NoStream) and (name, uuid) not in self._seen:
+                unseen = isinstance(err, NoStream) and (name, uuid) not in self._seen
+                if unseen and far:
+                    known_until_s = known_until_s or time.monotonic() + SITE_LAG_S
+                    unseen = time.monotonic() >= known_until_s
+                if isinstance(err, NoStream) and unseen:
                     missing: NoStream = err
-                    in_this_site = name != STORES and not split_site(name)[0]
+                    in_this_site = name != STORES and not far
                     if (
                         in_this_site
                         and err.detail.endswith(_LIST_HINT)
