@@ -145,18 +145,20 @@ class Attachment:
         if self.pump is not None:
             await bye(self.pump, "client closed")
 
-    def close(self) -> None:
-        """End all sessions now. Idempotent."""
+    def close(self) -> list[asyncio.Task[None]]:
+        """End all sessions now, and return the tasks that end in the next turn of the loop. Idempotent."""
         self.state = Life.CLOSED
+        ending = self._leaving.abort("the client was closed")
         if self._task is not None:
             self._task.cancel()
-        self._leaving.abort("the client was closed")
+            ending.append(self._task)
         if self.pump is not None:
             self.pump.abort("the client was closed")
         for cast in self.held.release():
             self.held.lost(cast, "the client was closed without a relay")
         self._up.set()
         self._wake_writers()
+        return ending
 
     async def replace(self) -> None:
         """Move to a new session, which is registered before the old one ends. Nothing accepted is lost or reordered.

@@ -66,12 +66,14 @@ class Leaving:
         if self.pumps:
             await asyncio.wait(list(self.pumps.values()))
 
-    def abort(self, reason: str) -> None:
-        """End these sessions now."""
-        for task in self.pumps.values():
+    def abort(self, reason: str) -> list[asyncio.Task[None]]:
+        """End these sessions now, and return their tasks, which end in the next turn of the loop."""
+        tasks = list(self.pumps.values())
+        for task in tasks:
             task.cancel()
         for pump in [*self.pumps]:
             pump.abort(reason)
+        return tasks
 
     async def _leave(self, pump: Pump[Session]) -> None:
         """Leave a session whose relay is stopping: accept nothing new, finish what runs, and send BYE.

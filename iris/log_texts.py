@@ -32,6 +32,7 @@ SENTENCES: Final[dict[str, str | tuple[str, ...]]] = {
         "Service {service} missed an unknown number of messages (losses: {losses}, of unknown size: {unknown}), the last ones to {topic}: {cause}.",
         "Service {service} missed messages (losses: {losses}), the last ones to {topic}: {cause}.",
     ),
+    "client.relay_stalled": "The relay has read nothing for {stall_s} s, so what is published to {topic} waits in this process: {waiting} bytes.",
     "client.publish_stalled": "A subscriber of {topic} made no room for {stall_s} s. Messages to it are dropped until it does.",
     "client.other_keys": "Nobody subscribes to {topic} under the key {key}, but under other keys ({others}). Publisher and subscriber need the same key: compare `iris key show`.",
     "client.handler_failed": (

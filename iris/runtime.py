@@ -141,12 +141,14 @@ class Runtime:
                     attachment.state = Life.CLOSING
                     await attachment.say_bye()
         finally:
-            attachment.close()
+            ending = attachment.close()
             registry.end()
             for part in self.parts:
                 part.end()
             for subscription in list(self.working):
                 subscription.give_up()
+            # Nothing is left to the loop, which may end now.
+            await asyncio.gather(*ending, return_exceptions=True)
             await asyncio.gather(*(binding.stop() for binding in registry.services))
             self._repeats.end()
 
@@ -339,12 +341,20 @@ class Runtime:
         return credit.sent + flow.size < credit.limit
 
     async def wait_for_credit(self, topic: str) -> None:
-        """Return when there is room to write and credit to publish, or after `config.stall_s` without credit."""
+        """Return when there is room to write and credit to publish, or after `config.stall_s` without.
+
+        Raises ConnectionLost if the relay does not read, and as much waits for it as would without a relay.
+        """
         loop = asyncio.get_running_loop()
         until_s = loop.time() + self.config.stall_s
         while True:
             attachment = self.attached()
-            await attachment.wait_writable()
+            try:
+                async with asyncio.timeout(max(0.0, until_s - loop.time())):
+                    await attachment.wait_writable()
+            except TimeoutError:
+                self._relay_stalled(topic, attachment)
+                return
             if self.has_credit(topic, "wait"):
                 return
             out = attachment.out
@@ -368,6 +378,16 @@ class Runtime:
             finally:
                 if waiter in credit.waiters:
                     credit.waiters.remove(waiter)
+
+    def _relay_stalled(self, topic: str, attachment: Attachment) -> None:
+        """Log that the relay does not read. Raises ConnectionLost if too much waits for it already."""
+        stall_s, config = self.config.stall_s, self.config
+        waiting = attachment.pump.unwritten_bytes if attachment.pump is not None else 0
+        if waiting > config.write_high_bytes + config.offline_bytes:
+            detail = f"the relay does not read, and {waiting} bytes wait for it (offline_bytes); see `iris status`"
+            raise ConnectionLost(topic, detail, may_have_run=False)
+        fields: dict[str, object] = {"topic": topic, "stall_s": stall_s, "waiting": waiting}
+        self._repeats.warning(log, "client.relay_stalled", topic, None, fields)
 
     def cast(
         self, kind: int, name: str, payload: bytes, headers: Headers | None, packed: bool

@@ -189,7 +189,8 @@ class Stores:
         """Call `once(seconds left)` and return its result; retry while the relay or the store is away.
 
         If given, `patience` limits the retries, in seconds from the first failure. A stream that has never been found
-        raises NoStream at once, and one of another site after `SITE_LAG_S`. `asked` is the timeout that the caller gave, if `timeout` is what is left of it.
+        raises NoStream at once, and one of another site after `SITE_LAG_S`. `asked` is the timeout that the caller
+        gave, if `timeout` is what is left of it.
 
         Raises:
             StreamError: the store refused; StreamUnavailable if it did not answer in time.
