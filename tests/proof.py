@@ -22,7 +22,7 @@
                                loss is reported
     restarts        100        restarts of a relay under load, alone and while it looks for others
     histories       1800       seconds of random faults among processes of two sites, whose histories are
-                               checked (root)
+                               checked, then as many leaves of a queue group under load, 500 at most (root)
     gateway-drains  100        drains of the gateways of two sites under load
     bucket          10000    lives of stores that share a bucket, in virtual time, whose histories are checked
     direct          200        direct tunnels broken under load by the end of a process, the relay or the pair

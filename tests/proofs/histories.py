@@ -4,6 +4,8 @@ There are two sites of two gateways and one more relay each, on separate hosts (
 the first site and members of all kinds (`history/member.py`) in both. The faults are drawn from the seed: SIGKILL,
 SIGTERM and SIGSTOP of relays, gateways, the store and members; cuts of cables and the WAN; and, if libfaketime is
 installed, clocks that are set an hour forward and back. Needs root.
+
+After that, N members of a queue group (500 at most) leave under load: see `leaves.py`.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from hosts.kit import Relay
 from hosts.sites import Federation
 from support.namespaces import Lan, why_not
 
+from proofs import leaves
 from proofs.common import Proof
 from proofs.history.checker import History, judge
 
@@ -46,6 +49,7 @@ HOSTS: Final = {
 }
 """Role -> the hosts on which it runs."""
 LISTENERS: Final = ("service", "subscriber", "sharer")
+MAX_LEAVES: Final = 500
 CALM_S: Final = 5.0
 """Pause after the last fault, before any process is stopped."""
 END_S: Final = 60.0
@@ -345,6 +349,7 @@ def run(count: int, seed: int) -> Proof:
         proof.promise(text, False)
     for kind in ("request", "push", "survey", "tunnel", "append", "messages received"):
         proof.promise(f"there was something of {kind} to judge", judged.counts[kind] > 0)
+    leaves.add(proof, min(count, MAX_LEAVES), seed)
     return proof
 
 
