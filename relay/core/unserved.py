@@ -10,6 +10,7 @@ from iris.wire.names import plural
 from relay.core.interest import Interest
 from relay.core.mesh import Mesh
 from relay.core.neighbor import Route
+from relay.core.session import Session
 from relay.core.sites import Sites
 
 _PLURAL: Final[dict[int, str]] = {
@@ -103,6 +104,8 @@ class Unserved:
         if last is None:
             return ""
         where, ago_us = last
+        if isinstance(route.neighbor, Session) and route.neighbor.ticket is not None:
+            where = "a relay"  # a browser does not learn the names of hosts
         return f"members that were connected to {where} until {max(1, round(ago_us / 1e6))} s ago"
 
     def failure_text(self, route: Route, now_us: int) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 from protocol.kit import Host, Network, Result
 
 from iris.core.interfaces import Delivery
@@ -159,3 +161,12 @@ def test_the_members_of_only_so_many_addresses_are_remembered() -> None:
     table.lost((((f"more {n}", b""), {1}) for n in range(seen.MAX_AT_ONCE + 1)), "host", 0)
     assert table.last(1, (f"more {seen.MAX_AT_ONCE}", b""), 1) is None
     assert len(table._last) == seen.MAX_SEEN
+
+
+def test_a_browser_does_not_learn_the_names_of_hosts() -> None:
+    net, caller = lost_with_their_relay()
+    net.pass_time(SUSPENDED_US / 1e6)
+    caller.peer.ticket = cast(Any, object())
+    answer = caller.request("db", timeout_ms=LONG_MS)
+    net.run()
+    assert "connected to a relay until" in text_of(answer)
