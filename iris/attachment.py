@@ -169,9 +169,16 @@ class Attachment:
             await self.in_use("relay", self._config.connect_timeout_s)
             old = self.pump
             try:
+                if old is not None and (groups := leave_groups(old.session, stay=True)):
+                    # A relay chooses one session of a group. What it has chosen the old one for is earlier than what
+                    # comes by the new one.
+                    old.flush()
+                    await asyncio.wait(groups, timeout=self._config.connect_timeout_s)
                 new = await self._attach(hold=True)
-            except RelayUnavailable:
-                if old is None or old.session.drain_ms is None:
+            except BaseException as err:
+                self._stay(old)
+                drained = old is not None and old.session.drain_ms is not None
+                if not isinstance(err, RelayUnavailable) or not drained:
                     raise
                 await self.in_use("relay", self._config.connect_timeout_s)
                 return
@@ -180,11 +187,6 @@ class Attachment:
                 self._adopt_unless_replaced(new)
                 return
             try:
-                # The relay chooses one session of a group: what it chose the old one for comes first.
-                groups = leave_groups(old.session)
-                old.flush()
-                if groups:
-                    await asyncio.wait(groups, timeout=self._config.connect_timeout_s)
                 # From here on casts wait for the new session, until the relay has routed all that was sent on the
                 # old one.
                 self.blocked = True
@@ -206,11 +208,15 @@ class Attachment:
             except BaseException:  # cancelled, or the new session has ended already
                 new.abort("this session was never used")
                 self.writing_resumed(old)
-                if old is self.pump:
-                    self._registry.register(old.session)
-                    old.touch()
+                self._stay(old)
                 raise
             await leave_replaced(old, new, self._config)
+
+    def _stay(self, old: Pump[Session] | None) -> None:
+        """Register again what `replace` has left, because the old session stays in use."""
+        if old is not None and old is self.pump and old.connected:
+            self._registry.register(old.session)
+            old.touch()
 
     def _is_open(self) -> bool:
         return self.state is OPEN

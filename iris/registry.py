@@ -9,6 +9,8 @@ import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, Protocol
 
+from msgspec import UNSET
+
 from iris.core.guard import Guard
 from iris.core.inbound import InFlow
 from iris.core.interfaces import Binding, Lost, Sink
@@ -517,19 +519,23 @@ def leave(session: Session, member: int) -> asyncio.Future[None]:
     return done
 
 
-def leave_groups(session: Session) -> list[asyncio.Future[None]]:
+def leave_groups(session: Session, *, stay: bool = False) -> list[asyncio.Future[None]]:
     """Leave all queue groups of a session that is being left, so that their messages come by another one.
 
-    Each future is resolved when nothing more can come by this session.
+    Each future is resolved when nothing more can come by this session; with `stay`, when only what nobody else takes
+    can.
     """
     groups = [each for each in session.registered if isinstance(each, tuple) and each[1]]
-    return [_unsubscribe(session, registration) for registration in groups]
+    return [_unsubscribe(session, registration, stay=stay) for registration in groups]
 
 
-def _unsubscribe(session: Session, registration: Registration) -> asyncio.Future[None]:
+def _unsubscribe(
+    session: Session, registration: Registration, *, stay: bool = False
+) -> asyncio.Future[None]:
     done = _answer()
     session.registered.discard(registration)
-    session.ask(lambda number: frames.Unsubscribe(number, registration[0], registration[1]), done)
+    pattern, group = registration
+    session.ask(lambda number: frames.Unsubscribe(number, pattern, group, stay=stay or UNSET), done)
     return done
 
 

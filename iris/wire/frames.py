@@ -233,6 +233,8 @@ class Unsubscribe(Control, frozen=True):
     id: U63
     filter: Name
     group: Annotated[str, Meta(max_length=255)] = ""
+    stay: bool | UnsetType = UNSET
+    """Of a queue group: go on getting what nobody else of the group there can take, until the session ends."""
 
 
 class Credit(Control, frozen=True, omit_defaults=True):

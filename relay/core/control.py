@@ -378,7 +378,8 @@ class SessionControl:
             if not session.closed:
                 session.control(frames.Ack(unsubscribe.id))
 
-        self._router.end_subscription(session, unsubscribe.filter, unsubscribe.group, done)
+        pattern, group = unsubscribe.filter, unsubscribe.group
+        self._router.end_subscription(session, pattern, group, done, stay=unsubscribe.stay is True)
 
     def _on_credit(self, session: Session, credit: frames.Credit) -> None:
         # After LEAVE the member may be forgotten, and what it finishes then needs no credit.
@@ -516,7 +517,7 @@ class SessionControl:
             if not left and not session.closed and not self._router.drains.keep_bye(session):
                 self._router.goodbye(session)
 
-        if session.leaving:
+        if session.leaving > len(session.staying):
             left += 1
             self._router.known(done)
         for number, (pattern, group) in enumerate(groups, 1):

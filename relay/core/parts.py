@@ -224,6 +224,9 @@ class Parts:
             self.interest.watches.remove(watch)
             self.quotas.watches.give(session.user, len(watch.key_ids))
             yield len(watch.key_ids)
+        while session.staying:
+            session.staying.pop()()
+            yield 1
         yield from self.credits.forget(session)
         self._calls.callers.ended(session)
         self._calls.members.ended(session)
@@ -231,21 +234,25 @@ class Parts:
         del self.ending[session.number]
 
     def end_subscription(
-        self, session: Session, pattern: str, group: str, done: Callable[[], None]
-    ) -> None:
+        self, session: Session, pattern: str, group: str, done: Callable[[], None], *, stay: bool = False
+    ) -> None:  # fmt: skip
         """End a subscription of a session that is connected, and call `done` when nothing for it alone can follow.
 
-        The last one here of a queue group gets what other relays have sent it until then.
+        The last one here of a queue group gets what other relays have sent it until then; with `stay` it gets what
+        nobody else here can take until the session ends.
         """
         key_ids = session.subscriptions.pop((pattern, group))
         self.interest.unsubscribe(session, pattern, group, key_ids)
-        self.advertiser.count_subscription(pattern, key_ids, group, session.user, -1, self.now_us)
+        stay = stay and bool(group) and session.leaving < MAX_LEAVING
+        if (
+            not stay
+        ):  # else other relays go on sending, because another session will be there in a moment
+            self._unadvertise(session, pattern, group, key_ids)
         leavers = self._casts.leavers
-        last = [
-            key_id for key_id in key_ids if not self.advertiser.counted((pattern, key_id, group))
-        ]
+        count = self.advertiser.counted
+        last = [key_id for key_id in key_ids if stay or not count((pattern, key_id, group))]
 
-        def ended() -> None:
+        def ended(done: Callable[[], None] = done) -> None:
             if waits:
                 session.leaving -= 1
                 leavers.remove(session, pattern, group, last)
@@ -254,18 +261,29 @@ class Parts:
                 session.groups[group] -= 1
                 if not session.groups[group]:
                     del session.groups[group]
+            if stay:
+                self._unadvertise(session, pattern, group, key_ids)
             nodes = node_count(pattern, key_ids)
             session.topic_nodes -= nodes
             self.quotas.subscriptions.give(session.user, nodes)
             done()
 
-        waits = bool(group and last and not self.alone and session.leaving < MAX_LEAVING)
+        waits = stay or bool(group and last and not self.alone and session.leaving < MAX_LEAVING)
         if not waits:
             ended()
             return
         session.leaving += 1
         leavers.add(session, pattern, group, last)
-        self.known(ended)
+        if stay:
+            session.staying.append(lambda: ended(lambda: None))
+            done()
+        else:
+            self.known(ended)
+
+    def _unadvertise(
+        self, session: Session, pattern: str, group: str, key_ids: tuple[bytes, ...]
+    ) -> None:
+        self.advertiser.count_subscription(pattern, key_ids, group, session.user, -1, self.now_us)
 
     def known(self, done: Callable[[], None]) -> None:
         """Call `done` once nobody sends anything by what was advertised before, but for remote sites."""

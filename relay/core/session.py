@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Final
 
 from iris.core.heartbeat import ClockSamples
@@ -49,6 +49,7 @@ class Session(Neighbor):
         "samples",
         "session_id",
         "settling",
+        "staying",
         "subscriptions",
         "takes_descriptors",
         "ticket",
@@ -108,6 +109,9 @@ class Session(Neighbor):
         """Its SETTLEs that wait for other relays."""
         self.leaving = 0
         """Its subscriptions that are being left: see `relay.core.leavers`."""
+
+        self.staying: list[Callable[[], None]] = []
+        """What ends the subscriptions that it left but for what nobody else takes, when it ends itself."""
 
     def let_go(self) -> None:
         """Drop its tables, too: a route that others refer to may refer to it."""

@@ -208,3 +208,22 @@ def test_the_quota_counts_a_subscription_until_it_is_left() -> None:
     assert net.routers[1].quotas.subscriptions.total == used
     net.run()
     assert net.routers[1].quotas.subscriptions.total == used - 1
+
+
+def test_a_member_that_stays_gets_what_nobody_else_takes_until_it_ends() -> None:
+    net, publisher, member, inbox = two_relays()
+    left = Result()
+    member.session.ask(lambda number: frames.Unsubscribe(number, "t", "g", stay=True), left)
+    net.run()
+    assert left.message.error == ""
+    publish(publisher, b"second")
+    net.run()
+    other = net.host("other", relay=1).subscribe("t", group="g")
+    publish(publisher, b"third")
+    net.run()
+    assert (inbox.payloads, other.payloads) == ([b"first", b"second"], [b"third"])
+    bye(member)
+    net.run()
+    assert member.peer.closed
+    assert net.routers[1].quotas.subscriptions.total == 1
+    check(net)

@@ -47,7 +47,7 @@ from iris.wire.codec import decode_control, encode_control
 from iris.wire.kinds import TUNNEL_KINDS, Cause, Kind, Refusal
 from iris.wire.orders import MOVE, ORDER_FRESH_US, SignedOrder, check_definition, decode_order
 from relay.config import lan
-from relay.core import calls, control, link, overdue, parking, parts, site_routes
+from relay.core import calls, control, link, overdue, parking, parts, seen, site_routes
 from relay.core import credit as relay_credit
 from relay.core.direct import MAX_PAIRS_OF_SESSION
 from relay.core.limits import WEB_ALIASES, Limits
@@ -598,6 +598,8 @@ LIMITS: Final = {
         parts.MAX_GROUP_BYTES,
         inbound.MAX_GROUP_BYTES,
     ),
+    "subscriptions in queue groups that a session leaves at a time": parts.MAX_LEAVING,
+    "addresses whose last members a relay remembers, each for 600 s": (seen.MAX_SEEN,),
     "watches per session": control.MAX_WATCHES,
     "members of all sessions of a relay, each counted once per key id": (
         _CONFIG.max_members,

@@ -69,7 +69,7 @@ const FIELDS: Readonly<Record<number, readonly Field[]>> = {
   ],
   [Kind.LEAVE]: [["id", "int"], ["member", "int"]],
   [Kind.SUBSCRIBE]: [["id", "int"], ["filter", "str"], ["key_ids", "list"], ["group", "str", ""]],
-  [Kind.UNSUBSCRIBE]: [["id", "int"], ["filter", "str"], ["group", "str", ""]],
+  [Kind.UNSUBSCRIBE]: [["id", "int"], ["filter", "str"], ["group", "str", ""], ["stay", "bool", undefined]],
   [Kind.CREDIT]: [["member", "int"], ["kind", "int"], ["hops", "list"], ["unstarted", "list", undefined]],
   [Kind.GAP]: [
     ["kind", "int"], ["name", "str"], ["key_id", "bin16"], ["sender_id", "bin16"], ["first", "int"], ["count", "int"],
