@@ -234,7 +234,7 @@ class Unsubscribe(Control, frozen=True):
     filter: Name
     group: Annotated[str, Meta(max_length=255)] = ""
     stay: bool | UnsetType = UNSET
-    """Of a queue group: go on getting what nobody else of the group there can take, until the session ends."""
+    """Whether the session still gets what no other member of the queue group there can take, until it ends."""
 
 
 class Credit(Control, frozen=True, omit_defaults=True):

@@ -243,7 +243,8 @@ class Parts:
         """
         key_ids = session.subscriptions.pop((pattern, group))
         self.interest.unsubscribe(session, pattern, group, key_ids)
-        stay = stay and bool(group) and session.leaving < MAX_LEAVING
+        room = bool(group) and session.leaving < MAX_LEAVING
+        stay = stay and room
         if (
             not stay
         ):  # else other relays go on sending, because another session will be there in a moment
@@ -268,7 +269,7 @@ class Parts:
             self.quotas.subscriptions.give(session.user, nodes)
             done()
 
-        waits = stay or bool(group and last and not self.alone and session.leaving < MAX_LEAVING)
+        waits = stay or (room and bool(last) and not self.alone)
         if not waits:
             ended()
             return

@@ -24,7 +24,7 @@ SABOTAGES = (
         "leaver-not-waited-for",
         "relay/core/parts.py",
         "Parts.end_subscription",
-        "bool(group and last and not self.alone and session.leaving < MAX_LEAVING)",
+        "(room and bool(last) and not self.alone)",
         "False",
         MACHINES,
         "a member is told that nothing more comes while other relays still send to it",
