@@ -33,10 +33,8 @@ from iris.leaving import Leaving, bye, fence, leave_replaced
 from iris.logs import logger
 from iris.nested import used
 from iris.pairs import READ_BYTES, Pairs
-from iris.registry import Registry
-from iris.transport import LOOP_ENDED, Pump
 from iris.registry import Registry, leave_groups
-from iris.transport import Pump
+from iris.transport import LOOP_ENDED, Pump
 from iris.wire.codec import ReceiveBuffer
 
 log = logger(__name__)

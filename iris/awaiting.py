@@ -14,7 +14,6 @@ from typing import Any, Final
 from iris.errors import ConfigError
 from iris.parameters import code_of, name_of
 
-
 _MAX_PLAIN: Final = 256
 _plain: Final[set[type]] = {bytes, str, int, float, bool, dict, list, tuple, type(None)}
 """Types that are neither awaitables nor generators: those above, and at most `_MAX_PLAIN` that were looked at."""

@@ -117,8 +117,8 @@ class Subscription(OneProcess, AsyncOnly):
         self._queued_bytes = 0
         self._current: Iterator[Message] = iter(())
         """Unhandled messages of the bundle that was taken from `_queue` last."""
-        self._iterating = 0
-        """Number of iterators that have begun and not ended."""
+        self._reader: asyncio.Task[Any] | None = None
+        """The task that iterated last, if it was one."""
         self._waiters: list[asyncio.Future[None]] = []
         self._worker: asyncio.Task[None] | None = None
         self._entered = False
@@ -238,9 +238,22 @@ class Subscription(OneProcess, AsyncOnly):
         """Accept nothing more, whether or not the relay has answered."""
         self._runtime.registry.left(self, self._runtime.session)
 
+    def leave(self) -> None:
+        """End the subscription without waiting for the relay, when the last iteration has ended."""
+        self.stop()
+        self._reader = None
+        if self.stopped is None or self.stopped.done():
+            self._drop_unread()
+        else:
+            self.stopped.add_done_callback(lambda _: self._drop_unread())
+        self._log.end()
+
     def _drop_unread(self) -> None:
         """Drop what nobody iterates over. In a group no other member gets it, so it is reported."""
-        if not self._ended or self._iterating or self._handler is not None or not self.group:
+        if not self._ended or self._handler is not None or not self.group:
+            return
+        reader = self._reader
+        if reader is not None and reader is not asyncio.current_task() and not reader.done():
             return
         rest = [list(self._current), *(messages for messages, _ in self._queue)]
         self._queue.clear()
@@ -273,6 +286,8 @@ class Subscription(OneProcess, AsyncOnly):
             for message in self._current:
                 return message
             if self._queue:
+                if self.group:
+                    self._reader = asyncio.current_task()
                 messages, size = self._queue.popleft()
                 self._handled(messages, size)
                 self._current = iter(messages)
@@ -281,6 +296,8 @@ class Subscription(OneProcess, AsyncOnly):
             elif self._ended:
                 raise StopAsyncIteration
             else:
+                if self.group:
+                    self._reader = asyncio.current_task()
                 await self._message()
 
     def runs_in(self, task: asyncio.Task[Any]) -> bool:
@@ -552,5 +569,4 @@ class _Unentered(Iteration[Message]):
         await self._subscription.close()
 
     def _release(self) -> None:
-        self._subscription.stop()
-        self._subscription.end_log()
+        self._subscription.leave()

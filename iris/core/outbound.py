@@ -147,7 +147,7 @@ class Outbound:
             site, bare = split_site(name) if kind != Kind.PUBLISH else ("", name)
             flow = self._flows[flow_key] = OutFlow(kind, bare, key, site)
             flow.set_sealer(*self._sealer(key, site))
-            if kind == Kind.PUBLISH and self._longest_run > 1:
+            if kind == Kind.PUBLISH:
                 flow.parts = MAX_PARTS  # until the relay says how many, with its first SHARE
         return flow
 
