@@ -497,7 +497,7 @@ class Client(OneProcess):
         work.close()
         raise Closed(f"this client {self._unusable}")
 
-    def forked(self) -> None:
+    def _forked(self) -> None:
         """Refuse to work in the child of a fork, where neither the thread nor the loop runs."""
         # Threads that held these locks are not in the child.
         self._starting, self._closing = threading.Lock(), threading.Lock()

@@ -1,6 +1,6 @@
 """What a process inherits from the one that forked it: Iris objects that it must not use, and sockets to let go of.
 
-    os.fork() ── child: let go of the sockets ── forked() of each object ── os.fork() returns 0
+    os.fork() ── child: let go of the sockets ── _forked() of each object ── os.fork() returns 0
 
 A connection belongs to the process that made it. The child has copies of its descriptors, and of the event loop with
 its epoll set, which the kernel shares between both: a child that closed a transport could make the parent deaf to that
@@ -26,7 +26,7 @@ FORKED: Final = (
 class Inherited(Protocol):
     """An object that refuses to work in the child of a fork."""
 
-    def forked(self) -> None:
+    def _forked(self) -> None:
         """Disable this object in the child of a fork. Other threads, loops and locks of the parent do not exist."""
 
 
@@ -41,7 +41,7 @@ generation = 0
 
 
 def disable_in_child(one: Inherited) -> None:
-    """Call `one.forked()` in the child of each fork, while `one` exists."""
+    """Call `one._forked()` in the child of each fork, while `one` exists."""
     _objects.add(one)
 
 
@@ -94,7 +94,7 @@ def _in_child() -> None:
     _let_go()
     with contextlib.ExitStack() as all_of_them:  # also if one of them raises
         for one in list(_objects):
-            all_of_them.callback(one.forked)
+            all_of_them.callback(one._forked)
 
 
 os.register_at_fork(after_in_child=_in_child)

@@ -107,7 +107,7 @@ class Watcher:
             self._session.unwatch(self._number)
             self._session = None
 
-    def forked(self) -> None:
+    def _forked(self) -> None:
         """Raise in the child of a fork, now and later. Nobody is woken: those that wait do so in the parent."""
         self._session = None
         self._error = Closed(f"the watch of the members of {self.cluster} {FORKED}")

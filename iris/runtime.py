@@ -538,9 +538,9 @@ class Runtime:
         """Return the number of data messages "sent" or "received" over all sessions, accepted or not."""
         return self.attachment.messages(direction) if self.attachment is not None else 0
 
-    def forked(self) -> None:
+    def _forked(self) -> None:
         """Disable this client in the child of a fork."""
         if self.attachment is not None:
             self.attachment.poison()
         for watcher in self.registry.watchers:
-            watcher.forked()
+            watcher._forked()

@@ -335,7 +335,7 @@ class Subscription(OneProcess, AsyncOnly):
         self._error = self._error or error
         self._wake()
 
-    def forked(self) -> None:
+    def _forked(self) -> None:
         """Deliver nothing in the child of a fork, because the parent does; iteration raises Closed."""
         self._ended = True
         self._error = Closed(f"the subscription to {self.filter!r} {FORKED}")

@@ -125,7 +125,7 @@ class ClientCollector(Collector):
         with self._lock:
             self._watched.append(watched)
 
-    def forked(self) -> None:
+    def _forked(self) -> None:
         """Leave all clients out in the child of a fork: the parent shows them."""
         self._lock = threading.Lock()
         self._watched.clear()

@@ -316,14 +316,14 @@ class Consumer(OneProcess, AsyncOnly):
             await asyncio.gather(*(worker.close() for worker in self._workers.values()))
         self._ready.clear()
 
-    def forked(self) -> None:
+    def _forked(self) -> None:
         """Deliver and settle nothing in the child of a fork: the messages are the parent's."""
         self._closed = FORKED
         self._ready.clear()
         self._parts = None
         self._taking = asyncio.Lock()
         for worker in self._workers.values():
-            worker.forked()
+            worker._forked()
 
     async def __aenter__(self) -> Self:
         return self

@@ -113,7 +113,7 @@ class Mirror(OneProcess):
         self._closed = self._closed or CLOSED
         await self._cancel()
 
-    def forked(self) -> None:
+    def _forked(self) -> None:
         """Copy nothing in the child of a fork; the parent does."""
         self._closed = FORKED
         self._task = None

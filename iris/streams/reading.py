@@ -191,7 +191,7 @@ class Reader(OneProcess, AsyncOnly):
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
-    def forked(self) -> None:
+    def _forked(self) -> None:
         """Deliver nothing in the child of a fork: the tasks that fetch, and what they fetched, are the parent's."""
         self._closed = FORKED
         self._ready.clear()

@@ -407,7 +407,7 @@ class Worker:
         if error is not None:
             raise StreamUnavailable(self.stream, str(error), may_have_run=True) from error
 
-    def forked(self) -> None:
+    def _forked(self) -> None:
         """Receive and settle nothing in the child of a fork: the messages, and the tasks here, are the parent's."""
         self._closed = FORKED
         self._batch_task = self._settle_task = self._confirm_timer = None

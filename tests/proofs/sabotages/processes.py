@@ -39,7 +39,7 @@ SABOTAGES = (
     Sabotage(
         "fork-blocking",
         "iris/blocking.py",
-        "Client.forked",
+        "Client._forked",
         "not self._unusable",
         "False",
         BLOCKING,
@@ -48,7 +48,7 @@ SABOTAGES = (
     Sabotage(
         "fork-futures",
         "iris/blocking.py",
-        "Client.forked",
+        "Client._forked",
         'future.set_exception(Closed(f"this client {_FORKED}"))',
         "None",
         BLOCKING,
@@ -57,7 +57,7 @@ SABOTAGES = (
     Sabotage(
         "fork-subscription",
         "iris/subscription.py",
-        "Subscription.forked",
+        "Subscription._forked",
         "self._queue.clear()",
         "None",
         FORK,
@@ -66,7 +66,7 @@ SABOTAGES = (
     Sabotage(
         "fork-bundle",
         "iris/subscription.py",
-        "Subscription.forked",
+        "Subscription._forked",
         "self._current",
         "()",
         FORK,
@@ -75,7 +75,7 @@ SABOTAGES = (
     Sabotage(
         "fork-consumer",
         "iris/streams/consuming.py",
-        "Consumer.forked",
+        "Consumer._forked",
         "self._ready.clear()",
         "None",
         FORK,
