@@ -27,6 +27,7 @@ class Other:
             connection = socket.socket(socket.AF_UNIX)
             connection.connect(str(path))
             os.close(end)
+            os.close(orphan)
             connection.send(b"x")
             if os.fork():
                 os.read(self._hold, 1)
@@ -45,8 +46,12 @@ class Other:
         os.waitpid(self.pid, 0)
 
     def close(self) -> None:
+        """End the process that it forked, too, and return when that has ended: the connection is closed then."""
         os.close(self._orphan)
         os.close(self._orphans)
+        self.connection.setblocking(True)
+        while self.connection.recv(10):
+            pass
         self.connection.close()
 
 
