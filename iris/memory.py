@@ -44,23 +44,17 @@ def keep_freed_memory() -> bool:
     return mapped and trimmed
 
 
-MIDDLE_COLLECTION: Final = 3
-"""Collections of the middle generation begin after this many of the youngest. By default 10: it looks once at what has
-survived, so that many short ones take no longer than few long ones, which took up to 8 ms."""
-NEVER: Final = 1 << 30
-"""As many collections of the middle generation as no process makes."""
-
-
 def collect_seldom() -> None:
-    """Let no full collection of cycles begin by itself in this process, and never look at the objects that it has now.
+    """Let no collection of cycles begin by itself in this process, and never look at the objects that it has now.
 
-    A full collection looks at all objects, and nothing else runs meanwhile: 0.3 s with three million of them. What
-    others make a process hold must not decide how often that happens. `tidy` collects instead.
+    A full collection looks at all objects, and nothing else runs meanwhile: 0.3 s with three million of them. One of
+    the young objects may take 50 ms: Python begins it when more were made than freed, and where many end while others
+    begin, a hundred thousand come together first. What others make a process hold must not decide about that. `tidy`
+    collects instead.
     """
     gc.collect()
     gc.freeze()
-    young, _, _ = gc.get_threshold()
-    gc.set_threshold(young, MIDDLE_COLLECTION, NEVER)
+    gc.disable()
 
 
 IDLE_S: Final = 0.5
@@ -80,8 +74,8 @@ SUSPECT_BYTES: Final = 1 << 30
 class Tidier:
     """When one process collects cycles, and when it returns freed memory. `now_s` is a monotonic clock.
 
-    What ends is freed as its last reference goes; the tests of the relay hold it to that. So a full collection only
-    finds what a library left, it may wait until nobody does, and returning memory does not need it.
+    What ends is freed as its last reference goes; the tests of the relay hold it to that. So a collection only finds
+    what a library left, it may wait until nobody does, and returning memory does not need it.
     """
 
     def __init__(self, now_s: float, resident: int) -> None:
