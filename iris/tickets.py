@@ -21,6 +21,7 @@ from typing import Final, Self
 from iris import keyfiles
 from iris.crypto.keys import KEY_ID_BYTES, SECRET_BYTES, ClusterKey, IssuerKey, dump_public_key
 from iris.errors import ConfigError, KeyringError
+from iris.extras import install_line
 
 
 class Issuer:
@@ -36,7 +37,7 @@ class Issuer:
             ConfigError: the extra [wss] is not installed.
         """
         if importlib.util.find_spec("jwt") is None:
-            raise ConfigError("tickets need PyJWT: pip install 'iris-messaging[wss]'")
+            raise ConfigError(f"tickets need PyJWT: {install_line('wss')}")
         self._key: Final = key
         self.network: Final = network
 

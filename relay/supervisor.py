@@ -23,7 +23,7 @@ import msgspec
 from iris.errors import ConfigError
 from iris.keyfiles import sync_directory
 from relay.child import Child
-from relay.store import NEEDS_ROCKSDB
+from relay.store import needs_rocksdb
 
 log = logging.getLogger(__name__)
 
@@ -225,7 +225,7 @@ def check_store(bucket: str) -> None:
     try:
         import rocksdict  # noqa: F401 - whether it is there
     except ImportError as err:
-        raise ConfigError(f"data: {NEEDS_ROCKSDB}") from err
+        raise ConfigError(f"data: {needs_rocksdb()}") from err
     if bucket:
         from relay.store.bucket.url import open_bucket
 

@@ -12,6 +12,7 @@ from iris.cli import options
 from iris.cli.exits import Exit
 from iris.cli.exits import run as run_work
 from iris.errors import ConfigError
+from iris.extras import install_line
 
 
 def sp(
@@ -52,7 +53,7 @@ def sp(
         except ModuleNotFoundError as error:
             if error.name != "pynng":
                 raise
-            raise ConfigError("the SP bridge needs pynng: pip install 'iris-messaging[sp]'") from error  # fmt: skip
+            raise ConfigError(f"the SP bridge needs pynng: {install_line('sp')}") from error  # fmt: skip
         from relay.metrics.supervisor import check_installed
         from relay.process import raise_descriptor_limit, stop_on_signals
 

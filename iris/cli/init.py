@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import keyword
 import os
 import re
@@ -15,6 +16,7 @@ import typer
 from iris.cli import output
 from iris.cli.exits import Exit, run
 from iris.errors import ConfigError
+from iris.extras import requirement
 from iris.wire.names import printable
 
 _NAME: Final = re.compile(r"[a-z][a-z0-9_-]{0,62}")
@@ -74,16 +76,21 @@ build-backend = "hatchling.build"
 name = "@name@"
 version = "0.1.0"
 requires-python = ">=3.11"
-dependencies = ["iris-messaging"]
+dependencies = [@requirement@]
 
 [project.optional-dependencies]
-dev = ["iris-messaging[reload]", "pytest"]
+dev = [@dev@, "pytest"]
 
-[tool.hatch.build.targets.wheel]
+@direct@[tool.hatch.build.targets.wheel]
 include = ["@module@.py"]
 
 [tool.pytest.ini_options]
 pythonpath = ["."]
+"""
+
+ALLOWED: Final = """[tool.hatch.metadata]
+allow-direct-references = true
+
 """
 
 UNIT: Final = """# sudo cp @name@.service /etc/systemd/system/ && sudo systemctl enable --now @name@
@@ -179,6 +186,9 @@ def create(parent: Path, name: str) -> list[Path]:
         "module": module,
         "directory": str(directory.absolute()).replace("%", "%%"),
         "iris": _executable(),
+        "requirement": json.dumps(requirement(named=True)),
+        "dev": json.dumps(requirement("reload", named=True)),
+        "direct": ALLOWED if " @ " in requirement(named=True) else "",
     }
     texts = {
         f"{module}.py": SERVICE,

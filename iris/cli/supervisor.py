@@ -21,6 +21,7 @@ from iris.cli.exits import Exit
 from iris.cli.worker import LOADED, READY
 from iris.core.backoff import Backoff
 from iris.errors import ConfigError
+from iris.extras import install_line
 from iris.logs import logger
 from iris.signals import on_signal
 from relay import notify
@@ -222,7 +223,7 @@ def python_changes(directory: str) -> Changes:
         from watchfiles import PythonFilter, awatch
     except ModuleNotFoundError as error:
         raise ConfigError(
-            "--reload requires watchfiles; install it with: pip install 'iris-messaging[reload]'"
+            f"--reload requires watchfiles; install it with: {install_line('reload')}"
         ) from error
 
     async def changes(stop: asyncio.Event) -> AsyncIterator[list[str]]:

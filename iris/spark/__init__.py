@@ -6,7 +6,7 @@
     rows = spark.readStream.format("iris").option("subscribe", "flights.>").option("groupId", "pipeline").load()
 
 Like every member, the job proves that it holds the key of what it reads. Its executors open the rows with their own
-keyring file; `docs/spark.md` says how they get it. Install with the extra: `pip install 'iris-messaging[spark]'`.
+keyring file; `docs/spark.md` says how they get it. It needs the extra [spark].
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any, Final
 
+from iris.extras import install_line
+
 try:
     from pyspark.sql.datasource import DataSource
 except ImportError as err:
-    raise ImportError(
-        "iris.spark needs PySpark 4.2 or newer: pip install 'iris-messaging[spark]'"
-    ) from err
+    raise ImportError(f"iris.spark needs PySpark 4.2 or newer: {install_line('spark')}") from err
 
 from iris.errors import IrisError
 from iris.spark.errors import SparkError, to_spark_error

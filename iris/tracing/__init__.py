@@ -1,4 +1,4 @@
-"""Tracing with OpenTelemetry. Needs the extra: pip install 'iris-messaging[otel]'.
+"""Tracing with OpenTelemetry. Needs the extra [otel].
 
     async with iris.connect(tracing=True) as client: ...
 
@@ -9,12 +9,12 @@ broadcasts, publications, tunnels and appends get spans, and so do the handlers 
 
 from __future__ import annotations
 
+from iris.extras import install_line
+
 try:
     import opentelemetry.trace  # noqa: F401 - whether it is there
 except ImportError as err:
-    raise ImportError(
-        "iris.tracing needs opentelemetry-api: pip install 'iris-messaging[otel]'"
-    ) from err
+    raise ImportError(f"iris.tracing needs opentelemetry-api: {install_line('otel')}") from err
 
 from iris.tracing.tracing import Tracing, instrument, process, uninstrument
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from iris.accepting import Accepted, Acceptor, connections_that_fit, handshake_failure
 from iris.errors import ConfigError
+from iris.extras import install_line
 from iris.web.bodies import BODY_S
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ ACCEPTS: Final = 16
 def check_installed(what: str) -> None:
     """Raise ConfigError if the packages of the extra [web] are missing. `what` needs them: "the dashboard"."""
     if not all(map(importlib.util.find_spec, ("starlette", "uvicorn"))):
-        raise ConfigError(f"{what} needs starlette and uvicorn: pip install 'iris-messaging[web]'")
+        raise ConfigError(f"{what} needs starlette and uvicorn: {install_line('web')}")
 
 
 def parse_address(setting: str, address: str) -> tuple[str, int]:

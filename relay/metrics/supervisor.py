@@ -11,17 +11,15 @@ import importlib.util
 import logging
 import socket
 import sys
-from typing import Final
 
 from iris.errors import ConfigError
+from iris.extras import install_line
 from relay.address_settings import parse_metrics
 from relay.child import Child
 from relay.config import RelayConfig
 from relay.net.addresses import listen_at, show
 
 log = logging.getLogger(__name__)
-
-MISSING: Final = "metrics: needs prometheus-client: pip install 'iris-messaging[metrics]'"
 
 
 class MetricsSupervisor(Child):
@@ -80,7 +78,7 @@ class MetricsSupervisor(Child):
 def check_installed() -> None:
     """Raise ConfigError if the package for metrics is not installed."""
     if importlib.util.find_spec("prometheus_client") is None:
-        raise ConfigError(MISSING)
+        raise ConfigError(f"metrics: needs prometheus-client: {install_line('metrics')}")
 
 
 def listen(metrics: str) -> socket.socket:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from iris.accepting import HALF_OPEN, Accepted, Acceptor, Places, strangers_that_fit
 from iris.errors import ConfigError
+from iris.extras import install_line
 from relay.address_settings import parse_web_listen
 from relay.config import RelayConfig
 from relay.core.session import Session
@@ -56,7 +57,7 @@ def check_installed() -> None:
         found = False
     if not found:
         raise ConfigError(
-            "listen: sessions over WebSocket need websockets and PyJWT: pip install 'iris-messaging[wss]'"
+            f"listen: sessions over WebSocket need websockets and PyJWT: {install_line('wss')}"
         )
 
 

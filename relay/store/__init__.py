@@ -3,4 +3,9 @@
 Imports nothing of the relay's routing.
 """
 
-NEEDS_ROCKSDB = "a store requires RocksDB; install it with: pip install 'iris-messaging[store]'"
+from iris.extras import install_line
+
+
+def needs_rocksdb() -> str:
+    """Return the text of the error that the package of a store is missing."""
+    return f"a store requires RocksDB; install it with: {install_line('store')}"

@@ -21,7 +21,7 @@ from iris.wire.names import plural, printable
 from iris.wire.texts import sound_json
 from relay.logs import warnings_of
 from relay.settings import load_config
-from relay.store import NEEDS_ROCKSDB
+from relay.store import needs_rocksdb
 
 if TYPE_CHECKING:
     from relay.store.bucket.checking import Report as Found
@@ -403,7 +403,7 @@ def _load(name: str) -> ModuleType:
     except ModuleNotFoundError as err:
         if err.name != "rocksdict":
             raise
-        raise ConfigError(NEEDS_ROCKSDB) from err
+        raise ConfigError(needs_rocksdb()) from err
 
 
 def main() -> None:

@@ -26,6 +26,7 @@ import iris
 import iris.blocking
 from iris import cli, keyfiles
 from iris.cli.bench import jobs, load, report, samples, timer, workers
+from iris.extras import install_line
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -200,7 +201,7 @@ def test_without_hdrhistogram_it_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "hdrh", None)
     said = Shell(tmp_path)("bench", verb, code=2).decode()
-    assert said == "iris: iris bench needs hdrhistogram: pip install 'iris-messaging[bench]'\n"
+    assert said == f"iris: iris bench needs hdrhistogram: {install_line('bench')}\n"
     assert CliRunner().invoke(cli.app, ["bench", verb, "--help"]).exit_code == 0
 
 

@@ -24,6 +24,7 @@ from support.waiting import PATIENCE_S, until, wait_until
 import iris
 import iris.blocking
 from iris.errors import ConfigError
+from iris.extras import install_line
 from relay.config import RelayConfig
 from relay.daemon import Relay
 from relay.metrics.server import ASKED_S, MAX_CONNECTIONS
@@ -134,7 +135,7 @@ def test_without_the_package_the_error_says_what_to_install(tmp_path: Path) -> N
         "from relay.metrics.supervisor import check_installed; check_installed()"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert "metrics: needs prometheus-client: pip install 'iris-messaging[metrics]'" in done.stderr
+    assert f"metrics: needs prometheus-client: {install_line('metrics')}" in done.stderr
 
 
 async def test_health_says_whether_the_relay_serves_and_other_paths_do_not_exist(

@@ -14,6 +14,7 @@ from support.waiting import PATIENCE_S
 
 import iris.blocking
 from iris.errors import ConfigError
+from iris.extras import install_line
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -56,7 +57,7 @@ def test_the_check_of_a_relay_finds_what_its_store_lacks(
         program = "from iris.cli import main; main()"
         ran = run_without(package, program, "relay", "--check", *options, shell=shell)
         assert (ran.returncode, ran.stdout) == (2, b""), ran
-        wanted = f"pip install 'iris-messaging[{extra}]'" if extra else "'s4://x' does not begin"
+        wanted = install_line(extra) if extra else "'s4://x' does not begin"
         assert wanted in ran.stderr.decode()
         assert ran.stderr.count(b"\n") == 1
         if extra:
@@ -79,7 +80,7 @@ def test_a_module_that_needs_an_extra_names_it(
     ran = run_without(package, f"import {module}", shell=Shell(tmp_path))
     last = ran.stderr.decode().splitlines()[-1]
     assert last.startswith("ImportError: iris.")
-    assert last.endswith(f"pip install 'iris-messaging[{extra}]'")
+    assert last.endswith(install_line(extra))
 
 
 @pytest.mark.parametrize(

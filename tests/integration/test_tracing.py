@@ -26,6 +26,7 @@ from support.waiting import PATIENCE_S, until
 import iris
 import iris.blocking
 import iris.tracing
+from iris.extras import install_line
 from iris.testing import LocalCluster
 from iris.tracing import Tracing
 
@@ -889,8 +890,7 @@ def test_without_opentelemetry_the_error_says_what_to_install() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, check=False
     )
     assert (
-        "ImportError: iris.tracing needs opentelemetry-api: pip install 'iris-messaging[otel]'"
-        in done.stderr
+        f"ImportError: iris.tracing needs opentelemetry-api: {install_line('otel')}" in done.stderr
     )
 
 

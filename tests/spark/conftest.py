@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import pytest
 from support.required import cannot
 
+from iris.extras import install_line
 from spark.kit import FLIGHTS, JVM, QUICK, Example, Relay
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def java() -> str:
     if importlib.util.find_spec("pyspark") is None:
         cannot(
             "SPARK",
-            "no tests of Spark: pyspark is not installed: pip install 'iris-messaging[spark]'",
+            f"no tests of Spark: pyspark is not installed: {install_line('spark')}",
         )
     found = subprocess.run(
         [HERE / "java", "find"], capture_output=True, text=True, timeout=30, check=False

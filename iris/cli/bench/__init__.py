@@ -25,13 +25,13 @@ from iris.cli.arguments import WrongUsage
 from iris.cli.bench import jobs
 from iris.cli.exits import Exit, complain, report_error, until_stopped
 from iris.cli.exits import run as run_work
+from iris.extras import install_line
 from iris.signals import on_signal
 from iris.wire.names import check_cluster, check_topic, printable
 from iris.wire.words import in_words
 
 CLUSTER: Final = "bench"
 TOPIC: Final = "bench.load"
-MISSING: Final = "iris bench needs hdrhistogram: pip install 'iris-messaging[bench]'"
 
 app = typer.Typer(
     name="bench", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="""Measure latency and throughput of your own network.
@@ -41,7 +41,7 @@ app = typer.Typer(
     stalls cannot hide it. A percentile is printed only if at least 10 samples
     lie beyond it; averages are not printed.
 
-    Needs an extra: pip install 'iris-messaging\\[bench]'
+    Needs the extra \\[bench]
 
     \b
     Examples:
@@ -269,7 +269,7 @@ def _need_histograms() -> None:
     try:
         import hdrh.histogram  # type: ignore[import-untyped]  # noqa: F401 - it ships no types; is it there?
     except ImportError as error:
-        missing = iris.ConfigError(MISSING)
+        missing = iris.ConfigError(f"iris bench needs hdrhistogram: {install_line('bench')}")
         missing.__cause__ = error
         raise typer.Exit(int(report_error(missing))) from error
 

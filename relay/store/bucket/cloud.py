@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING, Any, Final
 
 from iris.errors import ConfigError
+from iris.extras import install_line
 from relay.store.bucket.objects import FIRST_BYTES, BucketError, time_for
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ def open_cloud(url: str, *, is_s3: bool) -> Cloud:
         if err.name != "obstore":
             raise
         raise ConfigError(
-            "bucket: object storage requires obstore; install it with: pip install 'iris-messaging[bucket]'"
+            f"bucket: object storage requires obstore; install it with: {install_line('bucket')}"
         ) from err
     try:
         settings: dict[str, Any] = {
