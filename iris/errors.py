@@ -22,6 +22,7 @@
     │   └── RemoteError        the handler raised or refused (see its `code`), or the body does not decode; sealed
     ├── StreamError            an operation on a durable stream failed; see its `may_have_run`
     │   ├── NoStream           no store has the stream under your keys
+    │   ├── StreamSuperseded   another log has taken the place of the one that was used; the text names both
     │   ├── StreamExists       the stream exists with another definition; the text names its store
     │   ├── AmbiguousStream    several stores have a stream of this name; name it by uuid
     │   ├── OffsetConflict     the next offset is not the expected one; nothing was stored
@@ -271,6 +272,10 @@ class StreamExists(StreamError):
 
 class AmbiguousStream(StreamError):
     """Several stores have a stream of this name; the text lists them. Name the one you mean by its uuid."""
+
+
+class StreamSuperseded(StreamError):
+    """Another log has taken the place of the one that you used; the text names both. Use the name without a uuid."""
 
 
 class OffsetConflict(StreamError):

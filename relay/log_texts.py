@@ -159,6 +159,7 @@ SENTENCES: Final[dict[str, str | tuple[str, ...]]] = {
     "store.copy_behind": "The copy of stream {uuid} in the bucket is {behind_bytes} bytes behind and is not updated. The stream itself continues. The store uploads the whole copy again when the bucket is fast enough.",
     "store.took_over": "A store of bucket {bucket} is gone. This store has taken over its journals {journals}, and now serves their {streams} streams.",
     "store.stream_forced": "Stream {stream} was restored as log {uuid}, because its store {store} on {host} is gone. It was restored from the copy of log {lost} up to offset {next}; messages that the copy did not have are lost.",
+    "store.stream_superseded": "Log {by} has taken the place of stream {stream}, log {uuid}. This store keeps log {uuid}, which can be read by its uuid; delete it when you no longer need it.",
     "store.stream_displaced": "Stream {stream} was moved by force while this store was gone: store {store} on {host} now serves it, as log {by}. This store keeps its old log {uuid}, which can be read by its uuid; delete it when you no longer need it.",
     "store.forced_unknown": "The store could not find out from the bucket whether its streams were moved by force: {error}. It serves them, and asks again.",
     "store.copy_refused": "The copy of log {uuid} in the bucket cannot be used: {error}. It cannot be restored.",

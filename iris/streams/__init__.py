@@ -33,6 +33,7 @@ from iris.streams.committing import (
 )
 from iris.streams.consuming import BATCH_MESSAGES, Consumer
 from iris.streams.definitions import MOST, check_local_name, given_fields
+from iris.streams.definitions import check_durability, check_local_name, given_fields
 from iris.streams.health import StoreHealth
 from iris.streams.listing import StreamInfo
 from iris.streams.managing import PATIENCE_S, Management
@@ -389,12 +390,14 @@ class Streams(Management):
     def mirror(
         self, source: str, name: str, *, follow: bool = True, max_bytes: int | None = None, max_messages: int | None = None,
         max_age: float | None = None, compact: bool | None = None, uuid: str = "", patience: float = math.inf,
+        durability: str = "disk",
     ) -> Mirror:  # fmt: skip
         """Return a mirror that copies a stream, usually of another site ("eu:orders"), into the local stream `name`.
 
         The copy is created if it does not exist, and keeps what its limits allow. It can be read and consumed like the
         source, at the same offsets, and accepts nothing but copies until `promote`. `uuid` chooses the log if two have
         the source's name. `patience` is how many seconds a relay or a store may be away. See `Mirror`.
+        With `durability="bucket"` the copy is created in the bucket of a store that has one.
         """
         check_address(source)
         check_local_name(name)
@@ -408,8 +411,9 @@ class Streams(Management):
             max_bytes=max_bytes, max_messages=max_messages, max_age=max_age, compact=compact
         )
         check_definition(Definition(name, **limits))
+        check_durability(durability)
         return Mirror(
-            self._stores, source, name, follow=follow, limits=limits, uuid=uuid, patience=patience
+            self._stores, source, name, follow=follow, limits=limits, uuid=uuid, patience=patience, durability=durability
         )  # fmt: skip
 
     # -- life ------------------------------------------------------------------------------------------------

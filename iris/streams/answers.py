@@ -12,6 +12,7 @@ from iris.errors import (
     StreamDamaged,
     StreamError,
     StreamExists,
+    StreamSuperseded,
     StreamUnavailable,
 )
 from iris.wire.streams import Refused
@@ -57,4 +58,5 @@ _ERRORS: Final[dict[str, Callable[[str, str], IrisError]]] = {
     "offset": StreamError,
     "damaged": StreamDamaged,
     "staged": StagedMissing,
+    "superseded": StreamSuperseded,
 }

@@ -254,6 +254,8 @@ def check_same(
     a disk.
     """
     existing = structs.replace(found.order.definition, partitions=())
+    if not existing.mirror:  # a copy that was promoted is the stream now
+        existing = structs.replace(existing, origins=(), replaces=None, successor=b"")
     has = len(found.order.definition.partitions) + 1
     plain = structs.replace(existing, paused=False, consuming_paused=False)
     held = f"it exists in the store on {found.described.label} as log {found.order.uuid.hex()}"

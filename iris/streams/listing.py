@@ -83,6 +83,12 @@ class StreamInfo(Struct, frozen=True):
     """For partition 1 and up: the uuid of the stream, which is that of partition 0."""
     joining_bytes: int | None = None
     """For a stream that is joining the bucket: bytes that were uploaded so far; else None."""
+    successor: str = ""
+    """The uuid of the copy to which the stream is being handed over, in hex; else empty."""
+    superseded_by: str = ""
+    """The uuid of the log that has taken the place of this one, which is only read; else empty."""
+    superseded_at: int = 0
+    """The offset from which on that log has other messages than this one."""
 
 
 async def list_streams(stores: Stores, timeout: float) -> list[VerifiedStream]:
@@ -168,7 +174,7 @@ def stream_info(stream: VerifiedStream) -> StreamInfo:
             consuming_paused=False, dedup_window_us=0,
         )  # fmt: skip
     source = definition.origins[-1].name if definition.mirror else ""
-    copied = found.copied
+    copied, over = found.copied, found.superseded
     heard = bool(source) and found.heard_us > 0
     return StreamInfo(
         definition.name, found.uuid.hex(), definition.topic, definition.cluster, definition.max_bytes, definition.max_messages,
@@ -180,5 +186,5 @@ def stream_info(stream: VerifiedStream) -> StreamInfo:
         definition.copy, None if copied is None else copied.bytes, None if copied is None else copied.us / 1e6,
         copied is not None and copied.behind, found.moved_bytes,
         len(definition.partitions) + 1, definition.partition, definition.parent.hex(),
-        found.joining,
+        found.joining, definition.successor.hex(), "" if over is None else over.uuid.hex(), 0 if over is None else over.next,
     )  # fmt: skip

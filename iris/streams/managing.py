@@ -36,6 +36,7 @@ from iris.streams.definitions import (
     redefine,
 )
 from iris.streams.forcing import force_stream
+from iris.streams.handover import hand_over
 from iris.streams.health import StoreHealth, health_of_stores
 from iris.streams.listing import StreamInfo, list_streams, stray, stream_info
 from iris.streams.moving import move_stream
@@ -225,10 +226,14 @@ class Management(OneProcess):
         return await self.change(name, paused=True, uuid=uuid, timeout=timeout)
 
     async def resume(self, name: str, *, uuid: str = "", timeout: float = 10.0) -> StreamInfo:
-        """Undo `pause`: record, accept appends and deliver to consumers again. Raises StreamError."""
-        return await self.change(
-            name, paused=False, consumers_paused=False, uuid=uuid, timeout=timeout
-        )
+        """Undo `pause`: record, accept appends and deliver to consumers again. Raises StreamError.
+
+        This also gives up a `handover` that has ended early, if its new stream has not taken the old one's place yet.
+        """
+        return await redefine_all(
+            self._stores, name, uuid,
+            lambda d: structs.replace(d, paused=False, consuming_paused=False, successor=b""), timeout,
+        )  # fmt: skip
 
     async def delete(self, name: str, *, uuid: str = "", timeout: float = 10.0) -> None:
         """Delete a stream with its log, its dead letters and its consumers, and with all its partitions.
@@ -304,6 +309,28 @@ class Management(OneProcess):
         return await redefine(
             self._stores, name, uuid, lambda definition: promoted(name, definition, record), timeout
         )
+
+    async def handover(
+        self, name: str, to: str, *, durability: str = "bucket", uuid: str = "", patience: float = PATIENCE_S
+    ) -> StreamInfo:  # fmt: skip
+        """Let a copy called `to` take the place of a stream, such as to bring it from a disk into a bucket.
+
+        The copy is created with this `durability`, unless a mirror has made it. While the last messages are copied,
+        appends and workers wait. Then the copy gets what the stream has besides messages (consumers, dead letters,
+        producers, message ids, batches), and its name. The stream is kept, and can be read by its uuid until it is
+        deleted. Consumers that are not durable end.
+
+        If the call fails or its process is killed, call it again to go on, or `resume` the stream to give up.
+        `patience`: seconds for which a relay or a store may be away.
+
+        Raises:
+            ConfigError: `durability` is unknown, or `name` or `to` cannot be used.
+            StreamError: the copy is in use, or of another stream; a store refused.
+        """
+        check_local_name(name)
+        check_local_name(to)
+        check_durability(durability)
+        return await hand_over(self._stores, name, to, durability, uuid, patience)
 
     # -- consumers -------------------------------------------------------------------------------------------
 

@@ -58,7 +58,7 @@ class Mirror(OneProcess):
 
     def __init__(
         self, stores: Stores, source: str, name: str, *, follow: bool, limits: Mapping[str, Any], uuid: str,
-        patience: float,
+        patience: float, durability: str = "disk",
     ) -> None:  # fmt: skip
         self.source = source
         self.name = name
@@ -75,6 +75,7 @@ class Mirror(OneProcess):
         self._limits = limits
         self._uuid = uuid
         self._patience = patience
+        self._bucket = durability == "bucket"
         self._source_uuid = self._copy_uuid = b""
         """Uuids of the source's and the copy's logs; empty until they are found."""
         self._task: asyncio.Task[None] | None = None
@@ -149,7 +150,9 @@ class Mirror(OneProcess):
         if copy is None:
             # A source that does not exist fails at once, without retries.
             source = await self._describe(self._uuid)
-            copy = await make_stream(self._stores, self._copy_definition(source), ATTEMPT_S)
+            copy = await make_stream(
+                self._stores, self._copy_definition(source), ATTEMPT_S, bucket=self._bucket
+            )
         else:
             self._check_copy(copy)
             source = await self._retry(lambda: self._describe(self._uuid, ATTEMPT_PATIENCE_S))
@@ -192,6 +195,11 @@ class Mirror(OneProcess):
     def _check_copy(self, copy: VerifiedStream) -> None:
         """Raise StreamExists unless the stream is a copy with the limits that were given."""
         definition = copy.order.definition
+        if self._bucket and not copy.described.holder:
+            raise StreamExists(
+                self.name,
+                f"it exists on the disk of the store on {copy.described.label}, not in a bucket; give the copy another name",
+            )
         if not definition.mirror:
             raise StreamExists(
                 self.name,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import time
 import weakref
@@ -26,6 +27,7 @@ from iris.errors import (
     RequestError,
     RequestTimeout,
     StreamError,
+    StreamSuperseded,
     StreamUnavailable,
     ran_before,
 )
@@ -36,8 +38,10 @@ from iris.streams.verified import VerifiedStream
 from iris.wire.kinds import STORES
 from iris.wire.names import check_address, check_uuid, split_site
 from iris.wire.orders import DEAD, in_force, split_partition
+from iris.wire.names import check_address, split_site
+from iris.wire.orders import DEAD, in_force, split_partition, superseded_text
 from iris.wire.stream_items import dead_uuid
-from iris.wire.streams import Call, Describe, Described, FindStore, StoreInfo, encode
+from iris.wire.streams import Call, Describe, Described, FindStore, StoreInfo, Supersede, encode
 
 MAX_LOCATIONS: Final = 4096
 """Entries in each cache of stream locations; a full cache is cleared."""
@@ -275,10 +279,14 @@ class Stores:
         """
         name = split_site(name)[1]
         find_key = self.runtime.keyring.by_id
-        ours = trusted_orders(
-            described.orders, find_key, uuid=described.uuid, store=described.store
+        ours = list(
+            trusted_orders(described.orders, find_key, uuid=described.uuid, store=described.store)
         )
         latest = in_force(order for order in ours if is_named(order, name))
+        if latest is None and (other := in_force(ours)) is not None:
+            self.forget(name)
+            uuid = other.uuid.hex()
+            raise NoStream(name, f"log {uuid} has the name {other.definition.name!r} now")
         if latest is None:
             raise StreamError(
                 name,
@@ -327,6 +335,8 @@ class Stores:
                 holders = [holder for holder in holders if holder.uuid == uuid]
             uuids = sorted({holder.uuid for holder in holders})
             if len(uuids) > 1:
+                uuids = await self._meet(name, uuids, next(iter(keys.values())), until_s)
+            if len(uuids) > 1:
                 raise AmbiguousStream(
                     name,
                     f"{len(uuids)} stores hold a stream of this name; choose uuid={' or uuid='.join(uuids)}",
@@ -350,6 +360,8 @@ class Stores:
                 except (NoStream, RequestTimeout) as err:
                     if not others:
                         raise
+                    if isinstance(err, NoStream):
+                        await self._check_replaced(name, uuid, others, key, until_s)
                     # It was deleted and created again, or restored from its copy.
                     missing = NoStream(
                         name,
@@ -366,6 +378,47 @@ class Stores:
             # A reader looks it up by name, and from then on by uuid: it is the same stream.
             self._seen |= {(name, asked_uuid), (name, location.uuid.hex())}
         return location
+
+    async def _meet(
+        self, name: str, uuids: list[str], key: ClusterKey, until_s: float
+    ) -> list[str]:
+        """Return the uuids of those of several streams of a name that are in use. If one of them was promoted in the
+        place of another, whose store was gone, show that store the order: it then keeps the old one to be read.
+        """
+        left = dict.fromkeys(uuids)
+        for uuid in uuids:
+            # A store that does not answer, or refuses, leaves two streams of the name, as the caller then says.
+            with contextlib.suppress(StreamError):
+                stream = await self._described(name, uuid, key, until_s)
+                definition = stream.order.definition
+                replaced = definition.replaces
+                if not definition.mirror and replaced is not None and replaced.uuid.hex() in left:
+                    await self.ask(
+                        replaced.uuid.hex(), key, Supersede(stream.described.orders), Described,
+                        timeout=seconds_left(until_s), shown=name, writes=True,
+                    )  # fmt: skip
+                    del left[replaced.uuid.hex()]
+        return list(left)
+
+    async def _check_replaced(
+        self, name: str, uuid: str, others: list[str], key: ClusterKey, until_s: float
+    ) -> None:
+        """Raise StreamSuperseded if one of the logs `others`, which have the name now, took the place of log `uuid`."""
+        for other in others:
+            stream = await self._described(name, other, key, until_s)
+            replaced = stream.order.definition.replaces
+            if replaced is not None and replaced.uuid.hex() == uuid:
+                raise StreamSuperseded(
+                    name, superseded_text(replaced.uuid, stream.order.uuid, replaced.next)
+                )
+
+    async def _described(
+        self, name: str, uuid: str, key: ClusterKey, until_s: float
+    ) -> VerifiedStream:
+        described = await self.ask(
+            uuid, key, Describe(), Described, timeout=seconds_left(until_s), shown=name
+        )
+        return self.verified(name, described)
 
     async def _look_up(
         self, name: str, uuid: str, key_ids: list[bytes], timeout: float

@@ -54,6 +54,22 @@ class Origin(Struct, frozen=True):
     cluster: ShortText = ""
 
 
+class Replaced(Struct, frozen=True):
+    """The log whose place a copy of it takes, or has taken."""
+
+    uuid: Id16
+    revision: Offset = 0
+    """The old log is superseded if its orders have a lower revision; 0 until the copy is promoted."""
+    next: Offset = 0
+    """Where the copy ended when it was promoted: below it, both logs have the same messages at the same offsets."""
+    copy: ShortText = ""
+    """The name that the copy had before it took that of the old log."""
+
+
+ANY_REVISION: Final = 0x7FFFFFFFFFFFFFFF
+"""`Replaced.revision` of a copy that takes the place of a lost log, whatever revision that has."""
+
+
 class Definition(Struct, frozen=True):
     """Definition of a stream: what it records, and its limits. 0 means no limit.
 
@@ -92,6 +108,17 @@ class Definition(Struct, frozen=True):
     """For partition 1 and up: uuid of the log that is partition 0. Otherwise empty."""
     partition: Annotated[int, Meta(ge=0, lt=MAX_PARTITIONS)] = 0
     """Number of this partition."""
+    replaces: Replaced | None = None
+    """For a copy: the source, whose state it is given. For a promoted copy with the source's name: the source, which is
+    superseded."""
+    successor: Annotated[bytes, Meta(max_length=16)] = b""
+    """Uuid of the copy to which the stream is being handed over. Meanwhile nothing is recorded, appended, delivered or
+    settled."""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether nothing is recorded or appended."""
+        return self.paused or bool(self.successor)
 
     @property
     def order_version(self) -> int:
@@ -165,6 +192,15 @@ def check_definition(definition: Definition) -> None:
             raise ConfigError(
                 "mirror: a copy cannot record a topic or a cluster as well; leave both empty"
             )
+    replaced = definition.replaces
+    if replaced is not None and (
+        not definition.origins or definition.origins[-1].uuid != replaced.uuid
+    ):
+        raise ConfigError(
+            f"replaces: {replaced.uuid.hex()} is not the uuid of the stream's last origin"
+        )
+    if len(definition.successor) not in (0, 16):
+        raise ConfigError("successor: a uuid has 16 bytes")
     _check_partitions(definition)
     for field in ("max_bytes", "max_messages", "max_age_us", "dedup_window_us"):
         if not 0 <= getattr(definition, field) < 1 << 63:
@@ -228,6 +264,15 @@ class SignedOrder(Struct, frozen=True, array_like=True):
     of the first order."""
     countersignature: Annotated[bytes, Meta(max_length=64)] = b""
     """Signature of the key `by` over the same bytes."""
+
+
+def superseded_text(uuid: bytes, by: bytes, at: int) -> str:
+    """Return what the users of the log `uuid` are told when the log `by` has taken its place at the offset `at`."""
+    return (
+        f"log {uuid.hex()} was superseded by log {by.hex()}, which has its name now; both have the same messages below offset "
+        f"{at}. Start again without the old uuid, from offset {at} or from yours, whichever is lower. If its store runs, "
+        "the old log can be read by its uuid"
+    )
 
 
 def log_uuid(founder: bytes, salt: bytes) -> bytes:

@@ -34,6 +34,8 @@ class Record(Struct, frozen=True, array_like=True, tag=1, gc=False):
     tombstone: bool = False
     expires_us: Time = 0
     due_us: Time = 0
+    deferred: bool = False
+    """Whether consumers get it at its due time, and not in the order of offsets: it was not due when it was stored."""
 
 
 class Gap(Struct, frozen=True, array_like=True, tag=2):

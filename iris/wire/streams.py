@@ -56,6 +56,7 @@ COMMIT_BYTES: Final = 256 << 20
 """Limit of the bodies in a commit, and in an attempt. During a commit, which is one write, the store waits."""
 MAX_COPY_ITEMS: Final = 4096
 MAX_TICKET_BYTES: Final = 1024
+MAX_STATE_KEY_BYTES: Final = 2048
 
 
 # -- new records -------------------------------------------------------------------------------------------------
@@ -286,6 +287,44 @@ class Copy(Struct, frozen=True, tag_field="op", tag="copy"):
     """Next offset of the source when it was read."""
 
 
+class FetchState(Struct, frozen=True, tag_field="op", tag="state"):
+    """Request for what a stream has besides its records, which is being handed over: rows behind the key `after`.
+    Answered with StateRows."""
+
+    after: Annotated[bytes, Meta(max_length=MAX_STATE_KEY_BYTES)] = b""
+
+
+class StateRow(Struct, frozen=True, array_like=True, gc=False):
+    """A row of a stream's state, in the store's own layout (`relay.store.state`)."""
+
+    key: Annotated[bytes, Meta(min_length=1, max_length=MAX_STATE_KEY_BYTES)]
+    value: bytes
+
+
+class Carry(Struct, frozen=True, tag_field="op", tag="carry"):
+    """State and dead letters of the log `uuid`, for the copy that is to replace it. Answered with Copied, once on disk:
+    `next` is where the copy's dead letters end.
+
+    `first` deletes what the copy had of this state; after `last` it is complete. `letters` are as the items of a Copy,
+    from `start` up to `next`. They refer to the copy instead of the log once they are written.
+    """
+
+    uuid: Id16
+    rows: Annotated[list[StateRow], Meta(max_length=MAX_COPY_ITEMS)] = []
+    first: bool = False
+    last: bool = False
+    letters: Annotated[list[Item], Meta(max_length=MAX_COPY_ITEMS)] = []
+    start: Offset = 0
+    next: Offset = 0
+
+
+class Supersede(Struct, frozen=True, tag_field="op", tag="supersede"):
+    """Orders of the stream that has taken, or is about to take, the place of this one. Answered with Described: from
+    then on this log is only read, by its uuid."""
+
+    orders: Orders
+
+
 class Fetch(Struct, frozen=True, tag_field="op", tag="fetch"):
     """Request to read from `start` on.
 
@@ -376,6 +415,14 @@ class CopyLag(Struct, frozen=True, array_like=True):
     """Whether too much waited, so that the stream will be written there once more."""
 
 
+class Superseded(Struct, frozen=True, array_like=True):
+    """The log that has taken the place of another one."""
+
+    uuid: Id16
+    next: Offset
+    """From this offset on, the two logs have different messages."""
+
+
 class Described(Struct, frozen=True, tag_field="op", tag="described"):
     """State of a stream at its store."""
 
@@ -411,6 +458,8 @@ class Described(Struct, frozen=True, tag_field="op", tag="described"):
     """For a stream in a bucket: the part of `size_bytes` that is in segment objects alone, not on the store's disk."""
     joining: Offset | None = None
     """For a stream on a disk that is to join a bucket: bytes that the bucket was given so far; else None."""
+    superseded: Superseded | None = None
+    """The log that has taken the place of this one, which is only read by its uuid."""
 
 
 class LostStream(Struct, frozen=True):
@@ -486,6 +535,15 @@ class Copied(Struct, frozen=True, tag_field="op", tag="copied"):
     taken: bool = False
 
 
+class StateRows(Struct, frozen=True, tag_field="op", tag="state"):
+    """Rows of a stream's state, in the order of their keys. With `more`, ask again after the last."""
+
+    rows: Annotated[list[StateRow], Meta(max_length=MAX_COPY_ITEMS)]
+    more: bool = False
+    letters: Offset = 0
+    """Where the dead letters of the stream end; 0 if it has none."""
+
+
 class Fetched(Struct, frozen=True, tag_field="op", tag="fetched"):
     """Items without gaps from the start of the read up to `next`; none if nothing came in time."""
 
@@ -519,17 +577,17 @@ class Refused(Struct, frozen=True, tag_field="op", tag="refused"):
 
 REFUSALS: Final = frozenset(
     {"no-stream", "exists", "order", "revision", "paused", "damaged", "disk", "offset", "consumer", "invalid", "full", "leaving", "failed",
-     "staged", "channel", "moved"}
+     "staged", "channel", "moved", "superseded"}
 )  # fmt: skip
 
 Call = (
     FindStore | Knock | Open | Create | ListStreams | Describe | Change | Delete | Append | Stage | Commit | Plan
     | Discard | Copy | Fetch | Find | Consume | Settle | DescribeConsumers | DeleteConsumer | ChangeConsumer
-    | RedriveLetters | Move | Take | FindLost | Force
+    | RedriveLetters | Move | Take | FindLost | Force | FetchState | Carry | Supersede
 )  # fmt: skip
 Answer = (
     StoreInfo | Door | Opened | Described | Listed | Appended | Staged | Committed | Planned | Copied | Fetched
-    | Found | Delivered | Settled | Consumers | Redriven | Moving | LostStreams | Refused
+    | Found | Delivered | Settled | Consumers | Redriven | Moving | LostStreams | StateRows | Refused
 )  # fmt: skip
 
 encode: Final = msgspec.msgpack.Encoder().encode

@@ -22,7 +22,7 @@ def item_to_wire(item: Item) -> stream_items.Item:
     if isinstance(item, Record):
         return stream_items.Record(
             item.first, item.kind, item.name, item.key_id, item.sender_id, item.end, item.body, item.stored_us,
-            item.key_hash or b"", item.tombstone, item.expires_us, item.due_us,
+            item.key_hash or b"", item.tombstone, item.expires_us, item.due_us, item.deferred,
         )  # fmt: skip
     if isinstance(item, Gap):
         return stream_items.Gap(item.first, item.count, item.cause[:1024], item.stored_us)
@@ -34,7 +34,7 @@ def item_from_wire(item: stream_items.Item) -> Item:
     if isinstance(item, stream_items.Record):
         return Record(
             item.offset, END.unpack(item.end)[2], item.kind, item.name, item.key_id, item.sender_id, item.end, item.body,
-            item.stored_us, item.key_hash or None, item.tombstone, item.expires_us, item.due_us, False,
+            item.stored_us, item.key_hash or None, item.tombstone, item.expires_us, item.due_us, item.deferred,
         )  # fmt: skip
     if isinstance(item, stream_items.Gap):
         return Gap(item.offset, item.count, item.cause, item.stored_us)

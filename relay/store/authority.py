@@ -55,6 +55,8 @@ class DefinitionFile(Struct, frozen=True):
     """The countersigned orders of the stream's other keys."""
     salt: bytes = b""
     """What the uuid was made of, with the first of `roots`; see `log_uuid`. Empty for a log of dead letters."""
+    superseded: list[SignedOrder] = []
+    """Orders of the stream that has taken the place of this one; see `Authority.supersede`."""
 
 
 class Charter(Struct, frozen=True):
@@ -65,6 +67,9 @@ class Charter(Struct, frozen=True):
     roots: tuple[bytes, ...] = ()
     admitted: dict[bytes, SignedOrder] = {}
     salt: bytes = b""
+    superseded: tuple[SignedOrder, ...] = ()
+    by: Order | None = None
+    """The order of the stream that has taken the place of this one."""
 
     @property
     def order(self) -> Order | None:
@@ -94,8 +99,8 @@ class Charter(Struct, frozen=True):
         """The contents of the definition file."""
         signed = [one for _, one in self.orders.values()]
         return DefinitionFile(
-            signed, b"", list(self.roots), list(self.admitted.values()), self.salt
-        )
+            signed, b"", list(self.roots), list(self.admitted.values()), self.salt, list(self.superseded)
+        )  # fmt: skip
 
 
 NO_CHARTER = Charter()
@@ -149,7 +154,44 @@ class Authority:
             _check_step(charter, order)
             _check_fresh(order, now_us)
         _check_fixed_fields(charter, definition)
+        if definition.name != charter.definition.name:
+            _check_all_sign(charter, orders, "a copy can take the name of its source")
         return Charter({**charter.orders, **orders}, charter.roots, admitted, charter.salt)
+
+    def supersede(self, charter: Charter, signed: Sequence[SignedOrder], uuid: bytes) -> Charter:
+        """Return the charter of a stream whose place another one takes, as its orders say: one of them must be signed
+        by a key of this stream, and name this log and a higher revision than it has.
+
+        When they were issued does not matter: a store may come back after any time.
+        """
+        order = self._replacing(charter, signed, uuid)
+        replaced, there = order.definition.replaces, charter.order
+        assert replaced is not None
+        if there is None or replaced.revision <= there.revision:
+            raise Refuse(
+                "revision",
+                "the stream was changed since it was handed over, so it stays in use; hand it over again",
+            )
+        return structs.replace(charter, superseded=tuple(signed), by=order)
+
+    def _replacing(self, charter: Charter, signed: Sequence[SignedOrder], uuid: bytes) -> Order:
+        """Return the order, signed by a key of this stream, of the one that takes its place."""
+        for one in signed:
+            if public_id(one.public_key) not in charter.orders:
+                continue
+            try:
+                key_id = verify_order(one.public_key, one.signature, one.order)
+                order = decode_order(one.order)
+                check_definition(order.definition)
+            except (OpenError, DecodeError, ConfigError, InvalidName) as err:
+                raise Refuse("order", str(err)) from err
+            replaced = order.definition.replaces
+            named = (order.key_id, order.action, order.definition.mirror) == (key_id, KEEP, "")
+            if named and replaced is not None and replaced.uuid == uuid:
+                return order
+        raise Refuse(
+            "order", "none of the orders is signed by a key of the stream and lets another log take its place"
+        )  # fmt: skip
 
     def is_join(self, charter: Charter, signed: Sequence[SignedOrder], uuid: bytes) -> bool:
         """Return whether the orders bring a stream of this store's disk into its bucket."""
@@ -169,12 +211,7 @@ class Authority:
             _check_step(charter, order)
             _check_fresh(order, now_us)
         _check_fixed_fields(charter, definition)
-        if missing := [key_id.hex()[:8] for key_id in charter.orders if key_id not in orders]:
-            raise Refuse(
-                "order",
-                f"a stream can join a bucket only if all its keys sign the order, and {', '.join(missing)} did not; use a "
-                "keyring that has all keys of the stream",
-            )
+        _check_all_sign(charter, orders, "a stream can join a bucket")
         return Charter(orders, tuple(dict.fromkeys([charter.roots[0], *orders])), {}, charter.salt)
 
     def end(
@@ -226,7 +263,11 @@ class Authority:
             if key_id not in keys:
                 detail = f"key {key_id.hex()[:8]} is not countersigned by a key of the stream"
                 raise Refuse("order", detail)
-        return Charter(orders, tuple(stored.roots), admitted, stored.salt)
+        charter = Charter(orders, tuple(stored.roots), admitted, stored.salt)
+        if stored.superseded:
+            by = self._replacing(charter, stored.superseded, uuid)
+            charter = structs.replace(charter, superseded=tuple(stored.superseded), by=by)
+        return charter
 
     def read(self, signed: Sequence[SignedOrder], uuid: bytes, *, action: str = KEEP) -> _Signed:
         """Return key id -> order. Each order must be signed, and be for this store, log and action.
@@ -328,6 +369,16 @@ def _check_countersigned(key_id: bytes, one: SignedOrder, keys: Container[bytes]
         raise Refuse("order", detail)
 
 
+def _check_all_sign(charter: Charter, orders: _Signed, what: str) -> None:
+    """Raise Refuse unless every key of the stream signs."""
+    if missing := [key_id.hex()[:8] for key_id in charter.orders if key_id not in orders]:
+        raise Refuse(
+            "order",
+            f"{what} only if all its keys sign the order, and {', '.join(missing)} did not; use a keyring that has all "
+            "keys of the stream",
+        )
+
+
 def _check_fixed_fields(charter: Charter, definition: Definition) -> None:
     """Raise Refuse if a change alters a field that cannot be changed."""
     there = charter.order
@@ -355,6 +406,7 @@ def _fixed(definition: Definition) -> tuple[object, ...]:
         definition.origins,
         definition.parent,
         definition.partition,
+        definition.replaces if not definition.mirror else None,
     )
 
 
@@ -362,4 +414,8 @@ def _promoted(copy: Definition, wanted: Definition) -> Definition:
     """Return the definition of a promoted copy, which records what its source recorded, or nothing."""
     source = copy.origins[-1]
     topic, cluster = (source.topic, source.cluster) if wanted.topic or wanted.cluster else ("", "")
-    return structs.replace(copy, mirror="", topic=topic, cluster=cluster)
+    replaces = wanted.replaces  # `check_definition` has seen to it that this is the source
+    name = copy.name if replaces is None else source.name
+    return structs.replace(
+        copy, name=name, mirror="", topic=topic, cluster=cluster, replaces=replaces
+    )

@@ -22,7 +22,7 @@ from iris.wire.consumers import (
     Settle,
 )
 from iris.wire.kinds import NO_KEY
-from iris.wire.orders import END, ORDER_VERSION, SignedOrder, decode_order
+from iris.wire.orders import ANY_REVISION, END, ORDER_VERSION, SignedOrder, decode_order
 from iris.wire.stream_items import dead_uuid
 from relay.logs import Quiet
 from relay.store import joining, moving
@@ -46,10 +46,12 @@ from relay.store.registration import Done
 from relay.store.salvage import ORDERS
 from relay.store.session import IncomingCall
 from relay.store.staged_rows import StagingRefused
-from relay.store.stream import Stream
+from relay.store.stream import Stream, handed_over
 
 log = logging.getLogger(__name__)
 
+LOST: Final = "the stream's store was lost, and its copy ended here"
+"""The cause of the gap in a copy that takes the place of a lost stream."""
 NEWER: Final = (
     "the stream has several partitions, and this client would read only one of them; upgrade the client to one of wire "
     "minor 8 or newer"
@@ -99,6 +101,9 @@ class Calls:
             streams.Plan: self._on_discard,
             streams.Discard: self._on_discard,
             streams.Copy: self._on_copy,
+            streams.FetchState: self._on_fetch_state,
+            streams.Carry: self._on_carry,
+            streams.Supersede: self._on_supersede,
             streams.Fetch: self._on_fetch,
             streams.Find: self._on_find,
             Consume: self._on_consume,
@@ -308,7 +313,7 @@ class Calls:
                 f"this store has no stream {incoming.name!r} under key {incoming.key_id.hex()[:8]}",
             )
         if stream.displaced and not _is_of_the_past(incoming.call):
-            raise Refuse("leaving", stream.displaced)
+            raise Refuse("superseded" if stream.charter.by is not None else "leaving", stream.displaced)  # fmt: skip
         incoming.gate = stream.replica
         return stream
 
@@ -354,12 +359,33 @@ class Calls:
         if charter is stream.charter:
             self._describe(incoming, stream)  # a retry
             return
-        self._catalogue.check_keys(charter.definition, set(charter.orders))
+        self._check_change(stream, charter)
         stream.commit(self._clock.wall_us)
+        if (successor := charter.definition.successor) and not stream.definition.successor:
+            stream.freeze(successor)
         stored = encode_definition_file(charter.definition_file)
         stream.log.define(stored)
         write_beside(stream.path + ORDERS, stored)
         self._put_in_force(stream, charter, partial(self._order_answered, incoming, stream))
+
+    def _check_change(self, stream: Stream, charter: Charter) -> None:
+        """Raise Refuse if a change that its signers may make cannot be made now."""
+        old, new, catalogue = stream.definition, charter.definition, self._catalogue
+        catalogue.check_keys(new, set(charter.orders))
+        if new.mirror and new.replaces is not None and old.replaces is None:
+            dead = catalogue.streams.get(dead_uuid(stream.uuid))
+            if stream.consumer_calls is not None and stream.consumer_calls.described("")[0]:
+                raise Refuse("invalid", f"the copy {stream.name!r} has consumers, and would get those of its source; delete them, or use another copy")  # fmt: skip
+            if dead is not None:
+                raise Refuse("invalid", f"the copy {stream.name!r} has dead letters, and would get those of its source; use another copy")  # fmt: skip
+        if new.name == old.name or new.replaces is None or stream.log is None:
+            return
+        for key_id in charter.orders:
+            there = catalogue.by_address.get((new.name, key_id))
+            if there is not None and there is not stream:
+                raise Refuse("exists", f"this store already has a stream {new.name!r}, as log {there.uuid.hex()}")  # fmt: skip
+        if new.replaces.next != stream.log.next:
+            raise Refuse("revision", f"the copy ends at offset {stream.log.next}, not {new.replaces.next}; stop its mirror")  # fmt: skip
 
     def _put_in_force(self, stream: Stream, charter: Charter, then: Done) -> None:
         """Put a charter in force that is in the stream's log; then call `then`."""
@@ -367,7 +393,7 @@ class Calls:
         promoted = is_promotion(old, definition)
         if definition.partitions and not old.partitions:
             self.channels.close_all(stream.uuid)  # callers of an earlier version must not go on
-        same_paused = definition.paused == old.paused
+        same_paused = definition.stopped == old.stopped
         if charter.orders.keys() == stream.orders.keys() and same_paused and not promoted:
             stream.charter = charter
             stream.redefine()
@@ -384,13 +410,18 @@ class Calls:
             self._registration.forget_grants(stream)
             fields = {"stream": stream.name, "uuid": stream.uuid.hex(), "source": old.mirror}
             log.info("store.stream_promoted", extra={"fields": fields})
-        elif definition.cluster and not old.paused:
+        elif definition.cluster and not old.stopped:
             # Broadcasts may be missed between the two memberships.
             stream.recorder.add_gap(None, "its keys changed")
             self._touch(stream)
-        if old.paused and not definition.paused and (definition.topic or definition.cluster):
-            stream.recorder.add_gap(None, "it was paused")
+        if old.stopped and not definition.stopped and (definition.topic or definition.cluster):
+            stream.recorder.add_gap(None, "it was being handed over" if old.successor else "it was paused")  # fmt: skip
             self._touch(stream)
+        if promoted and (replaced := definition.replaces) is not None:
+            lost = replaced.revision == ANY_REVISION
+            if lost or definition.topic or definition.cluster:
+                stream.recorder.add_gap(None, LOST if lost else "it was being handed over")
+                self._touch(stream)
         self._catalogue.add_addresses(stream)
         self._catalogue.serve(stream, then)
 
@@ -445,6 +476,33 @@ class Calls:
         stream.copy(incoming, call, self._clock.wall_us)
         self._touch(stream)
 
+    def _on_fetch_state(self, incoming: IncomingCall, call: streams.FetchState) -> None:
+        stream = self._stream(incoming)
+        found = stream.state(call)
+        dead = self._catalogue.streams.get(dead_uuid(stream.uuid))
+        if dead is not None and dead.log is None:
+            raise Refuse("damaged", dead.failed)
+        letters = 0 if dead is None or dead.log is None else dead.log.next
+        incoming.answer(streams.StateRows(found.rows, found.more, letters))
+
+    def _on_carry(self, incoming: IncomingCall, call: streams.Carry) -> None:
+        stream, catalogue = self._stream(incoming), self._catalogue
+        stream.carry(incoming, call, partial(catalogue.letters_of, stream), self._clock.wall_us)
+
+    def _on_supersede(self, incoming: IncomingCall, call: streams.Supersede) -> None:
+        stream = self._stream(incoming)
+        if stream.dead or stream.log is None:
+            raise Refuse("invalid", stream.failed or "dead letters are superseded with their stream")  # fmt: skip
+        charter = self._authority.supersede(stream.charter, call.orders, stream.uuid)
+        by = stream.charter.by
+        if by is not None and charter.by is not None:
+            if by.uuid != charter.by.uuid:
+                raise Refuse("superseded", stream.displaced)
+            self._describe(incoming, stream)  # a retry
+            return
+        joining.check_decided(incoming, stream)
+        self._catalogue.supersede(stream, charter, partial(self._order_answered, incoming, stream))
+
     def _on_fetch(self, incoming: IncomingCall, call: streams.Fetch) -> None:
         stream = self._stream(incoming)
         if self._registration.leaving and call.wait_ms:
@@ -461,6 +519,12 @@ class Calls:
 
     def _consumer_calls(self, incoming: IncomingCall) -> ConsumerCalls:
         stream = self._stream(incoming)
+        definition = stream.definition
+        if not isinstance(incoming.call, DescribeConsumers):
+            if definition.successor:
+                raise Refuse("leaving", handed_over(stream.name, definition.successor))
+            if definition.mirror and definition.replaces is not None:
+                raise Refuse("consumer", f"the copy {stream.name!r} is to take the place of its source, and gets its consumers; use it when it has the name {definition.origins[-1].name!r}")  # fmt: skip
         if stream.consumer_calls is None or stream.log is None:
             raise Refuse("damaged", stream.failed)
         if stream.log.failed:
@@ -503,7 +567,7 @@ def _is_of_the_past(call: streams.Call) -> bool:
     """Return whether a call may be made to a stream whose place another one has taken: it is read once, or deleted."""
     if isinstance(call, streams.Fetch):
         return not call.wait_ms
-    return isinstance(call, streams.Knock | streams.Open | streams.Describe | streams.Find | streams.Delete)  # fmt: skip
+    return isinstance(call, streams.Knock | streams.Open | streams.Describe | streams.Find | streams.Delete | streams.Supersede | DescribeConsumers)  # fmt: skip
 
 
 def _order_of_list(stream: Stream) -> str:

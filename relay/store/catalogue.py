@@ -23,7 +23,7 @@ from iris.wire import frames
 from iris.wire.frames import MAX_KEY_IDS
 from iris.wire.kinds import Kind
 from iris.wire.names import plural
-from iris.wire.orders import DEAD, Definition
+from iris.wire.orders import DEAD, Definition, Order, superseded_text
 from iris.wire.stream_items import dead_uuid
 from relay.store import displacing, join_notes
 from relay.store.authority import NO_CHARTER, Authority, Charter, DefinitionFile
@@ -249,7 +249,7 @@ class Catalogue:
                 log.error(
                     "store.stream_refused", extra={"fields": {"path": str(path), "error": str(err)}}
                 )
-        stream.displaced = displacing.read(str(path))
+        stream.displaced = stream.displaced or displacing.read(str(path))
         self.streams[uuid] = stream
 
     def load_charter(self, stream: Stream, data: bytes) -> None:
@@ -259,6 +259,8 @@ class Catalogue:
         if not stream.dead:
             stream.charter = self.authority.load(stored, stream.uuid)
             stream.redefine()
+            if stream.charter.by is not None:
+                stream.displaced = _superseded_text(stream.uuid, stream.charter.by)
 
     def serve(self, stream: Stream, then: Done) -> None:
         dead = self.streams.get(dead_uuid(stream.uuid))
@@ -286,6 +288,10 @@ class Catalogue:
 
         Raises LogError.
         """
+        self.letters_of(stream).append_dead_letters(stream, consumer, letters, self.clock.wall_us)
+
+    def letters_of(self, stream: Stream) -> Stream:
+        """Return the stream of a stream's dead letters, which the first call creates. Raises LogError."""
         uuid = dead_uuid(stream.uuid)
         dead_stream = self.streams.get(uuid)
         if dead_stream is None:
@@ -302,7 +308,7 @@ class Catalogue:
             self.registration.serve_dead(stream, dead_stream)
         if not dead_stream.dead:
             raise LogWriteFailed(dead_stream.path, "the log with this uuid is not for dead letters")
-        dead_stream.append_dead_letters(stream, consumer, letters, self.clock.wall_us)
+        return dead_stream
 
     def check_forced(self, definition: Definition, key_ids: Collection[bytes], uuid: bytes) -> None:
         """Return if a stream that is made of a copy can be served. Raises Refuse."""
@@ -332,19 +338,37 @@ class Catalogue:
         if stream is None or stream.dead or stream.replica is not None or stream.displaced:
             return
         stream.commit(self.clock.wall_us)
-        text = displacing.write(stream.path, entry)
+        self._keep_only(stream, displacing.write(stream.path, entry), "leaving")
+        fields = {"stream": stream.name, "uuid": stream.uuid.hex(), "by": entry.made.hex(), "store": public_id(entry.store).hex(), "host": entry.label}  # fmt: skip
+        log.error("store.stream_displaced", extra={"fields": fields})
+        if self.registration.session is not None:
+            self.serve(stream, log_refusal(stream.name))
+
+    def supersede(self, stream: Stream, charter: Charter, then: Done) -> None:
+        """Serve a stream by its uuid alone from now on: that of `charter.by` has taken its place. Raises LogError."""
+        by = charter.by
+        assert by is not None
+        assert stream.log is not None
+        stream.commit(self.clock.wall_us)
+        stored = encode_definition_file(charter.definition_file)
+        stream.log.define(stored)
+        write_beside(stream.path + ORDERS, stored)
+        stream.charter = charter
+        self._keep_only(stream, _superseded_text(stream.uuid, by), "superseded")
+        fields = {"stream": stream.name, "uuid": stream.uuid.hex(), "by": by.uuid.hex()}
+        log.warning("store.stream_superseded", extra={"fields": fields})
+        self.serve(stream, then)
+
+    def _keep_only(self, stream: Stream, text: str, code: str) -> None:
+        """Take a stream's name away from it, and refuse those who wait for it. `serve` it after that."""
         self._note_moved(stream)
         self.leave(stream)
         self.remove_addresses(stream)
         stream.displaced = text
         for one in (stream, self.streams.get(dead_uuid(stream.uuid))):
             if one is not None:
-                one.refuse_waiting(text)
+                one.refuse_waiting(text, code)
         self.add_addresses(stream)
-        fields = {"stream": stream.name, "uuid": stream.uuid.hex(), "by": entry.made.hex(), "store": public_id(entry.store).hex(), "host": entry.label}  # fmt: skip
-        log.error("store.stream_displaced", extra={"fields": fields})
-        if self.registration.session is not None:
-            self.serve(stream, log_refusal(stream.name))
 
     def check_keys(self, definition: Definition, key_ids: set[bytes]) -> None:
         """Raise Refuse if this stream, with all others of the same filter, has more keys than a
@@ -397,6 +421,8 @@ class Catalogue:
                 cluster="",
                 mirror="",
                 origins=(),
+                replaces=None,
+                successor=b"",
                 consuming_paused=False,
                 dedup_window_us=0,
                 partitions=(),
@@ -504,6 +530,11 @@ class Catalogue:
                 if removed.bucket_copy is not None and self.shelf is not None:
                     self.shelf.copies.end(uuid)
                 self._destroy(removed.path)
+
+
+def _superseded_text(uuid: bytes, by: Order) -> str:
+    replaced = by.definition.replaces
+    return superseded_text(uuid, by.uuid, 0 if replaced is None else replaced.next)
 
 
 def is_stream(name: str) -> bool:

@@ -254,14 +254,18 @@ class Draft:
         """Due times up to this one were listed to consumers, so no new deferred record may be due before it."""
 
     def add_entry(
-        self, entry: Entry, first: int, count: int, now_us: int, stored_us: int | None = None
-    ) -> None:
+        self, entry: Entry, first: int, count: int, now_us: int, stored_us: int | None = None, *, deferred: bool | None = None
+    ) -> None:  # fmt: skip
         """Add a record. `stored_us` is when it was stored, here or in the copied log (None: now).
 
-        A record that is already due is not deferred.
+        A record that is already due is not deferred. `deferred` says whether it was in the copied log: then it is here,
+        too, unless a consumer has passed its due time.
         """
         stored_us = now_us if stored_us is None else stored_us
-        deferred = entry.due_us > max(now_us, self.listed_us)
+        if deferred is None:
+            deferred = entry.due_us > max(now_us, self.listed_us)
+        else:
+            deferred = deferred and entry.due_us > self.listed_us
         key = KEY.pack(first)
         value = encode_record(key, entry, stored_us, deferred=deferred)
         if entry.key_hash is not None:
@@ -302,7 +306,9 @@ class Draft:
                 raise ValueError(
                     f"items: the record at {item.first} has {item.count} messages, but its end fields count others"
                 )
-            self.add_entry(entry, item.first, item.count, now_us, item.stored_us)
+            self.add_entry(
+                entry, item.first, item.count, now_us, item.stored_us, deferred=item.deferred
+            )
             return
         if isinstance(item, Gap):
             check_count(item.count)

@@ -24,6 +24,13 @@ _ROW: Final = struct.Struct(">QIQ")
 _TIME: Final = struct.Struct(">Q")
 
 
+def check_id(key: bytes, value: bytes) -> None:
+    """Raise ValueError unless this is one of the two rows of an id, with its prefix."""
+    sizes = {b"h": (ID_BYTES, _ROW.size), b"q": (_TIME.size + ID_BYTES, 0)}[key[:1]]
+    if (len(key) - 1, len(value)) != sizes:
+        raise ValueError("the row of a message id is malformed")
+
+
 class Ids:
     """The message ids of a log.
 

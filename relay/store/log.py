@@ -116,15 +116,22 @@ class Log:
         self._compaction = Compaction(self._chain)
         self.offloading = Offloading(self._chain, self._retention)
         """Moves the oldest records to objects of a bucket."""
-        torn = database.get(TORN_ROW)
-        self._producers = Producers(database.rows(b"p"), KEY.unpack(torn)[0] if torn else 0)
+        self.steps = Steps()
+        self._tail: Tail | None = None
+        self.load_state()
+
+    def load_state(self) -> None:
+        """Read what the log has besides its records: at the start, and after rows of `state` were written.
+
+        Raises LogDamaged, struct.error or ValueError if a row is malformed.
+        """
+        torn = self._database.get(TORN_ROW)
+        self._producers = Producers(self._database.rows(b"p"), KEY.unpack(torn)[0] if torn else 0)
         self.cursors = Cursors(self._chain)
         self.staging = Staging(self._chain, self.cursors)
         """Entries that are written in advance, and are committed a batch at a time."""
-        self.steps = Steps()
-        self.ids = Ids(database)
+        self.ids = Ids(self._database)
         """The owner sets its `window_us` and `now_us`."""
-        self._tail: Tail | None = None
 
     # Opening and closing
 
@@ -354,8 +361,8 @@ class Log:
     def copy(self, items: Sequence[Item], end: int, now_us: int) -> None:
         """Write the items of another log from `next` until `end`, in one batch with one sync.
 
-        Offsets, times and holes are those of the other log. A record that is already due is stored
-        as not deferred.
+        Offsets, times and holes are those of the other log. A deferred record is deferred here, too, so that the
+        consumers of the other log can go on here.
 
         Raises:
             ValueError: an item is malformed, or the items are not contiguous up to `end`; nothing was written.

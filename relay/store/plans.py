@@ -36,6 +36,16 @@ class _Plan(Struct, frozen=True):
     planned_us: int
 
 
+def check_plan(writer: bytes, value: bytes) -> None:
+    """Raise ValueError or struct.error unless this is the row of a writer's plan."""
+    writer.decode()
+    check_row(b"v" + writer, value)
+    try:
+        _decode(memoryview(value)[4 + _TIME.size :])
+    except msgspec.DecodeError as err:
+        raise ValueError(str(err)) from err
+
+
 class Plans:
     """The plans of one log, at most `MAX_PLANS`.
 

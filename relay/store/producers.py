@@ -21,7 +21,7 @@ from itertools import islice
 from typing import Final
 
 from relay.store.outcomes import Duplicate, Fenced, OutOfOrder
-from relay.store.records import Stamp
+from relay.store.records import ID_BYTES, Stamp
 
 MAX_PRODUCERS: Final = 16_384
 """Producers per log. Each takes at most 900 bytes, so 15 MB in memory."""
@@ -54,6 +54,17 @@ class _State:
             return False
         first, count = _OFFSETS.unpack_from(self.recent, len(self.recent) - _OFFSETS.size)
         return bool(first + count <= offset)
+
+
+def check_producer(producer: bytes, row: bytes) -> None:
+    """Raise ValueError unless this is a row of `Producers.changes`."""
+    recent = len(row) - _STATE.size
+    if (
+        len(producer) != ID_BYTES
+        or recent % _OFFSETS.size
+        or not 0 <= recent <= RECENT * _OFFSETS.size
+    ):
+        raise ValueError("a producer's row is malformed")
 
 
 class Producers:

@@ -180,7 +180,7 @@ class Registration:
                 session.grant(
                     self.key_of(stream), signed, replies.expect(partial(self._note_granted, grant))
                 )
-        recording = stream.log is not None and not definition.paused and not stream.displaced
+        recording = stream.log is not None and not definition.stopped and not stream.displaced
         for held in (stream, dead):
             if held is not None:
                 uuid = held.uuid.hex()
@@ -282,7 +282,7 @@ class Registration:
         recorders = []
         for stream in streams:
             definition = stream.definition
-            recording = not definition.paused and stream.log is not None
+            recording = not definition.stopped and stream.log is not None
             if definition.topic == topic and recording and stream.uuid in self._served:
                 found.update(dict.fromkeys(stream.recording_ids))
                 recorders.append(stream)

@@ -144,6 +144,23 @@ class _Attempt:
 _Batches = dict[int, dict[bytes, _Attempt]]
 
 
+def check_staged(key: bytes, value: bytes) -> None:
+    """Raise ValueError or struct.error unless this is a row `t`, `u` or `w`, with its prefix."""
+    if key[:1] == b"w":
+        check_row(key, value)
+        _LAST.unpack(value[4:])
+        size = len(key[1:].decode().encode())
+    elif key[:1] == b"u":
+        check_row(key, value)
+        _SIZES.unpack(value[4:])
+        size = len(_unpack_key(key[1:])[0].encode())
+    else:
+        decode_staged(key, value)
+        size = len(_unpack_key(key[1:])[0].encode())
+    if not 0 < size <= MAX_WRITER_BYTES:
+        raise ValueError(f"a writer name has 1 to {MAX_WRITER_BYTES} bytes")
+
+
 class StagedRows:
     """The staged entries and the writers of one log.
 

@@ -20,19 +20,23 @@ from typing import Final
 
 from msgspec import UNSET, structs
 
+from iris.errors import DecodeError
 from iris.wire import streams
 from iris.wire.codec import END
 from iris.wire.kinds import Kind
 from iris.wire.names import matches
 from iris.wire.orders import Definition, Order, SignedOrder
-from iris.wire.stream_items import DEAD_KIND, DeadLetter
+from iris.wire.stream_items import DEAD_KIND, DeadLetter, Item, decode_dead
+from iris.wire.stream_items import Record as WireRecord
 from iris.wire.streams import (
     Append,
+    Carry,
     Commit,
     Copied,
     Copy,
     Described,
     Discard,
+    FetchState,
     NewRecord,
     Plan,
     Stage,
@@ -49,6 +53,7 @@ from relay.store.errors import (
     LogDamaged,
     LogError,
     LogWriteFailed,
+    Refuse,
 )
 from relay.store.ids import MAX_IDS
 from relay.store.log import Log
@@ -59,6 +64,7 @@ from relay.store.records import Entry, Stamp, check_entry
 from relay.store.segments import Limits
 from relay.store.session import IncomingCall
 from relay.store.stage_calls import StageCalls
+from relay.store.state import MOST, Carried, rows_behind
 
 REOPEN_MIN_US: Final = 2_000_000
 REOPEN_MAX_US: Final = 60_000_000
@@ -89,6 +95,8 @@ class Stream:
         """This stream holds the dead letters of another stream."""
         self.displaced = ""
         """Which stream has taken the place of this one, which is only kept; empty if it is served."""
+        self._carried: Carried | None = None
+        """For a copy that is to take its source's place: what it was given so far."""
         self._limits = Limits()
         self.missed_while_closed = False
         """Messages were missed while the log was not open, and nobody counted them."""
@@ -192,7 +200,7 @@ class Stream:
 
     def define(self, definition: Definition) -> None:
         """Apply a new definition."""
-        self.recorder.pause(definition.paused)
+        self.recorder.pause(definition.stopped)
         self.definition = definition
         self.name = definition.name
         self._limits = Limits(
@@ -259,8 +267,15 @@ class Stream:
             source_next=self._source_next, heard_us=self._source_seen_us,
             holder=holder if self.in_bucket else b"",
             copied=None if self.bucket_copy is None else streams.CopyLag(*structs.astuple(self.bucket_copy.lag())),
-            moved_bytes=log.size_bytes - log.local_bytes if log else 0, joining=joining,
+            moved_bytes=log.size_bytes - log.local_bytes if log else 0, joining=joining, superseded=self._superseded,
         )  # fmt: skip
+
+    @property
+    def _superseded(self) -> streams.Superseded | None:
+        by = self.charter.by
+        if by is None or by.definition.replaces is None:
+            return None
+        return streams.Superseded(by.uuid, by.definition.replaces.next)
 
     @property
     def movable(self) -> bool:
@@ -347,7 +362,9 @@ class Stream:
 
     def _open(self, incoming: IncomingCall) -> Log | None:
         """Return the log if it can be written; else refuse the call and return None."""
-        if self.definition.paused:
+        if self.definition.successor:
+            incoming.refuse("leaving", handed_over(self.name, self.definition.successor))
+        elif self.definition.paused:
             incoming.refuse(
                 "paused",
                 f"the stream is paused; run `iris stream resume {self.name}` to record again",
@@ -395,6 +412,66 @@ class Stream:
                 log.copy([item_from_wire(item) for item in call.items], call.next, now_us)
             self._source_next, self._source_seen_us = call.high_water, now_us
             incoming.answer(Copied(log.next, taken))
+
+    # -- handing over ----------------------------------------------------------------------------------------
+
+    def freeze(self, successor: bytes) -> None:
+        """Save the consumers, because the stream is being handed over to this log. Raises LogWriteFailed."""
+        if self.consumer_calls is not None:
+            self.consumer_calls.refuse_waiting(handed_over(self.name, successor))
+            self.consumer_calls.close()
+
+    def state(self, call: FetchState) -> streams.StateRows:
+        """Return rows of what the stream has besides its records. Raises Refuse, LogDamaged."""
+        if not self.definition.successor:
+            raise Refuse(
+                "invalid",
+                f"stream {self.name!r} is not being handed over, so its state changes while it is read",
+            )
+        if self.log is None:
+            raise Refuse("damaged", self.failed)
+        return rows_behind(self.log.database, call.after)
+
+    def carry(
+        self, incoming: IncomingCall, call: Carry, dead: Callable[[], Stream], now_us: int
+    ) -> None:
+        """Take over state and dead letters of the source, whose place this copy is to take. `dead` returns the stream
+        of its dead letters, which it may make.
+
+        Raises ValueError, LogError.
+        """
+        replaces = self.definition.replaces
+        if not self.definition.mirror or replaces is None or replaces.uuid != call.uuid:
+            incoming.refuse("invalid", f"stream {self.name!r} is not to take the place of log {call.uuid.hex()}")  # fmt: skip
+            return
+        log = self._open(incoming)
+        if log is None:
+            return
+        if call.first:
+            self._carried = Carried()
+        elif self._carried is None:  # the store has started again since
+            incoming.answer(Copied(0, taken=False))
+            return
+        batch = log.database.batch()
+        if call.first:
+            for prefix in MOST:
+                batch.delete_range(prefix, bytes([prefix[0] + 1]))
+        for row in self._carried.new(call.rows, log.next):
+            batch.put(row.key, row.value)
+        log.database.write(batch, log.next, sync=True)
+        if call.last:
+            log.load_state()
+            self.opened(log)
+        end = 0
+        if call.letters:
+            letters = dead()
+            if letters.log is None or letters.log.failed:
+                raise LogWriteFailed(letters.path, letters.failed or "an earlier write failed")
+            if call.start == letters.log.next:
+                items = [item_from_wire(_readdressed(item, self.uuid)) for item in call.letters]
+                letters.log.copy(items, call.next, now_us)
+            end = letters.log.next
+        incoming.answer(Copied(end, taken=True))
 
     def _entry(
         self, incoming: IncomingCall, sender_id: bytes, new: NewRecord, stamp: Stamp | None = None
@@ -543,7 +620,7 @@ class Stream:
             return 0
         log.enforce(self._limits, now_us)
         dropped = 0
-        if self.consumer_calls is not None and not log.failed:
+        if self.consumer_calls is not None and not log.failed and not self.definition.successor:
             self.consumer_calls.tend(self._elapsed_us(now_us))
             dropped = log.staging.tend(now_us)
             log.ids.now_us = self._elapsed_us(now_us)
@@ -580,6 +657,29 @@ class Stream:
         self.refuse_waiting(reason, "no-stream")
         self._failed(self.recorder.take(), LogWriteFailed(self.path, reason))
         self.close()
+
+
+def handed_over(name: str, successor: bytes) -> str:
+    """Return why a stream cannot be used while it is being handed over."""
+    return (
+        f"the stream is being handed over to log {successor.hex()}, which will have its name; if the handover ended early, "
+        f"run it again, or give it up with `iris stream resume {name}`"
+    )
+
+
+def _readdressed(item: Item, uuid: bytes) -> Item:
+    """Return a dead letter that refers to the log `uuid`. Raises ValueError."""
+    if not isinstance(item, WireRecord):
+        return item
+    if item.kind != DEAD_KIND:
+        raise ValueError(f"letters: the record at {item.offset} is not a dead letter")
+    try:
+        letter = decode_dead(item.body)
+    except DecodeError as err:
+        raise ValueError(f"letters: {err}") from err
+    return structs.replace(
+        item, sender_id=uuid, body=streams.encode(structs.replace(letter, uuid=uuid))
+    )
 
 
 def _no_dead_letters(consumer: str, dead: list[Dead]) -> None:

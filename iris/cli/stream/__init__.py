@@ -4,7 +4,7 @@ texts      options and texts that several verbs share
 showing    streams as tables and lists
 reading    read, export
 writing    append, import
-mirroring  mirror, promote
+mirroring  mirror, promote, handover
 consumers  consumer list, change, pause, resume, delete
 letters    dead, redrive
 """
@@ -405,6 +405,7 @@ app.command("dead")(letters.dead)
 app.command("redrive")(letters.redrive)
 app.command("mirror")(mirroring.mirror)
 app.command("promote")(mirroring.promote)
+app.command("handover")(mirroring.handover)
 app.add_typer(consumers.app)
 
 

@@ -1,5 +1,5 @@
-"""`iris stream mirror` and `iris stream promote`: copy a stream of another site, and make the copy a stream of its
-own."""
+"""`iris stream mirror`, `promote` and `handover`: copy a stream, such as one of another site, make the copy a stream of
+its own, and let it take the place of its source."""
 
 from __future__ import annotations
 
@@ -42,6 +42,9 @@ def mirror(
     uuid: Annotated[
         str, typer.Option("--uuid", metavar="HEX", help="Which source stream, if two stores have one of this name.", show_default=False)
     ] = "",
+    durability: Annotated[
+        str, typer.Option("--durability", metavar="WHERE", help="Where the copy is created: on the 'disk' of a store, or in a 'bucket'.")
+    ] = "disk",
     timeout: Annotated[
         float | None, typer.Option("--timeout", "-t", min=0.001, help="Seconds that a relay or store may be away. Default: 30, or forever with --follow.", show_default=False)
     ] = None,
@@ -67,7 +70,7 @@ def mirror(
         async with iris.connect(relay) as client:
             made = client.streams.mirror(
                 source, name, follow=follow, max_bytes=max_bytes, max_messages=max_messages, max_age=max_age,
-                compact=compact, uuid=uuid, patience=patience,
+                compact=compact, uuid=uuid, patience=patience, durability=durability,
             )  # fmt: skip
             copying = _copy(made, verbose=verbose)
             if follow:
@@ -133,6 +136,46 @@ def promote(
         async with iris.connect(relay) as client:
             info = await client.streams.promote(name, record=record, uuid=uuid, timeout=timeout)
         output.write(b"%d\n" % info.next)
+        return Exit.OK
+
+    run(work)
+
+
+def handover(
+    name: Annotated[str, typer.Argument(metavar="OLD", help="The stream.")],
+    to: Annotated[
+        str, typer.Argument(metavar="NEW", help="The copy that takes its place. It is created if it does not exist.")
+    ],
+    durability: Annotated[
+        str, typer.Option("--durability", metavar="WHERE", help="Where the copy is: in a 'bucket', or on the 'disk' of a store.")
+    ] = "bucket",
+    uuid: texts.Uuid = "",
+    timeout: Annotated[
+        float, typer.Option("--timeout", "-t", min=0.001, help="Seconds that a relay or store may be away.")
+    ] = PATIENCE_S,
+    relay: options.RelayPath = None,
+) -> None:  # fmt: skip
+    """Let a copy take the place of a stream, such as to bring it from a disk into a bucket. Prints the copy's uuid.
+
+    NEW gets the messages of OLD at the same offsets, its consumers, dead
+    letters, producers and message ids, and then its name. Nothing is lost or
+    stored twice. While the last messages are copied, appends and workers wait.
+    Workers and readers of OLD then end with an error; start them again.
+
+    If the command fails or is killed, run it again, or give up with `iris
+    stream resume OLD`. OLD is kept: delete it by its uuid when nobody needs it.
+
+    \b
+    Examples:
+      iris stream handover orders orders-bucket
+    """
+
+    async def work() -> int:
+        async with iris.connect(relay) as client:
+            info = await client.streams.handover(
+                name, to, durability=durability, uuid=uuid, patience=timeout
+            )
+        output.write(info.uuid.encode() + b"\n")
         return Exit.OK
 
     run(work)

@@ -60,13 +60,30 @@ def test_a_copy_has_the_entries_and_sums_of_its_source(logs: tuple[Log, Log]) ->
     ]
 
 
-def test_what_is_due_when_it_is_copied_is_not_deferred(logs: tuple[Log, Log]) -> None:
+def test_what_the_source_deferred_is_deferred_in_the_copy_although_it_is_due(
+    logs: tuple[Log, Log],
+) -> None:
+    source, copy = logs
+    source.append([entry(b"later", due_us=9_000), entry(b"late", due_us=50)], 100)
+    copied(source, copy, 9_000)
+    found, late = items(copy)
+    assert isinstance(found, Record)
+    assert isinstance(late, Record)
+    assert (found.deferred, found.due_us, found.stored_us) == (True, 9_000, 100)
+    assert not late.deferred
+    assert copy.due(MANY) == source.due(MANY) == [(9_000, 0)]
+
+
+def test_what_a_consumer_of_the_copy_would_have_passed_is_not_deferred(
+    logs: tuple[Log, Log],
+) -> None:
     source, copy = logs
     source.append([entry(b"later", due_us=9_000)], 100)
+    copy.cursors.listed(9_000)
     copied(source, copy, 9_000)
     (found,) = items(copy)
     assert isinstance(found, Record)
-    assert (found.deferred, found.due_us, found.stored_us) == (False, 9_000, 100)
+    assert not found.deferred
     assert copy.due(MANY) == []
 
 

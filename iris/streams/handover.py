@@ -1,0 +1,257 @@
+"""Lets a copy of a stream take its place: such as a copy in a bucket that of a stream on a disk.
+
+    announce ─► copy ─► stop the stream ─► copy the rest ─► carry its state ─► supersede it ─► promote the copy
+
+Each step can be repeated, and the streams say which ones were done, so a handover that was killed is made again from
+the beginning. Nothing is written to the stream once it was stopped, and nothing to the copy before the stream is
+superseded. So at no time do both accept messages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Final
+
+from msgspec import structs
+
+from iris.errors import NoStream, StreamError, StreamUnavailable
+from iris.streams.answers import RevisionTaken
+from iris.streams.definitions import CHANGE_TRIES, keys_of, redefine
+from iris.streams.listing import StreamInfo, stream_info
+from iris.streams.mirroring import Mirror
+from iris.streams.moving import LOOK_S
+from iris.streams.signed_orders import orders_to_change
+from iris.streams.stores import Stores
+from iris.streams.verified import VerifiedStream
+from iris.wire.orders import DEAD, Definition, Replaced
+from iris.wire.stream_items import dead_uuid
+from iris.wire.streams import (
+    Carry,
+    Change,
+    Copied,
+    Described,
+    Fetch,
+    Fetched,
+    FetchState,
+    StateRow,
+    StateRows,
+    Supersede,
+)
+
+CLOSE: Final = 10_000
+"""The stream is stopped when the copy lacks at most this many messages."""
+PASSES: Final = 8
+"""Most times that it is copied before that, if producers are faster."""
+FETCH_BYTES: Final = 512 << 10
+
+
+async def hand_over(
+    stores: Stores, name: str, to: str, durability: str, uuid: str, patience: float
+) -> StreamInfo:
+    """Let the copy `to` take the place of a stream; return it under its new name. Raises StreamError."""
+    copy = await _known_copy(stores, name, to, uuid, patience)
+    found = await stores.describe(
+        name, uuid or (copy.order.definition.mirror if copy else ""), timeout=patience
+    )
+    replaced = found.order.definition.replaces
+    if copy is None and replaced is not None and replaced.copy == to:
+        return stream_info(found)  # it was done before
+    if found.order.definition.mirror:
+        raise StreamError(name, "it is a copy itself; promote it, or hand over its source")
+    work = _Handover(stores, name, to, durability, found.order.uuid, patience)
+    if found.described.superseded is None:
+        await work.copy()
+        await work.carry()
+    return await work.promote()
+
+
+async def _known_copy(
+    stores: Stores, name: str, to: str, uuid: str, patience: float
+) -> VerifiedStream | None:
+    """Return the copy if there is one. If the stream was stopped for it, wait until its store is back."""
+    try:
+        return await stores.describe(to, "", timeout=patience)
+    except NoStream:
+        successor = (await stores.describe(name, uuid, timeout=patience)).order.definition.successor
+        if not successor:
+            return None
+    stores.expect(to, successor.hex())
+    try:
+        return await stores.describe(to, successor.hex(), timeout=patience)
+    except NoStream as err:
+        if err.passing:
+            raise
+        raise _other_successor(name, successor) from err  # it has another name
+
+
+def _other_successor(name: str, successor: bytes) -> StreamError:
+    return StreamError(
+        name,
+        f"it is being handed over to log {successor.hex()}; complete that, or give it up with `iris stream resume {name}`",
+    )
+
+
+class _Handover:
+    """One handover of the log `uuid`, called `name`, to its copy."""
+
+    def __init__(
+        self, stores: Stores, name: str, to: str, durability: str, uuid: bytes, patience: float
+    ) -> None:
+        self._stores = stores
+        self._name = name
+        self._to = to
+        self._durability = durability
+        self._uuid = uuid
+        self._patience = patience
+
+    # -- the messages ----------------------------------------------------------------------------------------
+
+    async def copy(self) -> None:
+        """Copy all messages. Then the stream is stopped, and the copy waits for its state."""
+        for number in range(PASSES):
+            async with self._mirror() as mirror:
+                if not number:
+                    await self._announce()
+                await mirror.run()
+                if mirror.copied <= CLOSE:
+                    break
+        await self._stop()
+        async with self._mirror() as mirror:
+            await mirror.run()
+        old, copy = await self._old(), await self._copy()
+        if old.described.next != copy.described.next:
+            raise StreamError(
+                self._name,
+                f"it ends at offset {old.described.next}, and its copy {self._to} at {copy.described.next}; hand it over again",
+            )
+
+    def _mirror(self) -> Mirror:
+        return Mirror(
+            self._stores, self._name, self._to, follow=False, limits={}, uuid=self._uuid.hex(),
+            patience=self._patience, durability=self._durability,
+        )  # fmt: skip
+
+    async def _announce(self) -> None:
+        """Let the copy wait for the state of the stream, instead of having consumers of its own."""
+        old = (await self._old()).order.definition
+        fields = {"replaces": Replaced(self._uuid), "dedup_window_us": old.dedup_window_us}
+        await redefine(
+            self._stores, self._to, "", lambda d: structs.replace(d, **fields), self._patience
+        )
+
+    async def _stop(self) -> None:
+        """Stop the stream: what is appended to it waits."""
+        successor = (await self._copy()).order.uuid
+
+        def stopped(definition: Definition) -> Definition | None:
+            if definition.successor in (successor, b""):
+                return (
+                    structs.replace(definition, successor=successor)
+                    if not definition.successor
+                    else None
+                )
+            raise _other_successor(self._name, definition.successor)
+
+        await redefine(self._stores, self._name, self._uuid.hex(), stopped, self._patience)
+
+    # -- its state -------------------------------------------------------------------------------------------
+
+    async def carry(self) -> None:
+        """Give the copy what the stream has besides messages."""
+        while not (letters := await self._carry_rows()):
+            pass  # the store of the copy has started again meanwhile
+        await self._carry_letters(letters - 1)
+
+    async def _carry_rows(self) -> int:
+        """Carry all rows; return where the dead letters end, plus 1. Return 0 if it must be done again."""
+        after, first = b"", True
+        while True:
+            found = await self._stores.ask_stream(
+                self._name, self._uuid.hex(), FetchState(after), StateRows, timeout=self._patience
+            )
+            rows: list[StateRow] = found.rows
+            after = rows[-1].key if rows else after
+            if not (await self._carried(Carry(self._uuid, rows, first, not found.more))).taken:
+                return 0
+            first = False
+            if not found.more:
+                return found.letters + 1
+
+    async def _carry_letters(self, end: int) -> None:
+        name, uuid = self._name + DEAD, dead_uuid(self._uuid).hex()
+        self._stores.expect(name, uuid)
+        limit = min(FETCH_BYTES, self._stores.runtime.message_limit)
+        at = 0
+        while at < end:
+            got = await self._stores.ask_stream(
+                name, uuid, Fetch(at, limit), Fetched, timeout=self._patience
+            )
+            call = Carry(self._uuid, letters=got.items, start=at, next=got.next)
+            at = (await self._carried(call)).next
+
+    async def _carried(self, call: Carry) -> Copied:
+        return await self._stores.ask_stream(
+            self._to, "", call, Copied, timeout=self._patience, writes=True
+        )
+
+    # -- its name --------------------------------------------------------------------------------------------
+
+    async def promote(self) -> StreamInfo:
+        """Supersede the stream, and give its name to the copy."""
+        for _ in range(CHANGE_TRIES):
+            old, copy = await self._old(), await self._copy()
+            definition = self._promoted(old, copy)
+            keys = keys_of(self._stores, definition)
+            orders = orders_to_change(definition, keys, copy, self._stores.runtime.keyring)
+            uuid = copy.order.uuid.hex()
+            if old.described.superseded is None:
+                if old.order.definition.successor != copy.order.uuid:
+                    raise StreamError(self._name, f"it was resumed, so {self._to} does not take its place; hand it over again")  # fmt: skip
+                try:
+                    await self._change(self._name, self._uuid.hex(), Supersede(orders))
+                except RevisionTaken:
+                    continue
+            try:
+                await self._change(self._to, uuid, Change(orders))
+            except RevisionTaken:
+                continue
+            return await found_by_name(self._stores, self._name, uuid, self._patience)
+        raise StreamError(self._name, f"others changed it during each of {CHANGE_TRIES} attempts; try again")  # fmt: skip
+
+    def _promoted(self, old: VerifiedStream, copy: VerifiedStream) -> Definition:
+        had, is_now = old.order.definition, copy.order.definition
+        end = copy.described.next
+        replaces = Replaced(self._uuid, old.revision + 1, end, is_now.name)
+        return structs.replace(
+            is_now, name=had.name, mirror="", topic=had.topic, cluster=had.cluster, replaces=replaces, max_bytes=had.max_bytes,
+            max_messages=had.max_messages, max_age_us=had.max_age_us, compact=had.compact, paused=had.paused,
+            consuming_paused=had.consuming_paused, dedup_window_us=had.dedup_window_us,
+        )  # fmt: skip
+
+    async def _change(self, name: str, uuid: str, call: Change | Supersede) -> None:
+        await self._stores.ask_stream(
+            name, uuid, call, Described, timeout=self._patience, writes=True
+        )
+
+    async def _old(self) -> VerifiedStream:
+        return await self._stores.describe(self._name, self._uuid.hex(), timeout=self._patience)
+
+    async def _copy(self) -> VerifiedStream:
+        return await self._stores.describe(self._to, "", timeout=self._patience)
+
+
+async def found_by_name(stores: Stores, name: str, uuid: str, timeout: float) -> StreamInfo:
+    """Return a stream as soon as the relay finds this log by the name. Raises StreamError."""
+    until_s = time.monotonic() + timeout
+    while True:
+        stores.forget(name)
+        try:
+            found = await stores.describe(name, "", timeout=max(0.05, until_s - time.monotonic()))
+        except NoStream:
+            found = None
+        if found is not None and found.order.uuid.hex() == uuid:
+            return stream_info(found)
+        if time.monotonic() >= until_s:
+            raise StreamUnavailable(name, f"log {uuid} has this name now, but the relay does not know that yet; try again")  # fmt: skip
+        await asyncio.sleep(LOOK_S)
