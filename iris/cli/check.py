@@ -73,7 +73,8 @@ def check(
       store   it runs and can serve, and its disk has space
       stores  every store of the site answers; those that have a bucket can
               write to it, their copies there follow, and no other store has
-              taken over their streams in the last hour
+              taken over their streams in the last hour; none keeps messages
+              of a lost stream that the one in its place does not have
       keys    no program or link uses only a key that is to be retired
       clock   a time service keeps the clock, if there are other hosts
 
@@ -233,6 +234,12 @@ def _wrong(store: StoreHealth) -> Iterator[tuple[State, str]]:
         text = f"has copies in the bucket that are {store.copies_lag_bytes:,} bytes and {store.copies_lag_s:.0f} s behind"
         again = f", and must copy {plural(store.copies_behind, 'stream')} again"
         yield "warning", text + (again if store.copies_behind else "")
+    if store.only_there:
+        yield (
+            "warning",
+            f"keeps {plural(store.superseded, 'stream')} whose place others have taken, with up to {plural(store.only_there, 'message')} "
+            "that these do not have; `iris stream list` names them, read them by --uuid, and delete them when you are done",
+        )
     if store.taken and store.taken_s < TAKEN_S:
         minutes = f"{store.taken_s / 60:.0f} min" if store.taken_s >= 60 else "less than a minute"
         yield (

@@ -75,14 +75,18 @@ async def make_stream(
     timeout: float,
     *,
     bucket: bool = False,
+    besides: bytes = b"",
     asked: float | None = None,
 ) -> VerifiedStream:
-    """Create a stream, with `bucket` in the bucket of a store that has one. If another client created it first,
-    return that one, whatever its definition. `asked` is the timeout that errors name, if the caller's was longer.
+    """Create a stream, with `bucket` in the bucket of a store that has one; not at the store with the public key
+    `besides`, if there is another. If another client created it first, return that one, whatever its definition.
+    `asked` is the timeout that errors name, if the caller's was longer.
     """
     name, asked = definition.name, timeout if asked is None else asked
     until_s = time.monotonic() + timeout
-    store = await stores.find_store(name, timeout=seconds_left(until_s), bucket=bucket)
+    store = await stores.find_store(
+        name, timeout=seconds_left(until_s), bucket=bucket, besides=besides
+    )
     for last in (False, True):
         try:
             await make_log(

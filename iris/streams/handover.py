@@ -10,21 +10,24 @@ superseded. So at no time do both accept messages.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from typing import Final
 
 from msgspec import structs
 
-from iris.errors import NoStream, StreamError, StreamUnavailable
+from iris.deadlines import seconds_left
+from iris.errors import NoStream, RequestError, StreamError, StreamExists, StreamUnavailable
 from iris.streams.answers import RevisionTaken
-from iris.streams.definitions import CHANGE_TRIES, keys_of, redefine
+from iris.streams.definitions import CHANGE_TRIES, keys_of, promoted, redefine
 from iris.streams.listing import StreamInfo, stream_info
 from iris.streams.mirroring import Mirror
 from iris.streams.moving import LOOK_S
 from iris.streams.signed_orders import orders_to_change
 from iris.streams.stores import Stores
 from iris.streams.verified import VerifiedStream
-from iris.wire.orders import DEAD, Definition, Replaced
+from iris.wire.names import split_site
+from iris.wire.orders import ANY_REVISION, DEAD, Definition, Replaced
 from iris.wire.stream_items import dead_uuid
 from iris.wire.streams import (
     Carry,
@@ -44,6 +47,8 @@ CLOSE: Final = 10_000
 PASSES: Final = 8
 """Most times that it is copied before that, if producers are faster."""
 FETCH_BYTES: Final = 512 << 10
+LOST_S: Final = 5.0
+"""Seconds for which a stream that is said to be lost is looked for."""
 
 
 async def hand_over(
@@ -239,6 +244,83 @@ class _Handover:
 
     async def _copy(self) -> VerifiedStream:
         return await self._stores.describe(self._to, "", timeout=self._patience)
+
+
+async def take_place(
+    stores: Stores, name: str, place: str, record: bool, force: bool, uuid: str, timeout: float
+) -> StreamInfo:  # fmt: skip
+    """Promote a copy under the name of its source, `place`, whose store is lost. Raises StreamError."""
+    until_s = time.monotonic() + timeout
+    base = split_site(place)[1]
+    try:
+        copy = await stores.describe(name, uuid, timeout=timeout)
+    except NoStream:
+        with contextlib.suppress(NoStream):
+            found = await stores.describe(base, "", timeout=seconds_left(until_s))
+            if (done := found.order.definition.replaces) is not None and done.copy == name:
+                return stream_info(found)  # it was done before
+        raise
+    if not copy.order.definition.mirror:
+        raise StreamError(name, "it is not a copy of another stream, so it cannot take the place of one")  # fmt: skip
+    source = copy.order.definition.origins[-1]
+    if source.name != base:
+        raise StreamError(name, f"it is a copy of {source.name!r}, and can take the place of no other stream than that")  # fmt: skip
+    await _check_lost(stores, name, place, copy, force)
+    await _check_free(stores, base, {source.uuid, copy.order.uuid}, until_s)
+    for _ in range(CHANGE_TRIES):
+        definition = promoted(name, copy.order.definition, record)
+        assert definition is not None  # it is a copy
+        replaces = Replaced(source.uuid, ANY_REVISION, copy.described.next, definition.name)
+        definition = structs.replace(definition, name=base, replaces=replaces)
+        orders = orders_to_change(
+            definition, keys_of(stores, definition), copy, stores.runtime.keyring
+        )
+        log = copy.order.uuid.hex()
+        try:
+            await stores.ask_stream(
+                name, log, Change(orders), Described, timeout=seconds_left(until_s), asked=timeout, writes=True
+            )  # fmt: skip
+        except RevisionTaken:  # or it was copied to meanwhile
+            copy = await stores.describe(name, log, timeout=seconds_left(until_s), asked=timeout)
+            continue
+        stores.forget(name)
+        return await found_by_name(stores, base, log, seconds_left(until_s))
+    raise StreamError(name, f"others changed it during each of {CHANGE_TRIES} attempts; try again")
+
+
+async def _check_lost(
+    stores: Stores, name: str, place: str, copy: VerifiedStream, force: bool
+) -> None:
+    """Raise StreamError if the source of a copy answers, or if nobody has confirmed that it is lost."""
+    uuid = copy.order.definition.mirror
+    stores.expect(place, uuid)  # so that it may be away for a moment
+    try:
+        old = await stores.describe(place, uuid, timeout=LOST_S)
+    except (NoStream, StreamUnavailable, RequestError) as err:
+        if force:
+            return
+        raise StreamError(
+            place,
+            f"no store that answers has its log {uuid}. If its store can come back, wait for it. If it is lost for good, "
+            f"use force (`iris stream promote {name} --as {place} --force`): messages that the copy lacks are lost then",
+        ) from err
+    over = old.described.superseded
+    if over is None:
+        raise StreamError(
+            place,
+            f"the store on {old.described.label} has it and answers, so {name} does not take its place; use "
+            "`iris stream handover`, or stop that store first if its disk is lost",
+        )
+    if over.uuid != copy.order.uuid:
+        raise StreamError(place, f"log {over.uuid.hex()} has taken its place already")
+
+
+async def _check_free(stores: Stores, name: str, those: set[bytes], until_s: float) -> None:
+    """Raise StreamExists if this site has another stream of this name than `those`."""
+    keys = [key.key_id for key in stores.keys(name)]
+    for holder in await stores.holders.find(name, keys, timeout=seconds_left(until_s)):
+        if bytes.fromhex(holder.uuid) not in those:
+            raise StreamExists(name, f"this site has another stream of this name, as log {holder.uuid}; delete it first")  # fmt: skip
 
 
 async def found_by_name(stores: Stores, name: str, uuid: str, timeout: float) -> StreamInfo:

@@ -13,7 +13,7 @@ from iris.wire.streams import FindStore, StoreInfo
 
 
 class StoreHealth(Struct, frozen=True):
-    """A store and the state of its bucket. All fields after `has_bucket` concern the bucket."""
+    """A store and the state of its bucket."""
 
     store: str
     """The store's id, in hex."""
@@ -38,6 +38,10 @@ class StoreHealth(Struct, frozen=True):
     """Seconds for which the oldest of them has been waiting."""
     copies_behind: int = 0
     """How many streams must be copied once more, because too much waited for the bucket."""
+    superseded: int = 0
+    """How many streams the store only keeps, because others have taken their places."""
+    only_there: int = 0
+    """Messages of these streams that the others do not have; a gap counts as one."""
 
 
 async def health_of_stores(stores: Stores, timeout: float) -> list[StoreHealth]:
@@ -63,8 +67,10 @@ async def health_of_stores(stores: Stores, timeout: float) -> list[StoreHealth]:
 def _health(address: str, found: StoreInfo) -> StoreHealth:
     state = found.bucket
     if state is None:
-        return StoreHealth(address, found.label, has_bucket=bool(found.group))
+        return StoreHealth(
+            address, found.label, has_bucket=bool(found.group), superseded=found.superseded, only_there=found.only_there
+        )  # fmt: skip
     return StoreHealth(
         address, found.label, "", True, state.away, state.waiting, state.left, state.taken, float(state.taken_s),
-        state.copies_bytes, state.copies_us / 1e6, state.copies_behind,
+        state.copies_bytes, state.copies_us / 1e6, state.copies_behind, found.superseded, found.only_there,
     )  # fmt: skip

@@ -16,7 +16,7 @@ from iris.streams.stores import Stores
 from iris.streams.verified import VerifiedStream
 from iris.wire.consumers import ConsumerInfo, Consumers, DescribeConsumers
 from iris.wire.orders import DEAD
-from iris.wire.streams import Described, Listed, ListStreams
+from iris.wire.streams import Described, Listed, ListStreams, Supersede
 
 MAX_FOUND: Final = 16_384
 """Streams or consumers accepted from one store, three times what a store keeps. More cannot be genuine."""
@@ -89,6 +89,10 @@ class StreamInfo(Struct, frozen=True):
     """The uuid of the log that has taken the place of this one, which is only read; else empty."""
     superseded_at: int = 0
     """The offset from which on that log has other messages than this one."""
+    replaces: str = ""
+    """The uuid of the log whose place this one has taken, or is to take; else empty."""
+    replaced_at: int = 0
+    """The offset from which on that log has other messages than this one."""
 
 
 async def list_streams(stores: Stores, timeout: float) -> list[VerifiedStream]:
@@ -106,7 +110,26 @@ async def list_streams(stores: Stores, timeout: float) -> list[VerifiedStream]:
     for described in found.values():
         with contextlib.suppress(StreamError):  # no key of ours signed it, whatever the store says
             streams.append(stores.verified(described.definition.name, described))
+    await _show_superseded(stores, streams, until_s)
     return streams
+
+
+async def _show_superseded(
+    stores: Stores, streams: Iterable[VerifiedStream], until_s: float
+) -> None:
+    """Show stores that have come back which of their streams others have taken the place of."""
+    there = {stream.order.uuid: stream for stream in streams if not stream.dead}
+    for stream in there.values():
+        definition = stream.order.definition
+        old = None if definition.replaces is None else there.get(definition.replaces.uuid)
+        if old is None or definition.mirror or old.described.superseded is not None:
+            continue
+        key = stores.runtime.keyring.by_id(old.order.key_id)
+        call = Supersede(stream.described.orders)
+        with contextlib.suppress(StreamError, RequestError):  # who uses them meets the same
+            await stores.ask(
+                old.order.uuid.hex(), key, call, Described, timeout=seconds_left(until_s), shown=old.name, writes=True
+            )  # fmt: skip
 
 
 def stray(stream: VerifiedStream, streams: Iterable[VerifiedStream]) -> str:
@@ -171,10 +194,10 @@ def stream_info(stream: VerifiedStream) -> StreamInfo:
     if stream.dead:
         definition = structs.replace(
             definition, name=definition.name + DEAD, topic="", cluster="", mirror="", origins=(),
-            consuming_paused=False, dedup_window_us=0,
+            consuming_paused=False, dedup_window_us=0, replaces=None, successor=b"",
         )  # fmt: skip
     source = definition.origins[-1].name if definition.mirror else ""
-    copied, over = found.copied, found.superseded
+    copied, over, before = found.copied, found.superseded, definition.replaces
     heard = bool(source) and found.heard_us > 0
     return StreamInfo(
         definition.name, found.uuid.hex(), definition.topic, definition.cluster, definition.max_bytes, definition.max_messages,
@@ -187,4 +210,5 @@ def stream_info(stream: VerifiedStream) -> StreamInfo:
         copied is not None and copied.behind, found.moved_bytes,
         len(definition.partitions) + 1, definition.partition, definition.parent.hex(),
         found.joining, definition.successor.hex(), "" if over is None else over.uuid.hex(), 0 if over is None else over.next,
+        "" if before is None else before.uuid.hex(), 0 if before is None else before.next,
     )  # fmt: skip

@@ -36,7 +36,7 @@ from iris.streams.definitions import (
     redefine,
 )
 from iris.streams.forcing import force_stream
-from iris.streams.handover import hand_over
+from iris.streams.handover import hand_over, take_place
 from iris.streams.health import StoreHealth, health_of_stores
 from iris.streams.listing import StreamInfo, list_streams, stray, stream_info
 from iris.streams.moving import move_stream
@@ -298,14 +298,26 @@ class Management(OneProcess):
         return await propose(self._stores, name, timeout)
 
     async def promote(
-        self, name: str, *, record: bool = True, uuid: str = "", timeout: float = 10.0
-    ) -> StreamInfo:
+        self, name: str, *, record: bool = True, place: str = "", force: bool = False, uuid: str = "", timeout: float = 10.0
+    ) -> StreamInfo:  # fmt: skip
         """Turn a copy into an independent stream that continues at its next offset; no more is copied into it.
 
         It accepts appends from then on and, with `record`, records in the local site the topic or cluster that its
         source recorded. Messages of the source that were not copied yet are not in it and cannot be added later.
-        Calling it again changes nothing. Raises StreamError.
+        Calling it again changes nothing.
+
+        With `place`, the name of its source (such as "orders", or "eu:orders" if that was at another site), the copy gets
+        this name, too, and supersedes the source. This is for a source whose store is lost for good, and needs `force`;
+        a gap says that messages may be missing. If the store comes back, it serves the old log under the same name
+        until somebody looks the name up; from then on the old log can only be read, by its uuid.
+
+        Raises StreamError; with `place` also if the source answers: then use `handover`.
         """
+        if place:
+            check_address(place)
+            return await take_place(self._stores, name, place, record, force, uuid, timeout)
+        if force:
+            raise ConfigError("force: it is for a copy that takes the place of a lost stream; name that with place=")  # fmt: skip
         return await redefine(
             self._stores, name, uuid, lambda definition: promoted(name, definition, record), timeout
         )

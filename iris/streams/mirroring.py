@@ -151,8 +151,9 @@ class Mirror(OneProcess):
             # A source that does not exist fails at once, without retries.
             source = await self._describe(self._uuid)
             copy = await make_stream(
-                self._stores, self._copy_definition(source), ATTEMPT_S, bucket=self._bucket
-            )
+                self._stores, self._copy_definition(source), ATTEMPT_S, bucket=self._bucket,
+                besides=source.described.holder or source.described.store,
+            )  # fmt: skip
         else:
             self._check_copy(copy)
             source = await self._retry(lambda: self._describe(self._uuid, ATTEMPT_PATIENCE_S))

@@ -331,6 +331,8 @@ class Stores:
             site = split_site(name)[0]
             uuid, holders = await self._look_up(name, uuid, list(keys), timeout)
             others = sorted({holder.uuid for holder in holders} - {uuid}) if uuid else []
+            if uuid and uuid in (named := {holder.uuid for holder in holders}) and others:
+                await self._meet(name, sorted(named), next(iter(keys.values())), until_s)
             if uuid:
                 holders = [holder for holder in holders if holder.uuid == uuid]
             uuids = sorted({holder.uuid for holder in holders})
@@ -519,21 +521,25 @@ class Stores:
             self._locations.pop(which, None)
             self._seen.discard(which)
 
-    async def find_store(self, name: str, *, timeout: float, bucket: bool = False) -> StoreInfo:
+    async def find_store(
+        self, name: str, *, timeout: float, bucket: bool = False, besides: bytes = b""
+    ) -> StoreInfo:
         """Return a store for the new stream `name`, preferably the local relay's own; with `bucket`, one that has
-        a bucket.
+        a bucket; and not the one with the public key `besides`, if there is another.
 
         Raises StreamUnavailable.
         """
 
         async def once(left_s: float) -> StoreInfo:
             found = await self.ask(STORES, None, FindStore(), StoreInfo, timeout=left_s, shown=name)
-            if found.group or not bucket:
+            if (found.group or not bucket) and found.key != besides:
                 return found
             for address in sorted({one.uuid for one in await self.holders.every(timeout=left_s)}):  # fmt: skip
-                found = await self.ask(address, None, FindStore(), StoreInfo, timeout=left_s, shown=name)  # fmt: skip
-                if found.group:
-                    break
+                other = await self.ask(address, None, FindStore(), StoreInfo, timeout=left_s, shown=name)  # fmt: skip
+                if (other.group or not bucket) and other.key != besides:
+                    return other
+                if bucket and other.group:
+                    found = other
             return found
 
         try:

@@ -382,6 +382,10 @@ class StoreInfo(Struct, frozen=True, tag_field="op", tag="store"):
     """Highest version of orders that the store accepts; the default is that of stores that do not say."""
     bucket: BucketState | None = None
     """None without a bucket, and from stores that do not say."""
+    superseded: U32 = 0
+    """Streams that it only keeps, because other logs have taken their places."""
+    only_there: Offset = 0
+    """Offsets of these streams that the other logs do not have: messages that were lost to them."""
 
 
 class Door(Struct, frozen=True, tag_field="op", tag="door"):

@@ -176,9 +176,24 @@ class Calls:
         state = None if shelf is None else bucket_state(shelf, self._catalogue.streams.values())
         incoming.answer(
             streams.StoreInfo(
-                self._key.public_key, self._label, group, forces, ORDER_VERSION, state
+                self._key.public_key,
+                self._label,
+                group,
+                forces,
+                ORDER_VERSION,
+                state,
+                *self._kept(),
             )
         )
+
+    def _kept(self) -> tuple[int, int]:
+        """Return how many streams are only kept because others superseded them, and offsets that only they have."""
+        kept = [
+            max(0, stream.log.next - over.next) if stream.log is not None else 0
+            for stream in self._catalogue.streams.values()
+            if (over := stream.superseded) is not None
+        ]
+        return len(kept), sum(kept)
 
     def _on_knock(self, incoming: IncomingCall, call: streams.Knock) -> None:
         uuid, orders = self._addressed_log(incoming)

@@ -267,11 +267,12 @@ class Stream:
             source_next=self._source_next, heard_us=self._source_seen_us,
             holder=holder if self.in_bucket else b"",
             copied=None if self.bucket_copy is None else streams.CopyLag(*structs.astuple(self.bucket_copy.lag())),
-            moved_bytes=log.size_bytes - log.local_bytes if log else 0, joining=joining, superseded=self._superseded,
+            moved_bytes=log.size_bytes - log.local_bytes if log else 0, joining=joining, superseded=self.superseded,
         )  # fmt: skip
 
     @property
-    def _superseded(self) -> streams.Superseded | None:
+    def superseded(self) -> streams.Superseded | None:
+        """The log that has taken the place of this one; None if none has."""
         by = self.charter.by
         if by is None or by.definition.replaces is None:
             return None

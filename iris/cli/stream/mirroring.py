@@ -116,6 +116,12 @@ def promote(
     record: Annotated[
         bool, typer.Option("--record/--no-record", help="Record the topic or cluster that the source recorded.")
     ] = True,
+    place: Annotated[
+        str, typer.Option("--as", metavar="[SITE:]SOURCE", help="Take the place of the source, too, under its name.", show_default=False)
+    ] = "",
+    force: Annotated[
+        bool, typer.Option("--force", help="With --as: the store of the source is lost for good.")
+    ] = False,
     uuid: texts.Uuid = "",
     timeout: options.Timeout = 10.0,
     relay: options.RelayPath = None,
@@ -126,16 +132,25 @@ def promote(
     its source recorded. Messages that were not copied before cannot be copied
     later. Promoting a stream twice changes nothing.
 
+    With --as it gets the name of its source, so that programs find it there.
+    This is refused while the source answers: use `iris stream handover` then.
+    If the store of the source comes back after all, it learns of this when
+    somebody looks the name up. Until then both accept messages. After that the
+    old log can only be read, by its uuid; `iris check` counts what only it has.
+
     \b
     Examples:
       iris stream promote orders-eu
+      iris stream promote orders-copy --as orders --force
       iris stream promote orders-eu --no-record
     """
 
     async def work() -> int:
         async with iris.connect(relay) as client:
-            info = await client.streams.promote(name, record=record, uuid=uuid, timeout=timeout)
-        output.write(b"%d\n" % info.next)
+            info = await client.streams.promote(
+                name, record=record, place=place, force=force, uuid=uuid, timeout=timeout
+            )
+        output.write(b"%d\n" % (info.replaced_at if place else info.next))
         return Exit.OK
 
     run(work)
