@@ -221,6 +221,7 @@ class _Handover:
                 await self._change(self._to, uuid, Change(orders))
             except RevisionTaken:
                 continue
+            self._stores.forget_deleted(self._to, uuid)
             return await found_by_name(self._stores, self._name, uuid, self._patience)
         raise StreamError(self._name, f"others changed it during each of {CHANGE_TRIES} attempts; try again")  # fmt: skip
 
@@ -283,7 +284,7 @@ async def take_place(
         except RevisionTaken:  # or it was copied to meanwhile
             copy = await stores.describe(name, log, timeout=seconds_left(until_s), asked=timeout)
             continue
-        stores.forget(name)
+        stores.forget_deleted(name, log)
         return await found_by_name(stores, base, log, seconds_left(until_s))
     raise StreamError(name, f"others changed it during each of {CHANGE_TRIES} attempts; try again")
 

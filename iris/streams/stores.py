@@ -355,6 +355,8 @@ class Stores:
                 key = next(iter(keys.values()))
                 address = f"{site}:{uuid}" if site and uuid else uuid or name
                 left_s = seconds_left(until_s)
+                if others and not await self.holders.find(uuid, list(keys), timeout=left_s):
+                    await self._check_replaced(name, uuid, others, key, until_s)
                 try:
                     found = await self.ask(
                         address, key, Describe(), Described, timeout=left_s, shown=name
@@ -362,8 +364,6 @@ class Stores:
                 except (NoStream, RequestTimeout) as err:
                     if not others:
                         raise
-                    if isinstance(err, NoStream):
-                        await self._check_replaced(name, uuid, others, key, until_s)
                     # It was deleted and created again, or restored from its copy.
                     missing = NoStream(
                         name,

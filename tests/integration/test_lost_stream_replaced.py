@@ -126,8 +126,8 @@ async def test_a_store_that_comes_back_keeps_the_old_log_to_be_read(
 async def test_a_copy_does_not_take_a_name_that_another_stream_has(
     pair: Any, monkeypatch: Any
 ) -> None:
-    async with lost(pair, monkeypatch) as (client, *_):
-        other = await client.streams.create("orders")
-        with pytest.raises(StreamExists, match=f"another stream of this name, as log {other.uuid}"):
+    async with lost(pair, monkeypatch) as (client, stranger, *_):
+        made = await stranger.streams.create("orders")
+        with pytest.raises(StreamExists, match=f"another stream of this name, as log {made.uuid}"):
             await client.streams.promote("copy", place="orders", force=True)
         assert (await client.streams.describe("copy")).mirror
