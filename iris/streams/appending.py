@@ -12,7 +12,7 @@ from typing import Any, Final
 from iris.core.bundle import Headers
 from iris.core.producer import Extras, Producer, Sent
 from iris.deadlines import seconds_left
-from iris.errors import ConnectionLost, OffsetConflict, StreamError
+from iris.errors import ConnectionLost, OffsetConflict, StreamError, StreamSuperseded
 from iris.streams.stores import Stores, StreamLocation
 from iris.wire.kinds import NEVER_US
 from iris.wire.streams import CONFLICT, DUPLICATE, STORED, Append, Appended
@@ -159,6 +159,8 @@ class Appender:
                     f"the store answered for {len(answer.outcomes)} records, not {len(sent.records)}",
                 )
         except Exception as err:
+            if isinstance(err, StreamSuperseded):
+                err.passing = not self.uuid  # the name is that of another log now
             if self.producer.lost(sent, err, _now_us()):
                 self._lost = True
                 self._stores.forget(self.name, self.uuid)

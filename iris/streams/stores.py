@@ -212,6 +212,8 @@ class Stores:
             except (ConnectionLost, Overloaded, StreamError) as err:
                 # An earlier try may have run, and only its answer was lost.
                 lost = lost or err.may_have_run
+                if isinstance(err, StreamSuperseded):
+                    err.passing = not uuid  # the name is that of another log now
                 if isinstance(err, StreamError) and not err.passing:
                     if lost:
                         ran_before(err)
