@@ -306,8 +306,8 @@ class Management(OneProcess):
         source recorded. Messages of the source that were not copied yet are not in it and cannot be added later.
         Calling it again changes nothing.
 
-        With `place`, the name of its source (such as "orders", or "eu:orders" if that was at another site), the copy gets
-        this name, too, and supersedes the source. This is for a source whose store is lost for good, and needs `force`;
+        With `place`, the name of its source ("orders", or "eu:orders" if that was at another site), the copy gets this
+        name, too, and supersedes the source. This is for a source whose store is lost for good, and needs `force`;
         a gap says that messages may be missing. If the store comes back, it serves the old log under the same name
         until somebody looks the name up; from then on the old log can only be read, by its uuid.
 

@@ -43,6 +43,9 @@ needs_strace = pytest.mark.skipif(
     shutil.which("strace") is None, reason="strace is not installed (package strace)"
 )
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to a user")
+each_daemon = pytest.mark.parametrize(
+    "unit", [unit for unit in UNITS if "@" not in unit.stem], ids=lambda unit: unit.stem
+)
 each_unit = pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
 
 
@@ -81,6 +84,7 @@ def test_there_is_a_unit_for_each_daemon() -> None:
     assert [unit.stem for unit in UNITS] == [
         "iris-bridge-http",
         "iris-dashboard",
+        "iris-mirror@",
         "iris-relay",
         "iris-store",
     ]
@@ -150,7 +154,7 @@ def started(unit: Path, root: Path) -> Iterator[tuple[subprocess.Popen[bytes], s
             process.wait()
 
 
-@each_unit
+@each_daemon
 def test_what_a_unit_starts_is_ready_and_pings_within_the_units_watchdog(
     unit: Path, root: Path
 ) -> None:
@@ -161,6 +165,51 @@ def test_what_a_unit_starts_is_ready_and_pings_within_the_units_watchdog(
         _, manager = stack.enter_context(started(unit, root))
         if "WatchdogSec" in Unit(unit)["Service"]:
             assert manager.recv(100) == b"WATCHDOG=1"
+
+
+async def test_the_unit_of_a_mirror_copies_what_its_file_names(root: Path) -> None:
+    unit, relay = Unit(SYSTEMD / "iris-mirror@.service"), SYSTEMD / "iris-relay.service"
+    keys, socket_path = root / "etc/iris/keyring.toml", root / "run/iris/relay.sock"
+    (root / "etc/iris/relay.toml").write_text(f'port = 0\nmdns = false\ndata = "{root}/var/lib/iris"\n')  # fmt: skip
+    (root / "etc/iris-mirror").mkdir()
+    shutil.copy(keys, root / "etc/iris-mirror")
+    file = {"SOURCE": "orders", "COPY": "copy", "OPTIONS": "--max-messages 100 --verbose"}
+    command = unit["Service"]["ExecStart"]
+    for name, value in file.items():  # as systemd does, which splits what has no braces
+        command = command.replace(f"${{{name}}}", shlex.quote(value)).replace(f"${name}", value)
+    unit["Service"]["ExecStart"] = command
+    with started(relay, root):
+        keyring = keyfiles.load_keys({"IRIS_CONFIG": str(root / "etc/iris")})
+        async with iris.connect(socket_path, keyring=keyring) as client:
+
+            async def made() -> bool:
+                try:
+                    await client.streams.create("orders")
+                except iris.StreamError:
+                    return False
+                return True
+
+            async with asyncio.timeout(PATIENCE_S):
+                while not await made():  # noqa: ASYNC110 - its store is starting
+                    await asyncio.sleep(0.05)
+            await client.streams.append("orders", b"one")
+            with (root / "log-mirror").open("wb") as log:
+                process = await asyncio.to_thread(
+                    subprocess.Popen, unit.command(root), stdout=log, stderr=log, cwd="/",
+                    env={**unit.environment(root), "PATH": os.environ["PATH"]},
+                )  # fmt: skip
+            try:
+                async with asyncio.timeout(PATIENCE_S):
+                    while b"copied 1, next 1, lag 0" not in (root / "log-mirror").read_bytes():
+                        assert process.poll() is None, (root / "log-mirror").read_text()
+                        await asyncio.sleep(0.02)
+                info = await client.streams.describe("copy")
+                assert (info.source, info.max_messages) == ("orders", 100)
+                process.terminate()
+                assert await asyncio.to_thread(process.wait, PATIENCE_S) == 0
+            finally:
+                process.kill()
+                process.wait()
 
 
 def test_a_stop_waits_longer_than_a_drain() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from support.waiting import PATIENCE_S
 
 import iris
 from iris.errors import StreamError, StreamSuperseded
+from iris.streams.handover import _Handover
+from iris.wire.streams import Carry, Copied
 
 
 async def handed_over(client: iris.Client, name: str = "orders", to: str = "copy") -> Any:
@@ -170,3 +173,81 @@ async def test_a_stream_that_is_being_handed_over_waits_and_can_be_resumed(
     await other.flush()
     async with client.streams.read("orders", 4) as reader:
         assert (await asyncio.wait_for(anext(reader), PATIENCE_S)).payload == b"2"
+
+
+async def test_an_append_by_name_goes_on_at_the_new_log(setting: Any) -> None:
+    _, client, other = setting
+    await client.streams.create("orders")
+    assert await other.streams.append("orders", b"0") == 0
+    await handed_over(client)
+    # It knows the old log, which refuses it.
+    assert await other.streams.append("orders", b"1") == 1
+    assert await other.streams.append("orders", b"2", expect=2) == 2
+
+
+async def test_a_store_that_starts_again_while_it_gets_the_state_gets_all_of_it(
+    setting: Any, monkeypatch: Any
+) -> None:
+    cluster, client, _ = setting
+    monkeypatch.setattr("relay.store.state.STATE_BYTES", 1)  # a row in each answer
+    await client.streams.create("orders")
+    await client.streams.append("orders", b"0")
+    for number in range(3):
+        async with client.streams.consumer("orders", f"work-{number}") as worker:
+            worker.ack(await anext(worker))
+    carried = _Handover._carried
+    calls = 0
+
+    async def restarts(self: _Handover, call: Carry) -> Copied:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            await cluster.stop_store()
+            await cluster.start_store()
+        return await carried(self, call)
+
+    monkeypatch.setattr(_Handover, "_carried", restarts)
+    await handed_over(client)
+    assert calls > 6
+    found = await client.streams.consumers("orders")
+    assert [(one.name, one.floor) for one in found] == [(f"work-{n}", 1) for n in range(3)]
+
+
+async def test_a_deferred_message_that_is_due_by_then_is_delivered_after_a_handover(
+    setting: Any,
+) -> None:
+    """The consumer has passed its offset, and its due time comes before it is copied."""
+    _, client, _ = setting
+    await client.streams.create("orders")
+    due = datetime.now(UTC) + timedelta(seconds=0.3)
+    await client.streams.append("orders", b"later", deliver_at=due)
+    await client.streams.append("orders", b"now")
+    async with client.streams.consumer("orders", "work") as worker:
+        message = await anext(worker)
+        assert message.payload == b"now"
+        worker.ack(message)
+    while datetime.now(UTC) < due:  # noqa: ASYNC110 - the time is what it is about
+        await asyncio.sleep(0.05)
+    await handed_over(client)
+    async with client.streams.consumer("orders", "work") as worker:
+        assert (await asyncio.wait_for(anext(worker), PATIENCE_S)).payload == b"later"
+
+
+async def test_a_batch_that_is_staged_is_committed_after_a_handover_and_once(setting: Any) -> None:
+    _, client, _ = setting
+    await client.streams.create("orders")
+    attempts = []
+    for batch, payloads in ((1, [b"a", b"b"]), (2, [b"c"])):
+        async with client.streams.stage("orders", writer="job", batch=batch) as staging:
+            await staging.append_many(payloads)
+            attempts.append(await staging.finish())
+        if batch == 1:
+            done = await client.streams.commit("orders", writer="job", batch=1, attempts=attempts)
+    first, second = attempts
+    await handed_over(client)
+    again = await client.streams.commit("orders", writer="job", batch=1, attempts=[first])
+    assert (again.first, again.next, again.replayed) == (done.first, done.next, True)
+    assert (
+        await client.streams.commit("orders", writer="job", batch=2, attempts=[second])
+    ).first == 2
+    assert [one.payload for one in (await whole(client, "orders"))[0]] == [b"a", b"b", b"c"]

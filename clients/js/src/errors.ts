@@ -17,7 +17,7 @@
  *     ├── RequestError           a request, push, survey or tunnel opening failed; see `mayHaveRun`
  *     │   ├── NoMembers, Overloaded, RequestTimeout, ConnectionLost, RelayError, RemoteError
  *     ├── StreamError            an operation on a durable stream failed; see `mayHaveRun`
- *     │   ├── NoStream, AmbiguousStream, OffsetConflict, StreamDamaged, StreamUnavailable
+ *     │   ├── NoStream, AmbiguousStream, OffsetConflict, StreamDamaged, StreamSuperseded, StreamUnavailable
  *     ├── TunnelBroken           the tunnel ended although neither side closed it
  *     └── ProtocolError
  *         ├── LocalProtocolError this program asked for something that the protocol or the relay does not allow
@@ -171,6 +171,11 @@ export class OffsetConflict extends StreamError {
     super(stream, detail);
     this.next = next;
   }
+}
+
+/** Another log has taken the place of the one that was used; the text names both. */
+export class StreamSuperseded extends StreamError {
+  override name = "StreamSuperseded";
 }
 
 export class StreamDamaged extends StreamError {

@@ -4,7 +4,7 @@ import { concat, equal, hex, random, sha256, unhex, utf8, type Bytes } from "./b
 import { hasCode, Knock, type Channel } from "./channel.ts";
 import { wallUs } from "./clock.ts";
 import {
-  AmbiguousStream, ConnectionLost, DecodeError, NoStream, OpenError, SealError, StreamDamaged, StreamError,
+  AmbiguousStream, ConnectionLost, DecodeError, NoStream, OpenError, SealError, StreamDamaged, StreamError, StreamSuperseded,
   StreamUnavailable, type IrisError,
 } from "./errors.ts";
 import { Cause, encodeEnd, Kind, type DataFrame, type Fields, type Int } from "./frames.ts";
@@ -26,6 +26,8 @@ export interface Definition {
   readonly name: string;
   readonly topic: string;
   readonly cluster: string;
+  /** The log whose place this one has taken, and the offset at which they part. */
+  readonly replaces: { readonly uuid: string; readonly next: number } | null;
   readonly origins: readonly { readonly name: string; readonly topic: string; readonly cluster: string }[];
   /** The uuid that keys and ids of messages are hashed with. */
   readonly hashUuid: Bytes;
@@ -118,15 +120,28 @@ export class StoreCalls {
   }
 
   async #find(stream: string, keys: readonly ClusterKey[], uuid: string): Promise<Log> {
-    const { joined, starting } = await this.#session.listed({ name: stream, key_ids: keys.map(({ id }) => id), streams: true })
+    const listed = (name: string) => this.#session.listed({ name, key_ids: keys.map(({ id }) => id), streams: true })
       .catch((error: unknown) => {
         throw error instanceof ConnectionLost ? new StreamUnavailable(stream, error.detail) : error;
       });
+    const { joined, starting } = await listed(stream);
     const found = joined.filter(({ tag }) => !uuid || tag === uuid);
     const uuids = new Set(found.map(({ tag }) => tag as string));
     if (uuids.size > 1) throw new AmbiguousStream(stream, `several stores have it; name one by its uuid: ${[...uuids].join(", ")}`);
     const [tag] = uuids;
     if (tag === undefined) {
+      if (uuid && joined.length) {
+        // Another log has the name now. The old one may still be read by its uuid.
+        const kept = (await listed(uuid)).joined.flatMap(({ key_ids }) => key_ids as Bytes[]);
+        const key = keys.find(({ id }) => kept.some((other) => equal(other, id)));
+        if (key) return this.#open(stream, uuid, key, cacheName(stream, uuid, 0));
+        const now = await this.#find(stream, keys, "");
+        const { replaces } = now.definition;
+        if (replaces?.uuid === uuid) {
+          throw new StreamSuperseded(stream, `log ${uuid} was superseded by log ${now.uuidHex}, which has its name now; ` +
+            `both have the same messages below offset ${replaces.next}. Start again without the old uuid`);
+        }
+      }
       if (starting.length) throw new StreamUnavailable(stream, `the stores of ${starting.join(", ")} are starting`);
       await this.#explain(stream, keys);
       throw new NoStream(stream, "no store has it under your keys");
@@ -216,13 +231,15 @@ export class StoreCalls {
       if (fits && (!best || Number(said.revision ?? 0) >= Number(best.revision ?? 0))) best = said;
     }
     if (!best) throw new NoStream(stream, "the store shows no order of your keys to keep it");
-    const { name, topic = "", cluster = "", origins = [] } = best.definition as Fields & { origins?: Fields[] };
+    const { name, topic = "", cluster = "", origins = [], replaces = null } =
+      best.definition as Fields & { origins?: Fields[]; replaces?: Fields | null };
     if (name !== stream) throw new NoStream(stream, `the store's order names it '${String(name)}'`);
     const first = (origins as Fields[])[0];
     const { partitions = [], parent, partition = 0 } = best.definition as { partitions?: Bytes[]; parent?: Bytes; partition?: number };
     const definition = {
       name: stream, topic: topic as string, cluster: cluster as string,
       partitions: partitions.map(hex), parent: parent ? hex(parent) : "", partition: Number(partition),
+      replaces: replaces && { uuid: hex(replaces.uuid as Bytes), next: Number(replaces.next) },
       origins: (origins as Fields[]).map((origin) => ({
         name: origin.name as string, topic: (origin.topic ?? "") as string, cluster: (origin.cluster ?? "") as string,
       })),
@@ -244,7 +261,9 @@ export class StoreCalls {
       throw new StreamUnavailable(stream, "the answer is not authenticated", true);
     }
     try {
-      return this.#decode(stream, await log.channel.answer(counter, answer.end, answer.body));
+      const said = this.#decode(stream, await log.channel.answer(counter, answer.end, answer.body));
+      if (said.op === "refused" && said.code === "superseded") this.forget(log); // another log has the name now
+      return said;
     } catch (error) {
       if (!(error instanceof OpenError)) throw error;
       this.forget(log);
@@ -362,6 +381,7 @@ export function refusal(stream: string, { op, code, detail }: Fields): StreamErr
   const text = String(detail || code);
   if (code === "no-stream") return new NoStream(stream, text);
   if (code === "damaged") return new StreamDamaged(stream, text);
+  if (code === "superseded") return new StreamSuperseded(stream, text);
   return PASSING.has(code as string) ? new StreamUnavailable(stream, text, code === "moved") : new StreamError(stream, text);
 }
 

@@ -6,7 +6,7 @@ import type { Parts } from "./client.ts";
 import { wallUs } from "./clock.ts";
 import {
   ConfigError, ConnectionLost, MessageTooLarge, NoStream, OffsetConflict, OpenError, StreamDamaged, StreamError,
-  StreamUnavailable,
+  StreamSuperseded, StreamUnavailable,
 } from "./errors.ts";
 import { encodeEnd, Kind, lenientText, type Fields, type Int } from "./frames.ts";
 import type { Keyring } from "./keys.ts";
@@ -366,7 +366,9 @@ export class Streams {
         if ((answer.outcomes as unknown[][]).some(([status]) => Number(status) > 1)) this.#renew(producer);
         return;
       } catch (error) {
-        const passing = error instanceof StreamUnavailable || error instanceof ConnectionLost;
+        // Who appends by name goes on at the log that has the name now, which knows the producer.
+        const renamed = !uuid && error instanceof StreamSuperseded;
+        const passing = renamed || error instanceof StreamUnavailable || error instanceof ConnectionLost || (sent && error instanceof NoStream);
         if (!passing && error instanceof StreamError && (lost || error.mayHaveRun)) {
           const earlier = error.mayHaveRun ? "" : "; an earlier attempt may have stored it";
           throw new StreamUnavailable(name, `${error.detail}${earlier}`, true);

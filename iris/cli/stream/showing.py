@@ -74,6 +74,7 @@ def facts(info: StreamInfo, *, human: bool) -> list[tuple[str, str]]:
             limit(info.dedup_window, f"{info.dedup_window:.15g}", texts.age_text),
         ),
         *copy_facts(info),
+        *place_facts(info),
         ("durability", info.durability),
         *([] if info.joining_bytes is None else [("given-to-bucket", joining(info))]),
         ("copy-in-bucket", bucket_copy(info)),
@@ -114,6 +115,19 @@ def copy_facts(info: StreamInfo) -> list[tuple[str, str]]:
         ("lag", "unknown" if info.lag is None else str(info.lag)),
         ("heard", last_report or "not since the store started"),
     ]
+
+
+def place_facts(info: StreamInfo) -> list[tuple[str, str]]:
+    """Return the lines of a stream that takes another one's place, or whose place another one takes."""
+    lines = []
+    if info.successor:
+        lines.append(("handed-over-to", info.successor))
+    if info.replaces:
+        where = f"{info.replaces} from offset {info.replaced_at} on"
+        lines.append(("replaces", info.replaces if info.mirror else where))
+    if info.superseded_by:
+        lines.append(("superseded-by", f"{info.superseded_by} from offset {info.superseded_at} on"))
+    return lines
 
 
 def print_streams(found: list[StreamInfo]) -> None:

@@ -146,3 +146,18 @@ async def test_a_stream_with_partitions_has_each_key_where_python_has_it(
             "for await (const _ of s.client.streams.read(args.stream, {partition: 3, start: 'first'}));",
             stream=name,
         )
+
+
+async def test_javascript_goes_on_at_the_copy_that_took_the_place_of_a_stream(
+    page: Page, python: iris.Client, name: str
+) -> None:
+    append = "return s.client.streams.append(args.stream, args.text, {uuid: args.uuid, key: 'k'})"
+    old = await python.streams.create(name)
+    assert await page.run(append, stream=name, text="0", uuid="") == 0
+    new = await python.streams.handover(name, f"{name}-copy", durability="disk")
+    assert await page.run(append, stream=name, text="1", uuid="") == 1
+    found = [message async for message in python.streams.read(name, follow=False)]
+    assert [(one.payload, one.offset) for one in found] == [(b"0", 0), (b"1", 1)]
+    with pytest.raises(Raised, match=f"{old.uuid} was superseded by log {new.uuid}") as caught:
+        await page.run(append, stream=name, text="x", uuid=old.uuid)
+    assert caught.value.name == "StreamSuperseded"

@@ -7,6 +7,7 @@ from proofs.sabotages.sabotage import Sabotage
 ORDERS = ("tests/unit/relay/store/test_orders.py",)
 FOUNDERS = "tests/unit/relay/store/test_founders.py"
 BUCKET_FOUNDERS = "tests/integration/test_bucket_founders.py"
+REPLACING = ("tests/unit/relay/store/test_replacing.py",)
 CLIENT = (
     "tests/integration/test_stream_orders.py::test_a_client_believes_the_order_of_the_highest_revision",
 )
@@ -326,5 +327,59 @@ SABOTAGES = (
         "True",
         ("tests/unit/relay/store/test_races.py",),
         "a stream that was deleted or paused takes its share of a cluster for ever",
+    ),
+    Sabotage(
+        "replacing-key",
+        "relay/store/authority.py",
+        "Authority._replacing",
+        "public_id(one.public_key) not in charter.orders",
+        "False",
+        REPLACING,
+        "a holder of any key takes the place of a stream",
+    ),
+    Sabotage(
+        "replacing-forged",
+        "relay/store/authority.py",
+        "Authority._replacing",
+        "verify_order(one.public_key, one.signature, one.order)",
+        "decode_order(one.order).key_id",
+        REPLACING,
+        "anybody takes the place of a stream in the name of its key",
+    ),
+    Sabotage(
+        "replacing-copy",
+        "relay/store/authority.py",
+        "Authority._replacing",
+        '(order.key_id, order.action, order.definition.mirror) == (key_id, KEEP, "")',
+        "True",
+        REPLACING,
+        "the order that announces a copy, which is not promoted, supersedes its source",
+    ),
+    Sabotage(
+        "replacing-revision",
+        "relay/store/authority.py",
+        "Authority.supersede",
+        "replaced.revision <= there.revision",
+        "False",
+        REPLACING,
+        "a handover that was given up supersedes the stream, and loses what was appended since",
+    ),
+    Sabotage(
+        "replacing-end",
+        "relay/store/calls.py",
+        "Calls._check_change",
+        "new.replaces.next != stream.log.next",
+        "False",
+        REPLACING,
+        "a promotion names another end of the copy than it has, so the loss is counted wrongly",
+    ),
+    Sabotage(
+        "replacing-name-under-all-keys",
+        "relay/store/authority.py",
+        "Authority.change",
+        "definition.name != charter.definition.name",
+        "False",
+        REPLACING,
+        "a promoted copy has two names, one for each key",
     ),
 )

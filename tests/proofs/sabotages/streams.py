@@ -14,6 +14,10 @@ CONSUMERS = (
     "tests/unit/relay/store/test_consumers_model.py",
 )
 COPIES = ("tests/unit/relay/store/test_copies.py",)
+REPLACING = ("tests/unit/relay/store/test_replacing.py",)
+HANDOVER = (
+    "tests/integration/test_handover.py::test_a_stream_that_is_being_handed_over_waits_and_can_be_resumed",
+)
 READER = ("tests/unit/core/test_stream_reader.py",)
 RECORDING = ("tests/unit/relay/store/test_recording.py",)
 FILES = ("tests/unit/relay/store/test_store_files.py",)
@@ -443,5 +447,77 @@ SABOTAGES = (
         "_parse_key(path.read_text())",
         FILES,
         "a store's key that others can read is used",
+    ),
+    Sabotage(
+        "handover-writes-to-a-stopped-stream",
+        "relay/store/stream.py",
+        "Stream._open",
+        "if self.definition.successor:",
+        "if False:",
+        HANDOVER,
+        "what is appended during a handover is acknowledged and is not in the copy",
+    ),
+    Sabotage(
+        "handover-settles-in-a-stopped-stream",
+        "relay/store/calls.py",
+        "Calls._consumer_calls",
+        "if definition.successor:",
+        "if False:",
+        REPLACING,
+        "what is settled during a handover is delivered again, and dead letters are lost",
+    ),
+    Sabotage(
+        "handover-row",
+        "relay/store/state.py",
+        "Carried.new",
+        "row.key <= self._last or prefix not in MOST",
+        "False",
+        REPLACING,
+        "a client writes any row of a log",
+    ),
+    Sabotage(
+        "handover-rows-bounded",
+        "relay/store/state.py",
+        "Carried.new",
+        "self._counts[prefix] > MOST[prefix] or self._staged > STAGED_BYTES",
+        "False",
+        REPLACING,
+        "a client fills the memory of a store with rows of a state",
+    ),
+    Sabotage(
+        "handover-restart",
+        "relay/store/stream.py",
+        "Stream.carry",
+        "elif self._carried is None",
+        "elif False",
+        REPLACING,
+        "after a restart half of a state counts as all of it",
+    ),
+    Sabotage(
+        "handover-letters-once",
+        "relay/store/stream.py",
+        "Stream.carry",
+        "call.start == letters.log.next",
+        "True",
+        REPLACING,
+        "a repeated call carries dead letters twice",
+    ),
+    Sabotage(
+        "copy-deferred",
+        "relay/store/chain.py",
+        "Draft.add_entry",
+        "deferred and entry.due_us > self.listed_us",
+        "deferred and entry.due_us > now_us",
+        COPIES,
+        "a consumer that was handed over never gets a deferred message that was due when it was copied",
+    ),
+    Sabotage(
+        "append-goes-on-by-name",
+        "iris/streams/appending.py",
+        "Appender._send",
+        "not self.uuid",
+        "False",
+        ("tests/integration/test_handover.py::test_an_append_by_name_goes_on_at_the_new_log",),
+        "an append by name fails because its stream was handed over",
     ),
 )
