@@ -32,10 +32,13 @@ class Appender:
     """
 
     def __init__(
-        self, stores: Stores, name: str, uuid: str, found: Callable[[], object] = lambda: None
-    ) -> None:
-        """`found` is called each time that the stream has been looked up again."""
+        self, stores: Stores, name: str, uuid: str, found: Callable[[], object] = lambda: None, *, named: bool = False
+    ) -> None:  # fmt: skip
+        """`found` is called each time that the stream has been looked up again. `named`: if another log takes the place
+        of this one, it goes on there.
+        """
         self.name = name
+        self._named = named
         self._found = found
         self._location: StreamLocation | None = None
         self._lost = False
@@ -160,7 +163,10 @@ class Appender:
                 )
         except Exception as err:
             if isinstance(err, StreamSuperseded):
-                err.passing = not self.uuid  # the name is that of another log now
+                err.passing = self._named  # the name is that of another log now
+                if self._named:
+                    self._stores.forget(self.name, self.uuid)
+                    self.uuid = ""
             if self.producer.lost(sent, err, _now_us()):
                 self._lost = True
                 self._stores.forget(self.name, self.uuid)

@@ -230,6 +230,8 @@ def promoted(name: str, definition: Definition, record: bool) -> Definition | No
         if definition.origins:
             return None
         raise StreamError(name, "it is not a copy of another stream, so it cannot be promoted")
+    if definition.partitions or definition.parent:
+        raise StreamError(name, "it is a copy with several partitions, which takes the place of its source by `iris stream handover` alone")  # fmt: skip
     source = definition.origins[-1]
     topic, cluster = (source.topic, source.cluster) if record else ("", "")
     return structs.replace(definition, mirror="", topic=topic, cluster=cluster)
@@ -243,7 +245,8 @@ def keys_of(stores: Stores, definition: Definition) -> list[ClusterKey]:
     keys += keyring.for_filter(definition.topic) if definition.topic else ()
     keys += keyring.for_cluster(definition.cluster) if definition.cluster else ()
     for origin in definition.origins:
-        keys += keyring.for_cluster(origin.name)
+        name = split_partition(origin.name)[0] if definition.parent else origin.name
+        keys += keyring.for_cluster(name)
         keys += keyring.for_filter(origin.topic) if origin.topic else ()
         keys += keyring.for_cluster(origin.cluster) if origin.cluster else ()
     return list({key.key_id: key for key in keys}.values())

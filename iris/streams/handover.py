@@ -12,22 +12,32 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from typing import Final
+from collections.abc import Coroutine, Iterable
+from typing import Any, Final
 
 from msgspec import structs
 
+from iris.core.placement import place
 from iris.deadlines import seconds_left
 from iris.errors import NoStream, RequestError, StreamError, StreamExists, StreamUnavailable
 from iris.streams.answers import RevisionTaken
-from iris.streams.definitions import CHANGE_TRIES, keys_of, promoted, redefine
+from iris.streams.definitions import (
+    CHANGE_TRIES,
+    check_unreserved,
+    keys_of,
+    make_log,
+    promoted,
+    redefine,
+)
 from iris.streams.listing import StreamInfo, stream_info
-from iris.streams.mirroring import Mirror
+from iris.streams.mirroring import Mirror, definition_of_copy
 from iris.streams.moving import LOOK_S
-from iris.streams.signed_orders import orders_to_change
+from iris.streams.partitions import Layout, layout_of, site_stores, unmake
+from iris.streams.signed_orders import Founding, orders_to_change
 from iris.streams.stores import Stores
 from iris.streams.verified import VerifiedStream
 from iris.wire.names import split_site
-from iris.wire.orders import ANY_REVISION, DEAD, Definition, Replaced
+from iris.wire.orders import ANY_REVISION, DEAD, Definition, Replaced, partition_name
 from iris.wire.stream_items import dead_uuid
 from iris.wire.streams import (
     Carry,
@@ -62,13 +72,78 @@ async def hand_over(
     replaced = found.order.definition.replaces
     if copy is None and replaced is not None and replaced.copy == to:
         return stream_info(found)  # it was done before
-    if found.order.definition.mirror:
-        raise StreamError(name, "it is a copy itself; promote it, or hand over its source")
-    work = _Handover(stores, name, to, durability, found.order.uuid, patience)
-    if found.described.superseded is None:
-        await work.copy()
-        await work.carry()
-    return await work.promote()
+    if found.order.definition.mirror or found.order.definition.parent:
+        raise StreamError(name, "it is a copy or a partition itself; hand over its source, or the whole stream")  # fmt: skip
+    logs = layout_of(stores, name, found)
+    if copy is None and len(logs) > 1:
+        copy = await _copy_of_partitions(stores, to, logs, durability, patience)
+    copies = None if copy is None else layout_of(stores, to, copy)
+    if copies is not None and len(copies) != len(logs):
+        raise StreamError(name, f"it has {len(logs)} partitions, and {to} has {len(copies)}; delete that copy, or use another")  # fmt: skip
+    parts = [
+        _Handover(
+            stores, *logs.log(number), partition_name(to, number), durability, patience, part=len(logs) > 1,
+            copy="" if copies is None else copies.uuids[number],
+        )
+        for number in range(len(logs))
+    ]  # fmt: skip
+    left = [part for part in parts if not await part.superseded()]
+    await gathered(part.copy() for part in left)
+    await gathered(part.stop() for part in left)
+    await gathered(part.copy_rest() for part in left)
+    await gathered(part.carry() for part in left)
+    # Programs find the partitions by partition 0, so it comes last.
+    await gathered(part.promote() for part in parts[1:])
+    await parts[0].promote()
+    stores.forget_deleted(to, parts[0].copied_to)
+    return await found_by_name(stores, name, parts[0].copied_to, patience)
+
+
+async def gathered(work: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Run these side by side; if one fails, stop the others and raise its error."""
+    tasks = [asyncio.create_task(one, name="iris-handover") for one in work]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _copy_of_partitions(
+    stores: Stores, to: str, logs: Layout, durability: str, patience: float
+) -> VerifiedStream:
+    """Create the copies of all partitions, that of partition 0 last, which names the others."""
+    until_s, bucket = time.monotonic() + patience, durability == "bucket"
+    check_unreserved(to)
+    sources = [
+        await stores.describe(*logs.log(number), timeout=patience) for number in range(len(logs))
+    ]
+    there = await site_stores(stores, to, until_s, bucket=bucket)
+    placed = place(to, range(len(logs)), there)
+    whole = definition_of_copy(to, sources[0])
+    founding = Founding(keys_of(stores, whole))
+    made: dict[int, bytes] = {}
+    try:
+        for number in range(1, len(logs)):
+            name = partition_name(to, number)
+            part = definition_of_copy(name, sources[number], parent=founding.uuid, partition=number)
+            own = Founding(keys_of(stores, part))
+            made[number] = own.uuid
+            await make_log(
+                stores, part, own, there[placed[number]], seconds_left(until_s), bucket=bucket, asked=patience
+            )  # fmt: skip
+            stores.expect(name, own.uuid.hex())
+        whole = structs.replace(whole, partitions=tuple(made.values()))
+        await make_log(
+            stores, whole, founding, there[placed[0]], seconds_left(until_s), bucket=bucket, asked=patience
+        )  # fmt: skip
+    except (StreamError, RequestError) as err:
+        if isinstance(err, StreamError) and not err.may_have_run:
+            await unmake(stores, to, made, until_s)
+        raise
+    stores.note_created(to)
+    return await stores.describe(to, "", timeout=seconds_left(until_s), asked=patience)
 
 
 async def _known_copy(
@@ -98,22 +173,31 @@ def _other_successor(name: str, successor: bytes) -> StreamError:
 
 
 class _Handover:
-    """One handover of the log `uuid`, called `name`, to its copy."""
+    """The handover of one log, called `name`, to its copy. With `part`, both are partitions of streams."""
 
     def __init__(
-        self, stores: Stores, name: str, to: str, durability: str, uuid: bytes, patience: float
-    ) -> None:
+        self, stores: Stores, name: str, uuid: str, to: str, durability: str, patience: float, *, part: bool, copy: str
+    ) -> None:  # fmt: skip
+        """`copy` is the uuid of the copy; empty if it is to be created."""
         self._stores = stores
         self._name = name
         self._to = to
         self._durability = durability
-        self._uuid = uuid
+        self._uuid = bytes.fromhex(uuid)
         self._patience = patience
+        self._part = part
+        self.copied_to = copy
+        """The uuid of the copy, in hex; empty until it is known."""
+
+    async def superseded(self) -> bool:
+        """Return whether its state was carried before, so that it must only be promoted."""
+        over = (await self._old()).described.superseded
+        return over is not None and over.uuid.hex() == self.copied_to
 
     # -- the messages ----------------------------------------------------------------------------------------
 
     async def copy(self) -> None:
-        """Copy all messages. Then the stream is stopped, and the copy waits for its state."""
+        """Announce the handover to the copy, and copy most messages."""
         for number in range(PASSES):
             async with self._mirror() as mirror:
                 if not number:
@@ -121,7 +205,9 @@ class _Handover:
                 await mirror.run()
                 if mirror.copied <= CLOSE:
                     break
-        await self._stop()
+
+    async def copy_rest(self) -> None:
+        """Copy what is left when the stream was stopped."""
         async with self._mirror() as mirror:
             await mirror.run()
         old, copy = await self._old(), await self._copy()
@@ -134,29 +220,31 @@ class _Handover:
     def _mirror(self) -> Mirror:
         return Mirror(
             self._stores, self._name, self._to, follow=False, limits={}, uuid=self._uuid.hex(),
-            patience=self._patience, durability=self._durability,
+            patience=self._patience, durability=self._durability, part=self._part,
         )  # fmt: skip
 
     async def _announce(self) -> None:
         """Let the copy wait for the state of the stream, instead of having consumers of its own."""
+        self.copied_to = (await self._copy()).order.uuid.hex()
         old = (await self._old()).order.definition
         fields = {"replaces": Replaced(self._uuid), "dedup_window_us": old.dedup_window_us}
-        await redefine(
-            self._stores, self._to, "", lambda d: structs.replace(d, **fields), self._patience
-        )
 
-    async def _stop(self) -> None:
+        def announced(definition: Definition) -> Definition | None:
+            wanted = structs.replace(definition, **fields)
+            return None if wanted == definition else wanted
+
+        await redefine(self._stores, self._to, self.copied_to, announced, self._patience)
+
+    async def stop(self) -> None:
         """Stop the stream: what is appended to it waits."""
-        successor = (await self._copy()).order.uuid
+        successor = bytes.fromhex(self.copied_to)
 
         def stopped(definition: Definition) -> Definition | None:
-            if definition.successor in (successor, b""):
-                return (
-                    structs.replace(definition, successor=successor)
-                    if not definition.successor
-                    else None
-                )
-            raise _other_successor(self._name, definition.successor)
+            if definition.successor == successor:
+                return None
+            if definition.successor:
+                raise _other_successor(self._name, definition.successor)
+            return structs.replace(definition, successor=successor)
 
         await redefine(self._stores, self._name, self._uuid.hex(), stopped, self._patience)
 
@@ -197,14 +285,16 @@ class _Handover:
 
     async def _carried(self, call: Carry) -> Copied:
         return await self._stores.ask_stream(
-            self._to, "", call, Copied, timeout=self._patience, writes=True
+            self._to, self.copied_to, call, Copied, timeout=self._patience, writes=True
         )
 
     # -- its name --------------------------------------------------------------------------------------------
 
-    async def promote(self) -> StreamInfo:
+    async def promote(self) -> None:
         """Supersede the stream, and give its name to the copy."""
         for _ in range(CHANGE_TRIES):
+            if await self._promoted_before():
+                return
             old, copy = await self._old(), await self._copy()
             definition = self._promoted(old, copy)
             keys = keys_of(self._stores, definition)
@@ -221,9 +311,19 @@ class _Handover:
                 await self._change(self._to, uuid, Change(orders))
             except RevisionTaken:
                 continue
-            self._stores.forget_deleted(self._to, uuid)
-            return await found_by_name(self._stores, self._name, uuid, self._patience)
+            return
         raise StreamError(self._name, f"others changed it during each of {CHANGE_TRIES} attempts; try again")  # fmt: skip
+
+    async def _promoted_before(self) -> bool:
+        """Return whether the copy has the name already."""
+        try:
+            await self._copy()
+        except NoStream as err:
+            if err.passing:
+                raise
+            log = await self._stores.describe(self._name, self.copied_to, timeout=self._patience)
+            return not log.order.definition.mirror
+        return False
 
     def _promoted(self, old: VerifiedStream, copy: VerifiedStream) -> Definition:
         had, is_now = old.order.definition, copy.order.definition
@@ -244,7 +344,7 @@ class _Handover:
         return await self._stores.describe(self._name, self._uuid.hex(), timeout=self._patience)
 
     async def _copy(self) -> VerifiedStream:
-        return await self._stores.describe(self._to, "", timeout=self._patience)
+        return await self._stores.describe(self._to, self.copied_to, timeout=self._patience)
 
 
 async def take_place(

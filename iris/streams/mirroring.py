@@ -58,8 +58,9 @@ class Mirror(OneProcess):
 
     def __init__(
         self, stores: Stores, source: str, name: str, *, follow: bool, limits: Mapping[str, Any], uuid: str,
-        patience: float, durability: str = "disk",
+        patience: float, durability: str = "disk", part: bool = False,
     ) -> None:  # fmt: skip
+        """With `part`, `source` is one log of a stream with several partitions, and the copy exists."""
         self.source = source
         self.name = name
         self.copied = 0
@@ -76,6 +77,7 @@ class Mirror(OneProcess):
         self._uuid = uuid
         self._patience = patience
         self._bucket = durability == "bucket"
+        self._part = part
         self._source_uuid = self._copy_uuid = b""
         """Uuids of the source's and the copy's logs; empty until they are found."""
         self._task: asyncio.Task[None] | None = None
@@ -146,12 +148,14 @@ class Mirror(OneProcess):
                 self.name, "", timeout=ATTEMPT_S
             )
         except NoStream:
+            if self._part:
+                raise
             copy = None
         if copy is None:
             # A source that does not exist fails at once, without retries.
             source = await self._describe(self._uuid)
             copy = await make_stream(
-                self._stores, self._copy_definition(source), ATTEMPT_S, bucket=self._bucket,
+                self._stores, definition_of_copy(self.name, source, **self._limits), ATTEMPT_S, bucket=self._bucket,
                 besides=source.described.holder or source.described.store,
             )  # fmt: skip
         else:
@@ -176,22 +180,14 @@ class Mirror(OneProcess):
             raise ConfigError(
                 f"source: {self.source!r} holds dead letters, which are not copied; mirror {self.source.removesuffix(DEAD)!r}"
             )
-        if count := len(stream.order.definition.partitions):
+        count = len(stream.order.definition.partitions)
+        if count and not self._part:
             raise StreamError(
                 self.source,
                 f"it has {count + 1} partitions, and a mirror copies one log; mirror the partitions from "
-                f"{partition_name(self.source, 1)!r} on (partition 0 cannot be mirrored)",
+                f"{partition_name(self.source, 1)!r} on (partition 0 cannot be mirrored), or hand the stream over to a copy",
             )
         return stream
-
-    def _copy_definition(self, source: VerifiedStream) -> Definition:
-        of = source.order.definition
-        origin = Origin(source.order.uuid, of.name, of.topic, of.cluster)
-        definition = Definition(
-            self.name, mirror=origin.uuid.hex(), origins=(*of.origins, origin), **self._limits
-        )
-        check_definition(definition)
-        return definition
 
     def _check_copy(self, copy: VerifiedStream) -> None:
         """Raise StreamExists unless the stream is a copy with the limits that were given."""
@@ -346,6 +342,17 @@ class Mirror(OneProcess):
             self._check_source(
                 await self._describe("", ATTEMPT_PATIENCE_S), self._source_uuid.hex()
             )
+
+
+def definition_of_copy(name: str, source: VerifiedStream, **settings: Any) -> Definition:
+    """Return the definition of a copy. Raises ConfigError."""
+    of = source.order.definition
+    origin = Origin(source.order.uuid, of.name, of.topic, of.cluster)
+    definition = Definition(
+        name, mirror=origin.uuid.hex(), origins=(*of.origins, origin), **settings
+    )
+    check_definition(definition)
+    return definition
 
 
 def _end_offset(item: Item) -> int:

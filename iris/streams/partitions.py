@@ -71,6 +71,8 @@ class Layout(Struct, frozen=True):
     uuids: tuple[str, ...]
     key: ClusterKey | None
     """The key by which message keys choose partitions; None if there is nothing to choose."""
+    placing: str = ""
+    """The uuid, in hex, with which message keys choose partitions: that of the first origin of partition 0, if any."""
 
     def __len__(self) -> int:
         return len(self.uuids)
@@ -100,7 +102,7 @@ class Layout(Struct, frozen=True):
     def _chosen(self, label: bytes, text: bytes) -> int:
         if self.key is None:
             return 0
-        said = label + bytes.fromhex(self.uuids[0]) + text
+        said = label + bytes.fromhex(self.placing or self.uuids[0]) + text
         digest = hmac.digest(self.key.key_hash_key, said, "sha256")
         return jump(int.from_bytes(digest[:8], "little"), len(self.uuids))
 
@@ -131,7 +133,8 @@ def layout_of(stores: Stores, name: str, stream: VerifiedStream) -> Layout:
     uuids = (order.uuid, *order.definition.partitions)
     if key is None and len(uuids) > 1:  # an order was verified, so the keyring has changed since
         raise KeyringError(f"the keyring has no key for stream {name!r}")
-    layout = Layout(name, tuple(uuid.hex() for uuid in uuids), key)
+    placing = order.definition.key_uuid(order.uuid).hex()
+    layout = Layout(name, tuple(uuid.hex() for uuid in uuids), key, placing)
     for partition in range(len(layout)):
         stores.expect(*layout.log(partition))
     return layout
@@ -187,7 +190,7 @@ async def make_partitioned(
         )  # fmt: skip
     except (StreamError, RequestError) as err:
         if isinstance(err, StreamError) and not err.may_have_run:
-            await _unmake(stores, name, made, until_s)
+            await unmake(stores, name, made, until_s)
         if isinstance(err, StreamExists):
             return await stores.describe(name, "", timeout=seconds_left(until_s), asked=asked)
         raise
@@ -235,11 +238,11 @@ async def add_partitions(
                 name, log, Change(orders), Described, timeout=seconds_left(until_s), asked=timeout, writes=True
             )  # fmt: skip
         except RevisionTaken:
-            await _unmake(stores, name, made, until_s)
+            await unmake(stores, name, made, until_s)
             continue
         except StreamError as err:
             if not err.may_have_run:
-                await _unmake(stores, name, made, until_s)
+                await unmake(stores, name, made, until_s)
             raise
         stores.forget(name)
         stores.forget(name, uuid)
@@ -330,12 +333,12 @@ async def _make_logs(
     )
     failed = next((one for one in results if isinstance(one, BaseException)), None)
     if failed is not None:
-        await _unmake(stores, definition.name, made, until_s)
+        await unmake(stores, definition.name, made, until_s)
         raise failed
     return {number: made[number] for number in sorted(made)}
 
 
-async def _unmake(stores: Stores, name: str, made: dict[int, bytes], until_s: float) -> None:
+async def unmake(stores: Stores, name: str, made: dict[int, bytes], until_s: float) -> None:
     """Delete logs that did not become partitions. Those that cannot be deleted now stay; `list` shows them."""
 
     async def delete(number: int, uuid: bytes) -> None:

@@ -15,6 +15,7 @@ from iris.errors import Closed, StreamDamaged, StreamError, StreamUnavailable
 from iris.forks import FORKED, disable_in_child
 from iris.misuse import AsyncOnly
 from iris.one_process import OneProcess
+from iris.errors import Closed, StreamDamaged, StreamError, StreamSuperseded, StreamUnavailable
 from iris.streams.interleaving import Interleaved
 from iris.streams.partitions import Layout, find_layout, layout_of
 from iris.streams.records import RecordOpener, StreamGap, StreamMessage, to_gap
@@ -254,7 +255,7 @@ class Reader(OneProcess, AsyncOnly):
             return len(now)
 
         self._parts = Interleaved(
-            self.name, len(layout), self._batch_of, passing=lambda err: True, look=look if self._follow else None
+            self.name, len(layout), self._batch_of, passing=lambda err: not isinstance(err, StreamSuperseded), look=look if self._follow else None
         )  # fmt: skip
 
     def _add(self, layout: Layout, number: int, start: Start) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from typing import Final
 
 from iris.deadlines import seconds_left
 from iris.errors import ConfigError, RequestError, StreamError, StreamUnavailable
 from iris.streams.appending import GIVE_UP_S, Appender
-from iris.streams.partitions import NO_PARTITIONS, find_layout
+from iris.streams.partitions import NO_PARTITIONS, Layout, find_layout
 from iris.streams.spreading import Opening, Spread, Target
 from iris.streams.stores import Stores
 
@@ -77,7 +78,7 @@ class Targets:
         for appender in self._appenders.values():
             appender.end(reason)
 
-    def _appender(self, name: str, uuid: str) -> Appender:
+    def _appender(self, name: str, uuid: str, *, named: bool) -> Appender:
         appender = self._appenders.get((name, uuid))
         if appender is None:
             if len(self._appenders) >= MAX_PRODUCERS:
@@ -86,7 +87,7 @@ class Targets:
                     f"this client already appends to {MAX_PRODUCERS} streams or partitions, which is the limit; use another client",
                 )
             appender = self._appenders[name, uuid] = Appender(
-                self._stores, name, uuid, lambda: self._look(name, uuid)
+                self._stores, name, uuid, lambda: self._look(name, uuid), named=named
             )
         return appender
 
@@ -106,8 +107,12 @@ class Targets:
     async def _find_target(self, name: str, uuid: str) -> Appender | Spread:
         layout = await find_layout(self._stores, name, uuid, timeout=GIVE_UP_S)
         if len(layout) == 1:
-            return self._appender(name, uuid)
-        return Spread(layout, self._appender, lambda: self._look(name, uuid))
+            return self._appender(name, uuid, named=not uuid)
+        return self._spread(layout, name, uuid)
+
+    def _spread(self, layout: Layout, name: str, uuid: str) -> Spread:
+        appender = functools.partial(self._appender, named=not uuid)
+        return Spread(layout, appender, lambda: self._look(name, uuid))
 
     def _look(self, name: str, uuid: str) -> None:
         """Look in the background for partitions that were added to a stream."""
@@ -128,4 +133,4 @@ class Targets:
                 target.layout = layout
             await target.revive(self._stores)
         elif len(layout) > 1:
-            self.known[name, uuid] = Spread(layout, self._appender, lambda: self._look(name, uuid))
+            self.known[name, uuid] = self._spread(layout, name, uuid)

@@ -214,10 +214,10 @@ def _check_partitions(definition: Definition) -> None:
     uuids, parent, number = definition.partitions, definition.parent, definition.partition
     if not uuids and not parent and not number:
         return
-    if definition.topic or definition.cluster or definition.mirror or definition.origins:
+    if definition.topic or definition.cluster:
         raise ConfigError(
             "partitions: only a stream that holds what is appended can have partitions; it cannot record a topic or "
-            "a cluster, and cannot be a copy"
+            "a cluster"
         )
     if bool(parent) != bool(number) or (parent and (len(parent) != 16 or uuids)):
         raise ConfigError(

@@ -393,10 +393,12 @@ class Calls:
                 raise Refuse("invalid", f"the copy {stream.name!r} has consumers, and would get those of its source; delete them, or use another copy")  # fmt: skip
             if dead is not None:
                 raise Refuse("invalid", f"the copy {stream.name!r} has dead letters, and would get those of its source; use another copy")  # fmt: skip
+        if old.successor and new.partitions != old.partitions:
+            raise Refuse("leaving", handed_over(stream.name, old.successor))
         if new.name == old.name or new.replaces is None or stream.log is None:
             return
         for key_id in charter.orders:
-            there = catalogue.by_address.get((new.name, key_id))
+            there = None if new.parent else catalogue.by_address.get((new.name, key_id))
             if there is not None and there is not stream:
                 raise Refuse("exists", f"this store already has a stream {new.name!r}, as log {there.uuid.hex()}")  # fmt: skip
         if new.replaces.next != stream.log.next:

@@ -188,7 +188,7 @@ export class StoreCalls {
       this.#placings.set(log.cached, placing);
     }
     if (!recordKey.length) return Math.floor(Math.random() * placing.count);
-    return partitionOf(await placing.key.partitionHash(log.uuid, recordKey), placing.count);
+    return partitionOf(await placing.key.partitionHash(log.definition.hashUuid, recordKey), placing.count);
   }
 
   /** Open a channel to the log `uuid`, which must be the stream's. */

@@ -515,9 +515,31 @@ SABOTAGES = (
         "append-goes-on-by-name",
         "iris/streams/appending.py",
         "Appender._send",
-        "not self.uuid",
-        "False",
+        "err.passing = self._named",
+        "err.passing = False",
         ("tests/integration/test_handover.py::test_an_append_by_name_goes_on_at_the_new_log",),
         "an append by name fails because its stream was handed over",
+    ),
+    Sabotage(
+        "handover-key-keeps-its-partition",
+        "iris/streams/partitions.py",
+        "Layout._chosen",
+        "self.placing or self.uuids[0]",
+        "self.uuids[0]",
+        (
+            "tests/integration/test_handover_partitions.py::test_a_message_of_a_key_goes_to_the_same_partition_after_a_handover",
+        ),
+        "after a handover a key goes to another partition, and loses its order",
+    ),
+    Sabotage(
+        "handover-partitions-stay",
+        "relay/store/calls.py",
+        "Calls._check_change",
+        "old.successor and new.partitions != old.partitions",
+        "False",
+        (
+            "tests/integration/test_handover_partitions.py::test_a_copy_with_partitions_is_not_promoted_by_halves",
+        ),
+        "a partition that is added during a handover is not in the copy",
     ),
 )
