@@ -17,6 +17,7 @@ from iris.errors import (
     OpenError,
     StreamDamaged,
     StreamExists,
+    StreamSuperseded,
 )
 
 DATA_LOSS: Final = "IRIS_DATA_LOSS"
@@ -61,7 +62,7 @@ def to_spark_error(err: IrisError | TimeoutError | OSError, *, writing: bool = F
         return SparkError(CONFIG, detail)
     if isinstance(err, (NoStream, AmbiguousStream)):
         return SparkError(NO_STREAM, detail)
-    if isinstance(err, StreamDamaged):
+    if isinstance(err, (StreamDamaged, StreamSuperseded)):
         return SparkError(DATA_LOSS, detail)
     if isinstance(err, StreamExists):
         return SparkError(CONFIG, detail)

@@ -71,8 +71,19 @@ def decode_offsets(found: Any) -> Offsets:
     return offsets
 
 
-def check_same_log(name: str, before: Position, uuid: str) -> None:
-    """Raise SparkError if the stream is another log now: the old offsets would mean other rows."""
+def check_same_log(
+    name: str, before: Position, uuid: str, replaces: str = "", replaced_at: int = 0
+) -> None:
+    """Raise SparkError if the stream is another log now: the old offsets would mean other rows. `replaces`: the uuid of
+    the log whose place it has taken, if any, and up to where both have the same messages.
+    """
+    if before.uuid != uuid and before.uuid == replaces:
+        raise SparkError(
+            DATA_LOSS,
+            f"stream {name!r}: log {before.uuid} was superseded by log {uuid}, which has its name now; both have the same "
+            f"messages below offset {replaced_at}. Start the query with a new checkpoint, and as startingOffsets the "
+            f"offsets of the old one, or {replaced_at} if they are higher",
+        )
     if before.uuid != uuid:
         raise SparkError(
             DATA_LOSS,

@@ -82,7 +82,9 @@ class Planner:
             for info in self._ask(self._describe(name, stream, there)):
                 infos[Part(stream, info.partition)] = info
         for part, position in known.items():
-            check_same_log(part.stream, position, infos[Part(part.stream, 0)].uuid)
+            first = infos[Part(part.stream, 0)]
+            at = infos[part].replaced_at if part in infos else first.replaced_at
+            check_same_log(part.stream, position, first.uuid, first.replaces, at)
             if part not in infos:
                 raise SparkError(
                     DATA_LOSS,

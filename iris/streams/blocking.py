@@ -301,6 +301,7 @@ class Streams(_Proxy[asynchronous.Streams]):
     dead_letters = _waiting(asynchronous.Streams.dead_letters)
     redrive = _waiting(asynchronous.Streams.redrive)
     promote = _waiting(asynchronous.Streams.promote)
+    handover = _waiting(asynchronous.Streams.handover)
     read = _wrapping(asynchronous.Streams.read, Reader)
     consumer = _wrapping(asynchronous.Streams.consumer, Consumer)
     mirror = _wrapping(asynchronous.Streams.mirror, Mirror)

@@ -171,3 +171,29 @@ def test_the_command_copies_follows_and_promotes(shell: Shell) -> None:
     assert b"promoted" in shell("stream", "mirror", "log", "copy", code=1)
     assert b"nothing" in shell("stream", "mirror", "nothing", "copy2", code=3)
     assert "lag" not in shell("stream", "info", "copy").decode().split()
+
+
+@pytest.mark.timeout(120)
+def test_the_command_hands_a_stream_over_and_lets_a_copy_take_the_place_of_a_lost_one(
+    shell: Shell,
+) -> None:
+    old = shell("stream", "create", "bills").decode().strip()
+    shell("stream", "append", "bills", "one")
+    new = shell("stream", "handover", "bills", "bills-2", "--durability", "disk").decode().strip()
+    assert (facts(shell, "bills")["uuid"], facts(shell, "bills")["replaces"]) == (new, old)
+    assert shell("stream", "append", "bills", "two") == b"1\n"
+    kept = shell("stream", "info", "bills", "--uuid", old).decode()
+    assert f"superseded-by\t{new} from offset 1 on\n" in kept
+    assert f"replaces\t{old} from offset 1 on\n" in shell("stream", "info", "bills").decode()
+    assert shell("stream", "read", "bills", "--uuid", old) == b"one\n"
+    assert b"superseded" in shell("stream", "append", "bills", "no", "--uuid", old, code=1)
+    # The source answers, so a copy does not take its place by force.
+    shell("stream", "mirror", "bills", "bills-3")
+    said = shell("stream", "promote", "bills-3", "--as", "bills", "--force", code=1)
+    assert b"has it and answers" in said
+    shell("stream", "delete", "bills", "--uuid", new, "--yes")
+    said = shell("stream", "promote", "bills-3", "--as", "bills", code=1)
+    assert b"lost for good, use force" in said
+    assert shell("stream", "promote", "bills-3", "--as", "bills", "--force") == b"2\n"
+    out, err = shell.printed("stream", "read", "bills")
+    assert (out, b"its copy ended here" in err) == (b"one\ntwo\n", True)

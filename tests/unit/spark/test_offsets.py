@@ -52,6 +52,11 @@ def test_another_log_of_the_name_is_never_read_under_old_numbers() -> None:
     check_same_log("orders", Position("a", 1), "a")
     with pytest.raises(SparkError, match=r"^IRIS_DATA_LOSS: .*deleted and created again"):
         check_same_log("orders", Position("a", 1), "b")
+    superseded = r"^IRIS_DATA_LOSS: .*log a was superseded by log b.*or 7 if they are higher"
+    with pytest.raises(SparkError, match=superseded):
+        check_same_log("orders", Position("a", 3), "b", "a", 7)
+    with pytest.raises(SparkError, match="deleted and created again"):
+        check_same_log("orders", Position("c", 3), "b", "a", 7)
 
 
 @given(st.integers(0, 1000), st.integers(0, 5000), st.integers(0, 40), st.integers(0, 700))
