@@ -231,7 +231,7 @@ def promoted(name: str, definition: Definition, record: bool) -> Definition | No
             return None
         raise StreamError(name, "it is not a copy of another stream, so it cannot be promoted")
     if definition.partitions or definition.parent:
-        raise StreamError(name, "it is a copy with several partitions, which takes the place of its source by `iris stream handover` alone")  # fmt: skip
+        raise StreamError(name, "it is a copy with several partitions, which takes the place of its source or stays a copy: use `iris stream handover`, or `promote --as` if the source is lost")  # fmt: skip
     source = definition.origins[-1]
     topic, cluster = (source.topic, source.cluster) if record else ("", "")
     return structs.replace(definition, mirror="", topic=topic, cluster=cluster)

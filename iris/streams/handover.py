@@ -17,23 +17,20 @@ from typing import Any, Final
 
 from msgspec import structs
 
-from iris.core.placement import place
 from iris.deadlines import seconds_left
 from iris.errors import NoStream, RequestError, StreamError, StreamExists, StreamUnavailable
 from iris.streams.answers import RevisionTaken
+from iris.streams.copying import copy_of_partitions
 from iris.streams.definitions import (
     CHANGE_TRIES,
-    check_unreserved,
     keys_of,
-    make_log,
-    promoted,
     redefine,
 )
 from iris.streams.listing import StreamInfo, stream_info
-from iris.streams.mirroring import Mirror, definition_of_copy
+from iris.streams.mirroring import Mirror
 from iris.streams.moving import LOOK_S
-from iris.streams.partitions import Layout, layout_of, site_stores, unmake
-from iris.streams.signed_orders import Founding, orders_to_change
+from iris.streams.partitions import Layout, layout_of
+from iris.streams.signed_orders import orders_to_change
 from iris.streams.stores import Stores
 from iris.streams.verified import VerifiedStream
 from iris.wire.names import split_site
@@ -43,6 +40,7 @@ from iris.wire.streams import (
     Carry,
     Change,
     Copied,
+    Copy,
     Described,
     Fetch,
     Fetched,
@@ -76,7 +74,7 @@ async def hand_over(
         raise StreamError(name, "it is a copy or a partition itself; hand over its source, or the whole stream")  # fmt: skip
     logs = layout_of(stores, name, found)
     if copy is None and len(logs) > 1:
-        copy = await _copy_of_partitions(stores, to, logs, durability, patience)
+        copy = await copy_of_partitions(stores, to, logs, patience, bucket=durability == "bucket")
     copies = None if copy is None else layout_of(stores, to, copy)
     if copies is not None and len(copies) != len(logs):
         raise StreamError(name, f"it has {len(logs)} partitions, and {to} has {len(copies)}; delete that copy, or use another")  # fmt: skip
@@ -108,42 +106,6 @@ async def gathered(work: Iterable[Coroutine[Any, Any, None]]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _copy_of_partitions(
-    stores: Stores, to: str, logs: Layout, durability: str, patience: float
-) -> VerifiedStream:
-    """Create the copies of all partitions, that of partition 0 last, which names the others."""
-    until_s, bucket = time.monotonic() + patience, durability == "bucket"
-    check_unreserved(to)
-    sources = [
-        await stores.describe(*logs.log(number), timeout=patience) for number in range(len(logs))
-    ]
-    there = await site_stores(stores, to, until_s, bucket=bucket)
-    placed = place(to, range(len(logs)), there)
-    whole = definition_of_copy(to, sources[0])
-    founding = Founding(keys_of(stores, whole))
-    made: dict[int, bytes] = {}
-    try:
-        for number in range(1, len(logs)):
-            name = partition_name(to, number)
-            part = definition_of_copy(name, sources[number], parent=founding.uuid, partition=number)
-            own = Founding(keys_of(stores, part))
-            made[number] = own.uuid
-            await make_log(
-                stores, part, own, there[placed[number]], seconds_left(until_s), bucket=bucket, asked=patience
-            )  # fmt: skip
-            stores.expect(name, own.uuid.hex())
-        whole = structs.replace(whole, partitions=tuple(made.values()))
-        await make_log(
-            stores, whole, founding, there[placed[0]], seconds_left(until_s), bucket=bucket, asked=patience
-        )  # fmt: skip
-    except (StreamError, RequestError) as err:
-        if isinstance(err, StreamError) and not err.may_have_run:
-            await unmake(stores, to, made, until_s)
-        raise
-    stores.note_created(to)
-    return await stores.describe(to, "", timeout=seconds_left(until_s), asked=patience)
 
 
 async def _known_copy(
@@ -210,6 +172,8 @@ class _Handover:
         """Copy what is left when the stream was stopped."""
         async with self._mirror() as mirror:
             await mirror.run()
+            if self._part:
+                await mirror.show_all()
         old, copy = await self._old(), await self._copy()
         if old.described.next != copy.described.next:
             raise StreamError(
@@ -366,26 +330,72 @@ async def take_place(
     source = copy.order.definition.origins[-1]
     if source.name != base:
         raise StreamError(name, f"it is a copy of {source.name!r}, and can take the place of no other stream than that")  # fmt: skip
-    await _check_lost(stores, name, place, copy, force)
+    logs, cut = layout_of(stores, name, copy), copy.described.cut
+    for number in range(len(logs)):
+        part = await _part(stores, name, logs, number, base, until_s)
+        if part is not None:
+            await _check_lost(stores, name, partition_name(place, number), part, force)
     await _check_free(stores, base, {source.uuid, copy.order.uuid}, until_s)
+    # Programs find the partitions by partition 0, so it comes last.
+    for number in [*range(1, len(logs)), 0]:
+        part = await _part(stores, name, logs, number, base, until_s)
+        if part is not None:
+            shown = cut[number] if cut else None
+            await _take(stores, part, partition_name(base, number), record, shown, until_s, timeout)
+    stores.forget_deleted(name, logs.uuids[0])
+    return await found_by_name(stores, base, logs.uuids[0], seconds_left(until_s))
+
+
+async def _part(
+    stores: Stores, name: str, logs: Layout, number: int, base: str, until_s: float
+) -> VerifiedStream | None:
+    """Return a partition of a copy; None if it has its source's name already."""
+    _, uuid = logs.log(number)
+    try:
+        return await stores.describe(
+            partition_name(name, number), uuid, timeout=seconds_left(until_s)
+        )
+    except NoStream as err:
+        if err.passing:
+            raise
+        await stores.describe(partition_name(base, number), uuid, timeout=seconds_left(until_s))
+        return None
+
+
+async def _take(
+    stores: Stores, copy: VerifiedStream, base: str, record: bool, shown: int | None, until_s: float, asked: float
+) -> None:  # fmt: skip
+    """Promote one log under the name of its source. `shown`: what its partition 0 says may be shown of it."""
+    name, log = copy.order.definition.name, copy.order.uuid.hex()
+    source = copy.order.definition.origins[-1]
+    topic, cluster = (source.topic, source.cluster) if record else ("", "")
     for _ in range(CHANGE_TRIES):
-        definition = promoted(name, copy.order.definition, record)
-        assert definition is not None  # it is a copy
-        replaces = Replaced(source.uuid, ANY_REVISION, copy.described.next, definition.name)
-        definition = structs.replace(definition, name=base, replaces=replaces)
+        end = copy.described.next
+        call = Copy(source.uuid, 0, 0, [], copy.described.source_next, shown)
+        if shown is not None:
+            await stores.ask_stream(
+                name, log, call, Copied, timeout=seconds_left(until_s), writes=True
+            )
+            end = shown
+        replaces = Replaced(source.uuid, ANY_REVISION, end, name)
+        definition = structs.replace(
+            copy.order.definition,
+            name=base,
+            mirror="",
+            topic=topic,
+            cluster=cluster,
+            replaces=replaces,
+        )
         orders = orders_to_change(
             definition, keys_of(stores, definition), copy, stores.runtime.keyring
         )
-        log = copy.order.uuid.hex()
         try:
             await stores.ask_stream(
-                name, log, Change(orders), Described, timeout=seconds_left(until_s), asked=timeout, writes=True
+                name, log, Change(orders), Described, timeout=seconds_left(until_s), asked=asked, writes=True
             )  # fmt: skip
+            return
         except RevisionTaken:  # or it was copied to meanwhile
-            copy = await stores.describe(name, log, timeout=seconds_left(until_s), asked=timeout)
-            continue
-        stores.forget_deleted(name, log)
-        return await found_by_name(stores, base, log, seconds_left(until_s))
+            copy = await stores.describe(name, log, timeout=seconds_left(until_s), asked=asked)
     raise StreamError(name, f"others changed it during each of {CHANGE_TRIES} attempts; try again")
 
 

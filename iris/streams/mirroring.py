@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, Self, TypeVar
 
 from iris.core.backoff import Backoff
@@ -32,16 +32,20 @@ from iris.forks import FORKED, disable_in_child
 from iris.one_process import OneProcess
 from iris.streams.definitions import make_stream
 from iris.streams.reading import CLOSED
+from iris.streams.copying import copy_of_partitions, definition_of_copy
+from iris.streams.partitions import layout_of
 from iris.streams.stores import PAUSE_MAX_S, PAUSE_MIN_S, Stores
 from iris.streams.verified import VerifiedStream
 from iris.wire.codec import END
-from iris.wire.orders import DEAD, Definition, Origin, check_definition, partition_name
+from iris.wire.orders import DEAD, partition_name
 from iris.wire.stream_items import HOLES, Hole, Item, Record
-from iris.wire.streams import MAX_COPY_ITEMS, Copied, Copy, Fetch, Fetched
+from iris.wire.streams import MAX_COPY_ITEMS, Copied, Copy, Described, Fetch, Fetched
 
 FETCH_BYTES: Final = 1 << 20
 WAIT_MS: Final = 10_000
 """Time that a fetch waits for more messages. After it, the copy's store is sent where the source ends."""
+ROUND_S: Final = 0.5
+"""Pause between two rounds of a mirror of several partitions."""
 ATTEMPT_S: Final = 15.0
 """Seconds for the answer to one try of a call. Calls are retried."""
 ATTEMPT_PATIENCE_S: Final = 1.0
@@ -83,6 +87,8 @@ class Mirror(OneProcess):
         self._task: asyncio.Task[None] | None = None
         self._closed = ""
         """Why it copies no more; completes "the mirror of ..."."""
+        self._parts: list[Mirror] = []
+        """A mirror for each partition of the source, if it has several."""
         disable_in_child(self)
 
     @property
@@ -154,15 +160,21 @@ class Mirror(OneProcess):
         if copy is None:
             # A source that does not exist fails at once, without retries.
             source = await self._describe(self._uuid)
-            copy = await make_stream(
-                self._stores, definition_of_copy(self.name, source, **self._limits), ATTEMPT_S, bucket=self._bucket,
-                besides=source.described.holder or source.described.store,
-            )  # fmt: skip
+            if source.order.definition.partitions:
+                logs = layout_of(self._stores, self.source, source)
+                copy = await copy_of_partitions(
+                    self._stores, self.name, logs, ATTEMPT_S, bucket=self._bucket, **self._limits
+                )
+            else:
+                copy = await self._make(source)
         else:
             self._check_copy(copy)
             source = await self._retry(lambda: self._describe(self._uuid, ATTEMPT_PATIENCE_S))
         self._check_copy(copy)
         self._check_source(source, copy.order.definition.mirror)
+        if source.order.definition.partitions and not self._part:
+            self._open_parts(source, copy)
+            return
         copy_next, source_next = copy.described.next, source.described.next
         if source_next < copy_next:  # another mirror may have written since: ask again
             source_next = (await self._describe(source.described.uuid.hex())).described.next
@@ -172,6 +184,31 @@ class Mirror(OneProcess):
         self._source_uuid, self._copy_uuid = source.described.uuid, copy.described.uuid
         self.next, self.source_next = copy_next, source_next
 
+    async def _make(self, source: VerifiedStream) -> VerifiedStream:
+        return await make_stream(
+            self._stores, definition_of_copy(self.name, source, **self._limits), ATTEMPT_S, bucket=self._bucket,
+            besides=source.described.holder or source.described.store,
+        )  # fmt: skip
+
+    def _open_parts(self, source: VerifiedStream, copy: VerifiedStream) -> None:
+        """Make a mirror for each partition. Raises StreamError if the copy has fewer."""
+        logs = layout_of(self._stores, self.source, source)
+        copies = layout_of(self._stores, self.name, copy)
+        if len(logs) != len(copies):
+            raise StreamError(
+                self.source,
+                f"it has {len(logs)} partitions, and its copy {self.name} has {len(copies)}; mirror it under another name",
+            )
+        self._parts = []
+        for number in range(len(logs)):
+            name, uuid = logs.log(number)
+            part = Mirror(
+                self._stores, name, partition_name(self.name, number), follow=False, limits=self._limits, uuid=uuid,
+                patience=self._patience, part=True,
+            )  # fmt: skip
+            self._parts.append(part)
+        self._source_uuid, self._copy_uuid = source.described.uuid, copy.described.uuid
+
     async def _describe(self, uuid: str, patience: float = ATTEMPT_S) -> VerifiedStream:
         stream = await self._stores.describe(
             self.source, uuid, timeout=ATTEMPT_S, patience=patience
@@ -179,13 +216,6 @@ class Mirror(OneProcess):
         if stream.dead:
             raise ConfigError(
                 f"source: {self.source!r} holds dead letters, which are not copied; mirror {self.source.removesuffix(DEAD)!r}"
-            )
-        count = len(stream.order.definition.partitions)
-        if count and not self._part:
-            raise StreamError(
-                self.source,
-                f"it has {count + 1} partitions, and a mirror copies one log; mirror the partitions from "
-                f"{partition_name(self.source, 1)!r} on (partition 0 cannot be mirrored), or hand the stream over to a copy",
             )
         return stream
 
@@ -223,9 +253,71 @@ class Mirror(OneProcess):
         if not self._copy_uuid:
             await self._open()
         try:
-            await self._copy()
+            await (self._copy_parts() if self._parts else self._copy())
         finally:
             self._source_uuid = self._copy_uuid = b""  # another run looks them up again
+
+    # -- copying partitions ----------------------------------------------------------------------------------
+
+    async def _copy_parts(self) -> None:
+        """Copy all partitions up to a cut in which each batch over them is whole, show that, and go on to the next."""
+        for part in self._parts:
+            await part._open()
+        await self._show_cut(
+            (await self._stores.describe(self.name, "", timeout=ATTEMPT_S)).described.cut
+        )
+        while True:
+            ends = await self._cut()
+            for part, end in zip(self._parts, ends, strict=True):
+                part.source_next = end
+            self.source_next = sum(ends)
+            await asyncio.gather(*(part._copy() for part in self._parts))
+            await self._parts[0]._show(ends[0], ends)
+            await self._show_cut(ends)
+            self.next = sum(part.next for part in self._parts)
+            self.copied = sum(part.copied for part in self._parts)
+            if not self._follow:
+                return
+            await asyncio.sleep(ROUND_S)
+
+    async def _cut(self) -> list[int]:
+        """Return where each partition ends at a time when no batch over several is half committed.
+
+        A batch is planned in partition 0, then committed in the others, and last in partition 0, which ends its plan. So
+        if partition 0 has no plan, the others have all of the batches that it has; and if none was made until they were
+        looked at, they have no more than that.
+        """
+        backoff = Backoff(PAUSE_MIN_S, PAUSE_MAX_S, random.random)
+        first, *others = self._parts
+        while True:
+            found = await first._described()
+            ends = [(await part._described()).next for part in others]
+            if not found.plans and (await first._described()).planned == found.planned:
+                self.waiting = ""
+                return [found.next, *ends]
+            self.waiting = f"{self.source} is committing batches over several partitions"
+            await asyncio.sleep(backoff.failed())
+
+    async def _described(self) -> Described:
+        uuid = self._source_uuid.hex()
+        return (await self._retry(lambda: self._describe(uuid, ATTEMPT_PATIENCE_S))).described
+
+    async def show_all(self) -> None:
+        """Show all of the copy of a partition, because its source was stopped."""
+        if not self._copy_uuid:
+            await self._open()
+        await self._write(self.next, self.next, [])
+        await self._show(self.next, [])
+
+    async def _show_cut(self, cut: Sequence[int]) -> None:
+        """Show readers what was decided in partition 0, perhaps by an earlier mirror."""
+        for part, end in list(zip(self._parts, cut, strict=False))[1:]:
+            await part._show(end, [])
+
+    async def _show(self, end: int, cut: Sequence[int]) -> None:
+        """Show readers of the copy what it has up to this offset."""
+        call = Copy(self._source_uuid, self.next, self.next, [], self.source_next, end, list(cut))
+        await self._ask(self.name, self._copy_uuid, call, Copied, writes=True)
 
     async def _copy(self) -> None:
         end = None if self._follow else self.source_next
@@ -342,17 +434,6 @@ class Mirror(OneProcess):
             self._check_source(
                 await self._describe("", ATTEMPT_PATIENCE_S), self._source_uuid.hex()
             )
-
-
-def definition_of_copy(name: str, source: VerifiedStream, **settings: Any) -> Definition:
-    """Return the definition of a copy. Raises ConfigError."""
-    of = source.order.definition
-    origin = Origin(source.order.uuid, of.name, of.topic, of.cluster)
-    definition = Definition(
-        name, mirror=origin.uuid.hex(), origins=(*of.origins, origin), **settings
-    )
-    check_definition(definition)
-    return definition
 
 
 def _end_offset(item: Item) -> int:

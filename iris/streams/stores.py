@@ -269,9 +269,16 @@ class Stores:
     ) -> VerifiedStream:
         """Return a stream's description. Raises StreamError, also if no key of this keyring signed the description."""
         check_address(name)
+        until_s = deadline(timeout)
         described = await self.ask_stream(
             name, uuid, Describe(), Described, timeout=timeout, patience=patience, asked=asked
         )
+        if described.superseded is not None and not uuid:
+            self.forget(name)  # the name is that of another log now
+            left_s = seconds_left(until_s)
+            described = await self.ask_stream(
+                name, uuid, Describe(), Described, timeout=left_s, patience=patience, asked=asked
+            )
         return self.verified(name, described)
 
     def verified(self, name: str, described: Described) -> VerifiedStream:

@@ -401,8 +401,10 @@ class Calls:
             there = None if new.parent else catalogue.by_address.get((new.name, key_id))
             if there is not None and there is not stream:
                 raise Refuse("exists", f"this store already has a stream {new.name!r}, as log {there.uuid.hex()}")  # fmt: skip
-        if new.replaces.next != stream.log.next:
-            raise Refuse("revision", f"the copy ends at offset {stream.log.next}, not {new.replaces.next}; stop its mirror")  # fmt: skip
+        lost, log_end = new.replaces.revision == ANY_REVISION, stream.log.next
+        end = stream.log.limit if lost and stream.log.limit is not None else log_end
+        if new.replaces.next != end:
+            raise Refuse("revision", f"the copy ends at offset {end}, not {new.replaces.next}; stop its mirror")  # fmt: skip
 
     def _put_in_force(self, stream: Stream, charter: Charter, then: Done) -> None:
         """Put a charter in force that is in the stream's log; then call `then`."""
@@ -424,6 +426,10 @@ class Calls:
         stream.charter = charter
         stream.redefine()
         if promoted:
+            if stream.log is not None:
+                if definition.replaces is not None and definition.replaces.revision == ANY_REVISION:
+                    stream.log.trim()
+                stream.log.limit_to(None)
             self._registration.forget_grants(stream)
             fields = {"stream": stream.name, "uuid": stream.uuid.hex(), "source": old.mirror}
             log.info("store.stream_promoted", extra={"fields": fields})

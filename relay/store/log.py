@@ -8,7 +8,7 @@ skips a missing entry, because RocksDB's iterator simply ends at a damaged block
 
 Rows outside the records, by prefix: `i` identity, `o` oldest, `n` next, `s` segment summaries, `x`
 their outlines, `j` and `r` of a log that is copied to a bucket (`bucket.replica`), `g` and `y` of
-records that were moved there (`moved`), `p` producers, `k` key hash -> its last record, `d` due time
+records that were moved there (`moved`), `z` shown end, `p` producers, `k` key hash -> its last record, `d` due time
 and offset of deferred records, `c` cursors, `t` staged entries, `u` the size and time of each, `w`
 writers' last batches, `v` what they commit in several partitions, `f` the offset of the gap of a log
 that was made of a copy.
@@ -72,6 +72,7 @@ from relay.store.segments import Limits
 from relay.store.staging import Staging
 
 TORN_ROW: Final = b"f"
+LIMIT_ROW: Final = b"z"
 COPY_BYTES: Final = 1 << 20
 
 
@@ -118,6 +119,11 @@ class Log:
         """Moves the oldest records to objects of a bucket."""
         self.steps = Steps()
         self._tail: Tail | None = None
+        limits = [one for (one,) in KEY.iter_unpack(database.get(LIMIT_ROW) or b"")]
+        self.limit: int | None = limits[0] if limits else None
+        """For a copy of a partition: where the part ends that may be shown; None if all of it may."""
+        self.cut = limits[1:]
+        """For a copy of partition 0: the limits of all partitions, which others may not have yet."""
         self.load_state()
 
     def load_state(self) -> None:
@@ -270,8 +276,11 @@ class Log:
 
     @property
     def shown(self) -> int:
-        """Where the part of the log ends that readers may be shown: `next`, unless a copy makes it durable."""
-        return self._chain.next if self._tail is None else self._tail.end
+        """Where the part of the log ends that readers may be shown: `next`, unless a copy makes it durable, or it has
+        a `limit`.
+        """
+        end = self._chain.next if self._tail is None else self._tail.end
+        return end if self.limit is None else min(end, self.limit)
 
     @property
     def size_bytes(self) -> int:
@@ -388,6 +397,31 @@ class Log:
         draft.batch.put(TORN_ROW, KEY.pack(torn))
         self._chain.finish(draft)
         self._producers.torn = torn
+
+    def limit_to(self, limit: int | None, cut: Sequence[int] = ()) -> None:
+        """Show the log up to this offset; None: all of it. With a sync. Raises ValueError, LogWriteFailed."""
+        if (limit, list(cut)) == (self.limit, self.cut):
+            return
+        if limit is not None and not (self.limit or 0) <= limit <= self.next:
+            raise ValueError(f"shown: {limit} is not between {self.limit or 0} and {self.next}")
+        batch = self._database.batch()
+        if limit is None:
+            batch.delete(LIMIT_ROW)
+        else:
+            batch.put(LIMIT_ROW, b"".join(map(KEY.pack, (limit, *cut))))
+        self._chain.write(batch, sync=True)
+        self.limit, self.cut = limit, list(cut)
+
+    def trim(self) -> None:
+        """Replace the records that were never shown by holes, because a batch may be there by half.
+
+        Raises LogDamaged, LogWriteFailed.
+        """
+        at = self.next if self.limit is None else self.limit
+        while at < self.next:
+            chunk = self.read(at, COPY_BYTES, now_us=0)
+            self.remove({item.first for item in chunk.items if isinstance(item, Record)})
+            at = chunk.next
 
     def tend_ids(self) -> None:
         """Delete some of the message ids whose window has passed. Not synced. Raises LogWriteFailed."""

@@ -54,6 +54,8 @@ class Plans:
 
     def __init__(self, database: Database) -> None:
         """Read rows `v`. Raises struct.error or ValueError if one is damaged."""
+        self.made = 0
+        """Plans that were made since the log was opened."""
         self.bytes = 0
         """Bytes that count against the limit of staged bytes."""
         self._plans: dict[str, _Plan] = {}
@@ -74,6 +76,11 @@ class Plans:
         """Return a writer's plan."""
         plan = self._plans.get(writer)
         return plan.planned if plan is not None else None
+
+    @property
+    def count(self) -> int:
+        """How many plans are in force."""
+        return len(self._plans)
 
     def up_to(self, writer: str, batch: int) -> Planned | None:
         """Return a writer's plan if it is for this batch or an earlier one."""
@@ -99,6 +106,7 @@ class Plans:
 
     def put(self, rows: Batch, writer: str, planned: Planned, now_us: int) -> None:
         """Add a plan to a write; there must be room. Call `written` when the write is done."""
+        self.made += 1
         forgotten = self._to_forget(now_us)
         if forgotten is not None:
             self.delete(rows, forgotten)

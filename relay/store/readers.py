@@ -64,7 +64,7 @@ class Readers:
         log = self.log
         assert log is not None
         limit = min(incoming.session.message_limit, call.max_bytes)
-        oldest, high_water = log.oldest, log.next
+        oldest, high_water = log.oldest, log.next if log.limit is None else log.shown
         if self.replica is not None and log.oldest <= call.start <= log.shown:
             # What is known to be in the bucket does not wait for what was appended since.
             oldest, high_water = self.replica.tail.oldest, log.shown

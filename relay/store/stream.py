@@ -95,6 +95,7 @@ class Stream:
         """This stream holds the dead letters of another stream."""
         self.displaced = ""
         """Which stream has taken the place of this one, which is only kept; empty if it is served."""
+        self._opened_us = 0
         self._carried: Carried | None = None
         """For a copy that is to take its source's place: what it was given so far."""
         self._limits = Limits()
@@ -174,6 +175,7 @@ class Stream:
 
     def opened(self, log: Log) -> None:
         """Use this log, which was opened for the first time or again."""
+        self._opened_us = self._clock.wall_us
         self.log = self.recorder.log = self.readers.log = log
         if self.replica is not None:
             self._copy(log, self.replica)
@@ -256,7 +258,13 @@ class Stream:
         """
         log = self.log
         numbers = (
-            (log.created_us, log.oldest, log.next, log.messages, log.size_bytes)
+            (
+                log.created_us,
+                log.oldest,
+                log.next if log.limit is None else log.shown,
+                log.messages,
+                log.size_bytes,
+            )
             if log
             else (0,) * 5
         )
@@ -267,7 +275,8 @@ class Stream:
             source_next=self._source_next, heard_us=self._source_seen_us,
             holder=holder if self.in_bucket else b"",
             copied=None if self.bucket_copy is None else streams.CopyLag(*structs.astuple(self.bucket_copy.lag())),
-            moved_bytes=log.size_bytes - log.local_bytes if log else 0, joining=joining, superseded=self.superseded,
+            moved_bytes=log.size_bytes - log.local_bytes if log else 0, joining=joining, superseded=self.superseded, plans=log.staging.rows.plans.count if log else 0,
+            cut=log.cut if log else [], planned=self._opened_us + log.staging.rows.plans.made if log else 0,
         )  # fmt: skip
 
     @property
@@ -411,6 +420,8 @@ class Stream:
             taken = bool(call.items) and call.start == log.next
             if taken:
                 log.copy([item_from_wire(item) for item in call.items], call.next, now_us)
+            if call.shown is not None:
+                log.limit_to(call.shown, call.cut)
             self._source_next, self._source_seen_us = call.high_water, now_us
             incoming.answer(Copied(log.next, taken))
 

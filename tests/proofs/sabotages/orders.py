@@ -368,7 +368,7 @@ SABOTAGES = (
         "replacing-end",
         "relay/store/calls.py",
         "Calls._check_change",
-        "new.replaces.next != stream.log.next",
+        "new.replaces.next != end",
         "False",
         REPLACING,
         "a promotion names another end of the copy than it has, so the loss is counted wrongly",
