@@ -283,9 +283,9 @@ class Mirror(OneProcess):
     async def _cut(self) -> list[int]:
         """Return where each partition ends at a time when no batch over several is half committed.
 
-        A batch is planned in partition 0, then committed in the others, and last in partition 0, which ends its plan. So
-        if partition 0 has no plan, the others have all of the batches that it has; and if none was made until they were
-        looked at, they have no more than that.
+        A batch is planned in partition 0, then committed in the others, and last in partition 0, which ends its
+        plan. So if partition 0 has no plan, the others have all of the batches that it has; and if none was made
+        until they were looked at, they have no more than that.
         """
         backoff = Backoff(PAUSE_MIN_S, PAUSE_MAX_S, random.random)
         first, *others = self._parts

@@ -286,7 +286,7 @@ class Copy(Struct, frozen=True, tag_field="op", tag="copy"):
     high_water: Offset = 0
     """Next offset of the source when it was read."""
     shown: Offset | None = None
-    """For the copy of a partition: from now on, readers and consumers of the copy are shown what is below this offset."""
+    """For the copy of a partition: readers and consumers of it are shown what is below this offset from now on."""
     cut: Annotated[list[Offset], Meta(max_length=MAX_PARTITIONS)] = []
     """For the copy of partition 0: what `shown` is, or will be, in all partitions."""
 
@@ -467,11 +467,11 @@ class Described(Struct, frozen=True, tag_field="op", tag="described"):
     joining: Offset | None = None
     """For a stream on a disk that is to join a bucket: bytes that the bucket was given so far; else None."""
     plans: U32 = 0
-    """Of partition 0: batches over several partitions whose commit has begun and not ended."""
+    """For partition 0: the number of batches over several partitions whose commit has begun and not ended."""
     cut: Annotated[list[Offset], Meta(max_length=MAX_PARTITIONS)] = []
-    """Of a copy of partition 0: up to where each partition may be shown; empty before the first time."""
+    """For a copy of partition 0: where the part ends that may be shown, for each partition; empty at first."""
     planned: Offset = 0
-    """Of partition 0: changes whenever such a commit begins."""
+    """For partition 0: a number that changes whenever such a commit begins."""
     superseded: Superseded | None = None
     """The log that has taken the place of this one, which is only read by its uuid."""
 

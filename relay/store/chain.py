@@ -264,8 +264,8 @@ class Draft:
         stored_us = now_us if stored_us is None else stored_us
         if deferred is None:
             deferred = entry.due_us > max(now_us, self.listed_us)
-        else:
-            deferred = deferred and entry.due_us > self.listed_us
+        elif deferred:
+            deferred = entry.due_us > self.listed_us
         key = KEY.pack(first)
         value = encode_record(key, entry, stored_us, deferred=deferred)
         if entry.key_hash is not None:

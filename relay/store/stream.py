@@ -96,6 +96,7 @@ class Stream:
         self.displaced = ""
         """Which stream has taken the place of this one, which is only kept; empty if it is served."""
         self._opened_us = 0
+        self._stopped = False
         self._carried: Carried | None = None
         """For a copy that is to take its source's place: what it was given so far."""
         self._limits = Limits()
@@ -202,7 +203,8 @@ class Stream:
 
     def define(self, definition: Definition) -> None:
         """Apply a new definition."""
-        self.recorder.pause(definition.stopped)
+        self._stopped = definition.stopped
+        self.recorder.pause(self._stopped)
         self.definition = definition
         self.name = definition.name
         self._limits = Limits(
@@ -372,13 +374,14 @@ class Stream:
 
     def _open(self, incoming: IncomingCall) -> Log | None:
         """Return the log if it can be written; else refuse the call and return None."""
-        if self.definition.successor:
-            incoming.refuse("leaving", handed_over(self.name, self.definition.successor))
-        elif self.definition.paused:
-            incoming.refuse(
-                "paused",
-                f"the stream is paused; run `iris stream resume {self.name}` to record again",
-            )
+        if self._stopped:
+            if self.definition.successor:
+                incoming.refuse("leaving", handed_over(self.name, self.definition.successor))
+            else:
+                incoming.refuse(
+                    "paused",
+                    f"the stream is paused; run `iris stream resume {self.name}` to record again",
+                )
         elif self.replica is not None and self.replica.writer.ended:
             incoming.gate = None  # it rests on nothing
             incoming.refuse(

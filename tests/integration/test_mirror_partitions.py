@@ -172,3 +172,25 @@ async def test_a_copy_that_a_mirror_has_made_takes_the_place_of_its_stream(pair:
     assert await all_of(other, "clicks") == before
     await commit(other, 3)
     assert batches(await all_of(other, "clicks")) == {b"1": 12, b"2": 12, b"3": 12}
+
+
+async def test_a_batch_that_is_committed_while_the_mirror_looks_is_not_cut(
+    pair: Any, monkeypatch: Any
+) -> None:
+    """It begins after the mirror has looked at partition 1, and ends before the mirror has looked at all."""
+    _, client, other, _ = pair
+    await client.streams.create("clicks", partitions=3)
+    await commit(client, 1)
+    described, done = Mirror._described, False
+
+    async def look(self: Mirror) -> Any:
+        nonlocal done
+        found = await described(self)
+        if self.source == "clicks/1" and not done:
+            done = True
+            await commit(other, 2)
+        return found
+
+    monkeypatch.setattr(Mirror, "_described", look)
+    assert await copy_all(client, "clicks", "copy") == 24
+    assert batches(await all_of(other, "copy")) == {b"1": 12, b"2": 12}

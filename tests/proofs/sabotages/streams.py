@@ -15,6 +15,7 @@ CONSUMERS = (
 )
 COPIES = ("tests/unit/relay/store/test_copies.py",)
 REPLACING = ("tests/unit/relay/store/test_replacing.py",)
+MIRROR = "tests/integration/test_mirror_partitions.py"
 HANDOVER = (
     "tests/integration/test_handover.py::test_a_stream_that_is_being_handed_over_waits_and_can_be_resumed",
 )
@@ -452,7 +453,7 @@ SABOTAGES = (
         "handover-writes-to-a-stopped-stream",
         "relay/store/stream.py",
         "Stream._open",
-        "if self.definition.successor:",
+        "if self._stopped:",
         "if False:",
         HANDOVER,
         "what is appended during a handover is acknowledged and is not in the copy",
@@ -506,8 +507,8 @@ SABOTAGES = (
         "copy-deferred",
         "relay/store/chain.py",
         "Draft.add_entry",
-        "deferred and entry.due_us > self.listed_us",
-        "deferred and entry.due_us > now_us",
+        "deferred = entry.due_us > self.listed_us",
+        "deferred = entry.due_us > now_us",
         COPIES,
         "a consumer that was handed over never gets a deferred message that was due when it was copied",
     ),
@@ -541,5 +542,61 @@ SABOTAGES = (
             "tests/integration/test_handover_partitions.py::test_a_copy_with_partitions_is_not_promoted_by_halves",
         ),
         "a partition that is added during a handover is not in the copy",
+    ),
+    Sabotage(
+        "mirror-waits-for-plans",
+        "iris/streams/mirroring.py",
+        "Mirror._cut",
+        "not found.plans and",
+        "",
+        (f"{MIRROR}::test_half_a_batch_is_not_in_the_copy",),
+        "the copy shows half of a batch",
+    ),
+    Sabotage(
+        "mirror-looks-twice",
+        "iris/streams/mirroring.py",
+        "Mirror._cut",
+        "(await first._described()).planned == found.planned",
+        "True",
+        (f"{MIRROR}::test_a_batch_that_is_committed_while_the_mirror_looks_is_not_cut",),
+        "the copy shows half of a batch that was committed while the mirror looked at the partitions",
+    ),
+    Sabotage(
+        "copy-shows-the-cut",
+        "relay/store/readers.py",
+        "Readers._answer",
+        "log.next if log.limit is None else log.shown",
+        "log.next",
+        ("tests/unit/relay/store/test_limited.py",),
+        "a reader of a copy is shown what may be half of a batch",
+    ),
+    Sabotage(
+        "copy-trimmed",
+        "relay/store/calls.py",
+        "Calls._put_in_force",
+        "stream.log.trim()",
+        "pass",
+        (
+            f"{MIRROR}::test_what_was_copied_of_a_batch_by_half_is_not_in_the_copy_that_replaces_its_source",
+        ),
+        "half of a batch is in the stream that replaces a lost one",
+    ),
+    Sabotage(
+        "mirror-completes-a-cut",
+        "relay/store/log.py",
+        "Log.limit_to",
+        "map(KEY.pack, (limit, *cut))",
+        "map(KEY.pack, (limit,))",
+        ("tests/unit/relay/store/test_limited.py",),
+        "a mirror that ended while it showed a cut leaves partitions that do not fit each other",
+    ),
+    Sabotage(
+        "superseded-by-name",
+        "iris/streams/stores.py",
+        "Stores.describe",
+        "described.superseded is not None and not uuid",
+        "False",
+        (f"{MIRROR}::test_a_copy_that_a_mirror_has_made_takes_the_place_of_its_stream",),
+        "a program that knew the old log goes on reading it under the name",
     ),
 )
