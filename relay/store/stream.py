@@ -464,16 +464,16 @@ class Stream:
             return
         if call.first:
             self._carried = Carried()
-        elif self._carried is None:  # the store has started again since
-            incoming.answer(Copied(0, taken=False))
-            return
-        batch = log.database.batch()
-        if call.first:
-            for prefix in MOST:
+        if call.first or call.rows or call.last:
+            if self._carried is None:  # the store has started again since
+                incoming.answer(Copied(0, taken=False))
+                return
+            batch = log.database.batch()
+            for prefix in MOST if call.first else ():
                 batch.delete_range(prefix, bytes([prefix[0] + 1]))
-        for row in self._carried.new(call.rows, log.next):
-            batch.put(row.key, row.value)
-        log.database.write(batch, log.next, sync=True)
+            for row in self._carried.new(call.rows, log.next):
+                batch.put(row.key, row.value)
+            log.database.write(batch, log.next, sync=True)
         if call.last:
             log.load_state()
             self.opened(log)

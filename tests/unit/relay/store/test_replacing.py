@@ -269,10 +269,10 @@ def test_state_is_carried_to_the_copy_that_waits_for_it_alone(tmp_path: Path, wh
 def test_letters_are_carried_once_and_refer_to_the_copy(copy: Keeper) -> None:
     letter = DeadLetter(UUID, 3, "work", 2, "broken")
     record = Record(0, DEAD_KIND, "orders", OWNER.key_id, UUID, _end(), encode(letter), NOW_US)
-    assert _carried(copy, Carry(UUID, letters=[record], next=1)).taken is False  # no `first` yet
     assert _carried(copy, Carry(UUID, [], True, True)).taken
-    for _ in range(2):  # a repeated call adds nothing
+    for _ in range(2):  # a repeated call adds nothing, also if the store has started again
         assert _carried(copy, Carry(UUID, letters=[record], next=1)) == Copied(1, True)
+        copy.restart()
     dead = copy.store.streams[dead_uuid(COPY)]
     assert dead.log is not None
     (found,) = dead.log.read(0, 1 << 20, now_us=NOW_US).items
