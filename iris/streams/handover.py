@@ -173,7 +173,7 @@ class _Handover:
         async with self._mirror() as mirror:
             await mirror.run()
             if self._part:
-                await mirror.show_all()
+                await mirror._show_all()
         old, copy = await self._old(), await self._copy()
         if old.described.next != copy.described.next:
             raise StreamError(

@@ -302,7 +302,7 @@ class Mirror(OneProcess):
         uuid = self._source_uuid.hex()
         return (await self._retry(lambda: self._describe(uuid, ATTEMPT_PATIENCE_S))).described
 
-    async def show_all(self) -> None:
+    async def _show_all(self) -> None:
         """Show all of the copy of a partition, because its source was stopped."""
         if not self._copy_uuid:
             await self._open()
