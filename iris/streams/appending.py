@@ -126,7 +126,12 @@ class Appender:
                 if (pause_us := due_us - _now_us()) > 0:
                     await asyncio.sleep(pause_us / 1e6)
                 self._looking_s = self._loop.time()
-                location = await self._stores.locate(self.name, self.uuid, timeout=GIVE_UP_S)
+                try:
+                    location = await self._stores.locate(self.name, self.uuid, timeout=GIVE_UP_S)
+                except StreamSuperseded:
+                    if not self._follow_name():
+                        raise
+                    continue
                 self._looking_s = 0.0
                 if location is not self._location:
                     self._location = location
@@ -163,10 +168,7 @@ class Appender:
                 )
         except Exception as err:
             if isinstance(err, StreamSuperseded):
-                err.passing = self._named  # the name is that of another log now
-                if self._named:
-                    self._stores.forget(self.name, self.uuid)
-                    self.uuid = ""
+                err.passing = self._follow_name()
             if self.producer.lost(sent, err, _now_us()):
                 self._lost = True
                 self._stores.forget(self.name, self.uuid)
@@ -174,6 +176,13 @@ class Appender:
             self._lost = False
             self.producer.answered(sent, answer.outcomes, _now_us())
         self._wake()
+
+    def _follow_name(self) -> bool:
+        """Go on at the log that has the name now, if the caller did not choose a log; return whether that is so."""
+        if self._named:
+            self._stores.forget(self.name, self.uuid)
+            self.uuid = ""
+        return self._named
 
     def _wake(self) -> None:
         """Wake the waiters whose condition now holds: there is room, or nothing is left to do."""

@@ -47,6 +47,8 @@ MAX_LOCATIONS: Final = 4096
 """Entries in each cache of stream locations; a full cache is cleared."""
 LOCATION_S: Final = 10.0
 """Seconds for which a location is used before it is looked up again."""
+LOOK_S: Final = 1.0
+"""Seconds for the question whether a partition that no store has was replaced."""
 PAUSE_MIN_S: Final = 0.02
 PAUSE_MAX_S: Final = 1.0
 """Shortest and longest pause between retries of a call."""
@@ -364,6 +366,10 @@ class Stores:
                 key = next(iter(keys.values()))
                 address = f"{site}:{uuid}" if site and uuid else uuid or name
                 left_s = seconds_left(until_s)
+                of, number = split_partition(name.removesuffix(DEAD))
+                if asked_uuid and number and not site:  # a partition is not served by its name
+                    now = await self._partition(of, number, name, min(left_s, LOOK_S))
+                    others = [now] if now not in ("", uuid) else []
                 if others and not await self.holders.find(uuid, list(keys), timeout=left_s):
                     await self._check_replaced(name, uuid, others, key, until_s)
                 try:

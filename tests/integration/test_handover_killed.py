@@ -185,3 +185,32 @@ async def test_killed_handovers_and_stores_lose_nothing_and_store_nothing_twice(
             assert (await client.streams.describe("orders", timeout=PATIENCE_S)).uuid == uuid
             with pytest.raises(StreamError):
                 await client.streams.append("orders", b"x", uuid=old.uuid, timeout=1.0)
+
+
+@pytest.mark.timeout(120)
+async def test_partitions_that_were_handed_over_to_a_bucket_outlive_their_store(
+    tmp_path: Path,
+) -> None:
+    with Group(tmp_path) as group:
+        for number in (1, 2):
+            group.start(number, None, *FAST)
+            await group.logged(number, "store.attached")
+        async with group.rig.client() as client:
+            await client.streams.create("clicks", partitions=2, copy=False)
+            for number in range(40):
+                await client.streams.append("clicks", b"%d" % number, key=f"key-{number}")
+            async with client.streams.consumer("clicks", "work", group=True) as worker:
+                for _ in range(10):
+                    worker.ack(await anext(worker))
+            before = await client.streams.consumers("clicks")
+            new = await client.streams.handover("clicks", "copy")
+            assert (new.durability, new.partitions) == ("bucket", 2)
+            infos = await client.streams.partitions("clicks")
+            assert [info.durability for info in infos] == ["bucket", "bucket"]
+            assert await client.streams.consumers("clicks") == before
+            group.kill(1 if infos[1].store == group.id_of(1) else 2)
+            async with client.streams.read("clicks", follow=False, patience=PATIENCE_S) as reader:
+                found = sorted([int(one.payload) async for one in reader])
+            assert found == list(range(40))
+            for number in range(40):
+                await client.streams.append("clicks", b"x", key=f"key-{number}", timeout=PATIENCE_S)

@@ -516,7 +516,7 @@ SABOTAGES = (
         "append-goes-on-by-name",
         "iris/streams/appending.py",
         "Appender._send",
-        "err.passing = self._named",
+        "err.passing = self._follow_name()",
         "err.passing = False",
         ("tests/integration/test_handover.py::test_an_append_by_name_goes_on_at_the_new_log",),
         "an append by name fails because its stream was handed over",
