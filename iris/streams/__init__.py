@@ -32,8 +32,7 @@ from iris.streams.committing import (
     discard_everywhere,
 )
 from iris.streams.consuming import BATCH_MESSAGES, Consumer
-from iris.streams.definitions import MOST, check_local_name, given_fields
-from iris.streams.definitions import check_durability, check_local_name, given_fields
+from iris.streams.definitions import MOST, check_durability, check_local_name, given_fields
 from iris.streams.health import StoreHealth
 from iris.streams.listing import StreamInfo
 from iris.streams.managing import PATIENCE_S, Management

@@ -30,10 +30,10 @@ from iris.errors import (
 )
 from iris.forks import FORKED, disable_in_child
 from iris.one_process import OneProcess
-from iris.streams.definitions import make_stream
-from iris.streams.reading import CLOSED
 from iris.streams.copying import copy_of_partitions, definition_of_copy
+from iris.streams.definitions import make_stream
 from iris.streams.partitions import layout_of
+from iris.streams.reading import CLOSED
 from iris.streams.stores import PAUSE_MAX_S, PAUSE_MIN_S, Stores
 from iris.streams.verified import VerifiedStream
 from iris.wire.codec import END

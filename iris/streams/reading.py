@@ -11,11 +11,10 @@ from typing import Final, Self
 from msgspec import structs
 
 from iris.awaiting import check_callback, check_returned
-from iris.errors import Closed, StreamDamaged, StreamError, StreamUnavailable
+from iris.errors import Closed, StreamDamaged, StreamError, StreamSuperseded, StreamUnavailable
 from iris.forks import FORKED, disable_in_child
 from iris.misuse import AsyncOnly
 from iris.one_process import OneProcess
-from iris.errors import Closed, StreamDamaged, StreamError, StreamSuperseded, StreamUnavailable
 from iris.streams.interleaving import Interleaved
 from iris.streams.partitions import Layout, find_layout, layout_of
 from iris.streams.records import RecordOpener, StreamGap, StreamMessage, to_gap

@@ -37,8 +37,6 @@ from iris.streams.holders import Holder, Holders
 from iris.streams.verified import VerifiedStream
 from iris.wire.kinds import STORES
 from iris.wire.names import check_address, check_uuid, split_site
-from iris.wire.orders import DEAD, in_force, split_partition
-from iris.wire.names import check_address, split_site
 from iris.wire.orders import DEAD, in_force, split_partition, superseded_text
 from iris.wire.stream_items import dead_uuid
 from iris.wire.streams import Call, Describe, Described, FindStore, StoreInfo, Supersede, encode

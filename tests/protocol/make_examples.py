@@ -140,11 +140,11 @@ TICKET: Final = sign_ticket(
 )  # fmt: skip
 
 CONTROLS: Final[dict[str, Control]] = {
-    "hello": frames.Hello(1, 1, "billing", 4711),
-    "hello-ticket": frames.Hello(1, 8, "board", 0, 1_500_001, TICKET),
+    "hello": frames.Hello(1, 0, "billing", 4711),
+    "hello-ticket": frames.Hello(1, 0, "board", 0, 1_500_001, TICKET),
     "ticket": frames.Ticket(11, TICKET),
     "release": frames.Release(KEY.key_id),
-    "welcome": frames.Welcome(1, 1, RELAY_ID, SESSION_ID, CHALLENGE, 1 << 20, ""),
+    "welcome": frames.Welcome(1, 0, RELAY_ID, SESSION_ID, CHALLENGE, 1 << 20, ""),
     "error": frames.Error("alias 7 was not declared for this kind of frame"),
     "bye": frames.Bye("client closed"),
     "drain": frames.Drain(10_000),
@@ -221,7 +221,7 @@ CONTROLS: Final[dict[str, Control]] = {
     "roster": frames.Roster(5, [MEMBER_ID]),
     "done": frames.Done(5, []),
     "link-hello": link_frames.LinkHello(
-        1, 1, RELAY_ID, 1_000_000, 1_004_000, 1 << 20, 65_536, "", "db-1", ["10.0.0.7:7430"]
+        1, 0, RELAY_ID, 1_000_000, 1_004_000, 1 << 20, 65_536, "", "db-1", ["10.0.0.7:7430"]
     ),
     "beat": frames.Beat(2_004_000, 5_000_000, 998_000, 4),
     "beat-wall": frames.Beat(2_004_000, 5_000_000, 998_000, 4, 1_760_000_000_000_000),
