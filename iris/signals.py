@@ -8,7 +8,8 @@ from collections.abc import Callable
 from typing import TypeVarTuple
 
 Ts = TypeVarTuple("Ts")
-_ENDING = (signal.SIGTERM, signal.SIGINT)
+_DEFAULTS = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+"""What these signals do to a Python process that handles none."""
 
 
 def on_signal(number: signal.Signals, call: Callable[[*Ts], object], *values: *Ts) -> None:
@@ -18,6 +19,8 @@ def on_signal(number: signal.Signals, call: Callable[[*Ts], object], *values: *T
     the signal's byte in the loop's pipe and its Python handler. One SIGTERM would then be a second one, which ends a
     process at once.
 
+    Once the loop is closed, SIGTERM and SIGINT have their usual effect again, and others have none.
+
     Raises:
         ValueError: this is not the main thread.
     """
@@ -26,8 +29,8 @@ def on_signal(number: signal.Signals, call: Callable[[*Ts], object], *values: *T
     def handle(*_: object) -> None:
         if not loop.is_closed():
             loop.call_soon_threadsafe(call, *values)
-        elif number in _ENDING:
-            signal.signal(number, signal.SIG_DFL)
+        elif number in _DEFAULTS:
+            signal.signal(number, _DEFAULTS[number])
             signal.raise_signal(number)
 
     signal.signal(number, handle)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import signal
 from pathlib import Path
+
+import pytest
 
 import iris
 import relay
+from iris.signals import on_signal
 
 
 def test_no_module_takes_signals_from_the_loop() -> None:
@@ -16,3 +21,18 @@ def test_no_module_takes_signals_from_the_loop() -> None:
     users = [path.name for path in modules if ".add_signal_handler(" in path.read_text()]
     assert len(modules) > 100
     assert users == []
+
+
+def test_once_the_loop_is_closed_an_interrupt_is_what_it_is_elsewhere() -> None:
+    before = signal.getsignal(signal.SIGINT)
+
+    async def take() -> None:
+        on_signal(signal.SIGINT, lambda: None)
+
+    try:
+        asyncio.run(take())
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
