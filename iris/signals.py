@@ -8,8 +8,7 @@ from collections.abc import Callable
 from typing import TypeVarTuple
 
 Ts = TypeVarTuple("Ts")
-_DEFAULTS = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
-"""What these signals do to a Python process that handles none."""
+_ENDING = (signal.SIGTERM, signal.SIGINT)
 
 
 def on_signal(number: signal.Signals, call: Callable[[*Ts], object], *values: *Ts) -> None:
@@ -29,8 +28,9 @@ def on_signal(number: signal.Signals, call: Callable[[*Ts], object], *values: *T
     def handle(*_: object) -> None:
         if not loop.is_closed():
             loop.call_soon_threadsafe(call, *values)
-        elif number in _DEFAULTS:
-            signal.signal(number, _DEFAULTS[number])
+        elif number in _ENDING:
+            interrupt = number == signal.SIGINT
+            signal.signal(number, signal.default_int_handler if interrupt else signal.SIG_DFL)
             signal.raise_signal(number)
 
     signal.signal(number, handle)
