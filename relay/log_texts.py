@@ -126,6 +126,7 @@ SENTENCES: Final[dict[str, str | tuple[str, ...]]] = {
     "store.refused_by_relay": "The relay refused to record stream {stream}: {error}.",
     "store.call_refused": "A call to {address} was refused because it failed authentication: {reason}. Check the keyring of the caller.",
     "store.channel_unknown": "A call to {address} came over a channel that this store does not have: {reason}. That is usual after the stream has moved here or a store was restarted; the caller opens another channel.",
+    "store.dead_letters": "Messages of stream {stream} became dead letters of the consumer {consumer}: {messages}, the first at offset {offset} after {deliveries} deliveries ({reason}). `iris stream dead {stream}` lists them, and `iris stream redrive` delivers them again.",
     "store.stream_created": "Stream {stream} ({uuid}) was created.",
     "store.stream_deleted": "Stream {stream} ({uuid}) was deleted.",
     "store.stream_promoted": "Stream {stream} ({uuid}), until now a mirror of {source}, was promoted.",

@@ -9,6 +9,7 @@ from typing import Any, Final, Literal, TypeVar
 from msgspec import Struct
 
 from iris.client import Client
+from iris.documents import as_bytes
 from iris.errors import IrisError, NoStream, RelayUnavailable, StreamError, StreamUnavailable
 from iris.logs import logger
 from iris.streams import StreamMessage
@@ -124,12 +125,13 @@ def _status(error: IrisError) -> int:
 
 
 def _shown(message: StreamMessage) -> dict[str, Any]:
-    """Return a dead letter as a page shows it. Its texts hold no control characters."""
-    shown = message.payload[:SHOWN_BYTES]
+    """Return a dead letter as a page shows it: an object as JSON. Its texts hold no control characters."""
+    data = as_bytes(message)
+    shown = data[:SHOWN_BYTES]
     try:
         # The end may be in the middle of a character.
         text, binary = (
-            shown.decode(errors="strict" if len(shown) == len(message.payload) else "ignore"),
+            shown.decode(errors="strict" if len(shown) == len(data) else "ignore"),
             False,
         )
     except UnicodeDecodeError:

@@ -22,9 +22,10 @@ from iris.errors import DecodeError, IrisError
 from iris.wire import frames
 from iris.wire.frames import MAX_KEY_IDS
 from iris.wire.kinds import Kind
-from iris.wire.names import plural
+from iris.wire.names import plural, printable
 from iris.wire.orders import DEAD, Definition, Order, superseded_text
 from iris.wire.stream_items import dead_uuid
+from relay.logs import Quiet
 from relay.store import displacing, join_notes
 from relay.store.authority import NO_CHARTER, Authority, Charter, DefinitionFile
 from relay.store.bucket.replica import Replica, forget
@@ -86,6 +87,7 @@ class Catalogue:
         """Streams that are to join the bucket."""
         self.undecided: dict[bytes, Note] = {}
         """Streams of which only the bucket knows whether they have joined. They are not served until it was asked."""
+        self._quiet = Quiet()
         self.version = 0
         """Changes whenever the set of streams or what they record changes."""
         self.authority = authority
@@ -284,11 +286,18 @@ class Catalogue:
         return stream
 
     def _write_dead_letters(self, stream: Stream, consumer: str, letters: list[Dead]) -> None:
-        """Write dead letters to the stream's log of dead letters, which the first one creates.
+        """Write dead letters to the stream's log of dead letters, which the first one creates, and log the first.
 
         Raises LogError.
         """
         self.letters_of(stream).append_dead_letters(stream, consumer, letters, self.clock.wall_us)
+        first = letters[0]
+        fields = {
+            "stream": stream.name, "consumer": consumer, "messages": len(letters), "offset": first.offset,
+            "deliveries": first.deliveries, "reason": printable(first.reason),
+        }  # fmt: skip
+        key = (stream.uuid, consumer)
+        self._quiet.warning(log, "store.dead_letters", key, self.clock.elapsed_us / 1e6, fields)
 
     def letters_of(self, stream: Stream) -> Stream:
         """Return the stream of a stream's dead letters, which the first call creates. Raises LogError."""

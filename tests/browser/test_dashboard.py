@@ -319,31 +319,33 @@ async def test_dead_letters_are_looked_at_and_redriven_and_each_change_is_asked_
             await streams.create("orders", timeout=PATIENCE_S)
             await streams.append("orders", hostile)
             await streams.append("orders", bytes(range(256)))
+            await streams.append("orders", {"sku": "a", "left": 0})
             async with streams.consumer("orders", "invoices", group=True, max_deliver=1) as work:
-                for _ in range(2):
+                for _ in range(3):
                     work.nack(await anext(work), reason="no <b>such</b> customer")
                 await work.flush()
 
             page = await (await pages.open(dashboard.url)).shown()
             row = page.tab.locator("#consumers-table tbody tr")
             await row.get_by_role("button", name="Peek").click()
-            await page.wait("() => document.querySelectorAll('#peek-table tbody tr').length === 2")
-            first, second = await page.table("peek")
+            await page.wait("() => document.querySelectorAll('#peek-table tbody tr').length === 3")
+            first, second, third = await page.table("peek")
             assert first["Payload"].startswith("<img src=x onerror=alert(1)>?[31m")
             assert first["Why"].startswith("no <b>such</b> customer")
             assert second["Payload"].startswith("00 01 02")
+            assert third["Payload"].startswith('{"sku":"a","left":0}')
             assert await page.tab.locator("#peek img, #peek b").count() == 0
             await page.tab.keyboard.press("Escape")
 
             await row.get_by_role("button", name="Redrive").click()
-            assert "2 dead letters" in await page.text("#ask-text")
+            assert "3 dead letters" in await page.text("#ask-text")
             await page.tab.keyboard.press("Enter")  # on Cancel, which has the focus
             await page.tab.locator("#ask").wait_for(state="hidden")
-            assert len(await streams.dead_letters("orders", "invoices")) == 2
+            assert len(await streams.dead_letters("orders", "invoices")) == 3
             await row.get_by_role("button", name="Redrive").click()
             await page.tab.locator("#ask-yes").click()
             await page.wait(
-                "() => /2 messages will be delivered/.test(document.querySelector('#said').textContent)"
+                "() => /3 messages will be delivered/.test(document.querySelector('#said').textContent)"
             )
             assert await streams.dead_letters("orders", "invoices") == []
 

@@ -187,7 +187,7 @@ async def test_touch_keeps_a_message_from_being_delivered_again(setting: Any) ->
 
 
 async def test_a_failed_message_comes_again_after_its_delay_and_then_is_a_dead_letter(
-    setting: Any,
+    setting: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     _, client, other = setting
     await client.streams.create("orders")
@@ -213,6 +213,10 @@ async def test_a_failed_message_comes_again_after_its_delay_and_then_is_a_dead_l
     assert (letter.payload, letter.headers, letter.name) == (b"2", {"n": "2"}, "orders")
     assert (letter.dead.offset, letter.dead.consumer, letter.dead.deliveries) == (2, "invoices", 3)
     assert letter.dead.reason == "no such customer"
+    (line,) = [one for one in caplog.records if one.message == "store.dead_letters"]
+    assert line.fields == {  # type: ignore[attr-defined]  # what our log lines have
+        "stream": "orders", "consumer": "invoices", "messages": 1, "offset": 2, "deliveries": 3, "reason": "no such customer",
+    }  # fmt: skip
     assert [(i.name, i.messages) for i in await client.streams.list()] == [
         ("orders", 5),
         ("orders.dead", 1),

@@ -1,6 +1,7 @@
 """Attacks from sessions (`proofs.attacks`) against a real relay, beside honest requests over it and over its link.
 
-attackers ── A ── member, caller           the same number of processes that spin is what it is compared with
+attackers ── A ── member, caller           compared with as many processes that spin, and with one more: the relay
+                                               that attackers keep busy competes for the processors, too
              │
              link, TLS on loopback
              │
@@ -40,7 +41,7 @@ from proofs.common import TIMEOUT_S, Cues, Proof, Run, cue, cue_and_wait, start
 CLUSTER: Final = "proof-siege"
 REQUEST_BYTES: Final = 256
 LIMIT: Final = 3.0
-"""Largest allowed ratio of p99 with attackers to p99 beside as many processes that spin."""
+"""Largest allowed ratio of p99 with attackers to p99 beside as many busy processes, of which the relay is one."""
 STRETCH_MS: Final = 5.0
 SHARE_MS: Final = 10.0
 """Most processor time for one connection at a stretch, and in one turn."""
@@ -48,6 +49,10 @@ ATTACKERS: Final = (1, 8)
 SECONDS: Final = 1.0
 ROUNDS: Final = 3
 """Turns without and with attackers, which alternate, because other load on this machine changes between them."""
+SPUN: Final = 0
+BUSY: Final = 1
+ATTACKED: Final = 2
+"""Phases of a round."""
 CHUNKS: Final = 3
 """Chunks of each attack in tests."""
 SETTLE_S: Final = 30.0
@@ -205,7 +210,8 @@ class Outcome:
     name: str
     attackers: int
     callers: list[list[Result]] = field(default_factory=list)
-    """Percentiles of the caller at A and of that at B: by turns beside processes that spin, and beside attackers."""
+    """Percentiles of the caller at A and of that at B: by turns beside as many processes that spin, beside one more,
+    and beside attackers."""
     meter: Result = field(default_factory=dict)
     links_down: int = 0
     failures: list[str] = field(default_factory=list)
@@ -242,16 +248,22 @@ class Outcome:
 
     @property
     def ratio(self) -> float:
-        """The larger of the ratios of p99 at A and at B."""
+        """The larger of the ratios of p99 at A and at B, to that beside as many busy processes."""
+        return self._ratio(BUSY)
+
+    def _ratio(self, than: int) -> float:
         ratios = (
-            [b["p99_us"] / a["p99_us"] for a, b in zip(phases[::2], phases[1::2], strict=True)]
+            [
+                b["p99_us"] / a["p99_us"]
+                for a, b in zip(phases[than::3], phases[ATTACKED::3], strict=True)
+            ]
             for phases in self.callers
         )
         return float(max(map(statistics.median, ratios)))
 
-    def _median_ms(self, key: str, attacked: bool) -> str:
+    def _median_ms(self, key: str, when: int) -> str:
         return "/".join(
-            f"{statistics.median(phase[key] for phase in phases[attacked::2]) / 1000:.1f}"
+            f"{statistics.median(phase[key] for phase in phases[when::3]) / 1000:.1f}"
             for phases in self.callers
         )
 
@@ -288,15 +300,15 @@ class Outcome:
         counted = ", ".join(f"{k} {v:,}" for k, v in self.counted.items())
         closed = "; ".join(f"{n:,} x {why[:60]}" for why, n in self.closed.most_common(2))
         return (
-            f"| {self.name} | {self.attackers} | {self._median_ms('p50_us', False)} | {self._median_ms('p50_us', True)} | {self._median_ms('p99_us', False)} "
-            f"| {self._median_ms('p99_us', True)} | {self.ratio:.1f} | {stretch_ms:.1f} {name} | {self.meter['collection_ms']:.1f} | {work_ms:.1f} {work} | {self.meter['share_ms']:.1f} | {self.meter['turn_ms']:.1f} "
+            f"| {self.name} | {self.attackers} | {self._median_ms('p50_us', BUSY)} | {self._median_ms('p50_us', ATTACKED)} | {self._median_ms('p99_us', SPUN)} | {self._median_ms('p99_us', BUSY)} "
+            f"| {self._median_ms('p99_us', ATTACKED)} | {self._ratio(SPUN):.1f} | {self.ratio:.1f} | {stretch_ms:.1f} {name} | {self.meter['collection_ms']:.1f} | {work_ms:.1f} {work} | {self.meter['share_ms']:.1f} | {self.meter['turn_ms']:.1f} "
             f"| {frames} | {self.links_down} | {self.sent_mb_s:.2f} | {counted} | {closed} | {'; '.join(self.broken())} |"
         )  # fmt: skip
 
 
 HEAD: Final = (
-    "| attack | attackers | p50 A/B spun ms | p50 attacked | p99 spun | p99 attacked | ratio | longest stretch ms | collection ms | without it ms | of a turn ms | turn ms "
-    "| longest control frames ms | links down | MB/s | counted | closed | broken |\n|---|" + "---:|" * 12 + "---|---:|---|---|---|"
+    "| attack | attackers | p50 A/B busy ms | p50 attacked | p99 spun | p99 busy | p99 attacked | ratio to spun | ratio to busy | longest stretch ms | collection ms | without it ms | of a turn ms | turn ms "
+    "| longest control frames ms | links down | MB/s | counted | closed | broken |\n|---|" + "---:|" * 14 + "---|---:|---|---|---|"
 )  # fmt: skip
 
 
@@ -334,7 +346,7 @@ def _counts(status: Result) -> Counter[str]:
 def measure(name: str, attackers: Sequence[int], seconds: float, rounds: int) -> list[Outcome]:
     """Run one attack by each number of attackers, against relays of its own."""
     found = []
-    with Run(120 + len(attackers) * rounds * (4 * seconds + SETTLE_S)) as roles:
+    with Run(120 + len(attackers) * rounds * (6 * seconds + SETTLE_S)) as roles:
         scene = Scene(roles)
         for count in attackers:
             outcome = Outcome(name, count)
@@ -342,9 +354,10 @@ def measure(name: str, attackers: Sequence[int], seconds: float, rounds: int) ->
             before, down = _counts(scene.settled()), scene.links_down()
             meters = []
             for _ in range(rounds):
-                spinning = scene.attackers(["spin"], count)
-                scene.ask(seconds)
-                spinning.result(stop=True)
+                for busy in (count, count + 1):
+                    spinning = scene.attackers(["spin"], busy)
+                    scene.ask(seconds)
+                    spinning.result(stop=True)
                 scene.meter()
                 evil = scene.attackers([name], count)
                 begin_s = time.monotonic()
@@ -359,7 +372,7 @@ def measure(name: str, attackers: Sequence[int], seconds: float, rounds: int) ->
             outcome.failures += scene.faults()
         for caller in scene.answers():
             for number, outcome in enumerate(found):
-                outcome.callers.append(caller["phases"][2 * rounds * number :][: 2 * rounds])
+                outcome.callers.append(caller["phases"][3 * rounds * number :][: 3 * rounds])
             if caller["failed"]:
                 found[-1].failures += caller["failed"]
     return found
