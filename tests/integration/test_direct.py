@@ -168,7 +168,7 @@ async def test_iris_status_has_a_line_of_them(relay: Relay, tmp_path: Path) -> N
     async with ends(relay) as (left, right):
         await moved(left, right)
         command = [sys.executable, "-m", "iris.cli", "status", "--relay", str(relay.config.socket_path)]  # fmt: skip
-        environ = {**os.environ, "IRIS_CONFIG_HOME": str(tmp_path)}
+        environ = {**os.environ, "IRIS_CONFIG": str(tmp_path)}
         save_keyring(tmp_path / "keyring.toml", iris.Keyring.single(ClusterKey(bytes(32))))
         done = await asyncio.to_thread(
             subprocess.run, command, capture_output=True, text=True, env=environ

@@ -21,7 +21,7 @@ from iris.core.bundle import (
     find_columns,
     split_single,
 )
-from iris.errors import DecodeError, LocalProtocolError
+from iris.errors import DecodeError, EncodeError, MessageTooLarge
 
 PAYLOADS = st.lists(st.binary(max_size=60), min_size=1, max_size=20)
 HEADERS = st.one_of(
@@ -139,13 +139,13 @@ def test_a_bundle_of_empty_messages_keeps_their_number() -> None:
 
 @pytest.mark.parametrize("headers", [{"a": 1}, {1: "a"}, {"a": None}, {b"a": "b"}])
 def test_headers_are_text(headers: Headers) -> None:
-    with pytest.raises(LocalProtocolError, match="str"):
+    with pytest.raises(EncodeError, match="str"):
         check_headers(headers)
 
 
 def test_headers_have_a_bound() -> None:
     assert check_headers({"a": "x" * (MAX_HEADERS_BYTES - 10)})
-    with pytest.raises(LocalProtocolError, match="over"):
+    with pytest.raises(MessageTooLarge, match="over"):
         check_headers({"a": "x" * MAX_HEADERS_BYTES})
 
 

@@ -64,6 +64,7 @@ def make() -> Outbound:
 
 def put(out: Outbound, name: str, *payloads: bytes, packed: bool = False) -> None:
     flow = out.flow(Kind.PUBLISH, name, KEY)
+    flow.parts = 1  # as the relay's first SHARE says
     for payload in payloads:
         out.add(flow, payload, None, packed)
 

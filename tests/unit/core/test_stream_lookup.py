@@ -63,7 +63,7 @@ async def test_a_stream_that_was_never_found_is_missing_at_once(uuid: str) -> No
 
 
 async def test_another_stream_of_the_name_is_missing_at_once() -> None:
-    network = Network(True, True)
+    network = Network(True, True, True)  # the last look is for a log that has replaced it
     await network.locate("orders", "", timeout=1.0)
     with pytest.raises(NoStream):
         await network.fetch(bytes(16).hex())
