@@ -18,7 +18,7 @@ CANNOT_WRITE = 1
 
 
 class OutputLost(Exception):
-    """Standard output cannot be written; the cause is the OSError.
+    """Standard output cannot be written; its argument is the OSError.
 
     It is not an OSError itself, so that no verb takes it for an error of a file or connection that it uses, and Typer
     does not exit for it.
@@ -32,7 +32,7 @@ class _Output(io.FileIO):
         except BlockingIOError:
             raise
         except OSError as error:
-            raise OutputLost from error
+            raise OutputLost(error) from error
 
 
 class _Errors(io.FileIO):
@@ -93,8 +93,7 @@ def _ended(lost: OutputLost) -> int:
     """Report why standard output was lost, unless its reader has left. Return the exit code."""
     from iris.cli.exits import complain
 
-    cause = lost.__cause__
-    assert isinstance(cause, OSError)
+    cause: OSError = lost.args[0]
     # What is still buffered must go somewhere: Python writes it when it exits, and would complain.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if cause.errno == errno.EPIPE:

@@ -38,7 +38,7 @@ class Seen:
         if before is not None and until_us - before.until_us < SEEN_US:
             served |= before.kinds
         self._last[address] = _Last(served, where, until_us)
-        if len(self._last) > MAX_SEEN:
+        while len(self._last) > MAX_SEEN or until_us - next(iter(self._last.values())).until_us >= SEEN_US:  # fmt: skip
             self._last.popitem(last=False)
 
     def lost(

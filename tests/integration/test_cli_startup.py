@@ -46,7 +46,8 @@ from iris.cli import main
 try:
     main()
 except SystemExit:
-    sys.stderr.write("\\n" + json.dumps(sorted(sys.modules)))
+    pass
+sys.stderr.write("\\n" + json.dumps(sorted(sys.modules)))
 """
 
 

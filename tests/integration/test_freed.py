@@ -270,8 +270,14 @@ async def strange(port: int, data: bytes) -> None:
         await writer.wait_closed()
 
 
-COUNTERS = {"Accounts.dropped", "Quiet._logged", "WebListener.refusals", "RemoteListener.refusals"}
-"""A few causes, and the latest lines of the log."""
+COUNTERS = {
+    "Accounts.dropped",
+    "Seen._last",
+    "Quiet._logged",
+    "WebListener.refusals",
+    "RemoteListener.refusals",
+}
+"""A few causes, where members were in the last minutes, and the latest lines of the log."""
 
 
 def test_no_table_of_a_relay_keeps_anything_of_sessions_that_have_gone(tmp_path: Path) -> None:

@@ -900,13 +900,13 @@ def bytes_one_by_one(a: Attacker) -> Chunks:
 
 @attack(port="tls")
 def pings_from_another_host(a: Attacker) -> Chunks:
-    a.connect_tls().greet(0)
+    a.connect_tls().greet()
     yield from forever(packed(frames.Ping(1)) * 2000)
 
 
 @attack(port="tls", settles=False)
 def small_pushes_from_another_host(a: Attacker) -> Chunks:
-    a.connect_tls().greet(0).prove()
+    a.connect_tls().greet().prove()
     a.say(a.declare(0, Kind.PUSH, "evil.nobody"))
     yield b""
     yield from calls(Kind.PUSH, body=b"")
@@ -923,5 +923,5 @@ def connecting_from_another_host(a: Attacker) -> Chunks:
     yield b""
     while True:
         a.close()
-        a.connect_tls().greet(0).prove()
+        a.connect_tls().greet().prove()
         yield b""

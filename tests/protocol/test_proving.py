@@ -172,6 +172,10 @@ def test_a_poisoned_session_seals_no_more(net: Network) -> None:
     with pytest.raises(LocalProtocolError, match="forked"):
         sender.publish("a", b"2")
     tunnel.write(memoryview(b"x"), 0)
-    with pytest.raises(LocalProtocolError):
-        tunnel.flush()
+    framed = list(sender.session.out.chunks)
+    tunnel.flush()
+    assert sender.session.out.chunks == framed
+    assert tunnel._send is not None
+    with pytest.raises(LocalProtocolError, match="forked"):
+        tunnel._send.encrypt(b"x")
     sender.lose()

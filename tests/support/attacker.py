@@ -28,7 +28,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from iris.crypto.keys import ClusterKey
-from iris.remote import load_access
+from iris.remote import certificate_hash, load_access
 from iris.wire import frames
 from iris.wire.codec import END, HOP, decode_control, encode_control
 from iris.wire.frames import Control
@@ -88,6 +88,8 @@ class Attacker:
         self.key = ClusterKey(bytes([0xE0, number]) * 16)
         self.sender_id = os.urandom(16)
         self.welcome: frames.Welcome
+        self.channel = b""
+        """What proofs are bound to: the certificate of a session over TLS."""
         self.deaf = False
         """Whether it does not read what it is sent."""
         self.brief = False
@@ -150,6 +152,7 @@ class Attacker:
             self._socket = access.context.wrap_socket(plain, server_hostname=access.server_name)
         except OSError as err:
             raise Closed(f"no handshake: {type(err).__name__}") from err
+        self.channel = certificate_hash(self._socket.getpeercert(binary_form=True) or b"")
         self._socket.setblocking(False)
         return self
 
@@ -213,6 +216,7 @@ class Attacker:
             relay_id=self.welcome.relay_id,
             session_id=self.welcome.session_id,
             challenge=self.welcome.challenge,
+            channel=self.channel,
         )
         return frames.Prove(number, key.public_key, signature)
 
