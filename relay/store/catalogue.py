@@ -291,6 +291,8 @@ class Catalogue:
         Raises LogError.
         """
         self.letters_of(stream).append_dead_letters(stream, consumer, letters, self.clock.wall_us)
+        if not letters:
+            return
         first = letters[0]
         fields = {
             "stream": stream.name, "consumer": consumer, "messages": len(letters), "offset": first.offset,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import re
 import ssl
 import sys
 import time
@@ -23,6 +24,7 @@ import iris
 from iris import Keyring
 from iris.crypto.keys import ClusterKey
 from iris.errors import ConfigError
+from iris.extras import install_line
 from iris.logs import event_of
 from iris.wire import frames
 from iris.wire.codec import encode_control
@@ -390,5 +392,5 @@ def test_without_the_packages_the_relay_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "websockets", None)
     config = replace(dev(tmp_path / "relay.sock"), listen=("ws://127.0.0.1:0",))
-    with pytest.raises(ConfigError, match=r"pip install 'iris-messaging\[wss\]'"):
+    with pytest.raises(ConfigError, match=re.escape(install_line("wss"))):
         Relay(config)

@@ -118,9 +118,10 @@ def end(net: Network, hosts: list[Host], how: Callable[[Host], None]) -> None:
 
 
 BOUNDED = {
-    "Accounts.dropped", "Seen._last", "Heartbeat.samples", "Heartbeat.offsets", "PeerInterest._key_ids", "PeerInterest._kinds",
+    "Accounts.dropped", "Seen._last", "Heartbeat.samples", "Heartbeat.offsets", "PeerInterest._key_ids",
+    "PeerInterest._kinds",
 }  # fmt: skip
-"""A few causes, where members were in the last minutes, windows of the latest samples, and values that the copies of members share."""
+"""A few causes, where members were lately, windows of the latest samples, and values that copies of members share."""
 
 
 def left_by(net: Network, before: dict[str, int]) -> dict[str, int]:
