@@ -239,8 +239,6 @@ class Router(Parts):
             self._beat()
         if self.now_us >= self.mesh.deadline_us:
             self.mesh.expire(self.now_us)
-        if self.now_us >= self._calls.deadline_us:
-            self._calls.expire(self.now_us)
         if self.now_us >= self.drains.deadline_us:
             self.drains.expire(self.now_us)
         if self.now_us >= self.stores.deadline_us:
@@ -258,6 +256,8 @@ class Router(Parts):
             self.credits.expire(self.now_us)
         if self.now_us >= self._reach.deadline_us:
             self._reach.expire(self.now_us)
+        if self.now_us >= self._calls.deadline_us:  # after what may change the interest, for which calls wait
+            self._calls.expire(self.now_us)
         if self.now_us >= self.interest.watches.deadline_us:
             self.interest.watches.expire()
         # Last, because changes above must be advertised to other sites too.

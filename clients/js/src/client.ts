@@ -536,7 +536,8 @@ export class Client implements AsyncDisposable {
 
   async #cast(address: Address, payload: unknown, headers: Headers | undefined): Promise<void> {
     const { payload: bytes, packed } = encodePayload(payload);
-    checkMessage(bytes, encodeHeaders(headers), Infinity); // what is held cannot be refused later
+    encodeHeaders(headers); // what is held cannot be refused later
+    checkMessage(bytes, Infinity);
     if (this.#closed) throw new Closed("the client was closed");
     if (this.#parts) {
       this.#parts.casts.add(address, bytes, packed, headers);

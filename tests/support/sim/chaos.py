@@ -28,6 +28,7 @@ ROUND_STEPS: Final = 120
 MAX_SESSIONS: Final = 4
 BY_DESIGN: Final = {
     "AliasTable._free": "and their numbers",
+    "Seen._last": "where members were, for some minutes",
     "Neighbor.routes": "what a link declared stands until it is declared anew",
     "Link.routes": "the same",
     "Wan.routes": "the same",
