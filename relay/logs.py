@@ -36,6 +36,14 @@ class JsonLines(logging.Formatter):
     values that JSON lacks as their `str`; the `str` of a key is redacted.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        from relay.log_texts import (
+            SENTENCES,  # now: with no descriptor left a module cannot be loaded
+        )
+
+        self._texts = SENTENCES
+
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, object] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
@@ -45,9 +53,7 @@ class JsonLines(logging.Formatter):
         }
         fields: Mapping[str, object] = getattr(record, "fields", {})
         if record.levelno >= logging.WARNING:
-            from relay.log_texts import SENTENCES  # only if there is a warning: it takes memory
-
-            if text := sentence(event_of(record), fields, SENTENCES)[0]:
+            if text := sentence(event_of(record), fields, self._texts)[0]:
                 line["message"] = text
         line.update({name + "_" if name in line else name: fields[name] for name in fields})
         if record.exc_info:

@@ -72,8 +72,9 @@ def _print_tables(report: dict[str, Any], before: dict[str, Any]) -> None:
 
     console = output.console()
     process = [f"process {report['pid']}"] if "pid" in report else []
-    up = f"up {_duration(report['uptime_s'])}"
-    state = ", ".join([*process, up, *["draining"] * report["draining"]])
+    # A session with a ticket is not told.
+    up = [f"up {_duration(report['uptime_s'])}"] if "uptime_s" in report else []
+    state = ", ".join([*process, *up, *["draining"] * report["draining"]])
     console.print(Text.assemble(("relay", "bold"), f" {report['relay']}  {state}".rstrip()))
     if "socket" in report:
         console.print(f"socket {report['socket']}", markup=False)

@@ -256,7 +256,9 @@ class Router(Parts):
             self.credits.expire(self.now_us)
         if self.now_us >= self._reach.deadline_us:
             self._reach.expire(self.now_us)
-        if self.now_us >= self._calls.deadline_us:  # after what may change the interest, for which calls wait
+        if (
+            self.now_us >= self._calls.deadline_us
+        ):  # after what may change the interest, for which calls wait
             self._calls.expire(self.now_us)
         if self.now_us >= self.interest.watches.deadline_us:
             self.interest.watches.expire()

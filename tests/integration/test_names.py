@@ -162,16 +162,14 @@ def _unless_text(name: Any) -> Any:
 
 async def used(use: Use, client: iris.Client, value: Any) -> None:
     made = use(client, value)
-    if isinstance(made, Awaitable):
-        await made
-    elif isinstance(made, AsyncIterator) or (
-        hasattr(made, "__aiter__") and not hasattr(made, "__aenter__")
-    ):
-        async for _ in made:
-            break
-    elif hasattr(made, "__aenter__"):
+    if hasattr(made, "__aenter__"):
         async with made:
             pass
+    elif hasattr(made, "__aiter__"):
+        async for _ in made:
+            break
+    elif isinstance(made, Awaitable):
+        await made
 
 
 @contextlib.asynccontextmanager
@@ -196,7 +194,7 @@ async def others_served(data: Path | None = None) -> AsyncIterator[iris.Client]:
 
 
 KEYRING: Final = iris.Keyring.single(iris.ClusterKey(b"k" * 32))
-REFUSALS: Final = (iris.ConfigError, iris.InvalidName, LocalProtocolError)
+REFUSALS: Final = (iris.ConfigError, iris.InvalidName, iris.EncodeError)
 
 
 async def refused(use: Use, client: iris.Client, values: tuple[Any, ...]) -> None:

@@ -377,7 +377,7 @@ def test_sessions_that_do_not_wait_are_never_asked_and_hold_nobody_back() -> Non
     assert len(old.casts) + dropped(net) == 2 * MANY
 
 
-@pytest.mark.parametrize("seed", [2, 3, 6, 9])
+@pytest.mark.parametrize("seed", [2, 3, 15, 20])
 def test_random_lives_stall_renew_and_recover_and_keep_every_promise(seed: int) -> None:
     chaos = play(seed, 360)
     assert chaos.net.ledger.stalls

@@ -2,7 +2,7 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 import { Client, type ConnectOptions } from "../src/client.ts";
-import { ConfigError, InvalidName } from "../src/errors.ts";
+import { ConfigError, EncodeError, InvalidName } from "../src/errors.ts";
 import { Service } from "../src/service.ts";
 import { KEYRING } from "./pair.ts";
 
@@ -46,7 +46,7 @@ async function refused(use: Use, value: unknown): Promise<boolean> {
   try {
     await use(value);
   } catch (error) {
-    return error instanceof InvalidName || error instanceof ConfigError;
+    return error instanceof InvalidName || error instanceof ConfigError || error instanceof EncodeError;
   }
   return false;
 }
