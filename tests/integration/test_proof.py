@@ -136,7 +136,7 @@ def attacked(**wrong: object) -> siege.Outcome:
     """Return the outcome of an attack that is within all limits, except for `wrong`."""
     quiet, beside = {"p50_us": 1000.0, "p99_us": 2000.0}, {"p50_us": 2000.0, "p99_us": 6000.0}
     meter = {"stretches_ms": {"Turns._turn": 9.0, "SessionPort.go_on": 5.0}, "share_ms": 10.0}
-    fields = {"meter": meter, "callers": [[quiet, beside] * 3] * 2, **wrong}
+    fields = {"meter": meter, "callers": [[quiet, quiet, beside] * 3] * 2, **wrong}
     return siege.Outcome("pings", 8, **fields)  # type: ignore[arg-type]  # each test gives what the field holds
 
 
@@ -157,7 +157,7 @@ def test_an_attack_within_the_limits_breaks_no_promise() -> None:
             "SessionPort.go_on 5.1 ms",
         ),
         ({"meter": {"stretches_ms": {}, "share_ms": 10.1}}, "10.1 ms of a turn"),
-        ({"callers": [[{"p99_us": 1.0}, {"p99_us": 3.1}]] * 2}, "p99 3.1 x"),
+        ({"callers": [[{"p99_us": 0.5}, {"p99_us": 1.0}, {"p99_us": 3.1}]] * 2}, "p99 3.1 x"),
     ],
 )
 def test_an_attack_that_breaks_a_promise_is_named(wrong: dict[str, object], named: str) -> None:
