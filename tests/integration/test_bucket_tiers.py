@@ -17,7 +17,7 @@ from iris.errors import StreamDamaged
 pytestmark = pytest.mark.timeout(180)
 
 LIMIT = 256 << 10
-# With the pause of a directory the messages of a test are there before the store has looked at how large segments may be.
+# With the pause of a directory all messages are there before the store has looked at how large segments may be.
 SMALL = ("--disk-limit", str(LIMIT), "--checkpoint-bytes", "300000", "--bucket-pause-ms", "100")
 BODY = 4000
 
