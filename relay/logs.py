@@ -52,9 +52,10 @@ class JsonLines(logging.Formatter):
             "event": event_of(record),
         }
         fields: Mapping[str, object] = getattr(record, "fields", {})
-        if record.levelno >= logging.WARNING:
-            if text := sentence(event_of(record), fields, self._texts)[0]:
-                line["message"] = text
+        if record.levelno >= logging.WARNING and (
+            text := sentence(event_of(record), fields, self._texts)[0]
+        ):
+            line["message"] = text
         line.update({name + "_" if name in line else name: fields[name] for name in fields})
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
