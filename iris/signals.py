@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Callable
+from types import FrameType
 from typing import TypeVarTuple
 
 Ts = TypeVarTuple("Ts")
-_ENDING = (signal.SIGTERM, signal.SIGINT)
 
 
 def on_signal(number: signal.Signals, call: Callable[[*Ts], object], *values: *Ts) -> None:
@@ -25,12 +25,14 @@ def on_signal(number: signal.Signals, call: Callable[[*Ts], object], *values: *T
     """
     loop = asyncio.get_running_loop()
 
-    def handle(*_: object) -> None:
+    def handle(_: int, frame: FrameType | None) -> None:
         if not loop.is_closed():
             loop.call_soon_threadsafe(call, *values)
-        elif number in _ENDING:
-            interrupt = number == signal.SIGINT
-            signal.signal(number, signal.default_int_handler if interrupt else signal.SIG_DFL)
+        elif number == signal.SIGINT:
+            signal.signal(number, signal.default_int_handler)
+            signal.default_int_handler(number, frame)
+        elif number == signal.SIGTERM:
+            signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
 
     signal.signal(number, handle)

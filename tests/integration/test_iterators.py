@@ -11,7 +11,7 @@ import pkgutil
 import signal
 import threading
 import types
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -595,6 +595,15 @@ async def test_a_wait_for_a_relay_that_is_cancelled_loses_no_request(
         assert sorted(replies) == [*range(COUNT)]
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Python's own handler of SIGINT, which a shell's background job does not have."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_a_next_of_the_blocking_client_that_is_interrupted_takes_nothing() -> None:
     main = threading.main_thread().ident
     assert main is not None

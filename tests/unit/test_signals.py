@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import threading
 from pathlib import Path
 
 import pytest
+from support.waiting import PATIENCE_S
 
 import iris
 import relay
@@ -31,8 +33,18 @@ def test_once_the_loop_is_closed_an_interrupt_is_what_it_is_elsewhere() -> None:
 
     try:
         asyncio.run(take())
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
+        lock = threading.Lock()
+        interrupting = threading.Thread(target=_interrupt)
+        with lock, pytest.raises(KeyboardInterrupt):
+            interrupting.start()
+            lock.acquire(timeout=PATIENCE_S)
+        interrupting.join()
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def _interrupt() -> None:
+    main = threading.main_thread().ident
+    assert main is not None
+    signal.pthread_kill(main, signal.SIGINT)
