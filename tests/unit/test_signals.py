@@ -33,15 +33,18 @@ def test_once_the_loop_is_closed_an_interrupt_is_what_it_is_elsewhere() -> None:
 
     try:
         asyncio.run(take())
-        lock = threading.Lock()
-        interrupting = threading.Thread(target=_interrupt)
-        with lock, pytest.raises(KeyboardInterrupt):
-            interrupting.start()
-            lock.acquire(timeout=PATIENCE_S)
-        interrupting.join()
+        with pytest.raises(KeyboardInterrupt):
+            _be_interrupted()
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def _be_interrupted() -> None:
+    lock = threading.Lock()
+    with lock:
+        threading.Thread(target=_interrupt).start()
+        lock.acquire(timeout=PATIENCE_S)
 
 
 def _interrupt() -> None:
