@@ -116,10 +116,13 @@ async def test_a_holder_that_wakes_up_serves_nothing_of_what_it_lost(tmp_path: P
             assert sorted(seen) == sorted([b"before", *numbered("during-", 50)])
 
 
+PAUSE = ("--bucket-pause-ms", "100")
+
+
 async def test_consumers_and_dead_letters_go_on_at_the_other_store(tmp_path: Path) -> None:
     with Group(tmp_path) as group:
-        group.start(1)
-        group.start(2)
+        group.start(1, None, *PAUSE)
+        group.start(2, None, *PAUSE)
         async with group.rig.client() as client:
             await group.create(client, "orders")
             for number in (1, 2):
