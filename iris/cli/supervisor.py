@@ -150,6 +150,9 @@ class Supervisor:
         with ours:
             with theirs:
                 environ = {k: v for k, v in os.environ.items() if k != notify.VARIABLE}
+                if self._changes is not None:
+                    # Python takes compiled code for current if the second of the change and the size are the same.
+                    environ["PYTHONDONTWRITEBYTECODE"] = "1"
                 process = await asyncio.create_subprocess_exec(
                     *self._command, "--status-fd", str(theirs.fileno()), env=environ, pass_fds=(theirs.fileno(),),
                     start_new_session=True,

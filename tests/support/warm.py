@@ -272,6 +272,7 @@ def _become(request: dict[str, Any], streams: Sequence[int], caller: int) -> Non
         os.environ.clear()
         os.environ.update(coerced | environ)
         sys.orig_argv = command
+        sys.dont_write_bytecode = bool(environ.get("PYTHONDONTWRITEBYTECODE"))
         try:
             if module := _module(command):
                 safe = command[1] == "-P"
