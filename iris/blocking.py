@@ -469,7 +469,7 @@ class Client(OneProcess):
                 raise Closed("this client was closed before the call had ended") from None
             raise
         except BaseException:
-            if not future.done():  # KeyboardInterrupt: the result is no longer wanted
+            if not future.done():  # after KeyboardInterrupt nobody waits for the result
                 future.cancel()
             raise
 

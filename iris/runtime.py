@@ -514,7 +514,7 @@ class Runtime:
     def handler_late(self, handler: str, function: object, error: BaseException) -> None:
         """Count and log a handler whose own call timed out, because its caller's deadline has passed.
 
-        That is not a mistake in the handler, so there is no traceback.
+        The handler itself made no mistake, so no traceback is logged.
         """
         self.count_dropped(FAILED_HANDLERS, 1)
         name = function_name(function)

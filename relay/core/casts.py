@@ -243,7 +243,7 @@ class Casts:
         """Return the subscribers without a group, and the candidates of every group (a link once per session).
 
         A group with a member in this site has no candidate in remote sites. Of another group only the
-        nearest site is a candidate. A session that is leaving is one if there is no other.
+        nearest site is a candidate. A session that is leaving counts only if no other is left.
         """
         plain, groups = self._interest.subscribers(route.name, route.key_id)
         here, far = self._apart(route, plain if route.plain else ())

@@ -14,8 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import harness
 from harness import Result, Role, Roles
 
+import iris
 from proofs import ROOT
 
 TIMEOUT_S = 60.0
@@ -115,6 +117,17 @@ class Cues:
         for task in pending:
             task.cancel()
         return waits[0] in done
+
+
+async def echo(options: dict[str, Any]) -> Result:
+    """The role of a member of `options["cluster"]` that echoes requests until the cue to stop."""
+    cues = Cues()
+    service = iris.Service(options["cluster"])
+    service.on_request(lambda payload: payload)
+    async with iris.connect() as client, client.serve(service):
+        harness.say_ready()
+        await cues.stop.wait()
+    return {}
 
 
 def cue(*roles: Role) -> None:

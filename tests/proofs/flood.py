@@ -51,17 +51,6 @@ OWN_HOP: Final = 1 << 62
 # -- roles ---------------------------------------------------------------------------------------------------
 
 
-async def member(options: dict[str, Any]) -> Result:
-    """Echo requests until the cue to stop."""
-    cues = Cues()
-    service = iris.Service(CLUSTER)
-    service.on_request(lambda payload: payload)
-    async with iris.connect() as client, client.serve(service):
-        harness.say_ready()
-        await cues.stop.wait()
-    return {}
-
-
 async def caller(options: dict[str, Any]) -> Result:
     """At each cue, send requests one after the other for `seconds`; return percentiles and failures."""
     cues = Cues()
@@ -279,7 +268,7 @@ def scene(roles: Run, site: bool, seconds: float, rounds: int) -> Result:
     listening = "gateways.listening" if site else "links.listening"
     ports = [int(str(r.logged(listening)["addresses"][0]).rpartition(":")[2]) for r in relays]
     names = ("ams", "ber") if site else ("", "")
-    start(roles, "flood.member", second.env, {})
+    start(roles, "common.echo", second.env, {"cluster": CLUSTER})
     asking = start(roles, "flood.caller", first.env, {"seconds": seconds, "phases": 2 * rounds})
     to = [(port, name, str(keys)) for port, name in zip(ports, names, strict=True)]
     evil = start(roles, "flood.hostile", first.env, {"site": "evil" if site else "", "to": to})

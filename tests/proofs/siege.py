@@ -62,17 +62,6 @@ PROGRAM: Final = (str(ROOT / "tests" / "support" / "metered_relay.py"),)
 # -- roles ---------------------------------------------------------------------------------------------------
 
 
-async def member(options: dict[str, Any]) -> Result:
-    """Echo requests until the cue to stop."""
-    cues = Cues()
-    service = iris.Service(CLUSTER)
-    service.on_request(lambda payload: payload)
-    async with iris.connect() as client, client.serve(service):
-        harness.say_ready()
-        await cues.stop.wait()
-    return {}
-
-
 async def caller(options: dict[str, Any]) -> Result:
     """Send requests one after the other from one cue to the next; return percentiles of each phase, and failures."""
     cues = Cues()
@@ -133,7 +122,7 @@ class Scene:
         self.first = IrisRelay(roles, arguments, links=True, program=PROGRAM)
         self.second = IrisRelay(roles, join=self.first, program=PROGRAM)
         self.relays = (self.first, self.second)
-        self.member = start(roles, "siege.member", self.first.env, {})
+        self.member = start(roles, "common.echo", self.first.env, {"cluster": CLUSTER})
         self.callers = [start(roles, "siege.caller", relay.env, {}) for relay in self.relays]
         access = roles.directory / "access.pem"
         create_access(

@@ -44,16 +44,6 @@ HALF_HELLO = b"\x82" + bytes([0x80 | len(HELLO)]) + bytes(4) + HELLO[:7]
 # -- roles ---------------------------------------------------------------------------------------------------
 
 
-async def member(options: dict[str, Any]) -> Result:
-    cues = Cues()
-    service = iris.Service(CLUSTER)
-    service.on_request(lambda payload: payload)
-    async with iris.connect() as client, client.serve(service):
-        harness.say_ready()
-        await cues.stop.wait()
-    return {}
-
-
 async def strangers(options: dict[str, Any]) -> Result:
     """Open connections of four kinds, and wait for the end of each."""
     count, where = options["count"], urlsplit(options["url"])
@@ -108,7 +98,7 @@ async def _run(count: int) -> Proof:
         path.write_text(f"queue_bytes = {QUEUE_BYTES}\nhello_timeout_s = 2.0\n")
         relay = IrisRelay(roles, ["--config", str(path), "--listen", "ws://127.0.0.1:0"])
         (url,) = relay.logged("web.listening")["addresses"]
-        served = start(roles, "web.member", relay.env, {})
+        served = start(roles, "common.echo", relay.env, {"cluster": CLUSTER})
         attack = start(roles, "web.strangers", relay.env, {"url": url, "count": count})
         keyring = keyfiles.load_keys(relay.env)
         before = memory_mb(relay.role)
