@@ -2,7 +2,7 @@
 # and only if its hash is in requirements/.
 #   make demo | federation-demo | web-demo | spark-demo [ROWS=…] | test | lint | js | docs | clean
 #   make bench [QUICK=1] | bench-full | bench-floor | bench-streams [QUICK=1] | bench-bucket [QUICK=1]
-#   make bench-spark [QUICK=1] | bench-federation [QUICK=1] | bench-web [QUICK=1] | proof AREA=… N=… | lock | dist [AUDIT=off]
+#   make bench-spark [QUICK=1] | bench-federation [QUICK=1] | bench-web [QUICK=1] | proof AREA=… N=… | lock | dist [AUDIT=off] [IRIS_REPOSITORY=https://…]
 # The tests of Spark and its demo need Java 17 or newer, which is installed where we may: tests/spark/java.
 
 # One that was built with profile-guided optimisation, or else the newest; of those that work and that the tests pass on.
@@ -24,6 +24,8 @@ AZURE_STAMP := $(AZURE)/node_modules/.installed
 BENCH_VENV := .venv-bench
 BENCH_STAMP := $(BENCH_VENV)/.installed
 DIST_VENV := .venv-dist
+WHEELS := $(VENV)/wheels
+WHEELS_STAMP := $(WHEELS)/.downloaded
 DIST_STAMP := $(DIST_VENV)/.installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-warn-script-location
 # Installs only locked files. The build tools are locked too.
@@ -59,7 +61,7 @@ types: $(DOCS_STAMP) $(JS_STAMP)
 	nice $(BIN)/pyright --pythonpath $(BIN)/python
 	$(JS)/node node_modules/typescript/bin/tsc --noEmit
 
-unit: $(DOCS_STAMP) $(JS_STAMP) $(AZURE_STAMP)
+unit: $(DOCS_STAMP) $(JS_STAMP) $(AZURE_STAMP) $(WHEELS_STAMP)
 	@tests/spark/java install
 	tests/run $(BIN)/pytest
 
@@ -143,6 +145,12 @@ $(AZURE_STAMP): $(STAMP) $(addprefix $(AZURE)/,package.json package-lock.json .n
 	@$(JS)/node npm ci --prefix $(CURDIR)/$(AZURE) --loglevel=error
 	@touch $@
 
+# What the test of a directory of wheels installs, as docs/install.md downloads it.
+$(WHEELS_STAMP): $(STAMP) requirements/deploy.txt
+	@rm -rf $(WHEELS)
+	@$(BIN)/python -m pip download --quiet --disable-pip-version-check --dest $(WHEELS) --require-hashes -r requirements/deploy.txt
+	@touch $@
+
 $(DIST_STAMP): requirements/build.txt requirements/dist.txt
 	@$(PYTHON) -m venv $(DIST_VENV)
 	@$(DIST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/build.txt -r requirements/dist.txt
@@ -154,7 +162,7 @@ $(BENCH_STAMP): pyproject.toml $(addprefix requirements/,build.txt base.txt benc
 	@touch $@
 
 # What a release consists of, in dist/. AUDIT=off does not look for known vulnerabilities, where no service for that is
-# reachable; without it, that is a failure.
+# reachable; without it, that is a failure. IRIS_REPOSITORY=https://… is where an index links to.
 dist: $(DIST_STAMP)
 	@$(DIST_VENV)/bin/python deploy/dist.py $(if $(filter off,$(AUDIT)),--no-audit)
 

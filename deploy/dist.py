@@ -1,5 +1,7 @@
 """Make a release in dist/: wheel, sdist, locked requirements, bill of materials (CycloneDX), and an audit.
 
+IRIS_REPOSITORY is the address of the repository, to which an index then links (deploy/metadata.py).
+
 `make dist` runs this with the tools of requirements/build.txt and requirements/dist.txt. Exit codes: 0, all is well;
 1, a dependency has a known vulnerability; 2, something could not be made; 3, the dependencies could not be audited,
 because no service of vulnerabilities is reachable. With --no-audit the last step is left out, and a line says so.
@@ -55,6 +57,12 @@ def plain(name: str) -> str:
 def build(into: Path) -> None:
     """Write wheel and sdist into `into`. The same files give the same bytes: hatchling writes no times of its own."""
     run([sys.executable, "-P", "-m", "hatchling", "build", "-d", str(into), "-t", "wheel", "-t", "sdist"], "hatchling")  # fmt: skip
+
+
+def check_shown(directory: Path) -> None:
+    """Check that an index can show the description of wheel and sdist. Raises DistError."""
+    files = map(str, sorted([*directory.glob("*.whl"), *directory.glob("*.tar.gz")]))
+    run([sys.executable, "-P", "-m", "twine", "check", "--strict", *files], "twine check")
 
 
 def run(command: list[str], name: str) -> str:
@@ -141,6 +149,7 @@ def main(arguments: list[str]) -> int:
         shutil.rmtree(into, ignore_errors=True)
         into.mkdir(parents=True)
         build(into)
+        check_shown(into)
         shutil.copy(LOCK, into / f"{stem}-requirements.txt")
         write_bill(into / f"{stem}.cdx.json")
         if chosen.no_audit:

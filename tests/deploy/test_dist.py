@@ -6,15 +6,20 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import threading
 import zipfile
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import msgspec
 import pytest
+import yaml
 from support.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +27,7 @@ PACKAGES = ("iris", "relay", "pyspark_iris", "pytest_iris")
 
 
 def _module(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("deploy_dist", path)
+    spec = importlib.util.spec_from_file_location(f"deploy_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -31,6 +36,7 @@ def _module(path: Path) -> ModuleType:
 
 
 dist = _module(ROOT / "deploy" / "dist.py")
+metadata = _module(ROOT / "deploy" / "metadata.py")
 
 
 def build(project: Path, into: Path, *targets: str) -> None:
@@ -116,6 +122,81 @@ def test_the_sdist_builds_the_same_wheel(built: Path, tmp_path: Path) -> None:
     (again,) = (tmp_path / "again").glob("*.whl")
     (wheel,) = built.glob("*.whl")
     assert again.read_bytes() == wheel.read_bytes()
+
+
+def test_hosts_install_from_a_directory_of_wheels_and_from_a_server_that_lists_it(
+    built: Path, tmp_path: Path
+) -> None:
+    """The lines are those of the page; `make` has run the one that downloads."""
+    page = (ROOT / "docs" / "install.md").read_text()
+    _, copied, installed, _, served = re.findall(r"^    ((?:pip|cp|python3) .*(?:wheels|find-links).*)$", page, re.MULTILINE)  # fmt: skip
+    wheels = tmp_path / "wheels"
+    shutil.copytree(ROOT / ".venv" / "wheels", wheels)
+    for file in built.iterdir():
+        shutil.copy(file, tmp_path)
+    run(["sh", "-c", copied], tmp_path)
+    listing = partial(SimpleHTTPRequestHandler, directory=str(wheels))
+    with ThreadingHTTPServer(("127.0.0.1", 0), listing) as server:
+        threading.Thread(target=server.serve_forever).start()
+        for name, line in (
+            ("directory", installed),
+            ("server", served.replace(":8000", f":{server.server_port}")),
+        ):
+            place = tmp_path / name
+            subprocess.run([sys.executable, "-m", "venv", str(place)], check=True)
+            run(["sh", "-c", f"PATH={place}/bin:$PATH; {line}"], tmp_path)
+            code = "import iris, relay.store.database; print(iris.__file__)"
+            assert run([str(place / "bin" / "python"), "-P", "-c", code], tmp_path).startswith(str(place))  # fmt: skip
+        server.shutdown()
+
+
+# -- what an index shows ---------------------------------------------------------------------------------------
+
+REPOSITORY = "https://example.org/iris"
+
+
+def test_every_link_of_the_readme_leads_to_a_page_of_the_version() -> None:
+    text = (ROOT / "README.md").read_text()
+    shown = metadata.readme(text, REPOSITORY, "1.2.3")
+    targets = [target for _, target in metadata.LINK.findall(shown)]
+    pages = f"{REPOSITORY}/blob/v1.2.3/"
+    files = [target.removeprefix(pages).split("#")[0] for target in targets]
+    assert len(files) == len(metadata.LINK.findall(text)) > 20
+    assert all((ROOT / file).is_file() for file in files)
+    assert shown.replace(pages, "") == text
+
+
+def test_without_a_repository_the_readme_has_only_links_that_work_anywhere() -> None:
+    text = "[a page](docs/a.md#b), [another](https://example.org/), [below](#below)\n"
+    assert metadata.readme(text, "", "1") == "a page, [another](https://example.org/), [below](#below)\n"  # fmt: skip
+    whole = (ROOT / "README.md").read_text()
+    shown = metadata.readme(whole, "", "1")
+    assert all("://" in target or target.startswith("#") for _, target in metadata.LINK.findall(shown))  # fmt: skip
+    assert re.findall("```.*?```", shown, re.DOTALL) == re.findall("```.*?```", whole, re.DOTALL)
+    assert metadata.urls("", "1") == {}
+
+
+@pytest.mark.parametrize("wrong", ["http://example.org", "example.org/iris", "javascript:alert(1)"])
+def test_a_repository_that_is_no_address_is_refused(wrong: str) -> None:
+    with pytest.raises(ValueError, match="must begin with https://"):
+        metadata.urls(wrong, "1")
+
+
+def test_the_release_is_published_without_a_password_and_only_by_the_step_that_needs_no_code() -> (
+    None
+):
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())
+    build, publish = workflow["jobs"]["build"], workflow["jobs"]["publish"]
+    assert workflow[True] == {"push": {"tags": ["v*"]}}  # YAML reads the key `on` as true
+    assert workflow["permissions"] == {}
+    assert publish["permissions"] == {"id-token": "write"}
+    assert "id-token" not in build["permissions"]
+    assert "secrets." not in json.dumps(workflow)
+    assert any(step.get("run") == "make dist" for step in build["steps"])
+    assert publish["environment"] == "pypi"
+    assert not any("checkout" in step.get("uses", "") for step in publish["steps"])
+    (root, _, repository) = build["steps"][3]["env"]["IRIS_REPOSITORY"].partition("/")
+    assert (root, repository) == ("${{ github.server_url }}", "${{ github.repository }}")
 
 
 # -- the audit -------------------------------------------------------------------------------------------------
