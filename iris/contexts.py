@@ -21,16 +21,19 @@ T = TypeVar("T")
 class Contexts:
     """Makes the contexts of the messages of one service or subscription: copies of the one in which this was made.
 
-    A plain function runs in a context from `fresh`. Coroutine functions run one after the other in the task of a
-    worker. Its context serves for all of them while they set nothing, which costs a message almost nothing. Once one of
-    them has set a variable (`changed`), each runs `inside` a context of its own.
+    A plain function runs in a context from `fresh`, which is used again only while it equals the `first`. Coroutine
+    functions run one after the other in the task of a worker. Its context serves for all of them while they set
+    nothing, which costs a message almost nothing. Once one of them has set a variable (`changed`), each runs `inside` a
+    context of its own.
     """
 
-    __slots__ = ("_nested", "_worker", "fresh", "sets")
+    __slots__ = ("_nested", "_worker", "first", "fresh", "sets")
 
     def __init__(self, *, nested: bool = False) -> None:
         """Begin with the current context. `nested`: what coroutine functions call are calls of handlers."""
         context = copy_context()
+        self.first: Final = context
+        """The context in which this was made. Nothing runs in it."""
         self.fresh: Final[Callable[[], Context]] = context.copy
         """Returns a new context."""
         self._worker = context.copy()

@@ -351,19 +351,26 @@ class Subscription(OneProcess, AsyncOnly):
         assert handler is not None
         plain = self._plain
         rest = iter(messages)
-        fresh = self._contexts.fresh
+        fresh, first = self._contexts.fresh, self._contexts.first
         while True:
+            context = fresh()
+            run = context.run
             try:
                 for message in rest:
-                    context = fresh()
-                    value = context.run(handler, message)
+                    value = run(handler, message)
                     if value is not None and type(value) is not plain:
                         if is_late(value):
                             late = self._contexts.late(context, value)
                             self._begin(handler, late, [message, *rest], size)
                             return
                         plain = self._plain = type(value)
-                return
+                    try:
+                        if context != first:  # the handler has set a variable
+                            break
+                    except Exception:  # to a value that cannot be compared
+                        break
+                else:
+                    return
             except RAISED as err:
                 self._failed(err)
 

@@ -225,6 +225,40 @@ async def test_the_messages_of_one_bundle_have_a_context_each(kind: str, form: s
     assert seen == ["the lifespan"] * MESSAGES
 
 
+class Incomparable:
+    """As an array of numbers, whose comparison is not a truth value."""
+
+    def __eq__(self, other: object) -> bool:
+        raise ValueError("ambiguous")
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+async def test_values_that_cannot_be_compared_and_those_of_handlers_that_fail_stay_with_their_message() -> (
+    None
+):
+    held: ContextVar[object] = ContextVar("held", default=None)
+    begin = held.set(Incomparable())  # the subscriber has such a value, too
+    seen: list[object] = []
+
+    def keep(message: iris.Message) -> None:
+        seen.append(held.get())
+        held.set(Incomparable())
+        if len(seen) % 2:
+            raise RuntimeError("after it was set")
+
+    async with LocalCluster() as cluster, cluster.client() as client, cluster.client() as other:
+        first = held.get()
+        async with other.subscribe("tenants.>", keep):
+            held.reset(begin)
+            await client.publish("tenants.new", "")
+            await until(lambda: len(seen) == 1)
+            for _ in range(MESSAGES):  # in one bundle
+                await client.publish("tenants.new", "")
+            await until(lambda: len(seen) == MESSAGES + 1)
+    assert all(value is first for value in seen)
+
+
 async def test_calls_that_run_at_once_keep_their_own_values() -> None:
     service = iris.Service("tenants")
 
