@@ -1,6 +1,6 @@
 """Advertises this relay's interest to the other relays: members, subscriptions, reachable sites, its store.
 
-    a change ── gathered for `GATHER_US` ──► INTEREST to every link
+    a change ── gathered for `GATHER_US` ──► INTEREST to every link, a portion at a time, oldest first
     a new link, or RESYNC ── flush what was gathered ──► a snapshot to that link
 
 Changes and snapshots are encoded once for all links.
@@ -8,6 +8,7 @@ Changes and snapshots are encoded once for all links.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Final
 
@@ -23,6 +24,11 @@ from relay.core.session import Member
 
 GATHER_US: Final = 2_000
 """Time for which changes are gathered before they are sent to links."""
+PORTION: Final = 256
+"""Entries, counted once per key, that are sent to links each time. Another relay needs longer to apply a change than a
+session needs to make it, and answers to calls wait behind it. A member that leaves before its turn is never sent.
+"""
+_ALL: Final = 1 << 62
 MAX_GROUPS_HERE: Final = 128
 """Limit of queue groups of one relay under one key. One DECLARE over a link may have to name them all."""
 
@@ -41,8 +47,8 @@ class Advertiser:
         self._members = members
         self._due = due
         self.journal = Journal()
-        self.flushed: Callable[[], None] = _nothing
-        """Called after all gathered changes have been sent."""
+        self.sent: Callable[[list[Callable[[], None]]], None] = _nothing
+        """Called with functions that were given to `ask`, once all changes before them have been sent."""
         self.leaving = False
         """Set once this relay stops: links are then sent an empty interest, and calls in flight may finish."""
         self.starting = False
@@ -50,14 +56,11 @@ class Advertiser:
         self.store_failed = ""
         """Why the store that this relay starts cannot serve; empty if it can."""
         self._advertised_store = (False, "")
-        self._joined: dict[int, Member] = {}
-        """Serial -> member that joined since the last flush."""
-        self._left: list[int] = []
-        """Serials of members that left since the last flush."""
+        self._changes: OrderedDict[int | Topic | Callable[[], None], Member | int] = OrderedDict()
+        """What is gathered, oldest first: serial -> member that joined, `~serial` -> member that left, topic -> its new
+        count, and functions that were given to `ask`."""
         self._topics: dict[Topic, int] = {}
         """Topic -> number of subscriptions of this relay's sessions."""
-        self._changed: dict[Topic, int] = {}
-        """Topic -> new count, for topics that changed since the last flush."""
         self._sites: dict[str, None] = {}
         """Remote sites whose distance must be advertised in the next change."""
         self._groups: dict[bytes, dict[str, dict[str, int]]] = {}
@@ -75,15 +78,15 @@ class Advertiser:
         """Advertise a new member of this relay."""
         self._snapshot_version = 0
         if self._links and not self.leaving:
-            self._joined[member.serial] = member
+            self._changes[member.serial] = member
             self.gather(now_us)
 
     def left(self, member: Member, now_us: int) -> None:
         """Advertise that a member of this relay has left."""
         self._snapshot_version = 0
         if self._links and not self.leaving:
-            if self._joined.pop(member.serial, None) is None:
-                self._left.append(member.serial)
+            if self._changes.pop(member.serial, None) is None:
+                self._changes[~member.serial] = member
             self.gather(now_us)
 
     def count_subscription(
@@ -100,7 +103,7 @@ class Advertiser:
             else:
                 del self._topics[topic]
             if self._links and not self.leaving:
-                self._changed[topic] = count
+                self._changes[topic] = count
                 self.gather(now_us)
             self._interest.changed_topic(topic)
         self._snapshot_version = 0
@@ -177,24 +180,48 @@ class Advertiser:
             self.flush_us = now_us + GATHER_US
             self._due(self.flush_us)
 
-    def flush(self) -> None:
-        """Send all gathered changes to every link."""
+    def ask(self, done: Callable[[], None], now_us: int) -> None:
+        """Give `done` to `sent` once everything that was changed before has been sent to the links."""
+        self._changes[done] = 0
+        self.gather(now_us)
+
+    def expire(self, now_us: int) -> None:
+        """Send a portion, because `flush_us` has come."""
+        self.flush(PORTION)
+        if self._changes:
+            self.gather(now_us)
+
+    def flush(self, room: int = _ALL) -> None:
+        """Send gathered changes to every link, as many as there is room for."""
         self.flush_us = NEVER_US
-        joined = [_entry(member) for member in self._joined.values()]
-        topics = [TopicEntry(*topic, count) for topic, count in self._changed.items()]
+        joined, left, topics, asked = [], [], [], []
+        while self._changes and room > 0:
+            key, change = self._changes.popitem(last=False)
+            if isinstance(change, Member):
+                room -= len(change.key_ids)
+                if change.left:
+                    left.append(change.serial)
+                else:
+                    joined.append(_entry(change))
+            elif isinstance(key, tuple):
+                room -= 1
+                topics.append(TopicEntry(*key, change))
+            elif callable(key):
+                asked.append(key)
         sites, clusters, site_topics = self._reach.changes(self._sites)
         if self.leaving:
             sites, clusters, site_topics = [], [], []
         store, advertised = self._store_state(), self._advertised_store
         self._advertised_store = starting, failed = store
         for frame in self.journal.changes(
-            int(store != advertised), joined=joined, left=self._left, topics=topics, sites=sites, clusters=clusters,
+            int(store != advertised), joined=joined, left=left, topics=topics, sites=sites, clusters=clusters,
             site_topics=site_topics, starting=starting, store_failed=failed,
         ):  # fmt: skip
             for link in self._links.values():
                 link.port.control(frame)
-        self._joined, self._left, self._changed, self._sites = {}, [], {}, {}
-        self.flushed()
+        self._sites = {}
+        if asked:
+            self.sent(asked)
 
     def on_resync(self, link: Link, _: object) -> None:
         """Send a snapshot to a link that missed a change."""
@@ -237,5 +264,5 @@ def _entry(member: Member) -> MemberEntry:
     )  # fmt: skip
 
 
-def _nothing() -> None:
-    """Default for `flushed`."""
+def _nothing(asked: list[Callable[[], None]]) -> None:
+    """Default for `sent`."""

@@ -5,7 +5,7 @@ An address is (name, key id). `version` rises with every change that may alter a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import chain, islice
 from typing import Final
 
@@ -364,7 +364,7 @@ def _matching(root: _Node, topic: str, look: _Look, *, named: bool = False) -> l
 
 
 def _count(
-    matching: Iterable[_Match], key_id: bytes, own: Container[tuple[str, int, str]] = (), own_key: bytes = b""
+    matching: Iterable[_Match], key_id: bytes, own: Collection[tuple[str, int, str]] = (), own_key: bytes = b""
 ) -> int:  # fmt: skip
     """Return the number of subscriptions under a key, less those of them that are also under `own_key`.
 
@@ -375,6 +375,11 @@ def _count(
     """(site, filter, group) -> count: several routes to a site report the same subscriptions."""
     for pattern, subscribers in matching:
         for (number, group), subscriber in subscribers.items():
+            if (
+                subscriber.hop_class is HopClass.LOCAL and not own
+            ):  # most of them, if there are very many
+                count += 1
+                continue
             here = subscriber.subscription_count((pattern, key_id, group))
             if (pattern, number, group) in own:
                 here = max(0, here - subscriber.subscription_count((pattern, own_key, group)))

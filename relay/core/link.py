@@ -100,10 +100,11 @@ class Copy:
         self.keyed += len(entry.key_ids)
         self.members[entry.serial] = entry
         keys = self.names.setdefault(entry.name, {})
+        listed = is_listed(entry.kinds)
         for key_id in dict.fromkeys(entry.key_ids):
             entries = keys.setdefault(key_id, Entries())
             entries[entry.serial] = entry
-            entries.listed += is_listed(entry.kinds)
+            entries.listed += listed
         return True
 
     def leave(self, serial: int) -> MemberEntry | None:
@@ -116,10 +117,11 @@ class Copy:
             return None
         self.keyed -= len(entry.key_ids)
         keys = self.names[entry.name]
+        listed = is_listed(entry.kinds)
         for key_id in dict.fromkeys(entry.key_ids):
             entries = keys[key_id]
             del entries[serial]
-            entries.listed -= is_listed(entry.kinds)
+            entries.listed -= listed
             if not entries:
                 del keys[key_id]
         if not keys:

@@ -227,7 +227,7 @@ class Mesh:
     def expire(self, now_us: int) -> None:
         """Do what is due."""
         if now_us >= self.advertiser.flush_us:
-            self.advertiser.flush()
+            self.advertiser.expire(now_us)
         if now_us >= self.loads.report_us:
             self.loads.report(now_us)
         soonest = min(self.advertiser.flush_us, self.loads.report_us)

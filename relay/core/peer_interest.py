@@ -110,10 +110,11 @@ class PeerInterest:
             gone = copy.leave(serial)
             if gone is None:
                 continue
+            served = frozenset(gone.kinds) if is_listed(gone.kinds) else None
             for key_id in gone.key_ids:
                 address = (gone.name, key_id)
-                if is_listed(gone.kinds):
-                    self._interest.seen.left(address, gone.kinds, copy.host, link.beats.last_us)
+                if served is not None:
+                    self._interest.seen.left(address, served, copy.host, link.beats.last_us)
                 link.addresses[address] -= 1
                 if not link.addresses[address]:
                     del link.addresses[address]

@@ -1,7 +1,7 @@
 """What waits until the other relays know this relay's members and subscriptions.
 
     SETTLE from a session, or the last of a queue group leaves
-        ──► our changes are sent to every link (`Advertiser.gather`), then PING
+        ──► our changes before it are sent to every link (`Advertiser.ask`), then PING
     PONG from every link, or `SETTLE_US` has passed ──► ACK
 
 What another relay sent before it knew arrives before its PONG.
@@ -39,7 +39,7 @@ class _Round:
 
 
 class Settling:
-    """What waits at one relay. All that ask before the same flush share a PING."""
+    """What waits at one relay. All whose changes are sent together share a PING."""
 
     def __init__(
         self, links: dict[bytes, Link], advertiser: Advertiser, clock: Callable[[], int]
@@ -48,12 +48,10 @@ class Settling:
         self._links = links
         self._advertiser = advertiser
         self._clock = clock
-        self._asked: list[Callable[[], None]] = []
-        """What waits for our changes to be sent."""
         self._rounds: dict[int, _Round] = {}
         """Id of a PING -> round, oldest first. There is at most one for each flush."""
         self._last = DRAIN_PING
-        advertiser.flushed = self._begin
+        advertiser.sent = self._begin
 
     def ask(self, session: Session, settle: frames.Settle) -> None:
         """Handle SETTLE: answer once the other relays know everything that the session asked for before."""
@@ -74,14 +72,10 @@ class Settling:
         if not self._links:
             done()
             return
-        self._asked.append(done)
-        self._advertiser.gather(self._clock())
+        self._advertiser.ask(done, self._clock())
 
-    def _begin(self) -> None:
-        """Send PING, because all gathered changes have been sent to the links."""
-        if not self._asked:
-            return
-        asked, self._asked = self._asked, []
+    def _begin(self, asked: list[Callable[[], None]]) -> None:
+        """Send PING, because all changes before what was asked have been sent to the links."""
         self._last = number = (self._last + 1) % (1 << 62) or DRAIN_PING + 1
         begun = self._rounds[number] = _Round(asked, self._clock() + SETTLE_US)
         for link in self._links.values():

@@ -96,6 +96,55 @@ def never(delivery: Any) -> None:
     """Do not answer."""
 
 
+# -- interest for other relays ----------------------------------------------------------------------------------------
+
+
+def test_changes_of_one_session_are_sent_in_portions_and_who_settles_waits_for_those_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another relay needs longer to apply a change than a session to make it, and answers wait behind it."""
+    monkeypatch.setattr(advertiser, "PORTION", 8)
+    net = Network(relays=2)
+    there = net.link(0, 1)[1].link
+    party, other = Party(net.router), Party(net.router)
+    known = []
+    assert not any(party.join(f"many{number}") for number in range(12))
+    members = list(party.session.members)
+    other.say(frames.Settle(70))
+    assert not any(party.subscribe(f"many{number}") for number in range(12))
+    for _ in range(4):
+        net._advance(advertiser.GATHER_US)
+        net._move()
+        known.append((len(there.copy.members), len(there.topics), len(other.received(frames.Ack))))
+    assert known == [(8, 0, 0), (12, 4, 1), (12, 12, 0), (12, 12, 0)]
+    for member in members:
+        party.ask(lambda number, member=member: frames.Leave(number, member))  # type: ignore[misc]
+    assert not party.join("stays")
+    assert not party.join("leaves")
+    party.ask(lambda number: frames.Leave(number, list(party.session.members)[-1]))
+    sent = net.router.advertiser.journal.version
+    net._advance(advertiser.GATHER_US)
+    net._move()
+    assert len(there.copy.members) == 4
+    net.run()
+    assert [entry.name for entry in there.copy.members.values()] == ["stays"]
+    assert net.router.advertiser.journal.version == sent + 2
+
+
+def test_the_portion_of_a_member_counts_each_of_its_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(advertiser, "PORTION", 8)
+    net = Network(relays=2)
+    there = net.link(0, 1)[1].link
+    party = Party(net.router, keys=tuple(bytes([number]) * 16 for number in range(6)))
+    assert not any(party.join(f"many{number}") for number in range(4))
+    known = []
+    for _ in range(2):
+        net._advance(advertiser.GATHER_US)
+        net._move()
+        known.append(len(there.copy.members))
+    assert known == [2, 4]
+
+
 # -- interest from other relays ---------------------------------------------------------------------------------------
 
 
@@ -681,10 +730,12 @@ def test_sessions_with_many_filters_do_not_part_the_mesh_at_the_bound_of_today(
         assert not any(party.subscribe(f"t{number}x{n}") for n in range(64))
     net.run()
     assert [end.why for end in ends] == ["", ""]
+    net.run()  # changes are sent in portions
     there = ends[1].link
     assert (len(there.topics), there.dropped_entries) == (16 * 64, 64)
     for party in parties:
         net.router.session_down(party.session)
+    net.run()
     net.run()
     assert [end.why for end in ends] == ["", ""]
     assert not there.topics
