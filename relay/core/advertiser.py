@@ -21,6 +21,7 @@ from relay.core.quotas import all_but_a_quarter
 from relay.core.reach import Reach
 from relay.core.replica import Journal
 from relay.core.session import Member
+from relay.core.summary import ALL
 
 GATHER_US: Final = 2_000
 """Time for which changes are gathered before they are sent to links."""
@@ -28,7 +29,6 @@ PORTION: Final = 256
 """Entries, counted once per key, that are sent to links each time. Another relay needs longer to apply a change than a
 session needs to make it, and answers to calls wait behind it. A member that leaves before its turn is never sent.
 """
-_ALL: Final = 1 << 62
 MAX_GROUPS_HERE: Final = 128
 """Limit of queue groups of one relay under one key. One DECLARE over a link may have to name them all."""
 
@@ -188,12 +188,13 @@ class Advertiser:
     def expire(self, now_us: int) -> None:
         """Send a portion, because `flush_us` has come."""
         self.flush(PORTION)
-        if self._changes:
+        if self._changes or self._reach.waiting:
             self.gather(now_us)
 
-    def flush(self, room: int = _ALL) -> None:
-        """Send gathered changes to every link, as many as there is room for."""
+    def flush(self, most: int = ALL) -> None:
+        """Send gathered changes to every link, `most` of this relay and as many of remote sites."""
         self.flush_us = NEVER_US
+        room = most
         joined, left, topics, asked = [], [], [], []
         while self._changes and room > 0:
             key, change = self._changes.popitem(last=False)
@@ -208,7 +209,7 @@ class Advertiser:
                 topics.append(TopicEntry(*key, change))
             elif callable(key):
                 asked.append(key)
-        sites, clusters, site_topics = self._reach.changes(self._sites)
+        sites, clusters, site_topics = self._reach.changes(self._sites, most)
         if self.leaving:
             sites, clusters, site_topics = [], [], []
         store, advertised = self._store_state(), self._advertised_store

@@ -17,7 +17,7 @@ from typing import Final
 from iris.errors import PeerProtocolError
 from iris.wire import frames, link_frames
 from iris.wire.kinds import NEVER_US, Kind
-from relay.core.advertiser import Advertiser
+from relay.core.advertiser import GATHER_US, PORTION, Advertiser
 from relay.core.casts import Casts
 from relay.core.clocks import clock_status
 from relay.core.interest import Interest
@@ -32,7 +32,7 @@ from relay.core.site_routes import (
     Wan,
 )
 from relay.core.sites import Sites
-from relay.core.summary import Room, Summary
+from relay.core.summary import ALL, Room, Summary
 
 WAN_GATHER_US: Final = 50_000
 """Time for which changes are gathered before they are advertised to remote sites."""
@@ -198,12 +198,12 @@ class Federation:
             self._flush_us = 0
             self.deadline_us = 0
 
-    def _flush(self) -> None:
-        """Advertise our site's changes to remote sites."""
+    def _flush(self, most: int = ALL) -> None:
+        """Advertise our site's changes to remote sites, `most` of them."""
         self._flush_us = NEVER_US
         if self._ours is None or self.leaving:
             return
-        clusters, topics = self._ours.changes()
+        clusters, topics = self._ours.changes(most)
         for frame in self.journal.changes(clusters=clusters, site_topics=topics):
             for wan in self._sites.wans.values():
                 wan.port.control(frame)
@@ -245,7 +245,9 @@ class Federation:
         if self._flush_us == 0:
             self._flush_us = now_us + WAN_GATHER_US
         elif now_us >= self._flush_us:
-            self._flush()
+            self._flush(PORTION)
+            if self._ours is not None and self._ours.waiting:
+                self._flush_us = now_us + GATHER_US
         for wan in self._sites.wans.values():
             if wan.snapshot_due_us and now_us >= wan.snapshot_due_us:
                 self.on_resync(wan, now_us)

@@ -124,9 +124,12 @@ class Reach:
         return summary is not None
 
     def changes(
-        self, sites: Iterable[str]
+        self, sites: Iterable[str], most: int
     ) -> tuple[list[SiteEntry], list[SiteCluster], list[SiteTopic]]:
-        """Return what has not been advertised yet: named sites' distance, and changed interest of all."""
+        """Return what has not been advertised yet: named sites' distance, and changed interest of all.
+
+        Of the interest it looks at `most` entries, as many of each site. `waiting` says if more are left.
+        """
         entries, clusters, topics = [], [], []
         for site in sites:
             own = self._sites.own(site)
@@ -141,10 +144,15 @@ class Reach:
             if self.entries.pop(site, None) is not None:
                 entries.append(SiteEntry(site, False))
         for summary in self._theirs.values():
-            changed = summary.changes()
+            changed = summary.changes(max(1, most // len(self._theirs)))
             clusters += changed[0]
             topics += changed[1]
         return entries, clusters, topics
+
+    @property
+    def waiting(self) -> bool:
+        """Whether `changes` has not looked at everything."""
+        return any(summary.waiting for summary in self._theirs.values())
 
     def snapshot(self) -> tuple[list[SiteEntry], list[SiteCluster], list[SiteTopic]]:
         """Return everything that was advertised to our relays about remote sites."""

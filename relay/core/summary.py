@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from itertools import islice
+from typing import Final, TypeVar
 
 from iris.wire.link_frames import SiteCluster, SiteTopic
 from relay.core.neighbor import Address, Topic
 from relay.core.quotas import Table
 from relay.core.site_routes import NOBODY, Groups, Served, join_group, leave_group
+
+T = TypeVar("T")
+ALL: Final = 1 << 62
+"""More entries than there can be."""
 
 
 class Room:
@@ -58,9 +64,9 @@ class Summary:
         """Address -> members, as advertised."""
         self.topics: dict[Topic, int] = {}
         """Topic -> count, as advertised."""
-        self._touched_addresses: dict[Address, None] = {}
+        self._touched_addresses: OrderedDict[Address, None] = OrderedDict()
         """Addresses that may have changed since the last `changes`."""
-        self._touched_topics: dict[Topic, None] = {}
+        self._touched_topics: OrderedDict[Topic, None] = OrderedDict()
         """Topics that may have changed since the last `changes`."""
 
     def touch(self, address: Address) -> None:
@@ -71,12 +77,15 @@ class Summary:
         """Note that the subscriptions to a topic may have changed."""
         self._touched_topics[topic] = None
 
-    def changes(self) -> tuple[list[SiteCluster], list[SiteTopic]]:
-        """Return what differs from what was advertised last; from now on it counts as advertised."""
+    def changes(self, most: int = ALL) -> tuple[list[SiteCluster], list[SiteTopic]]:
+        """Return what differs from what was advertised last; from now on it counts as advertised.
+
+        Looks at `most` addresses and topics, those first that were noted first. `waiting` says if more are left.
+        """
         clusters: list[SiteCluster] = []
         topics: list[SiteTopic] = []
-        addresses, touched = list(self._touched_addresses), list(self._touched_topics)
-        self._touched_addresses, self._touched_topics = {}, {}
+        addresses = _first(self._touched_addresses, most)
+        touched = _first(self._touched_topics, most - len(addresses))
         ended = sum([self._collect_cluster(address, clusters) for address in addresses])
         for kept in list(islice(self._kept[0], 2 * ended)):
             self._collect_cluster(kept, clusters)
@@ -133,6 +142,11 @@ class Summary:
         return key_id.hex() if self._by_key else self.site
 
     @property
+    def waiting(self) -> bool:
+        """Whether `changes` has not looked at everything that was noted."""
+        return bool(self._touched_addresses or self._touched_topics)
+
+    @property
     def unadvertised(self) -> int:
         """Number of addresses and topics that are held back."""
         return len(self._kept[0]) + len(self._kept[1])
@@ -151,3 +165,8 @@ class Summary:
             ],
             [SiteTopic(self.site, *topic, count) for topic, count in self.topics.items()],
         )
+
+
+def _first(noted: OrderedDict[T, None], most: int) -> list[T]:
+    """Take at most so many out, the oldest first."""
+    return [noted.popitem(last=False)[0] for _ in range(min(most, len(noted)))]

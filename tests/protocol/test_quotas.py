@@ -145,6 +145,50 @@ def test_the_portion_of_a_member_counts_each_of_its_keys(monkeypatch: pytest.Mon
     assert known == [2, 4]
 
 
+def test_what_a_site_tells_others_and_what_these_tell_their_relays_goes_in_portions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in (advertiser, federation_module):
+        monkeypatch.setattr(module, "PORTION", 8)
+    net = Sites("ams", "ber", "ber")
+    net.connect(0, 1)
+    party = Party(net.router)
+    assert not any(party.subscribe(f"many{number}") for number in range(8))
+    assert not any(party.join(f"many{number}") for number in range(12))
+    assert not any(party.subscribe(f"more{number}") for number in range(4))
+    known = []
+    net._advance(1)
+    net._advance(federation_module.WAN_GATHER_US)
+    for _ in range(5):
+        net._move()
+        (site,), (behind,) = (
+            router.sites.site_routes["ams"].values() for router in net.routers[1:]
+        )
+        known.append(
+            [len(site.clusters) + len(site.topics), len(behind.clusters) + len(behind.topics)]
+        )
+        net._advance(advertiser.GATHER_US)
+    assert known == [[8, 0], [16, 8], [24, 16], [24, 24], [24, 24]]
+
+
+def test_no_site_waits_for_another_that_changes_all_the_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(advertiser, "PORTION", 8)
+    net = Sites("ams", "ber", "lon", "lon")
+    net.connect(0, 2)
+    net.connect(1, 2)
+    for number, party in enumerate(map(Party, net.routers[:2])):
+        assert not any(party.join(f"many{number}x{n}") for n in range(12 - 8 * number))
+    net._advance(1)
+    net._advance(federation_module.WAN_GATHER_US)
+    net._move()
+    net._advance(advertiser.GATHER_US)
+    net._move()
+    routes = net.routers[3].sites.site_routes
+    assert [len(way.clusters) for site in ("ams", "ber") for way in routes[site].values()] == [4, 4]
+
+
 # -- interest from other relays ---------------------------------------------------------------------------------------
 
 
