@@ -6,7 +6,7 @@ TOPIC with `slow` ──► TOPIC to every link with subscribers ──► their
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import msgspec
@@ -14,7 +14,7 @@ import msgspec
 from iris.wire import frames
 from iris.wire.codec import MAX_CONTROL_BYTES
 from iris.wire.frames import MAX_SLOW_LISTED, SlowEntry
-from iris.wire.kinds import NEVER_US, HopClass
+from iris.wire.kinds import NEVER_US
 from iris.wire.names import printable
 from relay.core.interest import Interest
 from relay.core.link import Link
@@ -68,7 +68,7 @@ class Audiences:
         audience = self._audience(topic)
         others = self._interest.other_audience(topic.name, topic.key_id)
         audience = msgspec.structs.replace(audience, others=others)
-        links = self._links(topic) if topic.slow else []
+        links = self._interest.links(topic.name, topic.key_id) if topic.slow else []
         if not links or not self._table.has_room(session.user):
             self._answer(session, audience)
             return
@@ -149,20 +149,6 @@ class Audiences:
         ]  # fmt: skip
         dropped = _capped(sum(dropped for _, dropped in found))
         return frames.Audience(topic.id, count, dropped, _fitting(slow))
-
-    def _links(self, topic: frames.Topic) -> Iterable[Link]:
-        """Return the links with subscribers whose relays support the question."""
-        plain, groups = self._interest.subscribers(topic.name, topic.key_id)
-        subscribers = [
-            *plain,
-            *(subscriber for members in groups.values() for subscriber in members),
-        ]
-        links = {
-            subscriber.number: subscriber
-            for subscriber in subscribers
-            if subscriber.hop_class == HopClass.MESH and isinstance(subscriber, Link)
-        }  # fmt: skip
-        return list(links.values())
 
 
 def _fitting(slow: Sequence[SlowEntry]) -> list[SlowEntry]:

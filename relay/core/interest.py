@@ -21,7 +21,7 @@ MAX_OTHERS: Final = MAX_OTHER_KEYS
 MAX_COUNT: Final = 0xFFFFFFFF
 """Largest count in a frame."""
 MAX_NODES: Final = 4096
-MAX_WIDTH: Final = 256
+MAX_WIDTH: Final = 64
 MAX_SUBSCRIBERS: Final = 16_384
 """Nodes of topic trees, nodes of one level of a tree, and subscribers that one question about a topic looks at. Over
 these limits, the answer counts too few."""
@@ -284,6 +284,18 @@ class Interest:
         """
         root = self._topics.get(key_id)
         return 0 if root is None else _count(_matching(root, topic, _Look()), key_id)
+
+    def links(self, topic: str, key_id: bytes) -> list[Link]:
+        """Return the links with subscriptions that match a topic. Very many are not all looked at: see `MAX_NODES`."""
+        root = self._topics.get(key_id)
+        matching = [] if root is None else _matching(root, topic, _Look())
+        found = {
+            subscriber: None
+            for _, subscribers in matching
+            for subscriber in subscribers.values()
+            if subscriber.hop_class is HopClass.MESH and isinstance(subscriber, Link)
+        }
+        return list(found)
 
     def other_audience(self, topic: str, key_id: bytes, *, named: bool = False) -> dict[str, int]:
         """Return how many subscriptions match a topic under other keys: first 4 bytes of the key id in hex -> count.
